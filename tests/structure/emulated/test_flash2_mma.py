@@ -102,23 +102,29 @@ def test_every_option_is_the_textbooks_through_the_launch(option: str) -> None:
         assert option_table.cell(option, EMULATED, "flash2_mma") == "yes"
 
 
-@pytest.mark.parametrize("dtype", [FLOAT16, FLOAT32], ids=["float16", "TF32"])
+@pytest.mark.parametrize("precision", ["float16", "tf32", "float32"])
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])
 def test_two_halves_of_a_block_are_the_textbooks_through_the_launch(
-    deterministic: bool, dtype: Any
+    deterministic: bool, precision: str
 ) -> None:
     rng = np.random.default_rng(3)
     shapes = (1, 2, 21, 24), (1, 1, 35, 24), (1, 1, 35, 27), (1, 2, 21, 27)
     options = {"is_causal": True, "causal_offset": 14, "enable_gqa": True}
     case = Case(*(rng.standard_normal(shape) for shape in shapes), options, (4, 4))  # type: ignore[arg-type]
-    case = replace(case, dlse=rng.standard_normal((1, 2, 21))).in_dtype(dtype)
-    own: dict[str, Any] = {"precision": "tf32"} if dtype == FLOAT32 else {}
-    halves = {256: (ByKeys(MmaRoleLayout(16, 16, 2, 16), 32),)}
-    with emulated_device(), patch("kernels.cuda.attention.flash2_mma.launch._BY_KEYS", halves):
+    is_half, has_terms = precision == "float16", precision == "float32"
+    case = replace(case, dlse=rng.standard_normal((1, 2, 21)))
+    case = case.in_dtype(FLOAT16 if is_half else FLOAT32)
+    own: dict[str, Any] = {} if is_half else {"precision": precision}
+    halves = MmaRoleLayout(16, 32, 4, 16) if has_terms else MmaRoleLayout(16, 16, 2, 16)
+    table = "_BY_KEYS_OF_TERMS" if has_terms else "_BY_KEYS"
+    layouts = {256: (ByKeys(halves, 64 if has_terms else 32),)}
+    with emulated_device(), patch(f"kernels.cuda.attention.flash2_mma.launch.{table}", layouts):
         found = case.run(EMULATED, "flash2_mma", deterministic=deterministic, **own)
-    wanted = case.oracle()
+    wanted, tolerance = case.oracle(), 1e-5 if has_terms else 0.01
     for name in ("out", "lse", "dq", "dk", "dv"):
-        np.testing.assert_allclose(found[name], wanted[name], 0.01, 0.02, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], wanted[name], tolerance, 2 * tolerance, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])

@@ -6,7 +6,7 @@ each fragment of Q and dO is read for those alone; with 256 columns two blocks s
 compute all scores.  Here a warp keeps one of the two, of two to four times as many keys.  The price is
 that P goes from the one half to the other, in float32, and both P and dS through shared memory to the
 warps of a half.  Measured on an H200: 1.6 to 1.8 times as fast at d = 256, 260 TFLOP/s at N = 16,384 in
-bfloat16.
+bfloat16.  float32 in two terms takes it too, with tiles of 16 queries.
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ from kernels.scores.program import PLAIN, Features
 P_READY, P_WHOLE, DS_WHOLE, DS_READY = 1, 2, 3, 4
 
 
-def role_tiles(layout: MmaRoleLayout, width: int) -> SharedTiles:
+def role_tiles(layout: MmaRoleLayout, width: int, terms: int = 1) -> SharedTiles:
     """Return the offsets of the tiles of the kernel, in bytes: two each of Q, dO, lse and delta."""
-    keys, queries = (HALF * rows * width for rows in (layout.block_k, layout.block_q))
+    keys, queries = (terms * HALF * rows * width for rows in (layout.block_k, layout.block_q))
     scores, rows = layout.block_q * layout.block_k, 2 * FLOAT32.itemsize * layout.block_q
     return SharedTiles(
         k=keys,
         v=keys,
         q=2 * queries,
         dout=2 * queries,
-        p=HALF * scores,
-        ds=HALF * scores,
+        p=terms * HALF * scores,
+        ds=terms * HALF * scores,
         exchange=FLOAT32.itemsize * scores,
         lse=rows,
         delta=rows,
@@ -160,7 +160,7 @@ def roles_kernel(
     Args:
         layout: Tiles and warps.
         width: head_dim and value_dim rounded up, a multiple of 16 for each of the warps that share them.
-        dtype: See ``float32_terms.NUMBERS``; of numbers of one term.
+        dtype: See ``float32_terms.NUMBERS``.
         vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; of results
             alone, where operands are scaled.
         sums: How those of dq lie in memory, or None.
@@ -172,24 +172,24 @@ def roles_kernel(
     s_tiles, acc_tiles, warp_keys = key_tiles * col_tiles, key_tiles * own // COLS, ROWS * key_tiles
     role_warps, role_threads = layout.role_warps, layout.threads // 2
     numbers = NUMBERS[dtype]
-    units, copied = make_units(numbers), vectors or numbers.is_scaled
+    terms, units, copied = numbers.terms, make_units(numbers), vectors or numbers.is_scaled
     unit_of_scores, unit_of_dp, unit_of_delta = units.scores, units.dp, units.delta
     unit_of_dk, unit_of_dv, top_of = units.dk, units.dv, units.top
-    tiles = role_tiles(layout, width)
+    b_tiles, tiles = 2 * terms, role_tiles(layout, width, terms)
     k_offset, v_offset, q_offset, dout_offset = (tiles[name] for name in ("k", "v", "q", "dout"))
     p_offset, ds_offset, exchange_offset = tiles["p"], tiles["ds"], tiles["exchange"]
     lse_offset, delta_offset = tiles["lse"], tiles["delta"]
     lse_index, delta_index = lse_offset // WORD, delta_offset // WORD
-    stage_bytes, has_sums = HALF * block_q * width, sums is not None
+    stage_bytes, has_sums = terms * HALF * block_q * width, sums is not None
     place, entries = make_visits(features, block_k, by_keys=True)[:2]
     operand_factor = make_tile_scores(PLAIN, FLOAT32).operand_factor
     to_probabilities, to_ds = _make_to_probabilities(layout), _make_to_ds(layout)
     bounds, is_inside = make_key_bounds(block_q, block_k)
     row_values = make_row_values(layout)
     zero = np.float32(0)
-    copy_keys = make_copy_tile(threads, block_k, width, copied)
-    copy_rows = make_copy_tile(threads, block_q, width, copied)
-    multiply = make_multiply(turned, width, dtype)
+    copy_keys = make_copy_tile(threads, block_k, width, copied, terms)
+    copy_rows = make_copy_tile(threads, block_q, width, copied, terms)
+    multiply = make_multiply(turned, width, dtype, block_q)
     keep_scores = make_keep_tile(turned, block_k, block_q, dtype)
     accumulate = make_accumulate_stored(turned, block_q, width, dtype, own)
     add_dq = make_add_dq(layout, sums, width, width, dtype) if sums else add_nothing
@@ -219,7 +219,7 @@ def roles_kernel(
         b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
         # 5: for 1 <= j <= T_c
         flat, col, first_q, seq_q, first_k, seq_k = place(
-            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
+            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2] // terms, k.shape[2] // terms, extras
         )
         thread = cuda.threadIdx.x
         lane, warp = int32(thread % WARP), thread // WARP
@@ -246,7 +246,7 @@ def roles_kernel(
         acc = cuda.local.array((acc_tiles, 4), float32)  # (warp_keys, own) / 32: dV, or dK
         s = cuda.local.array((s_tiles, 4), float32)  # (warp_keys, step_q) / 32: Sᵀ, Pᵀ, or dPᵀ, dSᵀ
         a_fragment = cuda.local.array((key_tiles, 4), uint32)  # (warp_keys, 16) / 32: K, V, P or dS
-        b_fragment = cuda.local.array((2, 2), uint32)  # (16, 16) / 32: Q, or dO
+        b_fragment = cuda.local.array((b_tiles, 2), uint32)  # of terms (16, 16) / 32: Q, or dO
         # 8: for 1 <= i <= T_r, but only those that see a column of the tile
         first, stop = bounds(col, seq_q, seq_k, extras)
         k_row, k_stop, q_stop = first_k + col, first_k + seq_k, first_q + seq_q

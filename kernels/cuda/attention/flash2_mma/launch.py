@@ -69,7 +69,7 @@ class ByKeys(NamedTuple):
         """Return an upper bound of the shared memory of the kernel, in bytes."""
         head, value = self.widths(problem)
         if isinstance(self.layout, MmaRoleLayout):
-            return role_tiles(self.layout, head).elements
+            return role_tiles(self.layout, head, terms).elements
         atomics = not problem.deterministic
         return dkdv_tiles(self.layout, head, value, atomics, terms).elements + BITS_BYTES
 
@@ -137,7 +137,7 @@ _BY_KEYS_WITH_OPTIONS: dict[int, tuple[ByKeys, ...]] = {
 _FORWARD_OF_TERMS: dict[int, tuple[MmaLayout, ...]] = {
     64: (MmaLayout(128, 64, 4, resident=2), MmaLayout(128, 32, 4, resident=2)),
     128: (MmaLayout(64, 32, 4, resident=2),),
-    256: (MmaLayout(64, 16, 4), MmaLayout(32, 16, 2)),
+    256: (MmaLayout(128, 16, 8), MmaLayout(64, 16, 4), MmaLayout(32, 16, 2)),
 }
 _FORWARD_OF_TERMS_WITH_OPTIONS: dict[int, tuple[MmaLayout, ...]] = {
     64: (MmaLayout(64, 64, 4, resident=2),),
@@ -155,7 +155,11 @@ _BY_KEYS_OF_TERMS: dict[int, tuple[ByKeys, ...]] = {
         ByKeys(MmaKeyLayout(32, 64, 4, 32, resident=2), 32),
     ),
     128: (ByKeys(MmaKeyLayout(32, 128, 8, 32), 64), ByKeys(MmaKeyLayout(16, 32, 2, 16), 32)),
-    256: (ByKeys(MmaKeyLayout(16, 64, 4, 16), 128, 2), ByKeys(MmaKeyLayout(16, 16, 1, 16), 64, 2)),
+    256: (
+        ByKeys(MmaRoleLayout(16, 64, 8, 16), 128),
+        ByKeys(MmaKeyLayout(16, 64, 4, 16), 128, 2),
+        ByKeys(MmaKeyLayout(16, 16, 1, 16), 64, 2),
+    ),
 }
 _BY_KEYS_OF_TERMS_WITH_OPTIONS: dict[int, tuple[ByKeys, ...]] = {
     64: (ByKeys(MmaKeyLayout(32, 64, 4, 16, resident=2), 32),),

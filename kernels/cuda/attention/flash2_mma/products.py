@@ -257,13 +257,31 @@ def make_accumulate_stored(
         layout: Layout of the block.
         depth: Columns of P and rows of V.
         width: Width of the tile of V.
-        dtype: See ``float32_terms.NUMBERS``; of numbers of one term.
+        dtype: See ``float32_terms.NUMBERS``.  Tiles of terms follow each other.
         own: Columns of V that are multiplied, from the piece ``chunk`` on.
     """
-    p_place = make_tile_place(device_function, HALF * depth)
-    row_tiles, steps = layout.row_tiles, depth // DEPTH
-    add_step = _make_add_step(row_tiles, own // COLS, width, NUMBERS[dtype].dtype)
+    numbers, p_place = NUMBERS[dtype], make_tile_place(device_function, HALF * depth)
+    row_tiles, steps, terms = layout.row_tiles, depth // DEPTH, numbers.terms
+    add_step = _make_add_step(row_tiles, own // COLS, width, numbers.dtype)
     p_below, v_below = ROWS * HALF * depth, DEPTH * HALF * width
+    p_term, p_tiles = HALF * layout.block_q * depth, steps * terms * row_tiles
+
+    if terms > 1:
+        add_groups = _make_add_groups(row_tiles, steps, width, dtype, own, depth)
+
+        @device_function
+        def accumulate_terms(acc, a, b, p_tile, v_tile, lane, row, chunk):
+            p = cuda.local.array((p_tiles, 4), uint32)  # of terms (rows, depth) / 32, pairs
+            at_row, at_chunk = square_place(lane)
+            for step in range(steps):
+                p_at = p_tile + p_place(row + at_row, 2 * step + at_chunk)
+                for t in range(terms):
+                    for m in range(row_tiles):
+                        at = (step * terms + t) * row_tiles + m
+                        ldmatrix_x4(p[at], p_at + t * p_term + m * p_below)
+            add_groups(acc, p, b, v_tile, lane, chunk, 0)
+
+        return accumulate_terms
 
     @device_function
     def accumulate_stored(acc, a, b, p_tile, v_tile, lane, row, chunk):
@@ -282,26 +300,24 @@ def make_accumulate_stored(
 IN_TURN, IN_TURN_OF_MANY, MANY = 8, 4, 16
 
 
-def _make_accumulate_terms(
-    layout: MmaLayout, width: int, dtype: str, own: int, v_rows: int
+def _make_add_groups(
+    row_tiles: int, steps: int, width: int, dtype: str, own: int, v_rows: int
 ) -> Callable[..., None]:
-    """Return the function of :func:`make_accumulate`, for numbers of several terms.
+    """Return ``add_groups(acc, p, b, v_tile, lane, chunk, 0)``: acc += P·V for numbers of several terms.
 
-    As one loop over all columns would not be unrolled, and sums would be in local memory, groups of columns
-    come one after the other.
+    ``p`` is (steps * terms * row_tiles, 4) uint32, the terms of a step's tiles one after the other.  As one
+    loop over all columns would not be unrolled, and sums would be in local memory, groups of columns come
+    one after the other.
     """
-    numbers = NUMBERS[dtype]
-    terms, split = numbers.terms, make_split(numbers.dtype)
-    place = make_tile_place(device_function, HALF * width)
-    row_tiles, col_tiles, own_tiles = layout.row_tiles, layout.block_k // COLS, own // COLS
-    steps, below, v_term = col_tiles // 2, DEPTH * HALF * width, HALF * v_rows * width
+    terms, place = NUMBERS[dtype].terms, make_tile_place(device_function, HALF * width)
+    own_tiles, below, v_term = own // COLS, DEPTH * HALF * width, HALF * v_rows * width
     together = steps_together(steps)
     begin, multiply_step, add = make_products(dtype, row_tiles, own_tiles)
     in_turn = IN_TURN if row_tiles * own_tiles <= MANY else IN_TURN_OF_MANY
     pairs = max(in_turn // (2 * row_tiles), 1)
     while own_tiles // 2 % pairs:
         pairs -= 1
-    p_tiles, part_tiles = steps * terms * row_tiles, 2 * row_tiles
+    part_tiles = 2 * row_tiles
 
     def make_add_group(group: int) -> Callable[..., None]:
         @device_function
@@ -320,7 +336,19 @@ def _make_accumulate_terms(
 
         return add_group
 
-    add_groups = _one_after_the_other(make_add_group, own_tiles // (2 * pairs))
+    return _one_after_the_other(make_add_group, own_tiles // (2 * pairs))
+
+
+def _make_accumulate_terms(
+    layout: MmaLayout, width: int, dtype: str, own: int, v_rows: int
+) -> Callable[..., None]:
+    """Return the function of :func:`make_accumulate`, for numbers of several terms."""
+    numbers = NUMBERS[dtype]
+    terms, split = numbers.terms, make_split(numbers.dtype)
+    row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
+    steps = col_tiles // 2
+    add_groups = _make_add_groups(row_tiles, steps, width, dtype, own, v_rows)
+    p_tiles = steps * terms * row_tiles
 
     @device_function
     def accumulate_terms(acc, s, a, b, v_tile, lane, chunk):

@@ -24,7 +24,10 @@ from numba.np.ufunc.parallel import threading_layer
 #: a training slowed down to a third.  The user's own setting of any of them takes precedence.
 WAITING = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 if not any(name in os.environ for name in (*WAITING, "GOMP_SPINCOUNT")):
-    os.environ.update(WAITING)  # before numba loads the runtime, at its first parallel kernel
+    os.environ.update(WAITING)
+    with suppress(ImportError):
+        import numba.np.ufunc.omppool  # type: ignore[import-not-found]  # GCC's runtime reads it
+    del os.environ["OMP_WAIT_POLICY"]  # what processes that this one starts do is not ours
 
 #: fastmath flags that let LLVM vectorise a sum and contract a multiply-add.  Infinities and NaNs keep their
 #: meaning, because a masked score is minus infinity.

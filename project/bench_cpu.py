@@ -287,6 +287,7 @@ def seconds_of(code: str, repeats: int) -> float:
 FIRST_STEP = """
 import sys
 sys.path[:0] = {folders!r}
+sys.modules["torch"] = None  # a training does not load it
 import numpy as np
 import minitorch
 from bench_cpu import BATCH, GPT, models

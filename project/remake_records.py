@@ -77,14 +77,10 @@ def take(fresh: Path, file: Path, before: dict[str, Any]) -> str:
     """Put a fresh record in its place; return what became of it."""
     if not fresh.exists():
         return "no record"
-    rows = [
-        len(json.loads(fresh.read_text(encoding="utf-8")).get("rows", ())),
-        len(before.get("rows", ())),
-    ]
-    if rows[0] < rows[1]:
-        return (
-            f"{rows[0]} of {rows[1]} rows; kept the old ones, {fresh.relative_to(ROOT)} has these"
-        )
+    made = len(json.loads(fresh.read_text(encoding="utf-8")).get("rows", ()))
+    wanted = len(before.get("rows", ()))
+    if made < wanted:
+        return f"{made} of {wanted} rows; kept the old ones, {fresh.relative_to(ROOT)} has these"
     file.parent.mkdir(parents=True, exist_ok=True)
     shutil.move(fresh, file)
     return "new"
@@ -102,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     lines, worst = [], 0
     for name in args.names:
-        if commit_of(made.get(name, {})) == current:
+        if current and commit_of(made.get(name, {})) == current:
             lines.append([name, f"is of {current} already", "–"])
             continue
         fresh = BUILD / args.into / f"{name}.json"

@@ -262,11 +262,10 @@ def make_accumulate_stored(
     """
     numbers, p_place = NUMBERS[dtype], make_tile_place(device_function, HALF * depth)
     row_tiles, steps, terms = layout.row_tiles, depth // DEPTH, numbers.terms
-    add_step = _make_add_step(row_tiles, own // COLS, width, numbers.dtype)
     p_below, v_below = ROWS * HALF * depth, DEPTH * HALF * width
-    p_term, p_tiles = HALF * layout.block_q * depth, steps * terms * row_tiles
 
     if terms > 1:
+        p_term, p_tiles = HALF * layout.block_q * depth, steps * terms * row_tiles
         add_groups = _make_add_groups(row_tiles, steps, width, dtype, own, depth)
 
         @device_function
@@ -282,6 +281,8 @@ def make_accumulate_stored(
             add_groups(acc, p, b, v_tile, lane, chunk, 0)
 
         return accumulate_terms
+
+    add_step = _make_add_step(row_tiles, own // COLS, width, numbers.dtype)
 
     @device_function
     def accumulate_stored(acc, a, b, p_tile, v_tile, lane, row, chunk):

@@ -334,7 +334,7 @@ def main(argv: list[str] | None = None) -> int:
     path = BUILD / folder / "bench_training.json" if args.publish else args.json
     rows = rows_of(path) if path and args.go_on else []
     todo = [one for one in todo if not is_there(one, rows, args.quick)]
-    command = command_line("project/bench_training.py", [x for x in argv if x != "--publish"])
+    command = command_line("project/bench_training.py", argv)
     try:
         for one in tqdm(todo, unit="figure", desc="bench_training"):
             rows.append(bench.row(one))

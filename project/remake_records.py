@@ -66,7 +66,7 @@ def command_of(record: dict[str, Any], file: Path) -> list[str] | str:
     words = shlex.split(record["command"])
     if words.count("python") != 1 or words[0] != "python":
         return "not made by one command of one process"
-    kept = [word for word in words[1:] if word != "--publish"]
+    kept = words[1:]
     if "--json" in kept:
         at = kept.index("--json")
         del kept[at : at + 2]

@@ -291,10 +291,11 @@ def command_line(script: str, argv: list[str], leave_out: tuple[str, ...] = ("--
     Args:
         script: From the root of the repository.
         argv: What followed it.
-        leave_out: Options with a value that say only where to write.
+        leave_out: Options with a value that say only where to write.  ``--publish``, which has none, is
+            left out, too.
     """
     kept: list[str] = []
-    words = iter(argv)
+    words = iter(word for word in argv if word != "--publish")
     for word in words:
         option, equals, value = word.partition("=")
         if word in leave_out:

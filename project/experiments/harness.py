@@ -338,10 +338,8 @@ def run(experiment: Experiment, argv: list[str] | None = None) -> int:
     fresh, code = None, 0
     if not args.redraw:
         script = f"project/experiments/{experiment.name}.py"
-        argv = [word for word in argv if word != "--publish"]
-        report = Report(
-            experiment, args, measuring.command_line(script, argv, leave_out=PLACES), path
-        )
+        command = measuring.command_line(script, argv, leave_out=PLACES)
+        report = Report(experiment, args, command, path)
         try:
             experiment.measure(args, report)
         except KeyboardInterrupt:

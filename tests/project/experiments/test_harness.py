@@ -267,6 +267,7 @@ def test_a_command_holds_no_path_of_this_machine() -> None:
     argv = [
         "--json",
         "/a/b.json",
+        "--publish",
         "--length",
         "8",
         "--text=/home/me/my text.txt",

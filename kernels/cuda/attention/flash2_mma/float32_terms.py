@@ -34,7 +34,7 @@ class Numbers(NamedTuple):
     Attributes:
         dtype: Dtype of the multiplied numbers: "float16" or "bfloat16".
         terms: Number of terms that add up to an operand's number.
-        is_scaled: Whether operands, split beforehand (``split_operands``), and results are float32.
+        is_scaled: Whether operands, which ``split_operands`` splits, and results are float32.
     """
 
     dtype: str
@@ -86,10 +86,11 @@ class Units(NamedTuple):
         scale: Scale of the scores.
         top: Probabilities are multiplied by 2**top before they become float16.
         keep_scale: Factor of the probabilities that dropout keeps.
-        q: Units of q, (batch, heads) float32.
         k: Units of k, (batch, heads) float32.
         v: Units of v, (batch, heads) float32.
-        dout: Units of dout, (batch, heads) float32; this and the following are 0 in the forward pass.
+        q: Units of q, (batch, heads) float32; this and the following are 0 in the forward pass, whose
+            kernel splits its query rows itself.
+        dout: Units of dout, (batch, heads) float32.
         delta: Units of delta; 2**TOP of them exceed any delta of the head.
         v_norm: The largest norm of a row of v of the head, in its unit.
         dout_norm: The largest norm of a row of dout of the head, in its unit.
@@ -98,9 +99,9 @@ class Units(NamedTuple):
     scale: Any
     top: Any
     keep_scale: Any
-    q: Any
     k: Any
     v: Any
+    q: Any = 0
     dout: Any = 0
     delta: Any = 0
     v_norm: Any = 0
@@ -112,14 +113,15 @@ def scale_type(numbers: Numbers, is_backward: bool = False) -> Any:
     if not numbers.is_scaled:
         return float64
     heads = array_type(FLOAT32, 2)
-    rest = [heads if is_backward else int64] * 4
-    return types.NamedTuple((float64, float32, float32, heads, heads, heads, *rest), Units)
+    rest = [heads if is_backward else int64] * 5
+    return types.NamedTuple((float64, float32, float32, heads, heads, *rest), Units)
 
 
 class UnitFunctions(NamedTuple):
     """The functions of ``(scale, b, h)`` that :func:`make_units` returns, which return factors.
 
     Attributes:
+        keys: Factor of products of q and k, for scale · q · k in the unit of q.
         scores: Factor of products of q and k, for scale · q · k.
         top: Not a factor: the power of two of probabilities.
         out: Factor of products of probabilities and v, for P · v.
@@ -130,6 +132,7 @@ class UnitFunctions(NamedTuple):
         dv: Factor of products of probabilities and dout.
     """
 
+    keys: Callable[..., Any]
     scores: Callable[..., Any]
     top: Callable[..., Any]
     out: Callable[..., Any]
@@ -159,8 +162,12 @@ def make_units(numbers: Numbers) -> UnitFunctions:
         return zero
 
     @device_function
+    def keys(scale, b, h):
+        return float32(scale.scale) * scale.k[b, h]
+
+    @device_function
     def scores(scale, b, h):
-        return float32(scale.scale) * scale.q[b, h] * scale.k[b, h]
+        return keys(scale, b, h) * scale.q[b, h]
 
     @device_function
     def top_of(scale, b, h):
@@ -203,6 +210,6 @@ def make_units(numbers: Numbers) -> UnitFunctions:
         return scale.dout[b, h] * ex2(-scale.top)
 
     if not numbers.is_scaled:
-        one_each = plain_scale, no_top, nothing, nothing, nothing
+        one_each = plain_scale, plain_scale, no_top, nothing, nothing, nothing
         return UnitFunctions(*one_each, plain_scale, plain_scale, nothing)
-    return UnitFunctions(scores, top_of, out, dp, delta, dq, dk, dv)
+    return UnitFunctions(keys, scores, top_of, out, dp, delta, dq, dk, dv)

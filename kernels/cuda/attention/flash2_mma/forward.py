@@ -1,6 +1,6 @@
 """FlashAttention-2 forward on tensor cores: the loop of flash2 on fragments, float32 sums.
 
-Tensors are of 16 bits, or float32 that was split into such beforehand (``float32_terms``).
+Tensors are of 16 bits, or float32 that is split into such (``float32_terms``): k and v beforehand, q here.
 
 What flash2 left on the table: CUDA cores multiply one pair of numbers a thread at a time, a tensor core
 a whole tile a warp.  Here both products are ``mma.sync``; the probabilities never leave the lane that
@@ -22,6 +22,7 @@ from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units,
 from kernels.cuda.attention.flash2_mma.fragment_scores import make_fragment_scores
 from kernels.cuda.attention.flash2_mma.products import make_accumulate, make_multiply
 from kernels.cuda.attention.flash2_mma.softmax import make_finish_rows, make_softmax_step
+from kernels.cuda.attention.flash2_mma.split_operands import make_split_rows
 from kernels.cuda.attention.flash2_mma.tiles import (
     COLS,
     HALF,
@@ -50,7 +51,7 @@ from kernels.cuda.ptx.copies import (
     cp_async_wait_all,
     shared_address,
 )
-from kernels.cuda.runtime.kernel import Kernel, array_type
+from kernels.cuda.runtime.kernel import Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
 from kernels.scores.program import PLAIN, Features
@@ -73,6 +74,17 @@ def forward_tiles(
     return SharedTiles(q=q, k=k, v=v)
 
 
+@device_function
+def _copy_nothing(thread, source, b, h, first, stop, target):
+    """Leave the query tile to ``split_rows``."""
+
+
+@device_function
+def _no_split(q, b, h, first_q, row, seq_q, seq_k, extras, tile, lane, warp_row):
+    """Return the unit of rows that were copied."""
+    return np.float32(1)
+
+
 @cache
 def forward_kernel(
     layout: MmaLayout,
@@ -91,8 +103,8 @@ def forward_kernel(
         head_width: head_dim rounded up to a multiple of 16, or more.
         value_width: value_dim rounded up in the same way.
         dtype: See ``float32_terms.NUMBERS``.
-        vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; of results
-            alone, where operands are scaled.
+        vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; of q and
+            results alone, where operands are scaled.
         features: Options of the call.
         is_folded: The scale is positive: without options it is then multiplied within the exponent.
         is_split: The keys are divided among parts of the grid; out, of float32, and lse then have a batch
@@ -106,7 +118,7 @@ def forward_kernel(
     terms, units = numbers.terms, make_units(numbers)
     copied = vectors or numbers.is_scaled
     a_tiles, b_tiles = terms * row_tiles, 2 * terms
-    unit_of_scores, unit_of_out, top_of = units.scores, units.out, units.top
+    unit_of_keys, unit_of_out, top_of = units.keys, units.out, units.top
     tiles = forward_tiles(layout, head_width, value_width, terms)
     q_offset, k_offset, v_offset = tiles["q"], tiles["k"], tiles["v"]
     k_bytes, v_bytes = (terms * HALF * block_k * width for width in (head_width, value_width))
@@ -117,7 +129,9 @@ def forward_kernel(
     is_folded = is_folded and features.of_elements == PLAIN
     tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
     draw, has_bits = tile_bits.draw, tile_bits.bytes
-    copy_q = make_copy_tile(threads, block_q, head_width, copied, terms)
+    copy_q, split_q = make_copy_tile(threads, block_q, head_width, copied), _no_split
+    if numbers.is_scaled:
+        copy_q, split_q = _copy_nothing, make_split_rows(layout, head_width, dtype, vectors)
     copy_k = make_copy_tile(threads, block_k, head_width, copied, terms)
     copy_v = make_copy_tile(threads, block_k, value_width, copied, terms)
     multiply = make_multiply(layout, head_width, dtype)
@@ -156,10 +170,10 @@ def forward_kernel(
         # 3: for 1 <= i <= T_r
         tile, part, parts = cuda.blockIdx.x, 0, 1
         if is_split:
-            q_tiles = ceil_div(q.shape[2] // terms, block_q)
+            q_tiles = ceil_div(q.shape[2], block_q)
             tile, part, parts = tile % q_tiles, tile // q_tiles, cuda.gridDim.x // q_tiles
         flat, row, first_q, seq_q, first_k, seq_k = place(
-            tile, cuda.blockIdx.y, q.shape[2] // terms, k.shape[2] // terms, extras
+            tile, cuda.blockIdx.y, q.shape[2], k.shape[2] // terms, extras
         )
         batch, head = numbers_of_mods(flat, extras)
         start = TilePlace(b, h, batch, head, row, 0, seq_q, seq_k)
@@ -192,9 +206,11 @@ def forward_kernel(
             k_row = first_k + tile_of(entry, extras) * block_k
             copy_k(thread, k, b, h, k_row, k_stop, k_tile)
             copy_v(thread, v, b, h, k_row, k_stop, v_tile)
+        q_unit = split_q(q, b, h, first_q, row, seq_q, seq_k, extras, q_tile, lane, warp_row)
         cp_async_commit_group()
         # 5: O = 0, l = 0, m = -inf
-        factor, top = unit_of_scores(scale, b, h) * operand_factor, top_of(scale, b, h)
+        factor = unit_of_keys(scale, b, h) * q_unit * operand_factor
+        top = top_of(scale, b, h)
         unit = factor if is_folded else float32(1)
         for i in range(own_rows):
             row_max[i] = minus_inf
@@ -251,6 +267,8 @@ def forward_kernel(
     read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
     rest = scale_type(numbers), extras_type(features, FLOAT32)
     written = array_type(FLOAT32, 4) if is_wide else read
-    signature = void(read, read, read, written, rows, *rest)
+    signature = void(
+        array_type(FLOAT32, 4) if numbers.is_scaled else read, read, read, written, rows, *rest
+    )
     shared_bytes = tiles.elements + tile_bits.bytes
     return Kernel(flash2_mma_forward, signature, threads, shared_bytes, layout.resident)

@@ -250,7 +250,8 @@ class _Call(NamedTuple):
     Attributes:
         problem: The checked call.
         operands: The operands.
-        tensors: Those that are multiplied, of 16 bits as uint16: q, k, v, and in the backward pass dout.
+        tensors: Those that are multiplied, of 16 bits as uint16: q, k, v, and in the backward pass dout;
+            q in the forward pass may be float32.
         features: Options of the kernels.
         compiled: What kernels are compiled for: numbers, and whether rows of all tensors, or of scaled
             ones those of results, are aligned for pieces of 16 bytes and are whole pieces.
@@ -290,7 +291,7 @@ def _call(
     features, name = problem.features, _compiled_for(problem)
     if NUMBERS[name].is_scaled:
         bits, units = _split(problem, tensors, delta, NUMBERS[name])
-        compiled = name, are_vectors(*results)
+        compiled = name, are_vectors(*results, *bits[: not is_backward])
         return _Call(problem, operands, bits, features, compiled, units, delta)
     compiled = name, all(map(are_vectors, (*tensors, *results)))
     return _Call(problem, operands, tensors, features, compiled, problem.scale, delta)
@@ -299,24 +300,23 @@ def _call(
 def _split(
     problem: Problem, tensors: tuple[Any, ...], delta: Any, numbers: Numbers
 ) -> tuple[tuple[Any, ...], Units]:
-    """Return float32 operands split into terms, and their units."""
+    """Return float32 operands split into terms, but for q in the forward pass, and their units."""
     head, value = _widths(problem)
-    widths = (head, head, value, value)[: len(tensors)]
     scale = keep_scale(problem.dropout_p)
     top = float(TOP - math.ceil(math.log2(scale)))
-    if delta is not None:
-        tensors = (*tensors, reshaped(delta, (*delta.shape, 1)))
     rows, keys = tensor_cores.rows_in_bounds(problem), tensor_cores.keys_in_bounds(problem)
-    counting = (rows, keys, keys, rows, rows)[: len(tensors)]
-    splits = split_operands(tensors, widths, numbers, counting)
-    q, k, v, *rest = splits
-    units = Units(problem.scale, top, scale, q.unit, k.unit, v.unit)
-    if rest:
-        dout, of_delta = rest
-        units = units._replace(
-            dout=dout.unit, delta=of_delta.unit, v_norm=v.norm, dout_norm=dout.norm
-        )
-    return tuple(one.bits for one in splits[: len(widths)]), units
+    if delta is None:
+        q, *rest = tensors
+        k, v = split_operands(tuple(rest), (head, value), numbers, (keys, keys))
+        return (q, k.bits, v.bits), Units(problem.scale, top, scale, k.unit, v.unit)
+    tensors = (*tensors, reshaped(delta, (*delta.shape, 1)))
+    counting = rows, keys, keys, rows, rows
+    splits = split_operands(tensors, (head, head, value, value), numbers, counting)
+    q, k, v, dout, of_delta = splits
+    units = Units(
+        problem.scale, top, scale, k.unit, v.unit, q.unit, dout.unit, of_delta.unit, v.norm, dout.norm
+    )  # fmt: skip
+    return tuple(one.bits for one in splits[:4]), units
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:

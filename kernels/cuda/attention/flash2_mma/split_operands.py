@@ -1,11 +1,14 @@
 """Split the float32 operands of a call into float16 terms for tensor cores; see ``float32_terms``.
 
 Two kernels go over all operands: one finds the largest number of each head, the other scales and splits.
-Attention reads every key and value once for each tile of queries; they are split once.
+Attention reads every key and value once for each tile of queries; they are split once.  The forward kernel
+reads each query row once, and splits it itself.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,20 +17,27 @@ from numba import float32, int64, types, uint32, void
 
 from kernels.common.geometry import PLAIN
 from kernels.cuda.attention.delta import lanes_of
-from kernels.cuda.attention.flash2_mma.float32_terms import Numbers, make_split
+from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, Numbers, make_split
+from kernels.cuda.attention.flash2_mma.tiles import HALF, PIECE, ROWS, MmaLayout
 from kernels.cuda.device.one_source import ceil_div
 from kernels.cuda.device.vector import are_vectors
-from kernels.cuda.ptx.copies import global_address, ld_global_v4, red_max, st_global_v4
+from kernels.cuda.ptx.copies import (
+    global_address,
+    ld_global_v4,
+    red_max,
+    st_global_v4,
+    st_shared_v4,
+)
 from kernels.cuda.ptx.numbers import PACK, bits_of, float_of
-from kernels.cuda.ptx.swizzle import CHUNK
+from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place
 from kernels.cuda.runtime.arrays import device_view, element_strides, empty_device
-from kernels.cuda.runtime.kernel import WORD, Kernel, array_type, device_function
+from kernels.cuda.runtime.kernel import WARP, WORD, Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
 
-THREADS, WARP = 256, 32
-#: Numbers that a thread reads at a time: 16 bytes of 16-bit numbers.
-PIECE = CHUNK // BITS.itemsize
+THREADS = 256
+#: Pieces that a lane of the forward kernel loads at a time, at most.
+BATCH = 4
 #: Maximum number of blocks that share a head: one for each lane of a warp.
 PARTS = 32
 #: Minimum number of pieces per thread.
@@ -55,8 +65,8 @@ _ZERO, _INF = np.float32(0), np.float32(np.inf)
 
 
 @device_function
-def _load(x, words, source, is_vector, b, h, row, piece):
-    """Load eight float32 of a row, zeros beyond its end; a row that is whole vectors by vectors."""
+def _load(x, at, words, source, is_vector, b, h, row, piece):
+    """Load eight float32 of a row to x[at:], zeros beyond its end; by vectors where a row is whole ones."""
     first, dim = piece * PIECE, source.shape[3]
     if is_vector:
         address = global_address(source) + b * source.strides[0] + h * source.strides[1]
@@ -67,10 +77,110 @@ def _load(x, words, source, is_vector, b, h, row, piece):
             if first + 4 * half < dim:
                 ld_global_v4(words, address + CHUNK * half)
             for i in range(4):
-                x[4 * half + i] = float_of(words[i])
+                x[at + 4 * half + i] = float_of(words[i])
     else:
         for i in range(PIECE):
-            x[i] = source[b, h, row, first + i] if first + i < dim else _ZERO
+            x[at + i] = source[b, h, row, first + i] if first + i < dim else _ZERO
+
+
+@device_function
+def _largest_of_piece(x, at, most):
+    """Return the largest size of a number of a piece that is finite, or ``most`` if that is larger."""
+    for i in range(PIECE):
+        size = abs(x[at + i])
+        most = max(most, size if size < _INF else _ZERO)
+    return most
+
+
+@device_function
+def _largest_of_warp(most):
+    for step in range(5):
+        most = max(most, cuda.shfl_xor_sync(0xFFFFFFFF, most, 1 << step))
+    return most
+
+
+@device_function
+def _scale_and_unit(most):
+    """Return the power of two that scales a largest number, and what takes it back."""
+    exponent = max(bits_of(most) >> uint32(23), uint32(_LEAST))
+    scale = float_of(uint32(uint32(_SCALED) - exponent) << uint32(23))
+    return scale, float_of(uint32(exponent - uint32(_LEAST - 1)) << uint32(23))
+
+
+@cache
+def _make_split_piece(numbers: Numbers) -> Callable[..., None]:
+    """Return ``split_piece(x, at, words, low_words)``: the pairs of x[at:], and those of a second term."""
+    terms, split_pair, pack = numbers.terms, make_split(numbers.dtype), PACK[numbers.dtype]
+
+    @device_function
+    def split_piece(x, at, words, low_words):
+        for i in range(4):
+            if terms == 2:
+                words[i], low_words[i] = split_pair(x[at + 2 * i], x[at + 2 * i + 1])
+            else:
+                words[i] = pack(x[at + 2 * i], x[at + 2 * i + 1])
+
+    return split_piece
+
+
+@cache
+def make_split_rows(layout: MmaLayout, width: int, dtype: str, vectors: bool) -> Callable[..., Any]:
+    """Return ``split_rows(q, b, h, first_q, row, seq_q, seq_k, extras, tile, lane, warp_row)``.
+
+    It splits the rows of a warp in the query tile at ``row`` of a sequence that begins at ``first_q``, to
+    the address ``tile``, as ``copy_tile`` does with terms, and returns their unit.  Rows that have no key
+    within their bounds become zeros, and do not count for the scale.
+
+    Args:
+        layout: Layout of the block.
+        width: Columns of the tile, as many as q has or more, a multiple of 16.
+        dtype: See ``float32_terms.NUMBERS``.
+        vectors: Rows of q are whole vectors.
+    """
+    terms, split_piece = NUMBERS[dtype].terms, _make_split_piece(NUMBERS[dtype])
+    place, chunks = make_tile_place(device_function, HALF * width), width // PIECE
+    loads, term = layout.row_tiles * ROWS * chunks // WARP, HALF * layout.block_q * width
+    batch = math.gcd(loads, BATCH)
+    numbers = batch * PIECE
+
+    @device_function
+    def load(x, words, q, b, h, first_q, row, start, stop, lane, i):
+        # All loads of a batch are on their way before the first number is needed.
+        for k in range(batch):
+            n = lane + (i + k) * WARP
+            own = row + n // chunks
+            if start <= own < stop:
+                _load(x, k * PIECE, words, q, vectors, b, h, first_q + own, n % chunks)
+            else:
+                for j in range(PIECE):
+                    x[k * PIECE + j] = _ZERO
+
+    @device_function
+    def split_rows(q, b, h, first_q, row, seq_q, seq_k, extras, tile, lane, warp_row):
+        # (batch * PIECE,), and (4,), pairs
+        x, words = cuda.local.array(numbers, float32), cuda.local.array(4, uint32)
+        low_words = cuda.local.array(4, uint32)  # (4,)
+        start, stop = -extras.upper, min(seq_k - extras.lower, seq_q)
+        most = _ZERO
+        for i in range(0, loads, batch):
+            load(x, words, q, b, h, first_q, row + warp_row, start, stop, lane, i)
+            for k in range(batch):
+                most = _largest_of_piece(x, k * PIECE, most)
+        scale, unit = _scale_and_unit(_largest_of_warp(most))
+        for i in range(0, loads, batch):  # from the cache
+            load(x, words, q, b, h, first_q, row + warp_row, start, stop, lane, i)
+            for k in range(batch):
+                n = lane + (i + k) * WARP
+                to = tile + place(warp_row + n // chunks, n % chunks)
+                for j in range(PIECE):
+                    x[k * PIECE + j] *= scale
+                split_piece(x, k * PIECE, words, low_words)
+                st_shared_v4(to, words)
+                if terms == 2:
+                    st_shared_v4(to + term, low_words)
+        return unit
+
+    return split_rows
 
 
 @cache
@@ -81,7 +191,7 @@ def measure_kernel(count: int, lanes: int) -> Kernel:
         count: Operands.
         lanes: Number of lanes that share a row; a power of two, up to 32.
     """
-    zero, inf = _ZERO, _INF
+    zero = _ZERO
 
     def measure_heads(sources, vectors, starts, stops, largest, norms):
         """Fill largest; set norms to zero.  ``vectors`` has a bit for each operand.
@@ -112,12 +222,9 @@ def measure_kernel(count: int, lanes: int) -> Kernel:
             stop = min(start + (part + 1) * rows, end)
             for row in range(start + part * rows + thread // lanes, stop, THREADS // lanes):
                 for piece in range(thread % lanes, ceil_div(dim, PIECE), lanes):
-                    _load(x, words, source, is_vector, b, h, row, piece)
-                    for i in range(PIECE):
-                        size = abs(x[i])
-                        most = max(most, size if size < inf else zero)
-        for step in range(5):
-            most = max(most, cuda.shfl_xor_sync(0xFFFFFFFF, most, 1 << step))
+                    _load(x, 0, words, source, is_vector, b, h, row, piece)
+                    most = _largest_of_piece(x, 0, most)
+        most = _largest_of_warp(most)
         if thread % WARP == 0:
             shared[thread // WARP] = most
         cuda.syncthreads()  # every warp's number is there
@@ -144,7 +251,7 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel
         numbers: The terms.
     """
     steps, terms = lanes.bit_length() - 1, numbers.terms
-    split_pair, pack = make_split(numbers.dtype), PACK[numbers.dtype]
+    split_piece = _make_split_piece(numbers)
     zero, inf = _ZERO, _INF
 
     def split_heads(sources, vectors, starts, stops, targets, largest, units, norms):
@@ -167,13 +274,10 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel
         lane = thread % WARP
         source, is_vector = sources[which], (vectors >> which) & 1
         heads, seq = source.shape[1], source.shape[2]
-        most = largest[which, line, lane] if lane < parts else zero
-        for step in range(5):
-            most = max(most, cuda.shfl_xor_sync(0xFFFFFFFF, most, 1 << step))
-        exponent = max(bits_of(most) >> uint32(23), uint32(_LEAST))
-        scale = float_of(uint32(uint32(_SCALED) - exponent) << uint32(23))
+        most = _largest_of_warp(largest[which, line, lane] if lane < parts else zero)
+        scale, unit = _scale_and_unit(most)
         if part == 0 and thread == 0:
-            units[which, line] = float_of(uint32(exponent - uint32(_LEAST - 1)) << uint32(23))
+            units[which, line] = unit
         if which < split:
             target = targets[which]
             # (PIECE,), and (4,), pairs
@@ -193,27 +297,20 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel
                 if is_here and row < stop:
                     address = global_address(target) + b * target.strides[0] + h * target.strides[1]
                     for piece in range(thread % lanes, target.shape[3] // PIECE, lanes):
-                        _load(x, words, source, is_vector, b, h, row, piece)
+                        _load(x, 0, words, source, is_vector, b, h, row, piece)
                         for i in range(PIECE):
                             x[i] *= row_scale
                             if abs(x[i]) < inf:
                                 square += x[i] * x[i]
                         place = address + piece * CHUNK
-                        for i in range(4):
-                            if terms == 2:
-                                words[i], low_words[i] = split_pair(x[2 * i], x[2 * i + 1])
-                            else:
-                                words[i] = pack(x[2 * i], x[2 * i + 1])
+                        split_piece(x, 0, words, low_words)
                         st_global_v4(place + row * target.strides[2], words)
                         if terms == 2:
                             st_global_v4(place + (seq + row) * target.strides[2], low_words)
                 for step in range(steps):
                     square += cuda.shfl_xor_sync(0xFFFFFFFF, square, 1 << step)
                 largest_square = max(largest_square, square)
-            for step in range(5):
-                largest_square = max(
-                    largest_square, cuda.shfl_xor_sync(0xFFFFFFFF, largest_square, 1 << step)
-                )
+            largest_square = _largest_of_warp(largest_square)
             if lane == 0 and is_here:
                 address = global_address(norms) + which * norms.strides[0]
                 red_max(address + line * norms.strides[1], float32(largest_square**0.5))

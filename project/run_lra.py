@@ -199,7 +199,7 @@ def is_done(rows: Rows, run: Run, settings: Settings) -> bool:
                     f"the record has {run.name} with other values of {', '.join(other)}; pass the options "
                     "of that training, or another --out"
                 )
-            return bool(row["done"])
+            return row["done"] and "peak_bytes" in row  # its memory is measured last
     return False
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kernels.common.arguments import shown
+
 from ..functions.base import check_tensor
 from ..functions.indexing import (
     CumSum,
@@ -120,8 +122,14 @@ class IndexingMethods(_Tensor):
 
         Returns:
             This tensor's shape.
+
+        Raises:
+            TypeError: If exclusive or reverse is neither True nor False.
         """
-        return CumSum.apply(self, normalize_dim(dim, self.shape), bool(exclusive), bool(reverse))
+        for name, flag in (("exclusive", exclusive), ("reverse", reverse)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} must be True or False, got {shown(flag)}")
+        return CumSum.apply(self, normalize_dim(dim, self.shape), exclusive, reverse)
 
     def elu(self) -> Self:
         """Return x where it is positive, else e^x - 1."""

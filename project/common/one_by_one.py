@@ -30,7 +30,8 @@ def run_one_by_one(commands: Mapping[str, list[str] | str]) -> tuple[list[list[s
         try:
             status = process.wait()
         except KeyboardInterrupt:
-            status = process.wait() or 130  # it was interrupted, too, and writes what it has
+            process.wait()  # it was interrupted, too, and writes what it has
+            status = 130
         how = {0: "done", 130: "interrupted"}.get(status, f"failed with exit code {status}")
         lines.append([name, how, f"{time.perf_counter() - start:.0f}"])
         code = code or status

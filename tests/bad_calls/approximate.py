@@ -83,7 +83,7 @@ APPROXIMATE = {
         lambda o: attention.linformer(
             o.heads, o.heads, o.heads, project_k=from_numpy(np.ones((2, 2)), o.backend)
         ),
-        ValueError, "2 positions", "has 3", "smyrf take any length"
+        ValueError, "2 positions", "has 3", "the other methods take any length"
     ),
     "projection of four dimensions": wrong(
         lambda o: attention.linformer(o.heads, o.heads, o.heads, project_k=o.image), ValueError,
@@ -110,8 +110,32 @@ APPROXIMATE = {
     "key mask of another length": wrong(
         attend("linear", key_mask=np.ones((1, 4), bool)), ValueError, "(1, 3)", "(1, 4)"
     ),
+    "key mask to be added": wrong(
+        attend("local", key_mask=[[0.0, 0.0, -np.inf]]), ValueError, "0 for a hidden key", "mask == 0"
+    ),
+    "causal text": wrong(attend("linear", is_causal="no"), TypeError, "is_causal", "True or False"),
+    "exclusive text": wrong(
+        lambda o: o.matrix.cumsum(1, exclusive="no"), TypeError, "exclusive", "True or False", "'no'"
+    ),
+    "projections to other counts": wrong(
+        lambda o: attention.linformer(
+            o.heads, o.heads, o.heads, project_k=from_numpy(np.ones((2, 3)), o.backend),
+            project_v=from_numpy(np.ones((4, 3)), o.backend),
+        ),
+        ValueError, "project_k and project_v", "(2, 3)", "(4, 3)"
+    ),
+    "features that are no numbers": wrong(
+        attend("performer", features=np.full((8, 4), np.nan)), ValueError, "features must be finite"
+    ),
+    "options of a layer in a list": wrong(
+        lambda o: mt.MultiHeadAttention(4, 2, attention="local", attention_options=["window"]),
+        TypeError, "attention_options must be a dict", "list"
+    ),
+    "infinite scale of performer": wrong(
+        attend("performer", scale=np.inf), ValueError, "positive, finite scale", "inf"
+    ),
     "negative scale of performer": wrong(
-        attend("performer", scale=-0.5), ValueError, "positive scale", "-0.5", "negate q"
+        attend("performer", scale=-0.5), ValueError, "positive, finite scale", "-0.5", "negate q"
     ),
     "features of another width": wrong(
         attend("performer", features=np.ones((8, 3))), ValueError, "(count, 4)", "(8, 3)"

@@ -122,6 +122,19 @@ def test_all_copes_with_a_script_that_is_not_there(
     assert "## fails" in capsys.readouterr().out
 
 
+def test_ctrl_c_ends_all_whatever_the_script_makes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("project", "project/experiments"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    runner = importlib.import_module("common.one_by_one")
+    # The terminal sends SIGINT to both: here the script to its parent, and it ends with a code of its own.
+    script = "import os, signal; os.kill(os.getppid(), signal.SIGINT); raise SystemExit(1)"
+    commands = {name: [sys.executable, "-c", script] for name in "ab"}
+    lines, code = runner.run_one_by_one(commands)
+    assert [line[:2] for line in lines] == [["a", "interrupted"]] and code == 130
+
+
 RUN = """[tests] 12 passed in 3 s
 passed     12 s  tests
 passed      3 s  browser, on one core: 1 passed, 0 skipped, 0 failed

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy.typing as npt
 
+from kernels.common.arguments import shown
+
 from ...tensor_ops import TensorBackend
 from .block_sparse import block_sparse
 from .linear import linear
@@ -49,6 +51,11 @@ def make_attention(
         ValueError: If the method does not support what each call will ask for.
     """
     check_options(method, masked)
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise TypeError(
+            "attention_options must be a dict of options by name, such as {'chunk': 64}, got "
+            f"{shown(options)}"
+        )
     build = _BUILDERS[method]
     is_module = isinstance(build, type)
     known = inspect.signature(build).parameters

@@ -62,6 +62,11 @@ def linformer(
     project_v = project_k if project_v is None else project_v
     for name, projection in (("project_k", project_k), ("project_v", project_v)):
         _check_projection(name, projection, k)
+    if project_k.shape[-2] != project_v.shape[-2]:
+        raise ValueError(
+            f"project_k and project_v must project to equally many positions, got {project_k.shape} and "
+            f"{project_v.shape}"
+        )
     keep = kept_keys(key_mask, k)
     if keep is not None:
         k, v = (k * keep).to(q.dtype), (v * keep).to(q.dtype)
@@ -79,8 +84,8 @@ def _check_projection(name: str, projection: Any, k: Tensor) -> None:
     if projection.shape[-1] < seq:
         raise ValueError(
             f"{name} of shape {projection.shape} projects {projection.shape[-1]} positions, and the "
-            f"sequence has {seq}; build it for the longest sequence. linear, performer, local, reformer "
-            "and smyrf take any length"
+            f"sequence has {seq}; build it for the longest sequence. the other methods take "
+            "any length"
         )
     if projection.dtype != k.dtype:
         raise TypeError(

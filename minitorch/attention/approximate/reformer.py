@@ -80,7 +80,7 @@ def reformer(
     if k is not q:
         raise ValueError(
             "reformer attention shares queries and keys: pass the same tensor as q and k; linformer, "
-            "linear, performer, local and smyrf take keys of their own"
+            "linear, performer, local, smyrf and block_sparse take keys of their own"
         )
     check_operands("reformer", q, k, v)
     seq, head_dim = q.shape[-2:]

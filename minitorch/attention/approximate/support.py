@@ -8,6 +8,7 @@ import numpy as np
 
 from kernels.common.arguments import as_host_array
 from kernels.cuda.backend import computed
+from kernels.problem.argument_types import check_types
 from kernels.runtime.dtypes import acc_dtype, is_floating
 
 from ...functions.base import check_tensor, is_tensor
@@ -41,8 +42,10 @@ def check_options(method: str, options: Masked) -> None:
     """Check that a method supports the options of a call.
 
     Raises:
+        TypeError: If an option has the wrong type.
         ValueError: If not; it names the methods that do.
     """
+    check_types(dropout_p=options.dropout_p, is_causal=options.is_causal, scale=options.scale)
     used = {
         "attn_mask": options.attn_mask is not None,
         "dropout_p": bool(options.dropout_p),
@@ -101,7 +104,8 @@ def key_mask_array(key_mask: Any, k: Tensor) -> Any:
         k: (…, heads, seq_k, head_dim).
 
     Raises:
-        ValueError: If the shape is not that of k without heads and head_dim, or 1 in place of a size.
+        ValueError: If the shape is not that of k without heads and head_dim, or 1 in place of a size, or
+            a number is neither 0 nor 1.
     """
     array = key_mask.to_numpy() if is_tensor(key_mask) else as_host_array("key_mask", key_mask)
     wanted = (*k.shape[:-3], k.shape[-2])
@@ -110,6 +114,11 @@ def key_mask_array(key_mask: Any, k: Tensor) -> Any:
         raise ValueError(
             f"key_mask must have shape {wanted}, or 1 in place of a leading size, got {array.shape}: it "
             "hides whole keys, for every head"
+        )
+    if array.dtype != bool and not np.all((array == 0) | (array == 1)):
+        raise ValueError(
+            "key_mask must hold booleans, or 0 for a hidden key and 1 for a visible one, got other "
+            "numbers; of a mask that is added to scores, pass mask == 0"
         )
     # The replay of a captured step computes it again, if the mask is one of its inputs.
     return computed(lambda: array != 0, key_mask)
@@ -173,5 +182,5 @@ def check_same_length(method: str, q: Tensor, k: Tensor, is_causal: bool = True)
     if is_causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(
             f"causal {method} attention needs as many queries as keys, got {q.shape[-2]} and "
-            f"{k.shape[-2]}; local, flash and naive take other lengths"
+            f"{k.shape[-2]}; local, block_sparse, flash and naive take other lengths"
         )

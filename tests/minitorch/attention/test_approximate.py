@@ -242,6 +242,23 @@ def test_performers_error_falls_with_the_root_of_its_features() -> None:
     assert 5.0 < errors[0] / errors[1] < 13.0, errors
 
 
+@given(st.sampled_from([5.0, 30.0, 70.0]), st.sampled_from([1, 8, 64]), st.integers(0, 99))
+def test_causal_performer_averages_what_it_sees_however_large_the_scores(
+    size: float, chunk: int, seed: int
+) -> None:
+    case = Case("performer", (1, 2, 24, 24, 8, 3), {"is_causal": True, "chunk": chunk}, seed)
+    case.q *= size
+    case.k *= size
+    for dtype in (np.float32, np.float64):
+        out, operands = case.run(FastBackend, dtype)
+        found, v = out.to_numpy(), case.v
+        slack = 1e-4 * np.abs(v).max()
+        assert (found <= np.maximum.accumulate(v, axis=-2) + slack).all()
+        assert (found >= np.minimum.accumulate(v, axis=-2) - slack).all()
+        out.sum().backward()
+        assert all(np.isfinite(t.grad.to_numpy()).all() for t in operands.values() if t.grad)
+
+
 def test_orthogonal_features_are_orthogonal_and_of_gaussian_length() -> None:
     features = oracles.orthogonal_features(10, 4, 0)
     for first in (0, 4, 8):
@@ -386,7 +403,7 @@ def test_operands_and_sizes_that_do_not_fit_are_refused() -> None:
         attention.block_sparse(q, q, q, pattern="random")
     with pytest.raises(ValueError, match="16"):
         attention.block_sparse(q, q, q, block_size=20)
-    with pytest.raises(ValueError, match="positive scale"):
+    with pytest.raises(ValueError, match="positive, finite scale"):
         attention.performer(q, q, q, scale=-1.0)
     with pytest.raises(ValueError, match=r"features must have shape \(count, 4\)"):
         attention.performer(q, q, q, features=np.ones((3, 5)))

@@ -170,6 +170,16 @@ def test_going_on_adds_what_the_record_lacks(
     assert "| linear attention |" in capsys.readouterr().out
 
 
+def test_going_on_measures_memory_that_an_interruption_left_out(own: Path) -> None:
+    record = json.loads((own / "lra.json").read_text())
+    (row,) = record["rows"]
+    del row["peak_bytes"]
+    (own / "lra.json").write_text(json.dumps(record))
+    run_lra.main([*SMALL, "--attention", "flash", "--out", str(own), "--go-on"])
+    (again,) = rows_of(own)
+    assert again["peak_bytes"] == 2**20 and again["curve"] == row["curve"]
+
+
 def test_several_trainings_take_a_process_each(
     own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,25 +4,37 @@
     python project/remake_records.py cpu-2-cores peers options          measure these two again
     python project/remake_records.py nvidia-h200 all                    all that are of another commit
     python project/remake_records.py nvidia-h200 all --into nvidia-h100    the same on another device
+    python project/remake_records.py nvidia-h200 all --gpus 0 1 --compile-first 300
 
 Figures of one device can be compared when their records are from one commit.  A record that is of the
 checked out commit already is left alone, so that what was interrupted goes on.  The old record stays if
-its command breaks off or makes fewer rows.
+its command breaks off or makes fewer rows.  Several GPUs measure side by side, one record each at a time.
+On a fresh machine half of the time goes into compiling, on one core: ``--compile-first`` runs all commands
+at once for some seconds, for what they leave on the disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from bench.measuring import commit_of_checkout
 from bench.table_cells import markdown
-from common.command_line import OneLineParser
+from common.command_line import FROM_ZERO, POSITIVE, OneLineParser
 from common.one_by_one import run_one_by_one
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +49,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("device", choices=folders, help="folder of the records")
     parser.add_argument("names", nargs="*", metavar="NAME", help="records to measure, or: all")
     parser.add_argument("--into", metavar="DEVICE", help="folder to write to (default: the same)")
+    parser.add_argument(
+        "--gpus", nargs="+", type=FROM_ZERO, metavar="N", help="(default: the first)"
+    )
+    parser.add_argument("--compile-first", type=POSITIVE, metavar="SECONDS", help="see above")
     args = parser.parse_args(argv)
     args.into = args.into or args.device
     found = records_of(args.device)
@@ -61,8 +77,8 @@ def commit_of(record: dict[str, Any]) -> str:
     return str(record.get("versions", {}).get("commit", ""))
 
 
-def command_of(record: dict[str, Any], file: Path) -> list[str] | str:
-    """Return the command that measures a record into a file, or why there is none."""
+def command_of(record: dict[str, Any], file: Path, gpu: int | None = None) -> list[str] | str:
+    """Return the command that measures a record into a file, on one GPU, or why there is none."""
     words = shlex.split(record["command"])
     if words.count("python") != 1 or words[0] != "python":
         return "not made by one command of one process"
@@ -70,7 +86,8 @@ def command_of(record: dict[str, Any], file: Path) -> list[str] | str:
     if "--json" in kept:
         at = kept.index("--json")
         del kept[at : at + 2]
-    return [sys.executable, *kept, "--json", str(file)]
+    place = [] if gpu is None else ["env", f"CUDA_VISIBLE_DEVICES={gpu}"]
+    return [*place, sys.executable, *kept, "--json", str(file)]
 
 
 def take(fresh: Path, file: Path, before: dict[str, Any]) -> str:
@@ -86,6 +103,43 @@ def take(fresh: Path, file: Path, before: dict[str, Any]) -> str:
     return "new"
 
 
+def compile_all(
+    records: list[dict[str, Any]], gpus: list[int] | list[None], seconds: float
+) -> None:
+    """Run the commands of records at once, at most for so long, and throw away what they measure."""
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
+        places = zip(records, cycle(gpus), strict=False)
+        commands = [
+            command_of(record, Path(folder) / f"{i}.json", gpu)
+            for i, (record, gpu) in enumerate(places)
+        ]
+        running = [
+            subprocess.Popen(command, stdout=nowhere, stderr=nowhere, start_new_session=True)
+            for command in commands
+            if not isinstance(command, str)
+        ]
+        until = time.monotonic() + seconds
+        try:
+            while time.monotonic() < until and any(each.poll() is None for each in running):
+                time.sleep(0.1)
+        finally:
+            for each in running:
+                with suppress(ProcessLookupError):  # with the processes that it started
+                    os.killpg(each.pid, signal.SIGKILL)
+                each.wait()
+
+
+def measure(
+    args: argparse.Namespace, name: str, record: dict[str, Any], gpu: int | None
+) -> tuple[list[str], int]:
+    """Measure a record again; return a line of the table, and the exit code."""
+    fresh = BUILD / args.into / f"{name}.json"
+    fresh.parent.mkdir(parents=True, exist_ok=True)
+    (line,), code = run_one_by_one({name: command_of(record, fresh, gpu)})
+    became = take(fresh, RESULTS / args.into / f"{name}.json", record)
+    return [name, f"{line[1]}; {became}", line[2]], code
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     found, current = records_of(args.device), commit_of_checkout()
@@ -96,21 +150,32 @@ def main(argv: list[str] | None = None) -> int:
         ]
         print(markdown(["record", "date", "commit", "command"], lines))
         return 0
-    lines, worst = [], 0
-    for name in args.names:
-        if current and commit_of(made.get(name, {})) == current:
-            lines.append([name, f"is of {current} already", "–"])
-            continue
-        fresh = BUILD / args.into / f"{name}.json"
-        fresh.parent.mkdir(parents=True, exist_ok=True)
-        (line,), code = run_one_by_one({name: command_of(found[name], fresh)})
-        became = take(fresh, RESULTS / args.into / f"{name}.json", found[name])
-        lines.append([name, f"{line[1]}; {became}", line[2]])
-        worst = worst or code
-        if code == 130:
-            break
+    done = [name for name in args.names if current and commit_of(made.get(name, {})) == current]
+    todo = [name for name in args.names if name not in done]
+    gpus = args.gpus or [None]
+    if args.compile_first:
+        compile_all([found[name] for name in todo], gpus, args.compile_first)
+    free: SimpleQueue[int | None] = SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu)
+
+    def on_a_free_one(name: str) -> tuple[list[str], int]:
+        gpu = free.get()
+        try:
+            return measure(args, name, found[name], gpu)
+        finally:
+            free.put(gpu)
+
+    pool = ThreadPoolExecutor(len(gpus))
+    results = [pool.submit(on_a_free_one, name) for name in todo]
+    try:
+        pool.shutdown()
+    except KeyboardInterrupt:  # the commands that run got it, too
+        pool.shutdown(cancel_futures=True)
+    ended = [each.result() for each in results if not each.cancelled()]
+    lines = [[name, f"is of {current} already", "–"] for name in done] + [line for line, _ in ended]
     print(f"\n{markdown(['record', '', 'seconds'], lines)}")
-    return worst
+    return next((code for _, code in ended if code), 0) or 130 * (len(ended) < len(todo))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     for name, rows in (("long", 2), ("short", 1)):
-        record = {"command": f"python {script} {rows} --publish --json {name}.json", "date": "then"}
+        record = {"command": f"python {script} {rows} --json {name}.json", "date": "then"}
         record |= {"versions": {"commit": "old"}, "rows": [{"x": 0}] * 2}
         (folder / "a-gpu" / f"{name}.json").write_text(json.dumps(record))
     for name, value in (("ROOT", tmp_path), ("RESULTS", folder), ("BUILD", tmp_path / "build")):
@@ -55,6 +55,20 @@ def test_another_device_gets_records_of_its_own(results: Path) -> None:
     assert remake_records.main(["a-gpu", "long", "--into", "b-gpu"]) == 0
     assert _commit(results / "b-gpu" / "long.json") == "new"
     assert _commit(results / "a-gpu" / "long.json") == "old"
+
+
+def test_gpus_measure_side_by_side_what_was_compiled_first(results: Path) -> None:
+    record = results / "a-gpu" / "long.json"
+    script, log = results.parents[1] / "script.py", results.parents[1] / "log"
+    script.write_text(
+        f"import os\nopen({str(log)!r}, 'a').write(os.environ['CUDA_VISIBLE_DEVICES'])\n{SCRIPT}"
+    )
+    (results / "a-gpu" / "other.json").write_text(record.read_text())
+    options = ["--gpus", "3", "5", "--compile-first", "60"]
+    assert remake_records.main(["a-gpu", "long", "other", *options]) == 0
+    assert _commit(record) == _commit(results / "a-gpu" / "other.json") == "new"
+    gpus = log.read_text()
+    assert sorted(gpus[:2]) == ["3", "5"] and len(gpus) == 4 and {*gpus} <= {"3", "5"}
 
 
 def test_without_names_it_lists_the_records(

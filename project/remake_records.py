@@ -9,8 +9,8 @@
 Figures of one device can be compared when their records are from one commit.  A record that is of the
 checked out commit already is left alone, so that what was interrupted goes on.  The old record stays if
 its command breaks off or makes fewer rows.  Several GPUs measure side by side, one record each at a time.
-On a fresh machine half of the time goes into compiling, on one core: ``--compile-first`` runs all commands
-at once for some seconds, for what they leave on the disk.
+On a fresh machine half of the time is spent on compiling kernels one by one: ``--compile-first`` runs all
+commands at once for some seconds before, to fill the caches of compiled kernels.
 """
 
 from __future__ import annotations
@@ -166,16 +166,17 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             free.put(gpu)
 
-    pool = ThreadPoolExecutor(len(gpus))
+    pool, interrupted = ThreadPoolExecutor(len(gpus)), False
     results = [pool.submit(on_a_free_one, name) for name in todo]
     try:
         pool.shutdown()
     except KeyboardInterrupt:  # the commands that run got it, too
+        interrupted = True
         pool.shutdown(cancel_futures=True)
     ended = [each.result() for each in results if not each.cancelled()]
     lines = [[name, f"is of {current} already", "–"] for name in done] + [line for line, _ in ended]
     print(f"\n{markdown(['record', '', 'seconds'], lines)}")
-    return next((code for _, code in ended if code), 0) or 130 * (len(ended) < len(todo))
+    return 130 if interrupted else next((code for _, code in ended if code), 0)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,17 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
     return number
 
 
+def flag(name: str, value: Any) -> bool:
+    """Check that a value is True or False, and return it.
+
+    Raises:
+        TypeError: If it is neither.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+    return bool(value)
+
+
 def as_plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return an array of a NumPy subclass as a plain array, in native byte order.
 

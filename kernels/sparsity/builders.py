@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.common.arguments import as_host_array, shown, whole
+from kernels.common.arguments import as_host_array, flag, whole
 from kernels.scores.visibility import is_visible
 from kernels.sparsity.states import (
     FULL,
@@ -74,8 +74,7 @@ def strided(
     rows, cols = _squares(grid)
     step = max(math.isqrt(cols), 1) if stride is None else whole("stride", stride, 1)
     distance = np.arange(rows)[:, None] - np.arange(cols)  # (query squares, key squares)
-    if not isinstance(is_causal, (bool, np.bool_)):
-        raise TypeError(f"is_causal must be True or False, got {shown(is_causal)}")
+    is_causal = flag("is_causal", is_causal)
     near_or_at_stride = _of_squares(grid, (np.abs(distance) <= step) | (distance % step == 0))
     if not is_causal:
         return near_or_at_stride

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kernels.common.arguments import shown
+from kernels.common.arguments import flag
 
 from ..functions.base import check_tensor
 from ..functions.indexing import (
@@ -126,10 +126,8 @@ class IndexingMethods(_Tensor):
         Raises:
             TypeError: If exclusive or reverse is neither True nor False.
         """
-        for name, flag in (("exclusive", exclusive), ("reverse", reverse)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} must be True or False, got {shown(flag)}")
-        return CumSum.apply(self, normalize_dim(dim, self.shape), exclusive, reverse)
+        flags = flag("exclusive", exclusive), flag("reverse", reverse)
+        return CumSum.apply(self, normalize_dim(dim, self.shape), *flags)
 
     def elu(self) -> Self:
         """Return x where it is positive, else e^x - 1."""

@@ -52,6 +52,14 @@ def make_row_folds(block: RowBlock) -> tuple[Any, Any]:
 
 
 @device_function
+def warp_max(x):
+    """Return the maximum over the lanes of a warp."""
+    for step in range(5):
+        x = max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 1 << step))
+    return x
+
+
+@device_function
 def _larger(x, y):
     return max(x, y)
 

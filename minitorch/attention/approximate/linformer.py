@@ -84,8 +84,8 @@ def _check_projection(name: str, projection: Any, k: Tensor) -> None:
     if projection.shape[-1] < seq:
         raise ValueError(
             f"{name} of shape {projection.shape} projects {projection.shape[-1]} positions, and the "
-            f"sequence has {seq}; build it for the longest sequence. the other methods take "
-            "any length"
+            f"sequence has {seq}; build it for the longest sequence, or use another method: the other "
+            "methods take any length"
         )
     if projection.dtype != k.dtype:
         raise TypeError(

@@ -56,6 +56,22 @@ def orthogonal_features(count: int, head_dim: int, seed: int) -> Any:
     return features
 
 
+def _checked(features: Any, head_dim: int) -> Any:
+    """Return the features of a caller as an array.
+
+    Raises:
+        ValueError: If their shape does not fit, or one of them is NaN or infinite.
+    """
+    features = as_host_array("features", features)
+    if features.ndim != 2 or features.shape[1] != head_dim or len(features) == 0:
+        raise ValueError(
+            f"features must have shape (count, {head_dim}), got {features.shape}; see orthogonal_features"
+        )
+    if not np.isfinite(features).all():
+        raise ValueError("features must be finite, got NaN or infinity; see orthogonal_features")
+    return features
+
+
 def performer(
     q: Tensor,
     k: Tensor,
@@ -97,9 +113,9 @@ def performer(
         TypeError: If an operand is no tensor, or they differ in dtype or backend.
         ValueError: If a shape does not fit, or for an option that the method does not support.
 
-    The exponentials of a feature are relative to the largest of the whole sequence.  In the causal form it
-    may lie behind a position, beside which all that the position sees then vanishes: where scores differ by
-    more than about 40 in float32, 350 in float64, early positions tend to the mean of what they see.
+    Features of keys are scaled by their maximum over the whole sequence.  In the causal form this maximum
+    may belong to a later key, beside which the features of all visible keys underflow.  If scores differ by
+    more than 40 in float32, or 350 in float64, early positions tend to the mean of their visible values.
 
     Source: Choromanski et al., Rethinking attention with Performers (2021), lemma 1.
     """
@@ -115,13 +131,8 @@ def performer(
     if features is None:
         count = whole("num_features", num_features, 1)
         features = orthogonal_features(count, head_dim, whole("seed", seed, 0))
-    features = as_host_array("features", features)
-    if features.ndim != 2 or features.shape[1] != head_dim or len(features) == 0:
-        raise ValueError(
-            f"features must have shape (count, {head_dim}), got {features.shape}; see orthogonal_features"
-        )
-    if not np.isfinite(features).all():
-        raise ValueError("features must be finite, got NaN or infinity; see orthogonal_features")
+    else:
+        features = _checked(features, head_dim)
     weights = shared_constant(q, features.T)  # (head_dim, m)
     y_q, y_k = (widened(t) * factor**0.5 for t in (q, k))
     log_k = y_k @ weights - (y_k * y_k).sum(-1) * 0.5  # (…, seq_k, m)
@@ -135,7 +146,7 @@ def performer(
     v = v if v.dtype == BFLOAT16 else widened(v)
     phi_k = ExpDifference.apply(log_k, shift, v.dtype)
     phi_q = ExpDifference.apply(log_q, max_over(log_q.detach(), -1), v.dtype)
-    if is_causal:  # the largest of a feature may lie behind a row, which then has no other weights
+    if is_causal:  # where the features of all visible keys underflow, the weights become equal
         phi_k = phi_k + (LEAST_OF_DOUBLE if v.dtype == np.float64 else LEAST)
     keep = kept_keys(key_mask, k, v.dtype)
     phi_k = phi_k if keep is None else phi_k * keep

@@ -256,7 +256,8 @@ def test_causal_performer_averages_what_it_sees_however_large_the_scores(
         assert (found <= np.maximum.accumulate(v, axis=-2) + slack).all()
         assert (found >= np.minimum.accumulate(v, axis=-2) - slack).all()
         out.sum().backward()
-        assert all(np.isfinite(t.grad.to_numpy()).all() for t in operands.values() if t.grad)
+        for name, t in operands.items():
+            assert t.grad is not None and np.isfinite(t.grad.to_numpy()).all(), name
 
 
 def test_orthogonal_features_are_orthogonal_and_of_gaussian_length() -> None:

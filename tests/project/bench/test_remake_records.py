@@ -71,6 +71,16 @@ def test_gpus_measure_side_by_side_what_was_compiled_first(results: Path) -> Non
     assert sorted(gpus[:2]) == ["3", "5"] and len(gpus) == 4 and {*gpus} <= {"3", "5"}
 
 
+def test_ctrl_c_ends_all_records(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = results.parents[1] / "script.py"
+    # The terminal sends SIGINT to both: here the script to its parent, and it ends later.
+    interrupt = "import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(1)"
+    script.write_text(f"{interrupt}\nraise SystemExit(1)")
+    assert remake_records.main(["a-gpu", "all"]) == 130
+    assert "short" not in capsys.readouterr().out
+    assert _commit(results / "a-gpu" / "long.json") == "old"
+
+
 def test_without_names_it_lists_the_records(
     results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """FlashAttention-2 forward on tensor cores: the loop of flash2 on fragments, float32 sums.
 
-Tensors are of 16 bits, or float32 that is split into such (``float32_terms``): k and v beforehand, q here.
+Operands are fp16 or bf16, or float32 split into float16 terms (``float32_terms``): k and v beforehand, q
+in this kernel.
 
 What flash2 left on the table: CUDA cores multiply one pair of numbers a thread at a time, a tensor core
 a whole tile a warp.  Here both products are ``mma.sync``; the probabilities never leave the lane that
@@ -266,9 +267,8 @@ def forward_kernel(
 
     read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
     rest = scale_type(numbers), extras_type(features, FLOAT32)
-    written = array_type(FLOAT32, 4) if is_wide else read
-    signature = void(
-        array_type(FLOAT32, 4) if numbers.is_scaled else read, read, read, written, rows, *rest
-    )
+    wide = array_type(FLOAT32, 4)
+    of_q, written = (wide if numbers.is_scaled else read), (wide if is_wide else read)
+    signature = void(of_q, read, read, written, rows, *rest)
     shared_bytes = tiles.elements + tile_bits.bytes
     return Kernel(flash2_mma_forward, signature, threads, shared_bytes, layout.resident)

@@ -250,11 +250,12 @@ class _Call(NamedTuple):
     Attributes:
         problem: The checked call.
         operands: The operands.
-        tensors: Those that are multiplied, of 16 bits as uint16: q, k, v, and in the backward pass dout;
-            q in the forward pass may be float32.
+        tensors: The multiplied ones, 16-bit numbers as uint16: q, k, v, and in the backward pass dout; a
+            float32 q of the forward pass stays float32.
         features: Options of the kernels.
-        compiled: What kernels are compiled for: numbers, and whether rows of all tensors, or of scaled
-            ones those of results, are aligned for pieces of 16 bytes and are whole pieces.
+        compiled: What kernels are compiled for: numbers, and whether rows of all tensors are aligned for
+            pieces of 16 bytes and are whole pieces; with float32 only rows of results and, in the forward
+            pass, of q count.
         scale: Scale of the scores, or units.
         delta: delta in the backward pass, else None.
     """
@@ -304,11 +305,11 @@ def _split(
     head, value = _widths(problem)
     scale = keep_scale(problem.dropout_p)
     top = float(TOP - math.ceil(math.log2(scale)))
-    rows, keys = tensor_cores.rows_in_bounds(problem), tensor_cores.keys_in_bounds(problem)
+    keys = tensor_cores.keys_in_bounds(problem)
     if delta is None:
-        q, *rest = tensors
-        k, v = split_operands(tuple(rest), (head, value), numbers, (keys, keys))
-        return (q, k.bits, v.bits), Units(problem.scale, top, scale, k.unit, v.unit)
+        k, v = split_operands(tensors[1:], (head, value), numbers, (keys, keys))
+        return (tensors[0], k.bits, v.bits), Units(problem.scale, top, scale, k.unit, v.unit)
+    rows = tensor_cores.rows_in_bounds(problem)
     tensors = (*tensors, reshaped(delta, (*delta.shape, 1)))
     counting = rows, keys, keys, rows, rows
     splits = split_operands(tensors, (head, head, value, value), numbers, counting)

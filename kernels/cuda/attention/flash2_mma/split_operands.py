@@ -20,6 +20,7 @@ from kernels.cuda.attention.delta import lanes_of
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, Numbers, make_split
 from kernels.cuda.attention.flash2_mma.tiles import HALF, PIECE, ROWS, MmaLayout
 from kernels.cuda.device.one_source import ceil_div
+from kernels.cuda.device.row_folds import warp_max
 from kernels.cuda.device.vector import are_vectors
 from kernels.cuda.ptx.copies import (
     global_address,
@@ -93,15 +94,8 @@ def _largest_of_piece(x, at, most):
 
 
 @device_function
-def _largest_of_warp(most):
-    for step in range(5):
-        most = max(most, cuda.shfl_xor_sync(0xFFFFFFFF, most, 1 << step))
-    return most
-
-
-@device_function
 def _scale_and_unit(most):
-    """Return the power of two that scales a largest number, and what takes it back."""
+    """Return the power of two that scales a largest number, and its inverse, the unit."""
     exponent = max(bits_of(most) >> uint32(23), uint32(_LEAST))
     scale = float_of(uint32(uint32(_SCALED) - exponent) << uint32(23))
     return scale, float_of(uint32(exponent - uint32(_LEAST - 1)) << uint32(23))
@@ -127,9 +121,9 @@ def _make_split_piece(numbers: Numbers) -> Callable[..., None]:
 def make_split_rows(layout: MmaLayout, width: int, dtype: str, vectors: bool) -> Callable[..., Any]:
     """Return ``split_rows(q, b, h, first_q, row, seq_q, seq_k, extras, tile, lane, warp_row)``.
 
-    It splits the rows of a warp in the query tile at ``row`` of a sequence that begins at ``first_q``, to
-    the address ``tile``, as ``copy_tile`` does with terms, and returns their unit.  Rows that have no key
-    within their bounds become zeros, and do not count for the scale.
+    Each warp splits its own rows of the query tile at ``row`` into the tile in shared memory, which has the
+    layout that ``copy_tile`` gives terms, and returns the unit of these rows.  The sequence begins at
+    ``first_q``.  Rows whose keys are all out of bounds become zeros and do not affect the scale.
 
     Args:
         layout: Layout of the block.
@@ -166,7 +160,7 @@ def make_split_rows(layout: MmaLayout, width: int, dtype: str, vectors: bool) ->
             load(x, words, q, b, h, first_q, row + warp_row, start, stop, lane, i)
             for k in range(batch):
                 most = _largest_of_piece(x, k * PIECE, most)
-        scale, unit = _scale_and_unit(_largest_of_warp(most))
+        scale, unit = _scale_and_unit(warp_max(most))
         for i in range(0, loads, batch):  # from the cache
             load(x, words, q, b, h, first_q, row + warp_row, start, stop, lane, i)
             for k in range(batch):
@@ -224,7 +218,7 @@ def measure_kernel(count: int, lanes: int) -> Kernel:
                 for piece in range(thread % lanes, ceil_div(dim, PIECE), lanes):
                     _load(x, 0, words, source, is_vector, b, h, row, piece)
                     most = _largest_of_piece(x, 0, most)
-        most = _largest_of_warp(most)
+        most = warp_max(most)
         if thread % WARP == 0:
             shared[thread // WARP] = most
         cuda.syncthreads()  # every warp's number is there
@@ -274,7 +268,7 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel
         lane = thread % WARP
         source, is_vector = sources[which], (vectors >> which) & 1
         heads, seq = source.shape[1], source.shape[2]
-        most = _largest_of_warp(largest[which, line, lane] if lane < parts else zero)
+        most = warp_max(largest[which, line, lane] if lane < parts else zero)
         scale, unit = _scale_and_unit(most)
         if part == 0 and thread == 0:
             units[which, line] = unit
@@ -310,7 +304,7 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel
                 for step in range(steps):
                     square += cuda.shfl_xor_sync(0xFFFFFFFF, square, 1 << step)
                 largest_square = max(largest_square, square)
-            largest_square = _largest_of_warp(largest_square)
+            largest_square = warp_max(largest_square)
             if lane == 0 and is_here:
                 address = global_address(norms) + which * norms.strides[0]
                 red_max(address + line * norms.strides[1], float32(largest_square**0.5))

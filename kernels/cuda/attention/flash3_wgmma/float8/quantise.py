@@ -29,6 +29,7 @@ from kernels.cuda.attention.flash3_wgmma.layout import Widths
 from kernels.cuda.device.half import as_bits
 from kernels.cuda.device.memory import device_constant
 from kernels.cuda.device.one_source import ceil_div
+from kernels.cuda.device.row_folds import warp_max
 from kernels.cuda.ptx.copies import global_address, st_global, st_global_v4
 from kernels.cuda.ptx.numbers import bits_of, float_of, pack_e4m3
 from kernels.cuda.runtime.arrays import empty_device
@@ -45,7 +46,6 @@ PARTS = WARP
 #: Keys of V that change places with each other, and those of one word.
 GROUP, WORD_KEYS = 16, 4
 _OWN_VALUES = WORD_KEYS * PIECE
-ALL_LANES = 0xFFFFFFFF
 _BYTE = np.dtype(np.uint8)
 _ZERO, _INF = np.float32(0), np.float32(math.inf)
 
@@ -70,14 +70,6 @@ def power_of_two(exponent):
 def scaled(x, inverse):
     """Return x · inverse, and NaN for an infinite x, of which rounding would make 448."""
     return x * inverse + (x - x)
-
-
-@device_function
-def warp_max(x):
-    """Return the maximum over the lanes of a warp."""
-    for step in range(5):
-        x = max(x, cuda.shfl_xor_sync(ALL_LANES, x, 1 << step))
-    return x
 
 
 @device_function

@@ -20,8 +20,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,8 @@ from bench.contestants import ArrayCall
 from common.command_line import COUNT
 from harness import Experiment, Record, Report, Result, markdown
 
-from kernels.cuda.runtime.kernel import Kernel
 from kernels.metering.rung_traffic import RUNGS, PassTraffic, call_traffic, problem_of
+from kernels.runtime.launch_notes import Launched, launches_noted
 from kernels.runtime.targets import cuda
 from kernels.traffic.formulas import total
 
@@ -76,38 +74,22 @@ def find_ncu() -> str:
     return found
 
 
-@contextmanager
-def launches_into(names: list[str]) -> Iterator[None]:
-    """Write down the name of every kernel launched inside the ``with``."""
-    before = Kernel.__getitem__
-
-    def noted(kernel: Kernel, size: Any) -> Any:
-        names.append(kernel.name)
-        return before(kernel, size)
-
-    Kernel.__getitem__ = noted  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Kernel.__getitem__ = before  # type: ignore[method-assign]
-
-
 def profiled(args: argparse.Namespace) -> None:
     """Under ncu: launch each rung once in its range, after a run that compiles; write which kernels."""
     launched: list[Record] = []
     for name, rung in RUNGS.items():
         call = ArrayCall("cuda", args.batch_heads, args.length, head_dim=args.head_dim, **rung)
-        for step in (call.forward, call.backward):
-            step()
-        cuda.synchronize()
-        for way in PassTraffic._fields:
-            names: list[str] = []
-            cuda.profile_start()
-            with launches_into(names):
+        for way in PassTraffic._fields:  # the first call: later ones repeat its launches, unnoted
+            with launches_noted() as launches:
                 getattr(call, way)()
+            names = [one.kernel for one in launches if isinstance(one, Launched)]
+            launched.append({"rung": name, "pass": way, "kernels": names})
+        for way in PassTraffic._fields:
+            cuda.synchronize()
+            cuda.profile_start()
+            getattr(call, way)()
             cuda.synchronize()
             cuda.profile_stop()
-            launched.append({"rung": name, "pass": way, "kernels": names})
     Path(args.profiled).write_text(json.dumps(launched), encoding="utf-8")
 
 

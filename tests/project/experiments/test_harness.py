@@ -328,35 +328,6 @@ def test_a_function_runs_in_a_process_of_its_own() -> None:
         measuring.in_child(breaks)
 
 
-NCU = """==PROF== Connected to process 1
-"ID","Kernel Name","dram__bytes_read.sum","lts__t_sectors_op_read.sum","{ld}"
-"","","byte","sector","byte"
-"0","_ZN3product","1,000","2","96"
-"1","softmax_v2","500","n/a","32"
-"2","product","0","1","64"
-==PROF== Disconnected
-""".format(ld="l1tex__t_bytes_pipe_lsu_mem_global_op_ld.sum")
-
-
-def test_counters_are_summed_by_pass() -> None:
-    counters = harness.load("hardware_counters")
-    text = "\n".join(line for line in NCU.splitlines() if not line.endswith("Disconnected"))
-    kernels = counters.parse(text)
-    launched = [
-        {"rung": "naive", "pass": "forward", "kernels": ["product", "softmax"]},
-        {"rung": "naive", "pass": "backward", "kernels": ["product"]},
-    ]
-    forward, backward = counters.by_pass(kernels, launched)
-    assert forward["dram_gb"] == pytest.approx(1.5e-6) and backward["dram_gb"] == 0
-    assert forward["asked_gb"] == pytest.approx(128e-9) and backward["l2_gb"] == pytest.approx(
-        32e-9
-    )
-    with pytest.raises(ValueError, match="launched were"):
-        counters.by_pass(kernels[:2], launched)
-    with pytest.raises(ValueError, match="no table"):
-        counters.parse("==ERROR== nothing")
-
-
 def cases_of(heads: int, length: int) -> dict[str, Any]:
     return harness.load("peers").cases(heads, length)
 

@@ -203,7 +203,9 @@ def _compiled(own: FakeDriver) -> Any:
         layout = "=" + "".join(map(launcher._layout, kernel.signature.args))
         handle = own.kernel(kernel.name, struct.calcsize(layout) // 8)
         library = SimpleNamespace(get_cufunc=lambda: SimpleNamespace(handle=handle))
-        return SimpleNamespace(overloads={0: SimpleNamespace(_codelibrary=library)})
+        return SimpleNamespace(
+            overloads={0: SimpleNamespace(_codelibrary=library)}, get_regs_per_thread=lambda: 32
+        )
 
     return compiled
 

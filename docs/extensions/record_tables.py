@@ -406,7 +406,7 @@ TABLES = {
     "rungs": Table("bench_attention", rungs),
     "rungs-forward": Table("bench_attention", rungs_forward),
     "training-speed": Table("bench_training", training_speed),
-    "training-steps": Table("steps", training_steps),
+    "training-steps": Table("bench_training", training_steps),
     "training-attention": Table("bench_training", training_attention),
     "training-memory": Table("bench_training", training_memory),
     "training-losses": Table("bench_training", training_losses),

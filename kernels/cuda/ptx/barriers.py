@@ -1,4 +1,4 @@
-"""Barriers among warps and with copies, lane election, and register allocation of warpgroups.
+"""Barriers among warps and with copies, and register allocation of warpgroups.
 
 An ``mbarrier`` is eight bytes of shared memory.  A phase of it ends when as many threads have
 arrived as it was made for and all bytes announced have come; phases are counted modulo two, and who
@@ -37,12 +37,6 @@ def mbarrier_arrive_expect_tx(barrier, bytes_):
     """Arrive, and announce bytes that copies will bring before the phase may end; cc 9.0."""
 
 
-@instruction("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$barrier], $bytes_;",
-             barrier=U32, bytes_=U32)  # fmt: skip
-def mbarrier_expect_tx(barrier, bytes_):
-    """Announce bytes that copies will bring before the phase may end; cc 9.0."""
-
-
 @instruction(
     """{ .reg .pred ended;
     mbarrier.try_wait.parity.shared::cta.b64 ended, [$barrier], $parity;
@@ -76,16 +70,6 @@ def bar_sync(barrier, threads):
 @instruction("bar.arrive $barrier, $threads;", barrier=U32, threads=U32)
 def bar_arrive(barrier, threads):
     """Count as come to a named barrier, without waiting."""
-
-
-@instruction(
-    """{ .reg .pred elected;
-    elect.sync _|elected, 0xffffffff;
-    selp.b32 $result, 1, 0, elected; }""",
-    U32,
-)
-def elect_sync():
-    """Return 1 in one lane of the warp and 0 in the others; cc 9.0."""
 
 
 @cache

@@ -62,11 +62,6 @@ def make_cp_async_bulk_wait_group(pending: int, is_read: bool = False) -> Any:
     return cp_async_bulk_wait_group
 
 
-@instruction("prefetch.tensormap [$tensor_map];", tensor_map=I64)
-def prefetch_tensormap(tensor_map):
-    """Fetch a tensor map, so that the first copy need not wait for it."""
-
-
 @cache
 def make_tensor_load(dims: int) -> Any:
     """Return ``load(target, tensor_map, barrier, coordinates)``: a box into shared memory.

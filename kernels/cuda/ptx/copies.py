@@ -100,22 +100,6 @@ def cp_async_16(target, source, bytes_):
     """
 
 
-@instruction(
-    "cp.async.ca.shared.global [$target], [$source], 8, $bytes_;",
-    target=U32, source=I64, bytes_=U32,
-)  # fmt: skip
-def cp_async_8(target, source, bytes_):
-    """Copy ``bytes_``, 0 to 8, and fill up with zeros to 8, at multiples of 8; cc 8.0."""
-
-
-@instruction(
-    "cp.async.ca.shared.global [$target], [$source], 4, $bytes_;",
-    target=U32, source=I64, bytes_=U32,
-)  # fmt: skip
-def cp_async_4(target, source, bytes_):
-    """Copy ``bytes_``, 0 to 4, and fill up with zeros to 4, at multiples of 4; cc 8.0."""
-
-
 @instruction("cp.async.commit_group;")
 def cp_async_commit_group():
     """Close a group of this thread's copies; it may be empty."""
@@ -140,11 +124,6 @@ def make_cp_async_wait_group(pending: int) -> Any:
 @instruction("red.global.add.f32 [$address], $x;", address=I64, x=F32)
 def red_add(address, x):
     """Add to a float32 of global memory, atomically and in no order."""
-
-
-@instruction("red.global.add.v2.f32 [$address], {$x, $y};", address=I64, x=F32, y=F32)
-def red_add_v2(address, x, y):
-    """Add to two neighbouring float32, at a multiple of 8, each atomically; cc 9.0."""
 
 
 @instruction("red.global.add.v4.f32 [$address], {$values};", address=I64, values=reads(F32, 4))

@@ -34,17 +34,6 @@ def pack_positive_bf16(low, high):
 
 @instruction(
     """{ .reg .b16 low, high;
-    cvt.rn.f16.f32 low, $low;
-    cvt.rn.f16.f32 high, $high;
-    mov.b32 $result, {low, high}; }""",
-    U32, is_pure=True, low=F32, high=F32,
-)  # fmt: skip
-def pack_f16_singly(low, high):
-    """Return two numbers as a pair of float16, as :func:`pack_f16` does; cc 7.5."""
-
-
-@instruction(
-    """{ .reg .b16 low, high;
     mov.b32 {low, high}, $pair;
     cvt.f32.f16 $result0, low;
     cvt.f32.f16 $result1, high; }""",

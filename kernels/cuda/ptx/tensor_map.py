@@ -9,8 +9,6 @@ import numpy as np
 from kernels.cuda.ptx.swizzle import CHUNK, MODES
 from kernels.runtime.targets import driver
 
-#: Bytes of a tensor map.
-TENSOR_MAP_BYTES = 128
 #: The most places of a box along one dimension.
 MAX_BOX = 256
 #: dtype → what the driver calls it, and bytes of an element.

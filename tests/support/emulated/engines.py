@@ -100,8 +100,8 @@ class Engines(Instructions):
     def mbarrier_arrive(self, barrier: int) -> None:
         self._update(barrier, 1, 0)
 
-    def mbarrier_expect(self, arrives: str | None, barrier: int, bytes_: int) -> None:
-        self._update(barrier, 1 if arrives else 0, int(bytes_))
+    def mbarrier_arrive_expect(self, barrier: int, bytes_: int) -> None:
+        self._update(barrier, 1, int(bytes_))
 
     def mbarrier_try_wait(self, barrier: int, parity: int) -> int:
         """Wait once, if at all: who comes late may find the next phase, which has the other parity."""
@@ -231,9 +231,9 @@ class Engines(Instructions):
 #: What an instruction begins with → the method that does it.
 OF_ENGINES = {
     r"fence\.proxy\.async": "fence",
-    r"fence\.mbarrier_init|prefetch\.|setmaxnreg\.|wgmma\.fence": "nothing",
+    r"fence\.mbarrier_init|setmaxnreg\.|wgmma\.fence": "nothing",
     r"mbarrier\.init": "mbarrier_init",
-    r"mbarrier\.(arrive\.)?expect_tx": "mbarrier_expect",
+    r"mbarrier\.arrive\.expect_tx": "mbarrier_arrive_expect",
     r"mbarrier\.arrive\.shared": "mbarrier_arrive",
     r"\{ \.reg \.pred ended": "mbarrier_try_wait",
     r"cp\.async\.bulk\.shared": "bulk_load",

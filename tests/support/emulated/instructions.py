@@ -167,9 +167,6 @@ class Instructions:
     def pack_positive(self, dtype: str, low: Any, high: Any) -> Any:
         return self.pack(dtype, *(np.where(x < 0, np.float32(0), x) for x in (low, high)))
 
-    def pack_singly(self, low: Any, high: Any) -> Any:
-        return self.pack("f16", low, high)
-
     def pack_four(self, *numbers: Any) -> Any:
         return emulated_numbers.pack_e4m3(*numbers)[()]
 
@@ -226,9 +223,6 @@ class Instructions:
     def nothing(self, *_: Any) -> None:
         pass
 
-    def elect(self) -> int:
-        return self._meet(None, lambda values: [1] + [0] * (WARP - 1))
-
     def bar(self, what: str, barrier: int, threads: int) -> None:
         count, waiting = self.named.pop(int(barrier), (0, []))
         if what == "sync":
@@ -272,7 +266,6 @@ INSTRUCTIONS = {
     r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32": "mma_tf32",
     r"cvt\.rn\.(f16|bf16)x2\.f32": "pack",
     r"cvt\.rn\.relu\.(f16|bf16)x2\.f32": "pack_positive",
-    r"\{ \.reg \.b16 low, high;\s+cvt\.rn\.f16": "pack_singly",
     r"\{ \.reg \.b16 low, high;\s+cvt\.rn\.satfinite\.e4m3x2": "pack_four",
     r"\{ \.reg \.b(16|32) low, high;\s+(?:mov|shl)": "unpack",
     r"cvt\.rna\.tf32": "round_tf32",
@@ -283,7 +276,6 @@ INSTRUCTIONS = {
     r"\{ // philox ([\d, ]+);": "draw",
     r"prmt\.b32 \$result, \$x, \$y, \$selector": "permute",
     r"prmt\.b32 \$result, \$x, 0, 0x([89ab]{4})": "spread",
-    r"\{ \.reg \.pred elected": "elect",
     r"bar\.(sync|arrive)": "bar",
 }  # fmt: skip
 DTYPES = {"f16": "float16", "bf16": "bfloat16", "tf32": "tf32", "e4m3": "float8_e4m3"}

@@ -205,8 +205,8 @@ def _pairs_of_floats() -> Case:
     return Case("ld_shared_v2", kernel, void(FLOATS, FLOATS), (7, 5), "ld.shared.v2.f32", make)
 
 
-def _asynchronous_copy(size: int, waits_for_all: bool) -> Case:
-    copy, wait = getattr(copies, f"cp_async_{size}"), copies.make_cp_async_wait_group(0)
+def _asynchronous_copy(waits_for_all: bool) -> Case:
+    wait, size = copies.make_cp_async_wait_group(0), 16
     last = copies.cp_async_wait_all if waits_for_all else wait
     own = size // 4
 
@@ -214,7 +214,7 @@ def _asynchronous_copy(size: int, waits_for_all: bool) -> Case:
         shared = cuda.shared.array(128, uint32)
         lane = cuda.threadIdx.x
         target = copies.shared_address(shared) + size * lane
-        copy(target, copies.global_address(x) + size * (31 - lane), lane % (size + 1))
+        copies.cp_async_16(target, copies.global_address(x) + size * (31 - lane), lane % (size + 1))
         copies.cp_async_commit_group()
         last()
         for i in range(own):
@@ -225,22 +225,17 @@ def _asynchronous_copy(size: int, waits_for_all: bool) -> Case:
         memory = x.reshape(-1).view(np.uint8)
         for lane in range(WARP):
             source = size * (31 - lane)
-            emulated.cp_async(shared, size * lane, memory, source, size, lane % (size + 1))
+            emulated.cp_async(shared, size * lane, memory, source, lane % (size + 1))
         expected = shared.view(np.uint32).reshape(WARP, own)
         return [x], np.zeros((WARP, own), np.uint32), expected, 0
 
-    name = f"cp_async_{size}" + (", wait_all" if waits_for_all else ", wait_group")
-    text = f"cp.async.{'cg' if size == 16 else 'ca'}.shared.global"
-    return Case(name, kernel, void(WORDS, WORDS), (8, 0), text, make)
+    name = f"cp_async_16, {'wait_all' if waits_for_all else 'wait_group'}"
+    return Case(name, kernel, void(WORDS, WORDS), (8, 0), "cp.async.cg.shared.global", make)
 
 
 def _additions(size: int) -> Case:
     def one(x, out):
         copies.red_add(copies.global_address(out), x[cuda.threadIdx.x, 0])
-
-    def two(x, out):
-        lane = cuda.threadIdx.x
-        copies.red_add_v2(copies.global_address(out), x[lane, 0], x[lane, 1])
 
     def four(x, out):
         values = cuda.local.array(4, float32)
@@ -256,7 +251,7 @@ def _additions(size: int) -> Case:
     vector = "" if size == 1 else f".v{size}"
     name, text = f"red_add{vector.replace('.', '_')}", f"red.global.add{vector}.f32"
     cc = (7, 5) if size == 1 else (9, 0)
-    return Case(name, {1: one, 2: two, 4: four}[size], void(FLOATS, FLOATS), cc, text, make)
+    return Case(name, {1: one, 4: four}[size], void(FLOATS, FLOATS), cc, text, make)
 
 
 def _larger() -> Case:
@@ -371,7 +366,6 @@ def _product(name: str, dtype: str, cc: tuple[int, int], text: str, a_registers:
 CASES = [
     _packing("pack_f16", "float16", (8, 0), "cvt.rn.f16x2.f32"),
     _packing("pack_bf16", "bfloat16", (8, 0), "cvt.rn.bf16x2.f32"),
-    _packing("pack_f16_singly", "float16", (7, 5), "cvt.rn.f16.f32"),
     _packing_four(),
     _unpacking("unpack_f16", "float16", "cvt.f32.f16"),
     _unpacking("unpack_bf16", "bfloat16", "shl.b32"),
@@ -384,8 +378,8 @@ CASES = [
     _pairs_to_memory(),
     _through_memory(),
     _pairs_of_floats(),
-    *(_asynchronous_copy(size, size == 16) for size in (4, 8, 16)),
-    *(_additions(size) for size in (1, 2, 4)),
+    *(_asynchronous_copy(waits_for_all) for waits_for_all in (False, True)),
+    *(_additions(size) for size in (1, 4)),
     _larger(),
     *(_load_matrices(count, turned) for count in (1, 2, 4) for turned in (False, True)),
     *(_store_matrices(turned) for turned in (False, True)),

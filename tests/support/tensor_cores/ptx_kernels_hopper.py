@@ -55,23 +55,6 @@ def _named_barriers() -> Case:
     )
 
 
-def _election() -> Case:
-    def kernel(out):
-        chosen = barriers.elect_sync()
-        out[0, cuda.threadIdx.x] = cuda.ballot_sync(0xFFFFFFFF, chosen)
-        if chosen:
-            out[1, 0] = 1
-
-    def make(rng: Generator) -> Any:
-        expected = np.zeros(
-            (2, WARP), np.uint32
-        )  # always the same lane; the hardware takes the first
-        expected[0], expected[1, 0] = 1, 1
-        return [], np.zeros((2, WARP), np.uint32), expected, 0
-
-    return Case("elect_sync", kernel, void(WORDS), (9, 0), "elect.sync", make)
-
-
 def _barrier_in_memory() -> Case:
     def kernel(x, out):
         shared = cuda.shared.array(32, uint32)
@@ -135,8 +118,7 @@ def _bulk_copies() -> Case:
         if lane == 0:
             barriers.mbarrier_init(barrier, 1)
             barriers.fence_mbarrier_init()
-            barriers.mbarrier_expect_tx(barrier, 64)
-            barriers.mbarrier_arrive_expect_tx(barrier, 64)
+            barriers.mbarrier_arrive_expect_tx(barrier, 128)
             bulk.cp_async_bulk_load(base, copies.global_address(x), 128, barrier)
         cuda.syncthreads()  # the barrier is made
         barriers.mbarrier_wait(barrier, 0)
@@ -174,7 +156,6 @@ def _tensor_copy(dims: int, swizzle: int, start: tuple[int, ...]) -> Case:
         first = base - copies.shared_address(shared)
         barrier, source = copies.shared_address(memory), copies.global_address(tensor_map)
         if cuda.threadIdx.x == 0:
-            bulk.prefetch_tensormap(source)
             barriers.mbarrier_init(barrier, 1)
             barriers.fence_mbarrier_init()
             barriers.mbarrier_arrive_expect_tx(barrier, size)
@@ -351,7 +332,6 @@ def _warpgroups() -> Iterator[Case]:
 
 CASES = [
     _named_barriers(),
-    _election(),
     _barrier_in_memory(),
     _registers(),
     _bulk_copies(),

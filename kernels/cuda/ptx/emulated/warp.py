@@ -132,10 +132,9 @@ def _write_matrices(shared: Array, addresses: Array, matrices: Array) -> None:
     shared[_places(addresses, len(matrices))] = matrices.view(np.uint8)
 
 
-def cp_async(
-    shared: Array, target: int, memory: Array, source: int, size: int, bytes_: int
-) -> None:
-    """Copy as ``cp_async_16`` and its like do: ``bytes_`` bytes of ``memory``, zeros up to ``size``."""
+def cp_async(shared: Array, target: int, memory: Array, source: int, bytes_: int) -> None:
+    """Copy as ``cp_async_16`` does: ``bytes_`` bytes of ``memory``, zeros up to 16."""
+    size = CHUNK
     if target % size or source % size or not 0 <= bytes_ <= size:
         raise ValueError(
             f"a copy of {size} bytes goes from a multiple of them to another and reads no more, got "

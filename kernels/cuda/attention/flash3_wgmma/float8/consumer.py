@@ -114,6 +114,13 @@ def make_consume(
         return units[0, line, row // BLOCK if has_blocks else 0]
 
     @device_function
+    def add_values(acc, p, values, at, has_sums):
+        # 10, second half: O = O + P V_j
+        wait(values, at)  # V_j is there
+        accumulate(acc, p, descriptor(ALONG, tile_at(values, at)), has_sums)
+        wgmma_commit_group()
+
+    @device_function
     def consume(me, memory, out, lse, units, shape, scale, extras):
         thread, lane = int32(cuda.threadIdx.x % WARPGROUP), int32(cuda.threadIdx.x % 32)
         warp = int32(cuda.threadIdx.x // 32 % 4)
@@ -156,7 +163,8 @@ def make_consume(
                 wait_for_all()  # S is there, and K_j was read
                 release(keys, at, lane)
             before = start()  # the stage of the values before
-            for n in range(int32(stop - first)):
+            count = int32(stop - first)
+            for n in range(count):
                 j = int32(stop - 1 - n)
                 factor = row_factor * key_unit
                 # The next one's, long before it is needed.
@@ -177,26 +185,26 @@ def make_consume(
                 # 9: P = exp(S - m_new), l = l + rowsum P
                 sum_0, sum_1 = probabilities(p, s, factor, max_0, max_1, sum_0, sum_1)
                 before, at = at, following(keys, at)
-                has_next = n + 1 < stop - first
-                if has_next:
-                    wait(keys, at)  # the next K is there
+                if n + 1 == count:
+                    break  # no branch in between: S may take the registers of P's numbers
+                wait(keys, at)  # the next K is there
                 take_turn(me)
                 wgmma_fence()
-                if has_next:
-                    # 8: the next S = Q_i K_jᵀ, computed while P V is waited for
-                    issue_score_products(s, q_desc, descriptor(ALONG, tile_at(keys, at)))
-                    wgmma_commit_group()
-                # 10, second half: O = O + P V_j
-                wait(values, before)  # V_j is there
-                accumulate(acc, p, descriptor(ALONG, tile_at(values, before)), n)
+                # 8: the next S = Q_i K_jᵀ, computed while P V is waited for
+                issue_score_products(s, q_desc, descriptor(ALONG, tile_at(keys, at)))
                 wgmma_commit_group()
+                add_values(acc, p, values, before, n)
                 pass_turn(me)
                 if n == 0:  # not before the products: a branch there holds them up
                     release_slot(queries, thread, copied)
                     copied = int32(-1)
                 wait_for_scores()  # the next S is there, and its K was read; P V may go on
-                if has_next:
-                    release(keys, at, lane)
+                release(keys, at, lane)
+            if count > 0:
+                take_turn(me)
+                wgmma_fence()
+                add_values(acc, p, values, before, count - 1)
+                pass_turn(me)
             # 8: S = Q_i K_jᵀ, the next item's first, computed while this one's O is written
             release_slot(queries, thread, copied)  # if this item has no tiles
             q_next = following(queries, q_at)

@@ -39,12 +39,16 @@ def make_issue_score_products(cols: int, depth: int) -> Callable[..., None]:
         cols: Keys of a tile.
         depth: Columns of q and k, a multiple of 32 up to 128.
     """
-    multiply, steps = make_wgmma(cols, E4M3), depth // DEPTH
+    begin, add = make_wgmma(cols, E4M3, begins=True), make_wgmma(cols, E4M3)
+    steps = depth // DEPTH
 
     @device_function
     def issue_score_products(s, q_desc, k_desc):
         for t in range(steps):  # a step is 32 bytes
-            multiply(s, q_desc + 2 * t, k_desc + 2 * t, t > 0)
+            if t == 0:
+                begin(s, q_desc, k_desc)
+            else:
+                add(s, q_desc + 2 * t, k_desc + 2 * t, 1)
 
     return issue_score_products
 

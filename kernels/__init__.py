@@ -134,14 +134,14 @@ def plan(
     tile: launch.Tile | None = None,
     **options: Unpack[Options],
 ) -> CallPlan:
-    """Return how a call is executed: its rung, tile, kernel launches, operations and bytes.
+    """Return the execution plan of a call: its rung, tile, kernel launches, operations and bytes.
 
     ``print(kernels.plan(q, k, v, is_causal=True))`` also prints why each faster rung cannot run the call.
     The call is run once to record its launches.
 
     Args:
-        q: Queries, (…, heads, seq_q, head_dim) or (seq_q, head_dim), an array of
-            :func:`flash_attention_forward`.
+        q: Queries, (…, heads, seq_q, head_dim) or (seq_q, head_dim), an array of any type that
+            :func:`flash_attention_forward` accepts.
         k: Keys, (…, heads, seq_k, head_dim), of the dtype of q.
         v: Values, (…, heads, seq_k, value_dim), of the dtype of q.
         args: Options of the call by position: attn_mask, dropout_p, is_causal, scale and enable_gqa.
@@ -183,7 +183,7 @@ def dropout_mask(
         raise TypeError(f"shape must be (…, heads, seq_q, seq_k), got {shape!r}; pass a tuple")
     if len(shape) < 2:
         raise ValueError(
-            f"shape must be (…, heads, seq_q, seq_k), two sizes or more, got {tuple(shape)}"
+            f"shape must be (…, heads, seq_q, seq_k), at least two sizes, got {tuple(shape)}"
         )
     *lead, seq_q, seq_k = (whole("a size of the shape", size, 0) for size in shape)
     batch_head = np.arange(math.prod(lead)).reshape(*lead, 1, 1)
@@ -197,7 +197,7 @@ def available_rungs() -> dict[str, str | None]:
     for a whole run.
 
     Returns:
-        A dictionary from each name to None if the rung runs on the CPU or the GPU of this machine,
+        A dictionary that maps each name to None if the rung runs on the CPU or the GPU of this machine,
         otherwise to the reason why it does not and how to fix it.
     """
     reasons: dict[str, str | None] = {}

@@ -104,11 +104,11 @@ class Call:
         check_types(mask_gradient=with_mask, sink_gradient=with_sink)
         if with_mask and self.problem.mask != "float":
             raise ValueError(
-                "mask_gradient is for a floating attn_mask, and the call has none; leave it at False"
+                "mask_gradient needs a floating attn_mask, but the call has none; leave it at False"
             )
         if with_sink and not self.problem.sink:
             raise ValueError(
-                "sink_gradient is for a call with sink, and this one has none; leave it at False"
+                "sink_gradient needs a call with sink, but this one has none; leave it at False"
             )
         operands, wanted = self.operands, launch.Wanted(True, with_mask, with_sink)
         plan = launch.plan_of(self.target, self.problem, operands, tile, wanted)
@@ -247,7 +247,7 @@ def check_on_host(arrays: dict[str, Any]) -> None:
     for name, array in arrays.items():
         if is_device_array(array):
             raise TypeError(
-                f"{name} lies on the CUDA device, q, k and v on the host; bring all of them to one place"
+                f"{name} is on a CUDA device, but q, k and v are on the host; move all of them to one place"
             )
 
 
@@ -269,7 +269,7 @@ def _target(operands: Sequence[Any]) -> launch.Target:
     places = "; ".join(dict.fromkeys(map(_place, operands)))
     raise TypeError(
         f"kernels take arrays that are all on the host, or all on one CUDA device, got {places}; convert "
-        "them with numpy.asarray or numba.cuda.to_device, or tensors of PyTorch with x.to(device)"
+        "them with numpy.asarray or numba.cuda.to_device, or PyTorch tensors with x.to(device)"
     )
 
 

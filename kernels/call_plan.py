@@ -17,7 +17,7 @@ from kernels.sparsity.block_mask import FULL, HIDDEN
 
 @dataclass(frozen=True, repr=False)
 class CallPlan:
-    """The execution plan of a kind of attention call; its text is a table.
+    """The execution plan of an attention call, which prints as a table.
 
     Attributes:
         target: The device of the arrays: "cpu" or "cuda".
@@ -28,9 +28,9 @@ class CallPlan:
             on the CPU with work items and threads.
         flop: Floating-point operations of the matrix products, for the pairs of row and column within the
             bounds of ``is_causal`` and ``window_size``.
-        moved_bytes: Bytes of all operands and results, each counted once: a lower bound of the traffic.
+        moved_bytes: Bytes of all operands and results, each counted once: a lower bound on the traffic.
         passed_over: Faster rungs, and why they cannot run the call.
-        mask_mod: How ``mask_mod`` is evaluated, in words; "" if there is none.
+        mask_mod: How ``mask_mod`` is evaluated, as text; "" if there is none.
     """
 
     target: str

@@ -143,7 +143,7 @@ class Target:
 
         Raises:
             ValueError: If no rung has that name, or the named one is not here or cannot run the
-                problem, or the machine has no such memory.
+                problem, or the target's memory is not available.
         """
         check_rung(problem)
         missing = self.memory.why_not()

@@ -37,8 +37,8 @@ def flash_attention_varlen_forward(
     ``score_mod``, whose ``batch`` is the index of the sequence.
 
     Args:
-        q: Queries of all sequences, (total_q, heads, head_dim), an array of
-            :func:`kernels.flash_attention_forward`.
+        q: Queries of all sequences, (total_q, heads, head_dim), an array of any type that
+            :func:`kernels.flash_attention_forward` accepts.
         k: Keys of all sequences, (total_k, heads, head_dim), of the dtype of q.
         v: Values of all sequences, (total_k, heads, value_dim), of the dtype of q.
         cu_seqlens_q: Cumulative query lengths, (count + 1,) integers on the host, starting at 0: sequence

@@ -15,7 +15,7 @@ variable_count = 1
 def central_difference(
     f: Callable[..., Any], *vals: Any, arg: int = 0, epsilon: float = 1e-6
 ) -> Any:
-    """Estimate the derivative of a function in one of its arguments, by two calls to it.
+    """Estimate the derivative of a function with respect to one of its arguments, by calling it twice.
 
     Args:
         f: A function of as many arguments as there are values.
@@ -76,7 +76,7 @@ def topological_sort(variable: Variable) -> Iterable[Variable]:
         variable: The right-most variable, the result of the whole computation.
 
     Returns:
-        Each variable that is not constant, once, the right-most first; none if it is a constant.
+        Each variable that is not a constant, once, the right-most first; none if that is a constant.
     """
     # TASK 1.4: Depth first from the result; note unique_ids; a long chain breaks recursion.
     if variable.is_constant():
@@ -102,7 +102,7 @@ def topological_sort(variable: Variable) -> Iterable[Variable]:
 
 
 def backpropagate(variable: Variable, deriv: Any) -> None:
-    """Add to each leaf the derivative of the result in that leaf.
+    """Add to each leaf the derivative of the result with respect to that leaf.
 
     Args:
         variable: The right-most variable, the result of the whole computation.
@@ -224,7 +224,7 @@ class Context:
     """The values that a function's `forward` saves for its `backward`.
 
     Attributes:
-        no_grad: True when there will be no backward pass, so that nothing need be kept.
+        no_grad: True when there will be no backward pass, so that nothing needs to be saved.
         saved_values: The values that `save_for_backward` saved.
         needs_input_grad: Which arguments of `forward` require a gradient; a function of tensors sets it.
         site: Where the function was called, if :class:`minitorch.detect_anomaly` has noted it.
@@ -242,7 +242,7 @@ class Context:
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        """The saved values, under the name that suits tensors."""
+        """The saved values; another name for ``saved_values``."""
         return self.saved_values
 
 

@@ -11,7 +11,7 @@ def _check_count(N: int) -> None:
 
 
 def make_pts(N: int) -> list[tuple[float, float]]:
-    """Draw points evenly from the unit square.
+    """Draw points uniformly from the unit square.
 
     They come from Python's `random` module, so `random.seed` fixes them.
 

@@ -129,11 +129,11 @@ class Linear(Module):
         self.bias = uniform(out_size) if bias else None
 
     def forward(self, x: Tensor, has_gelu: bool = False) -> Tensor:
-        """Return (…, out_size) for (…, in_size).
+        """Apply the layer to x; the result is (…, out_size).
 
         Args:
             x: Input, (…, in_size).
-            has_gelu: Apply GELU to the result, in the epilogue of the product where the backend can.
+            has_gelu: Apply GELU to the result, in the epilogue of the product if the backend can do so.
         """
         bias = None if self.bias is None else self.bias.value
         return linear(x, self.weights.value, bias, has_gelu)
@@ -177,7 +177,7 @@ class LayerNorm1d(_Norm):
         self.bias = Parameter(zeros((dim,), backend, dtype=_floating(dtype)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (…, dim) for (…, dim)."""
+        """Normalise x, (…, dim); the result has the same shape."""
         return layer_norm(x, self.weights.value, self.bias.value, self.eps)
 
 
@@ -196,7 +196,7 @@ class RMSNorm(_Norm):
     bias = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (…, dim) for (…, dim)."""
+        """Normalise x, (…, dim); the result has the same shape."""
         return rms_norm(x, self.weights.value, self.eps)
 
 
@@ -217,10 +217,10 @@ def composed_layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> T
 
 
 def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """Return RMS norm over the last dimension: fused where the backend has it, else composed.
+    """Return RMS norm over the last dimension, fused where the backend has a kernel for it.
 
     Args:
-        x: (…, n).
+        x: Input, (…, n).
         gamma: Factors, (n,).
         eps: Added to the mean square.
 
@@ -254,7 +254,7 @@ class Dropout(Module):
         self.p_dropout = p_dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the same shape and, on average, the same value."""
+        """Apply dropout, which keeps the shape and the expected value of each element."""
         check_tensor("input", x)
         if not self.training or self.p_dropout == 0.0 or not modes.dropping:
             return x

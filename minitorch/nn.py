@@ -30,14 +30,14 @@ max_reduce = FastOps.reduce(operators.max, -1e9)
 
 
 def tile(input: Tensor, kernel: tuple[int, int]) -> tuple[Tensor, int, int]:
-    """Cut an image into tiles, each in a row of its own.
+    """Cut an image into tiles, and lay out the elements of each tile along the last dimension.
 
     Args:
         input: (batch, channel, height, width).
         kernel: (tile height, tile width); they divide height and width.
 
     Returns:
-        (batch, channel, new_height, new_width, tile height * tile width), new_height, new_width.
+        A tensor (batch, channel, new_height, new_width, tile height * tile width), new_height, new_width.
 
     Raises:
         TypeError: If the input is not a tensor, or the kernel not a pair of whole numbers.
@@ -83,7 +83,7 @@ def maxpool2d(input: Tensor, kernel: tuple[int, int]) -> Tensor:
 
 
 def max(input: Tensor, dim: Any) -> Tensor:
-    """Take the maximum over ``dim``, which stays with size 1."""
+    """Return the maximum over ``dim``, which is kept with size 1."""
     check_tensor("input", input)
     # TASK 4.4: Apply Max; normalize_dim and as_int make dim a number from the left.
     return Max.apply(input, normalize_dim(as_int(dim), input.shape))
@@ -123,7 +123,7 @@ def composed_softmax(input: Tensor, dim: int) -> Tensor:
 
 
 def softmax(input: Tensor, dim: int) -> Tensor:
-    """Return softmax over ``dim``: fused where the backend has it, else composed."""
+    """Return softmax over ``dim``, in a fused kernel where the backend has one."""
     check_tensor("input", input)
     dim = normalize_dim(as_int(dim), input.shape)
     return Softmax.apply(input) if _has_fused(input, dim) else composed_softmax(input, dim)
@@ -138,7 +138,7 @@ def _log_total(shifted: Tensor, dim: int) -> Tensor:
 
 
 def logsumexp(input: Tensor, dim: int) -> Tensor:
-    """Return the logarithm of the sum of exponentials over ``dim``, which stays with size 1."""
+    """Return the logarithm of the sum of exponentials over ``dim``, which is kept with size 1."""
     check_tensor("input", input)
     dim = normalize_dim(as_int(dim), input.shape)
     # Not the shift again: the result for a row of -inf is -inf.
@@ -192,7 +192,7 @@ def _checked_ids(array: Any, limit: int, name: str, given: Any) -> Any:
 
 
 def one_hot(input: Tensor, num_classes: int) -> Tensor:
-    """Return 1 at each index and 0 elsewhere.
+    """Return one-hot rows: 1 at each index and 0 elsewhere.
 
     Args:
         input: Indices, any shape.
@@ -224,7 +224,7 @@ def composed_softmax_loss(logits: Tensor, target: Any) -> Tensor:
 
 
 def softmax_loss(logits: Tensor, target: Any) -> Tensor:
-    """Return the cross entropy of each row: fused where the backend has it, else composed.
+    """Return the cross entropy of each row, in a fused kernel where the backend has one.
 
     Args:
         logits: (rows, classes).
@@ -254,7 +254,7 @@ def composed_gelu(input: Tensor) -> Tensor:
 
 
 def GELU(input: Tensor) -> Tensor:
-    """Return GELU in its tanh form: fused where the backend has it, else composed."""
+    """Return GELU in its tanh form, in a fused kernel where the backend has one."""
     check_tensor("input", input)
     fused = input.f.fused is not None and is_floating(input.dtype)
     return Gelu.apply(input) if fused else composed_gelu(input)

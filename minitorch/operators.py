@@ -256,7 +256,7 @@ def sum(ls: Iterable[float]) -> float:
 
 
 def prod(ls: Iterable[float]) -> float:
-    """Multiply up a list, starting at 1.0."""
+    """Multiply the elements of a list, starting at 1.0."""
     # TASK 0.3: reduce, of mul; what is the product of no numbers?
     return reduce(mul, 1.0)(ls)
     # END TASK 0.3

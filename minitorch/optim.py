@@ -69,7 +69,7 @@ class Optimizer:
             state: The state of an optimiser of this class, with parameters of the same shapes and order.
 
         Raises:
-            ValueError: If it does not fit this optimiser, which is then unchanged.
+            ValueError: If the state does not fit this optimiser, which is then unchanged.
         """
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         numbers = {key: value for key, value in state.items() if key not in tensors}
@@ -86,7 +86,8 @@ class Optimizer:
     def _load_tensors(self, tensors: dict[str, Tensor]) -> None:
         if tensors:
             raise ValueError(
-                f"the state of {type(self).__name__} has no tensors, got {sorted(tensors)}"
+                f"the state of {type(self).__name__} has no tensors, got {sorted(tensors)}; load the state "
+                "of an optimiser of the same class"
             )
 
     def _update(self, p: Parameter, value: Any) -> None:
@@ -103,7 +104,7 @@ class Optimizer:
         if getattr(value, "_tensor", None) is not getattr(p.value, "_tensor", None):
             refuse(
                 f"moves its parameters by {type(self).__name__} to new memory",
-                "take minitorch.AdamW on a backend of CUDA, and contiguous parameters: it writes in place",
+                "use minitorch.AdamW on CUDA with contiguous parameters, which it updates in place",
                 on_host=not getattr(getattr(p.value, "backend", None), "cuda", False),
             )
         p.update(value)
@@ -164,7 +165,7 @@ class SGD(Optimizer):
 class Adam(Optimizer):
     """The Adam optimiser, or AdamW with ``weight_decay``.
 
-    Moments of fp16 and bf16 parameters are float32, as a 16-bit mean could not change by a thousandth.
+    Moments of fp16 and bf16 parameters are float32: a 16-bit mean would lose most small changes.
 
     Args:
         parameters: The parameters to optimise, tensors.
@@ -342,6 +343,6 @@ def _same_shape(value: Tensor, grad: Tensor, past: Tensor | None = None) -> None
     past = value if past is None else past
     if not value.shape == grad.shape == past.shape:
         raise ValueError(
-            f"a parameter of shape {value.shape} has a gradient of shape {grad.shape} and past "
-            f"gradients of shape {past.shape}; make a new optimiser for another parameter"
+            f"a parameter of shape {value.shape} has a gradient of shape {grad.shape} and moments of shape "
+            f"{past.shape}; make a new optimiser after replacing a parameter"
         )

@@ -128,7 +128,7 @@ class Scalar:
         # END TASK 1.2
 
     def relu(self) -> Scalar:
-        """Cut off the negative part."""
+        """Compute max(x, 0)."""
         # TASK 1.2: Apply ReLU.
         return ReLU.apply(self)
         # END TASK 1.2
@@ -169,14 +169,14 @@ class Scalar:
         """Pair every input of the last function with its derivative.
 
         Args:
-            d_output: The derivative of the final result in this Scalar.
+            d_output: The derivative of the final result with respect to this Scalar.
 
         Returns:
-            One (input, derivative) pair for each input, numbers that became leaves included.
+            One (input, derivative) pair for each input, including numbers that became leaves.
 
         Raises:
             AssertionError: If no function made this Scalar, or if the function's `backward` returns
-                another number of derivatives than it has inputs.
+                a number of derivatives that differs from that of its inputs.
         """
         # TASK 1.3: Ask history.last_fn._backward for the derivatives and pair them with history.inputs.
         history = self.history
@@ -207,14 +207,14 @@ ScalarFunction.scalar_type = Scalar
 
 
 def derivative_check(f: Callable[..., Any], *scalars: Scalar) -> None:
-    """Compare the derivatives from `backward` with numeric ones.
+    """Compare the derivatives from `backward` with numerical ones.
 
     Args:
-        f: A function of as many Scalars as are given, which returns a Scalar.
-        *scalars: The point to check at, leaves all; their derivatives are set anew.
+        f: A function of the given Scalars, which returns a Scalar.
+        *scalars: The point at which to check; all must be leaves, and their derivatives are reset.
 
     Raises:
-        AssertionError: If a derivative is off by more than 1% and more than 0.01 together.
+        AssertionError: If a derivative differs by more than 0.01 plus 1% of the numerical one.
     """
     for x in scalars:
         x.derivative = None  # backward adds to what an earlier pass has left

@@ -21,13 +21,13 @@ def unwrap_tuple(x: tuple[Any, ...]) -> Any:
 
 
 class ScalarFunction:
-    """A function of numbers that knows its derivative.
+    """A differentiable function of numbers.
 
     A subclass defines two static methods and is never instantiated:
 
     - `forward(ctx, *numbers) -> float` computes the value and saves in `ctx` what `backward` needs;
-    - `backward(ctx, d_output)` returns d_output times the derivative in each input, as a float if
-      there is one input and as a tuple if there are more.
+    - `backward(ctx, d_output)` returns d_output times the derivative with respect to each input, as a
+      float if there is one input and as a tuple if there are more.
     """
 
     forward: ClassVar[Callable[..., float]]
@@ -212,7 +212,7 @@ class ReLU(ScalarFunction):
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> float:
-        """Pass the derivative on where a is positive; return 0 elsewhere, also at zero."""
+        """Pass the derivative on where a is positive; return 0 elsewhere, including at zero."""
         # TASK 1.4: There is an operator for this product: relu_back.
         (a,) = ctx.saved_values
         return operators.relu_back(a, d_output)

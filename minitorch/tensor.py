@@ -100,7 +100,7 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
 
     @property
     def name(self) -> str:
-        """For drawings: the id if none was given."""
+        """The name in drawings; the id if none was given."""
         return str(self.unique_id) if self._name is None else self._name
 
     @name.setter
@@ -152,7 +152,7 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
             raise TypeError(f"requires_grad_ takes True or False, got {x!r:.40}")
         if x and not is_floating(self.dtype):
             raise TypeError(
-                f"only floating tensors have gradients, this one is {self.dtype}; convert it with "
+                f"only floating tensors have gradients, but this one is {self.dtype}; convert it with "
                 "to(numpy.float32)"
             )
         self.history = History() if x else None
@@ -240,11 +240,11 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
         """Return the tensor on another backend, or in another dtype; differentiable.
 
         Args:
-            target: A backend, or a dtype, or its name: float16, bfloat16, float32, float64, or integers,
-                which are constants and end the graph.
+            target: A backend, a dtype, or the name of a dtype: float16, bfloat16, float32, float64, or an
+                integer type, whose tensors are constants and end the graph.
 
         Raises:
-            TypeError: If the target is neither, or a dtype that tensors do not support.
+            TypeError: If the target is neither a backend nor a dtype that tensors support.
         """
         if isinstance(target, TensorBackend):
             return self if target is self.backend else To.apply(self, target, self.dtype)
@@ -259,7 +259,7 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
         return self if dtype == self.dtype else To.apply(self, self.backend, dtype)
 
     def cpu(self) -> Tensor:
-        """Return the tensor on the host: itself if it is there, else on the fast backend."""
+        """Return the tensor on the host: itself if it is there, else a copy on the fast backend."""
         return self.to(FastBackend) if self.backend.cuda else self
 
     def cuda(self) -> Tensor:
@@ -317,7 +317,7 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
         """Bring a gradient to this tensor's shape: undo the broadcasting of the forward pass.
 
         Args:
-            other: A gradient whose shape this tensor's broadcasts to, or that broadcasts to it.
+            other: A gradient.  Its shape broadcasts to this tensor's shape, or the reverse.
         """
         check_tensor("a gradient", other)
         if self.shape == other.shape:

@@ -54,7 +54,7 @@ def set_default_dtype(dtype: npt.DTypeLike) -> None:
     wanted = dtype_of(dtype)
     if wanted is None or wanted not in (np.dtype(np.float32), np.dtype(np.float64)):
         raise TypeError(
-            f"the default dtype is float32 or float64, got {wanted or repr(dtype)}; pass one of those"
+            f"the default dtype must be float32 or float64, got {wanted or repr(dtype)}; pass one of them"
         )
     _default_dtype = wanted
 
@@ -90,7 +90,7 @@ def to_index(ordinal: int, shape: Shape, out_index: OutIndex) -> None:
     """Write the index of the ``ordinal``-th element, last dimension fastest, to ``out_index``.
 
     Args:
-        ordinal: 0 to size - 1; each ordinal gives another index.
+        ordinal: 0 to size - 1; each ordinal gives a different index.
         shape: (dims,).
         out_index: (dims,) or longer; its first ``dims`` entries are written.
     """
@@ -105,7 +105,7 @@ def to_index(ordinal: int, shape: Shape, out_index: OutIndex) -> None:
 
 
 def broadcast_index(big_index: Index, big_shape: Shape, shape: Shape, out_index: OutIndex) -> None:
-    """Map an index of a broadcast result back to an operand: align right, size-1 dimensions to 0.
+    """Map an index of a broadcast result to an index of an operand: align right, 0 where its size is 1.
 
     Args:
         big_index: (big_dims,) index into ``big_shape``.
@@ -124,7 +124,7 @@ def shape_broadcast(shape1: UserShape, shape2: UserShape) -> tuple[int, ...]:
     """Return the shape that two shapes broadcast to, by NumPy's rules.
 
     Raises:
-        IndexingError: If a pair of dimensions differs and neither is 1; it names both shapes.
+        IndexingError: If a pair of sizes differs and neither is 1; the message names both shapes.
     """
     # TASK 2.2: Pad the shorter shape with 1s on the left; then compare pair by pair.
     dims = max(len(shape1), len(shape2))
@@ -176,8 +176,8 @@ def _as_storage(numbers: Any) -> Storage:
         array = np.array(None)
     if array.dtype.kind not in "iufb":
         raise ValueError(
-            f"a storage is a flat list of numbers, or a 1-D array, got {numbers!r:.60}; give as many as "
-            "the shape holds"
+            f"a storage must be a flat list of numbers or a 1-D array, got {numbers!r:.60}; pass one "
+            "number for each element of the shape"
         )
     return array.astype(_default_dtype)
 
@@ -201,8 +201,8 @@ class TensorData:
             storage.
         TypeError: If the storage holds anything but float16, bfloat16, float32, float64, integers or
             booleans.
-        ValueError: If a size is negative or no whole number, or lists in the storage are ragged.
-        AssertionError: If shape or strides is no tuple, or the storage has another size or is not
+        ValueError: If a size is negative or not a whole number, or lists in the storage are ragged.
+        AssertionError: If shape or strides is not a tuple, or the storage has another size or is not
             flat, or there are more than MAX_DIMS dimensions.
     """
 
@@ -299,8 +299,8 @@ class TensorData:
         """Move the storage to the CUDA device, in place.
 
         Raises:
-            RuntimeError: If there is none; it says what to do.
-            MemoryError: If it has too little memory left.
+            RuntimeError: If there is no device; the message says what to do.
+            MemoryError: If the device has too little memory left.
         """
         if not is_device_storage(self._storage):
             self._storage = to_device(self._storage)
@@ -342,14 +342,14 @@ class TensorData:
         """Return the position of an index in the storage.
 
         Raises:
-            IndexingError: If the index has another length than the shape, or is out of range.
+            IndexingError: If the index and the shape have different lengths, or the index is out of range.
         """
         key: Any = tuple(index) if isinstance(index, (tuple, list, np.ndarray)) else (index,)
         # A 0-dimensional tensor is read as if it had one dimension of size 1.
         shape, strides = (self.shape, self.strides) if self.shape else ((1,), (1,))
         if len(key) != len(shape):
             raise IndexingError(
-                f"index {key} has {len(key)} entries, shape {self.shape} has {self.dims} "
+                f"index {key} has {len(key)} entries, but shape {self.shape} has {self.dims} "
                 "dimensions; give one entry for each"
             )
         for entry, size in zip(key, shape, strict=True):
@@ -387,9 +387,9 @@ class TensorData:
         """Write the element at an index.
 
         Raises:
-            IndexingError: As :meth:`index`.
-            TypeError: If the value is no number.
-            ValueError: If it is none that the dtype holds: a fraction, where it holds whole numbers.
+            IndexingError: As in :meth:`index`.
+            TypeError: If the value is not a number.
+            ValueError: If the dtype cannot hold the value, such as a fraction in an integer dtype.
         """
         storage, position = self._storage, self.index(key)
         val = as_element(val, self.dtype)

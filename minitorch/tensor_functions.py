@@ -1,4 +1,4 @@
-"""The differentiable functions of tensors: each holds its value and, beside it, its gradient."""
+"""The differentiable functions of tensors, each with its value and its gradient."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Add(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """Hand the gradient on to both."""
+        """Pass the gradient to both."""
         return grad_output, grad_output
 
 
@@ -138,7 +138,7 @@ class ReLU(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
-        """Hand the gradient on where a is positive."""
+        """Pass the gradient on where a is positive."""
         # TASK 2.4: relu_back_zip of what was saved and of grad.
         (a,) = ctx.saved_values
         return grad_output.f.relu_back_zip(a, grad_output)
@@ -146,7 +146,7 @@ class ReLU(Function):
 
 
 class Log(Function):
-    """The natural logarithm of a + EPS."""
+    """The natural logarithm of a + 1e-6."""
 
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
@@ -204,18 +204,18 @@ class Tanh(Function):
 
 
 class Sum(Function):
-    """The sum over one dimension, or over everything."""
+    """The sum over one dimension, or over all elements."""
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, dim: Any) -> Tensor:
-        """Add up; the dimension stays, with size 1."""
+        """Sum; the dimension is kept with size 1."""
         # TASK 2.3: add_reduce over as_int(dim).
         return a.f.add_reduce(a, as_int(dim))
         # END TASK 2.3
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, float]:
-        """Hand the gradient on; the chain rule expands it."""
+        """Pass the gradient on; the chain rule expands it."""
         # TASK 2.4: Each element has slope 1; chain_rule expands; 0.0 for dim.
         return grad_output, 0.0
         # END TASK 2.4
@@ -226,7 +226,7 @@ class Max(Function):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, dim: Any) -> Tensor:
-        """Find the maximum; the dimension stays, with size 1."""
+        """Compute the maximum; the dimension is kept with size 1."""
         # TASK 4.4: max_reduce; save where a equals the maximum.
         out = a.f.max_reduce(a, as_int(dim))
         ctx.save_for_backward(a.f.eq_zip(a, out))
@@ -235,7 +235,7 @@ class Max(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, float]:
-        """Hand the gradient on to every element that is the maximum."""
+        """Pass the gradient to every element that equals the maximum."""
         # TASK 4.4: grad times what was saved.
         (is_max,) = ctx.saved_values
         return grad_output.f.mul_zip(is_max, grad_output), 0.0
@@ -247,7 +247,7 @@ class All(Function):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, dim: Any = None) -> Tensor:
-        """Multiply up one dimension, or everything."""
+        """Multiply the elements along one dimension, or all of them."""
         if dim is None:
             return a.f.mul_reduce(a.contiguous().view(a.size), 0)
         return a.f.mul_reduce(a, as_int(dim))

@@ -44,7 +44,7 @@ class TensorOps(Widening):
 
     ``map_loop(fn)``, ``zip_loop(fn)`` and ``reduce_loop(fn)`` return functions of
     :class:`TensorData`: ``(out, a)``, ``(out, a, b)`` and ``(out, a, dim)``; ``matmul_loop`` is
-    ``(out, a, b)`` on three dimensions.  Reduce accumulates onto what ``out`` already holds.
+    ``(out, a, b)`` on three dimensions.  Reduce accumulates onto the values already in ``out``.
     """
 
     cuda = False
@@ -134,7 +134,9 @@ class TensorOps(Widening):
             x = a._tensor
             if out is not None:
                 if a.shape != out.shape and shape_broadcast(a.shape, out.shape) != out.shape:
-                    raise IndexingError(f"shape {a.shape} does not broadcast to out's {out.shape}")
+                    raise IndexingError(
+                        f"shape {a.shape} does not broadcast to out's {out.shape}; pass an out that it fits"
+                    )
                 run(out._tensor, x)
                 return out
             kind = x.shape, x.strides, x.dtype, x.is_number

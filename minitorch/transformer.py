@@ -41,7 +41,7 @@ EMBEDDING_STD, TIED_EMBEDDING_STD = 0.3, 0.02
 
 
 class DecoderLM(Module):
-    """A language model: embeddings, transformer layers, and logits of the next token.
+    """A decoder-only language model: embeddings, transformer layers, and logits of the next token.
 
     Without options it has GPT-2's structure.  Llama's has ``rotary_theta``, ``norm="rms"``,
     ``feed_forward="swiglu"``, ``bias=False`` and often ``n_kv_head``.
@@ -71,8 +71,8 @@ class DecoderLM(Module):
             embeddings.
         rotary_scaling: Change of these frequencies for long contexts; see
             :class:`minitorch.Rotary`.
-        window: Number of tokens that a token attends to in each layer, the last ones up to itself, as
-            in Mistral; None for all before it.
+        window: Number of tokens that a token attends to in each layer, itself and those just before it,
+            as in Mistral; None for itself and all before it.
         sinks: Whether each head learns an attention sink, a logit that only the denominator of the
             softmax contains, as in gpt-oss.
         norm: "layer", layer norms; or "rms", RMS norms.
@@ -86,12 +86,13 @@ class DecoderLM(Module):
     Attributes:
         precision: The policy, or None.
         rotary: The rotary positions of all layers, or None.
-        places: Positions of so many tokens, where they are a part of a sequence; None: they begin it.
+        places: A function that returns the positions of a given number of tokens, if these are a part of a
+            sequence; None if they begin it.
         eos_token_id: The token that ends a text, or None; :meth:`from_pretrained` sets it.
 
     Raises:
         ValueError: If there is no such precision, or a dtype is given as well; also for a scaling without
-            rotary positions, and for a window or sinks of an approximation.
+            rotary positions, and for a window or sinks with an approximation.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class DecoderLM(Module):
             self.rotary = Rotary(dim, n_positions, rotary_theta, rotary_scaling)
         elif rotary_scaling is not None:
             raise ValueError(
-                "rotary_scaling belongs to rotary positions; pass rotary_theta as well, such as 10000.0"
+                "rotary_scaling needs rotary positions; pass rotary_theta as well, such as 10000.0"
             )
         else:
             self.position_embeddings = Embedding(n_positions, n_embd, backend, dtype, std)
@@ -182,15 +183,15 @@ class DecoderLM(Module):
         precision: str | None = None,
         **options: Any,
     ) -> DecoderLM:
-        """Read a GPT-2 or a Llama in the format of Hugging Face, in evaluation mode; nothing is downloaded.
+        """Read a GPT-2 or Llama model from a local folder in Hugging Face format, in evaluation mode.
 
         Args:
             folder: A folder with config.json and model.safetensors, or shards with their index.
             backend: Backend of the parameters; ``FastBackend`` when None.
             dtype: Dtype of the parameters; that of the stored embeddings when None.
             precision: See the class; instead of a dtype.
-            options: Further arguments of the class, such as ``attention="naive"`` or ``p_dropout=0.0``,
-                which is the ``resid_pdrop`` of a GPT-2's folder otherwise.
+            options: Further arguments of the class, such as ``attention="naive"``, or ``p_dropout=0.0``,
+                whose default is then the ``resid_pdrop`` of a GPT-2 configuration.
 
         Raises:
             CheckpointError: If a file is missing, has another format, or belongs to another architecture.
@@ -209,7 +210,7 @@ class DecoderLM(Module):
         return model
 
     def save_pretrained(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
-        """Write the model in the format of Hugging Face, which ``transformers`` can load.
+        """Write the model in Hugging Face format, which ``transformers`` can load.
 
         A model with rotary positions is written as a Llama, another one as a GPT-2.
 
@@ -219,7 +220,7 @@ class DecoderLM(Module):
             tokenizer: A ``tokenizers.Tokenizer`` to write as tokenizer.json, or None.
 
         Raises:
-            ValueError: If the structure is that of neither; it says in what.
+            ValueError: If the model has the structure of neither; the message names the difference.
         """
         write_pretrained(folder, self, tokenizer)
 
@@ -364,7 +365,7 @@ class DecoderLM(Module):
         self, prompt: Any, count: int, temperature: float = 1.0, seed: int | None = None,
         *, top_k: int | None = None, top_p: float = 1.0,
     ) -> list[int]:  # fmt: skip
-        """Return the ids of a prompt and of its continuation; arguments as for :meth:`continuation`."""
+        """Return the ids of a prompt and its continuation; arguments as for :meth:`continuation`."""
         added = self.continuation(prompt, count, temperature, seed, top_k=top_k, top_p=top_p)
         return [*prompt_ids(prompt, self.n_vocab), *added]
 

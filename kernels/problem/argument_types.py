@@ -26,13 +26,13 @@ def check_tile(tile: Any) -> tuple[int, int] | None:
     sides = tuple(tile) if isinstance(tile, Sequence) and not isinstance(tile, str) else ()
     if not (len(sides) == 2 and all(_is_whole(side) for side in sides)):
         raise TypeError(
-            f"tile must be (block_q, block_k), two whole numbers, or None for the rung's default; got "
+            f"tile must be (block_q, block_k), two whole numbers, or None for the rung's default, got "
             f"{shown(tile)}"
         )
     if not (min(sides) >= 1 and max(sides) <= MAX_TILE):
         raise ValueError(
             f"tile must be (block_q, block_k), each from 1 to {MAX_TILE}, got {sides}; the scores of a "
-            "larger tile do not fit into fast memory, None takes the rung's default"
+            "larger tile do not fit into fast memory; None takes the rung's default"
         )
     return int(sides[0]), int(sides[1])
 

@@ -74,6 +74,6 @@ def check_float8_gradient(problem: Any) -> None:
     """
     if problem.precision in FLOAT8:
         raise ValueError(
-            f"precision={problem.precision!r} is for the forward pass only and a gradient is wanted; leave "
-            "precision at None, or detach q, k and v"
+            f"precision={problem.precision!r} is for the forward pass only, but a gradient is needed; "
+            "leave precision at None, or detach q, k and v"
         )

@@ -34,7 +34,7 @@ def check_mask(mask: Any, scores_shape: tuple[int, ...], dtype: np.dtype[Any]) -
     if not (is_bool or is_float):
         raise TypeError(
             "attn_mask must be boolean (True keeps) or floating (added to the scores), got "
-            f"{mask.dtype}; integers are ambiguous, write mask != 0"
+            f"{mask.dtype}; integers are ambiguous: write mask != 0"
         )
     if is_float and mask.dtype != dtype:
         raise TypeError(
@@ -92,7 +92,7 @@ def check_offset(offset: int, slopes: Any) -> None:
     """Check that ALiBi's distances from the shifted diagonal are exact."""
     if slopes is not None and abs(offset) >= MOST_OFFSET:
         raise ValueError(
-            f"with alibi_slopes causal_offset must be between -2**31 and 2**31, got {offset}; in float32 "
+            f"with alibi_slopes, causal_offset must be between -2**31 and 2**31, got {offset}; in float32, "
             "all distances from a diagonal so far away are the same"
         )
 
@@ -113,7 +113,7 @@ def check_precision(precision: str | None, dtype: np.dtype[Any]) -> str:
     if precision not in PRECISIONS and precision not in FLOAT8:
         names = ", ".join(map(repr, (*PRECISIONS, *FLOAT8)))
         raise ValueError(
-            f"precision must be one of {names}, or None for the dtype's own; got {precision!r}"
+            f"precision must be one of {names}, or None for that of the dtype; got {precision!r}"
         )
     if precision in FLOAT8:
         if not is_half(dtype):

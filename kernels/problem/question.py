@@ -57,7 +57,7 @@ class Problem:
         diagonal: ``causal_offset`` if there are slopes: ALiBi's distance is |row + diagonal - col|.
         rung: Name of the requested kernel, or "auto".
         precision: Name of the format in which products may be computed: that of ``dtype``, unless the call
-            permits less, such as "tf32", or asks for one of ``float8.FLOAT8``.
+            permits less, such as "tf32", or requests one of ``float8.FLOAT8``.
         deterministic: Whether gradients must be bitwise reproducible.
         groups: Number of adjacent query heads that share one head of k and v.
         softcap: Scores become cap · tanh(score / cap); 0 turns it off.
@@ -245,7 +245,7 @@ def make_problem(
             ``row + causal_offset + right``, both inclusive; -1 is unbounded.
         softcap: Scores become cap · tanh(score / cap); 0 turns it off.
         alibi_slopes: (heads,) or (batch, heads): slope · |row + causal_offset - col| is subtracted from
-            a score.  The slopes are constants and receive no gradient.
+            each score.  The slopes are constants and receive no gradient.
         sink: (heads,), one logit per head, which enters the softmax as the score of an additional key
             whose value is zero: P = exp(S) / (exp(sink) + rowsum exp(S)).  lse includes it.
         block_mask: A :class:`kernels.BlockMask`; tiles that it masks are skipped.
@@ -260,7 +260,7 @@ def make_problem(
         precision: For float32 operands, a lower precision that products may use where a rung is faster
             with it: "tf32" (11 bits of significand), "bfloat16" or "float16".  Sums stay in float32.  A
             rung without such products computes in "float32", which is also the meaning of None; tensor
-            cores do that with several products, see docs/options.md.  For operands of 16 bits,
+            cores do that with several products, see docs/options.md.  For fp16 and bf16 operands,
             "float8_e4m3" rounds q, k, v and the probabilities to 4 bits of significand, forward only and
             with few options; "float8_e4m3+hadamard", "+blocks" and "+blocks+hadamard" lessen the error.
         deterministic: Make gradients bitwise reproducible; False lets a kernel add them in any order

@@ -62,12 +62,12 @@ def check_shapes(
         )
     if k[-2] != v[-2]:
         raise ValueError(
-            f"k and v must have the same length (their last size but one), got {k[-2]} and {v[-2]} "
+            f"k and v must have the same length (second-to-last size), got {k[-2]} and {v[-2]} "
             f"in {shapes}"
         )
     if q[-2] < 1 or k[-2] < 1:
         raise ValueError(
-            f"sequences must hold at least one row, got {shapes}; leave the call out for an empty one"
+            f"sequences must hold at least one row, got {shapes}; leave the call out for an empty sequence"
         )
     for name, size in (("head_dim", q[-1]), ("value dim", v[-1])):
         if not 1 <= size <= MAX_HEAD_DIM:
@@ -88,7 +88,9 @@ def check_shapes(
         ) from None
     lead = (*lead, *q[last:-2])
     if 0 in lead:
-        raise ValueError(f"batch and heads must not be empty, got {shapes}")
+        raise ValueError(
+            f"batch and heads must not be empty, got {shapes}; leave the call out for an empty batch"
+        )
     return lead, groups, int(q[-2]), int(k[-2]), int(q[-1]), int(v[-1])
 
 
@@ -109,7 +111,7 @@ def _check_groups(q: Sequence[int], k: Sequence[int], v: Sequence[int], shapes: 
         )
     if not _may_share(q, k, v):
         raise ValueError(
-            "with enable_gqa k and v must have the same number of heads, and q a multiple of it; got "
+            "with enable_gqa, k and v must have the same number of heads, and q a multiple of it; got "
             f"{q[-3]}, {k[-3]} and {v[-3]} heads in {shapes}; give k and v a divisor of q's heads"
         )
     return q[-3] // k[-3]

@@ -23,17 +23,17 @@ class ScoreMod(NamedTuple):
 
 
 def varying(mask_mod: Any) -> Any:
-    """Mark a ``mask_mod`` that every call evaluates anew, for each element that it computes.
+    """Mark a ``mask_mod`` to be evaluated in every call, for each element that the call computes.
 
     Without the mark, the first call of a kind evaluates the function once into a block mask, and later
-    calls skip the tiles that it masks.  That does not pay for a function that differs from call to call,
+    calls skip the tiles that it masks.  That is no gain for a function that differs from call to call,
     for example because it captures a number that changes.
 
     Args:
         mask_mod: The function.
 
     Returns:
-        The same function, so that this is a decorator, too.
+        The same function, so that ``varying`` also works as a decorator.
 
     Raises:
         TypeError: If it is not a function that can be marked.
@@ -244,8 +244,8 @@ def check_derivative(mod: ScoreMod | None) -> None:
     """
     if mod is not None and mod.derivative is None:
         raise ValueError(
-            "a gradient through score_mod needs its derivative by the score, got the function alone; "
-            "pass score_mod=(function, derivative), both of (score, batch, head, row, col)"
+            "a gradient through score_mod needs its derivative with respect to the score, got only "
+            "the function; pass score_mod=(function, derivative), both of (score, batch, head, row, col)"
         )
 
 

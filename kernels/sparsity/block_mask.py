@@ -105,14 +105,16 @@ class BlockMask:
 
         Raises:
             TypeError: If they are not masks.
-            ValueError: If there is none, or they differ in lengths or block size.
+            ValueError: If there are none, or they differ in lengths or block size.
         """
         masks = list(masks) if isinstance(masks, Iterable) else [masks]
         if not masks:
             raise ValueError("stack needs at least one mask, got none")
         for mask in masks:
             if not isinstance(mask, BlockMask):
-                raise TypeError(f"stack needs a list of BlockMask, got one with {shown(mask)}")
+                raise TypeError(
+                    f"stack needs a list of BlockMask objects, got one with {shown(mask)}"
+                )
         for mask in masks:
             masks[0]._check_like(mask, "stack")
         return cls._of(masks[0]._grid, stack(mask._blocks for mask in masks))
@@ -132,10 +134,10 @@ class BlockMask:
         return int(np.count_nonzero(self.states)) / max(self.states.size, 1)
 
     def visible(self, row: int, rows: int, col: int, cols: int) -> npt.NDArray[np.bool_]:
-        """Return a window of the mask from (row, col) on, (heads, rows, cols), True where visible.
+        """Return a window of the mask that starts at (row, col), (heads, rows, cols), True where visible.
 
         Raises:
-            ValueError: If the window exceeds the mask.
+            ValueError: If the window extends beyond the mask.
         """
         for name, first, count, seq in (
             ("row", row, rows, self.seq_q),
@@ -143,7 +145,7 @@ class BlockMask:
         ):
             if whole(name, first, 0) + whole(f"{name}s", count, 0) > seq:
                 raise ValueError(
-                    f"{name} {first} and the {count} from there on lie beyond the mask's {seq}; take fewer"
+                    f"{name} {first} plus {count} {name}s is beyond the mask's {seq}; use fewer"
                 )
         head = np.arange(len(self.states))[:, None, None]
         return self.shows(head, np.arange(row, row + rows)[:, None], np.arange(col, col + cols))
@@ -259,7 +261,7 @@ class BlockMask:
         return as_svg(self.picture(), repr(self))
 
     def picture(self, width: int = 64, head: int = 0) -> str:
-        """Return a text with one character per block of a head: ``█`` full, ``▒`` partial, ``·`` hidden.
+        """Return a string with one character per block of a head: ``█`` full, ``▒`` partial, ``·`` hidden.
 
         Args:
             width: Maximum number of characters in either direction; for larger masks a character stands
@@ -277,6 +279,6 @@ class BlockMask:
         """Write a PNG file with a panel for each head.
 
         Raises:
-            ImportError: Without matplotlib, the extra "plot".
+            ImportError: If matplotlib, the extra "plot", is missing.
         """
         save_png(path, self.states, self._grid.seq, repr(self))

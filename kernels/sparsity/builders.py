@@ -38,8 +38,8 @@ def butterfly(seq_q: int, seq_k: int, block_size: Any = 64) -> Layout:
     Args:
         seq_q: Number of query rows.
         seq_k: Number of key columns.
-        block_size: Rows and columns of a block, or one number for both.  The pattern is made of squares
-            whose side is the least common multiple of the two.
+        block_size: Rows and columns of a block, or one number for both.  The pattern consists of
+            squares whose side is the least common multiple of the two.
 
     Source: the flat block butterfly of Pixelated Butterfly (Dao et al., 2021), which block-sparse
     FlashAttention takes as its fixed pattern (Dao et al., 2022, section 3.3).
@@ -58,17 +58,18 @@ def strided(
     block_size: Any = 64,
     is_causal: bool = True,
 ) -> Layout:
-    """Make the ``stride`` preceding blocks visible, and every block at a multiple of the stride.
+    """Make the ``stride`` preceding blocks visible, and every block at a distance of a multiple of it.
 
     Args:
         seq_q: Query rows.
         seq_k: Key columns.
-        stride: Stride in blocks; None takes the square root of their number, which visits the fewest.
+        stride: Stride in blocks; None takes the square root of the number of blocks, which
+            visits the fewest.
         block_size: Rows and columns of a block, or one number for both; see ``butterfly``.
-        is_causal: Mask later blocks, as in the paper; False takes distances in both directions.
+        is_causal: Mask later columns, as in the paper; False applies the pattern in both directions.
 
     Source: the strided attention of Sparse Transformers (Child et al., 2019), both its heads in one, with
-    blocks in the place of elements: else no block would be hidden.
+    blocks in place of elements: with elements, no block would be hidden.
     """
     grid = check_grid(seq_q, seq_k, block_size)
     rows, cols = _squares(grid)
@@ -84,11 +85,11 @@ def strided(
 def dilated(
     seq_q: int, seq_k: int, block_size: Any = 64, *, dilation: int = 4, heads: int = 1
 ) -> Layout:
-    """Make every ``dilation``-th block visible, beginning with another one in each head.
+    """Make every ``dilation``-th block visible, starting from a different block in each head.
 
-    In head h, block i of rows sees block j of columns if j - i - h is a multiple of ``dilation``.  As many
-    heads as that see all blocks together, each of them an even sample.  With fewer blocks of columns than
-    ``dilation``, their number takes its place, so that each row sees one.
+    In head h, block i of rows sees block j of columns if j - i - h is a multiple of ``dilation``.
+    Together, ``dilation`` heads see all blocks, each of them an evenly spaced sample.  If there are fewer
+    blocks of columns than ``dilation``, their number takes its place, so that each row sees one.
 
     Args:
         seq_q: Query rows.
@@ -98,7 +99,7 @@ def dilated(
         heads: Number of heads with their own pattern.
 
     Source: the dilated attention of LongNet (Ding et al., 2023, section 3.2) in one segment, with blocks in
-    the place of elements.
+    place of elements.
     """
     grid = check_grid(seq_q, seq_k, block_size)
     rows, cols = _squares(grid)
@@ -125,7 +126,7 @@ def bigbird(
         seq_k: Key columns.
         block_size: Rows and columns of a block, or one number for both; see ``butterfly``.
         window: Number of blocks around the diagonal, which is included; odd.
-        global_blocks: Number of first rows and columns of blocks that are fully visible.
+        global_blocks: Number of leading rows and columns of blocks that are fully visible.
         random_blocks: Number of further blocks drawn for each row of blocks and each head, without
             replacement.
         heads: Number of heads with their own pattern.
@@ -235,7 +236,7 @@ def local_global(
     *,
     causal_offset: int = 0,
 ) -> Layout:
-    """Make a window and the global tokens visible to each row, and every column to global tokens.
+    """Make a window and the global tokens visible to each row, and every column to each global token.
 
     Args:
         seq_q: Query rows.
@@ -243,7 +244,7 @@ def local_global(
         left: The first visible column is ``row + causal_offset - left``; -1 is unbounded.
         right: The last visible column is ``row + causal_offset + right``; -1 is unbounded, None takes
             ``left``.
-        global_tokens: Positions of the global tokens, or the number of first tokens that are global.
+        global_tokens: Positions of the global tokens, or the number of leading tokens that are global.
         block_size: Rows and columns of a block, or one number for both.
         causal_offset: Shift of the diagonal; seq_k - seq_q aligns it bottom-right.
 

@@ -32,8 +32,8 @@ def result_dtype(*tensors: TensorLike) -> np.dtype[Any]:
     floating = {t.dtype for t in tensors if is_floating(t.dtype) and not t._tensor.is_number}
     if len(floating) > 1 and all(map(is_half, floating)):
         raise TypeError(
-            "an operation on float16 and bfloat16 has no dtype for its result; convert one of them with "
-            "to, or both to float32"
+            "an operation on float16 and bfloat16 has no dtype for its result; convert one operand to the "
+            "dtype of the other with to(dtype), or both to float32"
         )
     return np.result_type(*floating)
 

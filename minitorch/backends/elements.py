@@ -69,7 +69,7 @@ def as_float(number: Any) -> float:
         return float(number)
     except OverflowError:
         raise ValueError(
-            f"a number beside a tensor must fit a float64, got {short(number)}; divide it first"
+            f"a number combined with a tensor must fit in float64, got {short(number)}; divide it first"
         ) from None
 
 
@@ -92,7 +92,7 @@ def as_element(value: Any, dtype: np.dtype[Any]) -> Any:
             raise ValueError(f"a tensor of {dtype} holds whole numbers, got {number}; convert it")
         if not limits.min <= number <= limits.max:
             raise ValueError(
-                f"{dtype} holds {limits.min} to {limits.max}, got {short(number)}; take a wider dtype"
+                f"{dtype} holds {limits.min} to {limits.max}, got {short(number)}; use a wider dtype"
             )
     else:
         as_float(number)

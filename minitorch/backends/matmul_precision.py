@@ -1,4 +1,4 @@
-"""What models compute in: a setting for products of float32, and a policy of one name for a whole model."""
+"""Precision of computation: a setting for float32 matrix products, and a policy for a whole model."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _precision = "float32"
 
 
 def set_matmul_precision(precision: str) -> None:
-    """Say what ``@`` and linear layers may round operands of float32 to, in both passes, from now on.
+    """Set the format to which ``@`` and linear layers may round float32 operands, in both passes.
 
-    It is a permission: a backend that would not be faster so computes in float32.  Sums stay float32.
-    Operands of another dtype are multiplied as they are.  ``precision=`` of attention is its own.
+    This is a permission: a backend that would not be faster with it computes in float32.  Sums stay in
+    float32.  Operands of other dtypes are not rounded.  Attention has its own option ``precision``.
 
     Args:
-        precision: "float32", which is how a program begins; "tf32", 11 significant bits; "bfloat16", 8;
-            "float16", 11, and numbers from 65,520 on become infinite.
+        precision: "float32", the default; "tf32", 11 significant bits; "bfloat16", 8; "float16", 11, where
+            numbers from 65,520 on become infinite.
 
     Raises:
-        ValueError: For any other.
+        ValueError: For any other value.
     """
     global _precision
     if precision not in MATMUL_PRECISIONS:
@@ -38,19 +38,21 @@ def set_matmul_precision(precision: str) -> None:
 
 
 def get_matmul_precision() -> str:
-    """Return what :func:`set_matmul_precision` set last."""
+    """Return the value that :func:`set_matmul_precision` set last."""
     return _precision
 
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Set the precision of products within a ``with`` block; a backward pass is where it is called.
+    """Set the precision of matrix products within a ``with`` block.
+
+    A backward pass uses the precision that is set where ``backward`` is called.
 
     Args:
-        precision: As :func:`set_matmul_precision` takes it.
+        precision: As in :func:`set_matmul_precision`.
 
     Raises:
-        ValueError: Likewise.
+        ValueError: As in :func:`set_matmul_precision`.
     """
     before = _precision
     set_matmul_precision(precision)
@@ -61,17 +63,17 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 class Precision(NamedTuple):
-    """What a model stores, multiplies and sums in.
+    """The formats in which a model stores, multiplies and sums.
 
-    Whatever the name, sums are float32 or wider: those of products, the statistics of layer norms and of
-    attention, the loss, the moments of the optimiser, and what an optimiser moves: parameters of 16 bits
-    are the rounded copies of masters of float32 (:class:`minitorch.AdamW`), made once a step.
+    Under every policy, these are float32 or wider: sums of products, the statistics of layer norms and of
+    attention, the loss, the moments of the optimiser, and the weights that the optimiser updates.  16-bit
+    parameters are rounded copies of float32 master weights (:class:`minitorch.AdamW`), made once per step.
 
     Attributes:
-        name: As the user writes it.
-        dtype: Of weights that are multiplied or looked up, and of all activations.
-        norms: Of the weights of layer norms.
-        products: What products of float32 may round to; see :func:`set_matmul_precision`.
+        name: The name of the policy, as the user writes it.
+        dtype: Dtype of the weights that are multiplied or looked up, and of all activations.
+        norms: Dtype of the weights of layer norms.
+        products: The format that float32 products may round to; see :func:`set_matmul_precision`.
 
     Source: Micikevicius et al., Mixed precision training (2018), section 3.
     """

@@ -16,7 +16,7 @@ def normalize_dim(dim: int, shape: UserShape) -> int:
     """
     if not isinstance(dim, (int, np.integer)) or isinstance(dim, bool):
         raise TypeError(
-            f"dim must be one whole number, got {dim!r}; for several dimensions call once for each"
+            f"dim must be one whole number, got {dim!r}; for several dimensions, call once for each"
         )
     if not -len(shape) <= dim < len(shape):
         raise IndexingError(

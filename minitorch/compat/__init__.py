@@ -10,10 +10,10 @@ class published:
 
     A leaf collects its gradient in ``backward``.  Here both factories return constants unless a call
     passes ``requires_grad=True``; scripts written for the published course do not pass it.  An explicit
-    ``requires_grad`` always holds, and tensors of integers stay constants.
+    ``requires_grad`` always takes precedence, and integer tensors stay constants.
 
     Call it once at the top of a script, or use it in a ``with`` statement, which restores the previous
-    setting at its end.  It holds for all threads.  The environment variable ``MINITORCH_PUBLISHED=1``
+    setting at its end.  It applies to all threads.  The environment variable ``MINITORCH_PUBLISHED=1``
     switches it on for a whole run.
 
     Args:

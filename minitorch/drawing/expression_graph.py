@@ -18,14 +18,14 @@ class ExpressionGraph:
         most: Maximum number of variables.
 
     Raises:
-        TypeError: If ``result`` is no variable.
+        TypeError: If ``result`` is not a variable.
         ValueError: If there are more than ``most`` variables.
     """
 
     def __init__(self, result: Any, most: int = 200):
         if not hasattr(result, "history"):
             raise TypeError(
-                f"a graph starts from a Scalar or a Tensor, got {type(result).__name__}"
+                f"a graph starts from a Scalar or a Tensor, got {type(result).__name__}; pass the result"
             )
         #: Each variable and its column, inputs before the variables computed from them.
         self.columns: dict[int, tuple[Any, int]] = {}
@@ -35,7 +35,7 @@ class ExpressionGraph:
             unknown = [p for p in _inputs(variable) if p.unique_id not in self.columns]
             if len(waiting) + len(self.columns) > most:
                 raise ValueError(
-                    f"the graph has more than {most} variables; draw one of its parts, or pass most=..."
+                    f"the graph has more than {most} variables; draw a part of it, or pass a larger most"
                 )
             if unknown and variable.unique_id not in self.columns:
                 waiting += unknown

@@ -1,4 +1,4 @@
-"""What a differentiable function of tensors is: a value, a gradient, and a record of its inputs."""
+"""Differentiable functions of tensors: the value, the gradient, and the record of the inputs."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class Function:
       for a tensor, which may still have the broadcast shape, and None (or 0.0) for an option.
 
     Attributes:
-        minus_infinity_in: Of a function of several results: those in which minus infinity is an answer
-            and no fault; see :class:`minitorch.detect_anomaly`.
-        checks_itself: Its gradients are those of other functions, which have been looked at.
+        minus_infinity_in: For a function with several results, those in which minus infinity is a valid
+            value; see :class:`minitorch.detect_anomaly`.
+        checks_itself: Whether its gradients come from other functions, which are already checked.
     """
 
     forward: Any
@@ -116,7 +116,7 @@ class Function:
         """Compute the function and record in the result how it was computed.
 
         Args:
-            *args: Tensors, and options that are no tensors; at least one tensor.
+            *args: Tensors, at least one, and options that are not tensors.
 
         Returns:
             A new tensor; it has a history only if a tensor argument requires a gradient, and not within
@@ -141,10 +141,10 @@ class Function:
 
     @classmethod
     def apply_several(cls, *args: Any) -> tuple[Any, ...]:
-        """Compute a function of several results; as :meth:`apply`, but ``forward`` returns a tuple.
+        """Apply a function with several results: like :meth:`apply`, but ``forward`` returns a tuple.
 
-        ``backward(ctx, *grad_outputs)`` is called once, with the gradient of each result, None for one
-        that nothing depends on.
+        ``backward(ctx, *grad_outputs)`` is called once, with the gradient of each result, or None for
+        a result that nothing depends on.
         """
         ctx, own = cls._prepared(args)
         checks = modes.anomaly

@@ -86,7 +86,7 @@ def _check_slopes(slopes: Any) -> None:
     """Check that ALiBi's slopes require no gradient."""
     if is_tensor(slopes) and slopes.requires_grad():
         raise ValueError(
-            "alibi_slopes are constants and this tensor requires a gradient; pass its detach(), or "
+            "alibi_slopes are constants, but this tensor requires a gradient; pass its detach(), or "
             "for a learnable bias, pass a float attn_mask"
         )
 
@@ -107,7 +107,7 @@ def _check_backend(name: str, option: Any, q: Any) -> None:
         kind = option.backend.ops.__name__ if is_tensor(option) else type(option).__name__
         raise TypeError(
             f"{name} must be a tensor on the backend of q, {q.backend.ops.__name__}, got "
-            f"{kind}; make one with minitorch.from_numpy, move one with Tensor.to(backend)"
+            f"{kind}; make one with minitorch.from_numpy, or move it with Tensor.to(backend)"
         )
 
 

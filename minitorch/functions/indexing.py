@@ -49,7 +49,7 @@ def as_index(like: Tensor, index: Any, dim: int, limit: int) -> Tensor:
         limit: One more than the largest index allowed.
 
     Raises:
-        TypeError: If they are no integers, or lie on another backend.
+        TypeError: If they are not integers, or are on another backend.
         ValueError: If the shape does not fit, or an index is out of bounds.
     """
     if is_tensor(index):
@@ -71,7 +71,7 @@ def as_index(like: Tensor, index: Any, dim: int, limit: int) -> Tensor:
     if values.ndim != like.dims or not fits:
         wanted = (*like.shape[:dim], "any", *like.shape[dim + 1 :])
         raise ValueError(
-            f"an index along dimension {dim} of shape {like.shape} has shape "
+            f"an index along dimension {dim} of shape {like.shape} must have shape "
             f"({', '.join(map(str, wanted))}), or 1 in place of a size, got {values.shape}; "
             "add dimensions of size 1 with view"
         )

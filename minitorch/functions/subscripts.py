@@ -110,8 +110,8 @@ def _spelled_out(shape: Ints, key: tuple[Any, ...]) -> list[Any]:
     dots = [i for i, each in enumerate(entries) if each is Ellipsis]
     if taken > len(shape) or len(dots) > 1:
         raise IndexingError(
-            f"index {_shown(key)} has entries for {taken} dimensions and {len(dots)} times '...', shape "
-            f"{shape} has {len(shape)} dimensions; give at most one entry for each, and one '...'"
+            f"index {_shown(key)} has entries for {taken} dimensions and {len(dots)} times '...', but "
+            f"shape {shape} has {len(shape)} dimensions; give at most one entry for each, and one '...'"
         )
     at = dots[0] if dots else len(entries)
     entries[at : at + len(dots)] = [EVERYTHING] * (len(shape) - taken)

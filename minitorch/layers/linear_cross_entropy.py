@@ -131,7 +131,7 @@ def linear_cross_entropy(
 
     Raises:
         TypeError: If an operand is not a tensor, or a target is not an integer.
-        ValueError: If shapes do not fit, or a target is not a class.
+        ValueError: If the shapes do not fit, or a target is not a class.
     """
     for name, t in (
         ("x", x),

@@ -76,8 +76,8 @@ class EncoderLM(Module):
 
     All methods take a batch in one of two forms.  *Padded*: ids (batch, seq) and ``lengths``, the number of
     tokens of each sequence, or None if no sequence is shorter than seq.  *Packed*: ids (total,) of all
-    sequences one after the other, and their ``lengths``, which sum to total or less: ids behind the last
-    sequence are padding, so that batches may have a total in common.  Both give the same results up to
+    sequences one after the other, and their ``lengths``, which sum to total or less: ids after the last
+    sequence are padding, so that several batches can have the same total.  Both give the same results up to
     rounding; packed batches spend no computation on the padding of each sequence.
 
     Args:
@@ -176,7 +176,7 @@ class EncoderLM(Module):
             segments: As for :meth:`forward`.
 
         Raises:
-            ValueError: Also if no position is to be predicted.
+            ValueError: As in :meth:`forward`, or if no position is to be predicted.
         """
         wanted = _on_host("targets", targets)
         if wanted.shape != np.shape(idx):
@@ -200,7 +200,7 @@ class EncoderLM(Module):
     def hidden(self, idx: Any, lengths: Any = None, segments: Any = None) -> Tensor:
         """Return the output of the last layer, (batch, seq, n_embd) or (total, n_embd).
 
-        Rows of padding have finite values without a meaning.  Arguments as for :meth:`forward`.
+        Rows of padding have finite but meaningless values.  The arguments are those of :meth:`forward`.
         """
         rows, _ = self._rows(idx, lengths, segments)
         return rows.view(*np.shape(idx), self.n_embd)
@@ -301,10 +301,10 @@ class EncoderLM(Module):
 class EncoderClassifier(Module):
     """A classifier of sequences, or of pairs of them, on the first token of an encoder.
 
-    A linear layer, tanh, dropout, and a linear layer, as BERT is fine-tuned.
+    The classifier is a linear layer, tanh, dropout, and a linear layer, as in fine-tuning BERT.
 
     Args:
-        encoder: The encoder, pre-trained or not; its parameters are trained, too.
+        encoder: The encoder, pre-trained or not; its parameters are trained as well.
         n_classes: Number of classes.
         p_dropout: Dropout probability before the last layer.
 

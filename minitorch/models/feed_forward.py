@@ -39,7 +39,7 @@ class FeedForward(Module):
         self.dropout = Dropout(p_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (…, n_embd) for (…, n_embd)."""
+        """Apply the network to x, (…, n_embd); the result has the same shape."""
         return self.dropout(self.linear_out(self.linear_in(x, has_gelu=True)))
 
 
@@ -74,5 +74,5 @@ class GatedFeedForward(Module):
         self.dropout = Dropout(p_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (…, n_embd) for (…, n_embd)."""
+        """Apply the network to x, (…, n_embd); the result has the same shape."""
         return self.dropout(self.linear_out(silu(self.linear_gate(x)) * self.linear_in(x)))

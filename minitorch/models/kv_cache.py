@@ -29,7 +29,7 @@ def check_cache(cache: Any, kind: type[Any]) -> None:
     """
     if cache is not None and not isinstance(cache, kind):
         raise TypeError(
-            f"cache must be a {kind.__name__} or None, got {shown(cache)}; DecoderLM.make_cache makes one"
+            f"cache must be a {kind.__name__} or None, got {shown(cache)}; use DecoderLM.make_cache"
         )
 
 
@@ -96,7 +96,7 @@ class LayerCache:
         _checked_sizes(batch=batch, heads=heads, capacity=capacity, head_dim=head_dim)
         if not isinstance(backend, TensorBackend):
             raise TypeError(
-                f"backend must be a backend, got {shown(backend)}; pass the model's, or use make_cache"
+                f"backend must be a backend, got {shown(backend)}; pass model.backend, or use make_cache"
             )
         self.batch, self.heads, self.head_dim = batch, heads, head_dim
         self.capacity, self.length = capacity, 0
@@ -132,7 +132,7 @@ class LayerCache:
             the cache.
 
         Raises:
-            TypeError: If they are on another backend, or of another dtype.
+            TypeError: If they are on another backend or of another dtype than the cache.
             ValueError: If their shapes do not fit, or the cache is full; nothing is appended then.
         """
         for name, new in (("k", k), ("v", v)):
@@ -166,7 +166,7 @@ class LayerCache:
         return {"is_causal": False, "attn_mask": self.spot.mask}
 
     def clear(self) -> None:
-        """Empty the cache and write zeros: attention multiplies hidden values by 0, and 0 NaN is NaN."""
+        """Empty the cache and write zeros: attention multiplies masked values by 0, and 0 · NaN is NaN."""
         self.length = 0
         for storage in self._storages:
             rows = self._rows(storage, 0, self.capacity)
@@ -247,7 +247,7 @@ class LayerCache:
         if (batch, heads, head_dim) != (self.batch, self.heads, self.head_dim):
             raise ValueError(
                 f"the cache is for batch {self.batch}, {self.heads} heads and head_dim "
-                f"{self.head_dim}, got (batch, heads, seq, head_dim) {new.shape}; make one of these sizes"
+                f"{self.head_dim}, got (batch, heads, seq, head_dim) {new.shape}; make one with these sizes"
             )
         self._check_room(count)
 
@@ -297,9 +297,9 @@ class KVCache:
         return min(layer.length for layer in self.layers)
 
     def repeated(self, count: int) -> KVCache:
-        """Return a copy in which each text stands ``count`` times, one after the other.
+        """Return a copy in which each text appears ``count`` times, one after the other.
 
-        So several continuations of a text need its keys and values only once.
+        Several continuations of a text thus compute its keys and values only once.
         """
         found = copy(self)
         found.layers = [layer.repeated(count) for layer in self.layers]
@@ -320,7 +320,7 @@ class KVCache:
             layer.clear()
 
     def place(self, spot: Spot | None) -> None:
-        """Let a captured step write at a spot; None: after the filled positions again."""
+        """Make a captured step write at a spot; None makes it write after the filled positions again."""
         for layer in self.layers:
             layer.spot = spot
 

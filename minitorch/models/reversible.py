@@ -1,4 +1,4 @@
-"""Reversible layers: a stack whose activations are computed again from its outputs, and not kept."""
+"""Reversible layers: a stack that recomputes its activations from its outputs instead of storing them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class ReversibleSequence(Module):
     """Blocks y₁ = x₁ + f(x₂), y₂ = x₂ + g(y₁), whose inputs follow from their outputs.
 
     The backward pass starts from the outputs of the last block and computes x₂ = y₂ - g(y₁) and
-    x₁ = y₁ - f(x₂), block by block.  So the memory of activations is that of one block, whatever the depth,
-    and f and g are computed twice.  Dropout draws the same numbers again.  Gradients are those of the plain
-    stack to rounding; activations of 16 bits lose more at each subtraction, so float32 is advised.
+    x₁ = y₁ - f(x₂), block by block.  Only one block's activations are in memory, whatever the depth, and f
+    and g are computed twice.  Dropout draws the same numbers again.  Gradients are those of the plain
+    stack up to rounding; 16-bit activations lose more at each subtraction, so float32 is advised.
 
     Args:
-        blocks: Pairs (f, g) of modules, each from a tensor to one of its shape.
+        blocks: Pairs (f, g) of modules, each of which maps a tensor to one of the same shape.
 
     Raises:
         TypeError: If an entry is not a pair of modules.
@@ -64,7 +64,9 @@ class ReversibleSequence(Module):
                 setattr(self, f"{name}_{number}", half)
                 self.halves.append(half)
         if not self.halves:
-            raise ValueError("ReversibleSequence needs one block or more, got none")
+            raise ValueError(
+                "ReversibleSequence needs one block or more, got none; pass pairs (f, g)"
+            )
 
     @classmethod
     def from_layers(cls, layers: Sequence[TransformerLayer]) -> ReversibleSequence:
@@ -82,7 +84,7 @@ class ReversibleSequence(Module):
             x2: The second one; x₁ again when None, as in Reformer.
 
         Raises:
-            TypeError: If one is no tensor.
+            TypeError: If one is not a tensor.
             ValueError: If the shapes differ.
         """
         x2 = x1 if x2 is None else x2

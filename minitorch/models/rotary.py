@@ -73,16 +73,16 @@ def _swap(dims: int, dim: int) -> Any:
 
 
 class Rotary:
-    """Turns queries or keys of a head by angles proportional to their positions.
+    """Rotary positions: turn queries or keys of a head by angles proportional to their positions.
 
-    Coordinates i and i + head_dim / 2 are a pair, as in Hugging Face's models.  A product of a turned query
-    and a turned key depends only on the distance of their positions.
+    Coordinates i and i + head_dim / 2 are a pair, as in Hugging Face's models.  The product of a turned
+    query and a turned key depends only on the distance between their positions.
 
     Args:
         head_dim: Size of a query and of a key, an even number.
         n_positions: Maximum number of positions.
         theta: Base of the frequencies theta^(-2i / head_dim).
-        scaling: None, or a change of the frequencies for long contexts as in a config.json of Hugging Face:
+        scaling: None, or a change of the frequencies for long contexts, as in a Hugging Face config.json:
             ``{"rope_type": "linear", "factor": 2.0}``, or "llama3" with its four numbers.
 
     Attributes:
@@ -105,7 +105,9 @@ class Rotary:
         scaling: Mapping[str, Any] | None = None,
     ):
         if whole("head_dim", head_dim, 1) % 2:
-            raise ValueError(f"rotary positions need heads of even size, got head_dim {head_dim}")
+            raise ValueError(
+                f"rotary positions need heads of even size, got head_dim {head_dim}; pass an even head_dim"
+            )
         if not 0.0 < number("rotary_theta", theta) < math.inf:
             raise ValueError(f"rotary_theta must be positive and finite, got {theta}")
         self.n_positions, self.theta, self.scaling = n_positions, theta, checked_scaling(scaling)

@@ -39,7 +39,7 @@ class SequenceClassifier(Module):
     and the head sees [u, v, u ⊙ v, abs(u - v)] of their means u and v.
 
     Sequences of unequal length may be packed: ids (total,) of all of them one after the other, and their
-    ``lengths``.  No computation is spent on padding then.  Packing needs flash attention.
+    ``lengths``.  No computation is then spent on padding.  Packing needs flash attention.
 
     Args:
         n_vocab: Number of tokens in the vocabulary; 256 for bytes and for pixels.
@@ -53,7 +53,7 @@ class SequenceClassifier(Module):
         attention: "flash", "naive" or an approximation; see :class:`minitorch.MultiHeadAttention`.
         attention_dropout: Dropout probability of the attention weights, in training.
         attention_options: Options of an approximation, by name.
-        pad_id: Token that fills up shorter sequences.  It is masked as a key and left out of the mean.
+        pad_id: Token that pads shorter sequences.  It is masked as a key and left out of the mean.
             None if every token counts, as for pixels.
         documents: Documents of an example: 1, or 2 for a pair.
         side: Side of the square images whose pixels are the tokens, row by row.  The position embeddings

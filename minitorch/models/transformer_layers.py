@@ -60,15 +60,15 @@ class MultiHeadAttention(Module):
             "linformer", "linear", "performer", "local", "reformer", "smyrf" or "block_sparse"; see
             :mod:`minitorch.attention`.
         use_flash_attention: The published flag; True selects "flash".
-        use_fused_kernel: Accepted for published code and ignored: softmax is fused where the backend can.
+        use_fused_kernel: Accepted for published code and ignored: softmax is fused if possible.
         attention_dropout: Dropout probability of the attention weights, in training.
         attention_options: Options of an approximation, by name, such as ``{"num_features": 128}``.
         n_kv_head: Number of heads of keys and values, a divisor of n_head: each serves a group of query
-            heads.  n_head when None.  Fewer need flash or naive attention.
+            heads.  n_head when None.  A smaller number needs flash or naive attention.
         head_dim: Size of a head; n_embd / n_head when None.
         rotary: Rotary positions, which turn queries and keys; None for positions that the model adds.
-        window: Number of positions that a position attends to, the last ones up to itself; None for all
-            of them.
+        window: Number of positions that a position attends to, itself and those just before it; None for
+            no limit.
         sinks: Whether each head learns a logit that only the softmax's denominator contains, so that a
             position may attend to nothing.
         dtype: Dtype of the parameters; the default dtype when None.
@@ -77,7 +77,7 @@ class MultiHeadAttention(Module):
         TypeError: For an option that the attention does not have, or one that it lacks.
         ValueError: If n_head does not divide n_embd, n_kv_head does not divide n_head, or the attention
             cannot be causal, drop attention weights, or have groups of heads; also for a window or sinks
-            of an approximation, and a window that is not causal.
+            with an approximation, and for a window without ``causal``.
 
     Source: Vaswani et al. (2017), section 3.2.2; Ainslie et al. (2023), GQA, for groups of heads; Jiang et
     al. (2023), Mistral 7B, for the window; the model card of gpt-oss (OpenAI, 2025) for the sinks.
@@ -147,9 +147,7 @@ class MultiHeadAttention(Module):
                 "(the window of 'local' is one of its attention_options)"
             )
         if window is not None and not causal:
-            raise ValueError(
-                "a window is one of causal attention; build the layer with causal=True"
-            )
+            raise ValueError("a window needs causal attention; build the layer with causal=True")
         # Zero: as if each position could also attend to a key that is orthogonal to its query.
         self.sink = Parameter(zeros((n_head,), backend, dtype=dtype)) if sinks else None
         self.attend: Any
@@ -219,7 +217,7 @@ class MultiHeadAttention(Module):
     def forward(
         self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None, cu_seqlens: Any = None
     ) -> Tensor:  # fmt: skip
-        """Return (batch, seq, n_embd) for (batch, seq, n_embd).
+        """Compute self-attention over x; the result is (batch, seq, n_embd).
 
         Args:
             x: (batch, seq, n_embd).
@@ -227,13 +225,13 @@ class MultiHeadAttention(Module):
                 appended.  The result is then a constant, because a cache has no gradient.
             key_mask: (batch, seq), or (1, seq) for all; False or 0 masks a position as a key.
             cu_seqlens: Cumulative lengths, (count + 1,), of the sequences that are packed in x, which is
-                then (1, total, n_embd): a position attends within its own sequence.  A pair of them gives
-                those of the positions as queries and as keys.
+                then (1, total, n_embd): a position attends within its own sequence.  A pair gives separate
+                cumulative lengths for queries and for keys.
 
         Raises:
             ValueError: If the shape of x does not fit, the cache is full, or the layer with a cache is not
                 causal: earlier positions would have to attend to x.  Also for a cache together with an
-                approximation or a mask, and for packed sequences with either of them.
+                approximation or a mask, and for packed sequences with a cache or a mask.
         """
         check_tensor("input", x)
         if x.dims != 3 or x.shape[2] != self.n_embd:
@@ -369,7 +367,7 @@ class TransformerLayer(Module):
     def forward(
         self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None, cu_seqlens: Any = None
     ) -> Tensor:  # fmt: skip
-        """Return (batch, seq, n_embd) for (batch, seq, n_embd); see :class:`MultiHeadAttention`."""
+        """Apply the layer to x, (batch, seq, n_embd); arguments as in :class:`MultiHeadAttention`."""
         given = {"key_mask": key_mask, "cu_seqlens": cu_seqlens}
         masked = {name: value for name, value in given.items() if value is not None}
         if not self.norm_first:

@@ -1,1 +1,1 @@
-"""What the Tensor class inherits, how tensors are made, and the gradient check."""
+"""The base classes of Tensor, the functions that make tensors, and the gradient check."""

@@ -1,4 +1,4 @@
-"""What makes a tensor a Python container: subscripts, length, iteration, and its text."""
+"""Tensor methods of a Python container: subscripts, length, iteration, and formatting."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Container(_Tensor):
 
         Raises:
             IndexingError: If an index is out of bounds, or there are too many of them.
-            TypeError: If an entry is none of these.
+            TypeError: If an entry has another type.
         """
         place = self._place(key)
         return subscript(self, key) if place is None else self._tensor.get(place)
@@ -48,7 +48,7 @@ class Container(_Tensor):
         place = self._place(key)
         if place is None:
             raise TypeError(
-                f"only single elements are written, with an integer for each dimension of shape "
+                f"only single elements can be assigned, with an integer for each dimension of shape "
                 f"{self.shape}, got {key!r:.60}; choose between two tensors with "
                 "a.where(condition, b), join parts with minitorch.cat, or write to to_numpy(), which "
                 "shares memory on the host"
@@ -82,7 +82,7 @@ class Container(_Tensor):
         return True
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the numbers of a vector, else the parts along the first dimension."""
+        """Yield the numbers of a vector; otherwise, the slices along the first dimension."""
         if len(self.shape) == 1:
             return iter(self.to_numpy())
         return (self[row] for row in range(len(self)))
@@ -99,8 +99,8 @@ class Container(_Tensor):
             return str(self)
         if self.size != 1:
             raise TypeError(
-                f"the format {spec!r} is for a tensor of one element, shape {self.shape} has {self.size}; "
-                "format to_numpy(), or an element of it"
+                f"the format {spec!r} needs one element, but shape {self.shape} has {self.size}; format "
+                "to_numpy(), or an element of it"
             )
         return format(self.to_numpy().item(), spec)
 

@@ -53,7 +53,7 @@ def manual_seed(seed: int) -> None:
     """Seed every generator that the library draws from: Python's and NumPy's.
 
     Raises:
-        TypeError: If the seed is no whole number.
+        TypeError: If the seed is not a whole number.
     """
     seed = whole("seed", seed)
     random.seed(seed)
@@ -68,8 +68,8 @@ def _checked_backend(backend: Any) -> TensorBackend:
     """
     if not isinstance(backend, TensorBackend):
         raise TypeError(
-            f"backend must be one such as minitorch.FastBackend, got {shown(backend)}; a shape is one "
-            "tuple, and a dtype is given by name: zeros((2, 3), dtype='float32')"
+            f"backend must be a backend such as minitorch.FastBackend, got {shown(backend)}; pass the "
+            "shape as one tuple and the dtype by keyword: zeros((2, 3), dtype='float32')"
         )
     return backend
 
@@ -138,16 +138,16 @@ def full(
     """Return a tensor of equal elements.
 
     Args:
-        shape: Sizes.
-        value: Of each element.
-        backend: What computes on the tensor.
-        requires_grad: Whether it is a leaf of the graph.
-        dtype: Or its name, as "float32" or "bfloat16"; the default dtype when None.
+        shape: Sizes of the dimensions.
+        value: Value of each element.
+        backend: The backend that computes on the tensor.
+        requires_grad: Whether the tensor is a leaf of the graph.
+        dtype: A dtype or its name, such as "float32" or "bfloat16"; the default dtype when None.
 
     Raises:
-        TypeError: If the value is no number, the backend no backend, or the dtype one that no tensor has.
-        ValueError: If the shape is none, or the value does not fit the dtype.
-        MemoryError: If it would take more memory than any machine has.
+        TypeError: If the value is not a number, the backend not a backend, or the dtype not supported.
+        ValueError: If the shape is not valid, or the value does not fit the dtype.
+        MemoryError: If the tensor would take more memory than any machine has.
     """
     value = as_element(value, as_dtype(dtype or get_default_dtype()))
     make = _of_shape(lambda ops, size, dtype: ops.filled(size, value, dtype))
@@ -156,13 +156,13 @@ def full(
 
 @_of_shape
 def zeros(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
-    """Return a tensor of zeros; arguments as in :func:`full`."""
+    """Return a tensor of zeros; the arguments are those of :func:`full`."""
     return ops.filled(size, 0.0, dtype)
 
 
 @_of_shape
 def ones(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
-    """Return a tensor of ones; arguments as in :func:`full`."""
+    """Return a tensor of ones; the arguments are those of :func:`full`."""
     return ops.filled(size, 1.0, dtype)
 
 
@@ -170,7 +170,7 @@ def ones(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
 def rand(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
     """Return a tensor drawn uniformly from [0, 1), with Python's ``random``.
 
-    ``requires_grad`` as in :func:`tensor`, other arguments as in :func:`full`.
+    ``requires_grad`` is that of :func:`tensor`; the other arguments are those of :func:`full`.
     """
     numbers = (random.random() for _ in range(size))
     return _in_dtype(np.fromiter(numbers, np.float64, size), dtype)  # memory first, then numbers
@@ -180,7 +180,7 @@ def rand(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
 def randn(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
     """Return a tensor drawn from the standard normal distribution, with ``numpy.random``.
 
-    Other arguments as in :func:`full`.
+    The other arguments are those of :func:`full`.
     """
     return _in_dtype(np.random.standard_normal(size), dtype)
 
@@ -194,14 +194,14 @@ def tensor(
     """Return a tensor of the given numbers.
 
     Args:
-        ls: A number (shape ()), or nested lists or tuples, or an array (copied).
-        backend: What computes on the tensor.
-        requires_grad: Whether it is a leaf of the graph.  None means False, or True for a floating dtype
-            after :class:`minitorch.compat.published`.
-        dtype: The default dtype when None.
+        ls: A number (shape ()), nested lists or tuples, or an array, which is copied.
+        backend: The backend that computes on the tensor.
+        requires_grad: Whether the tensor is a leaf of the graph.  None means False, or True for a floating
+            dtype after :class:`minitorch.compat.published`.
+        dtype: A dtype or its name; the default dtype when None.
 
     Raises:
-        ValueError: If the lists are ragged or hold something that is no number.
+        ValueError: If the lists are ragged or hold something other than numbers.
     """
     array = _in_dtype(_numbers("tensor", ls), as_dtype(dtype or get_default_dtype()))
     return _make(np.ascontiguousarray(array).reshape(array.shape), backend, requires_grad)
@@ -223,7 +223,7 @@ def _numbers(function: str, numbers: Any) -> npt.NDArray[Any]:
         ) from None
     if array.dtype.kind not in "fiub" and array.dtype != BFLOAT16:
         raise ValueError(
-            f"{function} needs numbers, got {array.dtype} in {numbers!r:.60}; leave out what is none, or "
+            f"{function} needs numbers, got {array.dtype} in {numbers!r:.60}; remove everything else, or "
             "convert it with float()"
         )
     return array
@@ -239,13 +239,13 @@ def _readable(function: str, array: Any) -> Any:
         return as_plain(array)
     if hasattr(array, "__cuda_array_interface__"):
         raise TypeError(
-            f"{function} takes arrays on the host, this {type(array).__name__} lies on a CUDA device; "
+            f"{function} takes arrays on the host, but this {type(array).__name__} is on a CUDA device; "
             "use minitorch.from_dlpack, which copies nothing, or copy it to the host first"
         )
     if hasattr(array, "__dlpack__") and not hasattr(array, "__array__"):
         raise TypeError(
-            f"{function} takes what NumPy reads, this {type(array).__name__} has DLPack alone; use "
-            "minitorch.from_dlpack"
+            f"{function} takes arrays that NumPy can read, but this {type(array).__name__} supports "
+            "DLPack alone; use minitorch.from_dlpack"
         )
     return array
 
@@ -263,17 +263,17 @@ def _tensor(
 def from_numpy(
     array: Any, backend: TensorBackend = FastBackend, requires_grad: bool = False
 ) -> Tensor:
-    """Return a tensor on an array's dtype and, where the layout allows, its memory.
+    """Return a tensor with an array's dtype that shares its memory where the layout allows.
 
     Args:
-        array: A NumPy array, or anything that ``numpy.asarray`` takes.  It is shared if it is some
-            permutation of a contiguous array, and copied otherwise.
-        backend: What computes on the tensor.
-        requires_grad: Whether it is a leaf of the graph.
+        array: A NumPy array, or anything that ``numpy.asarray`` takes.  Its memory is shared if its
+            dimensions are a permutation of those of a contiguous array, and copied otherwise.
+        backend: The backend that computes on the tensor.
+        requires_grad: Whether the tensor is a leaf of the graph.
 
     Raises:
-        TypeError: If the array does not hold numbers, hides some, or lies on a device.
-        ValueError: If lists have unequal lengths.
+        TypeError: If the array does not hold numbers, is a masked array, or is on a device.
+        ValueError: If nested lists have unequal lengths.
     """
     array = as_host_array("array", _readable("from_numpy", array))
     if not array.flags.aligned:
@@ -291,25 +291,25 @@ def from_numpy(
 
 
 def from_dlpack(x: Any, requires_grad: bool = False) -> Tensor:
-    """Return a tensor on the memory of an array of any library, with its dtype and strides.
+    """Return a tensor that shares the memory of an array of any library, with its dtype and strides.
 
-    Nothing is copied, unless the array has gaps or repeats elements.  What one of the two writes the
-    other sees, and the memory lives as long as either.  On a device, the legacy default stream, where
-    kernels run, waits for what the owner has under way on another.
+    Nothing is copied, unless the array has gaps or repeats elements.  A write to one of the two is visible
+    in the other, and the memory lives as long as either.  On a device, the legacy default stream, where
+    kernels run, waits for work that the owner has started on another stream.
 
     Args:
-        x: Anything with DLPack or ``__cuda_array_interface__``, as PyTorch, CuPy, numba and NumPy
-            have: float16, bfloat16, float32, float64, integers or booleans.
+        x: An array that supports DLPack or ``__cuda_array_interface__``, as those of PyTorch, CuPy, numba
+            and NumPy do, of float16, bfloat16, float32, float64, integers or booleans.
         requires_grad: Whether the tensor is a leaf of the graph; the owner's own graph ends here.
 
     Returns:
-        A tensor of the fast backend if the array lies on the host, of the CUDA backend if it lies on
-        the current device.
+        A tensor of the fast backend if the array is on the host, of the CUDA backend if it is on the
+        current device.
 
     Raises:
-        TypeError: If ``x`` has neither protocol, or elements or memory that no tensor has.
-        ValueError: If it lies on another device than the current one.
-        RuntimeError: If kernels cannot run on the device; it says what to do.
+        TypeError: If ``x`` supports neither protocol, or has a dtype or memory that tensors do not support.
+        ValueError: If ``x`` is on a device other than the current one.
+        RuntimeError: If kernels cannot run on the device; the message says what to do.
     """
     array = as_array(x)
     if isinstance(array, np.ndarray):
@@ -330,17 +330,17 @@ def from_dlpack(x: Any, requires_grad: bool = False) -> Tensor:
 def tensor_from_numpy(
     array: Any, backend: TensorBackend = SimpleBackend, requires_grad: bool = False
 ) -> Tensor:
-    """Return a tensor of a copy of an array, in the default dtype; errors as of :func:`tensor`."""
+    """Return a tensor of a copy of an array, in the default dtype; errors are those of :func:`tensor`."""
     numbers = _numbers("tensor_from_numpy", array)
     copy = _in_dtype(numbers, get_default_dtype())
     return _make(np.ascontiguousarray(copy).reshape(copy.shape), backend, requires_grad)
 
 
 def zeros_tensor_from_numpy(shape: UserShape, backend: TensorBackend = SimpleBackend) -> Tensor:
-    """Return zeros; the published name beside :func:`zeros`."""
+    """Return a tensor of zeros; the published course's name for :func:`zeros`."""
     return zeros(shape, backend)
 
 
 def ones_tensor_from_numpy(shape: UserShape, backend: TensorBackend = SimpleBackend) -> Tensor:
-    """Return ones; the published name beside :func:`ones`."""
+    """Return a tensor of ones; the published course's name for :func:`ones`."""
     return ones(shape, backend)

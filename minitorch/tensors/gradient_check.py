@@ -16,14 +16,14 @@ from .factories import zeros
 def grad_central_difference(
     f: Callable[..., Tensor], *vals: Tensor, arg: int = 0, epsilon: float = 1e-6, ind: UserIndex
 ) -> float:
-    """Estimate the derivative of ``f(*vals).sum()`` in one element of one argument.
+    """Estimate the derivative of ``f(*vals).sum()`` with respect to one element of one argument.
 
     Args:
         f: A function of tensors.
         vals: Its arguments.
-        arg: Which argument.
-        epsilon: Half the distance of the two points.
-        ind: Which element.
+        arg: Index of the argument.
+        epsilon: Half the distance between the two points.
+        ind: Index of the element.
     """
     x = vals[arg]
     up = zeros(x.shape, dtype=x.dtype)
@@ -41,14 +41,14 @@ def grad_check(
     """Check one random element of each argument's gradient.
 
     Args:
-        f: A function of tensors, float64 if the check is to mean much.
+        f: A function of tensors, which should be float64: float32 is too coarse for the check.
         vals: Its arguments; their gradients are reset.
         tol: Relative and absolute tolerance.
-        epsilon: Half the distance of the two points of a central difference.
+        epsilon: Half the distance between the two points of a central difference.
 
     Raises:
-        AssertionError: If a gradient differs; it names the argument, the element and both values.
-        TypeError: If an argument is no tensor.
+        AssertionError: If a gradient differs; the message names the argument, the element and both values.
+        TypeError: If an argument is not a tensor.
     """
     for i, x in enumerate(vals):
         check_tensor(f"argument {i}", x)

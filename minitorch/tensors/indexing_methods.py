@@ -1,4 +1,4 @@
-"""Tensor methods that move elements by index, sort, sum up and choose."""
+"""Tensor methods for indexing, sorting, cumulative sums and selection."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class IndexingMethods(_Tensor):
         Args:
             dim: The dimension.
             index: Integers from 0 to size - 1 in a tensor, array or list, with as many dimensions as this
-                tensor; beside ``dim``, each size is this tensor's or 1.  Indices on a GPU are copied to
-                the host to be checked.
+                tensor; in every other dimension, the size is this tensor's or 1.  Indices on a GPU are
+                copied to the host to be checked.
 
         Returns:
             This tensor's shape, with the count of indices at ``dim``.
 
         Raises:
-            TypeError: If the indices are no integers, or lie on another backend.
+            TypeError: If the indices are not integers, or are on another backend.
             ValueError: If their shape does not fit, or one is out of bounds.
         """
         dim = normalize_dim(dim, self.shape)
@@ -54,19 +54,19 @@ class IndexingMethods(_Tensor):
     def scatter_add(self, dim: int, index: Any, source: Self) -> Self:
         """Add elements of ``source`` to this tensor: out[…, index[…, j, …], …] += source[…, j, …].
 
-        The elements are added in their order, without atomics: equal results on every run.
+        The elements are added in order, without atomics, so the result is the same on every run.
 
         Args:
             dim: The dimension.
-            index: Integers, as for :meth:`gather`, with the shape of ``source``, or 1 in place of a size
-                beside ``dim``.
-            source: This tensor's shape, with any size at ``dim``.
+            index: Integers, as for :meth:`gather`, with the shape of ``source``, or with size 1 in
+                dimensions other than ``dim``.
+            source: A tensor of this tensor's shape, with any size at ``dim``.
 
         Returns:
             This tensor's shape.
 
         Raises:
-            TypeError: If the source is no tensor, or the indices are no integers or on another backend.
+            TypeError: If the source is not a tensor, or the indices are not integers or on another backend.
             ValueError: If a shape does not fit, or an index is out of bounds.
         """
         check_tensor("source", source)
@@ -86,7 +86,7 @@ class IndexingMethods(_Tensor):
         return self + ScatterAdd.apply(source, dim, places, self.shape[dim])
 
     def argsort(self, dim: int = -1) -> Self:
-        """Return the places of the elements in ascending order along ``dim``, an int64 constant.
+        """Return the indices that sort the elements in ascending order along ``dim``, an int64 constant.
 
         Equal elements keep their order, and NaN comes last.  For descending order, sort the negative.
 
@@ -105,7 +105,7 @@ class IndexingMethods(_Tensor):
             dim: The dimension.
 
         Returns:
-            The sorted elements, differentiable, and the places that they came from, int64; both of this
+            The sorted elements, differentiable, and the indices that they came from, int64; both of this
             tensor's shape.
         """
         dim = normalize_dim(dim, self.shape)
@@ -113,12 +113,12 @@ class IndexingMethods(_Tensor):
         return Gather.apply(self, dim, order), order
 
     def cumsum(self, dim: int, exclusive: bool = False, reverse: bool = False) -> Self:
-        """Add up along ``dim``: each result is the sum of an element and all before it.
+        """Return the cumulative sum along ``dim``: the sum of each element and all before it.
 
         Args:
             dim: The dimension.
             exclusive: Leave out the element itself, so that the first result is 0.
-            reverse: Add up from the end.
+            reverse: Start from the end.
 
         Returns:
             This tensor's shape.
@@ -136,13 +136,13 @@ class IndexingMethods(_Tensor):
     def where(self, condition: Any, other: float | Self) -> Self:
         """Return this tensor where a condition is not 0, and another elsewhere; shapes broadcast.
 
-        Infinity and NaN in an element that is not chosen reach neither result nor gradients.
+        Infinity or NaN in an element that is not chosen affects neither the result nor the gradients.
 
         Args:
-            condition: A tensor, such as a comparison returns, or an array of booleans.
+            condition: A tensor, such as the result of a comparison, or an array of booleans.
             other: A tensor or a number.
 
         Raises:
-            TypeError: If the condition is neither, or an operand is no tensor or number.
+            TypeError: If the condition is neither, or ``other`` is neither a tensor nor a number.
         """
         return where(condition, self, self._ensure_tensor(other))

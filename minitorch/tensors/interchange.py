@@ -1,4 +1,4 @@
-"""How a tensor lends its elements to another library: DLPack and the CUDA array interface."""
+"""Share the elements of a tensor with other libraries: DLPack and the CUDA array interface."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Lending(_Tensor):
         """The elements on the device, for PyTorch, CuPy and numba to read in place.
 
         Kernels run on the legacy default stream, which the description names, so that a reader on
-        another stream waits for them.  Elements of bfloat16 are described as "<V2", two bytes of
-        anything, for the protocol has no name for them; DLPack has one.
+        another stream waits for them.  Elements of bfloat16 are described as "<V2", two untyped
+        bytes, because the protocol has no name for this dtype; DLPack has one.
 
         Raises:
-            AttributeError: If they are not on a device, so that ``hasattr`` is False.
+            AttributeError: If the elements are not on a device, so that ``hasattr`` is False.
         """
         if IS_SIMULATOR or not self.backend.cuda:
             raise AttributeError(
-                f"a tensor of {self.backend.ops.__name__} lies on no CUDA device; move it with cuda()"
+                f"a tensor of {self.backend.ops.__name__} is not on a CUDA device; move it with cuda()"
             )
         return cuda_array_interface(self.array())
 
@@ -42,20 +42,20 @@ class Lending(_Tensor):
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """Lend the elements to another library; no gradient flows between the two.
+        """Share the elements with another library; no gradient flows between the two.
 
         Args:
-            stream: Where the reader will read, on a device: None or 1 for the legacy default stream,
-                where kernels run; another one waits for them.
-            max_version: The newest DLPack that the reader knows.
-            dl_device: Where the reader wants them: where they are.
-            copy: True lends a copy.
+            stream: The stream of the reader, on a device: None or 1 for the legacy default stream,
+                where kernels run; another stream waits for them.
+            max_version: The newest version of DLPack that the reader supports.
+            dl_device: The device that the reader requests, which must be that of the elements.
+            copy: Whether to share a copy.
 
         Returns:
-            A DLPack capsule; the elements live until its reader is done with it.
+            A DLPack capsule; the elements live until the reader releases it.
 
         Raises:
-            BufferError: If they cannot be lent so.
+            BufferError: If they cannot be shared in this way.
         """
         if not self.backend.cuda and self.dtype != BFLOAT16:  # NumPy does not lend that
             asked = {"max_version": max_version, "dl_device": dl_device, "copy": copy}
@@ -64,12 +64,12 @@ class Lending(_Tensor):
         here = self.__dlpack_device__()
         if dl_device is not None and tuple(dl_device) != here:
             raise BufferError(
-                f"the tensor lies on DLPack's device {here} and is wanted on {tuple(dl_device)}; move "
-                "it with cpu() first"
+                f"the tensor is on DLPack device {here}, but {tuple(dl_device)} was requested; move it "
+                "with cpu() first"
             )
         lent = self.f.id_map(self, self.empty(self.shape)) if copy else self
         return to_dlpack(lent.array(), stream)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Return DLPack's numbers for where the elements lie: (1, 0) is the host, (2, i) CUDA."""
+        """Return the device of the elements in DLPack's numbers: (1, 0) is the host, (2, i) CUDA."""
         return dlpack_device(self._tensor._storage) if self.backend.cuda else (HOST, 0)

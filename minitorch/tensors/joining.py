@@ -15,15 +15,15 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Join tensors along a dimension; differentiable.
 
     Args:
-        tensors: At least one; their shapes agree beside ``dim``.
+        tensors: At least one; their shapes agree except along ``dim``.
         dim: The dimension.
 
     Returns:
-        A contiguous tensor on the backend of the first and of the widest of their dtypes.
+        A contiguous tensor on the backend of the first, in the widest of their dtypes.
 
     Raises:
-        TypeError: If one is no tensor, or they are on two devices.
-        ValueError: If there is none, or a shape does not fit.
+        TypeError: If one is not a tensor, or they are on different devices.
+        ValueError: If there are no tensors, or a shape does not fit.
     """
     if not tensors:
         raise ValueError("cat needs at least one tensor, got none")
@@ -47,7 +47,7 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
     Args:
         tensors: At least one.
-        dim: Where the new dimension stands in the result.
+        dim: Index of the new dimension in the result.
     """
     for each in tensors:
         check_tensor("each argument of stack", each)

@@ -1,4 +1,4 @@
-"""What tensors can be asked: every operator and method is a Function applied to the tensor itself."""
+"""Tensor operators and methods: each applies a Function to the tensor itself."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class TensorOperators(IndexingMethods):
         return 1.0 - EQ.apply(self, self._ensure_tensor(b))
 
     def all(self, dim: int | None = None) -> Self:
-        """Return 1 where every element along ``dim`` is 1; over everything, of shape (1,)."""
+        """Return 1 where every element along ``dim`` is 1; without it, for all elements, of shape (1,)."""
         if dim is None:
             return All.apply(self.view(self.size), 0)
         return All.apply(self, normalize_dim(dim, self.shape))
@@ -130,7 +130,7 @@ class TensorOperators(IndexingMethods):
         return ReLU.apply(self)
 
     def log(self) -> Self:
-        """Return the natural logarithm of x + EPS."""
+        """Return the natural logarithm of x + 1e-6."""
         return Log.apply(self)
 
     def exp(self) -> Self:
@@ -142,19 +142,19 @@ class TensorOperators(IndexingMethods):
         return Tanh.apply(self)
 
     def sum(self, dim: int | None = None) -> Self:
-        """Sum over ``dim``, which stays with size 1; over everything, to shape (1,)."""
+        """Sum over ``dim``, which is kept with size 1; without it, over all elements, to shape (1,)."""
         if dim is None:
             flat = self if self.dims == 1 else self.contiguous().view(self.size)
             return Sum.apply(flat, 0)
         return Sum.apply(self, normalize_dim(dim, self.shape))
 
     def mean(self, dim: int | None = None) -> Self:
-        """Average over ``dim``, which stays with size 1; over everything, to shape (1,)."""
+        """Average over ``dim``, which is kept with size 1; without it, over all elements, to shape (1,)."""
         count = self.size if dim is None else self.shape[normalize_dim(dim, self.shape)]
         return self.sum(dim) / count
 
     def var(self, dim: int | None = None) -> Self:
-        """Return the variance (divided by the count) over ``dim``, or over everything."""
+        """Return the biased variance (divided by the count) over ``dim``, or over all elements."""
         deviation = self - self.mean(dim)
         return (deviation * deviation).mean(dim)
 
@@ -168,14 +168,14 @@ class TensorOperators(IndexingMethods):
 
     @takes_attention_options
     def flash_attention(self, k: Self, v: Self, *args: Any, **options: Unpack[Options]) -> Any:
-        """Attend with these queries to keys and values, in one fused kernel.
+        """Compute attention with this tensor as the queries, in one fused kernel.
 
-        ``attn_mask`` may be an array of booleans of any library or a tensor; a floating one is a tensor
-        and gets its gradient.  Without ``seed`` dropout is decided by ``manual_seed``.
+        ``attn_mask`` may be a tensor, or a boolean array of any library; a floating mask must be a tensor
+        and receives its gradient.  Without ``seed``, ``manual_seed`` determines the dropout mask.
 
         Args:
-            k: (…, heads, seq_k, head_dim); these queries are (…, heads, seq_q, head_dim).
-            v: (…, heads, seq_k, value_dim).
+            k: Keys, (…, heads, seq_k, head_dim); this tensor is (…, heads, seq_q, head_dim).
+            v: Values, (…, heads, seq_k, value_dim).
             args: Options by position, in PyTorch's order; ``help`` shows all of them here.
             options: Options by name.
 
@@ -184,8 +184,8 @@ class TensorOperators(IndexingMethods):
             differentiable.
 
         Raises:
-            TypeError: For operands of different dtype or backend, or an option of the wrong type.
-            ValueError: For shapes or values that do not fit.
+            TypeError: If the dtypes or backends of the operands differ, or an option has the wrong type.
+            ValueError: If a shape or a value is invalid.
         """
         options = by_name("flash_attention", args, options)
         apply = FlashAttention.apply_several if options.get("return_lse") else FlashAttention.apply
@@ -205,13 +205,14 @@ class TensorOperators(IndexingMethods):
         """Compute attention within each of several packed sequences, without padding.
 
         Rows and columns are counted from the start of their sequence, for ``is_causal``, ``window_size``,
-        ``alibi_slopes``, dropout and mods.  The batch index that a mod receives is that of the sequence.
+        ``alibi_slopes``, dropout, ``mask_mod`` and ``score_mod``.  The batch index that a mod receives is
+        the index of the sequence.
 
         Args:
-            k: (total_k, heads, head_dim); these queries are (total_q, heads, head_dim).
-            v: (total_k, heads, value_dim).
+            k: Keys, (total_k, heads, head_dim); this tensor is (total_q, heads, head_dim).
+            v: Values, (total_k, heads, value_dim).
             cu_seqlens_q: Cumulative lengths, (count + 1,) whole numbers that begin with 0: sequence i has
-                the query rows from ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]``.
+                the query rows from ``cu_seqlens_q[i]`` up to, but excluding, ``cu_seqlens_q[i + 1]``.
             cu_seqlens_k: Cumulative lengths of the keys, (count + 1,) whole numbers.
             args: Options by position; ``attn_mask`` and ``block_mask`` must be None.
             options: Options by name.
@@ -221,13 +222,14 @@ class TensorOperators(IndexingMethods):
             differentiable.
 
         Raises:
-            TypeError: As :meth:`flash_attention`, or if the cumulative lengths are not whole numbers.
-            ValueError: As :meth:`flash_attention`, or if they do not fit the operands, or for a mask.
+            TypeError: As in :meth:`flash_attention`, or if the cumulative lengths are not whole numbers.
+            ValueError: As in :meth:`flash_attention`, if the lengths do not fit the operands, or if a mask
+                is given.
         """
         sums = cu_seqlens_q, cu_seqlens_k
         options = by_name("flash_attention_varlen", args, options)
         return attend_packed(self, k, v, *sums, options)
 
     def contiguous(self) -> Self:
-        """Return the tensor in row-major order: itself if it is, else a copy."""
+        """Return the tensor in row-major order: itself if it already is, else a copy."""
         return self if self._tensor.is_contiguous() else Copy.apply(self)

@@ -1,4 +1,4 @@
-"""Tensor methods that change the shape, and cut a tensor in parts."""
+"""Tensor methods that change the shape or split a tensor."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class ShapeMethods(_Tensor):
         """Return the elements in row-major order under another shape: a view of a contiguous tensor.
 
         Args:
-            shape: Sizes, one by one or as one tuple; one of them may be -1, which stands for the size
-                that is left.
+            shape: Sizes, one by one or as one tuple; one of them may be -1, which stands for the
+                remaining size.
 
         Raises:
-            ValueError: If the shape has another number of elements.
+            ValueError: If the shape has a different number of elements.
         """
         only = shape[0] if len(shape) == 1 else None
         sizes = as_ints(only if isinstance(only, (tuple, list)) else shape)
@@ -44,14 +44,14 @@ class ShapeMethods(_Tensor):
         fits = self.size == known if -1 not in sizes else known and self.size % known == 0
         if sizes.count(-1) > 1 or min(sizes, default=0) < -1 or not fits:
             raise ValueError(
-                f"cannot reshape {self.shape}, {self.size} elements, to {sizes}; the sizes must multiply "
-                "to as many elements, and one of them at most may be -1"
+                f"cannot reshape {self.shape}, which has {self.size} elements, to {sizes}; the product of "
+                "the sizes must be the number of elements, and at most one of them may be -1"
             )
         sizes = tuple(self.size // known if size == -1 else size for size in sizes)
         return self.contiguous().view(*sizes)
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Self:
-        """Join the dimensions from ``start_dim`` to ``end_dim``, inclusive, to one; see :meth:`reshape`.
+        """Join the dimensions from ``start_dim`` to ``end_dim``, inclusive, into one; see :meth:`reshape`.
 
         Raises:
             ValueError: If ``start_dim`` comes after ``end_dim``.
@@ -61,14 +61,14 @@ class ShapeMethods(_Tensor):
         first, last = (normalize_dim(dim, self.shape) for dim in (start_dim, end_dim))
         if first > last:
             raise ValueError(
-                f"flatten joins the dimensions from start_dim to end_dim, got {start_dim} and {end_dim} of "
-                f"shape {self.shape}"
+                f"flatten needs a start_dim that does not come after end_dim, got {start_dim} and "
+                f"{end_dim} for shape {self.shape}; swap them"
             )
         joined = math.prod(self.shape[first : last + 1])
         return self.reshape(*self.shape[:first], joined, *self.shape[last + 1 :])
 
     def squeeze(self, dim: int | None = None) -> Self:
-        """Drop dimension ``dim`` if its size is 1, or without ``dim`` every dimension of size 1."""
+        """Drop dimension ``dim`` if its size is 1; without ``dim``, drop every dimension of size 1."""
         drops = range(self.dims) if dim is None else (normalize_dim(dim, self.shape),)
         sizes = enumerate(self.shape)
         return self.reshape(tuple(n for i, n in sizes if n != 1 or i not in drops))
@@ -82,11 +82,11 @@ class ShapeMethods(_Tensor):
         """Cut the tensor along ``dim``.
 
         Args:
-            sizes: The size of every part, of which the last may be smaller, or a size for each part.
+            sizes: One size for every part, where the last part may be smaller, or a size for each part.
             dim: The dimension.
 
         Returns:
-            The parts, which share storage where they are one piece of it.
+            The parts, which share storage with the tensor where they are contiguous in it.
 
         Raises:
             ValueError: If a size is below 1, or the sizes do not sum to that of the dimension.

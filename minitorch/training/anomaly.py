@@ -202,13 +202,15 @@ def _error(
     words = [f"{operation} ({phase}) made {bad.value}{place} from {_listed(arrays)}"]
     if any(np.isnan(array).any() for array in arrays):
         words.append(
-            "the NaN came in from outside: look at the data, at the parameters, and at what was computed "
-            "before detect_anomaly"
+            "the NaN came in from outside: check the data, the parameters, and the results computed before "
+            "detect_anomaly"
         )
     if site is not None:
         words.append(f"called at {site}")
     elif phase == "backward":
-        words.append("run its forward pass within detect_anomaly too, to see where it was called")
+        words.append(
+            "run its forward pass within detect_anomaly too, to find the line that called it"
+        )
     error = AnomalyError("; ".join(words))
     error.operation, error.phase, error.site = operation, phase, site
     error.value, error.index, error.shape = bad

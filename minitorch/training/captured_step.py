@@ -80,7 +80,7 @@ class GraphStep:
 
     Attributes:
         calls: Number of calls since creation or the last :meth:`reset`.
-        why_eager: The reason why calls are never captured, in words; None if they are.
+        why_eager: The reason why calls are never captured, as text; None if they can be.
     """
 
     def __init__(self, fn: Callable[..., Any], warm_up: int = WARM_UP, most_shapes: int = 1):
@@ -103,7 +103,7 @@ class GraphStep:
 
     @property
     def is_captured(self) -> bool:
-        """Whether the next call replays a graph, with inputs of any shapes that it was called with."""
+        """Whether the next call replays a graph, for every shape of the inputs seen so far."""
         return bool(self._kinds) and len(self._graphs) == len(self._kinds)
 
     @property
@@ -215,8 +215,8 @@ def graph_step(fn: Callable[..., Any], warm_up: int = WARM_UP, most_shapes: int 
             :class:`minitorch.AdamW` does with parameters and moments.  All its work is launched by this
             library, from one thread.
         warm_up: Number of eager calls before recording, at least 1.
-        most_shapes: Number of different shapes and dtypes of the inputs.  Each has calls of its own to warm
-            up and to record, and a graph of its own.
+        most_shapes: Number of different shapes and dtypes of the inputs.  Each has its own warm-up and
+            recorded calls, and its own graph.
 
     Returns:
         A function of the same arguments, with ``is_captured``, ``why_eager`` and ``reset()``.  Later calls
@@ -274,7 +274,7 @@ def _shown(kinds: Iterable[tuple[Any, Any]]) -> str:
 
 
 def _refuse_numba(what: str) -> None:
-    refuse(what, "take operations of minitorch, or do it outside of the function")
+    refuse(what, "use operations of minitorch, or do it outside the function")
 
 
 @contextmanager

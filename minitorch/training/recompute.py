@@ -215,8 +215,8 @@ def checkpoint(fn: Callable[..., Any], *inputs: Any) -> Any:
         The result of ``fn``; a tuple for a list.
 
     Raises:
-        RuntimeError: In the backward pass, if the second call applies other functions or variables than the
-            first.
+        RuntimeError: In the backward pass, if the second call applies different functions or uses different
+            variables from the first.
 
     Source: Chen, Xu, Zhang and Guestrin (2016), Training deep nets with sublinear memory cost, section 3.
 

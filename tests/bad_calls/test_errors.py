@@ -38,7 +38,7 @@ def test_adam_writes_nothing_beyond_its_moments() -> None:
     optimiser.step()
     parameter.update(from_numpy(np.zeros(5000)))
     parameter.value.grad = from_numpy(np.ones(5000))
-    with pytest.raises(ValueError, match=r"\(5000,\).* past gradients of shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"\(5000,\).* moments of shape \(3,\)"):
         optimiser.step()
 
 

@@ -42,31 +42,31 @@ def block_sparse(
     pattern: str = "butterfly",
     block_size: int = 64,
 ) -> Tensor:
-    """Attend exactly to the keys in the visible blocks of a pattern; other tiles are never read.
+    """Compute exact attention to the keys in the visible blocks of a pattern; other tiles are never read.
 
     o_i = Σ_j softmax_j(scale q_i·k_j) v_j over the j whose block is visible to the block of i.  With the
     butterfly pattern, blocks a and b see each other if a = b or a and b differ in one bit, so that a row of
-    n blocks visits 1 + log2 n of them.  In the pattern "dilated", each head sees every fourth block and
-    begins with another one: an even sample, under which a model that has learned exact attention still
-    knows some of it.
+    n blocks visits 1 + log2 n of them.  In the pattern "dilated", each head attends to every fourth block,
+    starting from a different one: an evenly spaced sample, so that a model trained with exact attention
+    keeps part of its quality.
 
     Args:
         q: (…, heads, seq_q, head_dim).
         k: (…, heads, seq_k, head_dim).
         v: (…, heads, seq_k, value_dim).
-        attn_mask: As of ``Tensor.flash_attention``; not with ``key_mask``.
-        dropout_p: Probability of dropping a probability.
-        is_causal: Position i sees the positions j <= i only.
-        scale: Of the scores; 1 / sqrt(head_dim) when None.
-        key_mask: (…, seq_k); False or 0 hides a key.
+        attn_mask: As in ``Tensor.flash_attention``; not together with ``key_mask``.
+        dropout_p: Probability of dropping an attention weight.
+        is_causal: Position i attends only to positions j <= i.
+        scale: Factor of the scores; 1 / sqrt(head_dim) when None.
+        key_mask: (…, seq_k); False or 0 masks a key.
         pattern: "butterfly", "dilated", "bigbird" or "strided", as built by :class:`kernels.BlockMask`.
         block_size: Rows and columns of a block, a multiple of 16.
 
     Returns:
-        (…, heads, seq_q, value_dim); 0 for a query that sees no key.
+        (…, heads, seq_q, value_dim); 0 for a query whose keys are all masked.
 
     Raises:
-        TypeError: If an operand is no tensor, or they differ in dtype or backend.
+        TypeError: If an operand is not a tensor, or the operands differ in dtype or backend.
         ValueError: If a shape or block size does not fit, for an unknown pattern, or for both masks.
 
     Source: Dao et al., FlashAttention (2022), section 3.3, with the fixed butterfly pattern of Dao et al.,

@@ -26,7 +26,7 @@ def linear(
     key_mask: Any = None,
     chunk: int = 64,
 ) -> Tensor:
-    """Attend in time and memory linear in the sequence: φ(x) = elu(x) + 1 replaces the softmax.
+    """Compute linear attention, in which φ(x) = elu(x) + 1 replaces the softmax.
 
     o_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / (φ(q_i)ᵀ Σ_j φ(k_j) + 1e-6), over all keys or, if causal, over j <= i.
 
@@ -36,16 +36,16 @@ def linear(
         v: (…, heads, seq_k, value_dim).
         attn_mask: Not supported.
         dropout_p: Not supported: there are no probabilities to drop.
-        is_causal: Position i sees the positions j <= i only; seq_k must be seq_q.
+        is_causal: Position i attends only to positions j <= i; seq_k must be seq_q.
         scale: Not supported: the formula has none.
-        key_mask: (…, seq_k); False or 0 hides a key.
-        chunk: Positions of a chunk of the causal scan.
+        key_mask: (…, seq_k); False or 0 masks a key.
+        chunk: Number of positions in a chunk of the causal scan.
 
     Returns:
         (…, heads, seq_q, value_dim).
 
     Raises:
-        TypeError: If an operand is no tensor, or they differ in dtype or backend.
+        TypeError: If an operand is not a tensor, or the operands differ in dtype or backend.
         ValueError: If a shape does not fit, or for an option that the method does not support.
 
     Source: Katharopoulos, Vyas, Pappas and Fleuret, Transformers are RNNs (2020), section 3.2.

@@ -31,7 +31,7 @@ def linformer(
     project_v: Tensor | None = None,
     key_mask: Any = None,
 ) -> Tensor:
-    """Attend exactly to ``count`` projected keys and values: linear in the sequence.
+    """Compute exact attention to ``count`` projected keys and values, in time linear in the sequence.
 
     O = softmax(scale Q (E K)ᵀ) (F V), with learned E and F of shape (count, length).
 
@@ -40,18 +40,18 @@ def linformer(
         k: (…, heads, seq_k, head_dim).
         v: (…, heads, seq_k, value_dim).
         attn_mask: Not supported: a projected key mixes all positions.
-        dropout_p: Probability of dropping a probability.
+        dropout_p: Probability of dropping an attention weight.
         is_causal: Not supported, for the same reason.
-        scale: Of the scores; 1 / sqrt(head_dim) when None.
+        scale: Factor of the scores; 1 / sqrt(head_dim) when None.
         project_k: E, (count, length) or (heads, count, length); the first seq_k columns are used.
         project_v: F, likewise; E when None.
-        key_mask: (…, seq_k); False or 0 sets a key and its value to 0, so that no mixture holds them.
+        key_mask: (…, seq_k); False or 0 sets a key and its value to 0, so that no mixture contains them.
 
     Returns:
         (…, heads, seq_q, value_dim).
 
     Raises:
-        TypeError: If an operand is no tensor, or they differ in dtype or backend.
+        TypeError: If an operand is not a tensor, or the operands differ in dtype or backend.
         ValueError: If a shape does not fit, a projection is shorter than the sequence, or for an option
             that the method does not support.
 
@@ -64,8 +64,8 @@ def linformer(
         _check_projection(name, projection, k)
     if project_k.shape[-2] != project_v.shape[-2]:
         raise ValueError(
-            f"project_k and project_v must project to equally many positions, got {project_k.shape} and "
-            f"{project_v.shape}"
+            f"project_k and project_v must project to the same number of positions, got "
+            f"{project_k.shape} and {project_v.shape}; make their counts equal"
         )
     keep = kept_keys(key_mask, k)
     if keep is not None:
@@ -106,10 +106,10 @@ class Linformer(Module):
     """Linformer attention with its two projections, which all heads share.
 
     Args:
-        length: Of the longest sequence.
-        count: Projected keys.
-        backend: Of the parameters.
-        dtype: Of the parameters; the default dtype when None.
+        length: Length of the longest sequence.
+        count: Number of projected keys.
+        backend: Backend of the parameters.
+        dtype: Dtype of the parameters; the default dtype when None.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Local attention: each position sees its neighbours only."""
+"""Local attention: each position attends only to its neighbours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def local(
     key_mask: Any = None,
     window: int = 64,
 ) -> Tensor:
-    """Attend exactly to the keys at most ``window`` positions away; other tiles are never read.
+    """Compute exact attention to keys at most ``window`` positions away; other tiles are never read.
 
     o_i = Σ_j softmax_j(scale q_i·k_j) v_j over the j with |i - j| <= window.
 
@@ -30,19 +30,19 @@ def local(
         q: (…, heads, seq_q, head_dim).
         k: (…, heads, seq_k, head_dim).
         v: (…, heads, seq_k, value_dim).
-        attn_mask: As of ``Tensor.flash_attention``; not with ``key_mask``.
-        dropout_p: Probability of dropping a probability.
-        is_causal: Position i sees the positions j <= i only.
-        scale: Of the scores; 1 / sqrt(head_dim) when None.
-        key_mask: (…, seq_k); False or 0 hides a key.
-        window: Positions to either side.
+        attn_mask: As in ``Tensor.flash_attention``; not together with ``key_mask``.
+        dropout_p: Probability of dropping an attention weight.
+        is_causal: Position i attends only to positions j <= i.
+        scale: Factor of the scores; 1 / sqrt(head_dim) when None.
+        key_mask: (…, seq_k); False or 0 masks a key.
+        window: Number of positions on either side.
 
     Returns:
-        (…, heads, seq_q, value_dim); 0 for a query that sees no key.
+        (…, heads, seq_q, value_dim); 0 for a query whose keys are all masked.
 
     Raises:
-        TypeError: If an operand is no tensor, or they differ in dtype or backend.
-        ValueError: If a shape does not fit, or for both masks.
+        TypeError: If an operand is not a tensor, or the operands differ in dtype or backend.
+        ValueError: If a shape does not fit, or both masks are given.
 
     Source: Child et al., Generating long sequences with sparse transformers (2019), section 4; the window
         of Beltagy, Peters and Cohan, Longformer (2020), section 3.1.

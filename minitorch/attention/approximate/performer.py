@@ -31,11 +31,11 @@ LEAST, LEAST_OF_DOUBLE = 2.0**-60, 2.0**-500
 
 @lru_cache(maxsize=64)
 def orthogonal_features(count: int, head_dim: int, seed: int) -> Any:
-    """Draw vectors that are Gaussian each, and orthogonal within each block of head_dim.
+    """Draw Gaussian vectors that are orthogonal within each block of head_dim vectors.
 
     Args:
-        count: Vectors; more than head_dim of them come in several independent blocks.
-        head_dim: Their size.
+        count: Number of vectors; more than head_dim of them are drawn in several independent blocks.
+        head_dim: Size of a vector.
         seed: Equal seeds draw equal vectors.
 
     Returns:
@@ -87,7 +87,7 @@ def performer(
     seed: int = 0,
     chunk: int = 64,
 ) -> Tensor:
-    """Attend in time and memory linear in the sequence, by positive random features of the softmax.
+    """Approximate softmax attention by positive random features, in time and memory linear in the sequence.
 
     o_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / (φ(q_i)ᵀ Σ_j φ(k_j)) with φ(x) = exp(W y - ‖y‖² / 2) / √m and
     y = √scale x: the mean of φ(q)ᵀφ(k) over W is e^(scale q·k).  The error falls as 1 / √m.
@@ -98,19 +98,19 @@ def performer(
         v: (…, heads, seq_k, value_dim).
         attn_mask: Not supported.
         dropout_p: Not supported: there are no probabilities to drop.
-        is_causal: Position i sees the positions j <= i only; seq_k must be seq_q.
-        scale: Of the scores, positive; 1 / sqrt(head_dim) when None.
-        key_mask: (…, seq_k); False or 0 hides a key.
+        is_causal: Position i attends only to positions j <= i; seq_k must be seq_q.
+        scale: Factor of the scores, positive; 1 / sqrt(head_dim) when None.
+        key_mask: (…, seq_k); False or 0 masks a key.
         num_features: m, if ``features`` is None.
         features: W (m, head_dim), an array; None draws :func:`orthogonal_features`.
-        seed: Of that draw.
-        chunk: Positions of a chunk of the causal scan.
+        seed: Seed of that draw.
+        chunk: Number of positions in a chunk of the causal scan.
 
     Returns:
         (…, heads, seq_q, value_dim).
 
     Raises:
-        TypeError: If an operand is no tensor, or they differ in dtype or backend.
+        TypeError: If an operand is not a tensor, or the operands differ in dtype or backend.
         ValueError: If a shape does not fit, or for an option that the method does not support.
 
     Features of keys are scaled by their maximum over the whole sequence.  In the causal form this maximum
@@ -161,8 +161,8 @@ class Performer(Module):
 
     Args:
         num_features: See :func:`performer`.
-        seed: Of the first draw; later ones follow from it.
-        redraw_every: Calls in training between two draws; 0 keeps the first.
+        seed: Seed of the first draw, from which the later ones follow.
+        redraw_every: Number of calls in training between two draws; 0 keeps the first.
         chunk: See :func:`performer`.
     """
 

@@ -43,34 +43,34 @@ def reformer(
     buckets: int | None = None,
     seed: int | None = None,
 ) -> Tensor:
-    """Attend exactly within chunks of positions sorted by their hash, each with the chunk before it.
+    """Compute exact attention within chunks of positions sorted by hash, and to the chunk before each.
 
     Keys are the queries, normalised: k_j = q_j / ‖q_j‖.  In each round a random matrix R gives position i
     the bucket argmax([q_i R; -q_i R]).  Positions are sorted by bucket and then by position, and cut into
     chunks of ``chunk``.  A position attends to the positions of its chunk and of the chunk before, whatever
     their buckets, but to itself only if it sees no other.  The rounds are merged by their log-sum-exp, and
-    a key that several of them show counts several times, as in the authors' code.
+    a key that is visible in several of them counts several times, as in the authors' code.
 
     Args:
         q: (…, heads, seq, head_dim).
         k: The same tensor: queries and keys are shared.
         v: (…, heads, seq, value_dim).
         attn_mask: Not supported: positions are regrouped.
-        dropout_p: Probability of dropping a probability.
-        is_causal: Position i sees the positions j <= i only.  Which of them it sees also depends on the
-            later ones, because all positions are sorted together.
-        scale: Of the scores; 1 / sqrt(head_dim) when None.
-        key_mask: (…, seq); False or 0 hides a key from other positions.
-        chunk: Positions of a chunk; a sequence that it does not divide ends with a shorter one.
-        rounds: Hashes, each with its own R.
-        buckets: An even number; when None, as many as chunks, 128 at most.
-        seed: Of R; when None, ``manual_seed`` decides.
+        dropout_p: Probability of dropping an attention weight.
+        is_causal: Position i attends only to positions j <= i.  Which of them it attends to also
+            depends on the later ones, because all positions are sorted together.
+        scale: Factor of the scores; 1 / sqrt(head_dim) when None.
+        key_mask: (…, seq); False or 0 masks a key for other positions.
+        chunk: Number of positions in a chunk; the last chunk of a sequence may be shorter.
+        rounds: Number of hashes, each with its own R.
+        buckets: Number of buckets, even; when None, the number of chunks, at most 128.
+        seed: Seed of R; when None, ``manual_seed`` decides.
 
     Returns:
         (…, heads, seq, value_dim).
 
     Raises:
-        TypeError: If an operand is no tensor, or they differ in dtype or backend.
+        TypeError: If an operand is not a tensor, or the operands differ in dtype or backend.
         ValueError: If k is not q, a shape or number does not fit, or for an option that the method does not
             support.
 

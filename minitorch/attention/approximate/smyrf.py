@@ -31,33 +31,33 @@ def smyrf(
     rounds: int = 2,
     seed: int | None = None,
 ) -> Tensor:
-    """Attend exactly within clusters of equally many queries and keys that hash to near numbers.
+    """Compute exact attention within balanced clusters of queries and keys with similar hashes.
 
     F(q) = [q; 0; √(M² - ‖q‖²)] and G(k) = [k; √(M² - ‖k‖²); 0], with M² = max ‖q‖² + max ‖k‖², turn large
     products into small distances: ‖F(q) - G(k)‖² = 2 M² - 2 q·k.  In each round a random direction a orders
     queries by a·F(q) and keys by a·G(k).  Both orders are cut into as many clusters, whose sizes differ by
     1 at most, and queries attend to the keys of the cluster of equal number.  The paper's hash
     ⌊(a·x + b) / r⌋ grows with a·x, so that sorting needs neither b nor r.  The rounds are merged by their
-    log-sum-exp, and a key that several of them show counts several times.
+    log-sum-exp, and a key that is visible in several of them counts several times.
 
     Args:
         q: (…, heads, seq_q, head_dim).
         k: (…, heads, seq_k, head_dim).
         v: (…, heads, seq_k, value_dim).
         attn_mask: Not supported: positions are regrouped.
-        dropout_p: Probability of dropping a probability.
+        dropout_p: Probability of dropping an attention weight.
         is_causal: Not supported: the keys of a cluster may all come later than a query.
-        scale: Of the scores; 1 / sqrt(head_dim) when None.
-        key_mask: (…, seq_k); False or 0 hides a key.
-        cluster: Most queries of a cluster.
-        rounds: Hashes, each with its own direction.
-        seed: Of the directions; when None, ``manual_seed`` decides.
+        scale: Factor of the scores; 1 / sqrt(head_dim) when None.
+        key_mask: (…, seq_k); False or 0 masks a key.
+        cluster: Maximum number of queries in a cluster.
+        rounds: Number of hashes, each with its own direction.
+        seed: Seed of the directions; when None, ``manual_seed`` decides.
 
     Returns:
-        (…, heads, seq_q, value_dim); 0 for a query whose clusters hold hidden keys only.
+        (…, heads, seq_q, value_dim); 0 for a query whose clusters contain only masked keys.
 
     Raises:
-        TypeError: If an operand is no tensor, or they differ in dtype or backend.
+        TypeError: If an operand is not a tensor, or the operands differ in dtype or backend.
         ValueError: If a shape or number does not fit, or for an option that the method does not support.
 
     Source: Daras, Kitaev, Odena and Dimakis, SMYRF: efficient attention using asymmetric clustering (2020),

@@ -118,7 +118,7 @@ def key_mask_array(key_mask: Any, k: Tensor) -> Any:
     if array.dtype != bool and not np.all((array == 0) | (array == 1)):
         raise ValueError(
             "key_mask must hold booleans, or 0 for a hidden key and 1 for a visible one, got other "
-            "numbers; of a mask that is added to scores, pass mask == 0"
+            "numbers; for a mask that is added to scores, pass mask == 0"
         )
     # The replay of a captured step computes it again, if the mask is one of its inputs.
     return computed(lambda: array != 0, key_mask)

@@ -272,7 +272,7 @@ def test_indices_that_do_not_fit_are_refused() -> None:
         a.gather(1, [[0], [3]])
     with pytest.raises(ValueError, match=r"from 0 to 2, got -1"):
         a.gather(1, [[-1]])
-    with pytest.raises(ValueError, match="has shape"):
+    with pytest.raises(ValueError, match="must have shape"):
         a.gather(1, [0, 1])
     with pytest.raises(TypeError, match="move it with"):
         a.gather(1, from_numpy(np.array([[0]]), SimpleBackend))

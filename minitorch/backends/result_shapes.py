@@ -19,10 +19,8 @@ def normalize_dim(dim: int, shape: UserShape) -> int:
             f"dim must be one whole number, got {dim!r}; for several dimensions, call once for each"
         )
     if not -len(shape) <= dim < len(shape):
-        raise IndexingError(
-            f"dim {dim} does not exist in shape {tuple(shape)}; use {-len(shape)} to "
-            f"{len(shape) - 1}"
-        )
+        valid = f"use {-len(shape)} to {len(shape) - 1}" if shape else "reshape it to (1,) first"
+        raise IndexingError(f"dim {dim} does not exist in shape {tuple(shape)}; {valid}")
     return int(dim) % len(shape)
 
 

@@ -65,6 +65,9 @@ OPERATIONS = {
     "mean beyond": wrong(
         lambda o: o.matrix.mean(-3), IndexingError, "dim -3", "(2, 3)", "use -2 to 1"
     ),
+    "sum of no dimension": wrong(
+        lambda o: from_numpy(np.float32(1), o.backend).sum(0), IndexingError, "shape ()", "reshape"
+    ),
     "all beyond": wrong(lambda o: o.matrix.all(7), IndexingError, "dim 7", "(2, 3)", "use -2 to 1"),
     "variance beyond": wrong(lambda o: o.matrix.var(2), IndexingError, "dim 2", "(2, 3)"),
     "sum over two": wrong(

@@ -22,6 +22,7 @@ from kernels.cuda.runtime.arrays import (
 )
 from kernels.cuda.runtime.graphs import Graph
 from kernels.cuda.runtime.kernel import (
+    ALL_LANES,
     WARP,
     Adopted,
     Kernel,
@@ -47,8 +48,8 @@ __all__ = [  # noqa: RUF022  # grouped by use
     "DeviceMemory", "address_of", "as_bits", "device_view", "element_strides", "empty_device", "fill",
     "flattened", "is_device_array", "pool", "repeats", "row_major_copy", "to_device", "to_host",
     # Kernels of the library's own.
-    "SIZES", "WARP", "Adopted", "FoldShape", "Kernel", "device_callable", "device_function", "form",
-    "scalar_type",
+    "ALL_LANES", "SIZES", "WARP", "Adopted", "FoldShape", "Kernel", "device_callable", "device_function",
+    "form", "scalar_type",
     # Layers and matrix products.
     "cuda_core_matmul", "fused", "indexing", "matmul_dispatch", "merge_rows", "put_rows",
     # Recording a step as a graph.

@@ -19,6 +19,7 @@ import numpy as np
 from numba import int64, types, uint32, uint64, void
 
 from kernels.cuda.backend import (
+    ALL_LANES,
     SIZES,
     WARP,
     FoldShape,
@@ -30,9 +31,6 @@ from kernels.cuda.backend import (
 )
 from kernels.runtime.dtypes import FLOAT32, FLOAT64, acc_dtype, is_half
 from kernels.runtime.targets import IS_SIMULATOR, cuda
-
-#: The bits that stand for the threads of a warp.
-ALL_LANES = 0xFFFFFFFF
 
 
 def _storage(dtype: np.dtype[Any]) -> Any:

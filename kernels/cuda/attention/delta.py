@@ -16,7 +16,7 @@ from kernels.cuda.ptx.copies import global_address, ld_global_v4, st_global_v4
 from kernels.cuda.ptx.numbers import UNPACK, float_of
 from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.runtime.arrays import device_view, empty_device, reshaped
-from kernels.cuda.runtime.kernel import WARP, WORD, Kernel, array_type, device_function
+from kernels.cuda.runtime.kernel import ALL_LANES, WARP, WORD, Kernel, array_type, device_function
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import BITS, FLOAT32, NAMES
@@ -96,7 +96,7 @@ def make_row_sum(lanes: int, dtype: str, vectors: bool) -> Callable[..., Any]:
             for c in range(lane, dim, lanes):
                 total += number(dout[b, h, row, c]) * number(out[b, h, row, c])
         for step in range(steps):  # every lane of the warp takes part
-            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, 1 << step)
+            total += cuda.shfl_xor_sync(ALL_LANES, total, 1 << step)
         return total
 
     return row_sum

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kernels.cuda.runtime.kernel import WARP, device_function
+from kernels.cuda.runtime.kernel import ALL_LANES, WARP, device_function
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 
 #: Elements of a row that a thread should have before another warp shares the row.
@@ -55,7 +55,7 @@ def make_row_folds(block: RowBlock) -> tuple[Any, Any]:
 def warp_max(x):
     """Return the maximum over the lanes of a warp."""
     for step in range(5):
-        x = max(x, cuda.shfl_xor_sync(0xFFFFFFFF, x, 1 << step))
+        x = max(x, cuda.shfl_xor_sync(ALL_LANES, x, 1 << step))
     return x
 
 
@@ -93,7 +93,7 @@ def _make_fold(block: RowBlock, combine: Callable[[Any, Any], Any]) -> Any:
     @device_function
     def fold_warp(partial, value):
         for i in range(steps):
-            value = combine(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, 1 << i))
+            value = combine(value, cuda.shfl_xor_sync(ALL_LANES, value, 1 << i))
         return value
 
     if warps == 1:

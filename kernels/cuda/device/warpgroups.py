@@ -6,7 +6,7 @@ from numba import int32
 
 from kernels.cuda.device.shared_tiles import SharedTiles, round_up
 from kernels.cuda.ptx.wgmma import ROWS
-from kernels.cuda.runtime.kernel import device_function
+from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
 
 #: Columns of a panel: 128 bytes of 16-bit elements, the widest swizzle.
@@ -54,4 +54,4 @@ def own_warpgroup():
     It comes from one lane, so that the compiler knows that it is uniform in a warp.  Otherwise a product
     issued under a condition waits for those before it.
     """
-    return int32(cuda.shfl_sync(0xFFFFFFFF, int32(cuda.threadIdx.x // WARPGROUP), 0))
+    return int32(cuda.shfl_sync(ALL_LANES, int32(cuda.threadIdx.x // WARPGROUP), 0))

@@ -63,6 +63,8 @@ def device_callable(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
 
 #: Threads that go together.
 WARP = 32
+#: The mask of a warp's lanes, for its shuffles and votes.
+ALL_LANES = 0xFFFFFFFF
 #: Bytes of a float32 and of an int32.
 WORD = 4
 

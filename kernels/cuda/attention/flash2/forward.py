@@ -41,7 +41,7 @@ from kernels.cuda.device.one_source import batch_and_head, shift_of
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.vector import EXP2, VECTOR, are_vectors
 from kernels.cuda.runtime.arrays import empty_device
-from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, scalar_type
+from kernels.cuda.runtime.kernel import ALL_LANES, Kernel, array_type, device_function, scalar_type
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.targets import IS_SIMULATOR, cuda
@@ -70,14 +70,14 @@ def make_row_reductions(lanes: int) -> tuple[Any, Any]:
     @device_function
     def row_max(value, scratch, row, lane):
         for i in range(steps):
-            other = cuda.shfl_xor_sync(0xFFFFFFFF, value, 1 << i)
+            other = cuda.shfl_xor_sync(ALL_LANES, value, 1 << i)
             value = max(value, other)
         return value
 
     @device_function
     def row_sum(value, scratch, row, lane):
         for i in range(steps):
-            value = value + cuda.shfl_xor_sync(0xFFFFFFFF, value, 1 << i)
+            value = value + cuda.shfl_xor_sync(ALL_LANES, value, 1 << i)
         return value
 
     return row_max, row_sum

@@ -52,7 +52,7 @@ from kernels.cuda.ptx.copies import (
     cp_async_wait_all,
     shared_address,
 )
-from kernels.cuda.runtime.kernel import Kernel, array_type, device_function
+from kernels.cuda.runtime.kernel import ALL_LANES, Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
 from kernels.scores.program import PLAIN, Features
@@ -181,7 +181,7 @@ def forward_kernel(
         thread = cuda.threadIdx.x
         lane, warp = thread % WARP, thread // WARP
         if skips:  # from one lane, so that the compiler knows it is uniform in a warp
-            warp = int(cuda.shfl_sync(0xFFFFFFFF, int32(warp), 0))
+            warp = int(cuda.shfl_sync(ALL_LANES, int32(warp), 0))
         warp_row = warp * warp_rows
         bits = cuda.shared.array(0, uint8)  # q, two each of k and v; then bits
         halves = cuda.shared.array(0, uint16)  # the same memory

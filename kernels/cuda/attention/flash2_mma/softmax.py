@@ -18,7 +18,7 @@ from kernels.cuda.attention.tile_bits import TileBits
 from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.ptx.fragments import lane_col, lane_row
 from kernels.cuda.ptx.numbers import ex2
-from kernels.cuda.runtime.kernel import device_function
+from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
 from kernels.scores.program import Features
@@ -31,7 +31,7 @@ QUAD = (1, 2)
 def row_max_of(value):
     """Return the maximum over the four lanes that share a row."""
     for step in QUAD:
-        value = max(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, step))
+        value = max(value, cuda.shfl_xor_sync(ALL_LANES, value, step))
     return value
 
 
@@ -39,7 +39,7 @@ def row_max_of(value):
 def row_sum_of(value):
     """Return the sum over the four lanes that share a row."""
     for step in QUAD:
-        value += cuda.shfl_xor_sync(0xFFFFFFFF, value, step)
+        value += cuda.shfl_xor_sync(ALL_LANES, value, step)
     return value
 
 
@@ -74,7 +74,7 @@ def make_softmax_step(
                 largest = max(largest, max(s[at, 2 * (i % 2)], s[at, 2 * (i % 2) + 1]))
             new_max[i] = row_max_of(largest)
             grows = grows or (new_max[i] - row_max[i]) * unit > least
-        if not is_patient or cuda.ballot_sync(0xFFFFFFFF, grows) != 0:
+        if not is_patient or cuda.ballot_sync(ALL_LANES, grows) != 0:
             for i in range(own_rows):
                 # 10, first half: O = diag(e^(m - m_new)) O, and l likewise.  The last shift is what
                 # it was then, bit for bit: what was summed weighs neither more nor less.

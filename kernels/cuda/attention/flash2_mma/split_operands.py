@@ -32,7 +32,7 @@ from kernels.cuda.ptx.copies import (
 from kernels.cuda.ptx.numbers import PACK, bits_of, float_of
 from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place
 from kernels.cuda.runtime.arrays import device_view, element_strides, empty_device
-from kernels.cuda.runtime.kernel import WARP, WORD, Kernel, array_type, device_function
+from kernels.cuda.runtime.kernel import ALL_LANES, WARP, WORD, Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
 
@@ -302,7 +302,7 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel
                         if terms == 2:
                             st_global_v4(place + (seq + row) * target.strides[2], low_words)
                 for step in range(steps):
-                    square += cuda.shfl_xor_sync(0xFFFFFFFF, square, 1 << step)
+                    square += cuda.shfl_xor_sync(ALL_LANES, square, 1 << step)
                 largest_square = max(largest_square, square)
             largest_square = warp_max(largest_square)
             if lane == 0 and is_here:

@@ -21,14 +21,13 @@ from kernels.common.philox import COLUMNS, MASK
 from kernels.cuda.ptx.inline import U32, instruction
 from kernels.cuda.ptx.numbers import bits_of, float_of
 from kernels.cuda.ptx.philox import Draw, make_draw
-from kernels.cuda.runtime.kernel import device_function
+from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
 
 #: Bits of a word are those of so many tiles of eight columns, four elements of a lane each.
 TILES = 8
 #: Tiles of the widest tile of scores.
 MOST_TILES = 2 * TILES
-ALL_LANES = 0xFFFFFFFF
 SIGN = 0x80000000
 #: Bits of the upper four of each byte.
 UPPER = 0xF0F0F0F0

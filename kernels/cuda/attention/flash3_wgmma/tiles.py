@@ -25,7 +25,7 @@ from kernels.cuda.ptx.mma import stmatrix_x4
 from kernels.cuda.ptx.numbers import PACK
 from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.ptx.wgmma import ROWS, make_wgmma
-from kernels.cuda.runtime.kernel import device_function
+from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
 
 ZERO = np.float32(0)
@@ -313,7 +313,7 @@ def broadcast_number(place, lane):
     number = int32(0)
     if lane == 0:
         number = ld_shared(place)
-    return cuda.shfl_sync(0xFFFFFFFF, number, 0)
+    return cuda.shfl_sync(ALL_LANES, number, 0)
 
 
 @device_function

@@ -11,7 +11,7 @@ from numba import float32, uint32
 from kernels.cuda.ptx.copies import global_address, ld_global_v4
 from kernels.cuda.ptx.numbers import UNPACK, bits_of, float_of
 from kernels.cuda.ptx.swizzle import CHUNK
-from kernels.cuda.runtime.kernel import device_function
+from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.dtypes import BITS
 from kernels.runtime.targets import cuda
 
@@ -20,7 +20,6 @@ LANES, PIECE = 4, 16
 #: Bytes of a 16-bit number.
 _BYTES = BITS.itemsize
 _SIGN = np.uint32(1 << 31)
-ALL_LANES = 0xFFFFFFFF
 
 
 @cache

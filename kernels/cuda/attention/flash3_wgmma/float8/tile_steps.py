@@ -11,7 +11,6 @@ import numpy as np
 from numba import float32
 
 from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import (
-    ALL_LANES,
     make_exponentials,
     make_lane_maxima,
     row_maxima,
@@ -19,7 +18,7 @@ from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import (
 from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.ptx.numbers import ex2, pack_e4m3
 from kernels.cuda.ptx.wgmma import KINDS, make_wgmma
-from kernels.cuda.runtime.kernel import device_function
+from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
 
 E4M3 = "float8_e4m3"

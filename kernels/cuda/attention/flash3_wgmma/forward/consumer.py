@@ -71,12 +71,11 @@ from kernels.cuda.ptx.wgmma import (
     wgmma_commit_group,
     wgmma_fence,
 )
-from kernels.cuda.runtime.kernel import device_function
+from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
 from kernels.scores.program import Features
 
-ALL_LANES = 0xFFFFFFFF
 LOG2_OF_E, LN_OF_2 = np.float32(LOG2_E), np.float32(LN_2)
 #: Of tiles whose rows run along the depth of a product.
 ALONG = descriptor_layout(LINE, 16, 8 * LINE)

@@ -21,11 +21,10 @@ from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.ptx.fragments import DEVICE
 from kernels.cuda.ptx.numbers import PACK, UNPACK, ex2
 from kernels.cuda.ptx.wgmma import make_wgmma
-from kernels.cuda.runtime.kernel import device_function
+from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
 from kernels.scores.program import Features
 
-ALL_LANES = 0xFFFFFFFF
 square_place = DEVICE.square_place
 
 

@@ -26,7 +26,7 @@ def _any_floats(rng: Generator, count: int) -> Any:
     return values
 
 
-def _packing(name: str, dtype: str, cc: tuple[int, int], text: str) -> Case:
+def _packing(name: str, dtype: str, text: str) -> Case:
     function = getattr(numbers, name)
 
     def kernel(x, out):
@@ -40,7 +40,7 @@ def _packing(name: str, dtype: str, cc: tuple[int, int], text: str) -> Case:
         x[nan], expected[nan] = 0, 0
         return [x], np.zeros((WARP, 1), np.uint32), expected[:, None], 0
 
-    return Case(name, kernel, void(FLOATS, WORDS), cc, text, make)
+    return Case(name, kernel, void(FLOATS, WORDS), (8, 0), text, make)
 
 
 def _packing_four() -> Case:
@@ -364,8 +364,8 @@ def _product(name: str, dtype: str, cc: tuple[int, int], text: str, a_registers:
 
 
 CASES = [
-    _packing("pack_f16", "float16", (8, 0), "cvt.rn.f16x2.f32"),
-    _packing("pack_bf16", "bfloat16", (8, 0), "cvt.rn.bf16x2.f32"),
+    _packing("pack_f16", "float16", "cvt.rn.f16x2.f32"),
+    _packing("pack_bf16", "bfloat16", "cvt.rn.bf16x2.f32"),
     _packing_four(),
     _unpacking("unpack_f16", "float16", "cvt.f32.f16"),
     _unpacking("unpack_bf16", "bfloat16", "shl.b32"),

@@ -146,16 +146,15 @@ def make_consume(
             # A consumer may have no rows, and they no unit.
             unit_row = min(item.row + me * ROWS, item.rows - 1)
             row_factor = unit_of(units.q, q_line, unit_row) * float32(scale) * log2_e
-            first, stop = int32(item.stop - item.tiles), item.stop
             if skipped > 0:  # before any turn: others wait for the next q in theirs
                 release_slot(queries, thread, copied)
                 copied = int32(-1)
             at = skip_tiles(keys, values, at, skipped, me, lane)  # fully masked for these rows
-            stop = int32(stop - skipped)
+            stop, count = int32(item.stop - skipped), int32(item.tiles - skipped)
             # 5: l = 0, m = -inf; O = 0 is what the first P V begins with
             max_0, max_1, sum_0, sum_1 = minus_inf, minus_inf, zero, zero
             key_unit = unit_of(units.k, k_line, max(stop - 1, 0) * block_k)
-            if first < stop:
+            if count > 0:
                 if not is_issued:
                     # 8: S = Q_i K_jᵀ, the first
                     issue_scores(s, me, queries, q_at, keys, at)
@@ -163,7 +162,6 @@ def make_consume(
                 wait_for_all()  # S is there, and K_j was read
                 release(keys, at, lane)
             before = start()  # the stage of the values before
-            count = int32(stop - first)
             for n in range(count):
                 j = int32(stop - 1 - n)
                 factor = row_factor * key_unit
@@ -186,7 +184,7 @@ def make_consume(
                 sum_0, sum_1 = probabilities(p, s, factor, max_0, max_1, sum_0, sum_1)
                 before, at = at, following(keys, at)
                 if n + 1 == count:
-                    break  # no branch in between: S may take the registers of P's numbers
+                    break  # behind a branch, the next S could not reuse the registers of this one
                 wait(keys, at)  # the next K is there
                 take_turn(me)
                 wgmma_fence()
@@ -210,7 +208,7 @@ def make_consume(
             q_next = following(queries, q_at)
             is_issued = issue_ahead(s, me, queries, items, q_next, keys, at)
             wait_for_scores()  # the last P V is done: V was read; the next S may go on
-            if first < stop:
+            if count > 0:
                 release(values, before, lane)
             item = read_item(tile_at(items, q_at))  # again: it took no registers meanwhile
             release_alone(items, q_at)  # each thread, for what it has read itself

@@ -139,3 +139,13 @@ def red_add_v4(address, values):
 )  # fmt: skip
 def red_max(address, x):
     """Raise a non-negative float32 in global memory to the maximum of it and x, atomically."""
+
+
+@instruction("st.relaxed.gpu.global.u32 [$address], $word;", address=I64, word=U32)
+def st_relaxed(address, word):
+    """Store four bytes that other blocks may read at any time, at a multiple of four."""
+
+
+@instruction("ld.relaxed.gpu.global.u32 $result, [$address];", U32, address=I64)
+def ld_relaxed(address):
+    """Return four bytes that another block may store at any time, at a multiple of four."""

@@ -39,7 +39,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {}, {"ping_pong": False}, {"stages": 2}, {"patience": 0}, {"patience": 1}
 )  # fmt: skip
 PRECISIONS = ("float8_e4m3", "float8_e4m3+blocks", "float8_e4m3+blocks+hadamard")
-_ROUNDING = ("measure_kernel", "rows_kernel", "values_kernel")
+_ROUNDING = ("rows_kernel", "values_kernel")
 
 Launch = Callable[[], None]
 

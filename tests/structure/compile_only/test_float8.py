@@ -59,7 +59,6 @@ def test_nothing_of_the_loop_spills_and_no_product_waits_for_the_last(
 
 def _kernels(width: int) -> dict[str, Any]:
     return {
-        "measure": quantise.measure_kernel(2, width, "bfloat16", True),
         "rows": quantise.rows_kernel(2, width, "float16", True, True),
         "plain rows": quantise.rows_kernel(2, width, "bfloat16", False, False),
         "values": quantise.values_kernel(width, "bfloat16"),

@@ -40,7 +40,7 @@ def _split(array: Any, width: int, precision: str) -> tuple[Any, Any]:
     """Return the terms as float64, (batch, heads, terms, seq, width), and the units."""
     batch, heads, seq, _ = array.shape
     with emulated_device():
-        (one,) = split_operands((array,), (width,), NUMBERS[precision])
+        (one,) = split_operands((array,), (width,), NUMBERS[precision], has_norms=True)
     terms = from_bits(one.bits, "float16").astype(np.float64)
     return terms.reshape(batch, heads, -1, seq, width), one
 

@@ -203,6 +203,9 @@ class Instructions:
         place = self._bytes(address, 4).view(np.float32)
         place[:] = max(place[0], np.float32(x))
 
+    def load_word(self, address: int) -> Any:
+        return self._bytes(address, 4).view(np.uint32)[0]
+
     def stmatrix(self, turn: str | None, address: int, fragment: Array) -> None:
         def act(values: list[Any]) -> list[Any]:
             addresses, registers = zip(*values, strict=True)
@@ -249,13 +252,14 @@ INSTRUCTIONS = {
     r"mov\.b32 \$result, \$number": "bits_of",
     r"mov\.b32 \$result, \$bits": "float_of",
     r"ld\.\w+\.(v4)\.u32": "load",
-    r"st\.\w+(\.v4)?\.u32": "store",
+    r"st\.[\w.]+?(\.v4)?\.u32": "store",
     r"st\.shared\.v4\.f32": "store_floats",
     r"st\.global\.v2\.f32": "store_pair",
     r"ld\.shared\.v2\.f32": "load_pair",
     r"ld\.shared\.s32": "load_number",
     r"red\.global\.add(?:\.v(\d))?\.f32": "add",
     r"\{ \.reg \.b32 bits;\s+mov\.b32 bits, \$x;\s+red\.global\.max": "put_larger",
+    r"ld\.relaxed\.gpu\.global\.u32": "load_word",
     r"cp\.async\.c[ag]\.shared\.global \[\$target\], \[\$source\], (\d+)": "copy",
     r"cp\.async\.commit_group": "commit",
     r"cp\.async\.wait_group (\d+)": "wait",

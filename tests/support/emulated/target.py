@@ -72,10 +72,9 @@ def _merge(
 
 def _forget() -> None:
     """Let go of what calls keep on their device: arrays of the host are none."""
-    kernels = split_operands.measure_kernel, split_operands.split_kernel  # of few threads
     layout = flash2_mma._forward_layout
     tiles = extras._block_arrays, extras._list_arrays, packed_tiles._copied
-    for kept in (*tiles, memory.device_constant, layout, *kernels):
+    for kept in (*tiles, memory.device_constant, layout, split_operands.split_kernel):
         kept.cache_clear()
     EMULATED.plans.clear()  # what its rungs can was asked of another device
 
@@ -113,6 +112,11 @@ def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
         "attention.flash2_mma.split_operands": {**pool, "device_view": _view, "THREADS": 64},
         "attention.options.packed_tiles": {"to_device": lambda array: array},
         "device.memory": {"to_device": lambda array: array},
+        "device.head_maximum": {
+            "empty_device": empty,
+            "fill": lambda array, value: array.fill(value),
+            "multiprocessors": lambda: 1,  # blocks run one after the other
+        },
         "device.per_device": {"why_no_device": lambda needed: None},
         "device.vector": {"device_pointer": lambda array: array.ctypes.data},
     }

@@ -265,6 +265,19 @@ def _larger() -> Case:
     return Case("red_max", kernel, void(FLOATS, FLOATS), (7, 5), "red.global.max.s32", make)
 
 
+def _relaxed() -> Case:
+    def kernel(x, out):
+        at = 4 * (31 - cuda.threadIdx.x)
+        word = copies.ld_relaxed(copies.global_address(x) + at)
+        copies.st_relaxed(copies.global_address(out) + at, word)
+
+    def make(rng: Generator) -> Any:
+        x = words(rng, WARP, 1)
+        return [x], np.zeros((WARP, 1), np.uint32), x, 0
+
+    return Case("ld_relaxed, st_relaxed", kernel, void(WORDS, WORDS), (7, 0), "ld.relaxed.gpu", make)
+
+
 # -- fragments -----------------------------------------------------------------------------------
 
 
@@ -381,6 +394,7 @@ CASES = [
     *(_asynchronous_copy(waits_for_all) for waits_for_all in (False, True)),
     *(_additions(size) for size in (1, 4)),
     _larger(),
+    _relaxed(),
     *(_load_matrices(count, turned) for count in (1, 2, 4) for turned in (False, True)),
     *(_store_matrices(turned) for turned in (False, True)),
     _product("mma_f16", "float16", (8, 0), "mma.sync.aligned.m16n8k16.row.col.f32.f16", 4),

@@ -116,7 +116,7 @@ def _make_multiply_ds(
     ds_below, k_below = DEPTH * HALF * layout.block_q, DEPTH * HALF * width
     steps = layout.block_k // DEPTH
     together = steps_together(steps)
-    begin, multiply_step, add = make_products(dtype, row_tiles, own_tiles)
+    begin, multiply_step, add, _ = make_products(dtype, row_tiles, own_tiles)
     a_tiles, b_tiles, part_tiles = together * terms * row_tiles, 2 * terms, 2 * row_tiles
 
     @device_function

@@ -48,6 +48,7 @@ from kernels.cuda.device.one_source import (
 )
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.ptx.copies import (
+    anew,
     cp_async_commit_group,
     cp_async_wait_all,
     shared_address,
@@ -59,6 +60,8 @@ from kernels.scores.program import PLAIN, Features
 
 #: Tiles of K, and of V, in shared memory: the next ones come while this one is multiplied.
 STAGES = 2
+#: Tiles of S of a warp that are few: their products wait for each other.
+FEW_TILES = 2
 
 
 def forward_tiles(
@@ -135,7 +138,7 @@ def forward_kernel(
         copy_q, split_q = _copy_nothing, make_split_rows(layout, head_width, dtype, vectors)
     copy_k = make_copy_tile(threads, block_k, head_width, copied, terms)
     copy_v = make_copy_tile(threads, block_k, value_width, copied, terms)
-    multiply = make_multiply(layout, head_width, dtype)
+    multiply = make_multiply(layout, head_width, dtype, apart=s_tiles <= FEW_TILES)
     accumulate = make_accumulate(layout, value_width, dtype)
     is_wide = is_split or numbers.is_scaled
     store = make_store_sums if is_wide else make_store_tile
@@ -240,6 +243,8 @@ def forward_kernel(
                 if not is_tile_seen(own, own_stop, col, block_k, extras.lower, extras.upper):
                     stage = 1 - stage
                     continue  # the tensor cores are the other warps' meanwhile
+            if terms > 1:
+                lane = anew(lane)  # addresses of fragments would fill the registers
             # 8: S = Q_i K_jᵀ
             k_stage = k_tile + stage * k_bytes
             multiply(s, a_fragment, b_fragment, q_tile, k_stage, lane, warp_row)

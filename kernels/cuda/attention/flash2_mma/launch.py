@@ -312,7 +312,7 @@ def _split(
     rows = tensor_cores.rows_in_bounds(problem)
     tensors = (*tensors, reshaped(delta, (*delta.shape, 1)))
     counting = rows, keys, keys, rows, rows
-    splits = split_operands(tensors, (head, head, value, value), numbers, counting)
+    splits = split_operands(tensors, (head, head, value, value), numbers, counting, has_norms=True)
     q, k, v, dout, of_delta = splits
     units = Units(
         problem.scale, top, scale, k.unit, v.unit, q.unit, dout.unit, of_delta.unit, v.norm, dout.norm

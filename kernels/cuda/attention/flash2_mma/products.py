@@ -48,15 +48,17 @@ class Products(NamedTuple):
         begin: ``begin(part)``: set to zero.
         multiply: ``multiply(part, a, first, b)``: add the products of one step.
         add: ``add(sums, at, part)``: add to ``sums[at + m * stride]`` and the next, of each tile m of A.
+        parts: Pairs of tiles of ``part`` for each tile of A.
     """
 
     begin: Callable[..., None]
     multiply: Callable[..., None]
     add: Callable[..., None]
+    parts: int
 
 
 @cache
-def make_products(dtype: str, row_tiles: int, stride: int) -> Products:
+def make_products(dtype: str, row_tiles: int, stride: int, apart: bool = False) -> Products:
     """Return functions that add products of multi-term numbers to sums with the accuracy of float32.
 
     Tensor cores truncate sums towards zero, by up to a unit in the last place.  Over the many products of
@@ -66,16 +68,20 @@ def make_products(dtype: str, row_tiles: int, stride: int) -> Products:
     Args:
         dtype: See ``float32_terms.NUMBERS``.
         row_tiles: Row tiles of A: term t of tile m is ``a[first + t * row_tiles + m]``; those of the two
-            tiles of B are ``b[2 * t]`` and ``b[2 * t + 1]``, and ``part`` is (2 * row_tiles, 4) float32.
+            tiles of B are ``b[2 * t]`` and ``b[2 * t + 1]``, and ``part`` is (parts * 2 * row_tiles, 4)
+            float32.
         stride: From the sums of one tile of A to those of the next.
+        apart: Whether ``part`` has tiles for each of the products of a step: none waits for another.
     """
     numbers = NUMBERS[dtype]
     mma, terms, zero = MMA[numbers.dtype], numbers.terms, np.float32(0)
     lefts, rights, products = LEFT_TERMS[terms], RIGHT_TERMS[terms], len(LEFT_TERMS[terms])
+    own, parts = (2 * row_tiles, products) if apart else (0, 1)
+    part_tiles = parts * 2 * row_tiles
 
     @device_function
     def begin(part):
-        for n in range(2 * row_tiles):
+        for n in range(part_tiles):
             for i in range(4):
                 part[n, i] = zero
 
@@ -84,22 +90,25 @@ def make_products(dtype: str, row_tiles: int, stride: int) -> Products:
         for p in range(products):
             left, right = first + lefts[p] * row_tiles, 2 * rights[p]
             for m in range(row_tiles):
-                mma(part[2 * m], a[left + m], b[right])
-                mma(part[2 * m + 1], a[left + m], b[right + 1])
+                mma(part[p * own + 2 * m], a[left + m], b[right])
+                mma(part[p * own + 2 * m + 1], a[left + m], b[right + 1])
 
     @device_function
     def add(sums, at, part):
         for m in range(row_tiles):
             for half in range(2):
                 for i in range(4):
-                    sums[at + m * stride + half, i] += part[2 * m + half, i]
+                    found = part[2 * m + half, i]
+                    for p in range(1, parts):
+                        found += part[p * own + 2 * m + half, i]
+                    sums[at + m * stride + half, i] += found
 
-    return Products(begin, multiply, add)
+    return Products(begin, multiply, add, parts)
 
 
 @cache
 def make_multiply(
-    layout: MmaLayout, width: int, dtype: str, b_rows: int = 0
+    layout: MmaLayout, width: int, dtype: str, b_rows: int = 0, apart: bool = False
 ) -> Callable[..., None]:
     """Return ``multiply(s, a, b, q_tile, k_tile, lane, row)``: s = Q·Kᵀ for the warp's rows.
 
@@ -111,6 +120,8 @@ def make_multiply(
         width: Width of the tiles.
         dtype: See ``float32_terms.NUMBERS``.
         b_rows: Rows of the tile of K, where there are more of them than block_k.
+        apart: Sum the products of each pair of terms apart: where a warp has few tiles of S, it would
+            wait for one product after the other.
     """
     numbers, place = NUMBERS[dtype], make_tile_place(device_function, HALF * width)
     mma, terms = MMA[numbers.dtype], numbers.terms
@@ -146,8 +157,8 @@ def make_multiply(
         return multiply
 
     together = steps_together(steps)
-    begin, multiply_step, add = make_products(dtype, row_tiles, col_tiles)
-    a_tiles, part_tiles = together * terms * row_tiles, 2 * row_tiles
+    begin, multiply_step, add, parts = make_products(dtype, row_tiles, col_tiles, apart)
+    a_tiles, part_tiles = together * terms * row_tiles, parts * 2 * row_tiles
     nothing = np.float32(-0.0)  # what is added to that stays as it is, and the compiler knows
 
     def make_part_of_terms(group: int) -> Callable[..., None]:
@@ -313,7 +324,7 @@ def _make_add_groups(
     terms, place = NUMBERS[dtype].terms, make_tile_place(device_function, HALF * width)
     own_tiles, below, v_term = own // COLS, DEPTH * HALF * width, HALF * v_rows * width
     together = steps_together(steps)
-    begin, multiply_step, add = make_products(dtype, row_tiles, own_tiles)
+    begin, multiply_step, add, _ = make_products(dtype, row_tiles, own_tiles)
     in_turn = IN_TURN if row_tiles * own_tiles <= MANY else IN_TURN_OF_MANY
     pairs = max(in_turn // (2 * row_tiles), 1)
     while own_tiles // 2 % pairs:

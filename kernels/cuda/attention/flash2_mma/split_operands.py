@@ -1,8 +1,8 @@
 """Split the float32 operands of a call into float16 terms for tensor cores; see ``float32_terms``.
 
-Two kernels go over all operands: one finds the largest number of each head, the other scales and splits.
-Attention reads every key and value once for each tile of queries; they are split once.  The forward kernel
-reads each query row once, and splits it itself.
+One kernel goes over all operands: it finds the largest number of each head, then scales and splits the head
+while it is in the L2 cache.  Attention reads every key and value once for each tile of queries; they are
+split once.  The forward kernel reads each query row once, and splits it itself.
 """
 
 from __future__ import annotations
@@ -19,13 +19,22 @@ from kernels.common.geometry import PLAIN
 from kernels.cuda.attention.delta import lanes_of
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, Numbers, make_split
 from kernels.cuda.attention.flash2_mma.tiles import HALF, PIECE, ROWS, MmaLayout
-from kernels.cuda.device.one_source import ceil_div
+from kernels.cuda.device.head_maximum import (
+    head_address,
+    head_words,
+    lag_of,
+    largest_of,
+    make_head_max,
+    make_note_max,
+)
+from kernels.cuda.device.one_source import batch_and_head, ceil_div
 from kernels.cuda.device.row_folds import warp_max
 from kernels.cuda.device.vector import are_vectors
 from kernels.cuda.ptx.copies import (
     global_address,
     ld_global_v4,
     red_max,
+    st_global,
     st_global_v4,
     st_shared_v4,
 )
@@ -39,10 +48,10 @@ from kernels.runtime.targets import cuda
 THREADS = 256
 #: Pieces that a lane of the forward kernel loads at a time, at most.
 BATCH = 4
-#: Maximum number of blocks that share a head: one for each lane of a warp.
-PARTS = 32
-#: Minimum number of pieces per thread.
-LEAST_PIECES = 4
+#: Pieces that a thread holds, and blocks of a multiprocessor.
+HELD, RESIDENT = 4, 4
+#: Words of a head: its largest norm, its unit, and those of its parts.
+NORM, UNIT, OWN = range(3)
 #: Exponents with their bias: a scaled number is below 2**15, and no scale or unit is subnormal.
 _SCALED, _LEAST = 268, 15
 
@@ -82,15 +91,6 @@ def _load(x, at, words, source, is_vector, b, h, row, piece):
     else:
         for i in range(PIECE):
             x[at + i] = source[b, h, row, first + i] if first + i < dim else _ZERO
-
-
-@device_function
-def _largest_of_piece(x, at, most):
-    """Return the largest size of a number of a piece that is finite, or ``most`` if that is larger."""
-    for i in range(PIECE):
-        size = abs(x[at + i])
-        most = max(most, size if size < _INF else _ZERO)
-    return most
 
 
 @device_function
@@ -159,7 +159,7 @@ def make_split_rows(layout: MmaLayout, width: int, dtype: str, vectors: bool) ->
         for i in range(0, loads, batch):
             load(x, words, q, b, h, first_q, row + warp_row, start, stop, lane, i)
             for k in range(batch):
-                most = _largest_of_piece(x, k * PIECE, most)
+                most = largest_of(x, k * PIECE, PIECE, most)
         scale, unit = _scale_and_unit(warp_max(most))
         for i in range(0, loads, batch):  # from the cache
             load(x, words, q, b, h, first_q, row + warp_row, start, stop, lane, i)
@@ -178,142 +178,106 @@ def make_split_rows(layout: MmaLayout, width: int, dtype: str, vectors: bool) ->
 
 
 @cache
-def measure_kernel(count: int, lanes: int) -> Kernel:
-    """Return the kernel that finds the largest number of each head.
-
-    Args:
-        count: Operands.
-        lanes: Number of lanes that share a row; a power of two, up to 32.
-    """
-    zero = _ZERO
-
-    def measure_heads(sources, vectors, starts, stops, largest, norms):
-        """Fill largest; set norms to zero.  ``vectors`` has a bit for each operand.
-
-        Computes: largest[operand, head, part] = max |x| of what is finite in a part of the head's
-            rows from start to stop
-        Source: none
-        Grid: (operands * parts, batch * heads)
-        Block: (threads,)
-        One thread does: every lanes-th piece of some rows
-        Shared: one number a warp
-        Registers: one piece
-        Global traffic: reads each operand once; writes a number for each part of a head
-        Needs: warp shuffles
-        """
-        parts = cuda.gridDim.x // count
-        which, part, line = cuda.blockIdx.x // parts, cuda.blockIdx.x % parts, cuda.blockIdx.y
-        thread = cuda.threadIdx.x
-        source, is_vector = sources[which], (vectors >> which) & 1
-        heads, dim = source.shape[1], source.shape[3]
-        shared = cuda.shared.array(WARP, float32)  # (32,), a number a warp
-        x, words = cuda.local.array(PIECE, float32), cuda.local.array(4, uint32)  # (PIECE,), (4,)
-        most = zero
-        if line < source.shape[0] * heads:
-            b, h = line // heads, line % heads
-            start, end = starts[which], stops[which]
-            rows = ceil_div(max(end - start, 0), parts)
-            stop = min(start + (part + 1) * rows, end)
-            for row in range(start + part * rows + thread // lanes, stop, THREADS // lanes):
-                for piece in range(thread % lanes, ceil_div(dim, PIECE), lanes):
-                    _load(x, 0, words, source, is_vector, b, h, row, piece)
-                    most = _largest_of_piece(x, 0, most)
-        most = warp_max(most)
-        if thread % WARP == 0:
-            shared[thread // WARP] = most
-        cuda.syncthreads()  # every warp's number is there
-        if thread == 0:
-            for i in range(THREADS // WARP):
-                most = max(most, shared[i])
-            largest[which, line, part] = most
-            if part == 0:
-                norms[which, line] = zero
-
-    sources, rows = types.UniTuple(array_type(FLOAT32, 4), count), types.UniTuple(int64, count)
-    written = array_type(FLOAT32, 3), array_type(FLOAT32, 2)
-    return Kernel(measure_heads, void(sources, int64, rows, rows, *written), THREADS)
-
-
-@cache
-def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel:
-    """Return the kernel that scales and splits; its arguments are those of :func:`measure_kernel`.
+def split_kernel(count: int, split: int, lanes: int, numbers: Numbers, has_norms: bool) -> Kernel:
+    """Return the kernel that measures, scales and splits.
 
     Args:
         count: Operands.
         split: How many of them are split, the first; of the others only the units are wanted.
-        lanes: Number of lanes that share a row.
+        lanes: Number of lanes that share a row, a piece each; a power of two, up to 32.
         numbers: The terms.
+        has_norms: The largest norms of rows are wanted, too.
     """
-    steps, terms = lanes.bit_length() - 1, numbers.terms
+    steps, terms, threads = lanes.bit_length() - 1, numbers.terms, THREADS
+    step_rows = threads // lanes
+    rows, held = HELD * step_rows, HELD * PIECE
     split_piece = _make_split_piece(numbers)
-    zero, inf = _ZERO, _INF
+    note_max, head_max = make_note_max(threads), make_head_max(threads)
+    zero, inf, unit_at, norm_at, parts_at = _ZERO, _INF, *(WORD * at for at in (UNIT, NORM, OWN))
 
-    def split_heads(sources, vectors, starts, stops, targets, largest, units, norms):
-        """Fill targets and units, and write the norms of rows to norms, which are zeros before.
+    @device_function
+    def load(x, words, source, is_vector, b, h, row, start, stop, piece):
+        has_columns = piece * PIECE < source.shape[3]
+        for i in range(HELD):
+            own = row + i * step_rows
+            if start <= own < stop and has_columns:
+                _load(x, i * PIECE, words, source, is_vector, b, h, own, piece)
+            else:
+                for j in range(PIECE):
+                    x[i * PIECE + j] = zero
 
-        Computes: x · scale as one or two float16, the scale of a head a power of two
+    def split_heads(sources, vectors, starts, stops, targets, words, lag):
+        """Fill targets and words, which are zeros before.  ``vectors`` has a bit for each operand.
+
+        Computes: x · scale as one or two float16, the scale of a head a power of two for its largest
+            number that is finite, among the rows from start to stop
         Source: see ``float32_terms``
-        Grid: (operands * parts, batch * heads)
+        Grid: (operands * parts, batch * heads + lag), see ``head_maximum``
         Block: (threads,)
-        One thread does: every lanes-th piece of some rows
-        Shared: none
-        Registers: one piece and its terms
-        Global traffic: reads each operand and its largest numbers once; writes the terms and a unit
-            a head
+        One thread does: a piece of some rows
+        Shared: two numbers a warp
+        Registers: x (HELD * PIECE,), and the terms of a piece
+        Global traffic: reads each operand twice, the second time from L2; writes the terms, and for
+            each head its unit and norm and a number for each part
         Needs: compute capability 8.0
         """
+        thread, line = cuda.threadIdx.x, cuda.blockIdx.y
         parts = cuda.gridDim.x // count
-        which, part, line = cuda.blockIdx.x // parts, cuda.blockIdx.x % parts, cuda.blockIdx.y
-        thread = cuda.threadIdx.x
-        lane = thread % WARP
+        which, part = batch_and_head(cuda.blockIdx.x, parts)
+        piece, x = thread % lanes, cuda.local.array(held, float32)  # (HELD, PIECE)
+        # (4,), pairs
+        pairs, low_pairs = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
         source, is_vector = sources[which], (vectors >> which) & 1
-        heads, seq = source.shape[1], source.shape[2]
-        most = warp_max(largest[which, line, lane] if lane < parts else zero)
-        scale, unit = _scale_and_unit(most)
-        if part == 0 and thread == 0:
-            units[which, line] = unit
-        if which < split:
-            target = targets[which]
-            # (PIECE,), and (4,), pairs
-            x, words = cuda.local.array(PIECE, float32), cuda.local.array(4, uint32)
-            low_words = cuda.local.array(4, uint32)  # (4,)
-            is_here = line < source.shape[0] * heads
-            b, h = line // heads, line % heads
-            rows = ceil_div(seq, parts)
-            stop = min((part + 1) * rows, seq)
-            largest_square = zero
-            start, end = starts[which], stops[which]
-            # All lanes of a warp go round together.
-            for first in range(part * rows, stop, THREADS // lanes):
-                row, square = first + thread // lanes, zero
-                # Rows out of bounds are not measured: scaled they would overflow.
-                row_scale = scale if start <= row < end else zero
-                if is_here and row < stop:
-                    address = global_address(target) + b * target.strides[0] + h * target.strides[1]
-                    for piece in range(thread % lanes, target.shape[3] // PIECE, lanes):
-                        _load(x, 0, words, source, is_vector, b, h, row, piece)
-                        for i in range(PIECE):
-                            x[i] *= row_scale
-                            if abs(x[i]) < inf:
-                                square += x[i] * x[i]
-                        place = address + piece * CHUNK
-                        split_piece(x, 0, words, low_words)
-                        st_global_v4(place + row * target.strides[2], words)
+        seq, row = source.shape[2], part * rows + thread // lanes
+        start, stop, own_lines = starts[which], stops[which], source.shape[0] * source.shape[1]
+        if part * rows >= seq:
+            return
+        # The same for all threads, as below.
+        if line < own_lines:
+            (b, h), head = batch_and_head(line, source.shape[1]), head_address(words, which, line)
+            load(x, pairs, source, is_vector, b, h, row, start, stop, piece)
+            note_max(largest_of(x, 0, held, zero), head + parts_at + WORD * part)
+        line -= lag
+        if 0 <= line < own_lines:
+            (b, h), head = batch_and_head(line, source.shape[1]), head_address(words, which, line)
+            load(x, pairs, source, is_vector, b, h, row, start, stop, piece)
+            scale, unit = _scale_and_unit(head_max(head + parts_at, ceil_div(seq, rows)))
+            if part == 0 and thread == 0:
+                st_global(head + unit_at, bits_of(unit))
+            if which < split:
+                target = targets[which]
+                address = global_address(target) + b * target.strides[0] + h * target.strides[1]
+                address += piece * CHUNK
+                largest_square = zero
+                for i in range(HELD):
+                    own, square = row + i * step_rows, zero
+                    for j in range(PIECE):
+                        number = x[i * PIECE + j] * scale
+                        x[i * PIECE + j] = number
+                        if has_norms and abs(number) < inf:
+                            square += number * number
+                    if own < seq and piece * PIECE < target.shape[3]:
+                        split_piece(x, i * PIECE, pairs, low_pairs)
+                        st_global_v4(address + own * target.strides[2], pairs)
                         if terms == 2:
-                            st_global_v4(place + (seq + row) * target.strides[2], low_words)
-                for step in range(steps):
-                    square += cuda.shfl_xor_sync(ALL_LANES, square, 1 << step)
-                largest_square = max(largest_square, square)
-            largest_square = warp_max(largest_square)
-            if lane == 0 and is_here:
-                address = global_address(norms) + which * norms.strides[0]
-                red_max(address + line * norms.strides[1], float32(largest_square**0.5))
+                            st_global_v4(address + (seq + own) * target.strides[2], low_pairs)
+                    if has_norms:
+                        for step in range(steps):
+                            square += cuda.shfl_xor_sync(ALL_LANES, square, 1 << step)
+                        largest_square = max(largest_square, square)
+                if has_norms:
+                    largest_square = warp_max(largest_square)
+                    if thread % WARP == 0:
+                        red_max(head + norm_at, float32(largest_square**0.5))
 
-    sources, rows = types.UniTuple(array_type(FLOAT32, 4), count), types.UniTuple(int64, count)
+    sources, numbers_of = (
+        types.UniTuple(array_type(FLOAT32, 4), count),
+        types.UniTuple(int64, count),
+    )
     targets = types.UniTuple(array_type(BITS, 4), split)
-    heads, parts = array_type(FLOAT32, 2), array_type(FLOAT32, 3)
-    signature = void(sources, int64, rows, rows, targets, parts, heads, heads)
-    return Kernel(split_heads, signature, THREADS)
+    words = array_type(FLOAT32, 3)
+    signature = void(sources, int64, numbers_of, numbers_of, targets, words, int64)
+    return Kernel(split_heads, signature, threads, resident=RESIDENT)
 
 
 def split_operands(
@@ -321,6 +285,7 @@ def split_operands(
     widths: tuple[int, ...],
     numbers: Numbers,
     rows: tuple[tuple[int, int], ...] = (),
+    has_norms: bool = False,
 ) -> list[Split]:
     """Split operands of a call.
 
@@ -331,6 +296,7 @@ def split_operands(
         numbers: The terms.
         rows: The first row of each array that is within the bounds of the other side, and the one after
             the last; all of them when empty.  The others become zeros, and do not count for the scale.
+        has_norms: Norms are wanted; they are zeros otherwise.
 
     Returns:
         The results, in the order of the arrays.
@@ -341,27 +307,31 @@ def split_operands(
         empty_device((*array.shape[:2], numbers.terms * array.shape[2], width), BITS)
         for array, width in zip(own, widths, strict=False)
     )
-    lines = max(array.shape[0] * array.shape[1] for array in own)
+    lines, seq = (max(sizes) for sizes in zip(*map(_lines_and_seq, own), strict=True))
     lanes = lanes_of(max(widths))
     starts, stops = zip(*(rows or [(0, array.shape[2]) for array in own]), strict=True)
-    least = LEAST_PIECES * THREADS // lanes
-    parts = min(PLAIN.ceil_div(max(array.shape[2] for array in own), least), PARTS)
-    largest = empty_device((count, lines, parts), FLOAT32)
-    units, norms = (empty_device((count, lines), FLOAT32) for _ in range(2))
+    parts = PLAIN.ceil_div(seq, HELD * THREADS // lanes)
     vectors = sum(are_vectors(array) << i for i, array in enumerate(own))
-    grid, sources = (count * parts, lines), tuple(own)
-    measure = measure_kernel(count, lanes)
-    measure[grid, THREADS](sources, vectors, starts, stops, largest, norms)
-    kernel = split_kernel(count, split, lanes, numbers)
-    kernel[grid, THREADS](sources, vectors, starts, stops, targets, largest, units, norms)
+    step = OWN + parts
+    words = head_words(count, lines, step)
+    kernel = split_kernel(count, split, lanes, numbers, has_norms)
+    lag = lag_of(count * parts)
+    grid = count * parts, lines + lag
+    kernel[grid, THREADS](tuple(own), vectors, starts, stops, targets, words, lag)
     results = []
     for i, (array, one) in enumerate(zip(arrays, own, strict=True)):
         batch, heads = array.shape[:2]
-        steps = (one.shape[1] if one.shape[0] > 1 else 0), int(one.shape[1] > 1)
-        unit, norm = (device_view(x, (batch, heads), steps, i * lines) for x in (units, norms))
+        steps = step * one.shape[1] * (one.shape[0] > 1), step * (one.shape[1] > 1)
+        unit, norm = (
+            device_view(words, (batch, heads), steps, step * i * lines + at) for at in (UNIT, NORM)
+        )
         bits = _repeated(targets[i], batch, heads) if i < split else None
         results.append(Split(bits, unit, norm))
     return results
+
+
+def _lines_and_seq(array: Any) -> tuple[int, int]:
+    return array.shape[0] * array.shape[1], array.shape[2]
 
 
 def _unrepeated(array: Any) -> Any:

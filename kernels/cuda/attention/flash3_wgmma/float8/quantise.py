@@ -27,27 +27,32 @@ from kernels.cuda.attention.flash3_wgmma.float8.rows import (
 )
 from kernels.cuda.attention.flash3_wgmma.layout import Widths
 from kernels.cuda.device.half import as_bits
+from kernels.cuda.device.head_maximum import (
+    head_address,
+    head_words,
+    lag_of,
+    largest_of,
+    make_block_max,
+    make_head_max,
+    make_note_max,
+)
 from kernels.cuda.device.memory import device_constant
-from kernels.cuda.device.one_source import ceil_div
-from kernels.cuda.device.row_folds import warp_max
+from kernels.cuda.device.one_source import batch_and_head, ceil_div
 from kernels.cuda.ptx.copies import global_address, st_global, st_global_v4
 from kernels.cuda.ptx.numbers import bits_of, float_of, pack_e4m3
 from kernels.cuda.runtime.arrays import empty_device
-from kernels.cuda.runtime.kernel import WARP, Kernel, array_type, device_function
+from kernels.cuda.runtime.kernel import WARP, WORD, Kernel, array_type, device_function
 from kernels.problem.float8 import BLOCK, SIGNS, Float8
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda, current_device
 
 #: Threads of a block: all rows of a block of rows at once.
 THREADS = BLOCK * LANES
-_WARPS = THREADS // WARP
-#: Most blocks that measure a head: one for each lane of a warp.
-PARTS = WARP
 #: Keys of V that change places with each other, and those of one word.
 GROUP, WORD_KEYS = 16, 4
 _OWN_VALUES = WORD_KEYS * PIECE
 _BYTE = np.dtype(np.uint8)
-_ZERO, _INF = np.float32(0), np.float32(math.inf)
+_ZERO = np.float32(0)
 
 
 @device_function
@@ -72,121 +77,63 @@ def scaled(x, inverse):
     return x * inverse + (x - x)
 
 
-@device_function
-def block_max(x):
-    """Return the maximum over the threads of a block."""
-    shared = cuda.shared.array(_WARPS, float32)  # a number a warp
-    x = warp_max(x)
-    if cuda.threadIdx.x % WARP == 0:
-        shared[cuda.threadIdx.x // WARP] = x
-    cuda.syncthreads()  # every warp's number is there
-    for i in range(_WARPS):
-        x = max(x, shared[i])
-    return x
-
-
-@device_function
-def measured(largest, which, line, parts):
-    """Return the largest number of a head, in every lane."""
-    lane = cuda.threadIdx.x % WARP
-    return warp_max(largest[which, line, lane] if lane < parts else _ZERO)
-
-
-@cache
-def measure_kernel(count: int, width: int, dtype: str, has_hadamard: bool) -> Kernel:
-    """Return the kernel that finds the largest number of each head.
-
-    Args:
-        count: Number of operands.
-        width: Columns with padding.
-        dtype: "float16" or "bfloat16".
-        has_hadamard: Of rows times a Hadamard matrix.
-    """
-    load_row, own = make_load_row(width, dtype, has_hadamard), width // LANES
-
-    def float8_measure(sources, lines, heads, signs, largest):
-        """Fill largest.
-
-        Computes: largest[operand, head, part] = max |x| of what is finite in every parts-th block of rows
-        Source: none
-        Grid: (operands * parts, batch * heads)
-        Block: (threads,), four lanes a row
-        One thread does: a fourth of some rows
-        Shared: a number a warp
-        Registers: x (width / 4,)
-        Global traffic: reads each operand once; writes a number for each part of a head
-        Needs: warp shuffles; rows of whole vectors
-        """
-        parts, thread, line = cuda.gridDim.x // count, cuda.threadIdx.x, int64(cuda.blockIdx.y)
-        which, part = cuda.blockIdx.x // parts, cuda.blockIdx.x % parts
-        x, words = cuda.local.array(own, float32), cuda.local.array(4, uint32)  # (own,), (4,)
-        most = _ZERO
-        if line < lines[which]:
-            source, b, h = sources[which], line // heads[which], line % heads[which]
-            for block in range(part, ceil_div(source.shape[2], BLOCK), parts):
-                row = block * BLOCK + thread // LANES
-                load_row(x, words, source, b, h, row, thread % LANES, signs)
-                for n in range(own):
-                    size = abs(x[n])
-                    most = max(most, size if size < _INF else _ZERO)
-        most = block_max(most)
-        if thread == 0:
-            largest[which, line, part] = most
-
-    sources, numbers = types.UniTuple(array_type(BITS, 4), count), types.UniTuple(int64, count)
-    signs, largest = types.Array(uint32, 1, "C"), array_type(FLOAT32, 3)
-    return Kernel(
-        float8_measure, void(sources, numbers, numbers, signs, largest), THREADS, resident=2
-    )
-
-
 @cache
 def rows_kernel(count: int, width: int, dtype: str, has_hadamard: bool, has_blocks: bool) -> Kernel:
-    """Return the kernel that rounds operands by rows; arguments are those of :func:`measure_kernel`.
+    """Return the kernel that measures operands and rounds them by rows.
 
     Args:
         count: Number of operands.
         width: Columns with padding, which are written too.
         dtype: "float16" or "bfloat16".
         has_hadamard: Multiply rows by a Hadamard matrix first.
-        has_blocks: A unit for each block of rows, which is measured here; else one for each head.
+        has_blocks: A unit for each block of rows; else one for each head.
     """
     load_row, own = make_load_row(width, dtype, has_hadamard), width // LANES
+    block_max, note_max = make_block_max(THREADS), make_note_max(THREADS)
+    head_max, warps = make_head_max(THREADS), THREADS // WARP
 
-    def float8_rows(sources, targets, lines, heads, signs, parts, largest, units):
+    def float8_rows(sources, targets, lines, heads, signs, words_of_heads, units, lag):
         """Fill targets and units.
 
         Computes: targets = x / unit in e4m3, the unit of a head or a block of rows a power of two
         Source: FlashAttention-3, section 3.3: block quantization, incoherent processing
-        Grid: (operands * blocks of rows, batch * heads)
+        Grid: (operands * blocks of rows, batch * heads + lag), see ``head_maximum``; a lag of 0 where
+            blocks of rows have units of their own
         Block: (threads,), four lanes a row
         One thread does: a fourth of a row
-        Shared: a number a warp
+        Shared: two numbers a warp
         Registers: x (width / 4,)
-        Global traffic: reads each operand once, writes half as much
+        Global traffic: reads each operand once, or twice, the second time from L2; writes half as much
         Needs: cc 8.9: conversion to e4m3; rows of whole vectors
         """
-        blocks, thread, line = cuda.gridDim.x // count, cuda.threadIdx.x, int64(cuda.blockIdx.y)
-        which, block = cuda.blockIdx.x // blocks, int64(cuda.blockIdx.x % blocks)
+        thread, line = cuda.threadIdx.x, cuda.blockIdx.y
+        parts = cuda.gridDim.x // count
+        which, part = batch_and_head(cuda.blockIdx.x, parts)
         x, words = cuda.local.array(own, float32), cuda.local.array(4, uint32)  # (own,), (4,)
-        # The same for all threads.
-        if line < lines[which] and block * BLOCK < sources[which].shape[2]:
-            source, target = sources[which], targets[which]
-            b, h, lane = line // heads[which], line % heads[which], thread % LANES
-            row = block * BLOCK + thread // LANES
+        source, target = sources[which], targets[which]
+        row, lane = part * BLOCK + thread // LANES, thread % LANES
+        if part * BLOCK >= source.shape[2]:
+            return
+        # The same for all threads, as below.
+        if not has_blocks:
+            if line < lines[which]:
+                b, h = batch_and_head(line, heads[which])
+                load_row(x, words, source, b, h, row, lane, signs)
+                head = head_address(words_of_heads, which, line)
+                note_max(largest_of(x, 0, own, _ZERO), head + WORD * part)
+            line -= lag
+        if 0 <= line < lines[which]:
+            b, h = batch_and_head(line, heads[which])
             load_row(x, words, source, b, h, row, lane, signs)
             if has_blocks:
-                most = _ZERO
-                for n in range(own):
-                    size = abs(x[n])
-                    most = max(most, size if size < _INF else _ZERO)
-                most = block_max(most)
+                most = block_max(largest_of(x, 0, own, _ZERO), cuda.shared.array(warps, float32))
             else:
-                most = measured(largest, which, line, parts)
+                head = head_address(words_of_heads, which, line)
+                most = head_max(head, ceil_div(source.shape[2], BLOCK))
             exponent = unit_exponent(most)
             inverse = power_of_two(uint32(uint32(254) - exponent))
-            if thread == 0 and (has_blocks or block == 0):
-                units[which][0, line, block] = power_of_two(exponent)
+            if thread == 0 and (has_blocks or part == 0):
+                units[which][0, line, part] = power_of_two(exponent)
             if row < source.shape[2]:
                 address = global_address(target) + b * target.strides[0] + h * target.strides[1]
                 address += row * target.strides[2] + PIECE * lane
@@ -203,59 +150,70 @@ def rows_kernel(count: int, width: int, dtype: str, has_hadamard: bool, has_bloc
     targets = types.UniTuple(types.Array(uint8, 4, "A"), count)
     signs, three = types.Array(uint32, 1, "C"), array_type(FLOAT32, 3)
     units = types.UniTuple(three, count)
-    signature = void(sources, targets, numbers, numbers, signs, int64, three, units)
+    signature = void(sources, targets, numbers, numbers, signs, three, units, int64)
     return Kernel(float8_rows, signature, THREADS, resident=2)
 
 
 @cache
 def values_kernel(width: int, dtype: str) -> Kernel:
-    """Return the kernel that rounds values and writes them transposed.
+    """Return the kernel that measures values, rounds them and writes them transposed.
 
     Args:
         width: Columns with padding, a multiple of 16.
         dtype: "float16" or "bfloat16".
     """
-    load_piece = make_load_piece(dtype)
+    load_piece, threads = make_load_piece(dtype), 2 * width
+    note_max, head_max = make_note_max(threads), make_head_max(threads)
 
-    def float8_values(source, target, heads, parts, largest, units):
+    @device_function
+    def load(x, words, source, b, h, first, place, column):
+        for e in range(WORD_KEYS):
+            row = first + 8 * (e // 2) + 2 * place + e % 2
+            load_piece(x, PIECE * e, words, source, b, h, row, column)
+
+    def float8_values(source, target, heads, words_of_heads, units, lag):
         """Fill target and units.
 
         Computes: target[b, h, column, 16 g + 4 c + e] = v[b, h, 16 g + 8 (e // 2) + 2 c + e % 2, column]
             / unit in e4m3, zeros beyond the last key
         Source: none; see the module
-        Grid: (blocks of 128 keys, batch * heads)
+        Grid: (blocks of 128 keys, batch * heads + lag), see ``head_maximum``
         Block: (2 * width,): a warp has 16 columns
         One thread does: 4 keys by 16 columns
-        Shared: none
+        Shared: two numbers a warp
         Registers: x (64,), four keys of 16 columns
-        Global traffic: reads v once, writes half as much
+        Global traffic: reads v twice, the second time from L2; writes half as much
         Needs: cc 8.9: conversion to e4m3; rows of whole vectors
         """
-        line, thread, block = int64(cuda.blockIdx.y), cuda.threadIdx.x, int64(cuda.blockIdx.x)
-        b, h, lane = line // heads, line % heads, thread % WARP
-        group, place, column = lane // LANES, lane % LANES, thread // WARP * PIECE
+        thread, line, part = cuda.threadIdx.x, cuda.blockIdx.y, cuda.blockIdx.x
+        place, column = thread % LANES, thread // WARP * PIECE
+        first = part * BLOCK + GROUP * (thread % WARP // LANES)
         x = cuda.local.array(_OWN_VALUES, float32)  # (4 keys, 16 columns)
         words = cuda.local.array(4, uint32)  # (4,)
-        exponent = unit_exponent(measured(largest, 0, line, parts))
-        inverse = power_of_two(uint32(uint32(254) - exponent))
-        if thread == 0 and block == 0:
-            units[0, line, 0] = power_of_two(exponent)
-        first = block * BLOCK + GROUP * group
-        for e in range(WORD_KEYS):
-            row = first + 8 * (e // 2) + 2 * place + e % 2
-            load_piece(x, PIECE * e, words, source, b, h, row, column)
-        address = global_address(target) + b * target.strides[0] + h * target.strides[1]
-        address += column * target.strides[2] + first + WORD_KEYS * place
-        for j in range(PIECE):
-            word = pack_e4m3(
-                scaled(x[j], inverse), scaled(x[PIECE + j], inverse),
-                scaled(x[2 * PIECE + j], inverse), scaled(x[3 * PIECE + j], inverse),
-            )  # fmt: skip
-            st_global(address + j * target.strides[2], word)
+        if line < units.shape[1]:
+            (b, h), head = batch_and_head(line, heads), head_address(words_of_heads, 2, line)
+            load(x, words, source, b, h, first, place, column)
+            note_max(largest_of(x, 0, _OWN_VALUES, _ZERO), head + WORD * part)
+        line -= lag
+        if line >= 0:
+            (b, h), head = batch_and_head(line, heads), head_address(words_of_heads, 2, line)
+            load(x, words, source, b, h, first, place, column)
+            exponent = unit_exponent(head_max(head, cuda.gridDim.x))
+            inverse = power_of_two(uint32(uint32(254) - exponent))
+            if thread == 0 and part == 0:
+                units[0, line, 0] = power_of_two(exponent)
+            address = global_address(target) + b * target.strides[0] + h * target.strides[1]
+            address += column * target.strides[2] + first + WORD_KEYS * place
+            for j in range(PIECE):
+                word = pack_e4m3(
+                    scaled(x[j], inverse), scaled(x[PIECE + j], inverse),
+                    scaled(x[2 * PIECE + j], inverse), scaled(x[3 * PIECE + j], inverse),
+                )  # fmt: skip
+                st_global(address + j * target.strides[2], word)
 
     target, three = types.Array(uint8, 4, "A"), array_type(FLOAT32, 3)
-    signature = void(array_type(BITS, 4), target, int64, int64, three, three)
-    return Kernel(float8_values, signature, 2 * width)
+    signature = void(array_type(BITS, 4), target, int64, three, three, int64)
+    return Kernel(float8_values, signature, threads, resident=768 // threads)
 
 
 class Quantised(NamedTuple):
@@ -287,17 +245,7 @@ def quantise(
     leads = [_own_lead(array) for array in (q, k, v)]
     lines, heads = ((*(math.prod(x) for x in leads),), (*(x[1] for x in leads),))
     q_blocks, k_blocks = (PLAIN.ceil_div(array.shape[2], BLOCK) for array in (q, k))
-
-    def measured_heads(which: slice, width: int, has_hadamard: bool) -> Any:
-        sources, own = (q, k, v)[which], lines[which]
-        parts = min(max(PLAIN.ceil_div(array.shape[2], BLOCK) for array in sources), PARTS)
-        count, most = len(sources), max(own)
-        largest = empty_device((count, most, parts), FLOAT32)
-        kernel = measure_kernel(count, width, dtype, has_hadamard)
-        kernel[(count * parts, most), THREADS](sources, own, heads[which], signs, largest)
-        return largest
-
-    of_rows, of_values = slice(0, 2), slice(2, 3)
+    of_rows = slice(0, 2)
     numbers = tuple(
         empty_device((*lead, array.shape[2], head), _BYTE)
         for lead, array in zip(leads[of_rows], (q, k), strict=True)
@@ -306,18 +254,18 @@ def quantise(
         empty_device((1, own, blocks if how.has_blocks else 1), FLOAT32)
         for own, blocks in zip(lines[of_rows], (q_blocks, k_blocks), strict=True)
     )
-    # Blocks of rows measure themselves.
-    largest = units[0] if how.has_blocks else measured_heads(of_rows, head, how.has_hadamard)
-    rows_kernel(2, head, dtype, how.has_hadamard, how.has_blocks)[
-        (2 * max(q_blocks, k_blocks), max(lines[of_rows])), THREADS
-    ](
-        (q, k), numbers, lines[of_rows], heads[of_rows], signs, largest.shape[2], largest, units
-    )  # fmt: skip
-    largest = measured_heads(of_values, value, False)
+    blocks = max(q_blocks, k_blocks)
+    words = head_words(len(lines), max(lines), blocks)
+    lag = 0 if how.has_blocks else lag_of(2 * blocks)
+    grid = 2 * blocks, max(lines[of_rows]) + lag
+    rows_kernel(2, head, dtype, how.has_hadamard, how.has_blocks)[grid, THREADS](
+        (q, k), numbers, lines[of_rows], heads[of_rows], signs, words, units, lag
+    )
     turned = empty_device((*leads[2], value, k_blocks * BLOCK), _BYTE)
     unit = empty_device((1, lines[2], 1), FLOAT32)
-    values_kernel(value, dtype)[(k_blocks, lines[2]), 2 * value](
-        v, turned, heads[2], largest.shape[2], largest, unit
+    lag = lag_of(k_blocks)
+    values_kernel(value, dtype)[(k_blocks, lines[2] + lag), 2 * value](
+        v, turned, heads[2], words, unit, lag
     )
     return (
         Quantised(numbers[0], units[0]),

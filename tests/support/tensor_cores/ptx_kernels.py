@@ -275,7 +275,9 @@ def _relaxed() -> Case:
         x = words(rng, WARP, 1)
         return [x], np.zeros((WARP, 1), np.uint32), x, 0
 
-    return Case("ld_relaxed, st_relaxed", kernel, void(WORDS, WORDS), (7, 0), "ld.relaxed.gpu", make)
+    return Case(
+        "ld_relaxed, st_relaxed", kernel, void(WORDS, WORDS), (7, 0), "ld.relaxed.gpu", make
+    )
 
 
 # -- fragments -----------------------------------------------------------------------------------

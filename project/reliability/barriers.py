@@ -36,9 +36,7 @@ TESTED_BY = {
         "attention/flash3_wgmma/forward/consumer", "attention/flash3_wgmma/forward/producer",
         "attention/flash3_wgmma/forward/scheduler", "device/pipeline",
     ): ("tests/structure/emulated/test_flash3", "tests/structure/emulated/test_flash3_options"),
-    (
-        "attention/flash3_wgmma/float8/consumer", "attention/flash3_wgmma/float8/quantise",
-    ): ("tests/structure/emulated/test_float8",),
+    ("attention/flash3_wgmma/float8/consumer",): ("tests/structure/emulated/test_float8",),
     (
         "attention/flash3_wgmma/backward/dkdv_consumer",
         "attention/flash3_wgmma/backward/dkdv_producer",
@@ -50,7 +48,7 @@ TESTED_BY = {
     (
         "attention/flash2_mma/forward", "attention/flash2_mma/dkdv", "attention/flash2_mma/dq",
         "attention/flash2_mma/dkdv_wide_heads",
-        "attention/flash2_mma/tiles", "attention/flash2_mma/split_operands",
+        "attention/flash2_mma/tiles", "device/head_maximum",
     ): ("tests/structure/emulated/test_flash2_mma", "tests/structure/emulated/test_split_operands"),
     (
         "matmul/wgmma", "matmul/epilogue", "matmul/mma", "matmul/operands"

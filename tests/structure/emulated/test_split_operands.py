@@ -20,6 +20,7 @@ from kernels.cuda.attention.flash2_mma.forward import forward_kernel
 from kernels.cuda.attention.flash2_mma.split_operands import split_operands
 from kernels.cuda.device.shared_tiles import round_up
 from kernels.cuda.ptx.emulated.numbers import from_bits
+from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.problem.operands import make_operands
 from kernels.runtime.dtypes import FLOAT32
 from kernels.scores.program import PLAIN, Features
@@ -134,6 +135,25 @@ def test_what_was_summed_weighs_the_same_after_each_new_maximum(width: int) -> N
     lse = run_on_gpu(case, "flash2_mma")["lse"]
     wanted = case.oracle()["lse"]
     assert np.abs(lse - wanted).max() <= 2.0**-22 * np.abs(wanted).max()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", [(4, 16, 512, 64), (1, 1, 16400, 64), (1, 2, 2000, 200)])
+def test_blocks_of_a_gpu_agree_on_the_largest_number_of_a_head(
+    shape: tuple[int, int, int, int],
+) -> None:
+    rng = np.random.default_rng(0)
+    array = rng.standard_normal(shape) * 10.0 ** rng.uniform(-3, 3, (*shape[:2], 1, 1))
+    array = array.astype(np.float32)
+    largest, operand = np.abs(array).max(axis=(-1, -2)), to_device(array)
+    width, first = 16 * -(-shape[-1] // 16), None
+    for _ in range(20):  # blocks come in another order each time
+        splits = split_operands((operand, operand), (width, width), NUMBERS["float32"])
+        for one in splits:
+            bits, unit = to_host(one.bits), to_host(one.unit)
+            assert (np.frexp(largest / unit)[1] == 15).all()  # from 2**14 up to 2**15
+            first = bits if first is None else first
+            np.testing.assert_array_equal(bits, first)
 
 
 def test_a_head_that_is_repeated_is_split_once() -> None:

@@ -48,7 +48,7 @@ TESTED_BY = {
     (
         "attention/flash2_mma/forward", "attention/flash2_mma/dkdv", "attention/flash2_mma/dq",
         "attention/flash2_mma/dkdv_wide_heads",
-        "attention/flash2_mma/tiles", "device/head_maximum",
+        "attention/flash2_mma/tiles",
     ): ("tests/structure/emulated/test_flash2_mma", "tests/structure/emulated/test_split_operands"),
     (
         "matmul/wgmma", "matmul/epilogue", "matmul/mma", "matmul/operands"

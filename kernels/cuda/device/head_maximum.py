@@ -17,7 +17,7 @@ from numba import float32
 from kernels.common.geometry import ceil_div
 from kernels.cuda.device.memory import fill
 from kernels.cuda.device.per_device import multiprocessors
-from kernels.cuda.device.row_folds import warp_max
+from kernels.cuda.device.row_folds import RowBlock, make_row_folds
 from kernels.cuda.ptx.copies import global_address, ld_relaxed, st_relaxed
 from kernels.cuda.ptx.numbers import bits_of, float_of
 from kernels.cuda.runtime.arrays import empty_device
@@ -61,34 +61,13 @@ def largest_of(x, first, count, most):
 
 
 @cache
-def make_block_max(threads: int) -> Callable[..., Any]:
-    """Return ``block_max(x, shared)``: the maximum over the threads of a block, in each.
-
-    ``shared`` is (threads / 32,) float32 in shared memory that nothing else has used since a barrier.
-    """
-    warps = threads // WARP
-
-    @device_function
-    def block_max(x, shared):
-        x = warp_max(x)
-        if cuda.threadIdx.x % WARP == 0:
-            shared[cuda.threadIdx.x // WARP] = x
-        cuda.syncthreads()  # every warp's number is there
-        for i in range(warps):
-            x = max(x, shared[i])
-        return x
-
-    return block_max
-
-
-@cache
 def make_note_max(threads: int) -> Callable[..., None]:
     """Return ``note_max(x, at)``: store the maximum over the threads of a block as that of a part."""
-    block_max, warps = make_block_max(threads), threads // WARP
+    (block_max, _), warps = make_row_folds(RowBlock(threads, 1)), threads // WARP
 
     @device_function
     def note_max(x, at):
-        x = block_max(x, cuda.shared.array(warps, float32))
+        x = block_max(cuda.shared.array(warps, float32), x)
         if cuda.threadIdx.x == 0:
             st_relaxed(at, bits_of(x) | _STORED)
 
@@ -98,7 +77,7 @@ def make_note_max(threads: int) -> Callable[..., None]:
 @cache
 def make_head_max(threads: int) -> Callable[..., Any]:
     """Return ``head_max(at, parts)``: the maximum of a head's parts, as soon as all have been stored."""
-    block_max, warps = make_block_max(threads), threads // WARP
+    (block_max, _), warps = make_row_folds(RowBlock(threads, 1)), threads // WARP
 
     @device_function
     def head_max(at, parts):
@@ -108,6 +87,6 @@ def make_head_max(threads: int) -> Callable[..., Any]:
             while word == 0:
                 word = ld_relaxed(at + WORD * i)
             most = max(most, abs(float_of(word)))
-        return block_max(most, cuda.shared.array(warps, float32))
+        return block_max(cuda.shared.array(warps, float32), most)
 
     return head_max

@@ -32,12 +32,12 @@ from kernels.cuda.device.head_maximum import (
     head_words,
     lag_of,
     largest_of,
-    make_block_max,
     make_head_max,
     make_note_max,
 )
 from kernels.cuda.device.memory import device_constant
 from kernels.cuda.device.one_source import batch_and_head, ceil_div
+from kernels.cuda.device.row_folds import RowBlock, make_row_folds
 from kernels.cuda.ptx.copies import global_address, st_global, st_global_v4
 from kernels.cuda.ptx.numbers import bits_of, float_of, pack_e4m3
 from kernels.cuda.runtime.arrays import empty_device
@@ -89,7 +89,7 @@ def rows_kernel(count: int, width: int, dtype: str, has_hadamard: bool, has_bloc
         has_blocks: A unit for each block of rows; else one for each head.
     """
     load_row, own = make_load_row(width, dtype, has_hadamard), width // LANES
-    block_max, note_max = make_block_max(THREADS), make_note_max(THREADS)
+    (block_max, _), note_max = make_row_folds(RowBlock(THREADS, 1)), make_note_max(THREADS)
     head_max, warps = make_head_max(THREADS), THREADS // WARP
 
     def float8_rows(sources, targets, lines, heads, signs, words_of_heads, units, lag):
@@ -126,7 +126,7 @@ def rows_kernel(count: int, width: int, dtype: str, has_hadamard: bool, has_bloc
             b, h = batch_and_head(line, heads[which])
             load_row(x, words, source, b, h, row, lane, signs)
             if has_blocks:
-                most = block_max(largest_of(x, 0, own, _ZERO), cuda.shared.array(warps, float32))
+                most = block_max(cuda.shared.array(warps, float32), largest_of(x, 0, own, _ZERO))
             else:
                 head = head_address(words_of_heads, which, line)
                 most = head_max(head, ceil_div(source.shape[2], BLOCK))

@@ -51,7 +51,7 @@ BATCH = 4
 #: Pieces that a thread holds, and blocks of a multiprocessor.
 HELD, RESIDENT = 4, 4
 #: Words of a head: its largest norm, its unit, and those of its parts.
-NORM, UNIT, OWN = range(3)
+NORM, UNIT, PARTS = range(3)
 #: Exponents with their bias: a scaled number is below 2**15, and no scale or unit is subnormal.
 _SCALED, _LEAST = 268, 15
 
@@ -193,7 +193,7 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers, has_norms
     rows, held = HELD * step_rows, HELD * PIECE
     split_piece = _make_split_piece(numbers)
     note_max, head_max = make_note_max(threads), make_head_max(threads)
-    zero, inf, unit_at, norm_at, parts_at = _ZERO, _INF, *(WORD * at for at in (UNIT, NORM, OWN))
+    zero, inf, unit_at, norm_at, parts_at = _ZERO, _INF, *(WORD * at for at in (UNIT, NORM, PARTS))
 
     @device_function
     def load(x, words, source, is_vector, b, h, row, start, stop, piece):
@@ -217,8 +217,8 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers, has_norms
         One thread does: a piece of some rows
         Shared: two numbers a warp
         Registers: x (HELD * PIECE,), and the terms of a piece
-        Global traffic: reads each operand twice, the second time from L2; writes the terms, and for
-            each head its unit and norm and a number for each part
+        Global traffic: reads each operand twice, the second time mostly from L2; writes the terms, and
+            for each head its unit and norm and a number for each part
         Needs: compute capability 8.0
         """
         thread, line = cuda.threadIdx.x, cuda.blockIdx.y
@@ -270,13 +270,9 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers, has_norms
                     if thread % WARP == 0:
                         red_max(head + norm_at, float32(largest_square**0.5))
 
-    sources, numbers_of = (
-        types.UniTuple(array_type(FLOAT32, 4), count),
-        types.UniTuple(int64, count),
-    )
-    targets = types.UniTuple(array_type(BITS, 4), split)
-    words = array_type(FLOAT32, 3)
-    signature = void(sources, int64, numbers_of, numbers_of, targets, words, int64)
+    sources, bounds = types.UniTuple(array_type(FLOAT32, 4), count), types.UniTuple(int64, count)
+    targets, words = types.UniTuple(array_type(BITS, 4), split), array_type(FLOAT32, 3)
+    signature = void(sources, int64, bounds, bounds, targets, words, int64)
     return Kernel(split_heads, signature, threads, resident=RESIDENT)
 
 
@@ -312,7 +308,7 @@ def split_operands(
     starts, stops = zip(*(rows or [(0, array.shape[2]) for array in own]), strict=True)
     parts = PLAIN.ceil_div(seq, HELD * THREADS // lanes)
     vectors = sum(are_vectors(array) << i for i, array in enumerate(own))
-    step = OWN + parts
+    step = PARTS + parts
     words = head_words(count, lines, step)
     kernel = split_kernel(count, split, lanes, numbers, has_norms)
     lag = lag_of(count * parts)

@@ -103,7 +103,8 @@ def rows_kernel(count: int, width: int, dtype: str, has_hadamard: bool, has_bloc
         One thread does: a fourth of a row
         Shared: two numbers a warp
         Registers: x (width / 4,)
-        Global traffic: reads each operand once, or twice, the second time from L2; writes half as much
+        Global traffic: reads each operand once, or twice, the second time mostly from L2; writes half
+            as much
         Needs: cc 8.9: conversion to e4m3; rows of whole vectors
         """
         thread, line = cuda.threadIdx.x, cuda.blockIdx.y
@@ -182,7 +183,7 @@ def values_kernel(width: int, dtype: str) -> Kernel:
         One thread does: 4 keys by 16 columns
         Shared: two numbers a warp
         Registers: x (64,), four keys of 16 columns
-        Global traffic: reads v twice, the second time from L2; writes half as much
+        Global traffic: reads v twice, the second time mostly from L2; writes half as much
         Needs: cc 8.9: conversion to e4m3; rows of whole vectors
         """
         thread, line, part = cuda.threadIdx.x, cuda.blockIdx.y, cuda.blockIdx.x

@@ -276,7 +276,7 @@ def _relaxed() -> Case:
         return [x], np.zeros((WARP, 1), np.uint32), x, 0
 
     return Case(
-        "ld_relaxed, st_relaxed", kernel, void(WORDS, WORDS), (7, 0), "ld.relaxed.gpu", make
+        "ld_relaxed, st_relaxed", kernel, void(WORDS, WORDS), (7, 5), "ld.relaxed.gpu", make
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -146,6 +147,14 @@ def test_the_kernel_before_them_spills_nothing(vectors: bool, is_packed: bool) -
     assert found.registers <= 64  # four blocks of a multiprocessor
 
 
+def less_logarithm(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return score - 0.3 * math.log(1.0 + abs(row - col))
+
+
+def one(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return 1.0
+
+
 #: Options that take most of the registers, each with the heads for which it does.
 WITH_OPTIONS = {
     "dropout": (Features(dropout=True), Widths(64, 64)),
@@ -155,6 +164,8 @@ WITH_OPTIONS = {
     "softcap, packed": (Features(softcap=True, packed=True), Widths(64, 64)),
     "whole tiles": (Features(block_mask=True, whole_tiles=True), Widths(64, 64)),
     "wide whole tiles": (Features(block_mask=True, whole_tiles=True), Widths(128, 128)),
+    "wide partial tiles": (Features(block_mask=True), Widths(128, 128)),
+    "long function": (Features(score_mod=less_logarithm, derivative=one), Widths(128, 128)),
 }
 
 
@@ -172,3 +183,15 @@ def test_no_product_waits_for_the_last_with_options(name: str, adds_dq: bool) ->
         # Numbers of an item, some more or less by the compiler's version; with tiles too large twice that.
         assert found.spilled <= 288
         assert kernel.threads * found.registers <= REGISTERS
+
+
+@needs_ptxas
+@pytest.mark.parametrize("name", ["mask", "wide partial tiles", "long function"])
+def test_no_product_of_the_kernel_of_dq_waits_for_the_last_with_options(name: str) -> None:
+    features, widths = WITH_OPTIONS[name]
+    kernel = dq_kernel(query_layout(widths), widths, "bfloat16", features)
+    found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
+    assert not found.warnings
+    assert found.local <= found.spilled + 32
+    assert found.spilled <= 32
+    assert kernel.threads * found.registers <= REGISTERS

@@ -181,6 +181,7 @@ def make_consume(
     row_base = make_row_base(features.packed)
     scale_of, factor_of, slope_scale_of = elements.scale, elements.factor, elements.slope_scale
     words, own_of, has_patterns = elements.words, line_of(features), features.has_patterns
+    fetch_bits = elements.fetch_bits
     weigh, slope_of = make_passes(features, block_k, block_q, dtype, True, has_dv)
     clear_q, clear_dout = (
         make_clear_rows(consumer_threads, block_q, n)
@@ -229,6 +230,12 @@ def make_consume(
         bar_sync(CONSUMERS_BARRIER, consumer_threads)  # dS is whole
 
     @device_function
+    def fetch(seen, mask_words, entry, lane, own_row, own_col, own, extras):
+        row = int32(tile_of(entry, extras) * block_q)
+        place = LanePlace(lane, int32(row + own_row), own_col, own)
+        fetch_bits(seen, mask_words, pattern_of(entry, extras), place, extras)
+
+    @device_function
     def consume(
         me, memory, dk_map, dv_map, lse, dq_sum, shape, scale, schedule, mask_words, extras
     ):
@@ -270,6 +277,7 @@ def make_consume(
                 wait(queries, q_at)  # Q_i, L_i are there
                 wgmma_fence()
                 issue_scores(s, k_desc, queries, q_at)
+                fetch(seen, mask_words, first, lane, own_row, own_col, own, extras)
                 wait_for_all()  # S is there
             for n in range(int32(stop - first)):
                 row = int32(tile_of(first + n, extras) * block_q)
@@ -331,6 +339,9 @@ def make_consume(
                 if n + 1 < stop - first:
                     wait(queries, q_at)  # Q_i is there
                 issue_scores(s, k_desc, queries, q_at)
+                # Read while the products run; after the last one nobody's, too.
+                entry = int32(min(first + n + 1, stop - 1))
+                fetch(seen, mask_words, entry, lane, own_row, own_col, own, extras)
                 if adds_dq:
                     wait_but_two()  # dQ is done
                     slot = int64(visit.y) * (lse.shape[1] // block_q) + (base + row) // block_q

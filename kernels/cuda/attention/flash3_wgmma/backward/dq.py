@@ -176,8 +176,15 @@ def _make_consume(
     factor_of, slope_scale_of = elements.factor, elements.slope_scale
     words, own_of, has_patterns = elements.words, line_of(features), features.has_patterns
     weigh, slope_of = make_passes(features, block_q, block_k, dtype, False)
+    fetch_bits = elements.fetch_bits
     is_packed = features.packed
     clear_keys = make_clear_rows(consumer_threads, block_k, widths.head_panels)
+
+    @device_function
+    def fetch(seen, mask_words, entry, lane, own_row, own, extras):
+        col = int32(tile_of(entry, extras) * block_k)
+        place = LanePlace(lane, own_row, int32(col + 2 * (lane % 4)), own)
+        fetch_bits(seen, mask_words, pattern_of(entry, extras), place, extras)
 
     @device_function
     def consume(me, memory, dq_map, lse, delta, shape, scale, schedule, mask_words, extras):
@@ -218,6 +225,7 @@ def _make_consume(
                 wgmma_fence()
                 multiply_qk(s, q_desc, descriptor(along, tile_at(keys, k_at)))
                 wgmma_commit_group()
+                fetch(seen, mask_words, int32(stop - 1), lane, own_row, own, extras)
                 wait_for_all()  # S is there
                 left = int32(visit.cols - tile_of(stop - 1, extras) * block_k)
                 if is_packed and left < block_k:  # the rest is the next sequence's
@@ -260,6 +268,9 @@ def _make_consume(
                 # 15: dQ_i = dQ_i + dS K_j
                 accumulate(dq_acc, ds, descriptor(across, tile_at(keys, before)), n)
                 wgmma_commit_group()
+                # Read while the products run; after the last one nobody's, too.
+                entry = int32(max(stop - 2 - n, first))
+                fetch(seen, mask_words, entry, lane, own_row, own, extras)
                 wait_but_one()  # the next S is there; dS K may go on
             wait_for_all()  # dQ is whole, and the last keys were read
             if first < stop:

@@ -17,6 +17,7 @@ from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elem
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import lane_offset_of
 from kernels.cuda.attention.flash3_wgmma.score_terms import distance_of, edge_at, element_of
 from kernels.cuda.attention.flash3_wgmma.tiles import make_hide, make_hide_pairs, make_pack
+from kernels.cuda.device.emitted import unrolled
 from kernels.cuda.ptx.copies import ld_shared_v2
 from kernels.cuda.ptx.numbers import ex2
 from kernels.cuda.runtime.kernel import WORD, device_function
@@ -34,8 +35,9 @@ class Passes(NamedTuple):
 
     Attributes:
         weigh: ``(s, p, kept, seen, mask_words, numbers, factor, whole, pattern, place, extras)``: of the
-            products in ``s`` P · slope, and by keys in ``p`` the pairs P ∘ Z; ``whole`` means that the
-            bounds hide none of the tile, a ``pattern`` of 0 that the block mask hides none.
+            products in ``s`` P · slope, and by keys in ``p`` the pairs P ∘ Z; ``seen`` has the bits of
+            the tile; ``whole`` means that the bounds hide none of it, a ``pattern`` of 0 that the block
+            mask hides none.
         slope: ``(s, dp, kept, numbers, whole, place, extras)``: of dP in ``dp`` dS.
     """
 
@@ -61,10 +63,9 @@ def make_passes(
     hide, hide_pairs = make_hide(cols, by_keys), make_hide_pairs(cols)
     pack_tile, elements = make_pack(dtype, cols), make_elements(features, rows, cols, by_keys)
     pack = elements.pack[dtype]
-    set_visible, weigh_one = elements.set_visible, elements.weigh
-    drop, slope_one = elements.drop, elements.slope
+    weigh_one, drop, slope_one = elements.weigh, elements.drop, elements.slope
     element = element_of(features, by_keys)
-    draw, has_seen = elements.draw, elements.has_seen
+    draw, fetch_pairs = elements.draw, elements.fetch_pairs
     is_plain, distance_from = not makes_elements(features), distance_of(features)
     lane_offset = lane_offset_of(by_keys)
     has_lists_alone = not is_plain and features.of_elements == PLAIN
@@ -91,24 +92,28 @@ def make_passes(
             for i in range(4):
                 s[t, i] = ex2(s[t, i] * factor - (high if second(i) else low))
 
+    def weigh_pairs(s, bits, t, given):
+        p, kept, numbers, factor, place, distance, extras = given
+        low, high = pair_of(numbers, t)
+        w = cuda.local.array(4, float32)  # (4,)
+        for i in range(4):
+            at = element(place, distance, bits, t, i)
+            shift = high if second(i) else low
+            weight, bent = weigh_one(s[t, i] * factor, shift, at, extras)
+            w[i], s[t, i] = drop(weight, bent, kept, t, i)
+        if packs:
+            p[t // 2, 2 * (t % 2)] = pack(w[0], w[1])
+            p[t // 2, 2 * (t % 2) + 1] = pack(w[2], w[3])
+
+    weigh_all = unrolled(tiles, weigh_pairs)
+
     @device_function
-    def weigh_each(s, p, kept, seen, mask_words, numbers, factor, pattern, place, extras):
+    def weigh_each(s, p, kept, seen, mask_words, numbers, factor, place, extras):
         lane, row, col, line = place
         distance, (down, right) = distance_from(place, extras), lane_offset(lane)
         draw(kept, lane, line.flat, int32(row - down), int32(col - right), extras)
-        if has_seen:
-            set_visible(seen, mask_words, pattern, place, extras)
-        w = cuda.local.array(4, float32)  # (4,)
-        for t in range(tiles):
-            low, high = pair_of(numbers, t)
-            for i in range(4):
-                at = element(place, distance, seen, t, i)
-                shift = high if second(i) else low
-                weight, bent = weigh_one(s[t, i] * factor, shift, at, extras)
-                w[i], s[t, i] = drop(weight, bent, kept, t, i)
-            if packs:
-                p[t // 2, 2 * (t % 2)] = pack(w[0], w[1])
-                p[t // 2, 2 * (t % 2) + 1] = pack(w[2], w[3])
+        fetch_pairs(seen, mask_words, place, extras)
+        weigh_all(s, seen, (p, kept, numbers, factor, place, distance, extras))
 
     @device_function
     def weigh(s, p, kept, seen, mask_words, numbers, factor, whole, pattern, place, extras):
@@ -117,7 +122,7 @@ def make_passes(
             if not is_plain and packs:
                 pack_tile(p, s)
         else:
-            weigh_each(s, p, kept, seen, mask_words, numbers, factor, pattern, place, extras)
+            weigh_each(s, p, kept, seen, mask_words, numbers, factor, place, extras)
         if by_keys and not whole:
             edge = edge_at(place, extras)
             hide(s, edge)

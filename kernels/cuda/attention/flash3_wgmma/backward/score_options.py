@@ -31,7 +31,6 @@ from kernels.cuda.attention.flash3_wgmma.dropout_bits import (
 )
 from kernels.cuda.attention.flash3_wgmma.packed_mask import (
     ALL,
-    has_words,
     make_bring_pairs,
     make_pattern_word,
     make_words_place,
@@ -52,12 +51,11 @@ class Elements(NamedTuple):
     Attributes:
         factor: ``(extras)``: what products are multiplied by, beside scale, for ``weigh``.
         words: Of bits of a lane's elements, and behind them of a floating mask of 16 bits.
-        has_seen: There are words that ``set_visible`` sets.
         draw: ``(kept, lane, flat, row, col, extras)``: set the bits of what dropout keeps, of the warp's 16
             rows or keys.
-        set_visible: ``(seen, mask_words, pattern, place, extras)``: set those of visible elements and load
-            the words of a floating mask of 16 bits; ``place`` is a ``score_terms.LanePlace``, ``pattern``
-            the number of the tile's words in the block mask.
+        fetch_bits: ``(seen, mask_words, pattern, place, extras)``: set those of visible elements; ``place``
+            is a ``score_terms.LanePlace``, ``pattern`` the number of the tile's words in the block mask.
+        fetch_pairs: ``(seen, mask_words, place, extras)``: load the words of a floating mask of 16 bits.
         weigh: ``(product, shift, place, extras)``: P and P · slope, ``place`` being a
             ``score_terms.ElementPlace``.
         drop: ``(p, bent, kept, t, i)``: of P and P · slope what ``pack`` makes P ∘ Z of, and what stays.
@@ -70,9 +68,9 @@ class Elements(NamedTuple):
 
     factor: Callable[..., Any]
     words: int
-    has_seen: bool
     draw: Callable[..., None]
-    set_visible: Callable[..., None]
+    fetch_bits: Callable[..., None]
+    fetch_pairs: Callable[..., None]
     weigh: Callable[..., Any]
     drop: Callable[..., Any]
     slope: Callable[..., Any]
@@ -168,17 +166,17 @@ def make_elements(features: Features, rows: int, cols: int, by_keys: bool) -> El
     def slope_scale(extras):
         return scale(extras) * half if marks else scale(extras)
 
+    fetch_bits, fetch_pairs = _make_fetch(features, (rows, cols), by_keys, target)
     return Elements(
-        factor, seen_words(features, cols), features.has_lists or has_words(features), draw,
-        _make_set_visible(features, (rows, cols), by_keys, target), weigh, drop, slope,
+        factor, seen_words(features, cols), draw, fetch_bits, fetch_pairs, weigh, drop, slope,
         PACK_POSITIVE if marks else PACK, scale, slope_scale,
     )  # fmt: skip
 
 
-def _make_set_visible(
+def _make_fetch(
     features: Features, tile: tuple[int, int], by_keys: bool, target: ScoreTarget
-) -> Callable[..., None]:
-    """Return ``Elements.set_visible``."""
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return ``Elements.fetch_bits`` and ``Elements.fetch_pairs``."""
     cols, pattern_word = tile[1], make_pattern_word(*tile)
     words, has_mask, has_pairs = bit_words(cols), features.mask == "bool", features.mask in UNPACK
     has_patterns, has_mod = features.has_patterns, features.mask_mod is not None
@@ -212,13 +210,16 @@ def _make_set_visible(
         return word
 
     @device_function
-    def set_visible(seen, mask_words, pattern, place, extras):
+    def fetch_bits(seen, mask_words, pattern, place, extras):
         # One by one: a loop that is not unrolled would put them into local memory.
         if has_bits:
             seen[0] = word_of(0, seen, mask_words, pattern, place, extras)
         if has_bits and words > 1:
             seen[1] = word_of(1, seen, mask_words, pattern, place, extras)
+
+    @device_function
+    def fetch_pairs(seen, mask_words, place, extras):
         if has_pairs:
             bring_pairs(seen, mask_words, words_place(place, extras))
 
-    return set_visible
+    return fetch_bits, fetch_pairs

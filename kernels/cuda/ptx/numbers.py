@@ -94,6 +94,11 @@ def rcp(x):
     """Return 1 / x within a unit in the last place; of a subnormal number it is infinite."""
 
 
+@instruction("fma.rn.f32 $result, $x, $y, $z;", F32, is_pure=True, x=F32, y=F32, z=F32)
+def fma(x, y, z):
+    """Return x · y + z, rounded once."""
+
+
 @instruction("lg2.approx.ftz.f32 $result, $x;", F32, is_pure=True, x=F32)
 def lg2(x):
     """Return the logarithm to base 2, of a subnormal number as of zero.

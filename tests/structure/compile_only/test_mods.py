@@ -116,6 +116,13 @@ def test_a_mod_without_float64_operands_computes_in_float32(mod: Any) -> None:
 
 
 @needs_nvvm
+def test_quotients_and_tangents_have_no_branch() -> None:
+    ptx = ptx_of(lambda score, batch, head, row, col: 30 * math.tanh(score / 30) / (row + 1))
+    assert "rcp.approx.ftz.f32" in ptx and "div." not in ptx
+    assert "bra" not in ptx
+
+
+@needs_nvvm
 def test_float64_that_a_mod_brings_stays_float64() -> None:
     assert "fma.rn.f64" in (ptx := ptx_of(in_float64)) or "mul.f64" in ptx
     assert "f64" in ptx_of(literals, FLOAT64)

@@ -10,25 +10,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numba import float32, types, void
 
 import kernels
 from kernels import launch
 from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_wgmma
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import SCHEDULER_THREAD
-from kernels.cuda.attention.flash3_wgmma.forward.score_options import tanh
 from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout
 from kernels.cuda.device.warpgroups import WARPGROUP
-from kernels.cuda.runtime.kernel import Kernel
 from kernels.problem.operands import make_operands
 from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from kernels.runtime.targets import cuda
 
 from ...support.attention.mask_mods import mask_mods
 from ...support.attention.strategies import MASK_MODS, SCORE_MODS, Case
 from ...support.emulated.gpu import held_back
-from ...support.emulated.gpu import launch as emulate
 from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper
 from ...support.emulated.target import EMULATED
 from ...support.examples import at_most
@@ -230,19 +225,3 @@ def test_all_options_together_are_the_textbooks() -> None:
     }
     case = _case(options)
     _check(case, _forward(case))
-
-
-def _tanh_kernel(x, out):
-    lane = cuda.threadIdx.x
-    out[lane] = tanh(x[lane])
-
-
-def test_tanh_is_exact_to_some_units_in_the_last_place() -> None:
-    sizes = np.geomspace(1e-6, 90, 30)
-    x = np.array([0.0, np.nan, *sizes], np.float32)
-    vector = types.Array(float32, 1, "C")
-    kernel = Kernel(_tanh_kernel, void(vector, vector), 32)
-    for sign in (1, -1):
-        out = np.zeros(32, np.float32)
-        emulate(kernel, (1, 1), sign * x, out)
-        np.testing.assert_allclose(out, np.tanh(sign * x.astype(np.float64)), 2e-6)

@@ -136,6 +136,9 @@ class Instructions:
     def rcp(self, x: Any) -> Any:
         return np.float32(1) / np.float32(x)
 
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        return emulated_numbers.fma(x, y, z)[()]
+
     def lg2(self, x: Any) -> Any:
         return emulated_numbers.lg2(x)[()]
 
@@ -275,6 +278,7 @@ INSTRUCTIONS = {
     r"cvt\.rna\.tf32": "round_tf32",
     r"ex2\.approx": "ex2",
     r"rcp\.approx": "rcp",
+    r"fma\.rn\.f32": "fma",
     r"lg2\.approx": "lg2",
     r"tanh\.approx": "tanh",
     r"\{ // philox ([\d, ]+);": "draw",

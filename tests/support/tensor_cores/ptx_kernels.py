@@ -122,6 +122,21 @@ def _reciprocal() -> Case:
     return Case("rcp", kernel, void(FLOATS, FLOATS), (7, 5), "rcp.approx.ftz.f32", make)
 
 
+def _multiplication_and_addition() -> Case:
+    def kernel(x, y, z, out):
+        lane = cuda.threadIdx.x
+        out[lane, 0] = numbers.fma(x[lane, 0], y[lane, 0], z[lane, 0])
+
+    def make(rng: Generator) -> Any:
+        x, y = rng.uniform(-2, 2, (2, WARP, 1)).astype(np.float32)
+        z = -(x * y)  # what is left is what the product lost by rounding
+        expected = (x.astype(np.float64) * y + z).astype(np.float32)
+        return [x, y, z], np.zeros_like(x), expected, 0
+
+    signature = void(FLOATS, FLOATS, FLOATS, FLOATS)
+    return Case("fma", kernel, signature, (7, 5), "fma.rn.f32", make)
+
+
 def _logarithm() -> Case:
     def kernel(x, out):
         out[cuda.threadIdx.x, 0] = numbers.lg2(x[cuda.threadIdx.x, 0])
@@ -388,6 +403,7 @@ CASES = [
     _bits(),
     _exponential(),
     _reciprocal(),
+    _multiplication_and_addition(),
     _logarithm(),
     _tanh(),
     _pairs_to_memory(),

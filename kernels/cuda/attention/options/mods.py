@@ -10,6 +10,9 @@ remainder or absolute value is emitted twice: in 32 bits, if the operands fit, a
 declared to be small, so that the compiler knows for most operands that they fit, keeps the first form, and
 drops the upper half of the sums before.  Of a product of two indices it would not know, so only the second
 form is emitted.
+
+Quotients and hyperbolic tangents of float32 come from ``device.branchless``: with the branches of CUDA's
+own functions a tanh of score / cap took 33 instructions for each element instead of 18.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
+from kernels.cuda.device.branchless import divide, tanh
 from kernels.cuda.device.emitted import CAN_EMIT, Emitted
 from kernels.cuda.device.one_source import batch_and_head
 from kernels.cuda.runtime.kernel import device_callable, device_function, scalar_type
@@ -158,6 +162,12 @@ def _with_rules(target: Any) -> Any:
     bounded: dict[Any, Any] = {}  # not negative → whether it fits in 32 bits, and these
     large: set[Any] = set()  # products of two indices, and their sums
     own.distances = {}
+    branchless = {
+        (math.tanh, _FLOAT): Emitted(lambda x: tanh(x), _FLOAT(_FLOAT)),
+        (operator.truediv, _FLOAT, _FLOAT): Emitted(
+            lambda x, y: divide(x, y), _FLOAT(_FLOAT, _FLOAT)
+        ),
+    }
 
     def fits(builder: Any, value: Any, spare: int) -> Any:
         """Tell whether a number has so many more bits than it needs; the compiler mostly knows."""
@@ -266,7 +276,11 @@ def _with_rules(target: Any) -> Any:
             small = narrow(builder, [half(builder, number), fitting])
             return narrowest(builder, values, small, found(builder, values, *args), is_signed)
 
+        def without_branch(builder: Any, values: Any, *args: Any) -> Any:
+            return branchless[key].call(target, builder, signature, values)
+
         others: dict[Any, Any] = {
+            **dict.fromkeys(branchless, without_branch),
             (abs, _WHOLE): absolute,
             **{(name, _WHOLE, _WHOLE): combined for name in _COMBINATIONS},
             **{(test, _WHOLE, _WHOLE): compared for test in _COMPARISONS},

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from numba import float32
 
-from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import offset_of
 from kernels.cuda.attention.flash3_wgmma.score_terms import (
     distance_of,
@@ -23,25 +22,10 @@ from kernels.cuda.attention.flash3_wgmma.score_terms import (
     score_target,
 )
 from kernels.cuda.attention.options.tile_scores import is_inside_columns
+from kernels.cuda.device.branchless import tanh
 from kernels.cuda.device.emitted import unrolled
-from kernels.cuda.ptx.numbers import ex2, rcp
 from kernels.cuda.runtime.kernel import device_function
 from kernels.scores.program import PLAIN, Features, make_score_program
-
-#: Coefficients of the Taylor series of tanh(x) / x in x², from the last to the first.
-_SERIES = tuple(np.float32(x) for x in (-17 / 315, 2 / 15, -1 / 3, 1.0))
-#: Below this the series is used, where its truncation error is as small as a rounding error.
-_SMALL, _TWICE_LOG2_E = np.float32(0.25), np.float32(2 * LOG2_E)
-
-
-@device_function
-def tanh(x):
-    """Return the hyperbolic tangent, to some units in the last place, without a branch."""
-    last, third, second, first = _SERIES
-    square = x * x
-    small = x * (((last * square + third) * square + second) * square + first)
-    large = float32(1) - float32(2) * rcp(ex2(x * _TWICE_LOG2_E) + float32(1))
-    return small if abs(x) < _SMALL else large
 
 
 class Elements(NamedTuple):

@@ -11,14 +11,13 @@ there.  All contestants of a row are timed in turn, and a ratio is taken within 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from operator import add, matmul
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 from bench.measuring import command_line, name_of, ratio, write_record
@@ -194,10 +193,7 @@ def table(host: list[Row], idle: list[Row]) -> str:
     for row in idle:
         name = f"d {row['head_dim']}, N {row['length']}{', causal' if row['causal'] else ''}"
         lines.append(f"| {name} | {row['forward']:.2f} | {row['backward']:.2f} |")
-    means = (
-        math.exp(sum(math.log(row[name]) for row in idle) / len(idle))
-        for name in ("forward", "backward")
-    )
+    means = (geometric_mean(row[name] for row in idle) for name in ("forward", "backward"))
     lines.append("| geometric mean | " + " | ".join(f"{mean:.3f}" for mean in means) + " |")
     return "\n".join(lines)
 

@@ -12,7 +12,6 @@ process.  PyTorch is an extra (``pip install -e '.[bench]'``); without it what i
 from __future__ import annotations
 
 import argparse
-import math
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from operator import add, matmul
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 import numba
@@ -120,7 +119,7 @@ def compared(name: str, theirs: list[float], ours: list[float]) -> Row:
 def row(figure: str, calls: list[Row] | None, value: float | None = None) -> Row:
     """Return one figure: the geometric mean of its calls, or a value; None for both where it is empty."""
     if calls:
-        value = math.exp(sum(math.log(call["ratio"]) for call in calls) / len(calls))
+        value = geometric_mean(call["ratio"] for call in calls)
     return {"figure": figure, "value": value, "calls": calls or []}
 
 
@@ -236,7 +235,7 @@ def small(torch: Any, budget: float) -> list[Row]:
             steps = {"ours": repeated(ours), "theirs": repeated(theirs)}
             times = interleaved(steps, "cpu", budget)
             found.append(compared(call, times["theirs"], times["ours"]))
-        inverse = math.exp(sum(-math.log(call["ratio"]) for call in found) / len(found))
+        inverse = 1 / geometric_mean(call["ratio"] for call in found)
         rows.append({**row(name, None, inverse), "calls": found})
     return rows
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from statistics import geometric_mean
 from typing import Any
 
-from bench.peer_figures import FIGURES, figure_of
+from bench.peer_figures import DIRECTIONS, FIGURES, figure_of
+from bench.record_files import Record
 from bench.table_cells import cell, markdown
 
-Record = dict[str, Any]
 #: Of the tables that show a part of the lengths of a record.
 LENGTHS = (1024, 8192)
 #: How the columns of PyTorch's backends are headed.
@@ -44,15 +44,10 @@ def _call(row: Record) -> str:
     return f"d {row['head_dim']}, {_mask(row)}, N {row['length']:,}"
 
 
-def _mean(ratios: Sequence[float]) -> float:
-    """Return the geometric mean."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
-
-
 def attention_ratios(record: Record) -> str:
     """Return the geometric means of PyTorch's time over ours."""
     lines = [
-        [figure.name, f"{_mean(ratios):.2f}", str(len(ratios))]
+        [figure.name, f"{geometric_mean(ratios):.2f}", str(len(ratios))]
         for figure in FIGURES
         if (ratios := figure_of(record["rows"], figure))
     ]
@@ -67,7 +62,7 @@ def attention_dense(record: Record) -> str:
     backward = {**forward, "flash3_wgmma, deterministic": "flash3_wgmma, deterministic"}
     return "\n\n".join(
         _sides(rows, direction, names, _call)
-        for direction, names in (("forward", forward), ("backward", backward))
+        for direction, names in zip(DIRECTIONS, (forward, backward), strict=True)
     )
 
 
@@ -76,7 +71,7 @@ def attention_float32(record: Record) -> str:
     rows = [row for row in _rows(record, "float32") if row["length"] in LENGTHS]
     names = {"float32": "ours, float32", "tf32": "ours, TF32"}
     names |= {name: SDPA[name] for name in ("EFFICIENT", "MATH")}
-    return "\n\n".join(_sides(rows, d, names, _call) for d in ("forward", "backward"))
+    return "\n\n".join(_sides(rows, d, names, _call) for d in DIRECTIONS)
 
 
 def attention_options(record: Record) -> str:
@@ -88,14 +83,13 @@ def attention_options(record: Record) -> str:
         return f"{row['case']}, d {row['head_dim']}"
 
     merged: dict[str, Record] = {}
-    for (
-        row
-    ) in rows:  # a boolean mask is in both groups, with other peers and a reading of ours in each
+    # A boolean mask is in both groups, with different peers and a reading of ours in each.
+    for row in rows:
         kept = merged.setdefault(call(row), {**row, "forward": {}, "backward": {}})
-        for direction in ("forward", "backward"):
+        for direction in DIRECTIONS:
             kept[direction] = {**row[direction], **kept[direction]}
     ordered = sorted(merged.values(), key=lambda row: row["head_dim"])
-    return "\n\n".join(_sides(ordered, d, names, call) for d in ("forward", "backward"))
+    return "\n\n".join(_sides(ordered, d, names, call) for d in DIRECTIONS)
 
 
 def peers(record: Record) -> str:
@@ -110,7 +104,7 @@ def peers(record: Record) -> str:
         f"{workload['heads']} heads, {workload['length']:,} keys, head_dim {workload['head_dim']}, "
         f"{dtype}. An empty cell: the backend has no such option, or cannot compile it."
     ]
-    for direction in ("forward", "backward"):
+    for direction in DIRECTIONS:
         head = [f"{direction}, ms", *(SDPA.get(name, "ours") for name in names)]
         lines = []
         for case in cases:
@@ -125,22 +119,21 @@ def user_functions(record: Record) -> str:
     """Return milliseconds of calls with a user's mask or score function, ours and FlexAttention's."""
     workload = record["workload"]
     found = {(row["case"], row["peer"]): row for row in record["rows"]}
-    directions = ("forward", "backward")
     lines, ratios = [], []
     for case in dict.fromkeys(row["case"] for row in record["rows"]):
         ours, theirs = found[case, "kernels"], found[case, "FlexAttention"]
         cells = [case + " (held out)" * ours["held_out"]]
-        for direction in directions:
+        for direction in DIRECTIONS:
             cells.append(cell(ours[direction]["ms"]["median"]))
             peer = theirs.get(direction)
             cells += [cell(peer["ms"]["median"]), f"{peer['ratio']:.2f}"] if peer else ["", ""]
         lines.append(cells)
-        if directions[0] in theirs:
-            ratios.append([theirs[direction]["ratio"] for direction in directions])
-    means = (f"{_mean(column):.2f}" for column in zip(*ratios, strict=True))
+        if "forward" in theirs:
+            ratios.append([theirs[direction]["ratio"] for direction in DIRECTIONS])
+    means = (f"{geometric_mean(column):.2f}" for column in zip(*ratios, strict=True))
     lines.append(["geometric mean", *(each for mean in means for each in ("", "", mean))])
     head = [f"head_dim {workload['head_dim']}"]
-    for direction in directions:
+    for direction in DIRECTIONS:
         head += [f"{direction}, ms: ours", "FlexAttention", "ratio"]
     return markdown(head, lines)
 
@@ -165,8 +158,8 @@ def call_overhead(record: Record) -> str:
     lines = []
     for row in idle:
         call = _call({**row, "case": "causal" if row["causal"] else "dense"})
-        lines.append([call, *(f"{row[direction]:.2f}" for direction in ("forward", "backward"))])
-    means = (_mean([row[direction] for row in idle]) for direction in ("forward", "backward"))
+        lines.append([call, *(f"{row[direction]:.2f}" for direction in DIRECTIONS)])
+    means = (geometric_mean([row[direction] for row in idle]) for direction in DIRECTIONS)
     lines.append(["geometric mean", *(f"{mean:.2f}" for mean in means)])
     head = ["one call on an idle device, cuDNN's time / ours", "forward", "backward"]
     return calls + "\n\n" + markdown(head, lines)

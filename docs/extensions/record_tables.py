@@ -17,6 +17,7 @@ import readme_table
 from bench.long_context_tables import bert_table, chapters_table, perplexity_table, stages_table
 from bench.long_range import lengths_table
 from bench.long_range_tables import results_table, steps_tables
+from bench.record_files import Record
 from bench.ring_tables import data_parallel_table, ring_table
 from bench.table_cells import cell, markdown
 from docutils import nodes
@@ -27,7 +28,6 @@ from sphinx.util.docutils import SphinxDirective
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 GPU, CPU, OTHER_GPU = "nvidia-h200", "cpu-2-cores", "nvidia-h100"
 GIGABYTE = 2**30
-Record = dict[str, Any]
 QUANTITIES = (
     ("forward_ms", "forward, ms"), ("backward_ms", "backward, ms"), ("peak_mb", "peak, MiB"),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from bench.table_cells import figure_cells
@@ -152,7 +152,7 @@ def table(rows: list[Row]) -> str:
     lines = ["| figure | reached | must | aim | | calls |", "|---|---:|---:|---:|---|---:|"]
     for figure in FIGURES:
         if ratios := figure_of(rows, figure):
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            mean = geometric_mean(ratios)
             lines.append(line(figure.name, mean, figure.must, figure.aim, len(ratios)))
     lines += accuracy(rows)
     for row in rows:

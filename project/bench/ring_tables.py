@@ -6,12 +6,11 @@ python project/bench/ring_tables.py docs/results/nvidia-h100/ring.json docs/imag
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from bench.record_files import Record
 from bench.table_cells import cell, colour_of, markdown
 from kernels.traffic.formulas import attention_backward_flops, attention_flops
 
-Record = dict[str, Any]
 PASSES = {"forward": "forward", "both": "forward and backward"}
 PEER = "PyTorch's context parallel"
 #: Curves: the name, and the times of a row.

@@ -66,7 +66,7 @@ def test_a_quotient_is_rounded_as_by_ieee_754(run: Any) -> None:
 
 
 @both
-def test_quotients_of_what_is_not_finite_or_zero(run: Any) -> None:
+def test_quotients_of_zeros_and_infinities(run: Any) -> None:
     found = [0.0, 1.0, -2.0, np.inf, -np.inf]
     x, y = np.zeros((2, WARP), np.float32)
     x[:25], y[:25] = (each.ravel() for each in np.meshgrid(found, found))

@@ -339,7 +339,7 @@ def make_consume(
                 if n + 1 < stop - first:
                     wait(queries, q_at)  # Q_i is there
                 issue_scores(s, k_desc, queries, q_at)
-                # Read while the products run; after the last one nobody's, too.
+                # Read the next tile's bits while the products run; after the last tile they are not used.
                 entry = int32(min(first + n + 1, stop - 1))
                 fetch(seen, mask_words, entry, lane, own_row, own_col, own, extras)
                 if adds_dq:

@@ -268,7 +268,7 @@ def _make_consume(
                 # 15: dQ_i = dQ_i + dS K_j
                 accumulate(dq_acc, ds, descriptor(across, tile_at(keys, before)), n)
                 wgmma_commit_group()
-                # Read while the products run; after the last one nobody's, too.
+                # Read the next tile's bits while the products run; after the last tile they are not used.
                 entry = int32(max(stop - 2 - n, first))
                 fetch(seen, mask_words, entry, lane, own_row, own, extras)
                 wait_but_one()  # the next S is there; dS K may go on

@@ -94,7 +94,7 @@ def one_pass(bound: Bound, device: str) -> None:
     """Run forward and backward once, and wait for the result."""
     bound.forward()
     bound.backward()
-    bound.release()
+    bound.clear()
     wait(device)
 
 

@@ -138,8 +138,6 @@ def step_row(
 
         return step
 
-    if compiled:
-        torch._dynamo.reset()
     steps = {name: step_of(name) for name in (OURS, *backends)}
     case: Row = {
         "batch": size.batch, "context": size.context, "layers": size.layers, "width": size.width,

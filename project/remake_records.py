@@ -6,8 +6,9 @@
     python project/remake_records.py nvidia-h200 all --into nvidia-h100    the same on another device
     python project/remake_records.py nvidia-h200 all --gpus 0 1 --compile-first 300
 
-Figures of one device can be compared when their records are from one commit.  A record that is of the
-checked out commit already is left alone, so that what was interrupted goes on.  The old record stays if
+Figures of one device can be compared when their records are from one commit.  A record names the
+last commit that changed ``kernels`` or ``minitorch``; one of the present state is left alone, so that what
+was interrupted goes on.  The old record stays if
 its command breaks off or makes fewer rows.  Several GPUs measure side by side, one record each at a time.
 On a fresh machine half of the time is spent on compiling kernels one by one: ``--compile-first`` runs all
 commands at once for some seconds before, to fill the caches of compiled kernels.
@@ -32,7 +33,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from bench.measuring import commit_of_checkout
+from bench.measuring import commit_of_library
 from bench.table_cells import markdown
 from common.command_line import FROM_ZERO, POSITIVE, OneLineParser
 from common.one_by_one import run_one_by_one
@@ -142,7 +143,7 @@ def measure(
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    found, current = records_of(args.device), commit_of_checkout()
+    found, current = records_of(args.device), commit_of_library()
     made = records_of(args.into)
     if not args.names:
         lines = [

@@ -77,9 +77,13 @@ class Contestant:
 
     def backward(self, out: Any, operands: list[Any]) -> None:
         """Compute all three gradients, from the result itself as the gradient of the result."""
+        self.forget_gradients(operands)
+        out.backward(out.detach())
+
+    def forget_gradients(self, operands: list[Any]) -> None:
+        """Free the memory of the gradients."""
         for t in operands:
             t.zero_grad_()
-        out.backward(out.detach())
 
     def wait(self) -> None:
         """Wait until everything that was asked for has been done."""
@@ -123,6 +127,11 @@ class Bound:
         """Forget the result, and what its backward pass needs: the memory is free for others."""
         self.out = None
 
+    def clear(self) -> None:
+        """Forget the gradients, too."""
+        self.release()
+        self.contestant.forget_gradients(self.operands)
+
 
 class TorchContestant(Contestant):
     """PyTorch's own scaled_dot_product_attention, by the fastest of its kernels.
@@ -146,6 +155,9 @@ class TorchContestant(Contestant):
     def backward(self, out: Any, operands: list[Any]) -> None:
         """Compute all three gradients, from the result itself as the gradient of the result."""
         self.torch.autograd.grad(out, operands, out.detach(), retain_graph=True)
+
+    def forget_gradients(self, operands: list[Any]) -> None:
+        """Do nothing: nobody keeps the gradients."""
 
     def wait(self) -> None:
         """Wait until everything that was asked for has been done."""

@@ -264,20 +264,24 @@ def versions() -> dict[str, str]:
     """Return the versions that a result depends on, with the commit of this repository."""
     loaded = ("numpy", "numba", "numba_cuda", "torch", "transformers")
     found = {name: sys.modules[name].__version__ for name in loaded if sys.modules.get(name)}
-    commit = commit_of_checkout()
+    commit = commit_of_library()
     return {"python": platform.python_version(), **found, **({"commit": commit} if commit else {})}
 
 
-def commit_of_checkout() -> str:
-    """Return the commit that is checked out, empty where git does not say.
+def commit_of_library() -> str:
+    """Return the last commit that changed the library, empty where git does not say.
 
-    The variable ``MINITORCH_COMMIT`` names that of a copy without a ``.git`` folder.
+    Records of the same commit measured the same ``kernels`` and ``minitorch``.  The variable
+    ``MINITORCH_COMMIT`` names it for a copy without a ``.git`` folder.
     """
     if named := os.environ.get("MINITORCH_COMMIT"):
         return named
     try:
         answer = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],
+            [
+                "git", "-C", str(Path(__file__).resolve().parents[2]), "log", "-1", "--format=%h",
+                "--", "kernels", "minitorch",
+            ],
             capture_output=True, check=True, text=True,
         )  # fmt: skip
     except (OSError, subprocess.CalledProcessError):

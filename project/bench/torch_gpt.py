@@ -84,6 +84,7 @@ class TorchGPT:
         self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), fused=fused)
         self._score = self.loss
         if compiled:
+            torch._dynamo.reset()  # after a model of another size it would compile for any size
             # Where a version of PyTorch breaks the graph, the functions of a layer are compiled for each.
             torch._dynamo.config.recompile_limit = 8 * len(self.layers)
             self._score = torch.compile(self.loss)

@@ -100,9 +100,7 @@ def one_pass(bound: Bound, mode: str, device: str) -> None:
     bound.forward()
     if mode == "training":
         bound.backward()
-        for operand in bound.operands:
-            operand.zero_grad_()
-    bound.release()
+    bound.clear()
     wait(device)
 
 

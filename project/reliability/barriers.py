@@ -5,7 +5,7 @@ python project/reliability/barriers.py --only attention/flash3_wgmma/backward/dq
 python project/reliability/barriers.py --schedules 5            in five orders of the threads, not in one
 
 A barrier, a wait, an arrival or a fence becomes ``pass`` in a copy of the repository, and the tests that
-run the kernels' source on the emulated GPU have to fail.  What none misses is named.
+run the kernels' source on the emulated GPU have to fail.  A removal that no test catches is named.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def without(barrier: Barrier, source: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def missed_by(barrier: Barrier, tree: Path, schedules: int) -> str:
+def caught_by(barrier: Barrier, tree: Path, schedules: int) -> str:
     """Return which test fails without a barrier, or ''.
 
     Args:
@@ -133,7 +133,7 @@ def missed_by(barrier: Barrier, tree: Path, schedules: int) -> str:
 
 
 def _try_all(barriers: list[Barrier], workers: int, schedules: int) -> list[bool]:
-    """Return whether each barrier is missed, and print by which test."""
+    """Return for each barrier whether a test catches its removal, and print which."""
     with tempfile.TemporaryDirectory() as folder:
         trees: SimpleQueue[Path] = SimpleQueue()
         for number in range(workers):
@@ -146,11 +146,11 @@ def _try_all(barriers: list[Barrier], workers: int, schedules: int) -> list[bool
         def one(barrier: Barrier) -> bool:
             tree = trees.get()
             try:
-                test = missed_by(barrier, tree, schedules)
+                test = caught_by(barrier, tree, schedules)
             finally:
                 trees.put(tree)
             print(
-                f"{barrier.file}:{barrier.first}: {barrier.text}\n    {test or 'NOT MISSED'}",
+                f"{barrier.file}:{barrier.first}: {barrier.text}\n    {test or 'NOT CAUGHT'}",
                 flush=True,
             )
             return bool(test)
@@ -160,7 +160,7 @@ def _try_all(barriers: list[Barrier], workers: int, schedules: int) -> list[bool
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Take each barrier away, and write the record; return 0 if a test missed every one."""
+    """Take each barrier away, and write the record; return 0 if tests catch every removal."""
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -182,23 +182,23 @@ def main(argv: list[str] | None = None) -> int:
             file, (ROOT / KERNELS / f"{file}.py").read_text(encoding="utf-8")
         )
     ]
-    missed = _try_all(barriers, args.workers, args.schedules)
-    print(f"{sum(missed)} of {len(missed)} are missed")
+    caught = _try_all(barriers, args.workers, args.schedules)
+    print(f"tests catch {sum(caught)} of {len(caught)} removals")
     if record:
-        unmissed = [one for one, found in zip(barriers, missed, strict=True) if not found]
+        missed = [one for one, found in zip(barriers, caught, strict=True) if not found]
         measuring.write_record(
             record,
             measuring.command_line("project/reliability/barriers.py", argv),
             measuring.name_of("cpu"),
-            statements=len(missed),
-            missed_by_a_test=sum(missed),
+            statements=len(caught),
+            caught_by_a_test=sum(caught),
             orders_of_threads=args.schedules,
             rows=[
-                {"not_missed": f"{one.file}.py, line {one.first}", "statement": f"`{one.text}`"}
-                for one in unmissed
+                {"not_caught": f"{one.file}.py, line {one.first}", "statement": f"`{one.text}`"}
+                for one in missed
             ],
         )
-    return int(not all(missed))
+    return int(not all(caught))
 
 
 if __name__ == "__main__":

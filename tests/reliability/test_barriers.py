@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "project" / "reliability"))
 
 import barriers  # noqa: E402
-from barriers import FILES, KERNELS, Barrier, barriers_of, missed_by, without  # noqa: E402
+from barriers import FILES, KERNELS, Barrier, barriers_of, caught_by, without  # noqa: E402
 
 SOURCE = """
 def kernel(x):
@@ -57,6 +57,6 @@ def test_the_test_that_misses_it_is_named(
     test = f"def test_it():\n    assert {is_there} or {not fails}\n"
     (tmp_path / "tests" / "test_a.py").write_text(test, encoding="utf-8")
     before = place.read_text(encoding="utf-8")
-    found = missed_by(Barrier("a", 5, 5, "wait_here()"), tmp_path, 2)
+    found = caught_by(Barrier("a", 5, 5, "wait_here()"), tmp_path, 2)
     assert found == ("tests/test_a.py::test_it" if fails else "")
     assert place.read_text(encoding="utf-8") == before

@@ -35,7 +35,7 @@ extensions = [
     "record_tables",
     "reliability",
 ]
-exclude_patterns = ["_build", "results/**/tests.md"]
+exclude_patterns = ["_build"]
 suppress_warnings = ["docutils.directive_order"]
 
 # Markdown

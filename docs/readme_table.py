@@ -116,7 +116,7 @@ def lines_of_table() -> list[Line]:
              training("speed", "PyTorch", precision="float32"), "k tokens/s", "PyTorch: eager",
              steps, train),
         Line("H200: memory of float32 attention, forward and backward, N = 16,384",
-             memory("flash2"), memory("naive"), "GiB", "the rung `naive`",
+             memory("flash2"), memory("naive"), "GiB", "rungs `flash2` and `naive`",
              "nvidia-h200/memory.json", "project/experiments/memory.py --device cuda"),
     ]  # fmt: skip
     for what, figure, call in (

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
@@ -105,11 +107,24 @@ def _collected(
     job = {"trusted": True, "tree": str(ROOT), "arguments": _arguments(ROOT, sorted(files), "")}
     records, end = place.run(job, simulator, 180.0)
     if not records or records[0]["code"] != 0:
+        if missing := _missing():
+            raise CourseError(missing)
         raise CourseError(
             f"the course's own tests cannot be collected (exit code {end.code}); run 'python "
             f"-m pytest --collect-only {' '.join(sorted(files))}' in {ROOT} and see why"
         )
     return {t: set(marks) for t, marks in records[0]["tests"].items()}, records[0]["no_gpu"]
+
+
+def _missing() -> str:
+    """Return which packages of the grader are missing, and the command that installs them."""
+    names = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
+    if not names:
+        return ""
+    return (
+        f"the grader needs {' and '.join(names)}, which {sys.executable} lacks; in {ROOT} run\n"
+        f'  {sys.executable} -m pip install -e ".[course]"'
+    )
 
 
 def _arguments(tree: Path, files: list[str], chosen: str) -> list[str]:

@@ -149,20 +149,22 @@ def _readme(module: int, root: Path) -> str:
         "1. `make venv` makes an environment, `source .venv/bin/activate` enters it.",
         "2. Read " + ", then ".join(f"[{HEADING.findall(t)[0]}]({p})" for p, t in guides.items())
         + ".",
-        "3. Write the tasks below in their order. A place to write looks like this; the two "
-        "comments stay:", "",
+        "3. Write the tasks below in their order. A place to write looks like this; keep the "
+        "two comments:", "",
         "   ```python", f"   # TASK {first.id}: a hint",
         f'   raise NotImplementedError("Task {first.id}: a hint")',
         f"   # END TASK {first.id}", "   ```", "",
         f"4. `{command(first)}` runs the tests of one task, and "
-        f"`python project/course.py grade . --task {first.id}` judges it as your teacher's grader does.",
-        "5. `python project/course.py grade .` prints the points of this module.",
+        f"`python project/course.py grade . --task {first.id}` grades it the way your instructor's "
+        "grader does.",
+        "5. `make test` runs the tests of this module, and `python project/course.py grade .` prints its "
+        "points.",
         "6. `make app` opens pages in a browser that show the ideas of this module, computed by your code.",
         "",
         "You may add functions and imports in the files named here, and files of your own. Every other "
         "file is taken from the course when your work is graded."
-        + f" The course's own `course.py start {module + 1} NEW --from OLD` begins the next module "
-        "with what you wrote in this one." * more,
+        + f" To begin the next module with your code, run `python project/course.py start {module + 1} "
+        "NEW --from OLD` in the course repository." * more,
         "", f"| task, guide | title | {sum(task.points for task in tasks)} points | write |",
         "|---|---|---|---|", *rows, "", "## Hints", "", *hints, "", "## Commands", "", "```",
         *(f"{command(task)}" for task in tasks),

@@ -53,9 +53,7 @@ def start(module: int, out: Path, earlier: Path | None = None, root: Path = ROOT
     if module not in range(len(MODULES)):
         raise CourseError(f"there is no module {module}; there are 0 to {len(MODULES) - 1}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CourseError(
-            f"{out} is not empty; name a folder that is, or one that is not there yet"
-        )
+        raise CourseError(f"{out} is not empty; choose an empty or a new folder")
     if (root / STAMP).exists():
         raise CourseError(
             f"{root} is a starter tree itself, without the solutions; start from the course"
@@ -193,7 +191,7 @@ def _makefile(module: int) -> str:
         ".PHONY: test grade app venv",
         "export MINITORCH_SHRINK = 0",
         "",
-        "# Numba's cache does not tell what is optimised from what is not.",
+        "# Numba's cache does not distinguish optimised from unoptimised code.",
         "test: export NUMBA_OPT = 0",
         "test: export NUMBA_CACHE_DIR = $(CURDIR)/build/numba",
         "test:  # what fails first does not keep the rest from running",

@@ -118,8 +118,8 @@ TASKS = (
     ),
     Task(
         "0.2", "Property tests", 10,
-        "Write what must hold for every number. A test that notices no broken operator is not "
-        "passed: break one, and look whether your test fails.",
+        "Write what must hold for every number. A test that detects no broken operator does "
+        "not count: break one and check that your test fails.",
         (*OPERATORS, "tests/course/test_property_mutants.py"), own_tests=True,
     ),
     Task(

@@ -44,7 +44,7 @@ def assert_faster(mine: Run, other: Run, times: float, record: Any, than: str) -
         reached = max(reached, median(time_of(other) / time_of(mine) for _ in range(PAIRS)))
         if not times / 5.0 <= reached < times:
             break
-    text = f"{reached:.3g} times as fast as {than}; {times:g} times is asked for"
+    text = f"{reached:.3g} × the speed of {than}; required: {times:g} ×"
     record("speed", text)
     assert reached >= times, text
 

@@ -129,8 +129,8 @@ def online_softmax() -> Picture:
     scores = (("1", "2"), ("4", "0"), ("3", "3"))
     states = (
         "m = 2,  l = e^-1 + 1",
-        "m = 4   l = l e^(2-4) + 1 + e^-4",
-        "m = 4   l = l e^0 + 2 e^-1",
+        "m = 4,  l = l e^(2-4) + 1 + e^-4",
+        "m = 4,  l = l e^0 + 2 e^-1",
     )
     for t, (pair, state) in enumerate(zip(scores, states, strict=True)):
         x = 20 + t * 210

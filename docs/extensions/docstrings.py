@@ -26,6 +26,8 @@ def as_rst(lines: list[str]) -> list[str]:
 
 def _process(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
     lines[:] = as_rst(lines)
+    if what in ("attribute", "data", "property"):
+        lines.insert(0, "")  # napoleon takes what is before a colon of the first line for a type
 
 
 def setup(app: Any) -> dict[str, Any]:

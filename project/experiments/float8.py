@@ -172,7 +172,7 @@ def table(record: Record) -> str:
 def draw(figure: Any, results: list[Result]) -> None:
     """Draw the errors as bars, measured and published."""
     drawn_axes: list[Any] = []
-    for axes, result in panels(figure, results):
+    for axes, result in panels(figure, results, sharey=True):
         rows = [row for row in result.rows if "error" in row]
         places = np.arange(len(rows))
         axes.barh(places - 0.2, [row["error"] for row in rows], 0.4, color="#1b6ca8", label="here")
@@ -180,8 +180,8 @@ def draw(figure: Any, results: list[Result]) -> None:
         axes.barh(places + 0.2, paper, 0.4, color="#bbb", label="FlashAttention-3")
         axes.set_yticks(places, [row["contestant"] for row in rows])
         axes.set(xscale="log", xlabel="root mean square error")
-        axes.invert_yaxis()
-        headline(axes, result.record["shape"])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        headline(axes, result.record["shape"].replace("keys, ", "keys,\n"))
         drawn_axes.append(axes)
     legend(figure, drawn_axes)
 

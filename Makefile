@@ -1,6 +1,7 @@
 # make train [TEXT=file.txt]   train a small GPT with flash_attention, on the CPU, in under three minutes
 # make quick [BASE=HEAD]       lint, types and the tests of the rooms that a change touches, in about a minute
-# make test [ONLY=cpu]         every test; or those of one half: cpu, simulator
+# make test [ONLY=cpu]         the tests of ten minutes on two cores; or one part: cpu, simulator, or the slow ones, which
+#                              train, grade or start processes for seconds
 # make fuzz [MINUTES=10]       drawn calls of attention, many of them nonsense: refused in words, or right
 # make fuzz GPU=1 [MINUTES=6]  drawn calls on a GPU, with PyTorch's, CuPy's and numba's arrays in any layout
 # make fuzz-options [EXAMPLES=2500]   more than 20,000 drawn combinations of attention's options
@@ -35,7 +36,7 @@ PIP := $(if $(LOCK),PIP_CONSTRAINT=$(LOCK)) $(BIN)/python -m pip --disable-pip-v
 override TEXT := $(value TEXT)
 export TEXT
 
-.PHONY: train quick test test-cpu test-simulator ptx compile-ptx fuzz fuzz-options lint docs bench experiments reliability app \
+.PHONY: train quick test test-cpu test-simulator test-slow ptx compile-ptx fuzz fuzz-options lint docs bench experiments reliability app \
   install-ci lock ends clean FORCE
 
 # Not empty when the user says which Python.
@@ -93,10 +94,14 @@ quick: $(VENV)/.lint
 test: $(addprefix test-,$(or $(ONLY),cpu simulator))
 
 test-cpu: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
+	NUMBA_ENABLE_CUDASIM=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and simulator" $(ARGS)
 
 test-simulator: $(VENV)/.test
-	NUMBA_ENABLE_CUDASIM=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m simulator $(ARGS)
+	NUMBA_ENABLE_CUDASIM=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "simulator and not slow" $(ARGS)
 
 # numba-cuda would take the place of numba's own simulator: an environment apart.
 ptx:

@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "project"))
 from common.command_line import replace_unprintable  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SMALL = "--steps 4 --width 16 --context 16 --layers 1"
 
 

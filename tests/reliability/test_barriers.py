@@ -44,6 +44,7 @@ def test_every_file_is_there_and_has_some() -> None:
         assert barriers_of(file, (ROOT / KERNELS / f"{file}.py").read_text(encoding="utf-8")), file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_test_that_misses_it_is_named(
     fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

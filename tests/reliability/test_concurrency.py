@@ -183,6 +183,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
 @pytest.mark.parametrize("layer", ["omp", "workqueue"])
 def test_no_thread_and_no_forked_child_is_stopped_or_hangs(layer: str, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "project" / "reliability"))
 from determinism import differences, run_apart  # noqa: E402
 
 
+@pytest.mark.slow
 def test_two_processes_agree_bit_for_bit_whatever_their_threads() -> None:
     """Attention, layers, products, sums, and the losses and weights of a training with dropout."""
     runs = [run_apart("fast", 3, threads) for threads in ((1, 1), (4, 2))]
@@ -87,6 +88,7 @@ print(sum(softmax.stats.cache_hits.values()))
 """
 
 
+@pytest.mark.slow
 def test_what_a_process_compiles_is_what_the_next_one_finds_on_disk(tmp_path: Path) -> None:
     """A kernel calls its own copies of its helpers in both, and no other's that LLVM made otherwise."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}

@@ -114,6 +114,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "language"), PROGRAMS)
 def test_every_python_block_of_a_page_runs(
     page: Path, language: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -218,6 +219,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_asks_no_network(site: Path) -> None:
     """Formulas are MathML, and whatever a page loads lies beside it."""
     pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
@@ -228,6 +230,7 @@ def test_the_site_builds_without_a_warning_and_asks_no_network(site: Path) -> No
     ] == []
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_public_name(site: Path) -> None:
     inventory = importlib.import_module("sphinx.util.inventory").InventoryFile
     with (site / "objects.inv").open("rb") as file:

@@ -109,6 +109,7 @@ def test_every_file_that_names_the_version_names_the_same_one() -> None:
     assert releases[0] == minitorch.__version__
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_computes_attention_outside_of_the_checkout(
     wheel: Path, tmp_path: Path
 ) -> None:

@@ -283,6 +283,7 @@ def peak_bytes(method: str, seq: int) -> int:
     return peak
 
 
+@pytest.mark.slow
 @on_methods
 def test_memory_stays_far_below_a_matrix_of_scores(method: str) -> None:
     seq = 16384

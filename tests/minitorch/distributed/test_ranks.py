@@ -12,7 +12,7 @@ import pytest
 
 from ...support.ranks import ROOT, needs_mpi, python, run_check
 
-pytestmark = needs_mpi
+pytestmark = [pytest.mark.slow, needs_mpi]
 
 
 def run_on_ranks(size: int, check: str) -> None:

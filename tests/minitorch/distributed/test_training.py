@@ -6,7 +6,7 @@ import pytest
 
 from ...support.ranks import needs_mpi, run_check
 
-pytestmark = needs_mpi
+pytestmark = [pytest.mark.slow, needs_mpi]
 
 
 @pytest.mark.parametrize("size", [2, 3])

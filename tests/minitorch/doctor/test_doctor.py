@@ -74,6 +74,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", BROKEN)
 def test_a_numpy_that_cannot_be_imported_is_reported_and_not_fatal(
     source: str, tmp_path: Path

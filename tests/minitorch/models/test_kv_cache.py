@@ -302,6 +302,7 @@ def test_every_layer_of_a_model_gets_the_rate() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 @pytest.mark.simulator
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_gpu_writes_texts_like_the_cpu(structure: Any) -> None:

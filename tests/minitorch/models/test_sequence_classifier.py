@@ -45,6 +45,7 @@ def test_every_attention_classifies_and_learns(attention: str, documents: int) -
     assert missing == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_bfloat16_computes_what_float32_does(attention: str) -> None:
     X = ids(4, 37)

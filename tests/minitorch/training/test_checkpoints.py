@@ -484,6 +484,7 @@ def test_a_new_training_sets_the_last_one_aside(tmp_path: Path) -> None:
         Checkpoints(tmp_path, keep=0)
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on_as_if_nothing_had_happened() -> None:
     """The short form of ``project/reliability/kills.py``, which kills fifty times."""
     figures = kills.survive(4, seed=1)

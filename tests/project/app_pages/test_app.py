@@ -282,6 +282,7 @@ def test_the_window_of_a_convolution_moves() -> None:
     assert metrics(ran(app))["output[7, 3]"] == "0", "beyond the edge"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "hidden", "least"),
     [
@@ -341,6 +342,7 @@ def counted(app: AppTest) -> tuple[int, int]:
     return int(reads.replace(",", "")), int(writes.replace(",", ""))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rung", attention_page.RUNGS)
 def test_a_step_changes_the_counters(rung: str) -> None:
     app = opened("attention", rung=rung, N=8, mask="none")
@@ -366,6 +368,7 @@ def test_the_tile_buttons_go_from_visit_to_visit() -> None:
     assert ran(app).slider(key="step").value == step
 
 
+@pytest.mark.slow
 def test_sliders_of_the_call_change_picture_and_counters() -> None:
     app = opened("attention", mask="none")
     app.button(key="last").click()

@@ -22,6 +22,8 @@ import pytest
 from ...support.browser import browser as browser
 from .test_app import PAGES, ROOT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

@@ -112,6 +112,7 @@ def test_the_longest_context_has_a_text() -> None:
 # -- the command -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_contexts_pick_figures(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     picked = ["--figures", "context", "--contexts", "8192", "--seconds", "0.01", "--recompute"]

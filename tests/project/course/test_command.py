@@ -21,9 +21,10 @@ from course.grader import Expected  # noqa: E402
 from course.markers import fill, is_solved, read_bodies  # noqa: E402
 from course.starter_trees import start  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    (ROOT / "course.json").exists(), reason="a starter tree has no solutions"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif((ROOT / "course.json").exists(), reason="a starter tree has no solutions"),
+]
 
 
 def test_what_needs_a_gpu_is_blocked_without_one(

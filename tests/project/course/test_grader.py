@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "project"))
 
+from course import grader as course_grader  # noqa: E402
 from course import workplace as course_workplace  # noqa: E402
 from course.child import landlock_version  # noqa: E402
 from course.command import main  # noqa: E402
@@ -25,9 +26,10 @@ from course.tasks import find_task, tasks_of, tasks_until  # noqa: E402
 from course.verdict import Result, judge  # noqa: E402
 from course.workplace import Ending, Workplace, assemble  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    (ROOT / "course.json").exists(), reason="a starter tree has no solutions"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif((ROOT / "course.json").exists(), reason="a starter tree has no solutions"),
+]
 
 
 # -- the grader ----------------------------------------------------------------------------------
@@ -307,6 +309,19 @@ def test_the_solutions_of_the_course_cannot_be_read(student: Path, counts: Any) 
     assert "a submission may not read" in graded(student, counts).message
 
 
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    student: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Workplace, "run", lambda *args: ([], Ending(1, False)))
+    monkeypatch.setattr(course_grader, "find_spec", lambda name: None)
+    assert main(["grade", str(student), "--task", "0.4"]) == 2
+    error = capsys.readouterr().err
+    assert f"the grader needs pytest and hypothesis, which {sys.executable} lacks" in error
+    assert f'{sys.executable} -m pip install -e ".[course]"' in error
+    monkeypatch.undo()
+    assert course_grader._missing() == ""
+
+
 # -- tasks in which tests are written ------------------------------------------------------------
 
 
@@ -421,4 +436,4 @@ def test_what_is_right_and_slow_loses_the_points_of_speed(tmp_path: Path) -> Non
     assert (result.status, result.points) == ("failed", task.points - task.speed)
     assert (result.speed_points, result.speed_possible) == (0, task.speed)
     assert result.message.startswith("right, but too slow: test_a_tile_is_a_few_products")
-    assert "0.05 times is asked for" in result.speed
+    assert "required: 0.05 ×" in result.speed

@@ -34,9 +34,10 @@ from course.starter_trees import left_behind, start  # noqa: E402
 from course.tasks import MODULES, TASKS, Task, find_task, tasks_of, tasks_until  # noqa: E402
 from course.workplace import Workplace  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    (ROOT / "course.json").exists(), reason="a starter tree has no solutions"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif((ROOT / "course.json").exists(), reason="a starter tree has no solutions"),
+]
 
 
 # -- the table and the markers -------------------------------------------------------------------

@@ -79,6 +79,7 @@ def put(elsewhere: Path, folder: str, name: str, text: str) -> None:
     path.write_text(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_an_experiment_leaves_a_record_and_a_figure(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

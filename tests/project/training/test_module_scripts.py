@@ -36,6 +36,8 @@ from data import digits as digits_data  # noqa: E402
 from data import sentiment as sentiment_data  # noqa: E402
 from training import points  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 POINT_SCRIPTS = [run_scalar, run_tensor, run_fast_tensor]
 TINY_TASK = ["--width", "8", "--heads", "2", "--layers", "1", "--batch", "4", "--judge", "5"]
 TINY_SENTIMENT = [

@@ -18,6 +18,8 @@ from minitorch.training.model_files import read_checkpoint
 
 from .test_train_gpt import SMALL, gpt_loop, refused, train_gpt
 
+pytestmark = pytest.mark.slow
+
 
 def curve_of(out: Path) -> dict[str, list[float]]:
     return json.loads((out / "result.json").read_text())["curve"]

@@ -20,6 +20,8 @@ import run_documents  # noqa: E402
 from data import documents as corpus  # noqa: E402
 from training import document_loop, lra_loop  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--contexts", "4,16", "--steps", "80", "--judge-every", "20", "--quick", "--lr", "0.02"]
 
 

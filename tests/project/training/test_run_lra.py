@@ -25,6 +25,8 @@ from training.lra_methods import METHODS, QUICK  # noqa: E402
 from minitorch.models.positions import upsampled_grid  # noqa: E402
 from minitorch.training.model_files import read_checkpoint  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--task", "listops", "--quick", "--steps", "20", "--judge-every", "5"]
 
 

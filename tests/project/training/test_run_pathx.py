@@ -27,6 +27,8 @@ from training.pathfinder_stages import POSITIONS  # noqa: E402
 
 from minitorch.training.model_files import read_checkpoint  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--quick", "--steps", "6", "--judge-every", "2", "--tested", "16",
          "--attention", "flash,block-sparse"]  # fmt: skip
 

@@ -21,6 +21,8 @@ from minitorch.training.model_files import read_checkpoint
 from ...support.device.fake_device import fake_device
 from ...support.models.captured_training import made_steps
 
+pytestmark = pytest.mark.slow
+
 TINY = ["--width", "8", "--heads", "2", "--layers", "1", "--context", "24", "--batch", "4", "--steps", "12",
         "--max-seconds", "1e6", "--checkpoint-every", "4"]  # fmt: skip
 

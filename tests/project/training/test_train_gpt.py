@@ -27,6 +27,8 @@ import train_gpt  # noqa: E402
 from data import text as text_data  # noqa: E402
 from training import gpt_loop, runs  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--steps", "12", "--batch", "4", "--context", "16", "--width", "16", "--heads", "2",
          "--layers", "1", "--sample", "20"]  # fmt: skip
 

@@ -16,7 +16,7 @@ from ...support.ranks import ROOT, needs_mpi, python
 sys.path.insert(0, str(ROOT / "project" / "reliability"))  # as for a script that runs there
 import rank_kills
 
-pytestmark = needs_mpi
+pytestmark = [pytest.mark.slow, needs_mpi]
 GRID = "--data-parallel", "2", "--ring", "2"
 
 

@@ -53,7 +53,7 @@ def mask_of(evaluate: Any, asked: Asked) -> BlockMask:
     return BlockMask(states, grid.seq_q, grid.seq_k, grid.block, patterns)
 
 
-@at_most(40 if IS_SIMULATOR else 15)
+@at_most(15)
 @given(
     mask_mods(),
     *LENGTHS,

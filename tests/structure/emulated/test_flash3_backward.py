@@ -173,12 +173,14 @@ def _emulated() -> Iterator[None]:
     assert not counters.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "atomic"])
 @pytest.mark.parametrize("name", CALLS)
 def test_the_kernels_own_source_computes_the_gradients(name: str, deterministic: bool) -> None:
     _check(CALLS[name], deterministic)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, WARPGROUP + 5], ids=["copier", "lane"])
 def test_no_thread_is_too_late(late: int) -> None:
     # So wide that there is one tile of dout, free for the next as soon as it was read.

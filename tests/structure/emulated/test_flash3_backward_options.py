@@ -107,6 +107,7 @@ IN_BOTH = ("dropout", "floating mask", "block mask", "many")
 ALWAYS = ("boolean mask", "dropout", "many")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "deterministic"),
     [
@@ -198,6 +199,7 @@ def test_tiles_out_of_bounds_are_never_read(
     _check(case, found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "deterministic", [True, pytest.param(False, marks=FUZZ_ONLY)], ids=["ordered", "atomic"]
 )

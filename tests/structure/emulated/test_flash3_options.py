@@ -157,6 +157,7 @@ def test_lists_of_whole_tiles_take_a_kernel_that_hides_nothing() -> None:
     _check(case, _forward(replace(case, k=k, v=v)))
 
 
+@pytest.mark.slow
 @at_most(3)
 @given(
     mask_mods(),

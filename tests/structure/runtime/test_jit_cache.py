@@ -66,6 +66,7 @@ def run(script: str, cache: Path, *path: Path) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     first, second = run(SCRIPT, tmp_path), run(SCRIPT, tmp_path)
     assert all(hits == 0 and misses > 0 for hits, misses in first.values()), first
@@ -95,6 +96,7 @@ print(compiled.count)
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_compiles_no_attention(tmp_path: Path) -> None:
     """Its kernels close over compiled functions, which numba's own key does not know again."""
     assert run(ATTENTION, tmp_path) > 0
@@ -142,6 +144,7 @@ def write(folder: Path, **changes: str) -> None:
     (folder / "helper.py").write_text(HELPER.format(**code))
 
 
+@pytest.mark.slow
 def test_a_helper_mended_in_another_file_is_compiled_again(tmp_path: Path) -> None:
     # Numba alone looks at the file of the kernel only, and would go on running the old helper.
     cache = tmp_path / "cache"

@@ -233,11 +233,11 @@ def draw(figure: Any, results: list[Result]) -> None:
                     panel.barh(place, value, left=bottom, color=colour, alpha=shade)
                     bottom += value
                 if bottom:
-                    panel.text(bottom, place, f" {cell(bottom)}", va="center")
+                    panel.text(bottom, place, f"   {cell(bottom)}", va="center")
                 seen = [row["dram_gb"] for key, row in counters.items() if key[0] == rung]
                 if quantity == "gb" and seen:
                     panel.plot(sum(seen), place, "kD", markersize=5)
-            panel.set(xlabel=title.rpartition(", ")[2], xmargin=0.2)
+            panel.set(xlabel=title.rpartition(", ")[2], xmargin=0.25)
             panel.set_yticks(range(len(own)), own)
             panel.set_ylim(len(own) - 0.5, -0.5)
         workload = result.record["workload"]

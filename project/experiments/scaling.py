@@ -32,6 +32,7 @@ from harness import (
     Result,
     cell,
     colour_of,
+    headline,
     legend,
     markdown,
     panels,
@@ -387,6 +388,11 @@ def draw(figure: Any, results: list[Result]) -> None:
         gpus.set(
             xscale="log", xlabel="tokens", ylabel="part of the time that a GPU waits", ylim=(0, 1)
         )
+        headline(measured, f"one head, head_dim {result.record['head_dim']}, causal, float32")
+        sizes = "{heads} heads, {key_heads} of keys, head_dim {head_dim}".format(
+            **result.record["settings"]
+        )
+        headline(gpus, f"predicted for GPUs: {sizes}, causal, 16 bits")
     legend(figure, [axes for pair, _ in drawn for axes in pair], columns=3)
 
 

@@ -359,7 +359,10 @@ def draw(figure: Any, results: list[Result]) -> None:
             points = [(row["context"], rate(row, name)) for row in found if name in row["runs"]]
             if points:
                 speed.plot(
-                    *zip(*points, strict=True), "o-", color=colour_of(name, names), label=name
+                    *zip(*points, strict=True),
+                    "o-",
+                    color=colour_of(name, names),
+                    label=f"{name}, by context",
                 )
         held_out.plot(
             [row["context"] for row in found], [row["held_out"] for row in found], "o-",

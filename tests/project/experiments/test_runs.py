@@ -134,6 +134,7 @@ def test_inference_records_no_graph() -> None:
     np.testing.assert_array_equal(constant.out.to_numpy(), recording.out.to_numpy())
 
 
+@pytest.mark.slow
 @on_devices
 def test_sparsity(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = load("sparsity")

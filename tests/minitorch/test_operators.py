@@ -158,7 +158,7 @@ def test_distribute(a: float, b: float, c: float) -> None:
 @pytest.mark.task0_2
 @given(small_floats)
 def test_other(x: float) -> None:
-    """The logarithm undoes the exponential, as long as EPS does not show."""
+    """A property that relates operators, such as: the logarithm undoes the exponential."""
     # TASK 0.2: A property of your own choice: which pair of operators belongs together?
     assume(x > -4.0)
     assert_close(log(exp(x)), x)

@@ -1,7 +1,4 @@
-"""Tables and a plot of the records of ``bench_ring`` and ``bench_data_parallel``.
-
-python project/bench/ring_tables.py docs/results/nvidia-h100/ring.json docs/images/ring_gpus.png
-"""
+"""Tables and a plot of the records of ``bench_ring`` and ``bench_data_parallel``."""
 
 from __future__ import annotations
 
@@ -87,7 +84,7 @@ def draw(record: Record, path: Path) -> None:
             axes.plot(lengths, rates, "o-", color=colour_of(curve, [*CURVES]), label=curve)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
         axes.set_title(name, fontsize=9)
         axes.set_xlabel("tokens of the whole sequence")
     figure.axes[0].set_ylabel("TFLOP/s of each GPU")

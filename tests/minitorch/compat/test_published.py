@@ -241,6 +241,7 @@ def test_fused_layer_norm_has_its_function_and_operations(backend: TensorBackend
     assert_all_close(gradients(out, grad, *inputs), expected)
 
 
+@pytest.mark.slow
 @on_all_backends
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["flash_attn", "flash_attn_causal", "flash_attn2"])

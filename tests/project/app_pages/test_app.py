@@ -192,6 +192,7 @@ def test_another_expression_may_have_fewer_steps() -> None:
     assert app.slider(key="done").value == app.slider(key="done").max == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_every_page_has_an_introduction_and_its_part_of_the_guide(page: str) -> None:
     app = opened(page)

@@ -25,6 +25,7 @@ LINK = re.compile(r"!?\[[^\]]*\]\(<?([^)\s>#]+)(#[^)\s>]*)?>?\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [m.number for m in MODULES])
 def test_the_guide_of_a_module_is_in_its_tree(module: int, tmp_path: Path) -> None:
     tree = tmp_path / "tree"

@@ -63,6 +63,7 @@ def test_the_kernels_own_source_computes_attention(name: str) -> None:
     check(call, *arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("atomics", [False, True], ids=["deterministic", "by atomics"])
 @pytest.mark.parametrize("name", [*GRADIENTS, *OF_OPTIONS])
 def test_the_kernels_own_source_computes_gradients(name: str, atomics: bool) -> None:

@@ -179,6 +179,7 @@ def test_tiles_of_keys_before_every_window_are_never_read() -> None:
     _check(case, _forward(replace(case, k=k, v=v)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("items", "ping_pong", "row_ends", "key_ends"),
     [

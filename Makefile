@@ -1,7 +1,7 @@
 # make train [TEXT=file.txt]   train a small GPT with flash_attention, on the CPU, in under three minutes
 # make quick [BASE=HEAD]       lint, types and the tests of the rooms that a change touches, in about a minute
-# make test [ONLY=cpu]         the tests of ten minutes on two cores; or one part: cpu, simulator, or the slow ones, which
-#                              train, grade or start processes for seconds
+# make test [ONLY=cpu]         the tests, ten minutes on two cores; or one part: cpu, simulator, or slow, which are the
+#                              tests that train, grade or start processes for seconds, left out otherwise
 # make fuzz [MINUTES=10]       drawn calls of attention, many of them nonsense: refused in words, or right
 # make fuzz GPU=1 [MINUTES=6]  drawn calls on a GPU, with PyTorch's, CuPy's and numba's arrays in any layout
 # make fuzz-options [EXAMPLES=2500]   more than 20,000 drawn combinations of attention's options

@@ -46,7 +46,7 @@ def test_every_file_is_there_and_has_some() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_test_that_misses_it_is_named(
+def test_the_test_that_catches_a_removal_is_named(
     fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(barriers, "TESTED_BY", {("a",): ("tests/test_a",)})

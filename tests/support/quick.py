@@ -4,8 +4,8 @@
 
 A change is every difference from the commit BASE (HEAD by default), and every untracked file.  The tests of
 a file are those in the folder of tests/ nearest to its room, those in the folder of tests/structure named
-after its room, and those named after its module.  Property tests draw five examples.  ``make test`` runs
-everything.
+after its room, and those named after its module.  Property tests draw five examples.  ``make test``
+and ``make test ONLY=slow`` run everything.
 """
 
 from __future__ import annotations

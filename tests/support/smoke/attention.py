@@ -43,7 +43,7 @@ MANY_HEADS = 300
 #: What :func:`cases` gives besides the options of a call.
 OWN = ("packed", "dtype", "heads")
 #: What rungs for tensor cores run, in 16 bits: each is a kernel of its own.
-IN_HALF = ("window", "softcap", "boolean mask", "dropout", "block mask")
+IN_HALF = ("window", "softcap", "boolean mask", "dropout", "block mask", "mods")
 
 
 def _two_of_three(batch: int, head: int, row: int, col: int) -> bool:

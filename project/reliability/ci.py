@@ -24,7 +24,7 @@ RECORD = ROOT / "docs" / "results" / "reliability" / "ci.json"
 COMMAND = ".ci/run"
 #: Minutes that a run may take on two cores.
 MOST = 45
-_PART = re.compile(r"(passed|FAILED|skipped) +(\d+) s  (.+)")
+_PART = re.compile(r"(passed|FAILED) +(\d+) s  (.+)")
 _TIME = re.compile(r"(\d+) minutes (\d+) seconds in all")
 
 

@@ -112,8 +112,8 @@ SPEED = "tests/course/speed.py"
 TASKS = (
     Task(
         "0.1", "Operators", 10,
-        "Sixteen functions of numbers. Backends compile them later: arithmetic and math only, and "
-        "a float in every branch.",
+        "Sixteen functions of numbers. Backends compile them later, so use arithmetic and the math "
+        "module only, and return a float in every branch.",
         OPERATORS,
     ),
     Task(
@@ -175,19 +175,20 @@ TASKS = (
     ),
     Task(
         "3.1", "Parallel map, zip and reduce", 15,
-        "The loops of 2.3, compiled: the outer one parallel, no index where memory lies alike, "
-        "no call but fn in the inner one.",
+        "The loops of 2.3, compiled. Run the outer loop in parallel, compute no index where the "
+        "strides are equal, and call only fn in the inner loop.",
         GENERAL, speed=4, seconds=600,  # many loops are compiled
     ),
     Task(
         "3.2", "Matrix multiplication", 10,
-        "Parallel over rows of the output; no index buffers, one product and one sum inside.",
+        "Parallel over the rows of the output. Use no index buffers; the inner loop is one product "
+        "and one sum.",
         GENERAL, free=8, speed=3,
     ),
     Task(
         "3.3", "CUDA map, zip and reduce", 15,
-        "One thread, one element; a reduction shares its partial sums within a block. A barrier "
-        "between the write of one thread and the read of another.",
+        "Each thread computes one element; in a reduction, the threads of a block share partial sums. "
+        "Put a barrier between one thread's write and another thread's read.",
         KERNELS, free=11, simulator=True,
     ),
     Task(
@@ -229,15 +230,15 @@ TASKS = (
     ),
     Task(
         "5.3", "Tiled attention in NumPy", 10,
-        "The online softmax of 5.1 for a tile of rows, with the output summed beside the "
-        "exponentials. Keep it unnormalised until the end.",
+        "The online softmax of 5.1 for a tile of rows. Sum the output along with the exponentials, "
+        "and normalise it at the end.",
         FLASH, speed=2,
     ),
     Task(
         "5.4", "Algorithm 1 as a CUDA kernel", 15,
-        "Three kernels, each a step: Algorithm 0 whole, the online softmax of an Algorithm 1 with a row "
-        "for each thread, then lines 10 to 15 of the rung, whose threads share a tile: a barrier stands "
-        "wherever another thread reads what was written. The guide has a table of the helpers.",
+        "Three kernels: all of Algorithm 0; the online softmax of an Algorithm 1 with one row for each "
+        "thread; and lines 10 to 15 of the rung, whose threads share a tile. Put a barrier wherever a "
+        "thread reads what another one has written. The guide has a table of the helpers.",
         FLASH, simulator=True,
     ),
     Task(
@@ -253,8 +254,8 @@ TASKS = (
     ),
     Task(
         "5.7", "FlashAttention-2", 10,
-        "Query tiles outside: O, l and m stay in registers and are written once. Between tiles only "
-        "the rescaling is left; exp is exp2, for log2 e is in the scale already.",
+        "Make query tiles the outer loop: O, l and m stay in registers and are written once. Use exp2, "
+        "since the scale already includes log2(e).",
         FLASH, simulator=True,
     ),
     Task(
@@ -266,8 +267,8 @@ TASKS = (
     ),
     Task(
         "5.9", "Block-sparse attention", 10,
-        "A tile in which nothing is seen is not visited: each line of tiles has a list, all lists lie "
-        "one after the other, and a pointer says where each begins.",
+        "Fully masked tiles are skipped. Each row of tiles has a list of the visible ones; the lists are "
+        "stored one after the other, and a pointer says where each begins.",
         FLASH, needs=("5.4", "5.7"), speed=2, simulator=True,
     ),
     Task(

@@ -386,7 +386,7 @@ def draw(figure: Any, results: list[Result]) -> None:
 
 
 CAPTION = (
-    "Loss of the same model with naive and with flash attention, whose curves lie on each other; "
+    "Loss of the same model with naive and with flash attention, whose curves coincide; "
     "speed by context; and held-out loss by context."
 )
 EXPERIMENT = Experiment("training", __doc__, measure, table, draw, height=2.7, caption=CAPTION)

@@ -36,7 +36,7 @@ from .tensor_data import (
 )
 from .tensor_ops import TensorBackend, TensorOps
 
-#: Neighbouring outputs that a reduction folds together: two cache lines of float32.
+#: Number of neighbouring outputs that a reduction folds together, two cache lines of float32.
 RUN = 32
 
 # Compiled code may call these; plain Python still sees the plain functions.

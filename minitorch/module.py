@@ -10,7 +10,7 @@ _changes = 0
 
 
 def changes() -> int:
-    """Return how often an attribute of any module has been set, not counting the training mode.
+    """Return how many times an attribute of any module has been set, not counting the training mode.
 
     While the number is unchanged, cached facts about the parts of a model remain valid.
     """

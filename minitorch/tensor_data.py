@@ -214,7 +214,7 @@ class TensorData:
     dtype: np.dtype[Any]
     #: Whether the elements are of 16 bits, float16 or bfloat16.
     is_half: bool
-    #: A Python number beside a tensor of 16 bits: not rounded to them, and no reason to widen a result.
+    #: Whether this is a Python number, which is not rounded to 16 bits and does not widen a result.
     is_number = False
 
     def __init__(

@@ -21,7 +21,7 @@ from ..tensor_data import MAX_DIMS, Storage
 
 #: Of the practice kernels, and the side of a published matmul block; a warp.
 THREADS_PER_BLOCK = 32
-#: The most threads that a block can have: what the reduce kernel has room for.
+#: Maximum number of threads per block, for which the reduce kernel has room.
 MAX_THREADS = 1024
 
 
@@ -218,7 +218,7 @@ def _tensor_matrix_multiply(
     Computes: out[z, i, j] = sum over k of a[z, i, k] * b[z, k, j]
     Source: minitorch, task 3.4
     Grid: (ceil(n / 32), ceil(m / 32), batch, or fewer along z)
-    Block: (32, 32); x runs along a row, so that neighbours read neighbours
+    Block: (32, 32); x runs along a row, so that neighbouring threads read neighbours
     One thread does: one element of out for every gridDim.z-th matrix
     Shared: a tile of a and one of b in the dtype of out
     Registers: one sum

@@ -44,9 +44,10 @@ def floating(t: AnyTensor, dtype: np.dtype[Any]) -> AnyTensor:
 
 
 class Widening:
-    """What :class:`minitorch.tensor_ops.TensorOps` inherits: most loops know no storage of 16 bits.
+    """Run operations on 16-bit storage, which most loops do not support.
 
-    :meth:`run` gives them float32 in its place, and rounds what they computed once.
+    :meth:`run` passes them float32 instead, and rounds their result once.
+    :class:`minitorch.tensor_ops.TensorOps` inherits from this class.
     """
 
     #: Whether the loops of map, zip and reduce read and write storage of 16 bits themselves.
@@ -110,7 +111,7 @@ class Widening:
 
     @classmethod
     def move(cls, loop: Callable[..., None], out: TensorData, a: TensorData) -> None:
-        """Run the loop that copies: what is only moved, or only converted, is not computed with."""
+        """Run a loop that only copies or converts, without widening to float32."""
         memory = cls.memory
         if out.is_half and out.dtype == a.dtype:
             bits = (TensorData(memory.bits(t._storage), t.shape, t.strides) for t in (out, a))

@@ -1,4 +1,4 @@
-"""Training on several ranks with other examples each: averaged gradients, and a shared optimiser state.
+"""Training on several ranks with different examples: averaged gradients, and a shared optimiser state.
 
 Source: Li et al., PyTorch Distributed (2020), for buckets that are reduced during the backward pass;
 Rajbhandari et al., ZeRO (2020), section 5.1, for the shares of the optimiser's state.
@@ -107,7 +107,7 @@ class GradientAverage:
             None, 4 MiB between hosts and 24 MiB between devices.
 
     Raises:
-        ValueError: If the ranks have other parameters.
+        ValueError: If the parameters of the ranks differ.
     """
 
     def __init__(

@@ -21,9 +21,10 @@ class Transfer(Protocol):
 class Group(ABC):
     """Ranks that exchange arrays.
 
-    Every method but the last four begins an operation and returns a :class:`Transfer` at once.  All ranks
-    of a group call its collective methods, which are all but ``send``, ``receive`` and ``abort``, in the
-    same order.  Arrays are contiguous; those that belong together have one shape and dtype on all ranks.
+    The methods that send, receive or reduce arrays begin an operation and return a :class:`Transfer` at
+    once.  All ranks of a group call its collective methods, which are all but ``send``, ``receive`` and
+    ``abort``, in the same order.  Arrays are contiguous; those that belong together have one shape and
+    dtype on all ranks.
 
     Attributes:
         rank: Number of this process in the group, from 0.
@@ -116,7 +117,7 @@ class Grid(NamedTuple):
     """The two groups of a rank in a grid.
 
     Attributes:
-        data: The ranks that hold the same part of other sequences, for data parallel training.
+        data: The ranks that hold the same part of different sequences, for data parallel training.
         ring: The ranks that hold the other parts of the same sequences.
     """
 

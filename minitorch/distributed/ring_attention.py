@@ -4,7 +4,7 @@ ring         Keys and values travel from rank to rank.  While a rank multiplies 
              ones arrive, and results are merged by their log-sum-exp.
 all-gather   Every rank gathers all keys and values before it begins: one exchange, and memory for all of
              them.
-ulysses      Every rank gets all rows of some heads for some rows of all heads, attends alone, and
+ulysses      Every rank exchanges its rows of all heads for all rows of some heads, attends alone, and
              exchanges the result back: traffic does not grow with the number of ranks, which cannot
              exceed that of key heads.
 
@@ -132,7 +132,7 @@ def ring_attention(
         group: The ranks that share the sequence.
         method: How the ranks exchange keys and values: "ring", from neighbour to neighbour during the
             computation; "all-gather", all before it; or "ulysses", rows for heads, whose number must
-            divide by that of the ranks.
+            be divisible by that of the ranks.
         layout: Which rows a rank holds, "zigzag" or "contiguous"; see :func:`positions`.
         cu_seqlens: Cumulative lengths of the sequences that are packed in the whole sequence,
             (count + 1,) whole numbers that begin with 0; rows attend within their sequence.

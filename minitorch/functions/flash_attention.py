@@ -29,8 +29,8 @@ class AttentionCall(NamedTuple):
     """A checked call on tensors.
 
     Attributes:
-        problem: The question; with dropout it has a seed.
-        arrays: The options that are arrays, by name: where q lies, or on the host; or None.
+        problem: The checked options of the call; with dropout they include a seed.
+        arrays: The array options by name, each on the device of q, on the host, or None.
     """
 
     problem: Problem

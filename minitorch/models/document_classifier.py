@@ -83,7 +83,7 @@ class DocumentClassifier(SequenceClassifier):
             lengths: As for :meth:`forward`.
 
         Raises:
-            ValueError: If the targets have another shape than the logits.
+            ValueError: If the shapes of targets and logits differ.
         """
         logits = self(idx, lengths)
         wanted = np.asarray(targets)

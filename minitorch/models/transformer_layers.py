@@ -74,7 +74,7 @@ class MultiHeadAttention(Module):
         dtype: Dtype of the parameters; the default dtype when None.
 
     Raises:
-        TypeError: For an option that the attention does not have, or one that it lacks.
+        TypeError: For an unknown option, or if a required option is missing.
         ValueError: If n_head does not divide n_embd, n_kv_head does not divide n_head, or the attention
             cannot be causal, drop attention weights, or have groups of heads; also for a window or sinks
             with an approximation, and for a window without ``causal``.

@@ -201,7 +201,7 @@ def save_part(path: str | os.PathLike[str], optimizer: Optimizer, part: int, par
         parts: Number of ranks.
 
     Returns:
-        What ``save_training`` has to know of it.
+        The digest of the file, one of the ``parts`` of :func:`save_training`.
 
     Raises:
         CheckpointError: If a moment is not finite; nothing is written.
@@ -390,7 +390,7 @@ class Checkpoints:
 
 
 def remove_partials(folder: str | os.PathLike[str]) -> None:
-    """Remove what processes have left that were killed while they wrote a checkpoint."""
+    """Remove partial files of processes that were killed while they wrote a checkpoint."""
     for partial in Path(folder).glob("*.safetensors.*.partial"):
         partial.unlink(missing_ok=True)
     for part in Path(folder).glob("part-*.safetensors"):

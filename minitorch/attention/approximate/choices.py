@@ -47,7 +47,7 @@ def make_attention(
         dtype: Likewise.
 
     Raises:
-        TypeError: For an option that the method does not have, or one that it lacks.
+        TypeError: For an unknown option, or if a required option is missing.
         ValueError: If the method does not support what each call will ask for.
     """
     check_options(method, masked)

@@ -35,10 +35,10 @@ def smyrf(
 
     F(q) = [q; 0; √(M² - ‖q‖²)] and G(k) = [k; √(M² - ‖k‖²); 0], with M² = max ‖q‖² + max ‖k‖², turn large
     products into small distances: ‖F(q) - G(k)‖² = 2 M² - 2 q·k.  In each round a random direction a orders
-    queries by a·F(q) and keys by a·G(k).  Both orders are cut into as many clusters, whose sizes differ by
-    1 at most, and queries attend to the keys of the cluster of equal number.  The paper's hash
-    ⌊(a·x + b) / r⌋ grows with a·x, so that sorting needs neither b nor r.  The rounds are merged by their
-    log-sum-exp, and a key that is visible in several of them counts several times.
+    queries by a·F(q) and keys by a·G(k).  Both orders are cut into the same number of clusters, whose
+    sizes differ by 1 at most, and queries attend to the keys of the cluster with the same number.  The
+    paper's hash ⌊(a·x + b) / r⌋ grows with a·x, so that sorting needs neither b nor r.  The rounds are
+    merged by their log-sum-exp, and a key that is visible in several of them counts several times.
 
     Args:
         q: (…, heads, seq_q, head_dim).

@@ -120,7 +120,7 @@ class GradientAverage:
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Average the gradients that are complete when the context ends.
+        """Average the gradients of the backward pass that runs in this context.
 
         A backward pass outside of it adds to the gradients of this rank only.  So gradients are accumulated
         over several batches: the last backward pass is run within the context.
@@ -168,7 +168,7 @@ class GradientAverage:
 
 
 class ShardedOptimizer(Optimizer):
-    """An optimiser whose state is spread over the ranks (ZeRO-1): each moves a share of the parameters.
+    """An optimiser whose state is spread over the ranks (ZeRO-1): each updates a share of the parameters.
 
     Gradients must be the same on all ranks, as :class:`GradientAverage` makes them.
 
@@ -215,7 +215,7 @@ class ShardedOptimizer(Optimizer):
 
     @no_grad()
     def step(self) -> None:
-        """Move the parameters of this rank's share, and take the others from their ranks."""
+        """Update this rank's share of the parameters, and receive the others from their ranks."""
         if self._max_norm is not None:
             clip_grad_norm_(self.parameters, self._max_norm)
         self.own.step()

@@ -1,4 +1,4 @@
-"""Groups over NCCL, for tensors on CUDA devices: one process a device, which must be the current one.
+"""Groups over NCCL, for tensors on CUDA devices: one process for each device, its current one.
 
 Operations run on a stream of their own, behind the kernels launched before them and beside those that
 follow.  :meth:`Transfer.wait` puts the kernels launched after it behind them; the host does not wait.

@@ -64,7 +64,7 @@ def positions(seq: int, group: Group, layout: str = "zigzag") -> npt.NDArray[np.
             under a causal mask; or "contiguous", one chunk.
 
     Raises:
-        ValueError: If the layout is unknown, or the sequence does not divide.
+        ValueError: If the layout is unknown, or the sequence cannot be divided equally.
     """
     return np.concatenate(
         [np.arange(c.start, c.stop) for c in chunks(seq, group.rank, group.size, layout)]

@@ -1,6 +1,6 @@
 """The CUDA backend, which launches the kernels; storages stay on the device between launches.
 
-Shapes and strides go to the kernels as tuples and not as arrays.  Nothing is copied for them at a
+Shapes and strides are passed to the kernels as tuples, not as arrays.  Nothing is copied for them at a
 launch, and because a kernel is compiled for each length of the tuples, its indices are registers.
 """
 
@@ -76,9 +76,9 @@ __all__ = [
 #: Maximum number of elements that the element-wise kernels with few arguments can index.
 FLAT_LIMIT = 1 << 32
 # In the simulator each thread of a block is a Python thread, and a barrier waits for all of them.
-#: Largest block of the course's reduction.
+#: Maximum number of threads per block of the course's reduction.
 REDUCE_THREADS = 32 if IS_SIMULATOR else 256
-#: Block of the course's map and zip.
+#: Number of threads per block of the course's map and zip.
 MAP_THREADS = SIZES.flat_threads
 
 

@@ -140,7 +140,7 @@ class Linear(Module):
 
 
 class _Norm(Module):
-    """What layers have in common that normalise the last dimension; see :class:`LayerNorm1d`."""
+    """The base class of layers that normalise the last dimension; see :class:`LayerNorm1d`."""
 
     def __init__(
         self,

@@ -237,7 +237,7 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
         return self._tensor.tuple()
 
     def to(self, target: TensorBackend | npt.DTypeLike) -> Tensor:
-        """Return the tensor on another backend, or in another dtype; differentiable.
+        """Return the tensor on a given backend, or in a given dtype; differentiable.
 
         Args:
             target: A backend, a dtype, or the name of a dtype: float16, bfloat16, float32, float64, or an

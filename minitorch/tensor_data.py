@@ -202,7 +202,7 @@ class TensorData:
         TypeError: If the storage holds anything but float16, bfloat16, float32, float64, integers or
             booleans.
         ValueError: If a size is negative or not a whole number, or lists in the storage are ragged.
-        AssertionError: If shape or strides is not a tuple, or the storage has another size or is not
+        AssertionError: If shape or strides is not a tuple, or the storage has the wrong size or is not
             flat, or there are more than MAX_DIMS dimensions.
     """
 
@@ -405,7 +405,7 @@ class TensorData:
         return (self._storage, *_as_arrays(self.shape, self.strides))
 
     def permute(self, *order: int) -> TensorData:
-        """Return a view with the dimensions in another order; nothing is copied.
+        """Return a view with the dimensions in a different order; nothing is copied.
 
         Args:
             order: A permutation of 0 to dims - 1.

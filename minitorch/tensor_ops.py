@@ -48,7 +48,7 @@ class TensorOps(Widening):
     """
 
     cuda = False
-    #: Function → loop of the storage, shape and strides of each tensor, as ``tensor_map`` below.
+    #: Returns the loop of a function, on storage, shape and strides of each tensor, as ``tensor_map`` does.
     make_map: Callable[..., Any]
     make_zip: Callable[..., Any]
     make_reduce: Callable[..., Any]

@@ -194,7 +194,7 @@ class DecoderLM(Module):
                 whose default is then the ``resid_pdrop`` of a GPT-2 configuration.
 
         Raises:
-            CheckpointError: If a file is missing, has another format, or belongs to another architecture.
+            CheckpointError: If a file is missing, or its format or the architecture is not supported.
             ValueError: If an option does not fit.
         """
         found = read_pretrained(folder)
@@ -212,7 +212,7 @@ class DecoderLM(Module):
     def save_pretrained(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
         """Write the model in Hugging Face format, which ``transformers`` can load.
 
-        A model with rotary positions is written as a Llama, another one as a GPT-2.
+        A model with rotary positions is written as a Llama, any other model as a GPT-2.
 
         Args:
             folder: The folder, which is created if necessary; config.json and model.safetensors in it are

@@ -13,9 +13,9 @@ import numpy as np
 
 from ..tensor_data import Ints, Storage, TensorData
 
-#: Kinds that an operation remembers; beyond them it begins again.
+#: Maximum number of kinds that an operation remembers; beyond it, the operation forgets all of them.
 MOST_KINDS = 1024
-#: A loop whose layouts are fixed: of the storage of the output, then those of the inputs.
+#: A loop with fixed layouts, which takes the storage of the output and then those of the inputs.
 Run = Callable[..., None]
 #: Returns an uninitialised storage of a size and a dtype.
 Allocate = Callable[[int, np.dtype[Any]], Storage]

@@ -19,7 +19,7 @@ from kernels.runtime.targets import cuda
 from .. import tensor_data
 from ..tensor_data import MAX_DIMS, Storage
 
-#: Of the practice kernels, and the side of a published matmul block; a warp.
+#: Number of threads per block of the practice kernels, and side of a published matmul block, one warp.
 THREADS_PER_BLOCK = 32
 #: Maximum number of threads per block, for which the reduce kernel has room.
 MAX_THREADS = 1024
@@ -44,7 +44,7 @@ broadcast_index = device_jit(tensor_data.broadcast_index)
 
 @cache
 def _callable(fn: Callable[..., float]) -> Any:
-    """Let a kernel call a plain function; what is compiled for the device it can call already."""
+    """Let a kernel call a plain function; a function compiled for the device is returned unchanged."""
     return device_jit(fn) if isinstance(fn, FunctionType) else fn
 
 
@@ -146,7 +146,7 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
 
     Returns:
         A kernel of the storage, shape and strides of out, out_size, those of a, the dimension and
-        the start value; what out holds is overwritten.  Where out has c entries along the
+        the start value; the contents of out are overwritten.  If out has c entries along the
         dimension and not one, each gets the fold of every c-th run of elements as long as a block.
     """
     fn = _callable(fn)
@@ -213,12 +213,12 @@ def _tensor_matrix_multiply(
 ):  # fmt: skip
     """Multiply (batch, n, k) by (batch, k, m) into (batch, n, m), with any strides.
 
-    An operand may have fewer matrices; they repeat, as broadcasting asks for.
+    An operand may have fewer matrices; they are broadcast.
 
     Computes: out[z, i, j] = sum over k of a[z, i, k] * b[z, k, j]
     Source: minitorch, task 3.4
     Grid: (ceil(n / 32), ceil(m / 32), batch, or fewer along z)
-    Block: (32, 32); x runs along a row, so that neighbouring threads read neighbours
+    Block: (32, 32); x runs along a row, so that neighbouring threads read neighbouring addresses
     One thread does: one element of out for every gridDim.z-th matrix
     Shared: a tile of a and one of b in the dtype of out
     Registers: one sum

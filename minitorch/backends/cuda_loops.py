@@ -5,8 +5,8 @@ for given dtypes, so that a launch passes no type twice, and takes few numbers: 
 an argument that Python prepares.  Positions are unsigned: a signed index may be a negative one, which
 counts from the end, and each access would test for that.
 
-Storage of 16 bits they read and write themselves, as uint16: it is converted in registers, and each
-element moves once.
+They read and write 16-bit storage directly, as uint16: it is converted in registers, and each element
+moves once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _computed(*dtypes: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _written(out_dtype: np.dtype[Any], computed: np.dtype[Any]) -> tuple[Any, Any]:
-    """Return the type of a result in a register, and what makes of it an element of the output."""
+    """Return the type of a result in a register, and the function that makes it an element of out."""
     if not is_half(out_dtype):
         return scalar_type(out_dtype), form(out_dtype).narrow
     wide = np.result_type(FLOAT32, computed)
@@ -221,7 +221,7 @@ def _make_lanes_fold(fn: Callable[[float, float], float], shape: FoldShape) -> t
 
     Args:
         fn: A device function.
-        shape: Who folds.
+        shape: How the threads share the work.
 
     Returns:
         ``lanes_fold(partial, lane, slot, value, active)``, which returns the fold of the first
@@ -291,11 +291,11 @@ def fold_kernel(
         Computes: out[part, o] = fn(start, a[o, 0], a[o, 1], …), without start unless is_last
         Source: none
         Grid: (ceil(outputs / outputs a block), parts)
-        Block: (lanes, outputs) where the folded dimension is the contiguous one, so that neighbours
-            read neighbours; otherwise (outputs, lanes), so that they do too
+        Block: (lanes, outputs) where the folded dimension is contiguous, and otherwise (outputs,
+            lanes), so that neighbouring threads read neighbouring addresses
         One thread does: every lanes-th element of one part of one output, then its part of a tree;
             the order depends on the shape alone
-        Shared: one value a warp; where lanes are not neighbours, one a thread
+        Shared: one value per warp; where lanes are not neighbours, one per thread
         Registers: one fold, and the next four elements
         Global traffic: each element read once, one write for each output of each part
         Needs: outputs = (outer, inner), inner_step apart within a row, outer_step from row to row

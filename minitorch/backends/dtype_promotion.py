@@ -1,4 +1,4 @@
-"""What dtype a result has, and how operations run on storage of 16 bits: in float32, rounded once."""
+"""The dtype of a result, and operations on 16-bit storage, which run in float32 and round once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def result_dtype(*tensors: TensorLike) -> np.dtype[Any]:
     """Return the dtype of a result: the widest floating dtype, or the default for integers.
 
     Raises:
-        TypeError: For float16 with bfloat16, neither of which holds the numbers of the other.
+        TypeError: For float16 with bfloat16, neither of which can represent all numbers of the other.
     """
     first = tensors[0].dtype
     # "V" is bfloat16: no other of its kind is in a tensor.
@@ -39,7 +39,7 @@ def result_dtype(*tensors: TensorLike) -> np.dtype[Any]:
 
 
 def floating(t: AnyTensor, dtype: np.dtype[Any]) -> AnyTensor:
-    """Return an integer or boolean tensor in a floating dtype; a floating one as it is."""
+    """Convert an integer or boolean tensor to a floating dtype; return a floating one unchanged."""
     return t if is_floating(t.dtype) else t._converted(t.backend, acc_dtype(dtype))
 
 
@@ -50,7 +50,7 @@ class Widening:
     :class:`minitorch.tensor_ops.TensorOps` inherits from this class.
     """
 
-    #: Whether the loops of map, zip and reduce read and write storage of 16 bits themselves.
+    #: Whether the loops of map, zip and reduce read and write 16-bit storage directly.
     takes_half = False
 
     if TYPE_CHECKING:  # what the methods below need of the backend
@@ -61,20 +61,20 @@ class Widening:
 
     @classmethod
     def runs_as_it_is(cls, *data: TensorData) -> bool:
-        """Tell whether loops take data of these dtypes: none is converted before or after."""
+        """Tell whether loops support data of these dtypes without a conversion before or after."""
         return all(is_floating(t.dtype) and (cls.takes_half or not t.is_half) for t in data)
 
     @classmethod
     def run(
         cls, loop: Callable[..., None], out: TensorData, *inputs: TensorData, options: Ints = ()
     ) -> None:
-        """Run a loop, in float32 where operands or the result are of 16 bits.
+        """Run a loop, in float32 if operands or the result have 16 bits.
 
         Args:
-            loop: Takes ``(out, *inputs, *options)``, none of them of 16 bits.
-            out: Written.
-            *inputs: Operands.
-            options: Handed on.
+            loop: Takes ``(out, *inputs, *options)``, none of which has 16 bits.
+            out: The output, which is written.
+            *inputs: The operands.
+            options: Passed to the loop.
         """
         is_plain = not out.is_half
         for t in inputs:  # not any(): a generator takes longer than all else here
@@ -96,7 +96,7 @@ class Widening:
     def run_elements(
         cls, loop: Callable[..., None], out: TensorData, *inputs: TensorData, options: Ints = ()
     ) -> None:
-        """Run a loop of map, zip or reduce; as :meth:`run`, but for a backend that takes 16 bits."""
+        """Run a loop of map, zip or reduce like :meth:`run`, but directly if it supports 16-bit storage."""
         if cls.takes_half:
             loop(out, *inputs, *options)
         else:
@@ -104,7 +104,7 @@ class Widening:
 
     @classmethod
     def _widened(cls, t: TensorData) -> TensorData:
-        """Return data of 16 bits in float32, laid out alike; other data as it is."""
+        """Return 16-bit data in float32 with the same layout, and other data unchanged."""
         if not t.is_half:
             return t
         return TensorData(cls.memory.convert(t._storage, FLOAT32), t.shape, t.strides)

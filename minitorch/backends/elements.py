@@ -1,4 +1,4 @@
-"""What a tensor may hold: dtypes, shapes and elements, checked where a user gives them."""
+"""The dtypes, shapes and elements that tensors support, checked where a user passes them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy.typing as npt
 from kernels.common.arguments import short, shown
 from kernels.runtime.dtypes import BFLOAT16, FLOAT_DTYPES, is_half
 
-#: What counts as a number beside a tensor.
+#: Types that count as numbers in operations with tensors.
 NUMBERS = (int, float, np.integer, np.floating, BFLOAT16.type)
-#: What a tensor may hold, what every backend computes with: dtype → whether it is float16 or bfloat16.
+#: The dtypes that tensors and all backends support, and whether each is float16 or bfloat16.
 DTYPES = {dtype: is_half(dtype) for dtype in (*FLOAT_DTYPES, *map(np.dtype, "?bBhHiIlLqQ"))}
 
 HELD = "float16, bfloat16, float32, float64, integers or booleans"
 
 
 def dtype_of(dtype: Any) -> np.dtype[Any] | None:
-    """Return a dtype, given it or its name, or None if it is none; NumPy takes None for float64."""
+    """Return a dtype, given it or its name, or None if it is not a dtype; NumPy takes None for float64."""
     try:
         return None if dtype is None else np.dtype(dtype)
     except TypeError:
@@ -32,10 +32,10 @@ def as_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     """Return a dtype that a tensor may have.
 
     Args:
-        dtype: Or its name.
+        dtype: A dtype or its name.
 
     Raises:
-        TypeError: If it is none, or one that no tensor has.
+        TypeError: If it is not a dtype, or one that tensors do not support.
     """
     found = dtype_of(dtype)
     if found is None or found not in DTYPES:
@@ -49,7 +49,7 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
     """Return a shape as a tuple of ints; a single number is a shape of one dimension.
 
     Raises:
-        ValueError: If an entry is no whole number, or negative.
+        ValueError: If an entry is negative or not a whole number.
     """
     sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
     if isinstance(shape, (str, bytes, dict, set)) or not all(
@@ -77,8 +77,8 @@ def as_element(value: Any, dtype: np.dtype[Any]) -> Any:
     """Return a number that an element of a dtype can be.
 
     Raises:
-        TypeError: If it is no number.
-        ValueError: If it is too large, or no whole number where the dtype holds those.
+        TypeError: If it is not a number.
+        ValueError: If it is too large, or not a whole number for an integer dtype.
     """
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]

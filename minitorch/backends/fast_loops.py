@@ -1,9 +1,10 @@
-"""What the fast backend compiles beside the loops of the course: elementary functions, large operations.
+"""Loops of the fast backend in addition to the course's: elementary functions and large operations.
 
-The loops of the course (``fast_ops``) stay as they are written there; what they call of ``math`` comes in a
-form that vectorises.  Two kinds of large operations have loops of their own.  Folds, for the course adds
-one number after the other: that can neither be vectorised nor cut in parts, and is less precise.  And rows
-that a number or a row is broadcast to, whose steps the course's loop only learns when it runs.
+The loops of the course (``fast_ops``) stay as they are written there; the functions of ``math`` that they
+call are replaced by forms that vectorise.  Two kinds of large operations have separate loops.  The first
+are folds: the course adds one number after the other, which can neither be vectorised nor cut in parts, and
+is less precise.  The second are rows to which a number or a row is broadcast: the course's loop learns
+their strides only at run time.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from kernels.runtime.memory import join_dims, joined, row_major_strides
 from .. import operators
 from ..tensor_data import Ints, Storage, TensorData
 
-#: Elements from which an operation is worth a loop of its own.
+#: Number of elements from which a separate loop for an operation pays off.
 LARGE = 1 << 15
-#: Elements from which a fold is worth a loop that vectorises.
+#: Number of elements from which a loop that vectorises pays off for a fold.
 FOLDED_FROM = 1 << 12
-#: What may be folded in any order, and so by these loops.
+#: Functions that may be folded in any order, as these loops do.
 FOLDS = (operators.add, operators.mul, operators.max)
 
 # Sizes of parts are fixed, so that a result does not depend on how many threads there are.  A thread takes
 # the next part when it is done with its last: to wake one takes a while, in which the others go on.
-#: Elements of a row that are folded side by side, each onto the one so many places before it: several
-#: vectors, so that an addition need not wait for the last one.
+#: Number of elements of a row that are folded side by side, each onto the one so many places before it.
+#: They fill several vectors, so that an addition need not wait for the previous one.
 LANES = 64
-#: Neighbouring elements that are folded to one in this way; and how many such blocks one work item folds.
+#: Number of neighbouring elements that are folded to one in this way, and of such blocks per work item.
 BLOCK, BLOCKS = 1024, 64
-#: Shortest row for that; shorter ones go to the loop of the course.
+#: Shortest row that is folded in this way; shorter rows use the loop of the course.
 SHORTEST_ROW = 64
-#: Elements of a row that are broadcast to by one work item.
+#: Number of elements of a broadcast row that one work item computes.
 CHUNK = 8192
 #: Rows and columns that one work item folds to one row; it stays in the first-level cache meanwhile.
 ROWS, COLUMNS = 128, 2048
@@ -49,7 +50,7 @@ ROWS, COLUMNS = 128, 2048
 
 @cache
 def callable_(fn: Callable[..., float]) -> Callable[..., float]:
-    """Let compiled code call a plain function; a dispatcher it can call already.
+    """Let compiled code call a plain function; a dispatcher is returned unchanged.
 
     Where one of ``operators`` calls ``math``, compiled code calls ``vector_math``: the same function in a
     form that vectorises with the loop around it.
@@ -67,7 +68,7 @@ def callable_(fn: Callable[..., float]) -> Callable[..., float]:
 
 
 def is_ours(fn: Callable[..., float]) -> bool:
-    """Tell whether a function is one of ``operators``, which a cache on disk can know again."""
+    """Tell whether a function is one of ``operators``, which a cache on disk can recognise."""
     return isinstance(fn, FunctionType) and fn.__module__ == operators.__name__
 
 

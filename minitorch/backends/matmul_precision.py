@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kernels.runtime.dtypes import BFLOAT16, FLOAT32
 
-#: "float32" rounds nothing; the others allow tensor cores to.
+#: Precisions of products; all but "float32" allow tensor cores to round operands.
 MATMUL_PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
 _precision = "float32"
 
@@ -96,10 +96,10 @@ PRECISIONS = {
 
 
 def find_precision(name: str) -> Precision:
-    """Return the policy of a name.
+    """Return the policy with a given name.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such policy.
     """
     if name not in PRECISIONS:
         names = ", ".join(map(repr, PRECISIONS))
@@ -114,7 +114,7 @@ def precision_and_dtypes(
 
     Args:
         precision: Name of the policy, or None.
-        dtype: Of all parameters, or None.
+        dtype: Dtype of all parameters, or None.
 
     Raises:
         ValueError: If there is no such precision, or both are given.
@@ -131,7 +131,7 @@ def precision_and_dtypes(
 
 
 def in_own_precision(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a method of a model compute its products as the model's ``precision`` says, if it has one."""
+    """Make a method of a model compute its products in the model's ``precision``, if it has one."""
 
     @wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -54,7 +54,7 @@ AnyTensor = TypeVar("AnyTensor", bound=TensorLike)
 
 
 class MapProto(Protocol):
-    """The type of what ``TensorOps.map`` returns."""
+    """The type of the functions that ``TensorOps.map`` returns."""
 
     def __call__(self, x: AnyTensor, out: AnyTensor | None = ..., /) -> AnyTensor:
         """Apply the function to each element of ``x``."""

@@ -1,4 +1,4 @@
-"""Whether all ranks of a training are the same program with the same options."""
+"""Check that all ranks of a training run execute the same program with the same options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def check_same(group: Group, facts: Mapping[str, Any]) -> None:
         facts: Values by name; they are compared as text.
 
     Raises:
-        ValueError: On every rank alike; it names the first rank that has another fact, and both values.
+        ValueError: If a fact differs.  Every rank raises the same error, which names the first rank that
+            differs from rank 0, and both values.
     """
     text = json.dumps({name: str(value) for name, value in facts.items()}).encode()
     lengths = np.empty((group.size, 1), np.int64)

@@ -40,18 +40,18 @@ def blocks(
     right: int,
     keeps_places: bool,
 ) -> tuple[Block, ...]:
-    """Return the fewest calls in which the segments of this rank attend to those of another.
+    """Return the fewest calls in which the segments of this rank attend to those of a rank.
 
-    Neighbours share a call where one band of columns describes what all of their rows see.  The causal
-    part of a rank is such a call, as later chunks come later there, too.
+    Neighbouring segments share a call where one band of columns describes what all of their rows see.
+    Causal attention of a rank to its own keys is one such call, because its chunks keep their order.
 
     Args:
         queries: All segments of this rank.
         keys: All segments of a rank.
         left: See :func:`pair`.
         right: See :func:`pair`.
-        keeps_places: Only segments that are consecutive in their sequence share a call: for dropout, whose
-            bits depend on the places of rows and columns.
+        keeps_places: Whether only segments that are consecutive in their sequence share a call.  Dropout
+            needs this, because its bits depend on the places of rows and columns.
     """
     found: dict[Cell, Pair] = {}
     for i, a in enumerate(queries):
@@ -84,7 +84,7 @@ def _as_one(
     window: Bounds,
     keeps_places: bool,
 ) -> Block | None:
-    """Return the call for pairs of segments of one sequence, or None if one call cannot have them all."""
+    """Return the call for pairs of segments of one sequence, or None if one call cannot cover them all."""
     (i, last), (j, end) = ((min(x), max(x)) for x in zip(*cells, strict=True))
     rows, cols = queries[i : last + 1], keys[j : end + 1]
     if any(x.sums or x.sequence != rows[0].sequence for x in (*rows, *cols)):
@@ -108,12 +108,12 @@ def _places(neighbours: Sequence[Segment]) -> range:
 
 
 def _same_seen(rows: Segment, cols: Segment, offset: int, window: Bounds) -> bool:
-    """Tell whether rows see the same columns if the shifts of the two differ by another number.
+    """Tell whether rows still see the same columns if the shifts of the two differ by ``offset``.
 
     Args:
         rows: A segment of rows.
         cols: A segment of keys.
-        offset: Shift of the rows, less that of the columns.
+        offset: The assumed shift of the rows minus that of the columns.
         window: Columns that a row sees on either side of its own, -1 for all.
     """
     own = rows.shift - cols.shift

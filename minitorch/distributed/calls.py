@@ -1,4 +1,4 @@
-"""A call of :func:`minitorch.distributed.ring_attention`: its parts, and whether all ranks make it."""
+"""A call of :func:`minitorch.distributed.ring_attention`: its parts, and a check that all ranks make it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Call(NamedTuple):
         sums: Cumulative lengths of packed sequences; (0, seq) for one.
         packed: Whether the caller has packed them.
         heads: Number of query heads.
-        options: Of the whole attention; with dropout there is a seed.
-        head: The first query head, of a share of them.
+        options: Options of the whole attention; with dropout they include a seed.
+        head: The first query head, if the call is for a share of the heads.
     """
 
     group: Group
@@ -58,12 +58,12 @@ class Call(NamedTuple):
         return [a.here for a in self.segments(self.group.rank)]
 
     def blocks(self, rank: int, owner: int) -> tuple[Block, ...]:
-        """Return which segments of a rank attend to which of another, by one call each."""
+        """Return the calls by which the segments of a rank attend to those of ``owner``."""
         keeps_places = bool(self.options.get("dropout_p"))
         return blocks(self.segments(rank), self.segments(owner), *self.window, keeps_places)
 
     def parts(self, owner: int) -> Iterator[tuple[Block, Part]]:
-        """Yield the calls by which this rank attends to the keys of another."""
+        """Yield the calls by which this rank attends to the keys of ``owner``."""
         for block in self.blocks(self.group.rank, owner):
             found = block.pair
             yield block, self._part(found.row, found.col, found.sums, found.sequence)
@@ -80,15 +80,15 @@ class Call(NamedTuple):
         return [calls[n] for n in range(len(self.segments(rank)))]
 
     def counts_of_keys(self, rank: int, owner: int) -> list[int]:
-        """Return how many calls of a rank each segment of another one's keys is in."""
+        """Return the number of a rank's calls that each segment of the owner's keys is in."""
         calls = Counter(n for x in self.blocks(rank, owner) for n in x.keys)
         return [calls[n] for n in range(len(self.segments(owner)))]
 
     def has_sums(self, step: int) -> bool:
-        """Tell whether gradients that leave a rank after a step are sums which are not finished.
+        """Tell whether the gradients that leave a rank after a step are unfinished sums.
 
         Args:
-            step: Number of the rank on their way, from 0 for that of their keys.
+            step: Index of the rank on their route, 0 for the rank that owns the keys.
         """
         ranks = range(self.group.size)
         if step == 0:
@@ -96,7 +96,7 @@ class Call(NamedTuple):
         return step < ranks[-1]
 
     def part_of_all_keys(self, queries: Segment) -> tuple[Part, range]:
-        """Return the call by which a segment attends to all keys that it sees, and where they lie."""
+        """Return the call by which a segment attends to all keys that it sees, and their places."""
         stop = queries.place + queries.rows
         if queries.sums:
             return self._part(0, 0, queries.sums, queries.sequence), range(queries.begin, stop)
@@ -117,15 +117,15 @@ class Call(NamedTuple):
 
 
 def agreed(group: Group, text: str, seed: int) -> int:
-    """Return the seed of rank 0, after a look at whether all ranks make the same call.
+    """Check that all ranks make the same call, and return the seed of rank 0.
 
     Args:
         group: The ranks.
-        text: The call in words.
-        seed: What this rank has drawn.
+        text: A description of the call.
+        seed: The seed that this rank has drawn.
 
     Raises:
-        ValueError: It names the first rank whose call is another one.
+        ValueError: If a call differs; the message names the first rank whose call does.
     """
     own = np.zeros(DESCRIPTION, np.uint8)
     words = text.encode()[: DESCRIPTION - SEED_BYTES]

@@ -24,8 +24,8 @@ from ..tensor import Tensor
 from .exchange import message, received
 from .group import Group, Transfer
 
-#: Bytes of a bucket of arrays on the host, and of those on a device: large enough that its latency is
-#: nothing beside its transfer.
+#: Bytes of a bucket of gradients, on the host and on a device.  In a bucket of this size, the latency is
+#: negligible compared with the transfer.
 BUCKET_BYTES = {True: 4 << 20, False: 24 << 20}
 
 
@@ -33,7 +33,7 @@ def check_same_model(parameters: Sequence[Parameter], group: Group) -> None:
     """Check that all ranks have the same parameters, bit for bit.
 
     Raises:
-        ValueError: It names the first rank that has others.
+        ValueError: If they differ; the message names the first rank whose parameters do.
     """
     code = 0
     for p in parameters:
@@ -53,7 +53,7 @@ class _Bucket:
     """Gradients that travel together.
 
     Args:
-        parameters: In the order in which their gradients are expected.
+        parameters: The parameters, in the order in which their gradients are expected.
         group: The ranks.
     """
 
@@ -70,7 +70,7 @@ class _Bucket:
         self._transfer: Transfer | None = None
 
     def begin(self) -> None:
-        """Begin to average the gradients of all ranks; a parameter without one counts as 0."""
+        """Begin to average the gradients of all ranks; a missing gradient counts as 0."""
         for p, place in zip(self.parameters, self._places, strict=True):
             grad: Tensor | None = p.value.grad
             grad = self._flat.zeros((len(place),)) if grad is None else grad.contiguous()
@@ -95,16 +95,17 @@ class _Bucket:
 
 
 class GradientAverage:
-    """Averages the gradients of all ranks in buckets, while the backward pass goes on.
+    """Averages the gradients of all ranks in buckets, during the backward pass.
 
-    The average of mean losses over equally many examples is the mean loss of all of them, so that training
-    is that of one device with all examples, to rounding.  The averages of 16-bit gradients are float32.
+    If all ranks have equally many examples, the average of their mean losses is the mean loss over all
+    examples.  Training then equals training on one device with all examples, up to rounding.  The averages
+    of 16-bit gradients are float32.
 
     Args:
-        parameters: Of the model, the same on all ranks.
+        parameters: Parameters of the model, the same on all ranks.
         group: The ranks.
-        bucket_bytes: Bytes of gradients that are sent at a time; a larger gradient is sent alone.  When
-            None, 4 MiB between hosts and 24 MiB between devices.
+        bucket_bytes: Bytes of gradients that are sent at a time; a larger gradient is sent alone.  None
+            means 4 MiB on the host and 24 MiB on devices.
 
     Raises:
         ValueError: If the parameters of the ranks differ.
@@ -122,8 +123,8 @@ class GradientAverage:
     def during_backward(self) -> Iterator[None]:
         """Average the gradients of the backward pass that runs in this context.
 
-        A backward pass outside of it adds to the gradients of this rank only.  So gradients are accumulated
-        over several batches: the last backward pass is run within the context.
+        A backward pass outside the context adds to the gradients of this rank only.  To accumulate
+        gradients over several batches, run only the last backward pass within the context.
         """
         buckets = self._buckets()
         bucket_of = {id(p.value): bucket for bucket in buckets for p in bucket.parameters}
@@ -153,7 +154,7 @@ class GradientAverage:
             bucket.finish()
 
     def _buckets(self) -> list[_Bucket]:
-        """Return empty buckets; the last parameters have their gradients first."""
+        """Return empty buckets, the last parameters first, because their gradients are ready first."""
         found: list[list[Parameter]] = []
         size = math.inf
         for p in reversed(self._parameters):
@@ -173,11 +174,11 @@ class ShardedOptimizer(Optimizer):
     Gradients must be the same on all ranks, as :class:`GradientAverage` makes them.
 
     Args:
-        parameters: Of the model, the same on all ranks.
+        parameters: Parameters of the model, the same on all ranks.
         group: The ranks.
         make: The class of the optimiser, such as :class:`minitorch.AdamW`: ``make(parameters, **options)``.
-        max_norm: Largest norm of all gradients together; None leaves them as they are.
-        options: Of the optimiser.
+        max_norm: Maximum norm of all gradients together; None does not clip.
+        options: Options of the optimiser.
 
     Attributes:
         own: The optimiser of this rank's share.
@@ -233,8 +234,8 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's share; see :meth:`minitorch.AdamW.state_dict`.
 
-        Its tensors are named by the place of their parameter among all of them, so that the states of all
-        ranks together are the state of one device.
+        Its tensors are named by the index of their parameter among all parameters, so that the states of
+        all ranks together are the state of a run on one device.
         """
         state = {}
         for name, value in self.own.state_dict().items():
@@ -245,7 +246,7 @@ class ShardedOptimizer(Optimizer):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state of :meth:`state_dict`, or one that holds all parameters, as of one device."""
+        """Restore a state from :meth:`state_dict`, or a state of all parameters from one device."""
         here = {place: str(i) for i, place in enumerate(self._places)}
         others = {str(place) for place in range(len(self.parameters))} - here.keys()
         own = {}

@@ -29,7 +29,7 @@ def space(like: Tensor, shape: Sequence[int], group: Group) -> Any:
 
 
 def received(array: Any, like: Tensor) -> Tensor:
-    """Return an array that a group has filled as a tensor on the backend of another."""
+    """Return an array that a group has filled as a tensor on the backend of ``like``."""
     if not (isinstance(array, np.ndarray) and like.backend.cuda):
         return like.wrap(array)
     data = TensorData(array.reshape(-1), array.shape)
@@ -38,11 +38,11 @@ def received(array: Any, like: Tensor) -> Tensor:
 
 
 class Shift:
-    """Tensors on their way to the next rank of the ring, while those of the previous one arrive.
+    """A transfer of tensors to the next rank of the ring, while those of the previous rank arrive.
 
     Args:
         group: The ring.
-        tensors: Of the same shapes and dtypes on all ranks.
+        tensors: Tensors of the same shapes and dtypes on all ranks.
     """
 
     def __init__(self, group: Group, tensors: Sequence[Tensor]):
@@ -68,13 +68,13 @@ def circulate(
 ) -> None:
     """Call ``visit(rank, tensors)`` with the tensors of each rank of a ring, those of this one first.
 
-    While it computes with those of one rank, those of the next arrive.  There are never more of them than
-    these two.
+    While it computes with the tensors of one rank, those of the next arrive.  At most these two sets are in
+    memory at a time.
 
     Args:
         group: The ring.
-        tensors: Of the same shapes and dtypes on all ranks.
-        visit: It keeps none of the tensors.
+        tensors: Tensors of the same shapes and dtypes on all ranks.
+        visit: The function; it must keep none of the tensors.
     """
     for step in range(group.size):
         shift = Shift(group, tensors) if step < group.size - 1 else None
@@ -100,7 +100,7 @@ def _reordered(a: Tensor, group: Group, layout: str, to_ranks: bool) -> Tensor:
 def _collective(
     begin: Callable[[Any, Any], Transfer], a: Tensor, shape: Sequence[int], group: Group
 ) -> Tensor:
-    """Return what a collective operation makes of a tensor."""
+    """Return the result of a collective operation on a tensor."""
     out = space(a, shape, group)
     begin(message(a, group), out).wait()
     return received(out, a)
@@ -130,7 +130,7 @@ class Gathered(Function):
 
 
 def _to_heads(a: Tensor, group: Group, layout: str) -> Tensor:
-    """Exchange a part of the sequence for a part of the heads: (seq / size, …, heads, dim) without it."""
+    """Exchange a part of the sequence for a part of the heads, for a tensor (seq / size, …, heads, dim)."""
     rows, *lead, heads, dim = a.shape
     split = a.contiguous().view(rows, *lead, group.size, heads // group.size, dim)
     order = (split.dims - 3, *(i for i in range(split.dims) if i != split.dims - 3))

@@ -1,4 +1,4 @@
-"""What a group of ranks can do: exchange arrays, whatever engine moves them."""
+"""The interface of groups of ranks that exchange arrays, whatever engine moves them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-#: What a reduction does with the elements of all ranks.
+#: Names of the reductions over the ranks.
 REDUCTIONS = ("sum", "mean", "max", "min")
 
 
 class Transfer(Protocol):
-    """An operation that has begun.  Its arrays must not be changed, or read, before it is over."""
+    """An operation that has begun.  Its arrays must not be read or changed before it is over."""
 
     def wait(self) -> None:
         """Return when the operation is over."""
@@ -21,10 +21,10 @@ class Transfer(Protocol):
 class Group(ABC):
     """Ranks that exchange arrays.
 
-    The methods that send, receive or reduce arrays begin an operation and return a :class:`Transfer` at
-    once.  All ranks of a group call its collective methods, which are all but ``send``, ``receive`` and
-    ``abort``, in the same order.  Arrays are contiguous; those that belong together have one shape and
-    dtype on all ranks.
+    ``send``, ``receive``, ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` and
+    ``broadcast`` begin an operation and return a :class:`Transfer` at once.  The last five of these, and
+    ``barrier`` and ``split``, are collective: all ranks of the group must call them in the same order.
+    Arrays must be contiguous, and the arrays of one operation have the same shape and dtype on all ranks.
 
     Attributes:
         rank: Number of this process in the group, from 0.
@@ -44,22 +44,22 @@ class Group(ABC):
     def together(self) -> AbstractContextManager[Any]:
         """Return a context in which sends and receives begin together, none of them before its end.
 
-        A rank that sends to another and receives from it or from a third begins both in one context: an
-        engine may otherwise run them in turn, and each rank would wait for the next.
+        A rank that both sends and receives must begin both operations in one context.  Otherwise, an engine
+        may run them one after the other, and all ranks may wait for each other.
         """
         return nullcontext()
 
     @abstractmethod
     def send(self, array: Any, to: int) -> Transfer:
-        """Send an array to a rank, which receives it; messages between two ranks keep their order."""
+        """Send an array to a rank, which must receive it; messages between two ranks keep their order."""
 
     @abstractmethod
     def receive(self, array: Any, source: int) -> Transfer:
-        """Fill an array with the next one that a rank sends."""
+        """Fill an array with the next array that a rank sends."""
 
     @abstractmethod
     def all_reduce(self, array: Any, operation: str = "sum") -> Transfer:
-        """Replace an array by the sum of those of all ranks, the same bits on each.
+        """Replace an array by the sum of the arrays of all ranks; every rank gets the same bits.
 
         Args:
             array: float32, float64 or integers; no integers for a mean.
@@ -72,7 +72,7 @@ class Group(ABC):
 
     @abstractmethod
     def reduce_scatter(self, array: Any, out: Any) -> Transfer:
-        """Fill ``out`` with the sum over all ranks of their ``array[rank]``.
+        """Fill ``out`` with the sum of ``array[rank]`` over all ranks; ``rank`` is that of the caller.
 
         Args:
             array: (size, …), float32, float64 or integers.
@@ -81,30 +81,30 @@ class Group(ABC):
 
     @abstractmethod
     def all_to_all(self, array: Any, out: Any) -> Transfer:
-        """Fill ``out[source]`` with ``array[rank]`` of each source; both are (size, …)."""
+        """Fill ``out[i]`` with ``array[rank]`` of rank i; ``rank`` is the caller's, both are (size, …)."""
 
     @abstractmethod
     def broadcast(self, array: Any, root: int = 0) -> Transfer:
-        """Fill the arrays of all ranks with that of one."""
+        """Fill the arrays of all ranks with the array of rank ``root``."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have called this method."""
 
     @abstractmethod
     def split(self, color: int) -> Group:
-        """Return the group of the ranks that pass the same color, in their present order."""
+        """Return the group of the ranks that pass the same color, in their order in this group."""
 
     @abstractmethod
     def abort(self, reason: str) -> NoReturn:
-        """End all processes that were launched together, with one line that names this rank."""
+        """End all processes that were launched together; print one line that names this rank."""
         raise SystemExit(reason)
 
     def check_rank(self, name: str, rank: int) -> None:
         """Check that an argument is a rank of the group.
 
         Raises:
-            ValueError: It names the argument.
+            ValueError: If it is not; the message names the argument.
         """
         if not 0 <= rank < self.size:
             raise ValueError(
@@ -118,7 +118,7 @@ class Grid(NamedTuple):
 
     Attributes:
         data: The ranks that hold the same part of different sequences, for data parallel training.
-        ring: The ranks that hold the other parts of the same sequences.
+        ring: The ranks that share the same sequences, each with its part, for ring attention.
     """
 
     data: Group

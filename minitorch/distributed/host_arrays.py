@@ -1,4 +1,4 @@
-"""Arrays of the host that travel through devices, where there is no MPI."""
+"""Exchange host arrays through devices, where there is no MPI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .waiting import announce
 
 
 class _Landing:
-    """An operation that fills a device array, whose elements a host array then takes."""
+    """An operation that fills a device array, which is then copied to a host array."""
 
     def __init__(self, transfer: Transfer, source: Any, out: Any):
         self._transfer, self._source, self._out = transfer, source, out

@@ -18,7 +18,7 @@ from ..functions.flash_attention import FlashAttention, attention_call
 from ..tensor import Tensor
 from ..tensor_data import TensorData
 
-#: How a problem is made of operands and options; see ``problem_of``.
+#: Builds a problem from operands and options; see ``problem_of``.
 Make = Callable[[Any, Any, Any, Options], Problem]
 
 
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
     Attributes:
         options: The options of the call.
-        make: Makes its problem.
+        make: Builds its problem.
     """
 
     options: Options
@@ -42,10 +42,10 @@ def part_of(
     heads: int = 0,
     batch_head: int = 0,
 ) -> Part:
-    """Return the call whose rows and columns begin elsewhere in the attention that the options are for.
+    """Return a call for rows and columns that begin at given places of a larger attention.
 
     Args:
-        options: Those of the whole attention.
+        options: Options of the whole attention.
         row: First query row.
         col: First key column.
         sums: Cumulative lengths of packed sequences, rows and columns alike, or ().
@@ -70,8 +70,8 @@ def _moved(make: Make, origin: Origin, q: Any, k: Any, v: Any, options: Options)
 def view_of(a: Tensor, dim: int, places: range) -> Tensor:
     """View the elements at consecutive places along a dimension, without history.
 
-    Other elements may lie between them: the view is an operand of attention, which takes any strides.
-    Tensor operations expect one piece of memory.
+    The view may have gaps.  It is an operand of attention, which accepts any strides; tensor operations
+    would expect one piece of memory.
     """
     data = a._tensor
     shape = (*a.shape[:dim], len(places), *a.shape[dim + 1 :])
@@ -113,7 +113,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, part: Part, dout: Tensor, out: Tensor, lse: Tensor
 ) -> list[Tensor]:
-    """Return what a call adds to dq, dk and dv, of the shapes of q, k and v.
+    """Return the contributions of a call to dq, dk and dv, in the shapes of q, k and v.
 
     P = exp(S - L) with the L of all keys, and D = rowsum(dO ∘ O) with the O of all keys: the gradients of
     the whole attention are the sums of those of its parts.
@@ -125,7 +125,7 @@ def gradients(
         part: The call.
         dout: Gradient of the whole out, (…, heads, rows, value_dim).
         out: The result of attention to all keys, (…, heads, rows, value_dim).
-        lse: Of all keys, (…, heads, rows).
+        lse: The log-sum-exp of all keys, (…, heads, rows).
     """
     problem = attention_call(q, k, v, part.options, part.make).problem
     target = launch.TARGETS[q.backend.target]

@@ -1,4 +1,4 @@
-"""A language model whose ranks read a part of each sequence."""
+"""Spread the sequences of a language model over ranks, each of which reads a part."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .sequence_parts import positions
 def spread_sequence(
     model: Any, group: Group, *, method: str = "ring", layout: str = "zigzag"
 ) -> Callable[[], None]:
-    """Let a language model read, on each rank, its part of every sequence.
+    """Make a language model read only this rank's part of every sequence.
 
     With ``mine = positions(seq, group, layout)``, ``model.loss(ids[:, mine], targets[:, mine])`` is then
-    the mean over the tokens of this rank.  The average over the ranks, of losses and of gradients, is that
-    of the whole sequences.
+    the mean over the tokens of this rank.  Averaged over the ranks, losses and gradients are those of the
+    whole sequences.
 
     Args:
         model: A :class:`minitorch.DecoderLM` with exact attention, the same on all ranks.
@@ -27,7 +27,7 @@ def spread_sequence(
         layout: See :func:`positions`.
 
     Returns:
-        A function after which the model reads whole sequences again.
+        A function that makes the model read whole sequences again.
 
     Raises:
         ValueError: If the attention of the model is an approximation, or has sinks.

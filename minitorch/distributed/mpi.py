@@ -71,7 +71,7 @@ def _contiguous(name: str, array: Any) -> Any:
 
 
 def _bytes(name: str, array: Any) -> Any:
-    """Return an array as bytes: MPI moves every dtype so, those too that it does not know."""
+    """Return an array as bytes, so that MPI can move dtypes that it does not know."""
     return _contiguous(name, array).reshape(-1).view(np.uint8)
 
 
@@ -107,7 +107,7 @@ class MPIGroup(Group):
 
     Args:
         communicator: An intracommunicator of mpi4py.
-        waiting: Waits for the operations; a new one, of the ranks of the communicator, when None.
+        waiting: Waits for the operations; None creates one for the ranks of the communicator.
 
     Attributes:
         waiting: Measures how long this rank waits, in this group and in those split from it.
@@ -121,7 +121,7 @@ class MPIGroup(Group):
         self.waiting = waiting or Waiting(communicator, timeout_of_environment())
 
     def place_on_machine(self) -> tuple[int, int]:
-        """Return the number of this rank among those on its machine, and how many these are."""
+        """Return the index of this rank among those on its machine, and the number of ranks there."""
         own = self.communicator.Split_type(_mpi().COMM_TYPE_SHARED)
         return own.Get_rank(), own.Get_size()
 
@@ -192,9 +192,9 @@ class MPIGroup(Group):
 def world() -> MPIGroup:
     """Return the group of all processes that ``mpiexec`` has started together.
 
-    From then on an exception that a script does not catch ends all of them, since the others would wait
-    for this rank, and so does a wait of more than ``MINITORCH_RANK_TIMEOUT`` seconds, 300 by default.
-    A process that was started alone is a world of one.
+    From then on, an uncaught exception in one process ends all of them, because the others would wait for
+    it forever.  A wait of more than ``MINITORCH_RANK_TIMEOUT`` seconds, 300 by default, also ends all of
+    them.  A process that was started alone forms a group of one.
 
     Raises:
         ImportError: If mpi4py or an MPI library is missing.

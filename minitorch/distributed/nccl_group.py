@@ -1,7 +1,7 @@
-"""Groups over NCCL, for tensors on CUDA devices: one process for each device, its current one.
+"""Groups over NCCL, for tensors on CUDA devices, with one process per device, its current one.
 
-Operations run on a stream of their own, behind the kernels launched before them and beside those that
-follow.  :meth:`Transfer.wait` puts the kernels launched after it behind them; the host does not wait.
+Operations run on a separate stream, after the kernels launched before them and concurrently with later
+ones.  Kernels launched after :meth:`Transfer.wait` wait for the operation; the host does not.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .host_arrays import HostArrays
 from .mpi import MPIGroup
 from .side_stream import SideStream
 
-#: What launchers such as ``torchrun`` set for each process.
+#: Environment variables that launchers such as ``torchrun`` set for each process.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: Where the ranks meet; NCCL reads it.
+#: Environment variable with the address where the ranks meet; NCCL reads it.
 MEETING_PLACE = "NCCL_COMM_ID"
 
 
 def _nccl() -> tuple[Any, Any]:
-    """Return nccl4py, and its bindings to the functions of C."""
+    """Return nccl4py, and its bindings to the C functions."""
     try:
         from nccl import core
         from nccl.bindings import nccl as bindings
@@ -43,23 +43,23 @@ def _nccl() -> tuple[Any, Any]:
 
 
 class _Queued:
-    """An operation that is on its way; its arrays live until it is waited for."""
+    """An operation that was queued; it keeps its arrays alive until it is waited for."""
 
     def __init__(self, side: SideStream, *arrays: Any):
         self._side, self._arrays = side, arrays
 
     def wait(self) -> None:
-        """Put later kernels behind it."""
+        """Make later kernels wait for it."""
         if self._arrays:
             between_launches(self._side.lead)
             self._arrays = ()
 
 
 def _launched() -> tuple[int, int, str]:
-    """Return rank and number of the processes that a launcher has started, and where they meet.
+    """Return this rank, the number of processes that a launcher has started, and where they meet.
 
     Raises:
-        ValueError: If it has not set its variables.
+        ValueError: If the variables of a launcher are not set.
     """
     missing = [name for name in VARIABLES if name not in os.environ]
     if missing:
@@ -99,13 +99,13 @@ class NcclGroup(Group):
     """Ranks whose arrays lie on the current CUDA device of each.
 
     Args:
-        host: A group over MPI, by which the ranks agree on an identifier and exchange host arrays; when
-            None, the ranks are the processes of a launcher such as ``torchrun``.
-        communicator: Of the same ranks; a new one when None.
+        host: A group over MPI, through which the ranks agree on an identifier and exchange host arrays;
+            when None, the ranks are the processes of a launcher such as ``torchrun``.
+        communicator: An NCCL communicator of the same ranks; None creates one.
 
     Raises:
         ImportError: If nccl4py or NCCL is missing.
-        ValueError: If there is neither a group nor such a launcher.
+        ValueError: If ``host`` is None and no such launcher has started the process.
     """
 
     on_host = False
@@ -141,7 +141,7 @@ class NcclGroup(Group):
         """Call a function of NCCL that takes addresses, numbers, the communicator and a stream.
 
         These are nccl4py's bindings to C.  The methods of its communicator ask the driver on which device
-        each array lies; of memory of a pool it says 0 on every device (CUDA 13.0).
+        each array lies, and for memory from a pool, the driver always returns 0 (CUDA 13.0).
         """
         addresses = map(address_of, arrays)
         run = partial(getattr(self._bindings, name), *addresses, *numbers, *self._ends)
@@ -195,7 +195,7 @@ class NcclGroup(Group):
         return self._begin("broadcast", (array, array), array.nbytes, self._byte, root)
 
     def barrier(self) -> None:
-        """See :meth:`Group.barrier`; devices may still be behind."""
+        """See :meth:`Group.barrier`; devices may still have work to do."""
         self._host.barrier()
 
     def split(self, color: int) -> NcclGroup:
@@ -209,9 +209,9 @@ class NcclGroup(Group):
 
 
 def on_devices(host: MPIGroup) -> Group:
-    """Return the ranks with a CUDA device each, or the group itself if there are too few, or no NCCL.
+    """Return a group with a CUDA device for each rank, or ``host`` if devices or NCCL are missing.
 
-    A rank selects the device of its number on its machine.
+    Each rank selects the device whose number is the index of the rank on its machine.
     """
     number, size = host.place_on_machine()
     has_own = np.array([find_spec("nccl") is not None and len(cuda.gpus) >= size], np.int64)

@@ -1,7 +1,7 @@
 """Ring attention: keys and values go round the ring, and their gradients after them.
 
-Large ones go round in shares of their heads, one after the other, so that a rank never holds more than two
-blocks of keys and values besides its own part.
+Large keys and values go round in shares of their heads, one share after the other, so that a rank never
+holds more than two blocks of keys and values besides its own part.
 
 Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers (2023).
 """
@@ -22,7 +22,7 @@ from .exchange import Shift, circulate
 from .local_attention import attend, gradients, rows_of, view_of
 from .row_sums import RowSums
 
-#: Bytes of a share at least, on the host and on a device: less would take less time than its launches.
+#: Minimum bytes of a share, on the host and on a device.  Less would take less time than its launches.
 LEAST = {True: 1 << 20, False: 1 << 24}
 
 
@@ -31,7 +31,7 @@ class Share(NamedTuple):
 
     Attributes:
         heads: The query heads.
-        call: Of these heads.
+        call: The call for these heads.
         keys: (…, key heads, rows, head_dim).
         values: (…, key heads, rows, value_dim).
     """
@@ -47,7 +47,7 @@ class Share(NamedTuple):
 
 
 def _rounds(call: Call) -> int:
-    """Return in how many shares of their heads keys and values go round in the forward pass.
+    """Return the number of shares of heads in which keys and values go round in the forward pass.
 
     With two ranks, the keys of one other rank and the result of a call are one and a half blocks.  With
     more, the next keys arrive meanwhile, and 16-bit results are added in float32.  Gradients of keys, which
@@ -57,7 +57,7 @@ def _rounds(call: Call) -> int:
 
 
 def _shares(k: Tensor, v: Tensor, call: Call, most: int) -> Iterator[Share]:
-    """Yield shares of the heads of a call, so many at most."""
+    """Yield at most ``most`` shares of the heads of a call."""
     dim, size = k.dims - 3, k.size * k.dtype.itemsize + v.size * v.dtype.itemsize
     heads, each = k.shape[dim], call.heads // k.shape[dim]
     count = max(1, min(most, heads, size // LEAST[call.group.on_host]))
@@ -68,7 +68,7 @@ def _shares(k: Tensor, v: Tensor, call: Call, most: int) -> Iterator[Share]:
 
 
 def _joined(shares: list[Tensor], dim: int) -> Tensor:
-    """Return the heads of all shares, which are a dimension; the list is empty afterwards."""
+    """Return the heads of all shares, joined along ``dim``; the list is empty afterwards."""
     whole: Any = shares[0]
     if len(shares) > 1:
         whole = Cat.forward(Context(), dim, *shares)
@@ -80,7 +80,7 @@ def _attended(q: Tensor, share: Share) -> tuple[Tensor, Tensor]:
     """Merge the attention of some heads to the keys of each rank, in the order in which they arrive.
 
     Args:
-        q: Of these heads, (…, heads, rows, head_dim).
+        q: Queries of these heads, (…, heads, rows, head_dim).
         share: The heads.
 
     Returns:
@@ -106,10 +106,10 @@ def _gradients(
     share: Share,
     meanwhile: Callable[[], None],
 ) -> tuple[Tensor, Shift]:
-    """Send dk and dv of some heads after their keys; behind the last rank they are at home.
+    """Send dk and dv of some heads after their keys; after the last rank they are back at their own.
 
     Args:
-        q: Of these heads, (…, heads, rows, head_dim).
+        q: Queries of these heads, (…, heads, rows, head_dim).
         out: The result, (…, heads, rows, value_dim).
         dout: Its gradient.
         lse: The log-sum-exp, (…, heads, rows).

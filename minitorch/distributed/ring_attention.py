@@ -5,8 +5,8 @@ ring         Keys and values travel from rank to rank.  While a rank multiplies 
 all-gather   Every rank gathers all keys and values before it begins: one exchange, and memory for all of
              them.
 ulysses      Every rank exchanges its rows of all heads for all rows of some heads, attends alone, and
-             exchanges the result back: traffic does not grow with the number of ranks, which cannot
-             exceed that of key heads.
+             exchanges the result back.  Traffic does not grow with the number of ranks, which cannot
+             exceed the number of key heads.
 
 Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers (2023); Brandon et al., Striped
 Attention (2023), for balanced causal work; the Llama 3 herd of models (2024), section 3.3.2, for the
@@ -68,7 +68,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, options: Options, method: str, size:
         q: (…, heads, rows, head_dim).
         k: (…, key heads, rows, head_dim).
         v: (…, key heads, rows, value_dim).
-        options: Of the whole attention.
+        options: Options of the whole attention.
         method: How keys and values are exchanged.
         size: Number of ranks.
     """
@@ -93,7 +93,7 @@ def _beside_heads(a: Tensor) -> tuple[int, ...]:
 
 
 def _whole_sums(sums: Any, seq: int) -> tuple[int, ...]:
-    """Return the cumulative lengths of the sequences in a whole one, which is one if None are given."""
+    """Return the cumulative lengths of the packed sequences; (0, seq) if None are given."""
     if sums is None:
         return 0, seq
     return tuple(sequences_of(sums, sums, seq, seq).cu_seqlens_q.tolist())
@@ -121,9 +121,9 @@ def ring_attention(
 ) -> Tensor:
     """Compute self-attention over a sequence of which each rank holds a part; differentiable.
 
-    Every rank of the group calls it, with tensors of the same shape and the same options, and calls
-    ``backward`` in the same order.  The results are those of one device with the whole sequence, to
-    rounding, and the same bits in each run.  :func:`positions` gives the rows of a rank.
+    All ranks of the group must call it, with tensors of the same shape and the same options, and must call
+    ``backward`` in the same order.  The results equal those of one device with the whole sequence, up to
+    rounding, and have the same bits in each run.  :func:`positions` returns the rows of a rank.
 
     Args:
         q: Queries of this rank, (…, heads, rows, head_dim); with ``cu_seqlens`` (rows, heads, head_dim).
@@ -131,8 +131,8 @@ def ring_attention(
         v: Values of this rank, (…, key heads, rows, value_dim), or (rows, key heads, value_dim).
         group: The ranks that share the sequence.
         method: How the ranks exchange keys and values: "ring", from neighbour to neighbour during the
-            computation; "all-gather", all before it; or "ulysses", rows for heads, whose number must
-            be divisible by that of the ranks.
+            computation; "all-gather", all of them before it; or "ulysses", which exchanges rows for heads
+            and needs numbers of query and key heads that the number of ranks divides.
         layout: Which rows a rank holds, "zigzag" or "contiguous"; see :func:`positions`.
         cu_seqlens: Cumulative lengths of the sequences that are packed in the whole sequence,
             (count + 1,) whole numbers that begin with 0; rows attend within their sequence.
@@ -143,7 +143,7 @@ def ring_attention(
         softcap: Scores become cap · tanh(score / cap); 0 turns it off.
         dropout_p: Probability of dropping an attention weight; the same weights are dropped as on one
             device.
-        seed: Seed of the dropout mask; when None, that which rank 0 draws from the generator of
+        seed: Seed of the dropout mask; when None, rank 0 draws one from the generator of
             ``manual_seed``.
         precision: See :func:`kernels.make_problem`.
         deterministic: See :func:`kernels.make_problem`.
@@ -155,8 +155,8 @@ def ring_attention(
 
     Raises:
         TypeError: If an operand is not a tensor, or an option has the wrong type.
-        ValueError: If the ranks' shapes or options differ, the sequence or the heads do not divide, or a
-            shape or a value is invalid.
+        ValueError: If the ranks' shapes or options differ, the sequence or the heads cannot be divided
+            evenly, or a shape or a value is invalid.
     """
     for name, operand in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, operand)

@@ -1,8 +1,8 @@
 """Sums of the results of several calls, each for some rows of a part, without history.
 
-They are changed in place, on a GPU by one kernel and elsewhere a few rows at a time, so that nothing else
-of their size is in memory.  Sums of 16-bit results are computed in float32, and stored so if more is
-to be added.  A first result and a finished sum stay in 16 bits.
+They are changed in place, on a GPU by one kernel and elsewhere a few rows at a time, so that no other array
+of their size is in memory.  Sums of 16-bit results are computed in float32, and are stored in float32 if
+more is to be added.  A first result and a finished sum stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kernels.runtime.dtypes import acc_dtype, is_half, rounded
 from ..attention.approximate.rounds import shares_with_lse
 from ..tensor import Tensor
 
-#: Rows that are changed at a time on the host.
+#: Number of rows that are changed at a time on the host.
 ROWS = 512
 
 
 def _merge_on_host(
     out: Any, values: Any, rows: range, place: int, before: Any, shares: Sequence[Any]
 ) -> None:
-    """Do the work of ``merge_rows``, with the shares of before and of the values, (…, heads, rows)."""
+    """Do the work of ``merge_rows``, given the shares of old and new values, (…, heads, rows)."""
     wide = acc_dtype(values.dtype)
     for start in range(0, len(rows), ROWS):
         some = rows[start : start + ROWS]
@@ -57,14 +57,14 @@ class RowSums:
 
     Args:
         segments: The rows of each segment.
-        counts: How many results will be added to each.
-        like: (…, heads, seq, dim), of the dtype of the results and on their backend.
-        dim: Of the results; that of ``like`` when None.
+        counts: Number of results that will be added to each.
+        like: A tensor (…, heads, seq, dim) with the dtype and the backend of the results.
+        dim: Last size of the results; that of ``like`` when None.
         is_wide: Whether sums of 16-bit results are float32 when they are finished.
-        start: Sums so far, (…, heads, seq, dim), which are changed; none when None.
+        start: Sums so far, (…, heads, seq, dim), which are changed; None if there are none.
 
     Attributes:
-        lse: Where results are weighed, the log-sum-exp of the keys so far, (…, heads, seq).
+        lse: The log-sum-exp of the keys so far, (…, heads, seq), if results are weighted by theirs.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class RowSums:
         self._places = [is_wide] * len(self._segments)
 
     def add(self, numbers: range, values: Tensor, lse: Tensor | None = None) -> None:
-        """Add the result of a call, which is kept and changed if it is the first and has all rows.
+        """Add the result of a call; the first result is kept and later changed if it has all rows.
 
         Args:
-            numbers: Of its segments.
+            numbers: Numbers of its segments.
             values: (…, heads, rows, dim).
-            lse: Of its keys, (…, heads, rows), by which the values and the sums so far are weighed.
+            lse: Log-sum-exp of its keys, (…, heads, rows), for the weights of the values and the sums.
         """
         if values.dims > 4 or values._tensor.strides[-1] != 1:
             values = values.contiguous()  # the kernel steps through batches by one stride
@@ -140,10 +140,10 @@ class RowSums:
         """Merge values into the sums of neighbouring segments.
 
         Args:
-            numbers: Of the segments.
+            numbers: Numbers of the segments.
             move: Number of a segment → where its sum is before, None for nowhere, and where it is after.
             values: (…, heads, rows, dim), of the rows of the part from ``first`` on.
-            first: The row of the part that the first of them belongs to.
+            first: The row of the part to which the first row of the values belongs.
             lse: See :meth:`add`.
         """
         for (before, after), group in groupby(numbers, move):

@@ -8,7 +8,7 @@ causal mask, where later rows see more keys, all ranks have the same work:
 
 Where several sequences are packed, a chunk is cut further into at most three segments: the rest of a
 sequence that began before the chunk, sequences that lie within it, and the beginning of one that does not
-end there.  Two segments then either belong to one sequence, at known places, or to none.
+end there.  Two segments then either belong to the same sequence, at known places, or share no sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Bounds = tuple[int, int]
 
 
 def chunks(seq: int, rank: int, size: int, layout: str) -> list[range]:
-    """Return the rows that a rank holds, in their order there.
+    """Return the rows that a rank holds, in their order on the rank.
 
     Args:
         seq: Length of the whole sequence.
@@ -133,7 +133,7 @@ def segments(
 
 
 def _inner_end(starts: Any, chunk: range, inner: Any) -> set[int]:
-    """Return where the whole sequences within a chunk begin and end, those bounds of the chunk aside."""
+    """Return where the whole sequences within a chunk begin and end, without the bounds of the chunk."""
     begin = chunk.start if chunk.start in starts else int(inner[0])
     end = chunk.stop if chunk.stop in starts else int(inner[-1])
     return {begin, end} - {chunk.start, chunk.stop}
@@ -165,13 +165,13 @@ class Pair(NamedTuple):
 
 
 def pair(queries: Segment, keys: Segment, left: int, right: int) -> Pair | None:
-    """Return how a segment attends to another, or None where it sees none of its rows.
+    """Return how a segment attends to another, or None if it sees none of its rows.
 
     Args:
         queries: A segment of this rank.
         keys: A segment of any rank.
         left: Columns that a row sees before its own position, -1 for all.
-        right: Columns that it sees behind, -1 for all.
+        right: Columns that a row sees after its own position, -1 for all.
     """
     if queries.sequence != keys.sequence or bool(queries.sums) != bool(keys.sums):
         return None

@@ -1,4 +1,4 @@
-"""A CUDA stream on which messages travel beside the kernels of the default one, and a watch over them."""
+"""A CUDA stream for messages, concurrent with the kernels of the default stream, and its watchdog."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .waiting import LOOK, TIMEOUT_VARIABLE, announce, timeout_of_environment
 
 
 class SideStream:
-    """A stream beside the default one.
+    """A stream that is concurrent with the default stream.
 
-    A thread watches over what is put on it: if nothing of it has ended for too long, the process ends, and
-    the launcher ends the others.  The host itself may be waiting in a call of the driver or of NCCL.  The
-    thread calls neither, as they may lock one another out: the stream counts what has ended in memory of
-    the host.
+    A thread monitors the work on it.  If no work has ended for too long, the thread ends the process, and
+    the launcher ends the others.  The main thread may be waiting in a call of the driver or of NCCL at that
+    time.  The monitoring thread calls neither, because the calls may block each other.  Instead, the stream
+    counts ended work in host memory.
 
     Args:
-        rank: That uses it, for the line that says so.
+        rank: Rank of this process, for the message.
         size: Number of ranks.
     """
 
@@ -42,18 +42,18 @@ class SideStream:
         self._watch: threading.Thread | None = None
 
     def follow(self) -> None:
-        """Put what follows on this stream behind what has been launched on the default one."""
+        """Make later work on this stream wait for all work on the default stream."""
         self._order(self._default, self.handle)
 
     def lead(self) -> None:
-        """Put what follows on the default stream behind what is on this one."""
+        """Make later work on the default stream wait for all work on this stream."""
         self._order(self.handle, self._default)
 
     def watched(self, run: Callable[[], Any]) -> None:
-        """Put work on this stream, and watch over it from now on until it has ended.
+        """Put work on this stream, and monitor it until it has ended.
 
         Args:
-            run: Puts it there; it may block.
+            run: Puts the work on the stream; it may block.
         """
         self._begun += 1
         self._awaited.append((self._begun, time.monotonic()))
@@ -68,7 +68,7 @@ class SideStream:
         _made(driver.cuStreamWaitEvent(then, self._event, 0))
 
     def _look(self) -> None:
-        """Look now and then whether what is awaited has ended; end the process if it takes too long."""
+        """Check regularly whether the awaited work has ended; end the process if it takes too long."""
         last = 0.0
         while True:
             time.sleep(LOOK)
@@ -87,7 +87,7 @@ class SideStream:
 
 
 def _made(found: Any) -> Any:
-    """Return what the driver has made, or raise what went wrong."""
+    """Return the result of a call of the driver, or raise its error."""
     error, *results = found
     if error != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(

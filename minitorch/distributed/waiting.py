@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-#: Names the environment variable with the seconds that a rank waits for an operation, and their default.
+#: Environment variable that sets how many seconds a rank waits for an operation, and the default.
 TIMEOUT_VARIABLE, TIMEOUT = "MINITORCH_RANK_TIMEOUT", 300.0
-#: Seconds between two looks at the clock and for a roll call, and in which ranks answer it, at most.
+#: Seconds between two checks of the clock and for roll calls, and the most that answering one may take.
 LOOK, ANSWER = 0.5, 5.0
 
 
@@ -40,8 +40,8 @@ class Waiting:
     that has begun the fewest is named.
 
     Args:
-        communicator: All ranks, of mpi4py; every rank passes it.
-        timeout: Seconds.
+        communicator: An mpi4py communicator of all ranks; every rank passes it.
+        timeout: Seconds after which a rank gives up.
 
     Attributes:
         processes: The process of each rank and its machine, in words.
@@ -102,7 +102,7 @@ class Waiting:
         end(self._roll, f"waited {waited:.0f} s {self._reason(begun[:, 0])}")
 
     def _reason(self, begun: Any) -> str:
-        """Say for which rank the others wait.
+        """Return a text that names the rank for which the others wait.
 
         Args:
             begun: Number of operations that each rank has begun, -1 where it has not answered, (size,).
@@ -124,13 +124,13 @@ class Waiting:
 
 
 def announce(rank: int, size: int, reason: str) -> None:
-    """Write the line with which a rank ends all others."""
+    """Print the line with which a rank ends all others."""
     # In one piece whatever others write, and not behind a progress bar.
     os.write(2, f"\nrank {rank} of {size}: {reason}\n".encode())
 
 
 def end(communicator: Any, reason: str) -> NoReturn:
-    """End all processes that were launched together, with one line that names this rank."""
+    """End all processes that were launched together; print one line that names this rank."""
     announce(communicator.Get_rank(), communicator.Get_size(), reason)
     communicator.Abort(1)
     raise SystemExit(reason)  # not reached

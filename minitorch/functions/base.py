@@ -22,7 +22,7 @@ def check_tensor(name: str, x: Any) -> None:
     """Check that an argument is a tensor.
 
     Raises:
-        TypeError: It names the argument.
+        TypeError: If it is not; the message names the argument.
     """
     if not is_tensor(x):
         raise TypeError(
@@ -34,7 +34,7 @@ def check_tensor(name: str, x: Any) -> None:
 def as_int(x: Any) -> Any:
     """Return an option as an int; published code passes options as tensors of one element.
 
-    What is neither is returned as it is, for whoever checks the option.
+    A value of any other type is returned unchanged, and the caller checks it.
     """
     if is_tensor(x):
         x = x.item()
@@ -47,7 +47,7 @@ def as_ints(x: Any) -> tuple[int, ...]:
     """Return a list-like option as a tuple of ints; published code passes a tensor.
 
     Raises:
-        TypeError: If an entry is no number.
+        TypeError: If an entry is not a number.
     """
     entries = x.to_numpy().reshape(-1) if is_tensor(x) else x
     entries = tuple(entries) if isinstance(entries, Iterable) else (entries,)
@@ -189,7 +189,7 @@ class Joint:
         return False
 
     def accumulate_derivative(self, x: Any) -> None:
-        """Nothing calls this: only a leaf collects its derivative."""
+        """Never called, because only a leaf collects its derivative."""
         raise AssertionError("only a leaf collects its gradient")
 
     def chain_rule(self, d_output: Any) -> Iterable[tuple[Variable, Any]]:
@@ -223,10 +223,10 @@ class _Result(Function):
 
 
 def chain_rule(history: History, *d_outputs: Any) -> list[tuple[Variable, Any]]:
-    """Pair each input of a function that requires a gradient with it.
+    """Pair each input of a function that requires a gradient with that gradient.
 
     Args:
-        history: Of the function's result.
+        history: History of the function's result.
         *d_outputs: The gradient of each result.
     """
     assert history.last_fn is not None and history.ctx is not None, (

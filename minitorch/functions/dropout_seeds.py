@@ -6,7 +6,7 @@ import random
 
 from kernels.cuda.backend import drawn
 
-#: Of a seed, without a sign.
+#: Number of bits of a seed, without a sign.
 BITS = 63
 
 

@@ -55,8 +55,8 @@ def attention_call(
         make: Builds the problem.
 
     Raises:
-        TypeError: Also if an operand is no tensor or on another backend than q, or a mask or slopes
-            lie where the call cannot read them.
+        TypeError: Also if an operand is not a tensor or not on the backend of q, or the call cannot read
+            a mask or slopes on their device.
     """
     for name, operand in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, operand)
@@ -92,7 +92,7 @@ def _check_slopes(slopes: Any) -> None:
 
 
 def _check_places(problem: Problem, q: Any, arrays: dict[str, Any], given: Options) -> None:
-    """Check that options lie where a call reads them, and those with a gradient on the backend of q."""
+    """Check that a call can read its options, and that those with a gradient are on the backend of q."""
     if problem.mask == "float":
         _check_backend("a floating attn_mask", given.get("attn_mask"), q)
     if is_tensor(sink := given.get("sink")):
@@ -132,14 +132,14 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, options
 
 
 class _Kept(NamedTuple):
-    """What the backward pass needs of a call.
+    """The data of a call that its backward pass needs.
 
     Attributes:
-        target: Where it ran.
+        target: The target on which it ran.
         problem: The checked call.
         q: The queries.
-        data: On a device those of q, k, v, out and lse.
-        operands: All arrays of the call, out and lse among them; None where ``data`` are all.
+        data: On a device, the data of q, k, v, out and lse.
+        operands: All arrays of the call, including out and lse; None if ``data`` has all of them.
     """
 
     target: Any
@@ -149,7 +149,7 @@ class _Kept(NamedTuple):
     operands: Operands | None
 
     def having(self, dout: Any, dlse: Any = None) -> Operands:
-        """Return the operands of the gradient."""
+        """Return the operands of the backward pass."""
         operands = self.operands
         if operands is None:
             view = self.target.memory.view
@@ -195,11 +195,11 @@ class FlashAttention(Function):
 
         Returns:
             out (…, heads, seq_q, value_dim); with ``return_lse`` also lse (…, heads, seq_q), float32 for
-            operands of 16 bits.
+            16-bit operands.
 
         Raises:
-            ValueError: Also for a ``score_mod`` without its derivative, or float8 products, with a
-                gradient.
+            ValueError: Also if gradients are recorded, for a ``score_mod`` without its derivative or for
+                float8 products.
         """
         target, operands = launch.TARGETS[q.backend.target], None
         seen = _glance(q, k, v, options) if make is problem_of else None
@@ -268,7 +268,7 @@ class FlashAttention(Function):
 
 
 def _glance(q: Any, k: Any, v: Any, options: Options) -> Glance | None:
-    """Return what can be told of a call on a device, or None."""
+    """Describe a call on a device by the layouts of its operands; None if it has to run in full."""
     backend = q.backend
     if not (backend.cuda and is_tensor(k) and is_tensor(v)):
         return None

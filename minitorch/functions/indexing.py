@@ -49,7 +49,7 @@ def as_index(like: Tensor, index: Any, dim: int, limit: int) -> Tensor:
         limit: One more than the largest index allowed.
 
     Raises:
-        TypeError: If they are not integers, or are on another backend.
+        TypeError: If they are not integers, or are on a different backend.
         ValueError: If the shape does not fit, or an index is out of bounds.
     """
     if is_tensor(index):
@@ -102,12 +102,12 @@ def _sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _viewed(t: AnyTensor, shape: Ints) -> AnyTensor:
-    """View a contiguous tensor under another shape, without history."""
+    """View a contiguous tensor in a different shape, without history."""
     return t._new(TensorData(t._tensor._storage, shape))
 
 
 def _moved(t: AnyTensor, dim: int, to: int) -> AnyTensor:
-    """View a tensor with one dimension at another place, without history."""
+    """View a tensor with one dimension moved to a different place, without history."""
     order = [i for i in range(t.dims) if i != dim]
     order.insert(to, dim)
     return t._new(t._tensor.permute(*order))
@@ -172,7 +172,7 @@ def _last(t: AnyTensor, index: AnyTensor) -> tuple[AnyTensor, int, AnyTensor]:
 
 
 def _result(like: AnyTensor, array: Any) -> AnyTensor:
-    """Return what was computed as a tensor of the dtype of ``like``; integers need no rounding."""
+    """Return a computed array as a tensor of the dtype of ``like``; integers need no rounding."""
     return rounded(like, array) if is_floating(like.dtype) else like.wrap(array)
 
 
@@ -212,7 +212,7 @@ class Gather(Function):
 
 
 class Regroup(Function):
-    """Elements picked along one dimension, of which it is known where each of them goes."""
+    """Elements picked along one dimension, where the uses of each element are known."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""What ``x[key]`` means: slices that are views where they can be, and one gather for everything else.
+"""The implementation of ``x[key]``: slices, as views where possible, and one gather for all else.
 
 A key takes three steps.  :func:`_spelled_out` gives each dimension one entry.  Integers and slices then
 narrow one dimension after the other (:class:`Slice`).  Integer arrays and masks become positions, and
@@ -23,7 +23,7 @@ from .indexing import Gather, added, as_index, gathered, table_like
 from .views import View
 
 EVERYTHING = slice(None)
-#: Alignment in bytes of the vector loads of kernels on a device; from another address they would be slow.
+#: Alignment in bytes of the vector loads of kernels on a device; from other addresses they would be slow.
 VECTOR = 16
 
 
@@ -103,7 +103,7 @@ def _spelled_out(shape: Ints, key: tuple[Any, ...]) -> list[Any]:
 
     Raises:
         IndexingError: If there are too many entries, or one is out of bounds.
-        TypeError: If an entry is no index.
+        TypeError: If an entry is not an index.
     """
     entries = [_entry(each) for each in key]
     taken = sum(_dims_of(each) for each in entries)
@@ -153,7 +153,7 @@ def _in_bounds(entry: Any, shape: Ints, dim: int) -> Any:
     """Return an integer, or an array of them, counted from 0, and check the shape of a mask.
 
     Raises:
-        IndexingError: If one is out of bounds, or a mask has another shape.
+        IndexingError: If one is out of bounds, or a mask has the wrong shape.
     """
     if isinstance(entry, np.ndarray) and entry.dtype == bool:
         wanted = shape[dim : dim + entry.ndim]
@@ -200,7 +200,7 @@ def _range(entry: slice, size: int) -> range:
     """Return the places of a slice.
 
     Raises:
-        TypeError: If its bounds are no integers.
+        TypeError: If its bounds are not integers.
         ValueError: If its step is 0.
     """
     try:

@@ -13,7 +13,7 @@ from .base import Function, as_ints
 
 
 class Permute(Function):
-    """The dimensions in another order; shares storage."""
+    """The dimensions in a different order; shares storage."""
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, order: Any) -> Tensor:
@@ -35,7 +35,7 @@ class Permute(Function):
 
 
 class View(Function):
-    """The same elements under another shape; shares storage."""
+    """The same elements in a different shape; shares storage."""
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, shape: Any) -> Tensor:
@@ -52,7 +52,7 @@ class View(Function):
 
 
 def reshaped(a: AnyTensor, shape: UserShape) -> AnyTensor:
-    """Return a view of a contiguous tensor with another shape, without history."""
+    """Return a view of a contiguous tensor with a different shape, without history."""
     shape = tuple(shape)
     assert a._tensor.is_contiguous(), (
         f"Must be contiguous to view: shape {a.shape} has strides {a._tensor.strides}; call "
@@ -81,7 +81,7 @@ class Copy(Function):
 
 
 class To(Function):
-    """The same values on another backend, or in another dtype."""
+    """The same values on a different backend, or in a different dtype."""
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, backend: Any, dtype: Any) -> Tensor:

@@ -87,7 +87,7 @@ class Linear(Function):
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """Return x as a matrix of its rows; a copy where it is not contiguous and has other dimensions."""
+    """Return x as a matrix of its rows; a copy if x is neither contiguous nor a matrix."""
     return x if x.dims == 2 else reshaped(x.contiguous(), (x.size // x.shape[-1], x.shape[-1]))
 
 

@@ -1,9 +1,9 @@
-"""Transformer layers, key/value cache, decoding; the whole models are also those of ``minitorch``."""
+"""Transformer layers, key/value cache, decoding; whole models are in ``minitorch`` as well."""
 
 import sys
 from typing import Any
 
-#: The modules of this package are parts of some of these models, and so cannot import them first.
+#: Models that are imported on demand, because the modules of this package are parts of some of them.
 MODELS = ("DecoderLM", "EncoderClassifier", "EncoderLM", "SequenceClassifier")
 
 

@@ -30,7 +30,7 @@ class DocumentClassifier(SequenceClassifier):
         n_positions: Maximum length of a document.
         n_labels: Number of labels.
         p_dropout: Dropout probability of the embeddings and of all branches.
-        options: As of :class:`minitorch.SequenceClassifier`.
+        options: Further options of :class:`minitorch.SequenceClassifier`.
 
     Source: the attention by label of Mullenbach et al., Explainable prediction of medical codes from
     clinical text (2018), on a transformer encoder.
@@ -56,7 +56,7 @@ class DocumentClassifier(SequenceClassifier):
             lengths: Number of tokens of each document, (count,).
 
         Raises:
-            ValueError: If they do not fit, or there are no lengths.
+            ValueError: If the ids and the lengths do not fit, or there are no lengths.
         """
         if lengths is None:
             raise ValueError(

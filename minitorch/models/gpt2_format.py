@@ -8,13 +8,13 @@ from .weight_format import Config, Format, Weight, head_of
 
 #: Names of GELU in its tanh form.
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
-#: Settings that change what the model computes: the only supported value, which is also the default.
+#: Settings that change the computation, with their only supported value, which is also the default.
 FIXED = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }
-#: Sizes: GPT-2's name and that of the argument of DecoderLM.
+#: Sizes by GPT-2's name, with the name of the argument of DecoderLM.
 SIZES = {
     "vocab_size": "n_vocab",
     "n_embd": "n_embd",
@@ -22,7 +22,7 @@ SIZES = {
     "n_positions": "n_positions",
     "n_layer": "n_layer",
 }
-#: Modules of a model and of a layer: GPT-2's name and ours.  ``c_attn`` holds three of ours, side by side.
+#: Modules of a model and of a layer by GPT-2's name, with ours.  ``c_attn`` joins three of ours.
 OUTER: dict[str, tuple[str, ...]] = {
     "wte": ("token_embeddings",),
     "wpe": ("position_embeddings",),

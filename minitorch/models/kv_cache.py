@@ -132,7 +132,7 @@ class LayerCache:
             the cache.
 
         Raises:
-            TypeError: If they are on another backend or of another dtype than the cache.
+            TypeError: If their backend or dtype is not that of the cache.
             ValueError: If their shapes do not fit, or the cache is full; nothing is appended then.
         """
         for name, new in (("k", k), ("v", v)):
@@ -188,7 +188,7 @@ class LayerCache:
         return [storage[: self.length * self._step].reshape(shape) for storage in self._storages]
 
     def repeated(self, count: int) -> LayerCache:
-        """Return a copy in which each text stands ``count`` times, one after the other."""
+        """Return a copy in which each text appears ``count`` times, one after the other."""
         batch = self.batch * whole("count", count, 1)
         found = LayerCache(
             batch, self.heads, self.capacity, self.head_dim, self.backend, self.dtype

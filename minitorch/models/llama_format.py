@@ -11,7 +11,7 @@ from .weight_format import Config, Format, Weight, head_of
 
 #: Names of x · sigmoid(x).
 ACTIVATIONS = ("silu", "swish")
-#: Sizes: Llama's name and that of the argument of DecoderLM.
+#: Sizes by Llama's name, with the name of the argument of DecoderLM.
 SIZES = {
     "vocab_size": "n_vocab",
     "hidden_size": "n_embd",
@@ -20,7 +20,7 @@ SIZES = {
     "num_hidden_layers": "n_layer",
     "max_position_embeddings": "n_positions",
 }
-#: Linear layers and norms of a layer: Llama's name and ours.
+#: Linear layers and norms of a layer by Llama's name, with ours.
 LINEARS = {
     **{f"self_attn.{name}_proj": f"attention.{name}_projection" for name in "qkv"},
     "self_attn.o_proj": "attention.out_projection",

@@ -31,7 +31,7 @@ def grid_sines(side: int, width: int) -> npt.NDArray[np.float64]:
         width: Of a vector; a multiple of 4.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is not.
 
     Source: Vaswani et al., Attention Is All You Need (2017), section 3.5, for one dimension.
     """
@@ -60,7 +60,7 @@ def packed_positions(
 
 
 def upsampled_grid(table: npt.NDArray[Any], side: int) -> npt.NDArray[Any]:
-    """Interpolate the embeddings of the places in a square for a square of another size.
+    """Interpolate the embeddings of the places in a square for a square of a different size.
 
     Both squares cover the same picture, so that a place keeps its part of it: the centre of place i of n
     lies at (i + 1/2) / n.  Between centres the interpolation is bilinear.  Beyond the outermost ones it
@@ -74,7 +74,7 @@ def upsampled_grid(table: npt.NDArray[Any], side: int) -> npt.NDArray[Any]:
         (side², width), of the table's dtype.
 
     Raises:
-        ValueError: If the table has not two dimensions, its rows are no square, or ``side`` is below 1.
+        ValueError: If the table is not two-dimensional, its row count is no square, or ``side`` is below 1.
     """
     rows = table.shape[0] if table.ndim == 2 else 0
     old = math.isqrt(rows)

@@ -62,7 +62,7 @@ def read_pretrained(folder: str | os.PathLike[str]) -> Pretrained:
 
     Raises:
         CheckpointError: If a file is missing or cannot be read, the weights are in a pickle file, or the
-            configuration is that of another architecture.
+            configuration is that of an unsupported architecture.
     """
     folder = Path(folder)
     files = _weight_files(folder)
@@ -108,7 +108,7 @@ def _weight_files(folder: Path) -> list[Path]:
     """Return the files of the weights, after checking that a folder has the files of a model.
 
     Raises:
-        CheckpointError: If it lacks one, or has it in a form that is not read; with the remedy.
+        CheckpointError: If a file is missing or in an unsupported form; the message gives the remedy.
     """
     if not folder.is_dir():
         raise CheckpointError(
@@ -173,7 +173,7 @@ def load_pretrained(model: Module, found: Pretrained) -> None:
         found: The contents of the folder.
 
     Raises:
-        CheckpointError: If a weight is missing, unknown, of another shape, or not finite.
+        CheckpointError: If a weight is missing, unknown or not finite, or has the wrong shape.
     """
     source, own, weights = found.source, found.format, dict(found.weights)
     parameters = {name: p.value for name, p in model.named_parameters()}

@@ -90,7 +90,7 @@ class Rotary:
 
     Raises:
         TypeError: If a value is not a number.
-        ValueError: If head_dim is odd, a number is not positive, or the scaling has another type.
+        ValueError: If head_dim is odd, a number is not positive, or the type of the scaling is unknown.
 
     Source: Su et al. (2021), RoFormer, section 3.2.2; for "linear", Chen et al. (2023), Extending context
     window of large language models via positional interpolation; for "llama3", the configuration of

@@ -30,7 +30,7 @@ from .kv_cache import LayerCache, check_cache
 from .rotary import Rotary, Rotate
 
 ATTENTIONS = ("flash", "naive", *APPROXIMATIONS)
-#: Norms by name: that of GPT-2, and that of Llama.
+#: Norms by name, GPT-2's and Llama's.
 NORMS: dict[str, type[LayerNorm1d] | type[RMSNorm]] = {"layer": LayerNorm1d, "rms": RMSNorm}
 FEED_FORWARDS = ("gelu", "swiglu")
 
@@ -66,7 +66,7 @@ class MultiHeadAttention(Module):
         n_kv_head: Number of heads of keys and values, a divisor of n_head: each serves a group of query
             heads.  n_head when None.  A smaller number needs flash or naive attention.
         head_dim: Size of a head; n_embd / n_head when None.
-        rotary: Rotary positions, which turn queries and keys; None for positions that the model adds.
+        rotary: Rotary positions, which turn queries and keys; None if the model adds position embeddings.
         window: Number of positions that a position attends to, itself and those just before it; None for
             no limit.
         sinks: Whether each head learns a logit that only the softmax's denominator contains, so that a

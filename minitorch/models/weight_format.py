@@ -1,4 +1,4 @@
-"""What a layout of pre-trained weights is: its configuration, and where each of its weights belongs."""
+"""Layouts of pre-trained weights: the configuration, and the parameters that each weight belongs to."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Config(NamedTuple):
         """Return a whole number, 1 or more; the default where it is missing or null.
 
         Raises:
-            CheckpointError: If it is no such number.
+            CheckpointError: If it is not such a number.
         """
         found = self.get(name, default)
         if type(found) is not int or found < 1:
@@ -40,7 +40,7 @@ class Config(NamedTuple):
         """Check that a value is one of those that are supported.
 
         Raises:
-            CheckpointError: If it is another.
+            CheckpointError: If it is not.
         """
         allowed = tuple(allowed)
         found = self.values.get(name, default)
@@ -75,7 +75,7 @@ class Format(NamedTuple):
         model_types: Values of ``model_type`` that can be read; the first is written.
         prefix: Prefix of the names of all weights but that of the head, which a file may lack.
         table: Name of the token embeddings.
-        buffers: Ends of names that are no weights.
+        buffers: Suffixes of the names of arrays that are not weights.
         options: Returns the arguments of :class:`minitorch.DecoderLM` for a configuration.
         weights: Returns the weights of a model by name.
         why_not: Returns why a model cannot be written in this layout, or None.
@@ -98,5 +98,5 @@ HEAD = "lm_head.weight"
 
 
 def head_of(model: Any) -> dict[str, Weight]:
-    """Return the weight of the logits of a model, none where the embeddings serve."""
+    """Return the weight of the logits of a model, none if the embeddings serve as the head."""
     return {} if model.lm_head is None else {HEAD: Weight(("lm_head.weights",), True)}

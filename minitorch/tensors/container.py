@@ -39,7 +39,7 @@ class Container(_Tensor):
 
         Raises:
             IndexingError: If an index is out of bounds, or there are too many of them.
-            TypeError: If an entry has another type.
+            TypeError: If an entry has any other type.
         """
         place = self._place(key)
         return subscript(self, key) if place is None else self._tensor.get(place)

@@ -32,7 +32,7 @@ from ..tensor_data import (
 )
 from ..tensor_ops import SimpleBackend, TensorBackend, TensorOps
 
-#: Of one tensor; what an address of 48 bits reaches.
+#: Maximum number of bytes of a tensor, the range of a 48-bit address.
 MOST_BYTES = 2**47
 #: Whether ``tensor`` and ``rand`` return leaves when a call does not say; see :mod:`minitorch.compat`.
 _leaves_by_default = os.environ.get("MINITORCH_PUBLISHED", "0") not in ("", "0")
@@ -64,7 +64,7 @@ def _checked_backend(backend: Any) -> TensorBackend:
     """Return a backend.
 
     Raises:
-        TypeError: If it is none; often the next size of a shape that was not given as a tuple.
+        TypeError: If it is not a backend; often it is the next size of a shape that is not a tuple.
     """
     if not isinstance(backend, TensorBackend):
         raise TypeError(
@@ -211,7 +211,7 @@ def _numbers(function: str, numbers: Any) -> npt.NDArray[Any]:
     """Return numbers, lists of them or an array as an array of our own.
 
     Raises:
-        ValueError: If the lists are ragged or hold something that is no number.
+        ValueError: If the lists are ragged or hold something other than numbers.
     """
     readable = numbers if isinstance(numbers, Tensor) else _readable(function, numbers)
     try:
@@ -230,10 +230,10 @@ def _numbers(function: str, numbers: Any) -> npt.NDArray[Any]:
 
 
 def _readable(function: str, array: Any) -> Any:
-    """Return what NumPy reads as it is.
+    """Check that NumPy can read an array, and return it.
 
     Raises:
-        TypeError: For an array with hidden elements, which would come to light, or one on a device.
+        TypeError: For a masked array, whose masked elements would become visible, or one on a device.
     """
     if isinstance(array, np.ndarray):
         return as_plain(array)

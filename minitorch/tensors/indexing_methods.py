@@ -45,7 +45,7 @@ class IndexingMethods(_Tensor):
             This tensor's shape, with the count of indices at ``dim``.
 
         Raises:
-            TypeError: If the indices are not integers, or are on another backend.
+            TypeError: If the indices are not integers, or are on a different backend.
             ValueError: If their shape does not fit, or one is out of bounds.
         """
         dim = normalize_dim(dim, self.shape)
@@ -66,7 +66,7 @@ class IndexingMethods(_Tensor):
             This tensor's shape.
 
         Raises:
-            TypeError: If the source is not a tensor, or the indices are not integers or on another backend.
+            TypeError: If the source is not a tensor, or the indices are not integers on its backend.
             ValueError: If a shape does not fit, or an index is out of bounds.
         """
         check_tensor("source", source)
@@ -134,7 +134,7 @@ class IndexingMethods(_Tensor):
         return Elu.apply(self)
 
     def where(self, condition: Any, other: float | Self) -> Self:
-        """Return this tensor where a condition is not 0, and another elsewhere; shapes broadcast.
+        """Return this tensor where a condition is not 0, and ``other`` elsewhere; shapes broadcast.
 
         Infinity or NaN in an element that is not chosen affects neither the result nor the gradients.
 
@@ -143,6 +143,7 @@ class IndexingMethods(_Tensor):
             other: A tensor or a number.
 
         Raises:
-            TypeError: If the condition is neither, or ``other`` is neither a tensor nor a number.
+            TypeError: If the condition is neither a tensor nor an array, or ``other`` is neither a tensor
+                nor a number.
         """
         return where(condition, self, self._ensure_tensor(other))

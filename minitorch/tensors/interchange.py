@@ -15,7 +15,7 @@ else:
 
 
 class Lending(_Tensor):
-    """What :class:`minitorch.tensor.Tensor` has of the protocols; nothing is copied."""
+    """The methods of :class:`minitorch.tensor.Tensor` for these protocols; nothing is copied."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

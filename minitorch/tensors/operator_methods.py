@@ -112,7 +112,7 @@ class TensorOperators(IndexingMethods):
         return 1.0 - EQ.apply(self, self._ensure_tensor(b))
 
     def all(self, dim: int | None = None) -> Self:
-        """Return 1 where every element along ``dim`` is 1; without it, for all elements, of shape (1,)."""
+        """Return 1 where all elements along ``dim`` are 1; without it, all elements, to shape (1,)."""
         if dim is None:
             return All.apply(self.view(self.size), 0)
         return All.apply(self, normalize_dim(dim, self.shape))
@@ -159,11 +159,11 @@ class TensorOperators(IndexingMethods):
         return (deviation * deviation).mean(dim)
 
     def permute(self, *order: int) -> Self:
-        """Return a view with the dimensions in another order."""
+        """Return a view with the dimensions in a different order."""
         return Permute.apply(self, order)
 
     def view(self, *shape: int) -> Self:
-        """Return a view of another shape; the tensor must be contiguous."""
+        """Return a view with a different shape; the tensor must be contiguous."""
         return View.apply(self, shape)
 
     @takes_attention_options

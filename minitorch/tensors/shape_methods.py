@@ -29,7 +29,7 @@ class ShapeMethods(_Tensor):
         return self.permute(*reversed(range(self.dims)))
 
     def reshape(self, *shape: int | Sequence[int]) -> Self:
-        """Return the elements in row-major order under another shape: a view of a contiguous tensor.
+        """Return the elements in row-major order in a new shape: a view if the tensor is contiguous.
 
         Args:
             shape: Sizes, one by one or as one tuple; one of them may be -1, which stands for the

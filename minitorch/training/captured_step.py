@@ -32,8 +32,8 @@ from ..tensor import Tensor
 
 #: Number of eager calls before recording, in which kernels compile and optimisers create their moments.
 WARM_UP = 2
-#: Number of recorded calls: the first measures their memory, and the others must be identical but for the
-#: inputs.
+#: Number of recorded calls.  The first measures their memory, and the others must be identical except for
+#: the inputs.
 RECORDED = 3
 
 
@@ -41,7 +41,7 @@ class _Kind:
     """Calls with inputs of the same shapes and dtypes.
 
     Args:
-        inputs: Of the first call.
+        inputs: Inputs of the first call.
 
     Attributes:
         places: Arrays and tensors that hold the inputs of a call, where a graph reads them.
@@ -123,7 +123,7 @@ class GraphStep:
         Raises:
             TypeError: If an input is neither an array nor a tensor, or the function returns anything but
                 tensors.
-            ValueError: If the inputs have other shapes or dtypes than before, and there are graphs for
+            ValueError: If the inputs have different shapes or dtypes than before, and there are graphs for
                 ``most_shapes`` already, or an input requires a gradient.
             CaptureError: During recording, if the function does something that a graph cannot contain.
         """
@@ -182,7 +182,7 @@ class GraphStep:
         return _owned(outputs)
 
     def _room(self, source: Pool, needed: int) -> Stretch:
-        """Return memory for a recorded call: that of other shapes, if it is large enough."""
+        """Return memory for a recorded call, shared with calls of other shapes if it is large enough."""
         if self._stretch is None or self._stretch.bytes < needed:
             source.trim()  # the first call has left its pieces
             self._stretch = Stretch(source, needed)
@@ -200,8 +200,8 @@ def graph_step(fn: Callable[..., Any], warm_up: int = WARM_UP, most_shapes: int 
 
     A replay updates its inputs and the data that layers derive from them on the host; the seeds of dropout,
     drawn from Python's ``random`` as in an eager call; and the step, the learning rate and the other rates
-    of :class:`minitorch.AdamW`.  It exchanges tensors with other ranks again through an ``NcclGroup``, as
-    :class:`minitorch.distributed.GradientAverage` does, between several graphs.  Everything else is fixed
+    of :class:`minitorch.AdamW`.  It repeats exchanges with other ranks through an ``NcclGroup``, such as
+    those of :class:`minitorch.distributed.GradientAverage`, between graphs.  Everything else is fixed
     at recording: Python numbers, modes such as ``model.eval()``, and ``matmul_precision``.  If two recorded
     calls differ in anything else, an error is raised.  If ``update`` replaces a parameter, or a state is
     loaded into the optimiser, the step is recorded again.  Tensors that Python keeps from the recorded
@@ -300,7 +300,7 @@ def _check_draws(recording: Recording, before: tuple[Any, Any]) -> None:
     """Check that the recorded call drew no random numbers that a replay would not draw.
 
     Raises:
-        CaptureError: If the function drew other random numbers than seeds of dropout.
+        CaptureError: If the function drew random numbers other than seeds of dropout.
     """
     after = _random_state()
     random.setstate(before[0])

@@ -1,8 +1,8 @@
 """Save and resume a training run: all of its state in one safetensors file.
 
-Where several ranks keep a share of the optimiser's state each, every rank writes a file with its share.
-The file of the first rank, which holds all else, is written last and names the digests of the others: until
-then there is no such checkpoint.
+If each of several ranks keeps a share of the optimiser's state, every rank writes a file with its share.
+The first rank's file holds everything else and the digests of the other files.  It is written last: until
+then, the checkpoint does not exist.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def set_random_state(state: Mapping[str, Any], generators: Generators | None = N
 
     Args:
         state: The state, also after a round trip through JSON.
-        generators: The caller's generators, by the names given there.
+        generators: The caller's generators, by the names passed to :func:`random_state`.
 
     Raises:
-        ValueError: If a state is missing, or belongs to another kind of generator.
+        ValueError: If a state is missing, or belongs to a different kind of generator.
     """
     generators = generators or {}
     try:
@@ -171,7 +171,7 @@ def save_training(
             position in ``notes``.
         arrays: Other arrays to save, by name.
         notes: Other values to save, in JSON types.
-        parts: What :func:`save_part` has returned for each of the other parts, in their order.
+        parts: The digests that :func:`save_part` returned for the other parts, in their order.
 
     Raises:
         CheckpointError: If a parameter, a moment or an array is not finite; nothing is written.
@@ -192,11 +192,11 @@ def save_training(
 
 
 def save_part(path: str | os.PathLike[str], optimizer: Optimizer, part: int, parts: int) -> str:
-    """Write the share of a rank of the optimiser's state to a file of its own, atomically.
+    """Write one rank's share of the optimiser's state to a separate file, atomically.
 
     Args:
         path: The path of the checkpoint, which :func:`save_training` writes afterwards.
-        optimizer: The optimiser, whose state is a share.
+        optimizer: The optimiser, whose state is this rank's share.
         part: The rank, from 1.
         parts: Number of ranks.
 
@@ -232,7 +232,7 @@ def _read_parts(path: str | os.PathLike[str], digests: Sequence[str]) -> Arrays:
     """Read the other parts of a checkpoint.
 
     Raises:
-        CheckpointError: If one is missing, damaged, or belongs to another checkpoint.
+        CheckpointError: If a part is missing, is damaged, or belongs to a different checkpoint.
     """
     found: Arrays = {}
     for part, digest in enumerate(digests, 1):
@@ -336,9 +336,9 @@ class Checkpoints:
         return path
 
     def save_part(self, optimizer: Optimizer, step: int, part: int, parts: int) -> str:
-        """Write the share of one of several ranks, before the first one calls :meth:`save`.
+        """Write one rank's share of the optimiser's state, before the first rank calls :meth:`save`.
 
-        The arguments, but for the step, are those of :func:`save_part`.
+        The arguments other than the step are those of :func:`save_part`.
         """
         return save_part(self._file(step), optimizer, part, parts)
 
@@ -353,7 +353,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: If there is none, or it cannot be read; the message then names the latest
-                earlier one that can.
+                earlier checkpoint that can be read.
         """
         files = self.files()
         if path is None and not files:

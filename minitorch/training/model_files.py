@@ -28,7 +28,7 @@ _KEY, _BLANK = b'"digest":"', b"0" * 64
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be read, or that belongs to another model."""
+    """A checkpoint that cannot be read, or that belongs to a different model."""
 
 
 # -- models --------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def save_checkpoint(path: str | os.PathLike[str], model: Module, config: dict[st
         config: The configuration from which the model can be built, in JSON types.
 
     Raises:
-        CheckpointError: If a parameter is not finite, as it could not be loaded again; the old file stays.
+        CheckpointError: If a parameter is not finite, and so could not be loaded again; the old file stays.
     """
     write_arrays(path, parameter_arrays(model), {"config": json.dumps(config)})
 
@@ -58,8 +58,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, Any
         path: The path of a file of :func:`save_checkpoint` or :func:`save_training`.
 
     Raises:
-        CheckpointError: If the file is missing, truncated, changed since it was written, or no checkpoint
-            of ours; one line that names the file.
+        CheckpointError: If the file is missing, truncated, changed since it was written, or not a
+            checkpoint of this library; the message is one line that names the file.
     """
     arrays, metadata = read_arrays(path)
     config = metadata["config"]
@@ -86,7 +86,7 @@ def load_parameters(model: Module, arrays: Arrays, source: str = "") -> None:
         source: The file, for error messages.
 
     Raises:
-        CheckpointError: If a parameter is missing, unknown, of another shape or dtype, or not finite.
+        CheckpointError: If a parameter is missing, unknown or not finite, or has the wrong shape or dtype.
     """
     named = dict(model.named_parameters())
     if named.keys() != arrays.keys():

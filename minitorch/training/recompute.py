@@ -61,7 +61,7 @@ class Again(Function):
         return segment.gradients(place, grad_outputs)
 
 
-#: How a variable was computed: the function, and the identity of each argument that has a gradient.
+#: The function that computed a variable, and the identity of each argument that has a gradient.
 Step = tuple[Any, tuple[Any, ...]]
 
 

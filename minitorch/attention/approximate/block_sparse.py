@@ -12,7 +12,7 @@ from kernels.common.arguments import whole
 from ...tensor import Tensor
 from .support import Masked, check_operands, check_options, one_mask
 
-#: By the name of a pattern, what makes its mask from (seq_q, seq_k, block_size, heads).
+#: Patterns by name, as functions that return a mask for (seq_q, seq_k, block_size, heads).
 PATTERNS: dict[str, Callable[[int, int, int, int], BlockMask]] = {
     "butterfly": lambda seq_q, seq_k, size, heads: BlockMask.butterfly(seq_q, seq_k, size),
     "dilated": lambda seq_q, seq_k, size, heads: BlockMask.dilated(seq_q, seq_k, size, heads=heads),

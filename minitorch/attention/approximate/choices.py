@@ -21,7 +21,7 @@ from .reformer import reformer
 from .smyrf import smyrf
 from .support import SUPPORTED, Masked, check_options
 
-#: What a call passes, and a layer does not fix when it is built.
+#: Arguments that each call passes, rather than the construction of a layer.
 OF_A_CALL = {"q", "k", "v", "key_mask", *Masked._fields}
 _BUILDERS: dict[str, Callable[..., Any]] = {
     "linformer": Linformer, "linear": linear, "performer": Performer, "local": local,
@@ -41,14 +41,14 @@ def make_attention(
 
     Args:
         method: One of ``APPROXIMATIONS``.
-        options: Those of the method itself, by name.
-        masked: What each call will ask for.
-        backend: Of parameters.
-        dtype: Likewise.
+        options: Options of the method itself, by name.
+        masked: The masking options that each call will pass.
+        backend: Backend of the parameters.
+        dtype: Dtype of the parameters.
 
     Raises:
         TypeError: For an unknown option, or if a required option is missing.
-        ValueError: If the method does not support what each call will ask for.
+        ValueError: If the method does not support an option that each call will pass.
     """
     check_options(method, masked)
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):

@@ -13,12 +13,12 @@ from ...nn import max as max_over
 from ...tensor import Tensor
 from .support import shared_constant
 
-#: Of a seed, without a sign.
+#: Number of bits of a seed, without a sign.
 BITS = 63
 
 
 def hash_seed(seed: int | None) -> int:
-    """Return a seed; None draws one from Python's ``random``, which ``manual_seed`` decides."""
+    """Return a seed; None draws one from Python's ``random``, which ``manual_seed`` seeds."""
     return random.getrandbits(BITS) if seed is None else whole("seed", seed, 0)
 
 

@@ -8,7 +8,7 @@ from ...tensor import Tensor
 from .chunks import in_chunks, in_sequence, swap
 from .support import shared_constant
 
-#: Elements of 16 bits in the 16 bytes to which kernels align rows.
+#: Number of 16-bit elements in the 16 bytes to which kernels align rows.
 COPIES = 8
 
 
@@ -17,9 +17,9 @@ def attend_by_features(
 ) -> Tensor:
     """Return o_i = φ(q_i)ᵀ S_i / (φ(q_i)ᵀ z_i + eps) with S_i = Σ_j φ(k_j) v_jᵀ and z_i = Σ_j φ(k_j).
 
-    The sums run over all keys; if causal, over j <= i.  Then they are scanned over chunks: S and z before a
-    chunk come from a cumulative sum over chunks, and within it scores are computed and masked.  So
-    memory holds a state for each chunk and not for each position.
+    The sums run over all keys; if causal, over j <= i.  In the causal form, S and z before a chunk come
+    from a cumulative sum over chunks, and scores within a chunk are computed and masked.  Memory thus holds
+    a state for each chunk rather than for each position.
 
     Args:
         phi_q: (…, seq_q, features), not negative.

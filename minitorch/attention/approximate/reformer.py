@@ -24,7 +24,7 @@ from .support import (
     widened,
 )
 
-#: Most buckets that are chosen without being asked for; each costs a product with every position.
+#: Maximum default number of buckets; each costs a product with every position.
 MOST_BUCKETS = 128
 
 

@@ -104,7 +104,7 @@ def _grouping(hashes: Tensor, groups: Groups) -> Grouping:
 
 
 def _mask(k: Tensor, k_at: Grouping, keep: Tensor | None) -> Any:
-    """Return what hides the filling of clusters and hidden keys, or None."""
+    """Return the mask of padding in clusters and of masked keys, or None."""
     shown = k_at.groups.shown
     if keep is None:
         return None if shown.all() else shown[:, None, :]

@@ -15,7 +15,7 @@ from ...functions.base import check_tensor, is_tensor
 from ...functions.indexing import constant_like, table_like
 from ...tensor import Tensor
 
-#: Options of attention that a method supports beside ``key_mask``, which all of them do.
+#: Options of attention that each method supports in addition to ``key_mask``, which all of them support.
 SUPPORTED = {
     "linformer": {"dropout_p", "scale"},
     "linear": {"is_causal"},
@@ -30,7 +30,7 @@ EXACT = ("flash", "naive")
 
 
 class Masked(NamedTuple):
-    """The options of a call that hide or drop something, as every method takes them."""
+    """The options of a call that mask or drop something, which every method accepts."""
 
     attn_mask: Any = None
     dropout_p: float = 0.0
@@ -43,7 +43,7 @@ def check_options(method: str, options: Masked) -> None:
 
     Raises:
         TypeError: If an option has the wrong type.
-        ValueError: If not; it names the methods that do.
+        ValueError: If it does not; the message names the methods that do.
     """
     check_types(dropout_p=options.dropout_p, is_causal=options.is_causal, scale=options.scale)
     used = {
@@ -71,7 +71,7 @@ def check_operands(method: str, q: Any, k: Any, v: Any) -> None:
         v: (…, heads, seq_k, value_dim).
 
     Raises:
-        TypeError: If one is no floating tensor, or they differ in backend or dtype.
+        TypeError: If one is not a floating-point tensor, or they differ in backend or dtype.
         ValueError: If the shapes do not fit.
     """
     for name, operand in (("q", q), ("k", k), ("v", v)):
@@ -100,7 +100,7 @@ def key_mask_array(key_mask: Any, k: Tensor) -> Any:
     """Return a key mask as an array of booleans.
 
     Args:
-        key_mask: (…, seq_k), a tensor or an array; 0 or False hides a key from every query and head.
+        key_mask: (…, seq_k), a tensor or an array; 0 or False masks a key for every query and head.
         k: (…, heads, seq_k, head_dim).
 
     Raises:
@@ -138,9 +138,9 @@ def one_mask(attn_mask: Any, key_mask: Any, k: Tensor) -> Any:
 
 
 def kept_keys(key_mask: Any, k: Tensor, dtype: np.dtype[Any] | None = None) -> Tensor | None:
-    """Return a key mask as a factor of keys, (…, 1, seq_k, 1): 1 for a visible key, 0 for a hidden one.
+    """Return a key mask as a factor of keys, (…, 1, seq_k, 1): 1 for a visible key, 0 for a masked one.
 
-    Its dtype is that of sums unless another is asked for.
+    Its dtype is that of sums unless ``dtype`` is given.
     """
     if key_mask is None:
         return None

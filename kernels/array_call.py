@@ -1,4 +1,4 @@
-"""One call of attention on arrays: where it runs, what it asks, its operands."""
+"""One call of attention on arrays: its target, its problem and its operands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.problem.options import ARRAYS, Options
 from kernels.problem.question import Problem, check_gradient_operands, problem_of
 from kernels.runtime.targets import current_device, on_device
 
-#: What a gradient takes beside q, k and v.
+#: The operands of the backward pass in addition to q, k and v.
 _RESULTS = ("dout", "out", "lse", "dlse")
 
 
@@ -30,12 +30,12 @@ class Call:
         q: (…, heads, seq_q, head_dim), an array of any library.
         k: (…, heads, seq_k, head_dim).
         v: (…, heads, seq_k, value_dim).
-        options: Of ``make_problem``, by name.
+        options: Options of ``make_problem``, by name.
         results: For a gradient, dout, out, lse, and dlse or None.
         make: Builds the problem, as :func:`kernels.problem.question.problem_of` does.
 
     Raises:
-        TypeError: Also if operands lie in different places.
+        TypeError: Also if operands are not all on the host or all on one device.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Call:
         self.operands = operands.having(**given)
 
     def plan(self, tile: Any, backward: bool = False) -> CallPlan:
-        """Return what the call runs; of the backward pass that of gradients of q, k and v."""
+        """Return the plan of the call; for the backward pass, the plan of the gradients of q, k and v."""
         check_types(backward=backward)
         operands = self.operands
         if backward:
@@ -93,7 +93,7 @@ class Call:
         with_sink: bool = False,
         seen: Glance | None = None,
     ) -> tuple[Any, ...]:
-        """Return dq, dk and dv, of the operands' shapes, and those of the mask and the sinks if wanted.
+        """Return dq, dk and dv, in the operands' shapes, and the gradients of mask and sinks if wanted.
 
         Args:
             tile: (block_q, block_k); the rung's own when None.
@@ -157,7 +157,7 @@ def backward(
     Args:
         operands: q, k and v.
         results: dout, out, lse, and dlse or None.
-        options: By name.
+        options: Options by name.
         tile: (block_q, block_k); the rung's own when None.
         with_mask: Also return the gradient of the floating mask.
         with_sink: Also return the gradient of the sinks.
@@ -213,9 +213,9 @@ def as_operand(array: Any) -> Any:
 
 
 def with_arrays(options: Options) -> tuple[Options, dict[str, Any]]:
-    """Return options with those that are arrays as NumPy's or numba's arrays, and these alone, by name.
+    """Convert the options that are arrays; return all options, and the arrays alone, by name.
 
-    A number for each head may come as a list, too.
+    The arrays become NumPy's or numba's.  An option with a number for each head may also be a list.
     """
     if ARRAYS.isdisjoint(options):
         return options, {}
@@ -239,10 +239,10 @@ def check_on_host(arrays: dict[str, Any]) -> None:
     """Check that the option arrays of a call on the host can be read there.
 
     Args:
-        arrays: By the name of the option, NumPy's, numba's, or None.
+        arrays: NumPy's or numba's arrays, or None, by the name of the option.
 
     Raises:
-        TypeError: If one lies on a device: nothing leaves a device unasked.
+        TypeError: If one is on a device, because nothing is copied from a device implicitly.
     """
     for name, array in arrays.items():
         if is_device_array(array):

@@ -80,7 +80,7 @@ def plan_by_running(plan: Plan, problem: Problem, operands: Operands) -> CallPla
 
 
 def _mask_mod(plan: Plan, problem: Problem) -> str:
-    """Return what became of ``mask_mod``, in words."""
+    """Describe how ``mask_mod`` is evaluated, in words."""
     if problem.mask_mod is None:
         return ""
     evaluate = plan.rung.evaluate

@@ -12,9 +12,9 @@ class Picture:
     """A picture that grows to the right and downwards; all numbers are pixels.
 
     Args:
-        width: Of the picture.
-        height: Likewise.
-        title: What it shows, for those who cannot see it.
+        width: Width of the picture.
+        height: Height of the picture.
+        title: A description for screen readers.
     """
 
     def __init__(self, width: int, height: int, title: str):
@@ -81,7 +81,7 @@ class Picture:
 def animated(frames: Sequence[Picture], seconds: float) -> str:
     """Return the text of a file that shows pictures of one size in turn, again and again.
 
-    A reader who wants no motion sees the last one.
+    If a reader has turned off animations, only the last picture is shown.
 
     Args:
         frames: The pictures; the title is the first one's.

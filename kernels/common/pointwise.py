@@ -92,7 +92,7 @@ def adam_constants(
         beta1: Decay of m, the running mean of the gradient.
         beta2: Decay of v, the running mean of its square.
         eps: Added to the root of v.
-        step: Counts from 1; corrects the bias of the zero start.
+        step: Number of the step, from 1; it corrects the bias towards the initial zeros.
         weight_decay: Decoupled, as in AdamW.
 
     Returns:

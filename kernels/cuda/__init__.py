@@ -1,1 +1,1 @@
-"""Kernels for CUDA, compiled by numba; they run in its simulator too."""
+"""Kernels for CUDA, compiled by numba.  All but the tensor-core kernels run in its simulator too."""

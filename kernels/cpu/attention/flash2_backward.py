@@ -2,14 +2,14 @@
 
 Computes   dq, dk and dv.
 Source     FlashAttention-2, Algorithm 2.
-Work item  a hand of key tiles and a part of the query rows of one head; threads take the next item.
-           There are as many hands as parts, and as many phases: in phase n, hand i is paired with part
+Work item  a group of key tiles and a part of the query rows of one head; threads take the next item.
+           There are as many groups as parts, and as many phases: in phase n, group i is paired with part
            i - n.  No two items of a phase thus add to the same rows of dq, dk or dv, the order of every
            sum is independent of the number of threads, and there is one dq.
 One lane   keeps dk and dv for one key.  S, P, dP and dS are stored as (rows, lanes).
 Buffers    per work item, in the first- and second-level cache; nothing of size seq_q x seq_k.
 Base 2     as in the forward kernel.
-Options    likewise.
+Options    as in the forward kernel.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def make_backward(real):
 
     @njit_cached(fastmath=FASTMATH)
     def backward_item(settings, item):
-        """Add the contributions of a hand of key tiles and a part of the query rows to dq, dk and dv.
+        """Add the contributions of a group of key tiles and a part of the query rows to dq, dk and dv.
 
         Args:
             settings: (1,) of ``SETTINGS``.

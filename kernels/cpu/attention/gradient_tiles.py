@@ -131,7 +131,7 @@ def piece_of(row, stop, col, cols, lower, upper):
         row: The first remaining row.
         stop: One past the last row of the tile.
         col: First column of the tile.
-        cols: Its columns.
+        cols: Number of its columns.
         lower: Lower bound of column - row, see ``Problem``.
         upper: Upper bound of column - row, see ``Problem``.
 

@@ -57,7 +57,7 @@ def add_repeated(source, width, target):
 
 @njit(fastmath=FASTMATH)
 def tile_range(tile, block, own, total):
-    """Return the begin and end of a tile of mask elements among ``total`` rows or columns."""
+    """Return the start and end of a tile of mask elements among ``total`` rows or columns."""
     return (0, total) if own == 1 else (tile * block, min((tile + 1) * block, total))
 
 

@@ -100,7 +100,7 @@ def check_finished(before: int) -> None:
     """Check that no user function has raised since the count ``before`` of :func:`failures`.
 
     Raises:
-        ValueError: If one has, including that of a simultaneous call on another thread.
+        ValueError: If one has, in this call or in a simultaneous one on another thread.
     """
     if failures() != before:
         raise ValueError(

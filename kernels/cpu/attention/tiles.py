@@ -63,7 +63,7 @@ def zero_tile(lines, lanes, dtype):
 
 @njit
 def as_tile(buffer, lines, lanes):
-    """Return the begin of a contiguous buffer as a tile (lines, lanes); (0, lanes) for an empty one."""
+    """Return the start of a contiguous buffer as a tile (lines, lanes); (0, lanes) for an empty one."""
     size = buffer.itemsize
     shape = (lines if buffer.size != 0 else 0, lanes)
     return contiguous(array_at(buffer.ctypes.data, shape, (lanes * size, size), buffer.dtype))
@@ -148,7 +148,7 @@ def pack_rows(source, factor, target):
 
 @njit(fastmath=FASTMATH)
 def multiply(tile, factors):
-    """Multiply a tile in place by another of its shape."""
+    """Multiply a tile in place by a tile of the same shape."""
     for i in range(tile.shape[0]):
         own, other = tile[i], factors[i]  # (lanes,)
         for lane in range(tile.shape[1]):

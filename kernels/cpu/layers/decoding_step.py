@@ -178,7 +178,7 @@ def layer_step(x: Array, weights: LayerWeights, keys: Array, values: Array, eps:
 def _shared_step(
     x: Array, w: LayerWeights, keys: Array, values: Array, eps: float, factor: Any
 ) -> Array:
-    """Return what ``_layer_step`` computes of (rows, width), in kernels that all threads share."""
+    """Compute ``_layer_step`` for (rows, width), in kernels that all threads share."""
     rows, (_, batch, heads, dim) = len(x), keys.shape
     split = batch, rows // batch, heads, dim
     normed, *_ = layer_norm(x, *w.norm_1, eps)

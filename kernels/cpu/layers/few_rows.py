@@ -1,7 +1,7 @@
 """Products of a few rows and a large matrix on the CPU: every core reads a part of the matrix.
 
-Such a product takes as long as its weights take to arrive from memory, and one core cannot ask for them as
-fast as they can come.  BLAS packs the weights first, which costs more than the product.
+Such a product takes as long as its weights take to arrive from memory, and one core cannot request
+them as fast as memory delivers them.  BLAS packs the weights first, which costs more than the product.
 """
 
 from __future__ import annotations

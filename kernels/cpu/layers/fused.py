@@ -272,7 +272,7 @@ def embedding(table: Array, placed: Array, shape: tuple[int, ...]) -> Array:
     Args:
         table: (num_rows, dim).
         placed: (count,) of :func:`place_ids`: integers from 0 to num_rows - 1, checked by the caller.
-        shape: Of the ids, count in all.
+        shape: Shape of the ids, which has ``count`` elements.
 
     Returns:
         (*shape, dim).

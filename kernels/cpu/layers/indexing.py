@@ -64,7 +64,7 @@ def gather(x: Array, index: Array, missing: int = 0) -> Array:
     Args:
         x: (outer, n, inner).
         index: (outer, m), or (1, m) for every row: int64 below n, checked by the caller.
-        missing: What a negative index picks; 0 for numbers of 16 bits.
+        missing: Result for a negative index; must be 0 for 16-bit arrays.
 
     Returns:
         (outer, m, inner).

@@ -17,13 +17,13 @@ from kernels.runtime.jit import FASTMATH, njit_cached
 BLOCK = 4096
 #: Elements that are compared side by side.
 LANES = 64
-#: Of the narrowest dtype, so that it widens none.
+#: Infinity in the narrowest dtype, so that it does not promote any other.
 INFINITY = np.float32(np.inf)
 
 
 @njit(fastmath=FASTMATH)
 def _largest(x):
-    """Return the largest element; a NaN may be passed over, for the sum will have it."""
+    """Return the largest element; a NaN may be ignored, because the sum becomes NaN anyway."""
     # Lane by lane, which vectorises: a maximum across a vector does not.
     lanes = np.full(LANES, -np.inf, x.dtype)  # (LANES,)
     whole = len(x) - len(x) % LANES
@@ -40,7 +40,7 @@ def _largest(x):
 
 @njit(fastmath=FASTMATH)
 def _power(y, limit):
-    """Return 2^y; from the limit on, infinity, which exp2 leaves to its callers."""
+    """Return 2^y; infinity from ``limit`` on, a case that exp2 leaves to its callers."""
     return INFINITY if y >= limit else exp2(y)
 
 
@@ -104,7 +104,7 @@ def softmax(step: str, x: Any, out: Any) -> None:
 
     Raises:
         ValueError: If there is no such step, or x and out are not alike.
-        TypeError: If they have another dtype.
+        TypeError: If they have any other dtype.
 
     Source: Milakov and Gimelshein (2018), Algorithms 1 to 3.
     """

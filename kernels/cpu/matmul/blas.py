@@ -25,12 +25,13 @@ from kernels.runtime.jit import njit_cached
 
 #: Multiply-adds below which one thread is used.
 PARALLEL_FROM = 500_000
-#: Up to so many multiply-adds OpenBLAS uses one thread by itself, of two matrices (interface/gemm.c: 65,536
-#: times 4) and of a matrix and a vector (interface/gemv.c: 2,304 times 4), so that nothing need be held.
+#: The most multiply-adds for which OpenBLAS itself uses one thread: of two matrices (interface/gemm.c:
+#: 65,536 times 4), and of a matrix and a vector (interface/gemv.c: 2,304 times 4).  For such products BLAS
+#: need not be limited.
 ONE_THREAD, ONE_THREAD_VECTOR = 1 << 18, 9216
-#: Rows of a block; a fixed number, so that no sum depends on how many threads there are.
+#: Rows per block, fixed so that no sum depends on the number of threads.
 BLOCK_ROWS = 256
-#: Most parts that a sum over many rows is cut into, each with a result of its own.
+#: Maximum number of parts of a sum over many rows, each with a result of its own.
 PARTS = 4
 
 
@@ -42,7 +43,7 @@ def _libraries() -> Any:
 
 
 def _is_for_all(library: Any) -> bool:
-    """Tell whether a library has one number of threads for all threads that call it."""
+    """Tell whether the number of threads of a library is global, not one for each calling thread."""
     return library.internal_api == "openblas" and library.threading_layer != "openmp"
 
 
@@ -59,7 +60,7 @@ class _Hold:
         self.lock, self.callers, self.before = threading.Lock(), 0, []
 
     def enter(self) -> None:
-        """Let these libraries have one thread, if it is not so yet."""
+        """Limit these libraries to one thread, unless they are already."""
         with self.lock:
             if not self.callers:
                 shared = filter(_is_for_all, _libraries())
@@ -69,7 +70,7 @@ class _Hold:
             self.callers += 1
 
     def leave(self) -> None:
-        """Give them their threads back, if no one else holds them."""
+        """Restore their threads when the last caller leaves."""
         with self.lock:
             self.callers -= 1
             if not self.callers:
@@ -85,7 +86,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Hold BLAS to one thread for each call within the context; several Python threads may be in it."""
+    """Limit BLAS to one thread per call within the context, which several Python threads may enter."""
     own = [(one, one.get_num_threads()) for one in _libraries() if not _is_for_all(one)]
     _hold.enter()
     try:
@@ -99,7 +100,7 @@ def one_thread_each() -> Iterator[None]:
 
 
 def row_blocks(rows: int, multiply_adds: int) -> int:
-    """Return how many blocks the rows of a product are cut into, each for one thread."""
+    """Return the number of blocks of rows of a product, each for one thread."""
     return PLAIN.ceil_div(rows, BLOCK_ROWS) if multiply_adds >= PARALLEL_FROM else 1
 
 

@@ -45,8 +45,8 @@ _pairs, _singles = _make_columns(2), _make_columns(1)
 def product(c, a, b, add):
     """Add A·B to C, or write it there.
 
-    A block of C after the other is computed in registers.  Those that need the same columns of B follow
-    each other, so that B is read from the first-level cache.
+    The blocks of C are computed in registers, one after the other.  Blocks that need the same columns of B
+    are consecutive, so that B is read from the first-level cache.
 
     Args:
         c: (m, n), rows contiguous.

@@ -4,10 +4,10 @@ Computes   C += A·B, a block of C at a time: :func:`load_block`, :func:`add_out
            depth, :func:`store_block`.
 Source     Van Zee and van de Geijn, BLIS: A Framework for Rapidly Instantiating BLAS Functionality
            (2015), the micro-kernel.
-Block      ``BLOCK_ROWS`` rows of so many vectors.  It stays in registers over the whole depth: a step
+Block      ``BLOCK_ROWS`` rows of a few vectors.  It stays in registers over the whole depth: a step
            loads one row of B, and one number of each row of A that all lanes are multiplied by.
-Edges      a block may have fewer rows than that: those that are missing are the last one once more,
-           which gives the same numbers in the same place.
+Edges      a block may have fewer rows.  The last row then stands in for the missing ones, which
+           writes the same numbers to the same place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kernels.cpu.runtime import plain_python
 intrinsic: Any = extending.intrinsic(prefer_literal=True)
 
 _FEATURES = binding.get_host_cpu_features()
-#: Of a vector register.
+#: Bytes of a vector register.
 VECTOR_BYTES = 64 if _FEATURES.get("avx512f") else 32 if _FEATURES.get("avx") else 16
 #: With two vectors to a row, 16 of 32 registers, or 8 of 16, hold a block of C.
 BLOCK_ROWS = 4 if _FEATURES.get("sse2") and VECTOR_BYTES < 64 else 8
@@ -39,8 +39,8 @@ class Registers(types.Type):
     """The type of a block of C.
 
     Args:
-        scalar: Of its elements.
-        vectors: In each of ``BLOCK_ROWS`` rows.
+        scalar: Type of its elements.
+        vectors: Number of vectors in each of ``BLOCK_ROWS`` rows.
     """
 
     def __init__(self, scalar: Any, vectors: int):
@@ -60,10 +60,10 @@ class _Lines:
     """A range of rows of an array, from a column on, in the compiler's representation.
 
     Args:
-        compiler: Its context, and what writes instructions.
-        kind: The array's type.
-        place: Its value, the first row and the first column.
-        count: Of the rows.
+        compiler: The compiler's context and its instruction builder.
+        kind: Type of the array.
+        place: The array, the first row and the first column.
+        count: Number of rows.
     """
 
     def __init__(self, compiler: Any, kind: Any, place: Any, count: int = BLOCK_ROWS):
@@ -106,8 +106,8 @@ def zero_block(_context, array, vectors):
     """Return a block of zeros of an array's dtype.
 
     Args:
-        array: Any.
-        vectors: In each row, a literal.
+        array: An array of the dtype.
+        vectors: Number of vectors in each row, a literal.
     """
     kind = Registers(array.dtype, vectors.literal_value)
 
@@ -125,7 +125,7 @@ def load_block(_context, array, row, col, vectors):
         array: (rows, columns).
         row: First row.
         col: First column.
-        vectors: In each row, a literal.
+        vectors: Number of vectors in each row, a literal.
     """
     kind = Registers(array.dtype, vectors.literal_value)
 
@@ -159,7 +159,7 @@ def add_outer(_context, block, a, row, b, col, i):
     """Return a block to which column ``i`` of A times row ``i`` of B is added.
 
     Args:
-        block: Of C.
+        block: A block of C.
         a: (rows, depth), any strides.
         row: First row of the block.
         b: (depth, columns), rows contiguous.
@@ -192,7 +192,7 @@ def _transpose_square(source: Any, row: int, col: int, target: Any) -> None:
 
 @plain_python.intrinsic(_transpose_square)
 def transpose_square(_context, source, row, col, target):
-    """Write a square of one array to another, transposed; its side is the elements of a vector.
+    """Write a square of an array to a second array, transposed; its side is the elements of a vector.
 
     Source: Eklundh, A Fast Computer Method for Matrix Transposing (1972): squares of half the side change
     places, then those within them.

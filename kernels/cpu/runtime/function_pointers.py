@@ -21,7 +21,7 @@ from kernels.runtime.jit import JIT_DISABLED, compile_signature, njit_cached
 def address_of(dispatcher: Any, signature: Any) -> int:
     """Compile (or load from disk) a function for one signature and return the address of its code.
 
-    The address is good for as long as the dispatcher lives.
+    The address is valid while the dispatcher exists.
     """
     if JIT_DISABLED:
         return plain_python.address_of(dispatcher)
@@ -33,7 +33,7 @@ def address_of(dispatcher: Any, signature: Any) -> int:
 def settings_argument(record: Any) -> Any:
     """Return a one-element array of records as kernels receive it.
 
-    Its bytes, which the kernel takes for the record: numba is slow to look up a record's type.
+    The kernel receives its bytes, because numba is slow to look up the type of a record.
     """
     return [plain_python.Record(record[0])] if JIT_DISABLED else record.view(np.uint8)
 
@@ -43,7 +43,7 @@ def call(_context, address, args):
     """Call the function at an address with a tuple of arguments; it returns nothing.
 
     The types must be those of its signature.  The layout of an array is not part of its
-    representation: one that is known to be contiguous may be passed for any other, and the reverse.
+    representation: a contiguous array may be passed for a strided one, and the reverse.
     """
 
     def generate(context, builder, signature, values):
@@ -72,7 +72,7 @@ def array_at(_context, address, shape, strides, dtype):
     """Return an array at an address; the caller keeps the memory alive.
 
     Args:
-        address: Of the first element.
+        address: Address of the first element.
         shape: A tuple of ints.
         strides: A tuple of ints, in bytes.
         dtype: Such as ``np.uint8`` or ``x.dtype``.
@@ -114,9 +114,9 @@ def run_alone(address, settings, items):
     """Call ``address(settings, item)`` for each work item, one after the other.
 
     Args:
-        address: Of a compiled function.
-        settings: Passed on; see :func:`settings_argument`.
-        items: How many there are.
+        address: Address of a compiled function.
+        settings: First argument of the function; see :func:`settings_argument`.
+        items: Number of work items.
     """
     for item in range(items):
         call(address, (settings, item))
@@ -127,11 +127,11 @@ def run_items(address, settings, counter, items, threads):
     """Call ``address(settings, item)`` for each work item: the one parallel loop of these kernels.
 
     Args:
-        address: Of a compiled function.
-        settings: Passed on; see :func:`settings_argument`.
-        counter: (1,), zero: the next work item.
-        items: How many there are; a thread takes the next one when it is done with its last.
-        threads: How many take them.
+        address: Address of a compiled function.
+        settings: First argument of the function; see :func:`settings_argument`.
+        counter: (1,) int64, zero: the index of the next work item.
+        items: Number of work items; a thread takes the next one when it has finished its last.
+        threads: Number of threads.
     """
     for _ in prange(threads):
         item = take(counter)

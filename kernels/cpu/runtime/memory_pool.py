@@ -1,7 +1,7 @@
 """A pool that reuses the memory of large results, because the system zeroes new pages.
 
-Beyond some 32 MB the C library returns an array's pages when it is freed.  The next result of that size
-then costs more for its pages than for its numbers.
+Beyond some 32 MB the C library returns an array's pages when it is freed.  For the next result of that
+size, the new pages then take longer than the computation.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 KEPT_FROM = 1 << 20
 #: Maximum number of unused bytes that are kept.
 KEPT_MOST = 256 << 20
-#: Bytes that a block's address is a multiple of: a line of the cache, and the longest vector.
+#: Alignment of a block in bytes: a cache line, and the longest vector.
 ALIGNMENT = 64
 
-#: Size in bytes to unused pieces of memory; the size that was given back last comes last.
+#: Unused pieces of memory by their size in bytes; the most recently freed size comes last.
 _unused: dict[int, list[Piece]] = {}
 
 
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
     Attributes:
         memory: Flat bytes.
-        interface: Of those in it that an array may take: ``__array_interface__``.
+        interface: ``__array_interface__`` of the bytes that an array may use.
     """
 
     memory: Any
@@ -47,11 +47,11 @@ class Owner:
 
 
 def empty(size: int, dtype: np.dtype[Any]) -> Any:
-    """Return an uninitialised flat array; a large one on memory that an earlier one has left.
+    """Return an uninitialised flat array; a large one reuses the memory of an earlier one.
 
     Args:
-        size: In elements.
-        dtype: Any.
+        size: Number of elements.
+        dtype: Dtype of the elements.
     """
     count = size * dtype.itemsize
     if count < KEPT_FROM:

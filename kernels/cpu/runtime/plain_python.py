@@ -15,7 +15,7 @@ from numba import extending
 
 from kernels.runtime.jit import JIT_DISABLED
 
-#: What :func:`address_of` has numbered.  0 means "no function", as it does for addresses.
+#: The functions by the number that :func:`address_of` gave them; 0 means "no function".
 _functions: list[Callable[..., None] | None] = [None]
 
 
@@ -29,7 +29,7 @@ def intrinsic(plain: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 class Record:
-    """A NumPy record whose fields are attributes, also those that NumPy has another use for (``shape``)."""
+    """A NumPy record with its fields as attributes, including ``shape``, which NumPy itself uses."""
 
     def __init__(self, record: Any):
         self._record = record

@@ -2,11 +2,11 @@
 
 A function of the C library takes its numbers one by one, and the loop that calls it is not vectorised.
 These are a few multiply-adds and operations on the bits of a number, without a branch.  Each is written
-once; :func:`make_functions` makes it for a dtype.  As a module this stands in for ``math``: what it does
-not have is taken from there.
+once; :func:`make_functions` makes it for a dtype.  The module stands in for ``math``: names that it
+does not define come from there.
 
-Errors are less than one unit in the last place, of tanh less than 2.75, on processors that multiply and add
-with one rounding.  Infinities, NaN and what lies below the normal numbers come out as from NumPy.
+Errors are less than one unit in the last place, for tanh less than 2.75, on processors that have a fused
+multiply-add.  Infinities, NaN and subnormal numbers give the same results as in NumPy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numba.extending import overload, register_jitable
 
 from kernels.cpu.runtime import plain_python
 
-#: Typed as what it makes of a function: one that is called without the compiler's context.
+#: Typed as Any, because an intrinsic is called without the compiler's context.
 intrinsic: Any = extending.intrinsic
 
 
@@ -31,16 +31,16 @@ class Format(NamedTuple):
 
     Attributes:
         real: The dtype.
-        whole: Integers of as many bits.
+        whole: The integer dtype of the same size.
         type: Numba's type of ``real``.
-        bits: Of which there are.
-        mantissa: Of these, stored digits.
-        bias: Of the exponent.
-        terms: Powers of the series of an exponential, whose argument is at most ln(2) / 2.  What the
-            next one would add is less than a tenth of a unit in the last place.
+        bits: Number of bits.
+        mantissa: Number of stored bits of the significand.
+        bias: Bias of the exponent.
+        terms: Powers of the series of an exponential, whose argument is at most ln(2) / 2.  The
+            next one would add less than a tenth of a unit in the last place.
         log_terms: Powers of the series of the logarithm, whose argument squared is at most 0.0295.
         ln2: The leading digits of ln 2, so few that a product with an exponent is exact.
-        ln2_rest: What they leave of it.
+        ln2_rest: The rest of ln 2.
     """
 
     real: Any
@@ -227,7 +227,7 @@ FUNCTIONS = tuple(make_functions(form) for form in FORMATS)
 
 
 def _of_its_dtype(name: str, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that compiled code replaces by that of its argument's dtype."""
+    """Return a function that compiled code replaces by the one for its argument's dtype."""
 
     def function(x: Any) -> Any:
         return plain(x)
@@ -235,7 +235,7 @@ def _of_its_dtype(name: str, plain: Callable[[Any], Any]) -> Callable[[Any], Any
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"Return {name}(x); in compiled code in the dtype of x."
     single, double = (getattr(functions, name) for functions in FUNCTIONS)
-    #: What the overload puts in its place; a kernel's fingerprint looks here.
+    #: The implementations that the overload substitutes; a kernel's fingerprint includes them.
     function.implementations = single, double  # type: ignore[attr-defined]
 
     # None of the caller's freedoms: where sums may be reordered, what is subtracted twice is not.
@@ -246,7 +246,7 @@ def _of_its_dtype(name: str, plain: Callable[[Any], Any]) -> Callable[[Any], Any
     return function
 
 
-#: 2^x for x <= 0 or a little above: 0 below the normal numbers; beyond them it is not defined.
+#: 2^x for x <= 0 or slightly above; 0 for results below the normal numbers, undefined for overflow.
 exp2 = _of_its_dtype("exp2", lambda x: 2.0**x)
 exp = _of_its_dtype("exp", math.exp)
 log = _of_its_dtype("log", math.log)

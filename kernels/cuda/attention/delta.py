@@ -28,7 +28,7 @@ PIECE = CHUNK // BITS.itemsize
 
 
 def lanes_of(value_dim: int) -> int:
-    """Return how many lanes share a row: a power of two, up to a warp, a piece for each."""
+    """Return the number of lanes that share a row, one piece each: a power of two, up to a warp."""
     return min(1 << (PLAIN.ceil_div(value_dim, PIECE) - 1).bit_length(), WARP)
 
 
@@ -68,10 +68,10 @@ def _make_add_products(dtype: str) -> tuple[Any, Any]:
 def make_row_sum(lanes: int, dtype: str, vectors: bool) -> Callable[..., Any]:
     """Return ``row_sum(dout, out, b, h, row, lane, inside)``: rowsum(dO ∘ O), in all lanes of a row.
 
-    Every lane of a warp must call it. Lanes of a row out of bounds pass ``inside`` as false and get 0.
+    Every lane of a warp must call it.  Lanes of a row out of bounds pass ``inside`` as false and get 0.
 
     Args:
-        lanes: Of a row; a power of two, up to 32.
+        lanes: Number of lanes that share a row; a power of two, up to 32.
         dtype: "float16", "bfloat16" or "float32".
         vectors: Rows are aligned for pieces of 16 bytes and are whole pieces.
     """
@@ -111,9 +111,10 @@ def zero_sums(sums, thread, threads):
     """Fill this thread's share of flat float32 sums with zeros, 16 bytes at a time.
 
     Args:
-        sums: A multiple of four elements; a single element stands for no sums and is left as it is.
-        thread: Of the grid.
-        threads: The grid's.
+        sums: A multiple of four elements; a single element means that there are no sums, and stays
+            unchanged.
+        thread: Index of the thread in the grid.
+        threads: Number of threads of the grid.
     """
     zeros = cuda.local.array(4, uint32)  # (4,)
     for w in range(4):
@@ -124,7 +125,7 @@ def zero_sums(sums, thread, threads):
 
 
 def no_sums(array: Any) -> Any:
-    """Return the stand-in for sums where there are none: one element of a float32 device array."""
+    """Return the placeholder for missing sums: one element of a float32 device array."""
     return device_view(array, (1,), (1,))
 
 
@@ -133,10 +134,10 @@ def delta_kernel(lanes: int, dtype: str, vectors: bool, has_dlse: bool) -> Kerne
     """Return the kernel that fills delta, and sums of dq with zeros.
 
     Args:
-        lanes: Of a row; a power of two, up to 32.
+        lanes: Number of lanes that share a row; a power of two, up to 32.
         dtype: "float16", "bfloat16" or "float32".
         vectors: Rows are aligned for pieces of 16 bytes and are whole pieces.
-        has_dlse: There is a gradient of lse.
+        has_dlse: Whether there is a gradient of lse.
     """
     row_sum, stored = make_row_sum(lanes, dtype, vectors), _stored(dtype)
 
@@ -171,11 +172,11 @@ def delta_kernel(lanes: int, dtype: str, vectors: bool, has_dlse: bool) -> Kerne
 
 
 def delta_of(problem: Problem, operands: Operands, sums: Any = None) -> Any:
-    """Return D = rowsum(dO ∘ O), less the gradient of lse where there is one.
+    """Return D = rowsum(dO ∘ O), minus the gradient of lse if there is one.
 
     Args:
         problem: The checked call, in 16 or 32 bits.
-        operands: As kernels take them, on the device: dout, out, and dlse or None.
+        operands: The operands, on the device: dout, out, and dlse or None.
         sums: Contiguous float32, a multiple of four elements, to fill with zeros by the same launch.
 
     Returns:

@@ -6,14 +6,14 @@ gradient line.  The backward pass reads L = m + log l in place of l and m.  One 
 of its head, so that it may add to O and dQ in global memory without atomics.  The rung has the options of
 the paper, scale, mask and dropout, and no others.
 
-The paper leaves two things open.  M counts the four tiles of d columns that Algorithm 1 keeps on chip,
-and neither the scores between them nor the three more tiles of the backward pass; :func:`paper_tiles`
-therefore gives the formula a part of the shared memory.  Where values are not as wide as keys, d is
-the wider of the two.
+The paper leaves two things open.  First, M counts the four tiles of d columns that Algorithm 1 keeps on
+chip, but neither the tile of scores nor the three additional tiles of the backward pass.
+:func:`paper_tiles` therefore inserts only a part of the shared memory into the formula.  Second, if values
+are not as wide as keys, d is the larger width.
 
-Measured on an H200 (float32, N = 4096, d = 64, 64 heads): 439 ms forward where naive takes 17.7, for there
-are only as many blocks as heads; forward and backward together add 67 MiB to the operands where naive's
-add 8,257.
+Measured on an H200 (float32, N = 4096, d = 64, 64 heads): 439 ms forward, because there
+are only as many blocks as heads; naive takes 17.7 ms.  Forward and backward together allocate 67 MiB in
+addition to the operands, naive 8,257 MiB.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def paper_tile(shared_elements: int, dim: int) -> Tile:
 def paper_tiles(elements: int, head_dim: int, value_dim: int) -> tuple[Tile, Tile]:
     """Return the tiles of the forward and of the backward pass for a number of on-chip elements.
 
-    Forward a third is left for S; backward three more tiles and two of scores must fit.
+    The forward pass leaves a third for S; the backward pass needs three more tiles and two of scores.
     """
     dim = max(head_dim, value_dim)
     return paper_tile(elements * 2 // 3, dim), paper_tile(elements * 2 // 5, dim)
@@ -133,7 +133,7 @@ def load_tile(thread, threads, array, b, h, first, rows, dim, tile):
 
 @device_function
 def store_tile(thread, threads, tile, array, b, h, first, rows, dim):
-    """Copy rows from shared memory to one head, distributed likewise."""
+    """Copy rows from shared memory to one head: a thread copies every threads-th element."""
     for e in range(thread, rows * dim, threads):
         array[b, h, first + e // dim, e % dim] = tile[e // dim, e % dim]
 
@@ -177,7 +177,7 @@ def forward_kernel(
     (score_of, _, kept, _), has_dropout = make_score_functions(features, dtype), features.dropout
 
     def flash1_forward(q, k, v, out, lse, row_sum, row_max, scale, extras):
-        """Fold one key tile after the other into the output of every query row that sees it.
+        """Fold one key tile after the other into the output of all query rows that attend to it.
 
         Computes: O = dropout(softmax(MASK(τ Q Kᵀ))) V and L for one (batch, head)
         Source: FlashAttention, appendix B, Algorithm 2
@@ -416,7 +416,7 @@ def forward(problem: Problem, tile: Tile, operands: Operands) -> None:
     Args:
         problem: The checked call.
         tile: (block_q, block_k), B_r and B_c in the paper.
-        operands: On the device, q, k, v and what the options need, and out and lse to be written.
+        operands: q, k, v and the arrays of the options, on the device; out and lse are written.
     """
     o, dims, threads = operands, (problem.head_dim, problem.value_dim), SIZES.flash1_threads
     row_sum = empty_device(tuple(o.lse.shape), problem.dtype)  # l
@@ -434,7 +434,7 @@ def backward(problem: Problem, tile: Tile, operands: Operands) -> None:
     Args:
         problem: The checked call.
         tile: (block_q, block_k).
-        operands: Those of :func:`forward`, its results, dout and dlse or None, and dq, dk and dv to be
+        operands: The operands and results of :func:`forward`, dout, and dlse or None; dq, dk and dv are
             written.
     """
     o, dims, threads = operands, (problem.head_dim, problem.value_dim), SIZES.flash1_threads

@@ -28,7 +28,7 @@ def sink_kernel(stored: np.dtype[Any], dtype: np.dtype[Any], has_dlse: bool) -> 
     Args:
         stored: Dtype of dout and out.
         dtype: Dtype of sums.
-        has_dlse: There is a gradient of lse.
+        has_dlse: Whether there is a gradient of lse.
     """
     own, real, zero = form(stored), scalar_type(dtype), dtype.type(0)
     widen, lanes, lines, slots = own.widen, BLOCK.threads, BLOCK.rows, BLOCK.slots

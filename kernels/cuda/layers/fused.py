@@ -184,7 +184,7 @@ def embedding(table: Any, placed: Any, shape: tuple[int, ...]) -> Any:
     Args:
         table: (num_rows, dim).
         placed: (count,) of :func:`place_ids`: integers from 0 to num_rows - 1, checked by the caller.
-        shape: Of the ids, count in all.
+        shape: Shape of the ids, which has ``count`` elements.
 
     Returns:
         (*shape, dim).

@@ -120,7 +120,7 @@ def gather(x: Any, index: Any, missing: int = 0) -> Any:
     Args:
         x: (outer, n, inner).
         index: (outer, m), or (1, m) for every row: int64 below n, checked by the caller.
-        missing: What a negative index picks; 0 for numbers of 16 bits.
+        missing: Result for a negative index; must be 0 for 16-bit arrays.
 
     Returns:
         (outer, m, inner).

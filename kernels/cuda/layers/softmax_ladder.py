@@ -76,7 +76,7 @@ def _make_passes(block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> _Pass
     All take ``(x, row, thread, values, …)`` with ``values`` an array of the thread's own registers.
 
     Args:
-        block: Its shape.
+        block: Shape of the block.
         whole: Whether rows are made of whole, aligned vectors: one load or store of 128 bits each.
         dtype: Dtype of x.
     """
@@ -181,7 +181,7 @@ def ladder_kernel(step: str, block: LadderBlock, whole: bool, dtype: np.dtype[An
 
     Args:
         step: One of :data:`kernels.reference.softmax_ladder.READS`.
-        block: Its shape.
+        block: Shape of the block.
         whole: Whether rows are made of whole, aligned vectors.
         dtype: Dtype of x and out.
     """
@@ -263,7 +263,7 @@ def softmax(step: str, x: Any, out: Any, block: LadderBlock | None = None) -> No
 
     Raises:
         ValueError: If there is no such step, or x and out are not alike.
-        TypeError: If they have another dtype.
+        TypeError: If they have any other dtype.
     """
     check_rows(step, x, out)
     rows, length = x.shape

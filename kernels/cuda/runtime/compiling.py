@@ -87,7 +87,7 @@ def compile_ptx(
         kernel: A plain function, or what ``cuda.jit`` made of one.
         signature: Argument types, such as ``numba.void(numba.float32[::1])``.
         cc: Compute capability to compile for; (9, 0, "a") has the instructions of 9.0 alone.
-        launch_bounds: Threads of a block, and blocks that a multiprocessor shall hold at a time.
+        launch_bounds: Threads of a block, and blocks that should fit on a multiprocessor at a time.
     """
     return _compile(kernel, signature, cc, launch_bounds, "ptx")
 

@@ -79,7 +79,7 @@ class Kernel:
         threads: Of a block, the most there will be; tells the compiler how many registers it may
             use.  0 leaves it open.
         shared_bytes: Dynamic shared memory of a block.
-        resident: Blocks that a multiprocessor shall hold at a time; bounds the registers further.
+        resident: Blocks that should fit on a multiprocessor at a time; bounds the registers further.
     """
 
     def __init__(

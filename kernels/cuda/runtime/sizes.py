@@ -27,7 +27,7 @@ class ProductTile(NamedTuple):
         depth: Of the sum, from one barrier to the next; a multiple of four that divides the threads.
         own_rows: Of the output a thread, in registers; a multiple of four.
         own_cols: Likewise.
-        resident: Blocks that a multiprocessor shall hold at a time.
+        resident: Blocks that should fit on a multiprocessor at a time.
     """
 
     rows: int

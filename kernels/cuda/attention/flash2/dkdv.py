@@ -1,4 +1,4 @@
-"""FlashAttention-2 backward by key columns: dK and dV, and by choice dQ by atomics."""
+"""FlashAttention-2 backward by key columns: dK and dV, and optionally dQ by atomics."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from kernels.scores.program import PLAIN, Features
 
 
 def dkdv_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> SharedTiles:
-    """Return the offsets of the tiles of the dk and dv kernel; P, dS and its transpose share a place."""
+    """Return the offsets of the tiles of the dk and dv kernel; P, dS and the transpose of dS share one."""
     block_q, block_k = layout.block_q, layout.block_k
     return SharedTiles(
         k=block_k * layout.row_stride(head_width),

@@ -1,4 +1,4 @@
-"""FlashAttention-2 backward by query rows: delta, and dQ, which a block sums in registers."""
+"""FlashAttention-2 backward by query rows: delta, and dQ, which each block sums in registers."""
 
 from __future__ import annotations
 

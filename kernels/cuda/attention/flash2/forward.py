@@ -1,10 +1,10 @@
 """FlashAttention-2 forward on CUDA cores: query tiles outside and parallel, one division at the end.
 
-What flash1 left on the table: one block a head leaves most of the GPU idle, and O, l and m travel to
+What flash1 left on the table: one block per head leaves most of the GPU idle, and O, l and m travel to
 global memory and back for every key tile.  Here each query tile has a block of its own, and O, l and m
-stay in registers until the end.  A thread multiplies register tiles fed by 128-bit loads, so that
-arithmetic and not shared memory is the limit.  Measured on an H200 (float32, N = 4096, d = 64, 64
-heads): 10.2 ms, 27 TFLOP/s, where flash1 takes 439 ms and naive, with 4 GiB of scores, 17.7.
+stay in registers until the end.  A thread multiplies register tiles loaded by 128-bit loads, so that
+arithmetic, not shared memory, is the limit.  Measured on an H200 (float32, N = 4096, d = 64, 64 heads):
+10.2 ms, 27 TFLOP/s; flash1 takes 439 ms, and naive, with 4 GiB of scores, 17.7 ms.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def _make_softmax_step(
 ) -> Callable[..., None]:
     """Return ``softmax_step(tx, ty, s, acc, row_max, row_sum, scratch, shared, bits, extras)``.
 
-    It makes P of the scores in ``s``, puts it into shared memory at ``p_tile``, and rescales what was
-    summed before.
+    It computes P from the scores in ``s``, stores it in shared memory at ``p_tile``, and rescales the
+    earlier sums.
     """
     real, exp2, zero = scalar_type(dtype), EXP2[dtype], dtype.type(0)
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
@@ -144,7 +144,7 @@ def _make_finish_rows(
 ) -> Callable[..., None]:
     """Return ``finish_rows(tx, ty, acc, row_max, row_sum, scratch, lse, b, h, first, stop, extras)``.
 
-    It divides O by l and writes L of the rows from ``first`` on that lie before ``stop``.
+    It divides O by l, and writes L of the rows from ``first`` up to ``stop``.
     """
     real, ln_2 = scalar_type(dtype), dtype.type(LN_2)
     rows_of_threads, own_rows = layout.rows_of_threads, layout.block_q // layout.rows_of_threads
@@ -180,10 +180,10 @@ def forward_kernel(
         head_width: head_dim, or more.
         value_width: value_dim, or more.
         dtype: Dtype of all of them.
-        vectors: q, k and v are aligned for 128-bit loads.
+        vectors: Whether q, k and v are aligned for 128-bit loads.
         features: Options of the call.
-        is_split: The keys are divided among the third dimension of the grid; out and lse then have a
-            batch for each part.
+        is_split: Whether the keys are divided along the third dimension of the grid; out and lse then have
+            a batch for each part.
     """
     real, block_q, block_k = scalar_type(dtype), layout.block_q, layout.block_k
     lanes, own_rows = layout.lanes, block_q // layout.rows_of_threads

@@ -46,7 +46,7 @@ def _make_store_sums(
 ) -> Callable[..., None]:
     """Return ``store_sums(thread, shared, dmask, b, h, seq_q, seq_k, first)``.
 
-    An element that is shared by all rows, or all columns, of the tile is the sum over them.
+    An element that all rows or all columns of the tile share is the sum over them.
 
     Args:
         layout: Layout of the block.

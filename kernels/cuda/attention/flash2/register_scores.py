@@ -1,7 +1,7 @@
 """Scores and their gradients in the registers of a thread, between the products of flash2.
 
-A thread has the elements ty, ty + rows_of_threads, … of one side of a tile and tx, tx + lanes, … of the
-other.  ``tile`` is the ``TilePlace`` of the tile's first element.
+A thread owns the elements ty, ty + rows_of_threads, … along one side of a tile and tx, tx + lanes, … along
+the other.  ``tile`` is the ``TilePlace`` of the tile's first element.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kernels.scores.program import Features
 def make_scores(
     layout: RegisterLayout, features: Features, dtype: np.dtype[Any], tile_bits: TileBits
 ) -> Callable[..., None]:
-    """Return ``to_scores(tx, ty, s, whole, bits, tile, extras)``: scores, base 2, in place of products."""
+    """Return ``to_scores(tx, ty, s, whole, bits, tile, extras)``: replaces products by scores in base 2."""
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_rows, own_cols = layout.block_q // rows_of_threads, layout.block_k // lanes
     score_of, listed = make_tile_scores(features, dtype).score, tile_bits.listed
@@ -52,10 +52,10 @@ def make_gradients_by_rows(
     tile_bits: TileBits,
     of_bias: bool = False,
 ) -> Callable[..., None]:
-    """Return the function that computes dS, in place of dP, of the products in ``s`` and ``dp``.
+    """Return the function that replaces dP by dS, given the products in ``s`` and ``dp``.
 
-    ``to_gradients(tx, ty, s, dp, shift, delta, whole, bits, tile, extras)``: ``shift`` and ``delta`` are L,
-    base 2, and D of the thread's rows.
+    In ``to_gradients(tx, ty, s, dp, shift, delta, whole, bits, tile, extras)``, ``shift`` and ``delta`` are
+    L, in base 2, and D of the thread's rows.
 
     Args:
         layout: Layout of the block.
@@ -94,16 +94,16 @@ def make_gradients_by_keys(
     lse_tile: int,
     delta_tile: int,
 ) -> Callable[..., None]:
-    """Return the function that computes (P ∘ Z)ᵀ of the products in ``s``, and dSᵀ of those in ``dp``.
+    """Return the function that replaces the products in ``s`` by (P ∘ Z)ᵀ, and those in ``dp`` by dSᵀ.
 
-    ``to_gradients(tx, ty, s, dp, shared, whole, bits, tile, extras)``, with Z the dropout.
+    The function is ``to_gradients(tx, ty, s, dp, shared, whole, bits, tile, extras)``; Z is the dropout.
 
     Args:
         layout: Layout of the block.
         features: Options of the kernel.
         dtype: Dtype of its operands.
         tile_bits: The tile bits of the kernel.
-        lse_tile: Offset in shared memory of L, base 2, of the tile's rows.
+        lse_tile: Offset in shared memory of L, in base 2, of the tile's rows.
         delta_tile: Offset in shared memory of D of the tile's rows.
     """
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
@@ -131,9 +131,9 @@ def make_gradients_by_keys(
 
 @cache
 def _make_row_values_of(dtype: np.dtype[Any]) -> Callable[..., Any]:
-    """Return ``row_values_of(lse, delta, b, h, row, stop)``: L, base 2, and D of a row.
+    """Return ``row_values_of(lse, delta, b, h, row, stop)``: L, in base 2, and D of a row.
 
-    From ``stop`` on rows have L infinite, and so no probabilities.
+    For rows from ``stop`` on, L is infinite, so that their probabilities are 0.
     """
     real, zero, inf = scalar_type(dtype), dtype.type(0), dtype.type(math.inf)
     log2_e = dtype.type(LOG2_E)
@@ -151,7 +151,7 @@ def _make_row_values_of(dtype: np.dtype[Any]) -> Callable[..., Any]:
 def make_load_row_values(layout: RegisterLayout, dtype: np.dtype[Any]) -> Callable[..., None]:
     """Return ``load_row_values(ty, shift, own_delta, lse, delta, b, h, first, stop)``.
 
-    It loads L, base 2, and D of the thread's rows.
+    It loads L, in base 2, and D of the thread's rows.
     """
     rows_of_threads, own_rows = layout.rows_of_threads, layout.block_q // layout.rows_of_threads
     row_values_of = _make_row_values_of(dtype)
@@ -171,7 +171,7 @@ def make_put_row_values(
 ) -> Callable[..., None]:
     """Return ``put_row_values(thread, shared, lse, delta, b, h, first, stop)``.
 
-    It puts L, base 2, and D of a whole query tile into shared memory at the two offsets.
+    It stores L, in base 2, and D of a whole query tile in shared memory at the two offsets.
     """
     block_q, threads, row_values_of = layout.block_q, layout.threads, _make_row_values_of(dtype)
 

@@ -1,11 +1,11 @@
-"""FlashAttention-2 backward on tensor cores, by key columns: dK and dV, and by choice dQ by atomics.
+"""FlashAttention-2 backward on tensor cores, by key columns: dK and dV, and optionally dQ by atomics.
 
-What flash2 left on the table is what its forward pass did, and one thing more: there P and dS pass
-through shared memory twice, for the product with dO or Q has them transposed.  Here each warp owns keys
-and computes Sᵀ = KQᵀ and dPᵀ = VdOᵀ, so that the accumulators are the left operands of Pᵀ·dO and dSᵀ·Q
-as they lie.  Only dQ = dS·K wants dS from other warps, and that through shared memory, in 16 bits.
-Measured on an H200 at N = 16,384, d = 64, by atomics: 305 TFLOP/s in bfloat16 and 108 in split float32,
-where flash2 does 26.
+What flash2 left on the table: the same as in its forward pass, and in addition P and dS pass through shared
+memory twice, because the products with dO and Q need them transposed.  Here each warp owns keys and
+computes Sᵀ = KQᵀ and dPᵀ = VdOᵀ, so that the accumulators already have the layout of the left operands of
+Pᵀ·dO and dSᵀ·Q.  Only dQ = dS·K needs dS from other warps, and receives it through shared memory in 16
+bits.  Measured on an H200 at N = 16,384, d = 64, by atomics: 305 TFLOP/s in bfloat16 and 108 in split
+float32; flash2 reaches 26.
 """
 
 from __future__ import annotations
@@ -83,16 +83,16 @@ def dkdv_kernel(
     features: Features = PLAIN,
     parts: int = 1,
 ) -> Kernel:
-    """Return the kernel that fills dk and dv, and with ``sums`` adds to the sums of dq.
+    """Return the kernel that fills dk and dv, and with ``sums`` also adds to the sums of dq.
 
     Args:
         layout: Tiles and warps.
         head_width: head_dim rounded up to a multiple of 16 · parts, or more.
         value_width: value_dim rounded up in the same way.
         dtype: See ``float32_terms.NUMBERS``.
-        vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; of results
-            alone, where operands are scaled.
-        sums: How those of dq lie in memory, or None.
+        vectors: Whether rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; if
+            operands are scaled, only the results count.
+        sums: Layout of the sums of dq in memory, or None.
         features: Options of the call.
         parts: Blocks that share the columns of dk, dv and dq of one key tile.
     """

@@ -1,12 +1,12 @@
 """FlashAttention-2 backward on tensor cores for wide heads: half of the warps compute dV, the others dK.
 
-What flash2_mma_backward left on the table is shared memory, which delivers fragments slower than tensor
-cores multiply them: a warp that keeps dK and dV of its keys has registers for 16 of a wide head, and
-each fragment of Q and dO is read for those alone; with 256 columns two blocks share them, and both
-compute all scores.  Here a warp keeps one of the two, of two to four times as many keys.  The price is
-that P goes from the one half to the other, in float32, and both P and dS through shared memory to the
-warps of a half.  Measured on an H200: 1.6 to 1.8 times as fast at d = 256, 260 TFLOP/s at N = 16,384 in
-bfloat16.  float32 in two terms takes it too, with tiles of 16 queries.
+What the general kernel left on the table: shared memory delivers fragments more slowly than tensor cores
+multiply them.  A warp that keeps both dK and dV has registers for only 16 keys of a wide head, and reads
+each fragment of Q and dO for these keys alone.  With 256 columns, two blocks share the columns, and both
+compute all scores.  Here a warp keeps either dK or dV, for two to four times as many keys.  The price is
+that P goes from one half of the warps to the other in float32, and that P and dS reach the warps of a half
+through shared memory.  Measured on an H200: 1.6 to 1.8 times as fast at d = 256, 260 TFLOP/s at N = 16,384
+in bfloat16.  float32 in two terms uses this kernel too, with tiles of 16 queries.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
 from kernels.scores.program import PLAIN, Features
 
-#: Named barriers: P is there for the half that makes dS of it; all of a half have stored their P or dS;
-#: dS is there for the other half.
+#: Named barriers: P is ready for the half that computes dS; all warps of a half have stored their P or dS;
+#: dS is ready for the other half.
 P_READY, P_WHOLE, DS_WHOLE, DS_READY = 1, 2, 3, 4
 
 
@@ -89,10 +89,10 @@ def role_tiles(layout: MmaRoleLayout, width: int, terms: int = 1) -> SharedTiles
 
 @cache
 def _make_to_probabilities(layout: MmaRoleLayout) -> Callable[..., None]:
-    """Return the function that computes Pᵀ of the products of a warp of the first half, in place.
+    """Return the function that replaces the products of a warp of the first half by Pᵀ.
 
-    ``to_probabilities(s, lse_row, factor, whole, lane, place, extras)``, for the warp's rows and keys from
-    ``place`` on; ``lse_row`` is the address of L of the lane's first row.
+    The function is ``to_probabilities(s, lse_row, factor, whole, lane, place, extras)``.  The warp's rows
+    and keys begin at ``place``, and ``lse_row`` is the address of L of the lane's first row.
     """
     key_tiles, col_tiles = layout.turned.row_tiles, layout.step_q // COLS
     score_of = make_tile_scores(PLAIN, FLOAT32, by_keys=True).score
@@ -124,10 +124,10 @@ def _make_to_probabilities(layout: MmaRoleLayout) -> Callable[..., None]:
 
 @cache
 def _make_to_ds(layout: MmaRoleLayout) -> Callable[..., None]:
-    """Return the function that computes dSᵀ of the products of a warp of the second half, in place.
+    """Return the function that replaces the products of a warp of the second half by dSᵀ.
 
-    ``to_ds(s, delta_row, exchange, dp_unit)``: ``delta_row`` is the address of D of the lane's first row,
-    ``exchange`` that of the lane's part of Pᵀ.
+    In ``to_ds(s, delta_row, exchange, dp_unit)``, ``delta_row`` is the address of D of the lane's first row
+    and ``exchange`` the address of the lane's part of Pᵀ.
     """
     key_tiles, col_tiles = layout.turned.row_tiles, layout.step_q // COLS
 
@@ -155,16 +155,16 @@ def roles_kernel(
     sums: DqSums | None = None,
     features: Features = PLAIN,
 ) -> Kernel:
-    """Return the kernel that fills dk and dv, and with ``sums`` adds to the sums of dq.
+    """Return the kernel that fills dk and dv, and with ``sums`` also adds to the sums of dq.
 
     Args:
         layout: Tiles and warps.
         width: head_dim and value_dim rounded up, a multiple of 16 for each of the warps that share them.
         dtype: See ``float32_terms.NUMBERS``.
-        vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; of results
-            alone, where operands are scaled.
-        sums: How those of dq lie in memory, or None.
-        features: Options of the call: none but packed sequences.
+        vectors: Whether rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; if
+            operands are scaled, only the results count.
+        sums: Layout of the sums of dq in memory, or None.
+        features: Options of the call; only packed sequences are supported.
     """
     block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
     step_q, q_warps, turned = layout.step_q, layout.q_warps, layout.turned

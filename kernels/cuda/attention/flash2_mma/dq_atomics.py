@@ -43,12 +43,12 @@ square_place, turned_place = DEVICE.square_place, DEVICE.turned_place
 
 
 class DqSums(NamedTuple):
-    """How the warps of a block share a tile of dQ.
+    """The division of a tile of dQ among the warps of a block.
 
     Attributes:
         q_warps: Warps along its rows.
         d_warps: Warps along its columns.
-        is_wide: Whether four sums are added at a time, which needs compute capability 9.0.
+        is_wide: Whether four sums are added per instruction, which needs compute capability 9.0.
     """
 
     q_warps: int
@@ -57,10 +57,10 @@ class DqSums(NamedTuple):
 
 
 def dq_sums(layout: MmaKeyLayout, own: int, is_wide: bool) -> DqSums:
-    """Return how the warps share (block_q, own) with the least traffic of shared memory.
+    """Return the division of (block_q, own) with the least shared-memory traffic.
 
     Raises:
-        ValueError: If the warps cannot share it.
+        ValueError: If the warps cannot divide it.
     """
     row_tiles, pairs = layout.block_q // ROWS, own // (2 * COLS)
     shares = [
@@ -82,16 +82,16 @@ def slots_of(rows: int, block_q: int, sequences: int) -> int:
     Args:
         rows: Rows of q.
         block_q: Query rows of a tile.
-        sequences: Packed in it; 1 where none are packed.
+        sequences: Number of packed sequences; 1 if there are none.
     """
     return -(-rows // block_q) + sequences
 
 
 @cache
 def _make_slot(block_q: int) -> Callable[..., int]:
-    """Return ``slot(flat, y, first_q, tile, extras)``: where a tile's sums are among those of its head.
+    """Return ``slot(flat, y, first_q, tile, extras)``: the index of a tile's sums among those of its head.
 
-    Of packed sequences each may begin a tile later than its rows say: one for each that came before.
+    Each packed sequence gets one tile more than its rows need, because tiles are not shared.
     """
 
     @device_function
@@ -104,9 +104,9 @@ def _make_slot(block_q: int) -> Callable[..., int]:
 def _make_multiply_ds(
     layout: MmaKeyLayout, width: int, dtype: str, row_tiles: int, own_tiles: int
 ) -> Callable[..., None]:
-    """Return ``multiply(acc, ds_tile, k_tile, lane, row, chunk)``: acc, zeros before, += dS·K.
+    """Return ``multiply(acc, ds_tile, k_tile, lane, row, chunk)``: acc = dS·K, for acc that holds zeros.
 
-    ``acc`` is (row_tiles * own_tiles, 4) float32; rows of dS, and columns of K, are counted in pieces.
+    ``acc`` is (row_tiles * own_tiles, 4) float32; rows of dS and columns of K are counted in pieces.
     """
     numbers = NUMBERS[dtype]
     mma, terms = MMA[numbers.dtype], numbers.terms
@@ -169,8 +169,8 @@ def make_add_dq(
     """Return the function that adds dS·K of one key tile and one query tile to the sums of dQ.
 
     ``add_dq(dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, tile, part, chunk, extras)``: dSᵀ
-    is (block_k, block_q) and K (block_k, width) in shared memory; the columns are ``own`` from the piece
-    ``chunk`` on, which are part ``part`` of all.
+    is (block_k, block_q) and K (block_k, width) in shared memory; ``own`` columns are
+    multiplied, from the piece ``chunk`` on; they are part ``part`` of all columns.
     """
     q_warps, d_warps, is_wide = sums
     row_tiles = layout.block_q // (ROWS * q_warps)

@@ -1,17 +1,17 @@
 """float32 operands on float16 tensor cores, as scaled sums of one or two float16 terms.
 
 A float16 has 11 bits of significand, as many as TF32, and tensor cores multiply it at twice the rate.  Two
-have 22, and one more by the sign of the second: x = high + low, and of a product the three larger parts
+of them have 22, and the sign of the second adds one: x = high + low.  The three larger parts of a product,
 
     x·y ≈ high·high' + high·low' + low·high'
 
-leave out 2⁻²² of it, less than the sums of float32 lose.  What float16 has not is range.  So each head of a
-tensor is multiplied by the power of two that brings its largest number to 2¹⁴ … 2¹⁵: then a second term is
-off by at most 2⁻²⁵, that is 2⁻³⁹ of the largest.  Powers of two round nothing; they are taken back where
-a kernel multiplies by a number anyway.
+omit 2⁻²² of the product, less than float32 sums lose.  But float16 lacks range.  Each head of a tensor is
+therefore multiplied by the power of two that brings its largest number to 2¹⁴ … 2¹⁵.  The error of a second
+term is then at most 2⁻²⁵, that is 2⁻³⁹ of the largest number.  Powers of two cause no rounding, and they
+are undone where a kernel multiplies by a number anyway.
 
 Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the
-FP32 theoretical peak performance", 2022; there the second term has a scale of its own.
+FP32 theoretical peak performance", 2022; there the second term has its own scale.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Numbers(NamedTuple):
 
     Attributes:
         dtype: Dtype of the multiplied numbers: "float16" or "bfloat16".
-        terms: Number of terms that add up to an operand's number.
+        terms: Number of terms whose sum is a number of an operand.
         is_scaled: Whether operands, which ``split_operands`` splits, and results are float32.
     """
 
@@ -49,18 +49,18 @@ NUMBERS = {
     "tf32": Numbers("float16", 1, True),
     "float32": Numbers("float16", 2, True),
 }
-#: The terms of the left and of the right operand whose products are added, by the number of terms.  The
-#: smaller ones first: tensor cores cut off what does not fit the sum so far.
+#: The terms of the left and of the right operand whose products are added, by the number of terms.  Smaller
+#: products come first, because tensor cores truncate the bits that do not fit the sum so far.
 LEFT_TERMS, RIGHT_TERMS = {1: (0,), 2: (1, 0, 0)}, {1: (0,), 2: (0, 1, 0)}
-#: The largest power of two of a scaled number, and so of a probability: float16 ends at 2**16.
+#: The largest power of two of a scaled number, and so of a probability: float16 overflows at 2**16.
 TOP = 15
 
 
 @cache
 def make_split(dtype: str) -> Callable[..., Any]:
-    """Return ``split(x, y)``: two pairs whose sum is the pair of two float32, first the larger terms.
+    """Return ``split(x, y)``: two pairs of terms whose sum is the pair of float32, the larger terms first.
 
-    A number that is not finite is all in the first.
+    If a number is not finite, its second term is 0.
     """
     pack, unpack, zero = PACK[dtype], UNPACK[dtype], np.float32(0)
 
@@ -145,7 +145,7 @@ class UnitFunctions(NamedTuple):
 
 @cache
 def make_units(numbers: Numbers) -> UnitFunctions:
-    """Return the functions of units; without units only the scale of scores is left."""
+    """Return the functions of units; without units, only the scale of the scores remains."""
     zero, one, top = np.float32(0), np.float32(1), np.float32(2.0**TOP)
     largest = np.finfo(np.float32).max
 

@@ -3,12 +3,12 @@
 Operands are fp16 or bf16, or float32 split into float16 terms (``float32_terms``): k and v beforehand, q
 in this kernel.
 
-What flash2 left on the table: CUDA cores multiply one pair of numbers a thread at a time, a tensor core
-a whole tile a warp.  Here both products are ``mma.sync``; the probabilities never leave the lane that
-computed them, for the accumulators of S = QKᵀ have the layout of the left operand of P·V; K and V of
-the next tile are on their way (``cp.async``) while this one is multiplied; and shared memory is read
-without bank conflicts, each fragment of K and V for all of the warp's rows.  Measured on an H200 at N =
-16,384, d = 64: 325 TFLOP/s in bfloat16 and 127 in split float32, where flash2 does 29 in float32.
+What flash2 left on the table: a CUDA core multiplies one pair of numbers per thread at a time, a tensor
+core a whole tile per warp.  Here both products are ``mma.sync``.  The probabilities never leave the lane
+that computed them, because the accumulators of S = QKᵀ have the layout of the left operand of P·V.  K and V
+of the next tile are copied (``cp.async``) while the current tile is multiplied.  Shared memory is read
+without bank conflicts, each fragment of K and V once for all rows of the warp.  Measured on an H200 at N =
+16,384, d = 64: 325 TFLOP/s in bfloat16 and 127 in split float32; flash2 reaches 29 in float32.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
 from kernels.scores.program import PLAIN, Features
 
-#: Tiles of K, and of V, in shared memory: the next ones come while this one is multiplied.
+#: Tiles of K, and of V, in shared memory: the next are copied while the current ones are multiplied.
 STAGES = 2
-#: Tiles of S of a warp that are few: their products wait for each other.
+#: Number of tiles of S of a warp that is small: their products would wait for each other.
 FEW_TILES = 2
 
 
 def forward_tiles(
     layout: MmaLayout, head_width: int, value_width: int, terms: int = 1
 ) -> SharedTiles:
-    """Return the offsets of the tiles of the forward kernel, in bytes: those of K and V for each stage.
+    """Return the offsets of the tiles of the forward kernel, in bytes; K and V have one tile per stage.
 
-    An output of 16 bits takes the place of all of them at the end.
+    At the end, a 16-bit output takes the place of all of them.
     """
     stage = STAGES * terms * HALF * layout.block_k
     k, v = stage * head_width, stage * value_width
@@ -107,12 +107,12 @@ def forward_kernel(
         head_width: head_dim rounded up to a multiple of 16, or more.
         value_width: value_dim rounded up in the same way.
         dtype: See ``float32_terms.NUMBERS``.
-        vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; of q and
-            results alone, where operands are scaled.
+        vectors: Whether rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; if
+            operands are scaled, only q and the results count.
         features: Options of the call.
-        is_folded: The scale is positive: without options it is then multiplied within the exponent.
-        is_split: The keys are divided among parts of the grid; out, of float32, and lse then have a batch
-            for each part.
+        is_folded: Whether the scale is positive; without options it is then a factor within the exponent.
+        is_split: Whether the keys are divided among parts of the grid; out, in float32, and lse then have a
+            batch for each part.
     """
     block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
     row_tiles, col_tiles, own_tiles = layout.row_tiles, block_k // COLS, value_width // COLS

@@ -1,6 +1,6 @@
 """Scores and their gradients in the fragments of a warp, between the products of the kernels.
 
-The elements of a lane in each 16 x 8 tile are at ``ROW_OF`` and ``COL_OF`` from its first one.  In tiles
+The elements of a lane in each 16 x 8 tile are ``ROW_OF`` and ``COL_OF`` away from its first one.  In a tile
 without masked elements, a kernel without other options tests nothing.
 """
 
@@ -31,16 +31,16 @@ from kernels.scores.program import PLAIN, Features
 def make_fragment_scores(
     layout: MmaLayout, features: Features, tile_bits: TileBits, is_folded: bool
 ) -> Callable[..., None]:
-    """Return the function that computes scores, base 2, of the products of a warp, in place.
+    """Return the function that replaces the products of a warp by scores in base 2.
 
-    ``to_scores(s, factor, whole, bits, lane, warp_row, place, extras)``, for the tile that begins at
-    ``place``, a ``TilePlace``, and the warp's rows from ``warp_row`` on.
+    The function is ``to_scores(s, factor, whole, bits, lane, warp_row, place, extras)``.  The tile begins
+    at ``place``, a ``TilePlace``, and the warp's rows at ``warp_row``.
 
     Args:
         layout: Layout of the block.
         features: Options of the kernel.
         tile_bits: The tile bits of the kernel.
-        is_folded: Products stay as they are, but for masked ones; the exponent has the factor.
+        is_folded: Whether only masked products are replaced, because the exponent includes the factor.
     """
     row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
     score_of, listed = make_tile_scores(features, FLOAT32).score, tile_bits.listed
@@ -68,10 +68,10 @@ def make_fragment_scores(
 def make_gradients_by_rows(
     layout: MmaLayout, features: Features, tile_bits: TileBits
 ) -> Callable[..., None]:
-    """Return the function that computes P of the products in ``s``, and dS of those in ``dp``.
+    """Return the function that replaces the products in ``s`` by P, and those in ``dp`` by dS.
 
-    ``to_gradients(s, dp, shift, delta, factor, dp_unit, whole, bits, lane, warp_row, place, extras)``:
-    ``shift`` and ``delta`` are L, base 2, and D of the lane's rows, ``place`` as for scores.
+    In ``to_gradients(s, dp, shift, delta, factor, dp_unit, whole, bits, lane, warp_row, place, extras)``,
+    ``shift`` and ``delta`` are L, in base 2, and D of the lane's rows; ``place`` is as for scores.
     """
     row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
     scores = make_tile_scores(features, FLOAT32, exp2=ex2)
@@ -114,12 +114,12 @@ def make_gradients_by_rows(
 def make_gradients_by_keys(
     layout: MmaKeyLayout, features: Features, tile_bits: TileBits
 ) -> Callable[..., None]:
-    """Return the function that computes (P ∘ Z)ᵀ of the products in ``s``, and dSᵀ of those in ``dp``.
+    """Return the function that replaces the products in ``s`` by (P ∘ Z)ᵀ, and those in ``dp`` by dSᵀ.
 
     ``to_gradients(s, dp, lse_row, delta_row, edge, step, factor, dp_unit, whole, bits, lane, warp_key,
-    own, extras)``: ``lse_row`` and ``delta_row`` are the addresses of L, base 2, and D of the lane's first
-    row; ``step`` is the first of the rows that are in the registers.  ``own`` is the ``TilePlace`` of the
-    lane's first element, and ``edge`` its ``edge_of``.
+    own, extras)``: ``lse_row`` and ``delta_row`` are the addresses of L, in base 2, and D of the lane's
+    first row, and ``step`` is the first row in the registers.  ``own`` is the ``TilePlace`` of the lane's
+    first element, and ``edge`` its ``edge_of``.
     """
     turned = layout.turned
     key_tiles, col_tiles = turned.row_tiles, layout.step_q // COLS

@@ -36,7 +36,7 @@ from kernels.runtime.targets import compute_capability, current_device, dynamic_
 from kernels.scores.program import PLAIN, Features
 
 CAPABILITY = (8, 0)
-#: From which on four numbers are added to memory at a time.
+#: The least compute capability that can add four numbers to memory per instruction.
 WIDE_ADDS = (9, 0)
 #: Maximum number of bytes of shared memory for option bits, in addition to the tiles.
 BITS_BYTES = 4096
@@ -44,10 +44,10 @@ _T = TypeVar("_T")
 
 
 class ByKeys(NamedTuple):
-    """How the kernel by key columns is compiled.
+    """The compile-time parameters of the kernel by key columns.
 
     Attributes:
-        layout: Tiles and warps; two halves of them only where head_dim and value_dim become the same.
+        layout: Tiles and warps; the layout of two halves requires equal rounded head_dim and value_dim.
         step: head_dim and value_dim are rounded up to a multiple of this.
         parts: Blocks that share the columns of a key tile.
     """
@@ -61,7 +61,7 @@ class ByKeys(NamedTuple):
         return widths_in(problem, self.step)
 
     def is_for(self, problem: Problem) -> bool:
-        """Whether the layout can run a problem, but for shared memory."""
+        """Tell whether the layout can run a problem, apart from its shared memory."""
         head, value = self.widths(problem)
         return head == value or not isinstance(self.layout, MmaRoleLayout)
 
@@ -74,8 +74,8 @@ class ByKeys(NamedTuple):
         return dkdv_tiles(self.layout, head, value, atomics, terms).elements + BITS_BYTES
 
 
-#: Largest head_dim or value_dim → layouts, the first that the device has the shared memory for; measured
-#: on an H200, docs/notes-cuda.md.
+#: Largest head_dim or value_dim → layouts, of which the first that fits the shared memory of the device is
+#: used.  Measured on an H200; see docs/notes-cuda.md.
 _FORWARD: dict[int, tuple[MmaLayout, ...]] = {
     64: (MmaLayout(128, 64, 4, resident=2, patience=PATIENCE),),
     128: (MmaLayout(128, 64, 4, resident=2, patience=PATIENCE, skips=True),),
@@ -84,7 +84,7 @@ _FORWARD: dict[int, tuple[MmaLayout, ...]] = {
         MmaLayout(64, 32, 4, resident=2, patience=PATIENCE),
     ),
 }
-#: With options a lane has fewer scores: the compiler unrolls only short loops.
+#: Layouts with options: a lane has fewer scores, because the compiler unrolls only short loops.
 _FORWARD_WITH_OPTIONS: dict[int, tuple[MmaLayout, ...]] = {
     128: (MmaLayout(64, 64, 4, resident=2, patience=PATIENCE),),
     256: (MmaLayout(64, 32, 4, patience=PATIENCE),),
@@ -133,7 +133,7 @@ _BY_KEYS_WITH_OPTIONS: dict[int, tuple[ByKeys, ...]] = {
 }
 
 
-#: For float32, whose tiles take twice the shared memory and whose products three times as long.
+#: Layouts for float32: tiles take twice the shared memory, and products three times as long.
 _FORWARD_OF_TERMS: dict[int, tuple[MmaLayout, ...]] = {
     64: (MmaLayout(128, 64, 4, resident=2), MmaLayout(128, 32, 4, resident=2)),
     128: (MmaLayout(64, 32, 4, resident=2),),
@@ -166,7 +166,7 @@ _BY_KEYS_OF_TERMS_WITH_OPTIONS: dict[int, tuple[ByKeys, ...]] = {
     128: (ByKeys(MmaKeyLayout(32, 128, 8, 16), 64), ByKeys(MmaKeyLayout(16, 32, 2, 16), 32)),
     256: (ByKeys(MmaKeyLayout(16, 64, 4, 16), 128, 2), ByKeys(MmaKeyLayout(16, 16, 1, 16), 64, 2)),
 }
-#: From which on the terms are worth their making: query rows, and multiplications of one product.
+#: Query rows, and multiplications of one product, from which splitting into terms pays.
 LEAST_ROWS, LEAST_WORK = 128, 1 << 28
 
 
@@ -250,12 +250,12 @@ class _Call(NamedTuple):
     Attributes:
         problem: The checked call.
         operands: The operands.
-        tensors: The multiplied ones, 16-bit numbers as uint16: q, k, v, and in the backward pass dout; a
-            float32 q of the forward pass stays float32.
+        tensors: The multiplied operands, 16-bit numbers as uint16: q, k, v, and in the backward pass dout;
+            a float32 q of the forward pass stays float32.
         features: Options of the kernels.
-        compiled: What kernels are compiled for: numbers, and whether rows of all tensors are aligned for
-            pieces of 16 bytes and are whole pieces; with float32 only rows of results and, in the forward
-            pass, of q count.
+        compiled: The name of the numbers, and whether rows of all tensors are aligned for pieces of 16
+            bytes and are whole pieces; with float32, only rows of results and, in the forward pass, of q
+            count.
         scale: Scale of the scores, or units.
         delta: delta in the backward pass, else None.
     """
@@ -281,9 +281,9 @@ def _call(
 
     Args:
         problem: The checked call.
-        operands: The operands; dout tells that gradients are wanted.
-        results: All that are written in the dtype of the problem, as kernels see them.
-        sums: Of dq, to fill with zeros; None where there are none.
+        operands: The operands; with dout, gradients are computed.
+        results: The results that are written in the dtype of the problem, as kernels see them.
+        sums: Sums of dq, to fill with zeros, or None.
     """
     is_backward = operands.dout is not None
     names = ("q", "k", "v", "dout") if is_backward else ("q", "k", "v")
@@ -301,7 +301,7 @@ def _call(
 def _split(
     problem: Problem, tensors: tuple[Any, ...], delta: Any, numbers: Numbers
 ) -> tuple[tuple[Any, ...], Units]:
-    """Return float32 operands split into terms, but for q in the forward pass, and their units."""
+    """Return float32 operands split into terms, except q in the forward pass, and their units."""
     head, value = _widths(problem)
     scale = keep_scale(problem.dropout_p)
     top = float(TOP - math.ceil(math.log2(scale)))
@@ -325,7 +325,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
 
     Args:
         problem: The checked call, in 16 bits or float32.
-        tile: (block_q, block_k), the rung's own.
+        tile: (block_q, block_k), always that of the rung.
         operands: The operands, on the device; out and lse are written.
     """
     out = as_bits(operands.out)
@@ -353,7 +353,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
 
     Args:
         problem: The checked call, in 16 bits or float32.
-        tile: (block_q, block_k), the rung's own.
+        tile: (block_q, block_k), always that of the rung.
         operands: The operands, on the device; dq, dk and dv are written.
     """
     if problem.dtype == FLOAT32 and problem.score_mod is not None:
@@ -422,7 +422,7 @@ def _fitting(choices: tuple[_T, ...], shared_bytes: Callable[[_T], int]) -> _T:
 
 
 def _by_rows(problem: Problem, call: _Call, read: tuple[Any, ...], dq: Any) -> None:
-    """Fill dq by a kernel of its own."""
+    """Fill dq by a separate kernel."""
     terms, widths = _numbers(problem).terms, _widths(problem)
     tables = _BY_ROWS, _BY_ROWS_WITH_OPTIONS, _BY_ROWS_WITH_OPTIONS
     table = tables[_table_of(problem)] if terms == 1 else _BY_ROWS_OF_TERMS

@@ -1,7 +1,7 @@
 """Products of two tiles on tensor cores, with fragments in registers: S = Q·Kᵀ, and O += P·V.
 
-Each warp multiplies its own rows of the left tile, in tiles of 16, with all rows of the right one: a
-fragment of that is read from shared memory once for all of them.
+Each warp multiplies its own rows of the left tile, in tiles of 16, with all rows of the right tile.  A
+fragment of the right tile is read from shared memory once for all rows of the warp.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cuda
 
 square_place, turned_place = DEVICE.square_place, DEVICE.turned_place
-#: Most steps of a product that are one loop; more are several loops, each of which is unrolled by itself.
+#: Maximum number of steps in one loop; a longer product is several loops, each unrolled by itself.
 UNROLLED = 8
 
 
-#: Steps of 16 whose products of terms tensor cores add up by themselves, at most.
+#: Maximum number of steps of 16 whose products of terms tensor cores add up by themselves.
 TOGETHER = 2
 
 
@@ -45,9 +45,10 @@ class Products(NamedTuple):
     """The functions that :func:`make_products` returns, for a pair of neighbouring tiles of sums.
 
     Attributes:
-        begin: ``begin(part)``: set to zero.
-        multiply: ``multiply(part, a, first, b)``: add the products of one step.
-        add: ``add(sums, at, part)``: add to ``sums[at + m * stride]`` and the next, of each tile m of A.
+        begin: ``begin(part)``: set ``part`` to zero.
+        multiply: ``multiply(part, a, first, b)``: add the products of one step to ``part``.
+        add: ``add(sums, at, part)``: add ``part`` to ``sums[at + m * stride]`` and the next tile of sums,
+            for each tile m of A.
         parts: Pairs of tiles of ``part`` for each tile of A.
     """
 
@@ -70,8 +71,9 @@ def make_products(dtype: str, row_tiles: int, stride: int, apart: bool = False) 
         row_tiles: Row tiles of A: term t of tile m is ``a[first + t * row_tiles + m]``; those of the two
             tiles of B are ``b[2 * t]`` and ``b[2 * t + 1]``, and ``part`` is (parts * 2 * row_tiles, 4)
             float32.
-        stride: From the sums of one tile of A to those of the next.
-        apart: Whether ``part`` has tiles for each of the products of a step: none waits for another.
+        stride: Distance of the sums of consecutive tiles of A.
+        apart: Whether ``part`` has separate tiles for the products of a step, so that none waits for
+            another.
     """
     numbers = NUMBERS[dtype]
     mma, terms, zero = MMA[numbers.dtype], numbers.terms, np.float32(0)
@@ -113,14 +115,14 @@ def make_multiply(
     """Return ``multiply(s, a, b, q_tile, k_tile, lane, row)``: s = Q·Kᵀ for the warp's rows.
 
     ``s`` is (row_tiles * block_k / 8, 4) float32; ``a`` (terms * row_tiles, 4) and ``b`` (terms * 2, 2)
-    uint32 are scratch; the tiles are addresses, ``row`` is the warp's first in the tile of Q.
+    uint32 are scratch; the tiles are addresses, and ``row`` is the warp's first row in the tile of Q.
 
     Args:
         layout: Layout of the block.
         width: Width of the tiles.
         dtype: See ``float32_terms.NUMBERS``.
-        b_rows: Rows of the tile of K, where there are more of them than block_k.
-        apart: Sum the products of each pair of terms apart: where a warp has few tiles of S, it would
+        b_rows: Rows of the tile of K, if more than block_k.
+        apart: Sum the products of each pair of terms separately, because a warp with few tiles of S would
             wait for one product after the other.
     """
     numbers, place = NUMBERS[dtype], make_tile_place(device_function, HALF * width)
@@ -197,7 +199,7 @@ def make_multiply(
 
 
 def _make_add_step(row_tiles: int, own_tiles: int, width: int, dtype: str) -> Callable[..., None]:
-    """Return ``add_step(acc, a, b, v_rows, lane, chunk)``: acc += P·V of 16 columns of P, those in ``a``.
+    """Return ``add_step(acc, a, b, v_rows, lane, chunk)``: acc += P·V for the 16 columns of P in ``a``.
 
     Args:
         row_tiles: Tiles of 16 rows of P.
@@ -223,7 +225,7 @@ def _make_add_step(row_tiles: int, own_tiles: int, width: int, dtype: str) -> Ca
 def make_accumulate(
     layout: MmaLayout, width: int, dtype: str, own: int = 0, v_rows: int = 0
 ) -> Callable[..., None]:
-    """Return ``accumulate(acc, s, a, b, v_tile, lane, chunk)``: acc += P·V, P the lane's own s, rounded.
+    """Return ``accumulate(acc, s, a, b, v_tile, lane, chunk)``: acc += P·V, where P is the rounded s.
 
     ``acc`` is (row_tiles * own / 8, 4) float32; the others as for :func:`make_multiply`.
 
@@ -231,8 +233,8 @@ def make_accumulate(
         layout: Layout of the block.
         width: Width of the tile of V.
         dtype: See ``float32_terms.NUMBERS``.
-        own: Columns of it that are multiplied, from the piece ``chunk`` on; all of them when 0.
-        v_rows: Rows of the tile of V, where there are more of them than block_k.
+        own: Number of its columns to multiply, from the piece ``chunk`` on; all of them when 0.
+        v_rows: Rows of the tile of V, if more than block_k.
     """
     numbers = NUMBERS[dtype]
     if numbers.terms > 1:
@@ -262,14 +264,14 @@ def make_accumulate_stored(
 ) -> Callable[..., None]:
     """Return ``accumulate_stored(acc, a, b, p_tile, v_tile, lane, row, chunk)``: acc += P·V, P in memory.
 
-    P is the warp's rows, from ``row`` on, of the tile of 16 bits at ``p_tile`` in shared memory.
+    P is the warp's rows, from ``row`` on, of the 16-bit tile at ``p_tile`` in shared memory.
 
     Args:
         layout: Layout of the block.
         depth: Columns of P and rows of V.
         width: Width of the tile of V.
         dtype: See ``float32_terms.NUMBERS``.  Tiles of terms follow each other.
-        own: Columns of V that are multiplied, from the piece ``chunk`` on.
+        own: Number of columns of V to multiply, from the piece ``chunk`` on.
     """
     numbers, p_place = NUMBERS[dtype], make_tile_place(device_function, HALF * depth)
     row_tiles, steps, terms = layout.row_tiles, depth // DEPTH, numbers.terms
@@ -307,8 +309,8 @@ def make_accumulate_stored(
     return accumulate_stored
 
 
-#: Tiles of accumulators that a warp adds to in turn, for each product waits for the last one to its tile;
-#: and how many where those that it keeps are more than MANY, and registers few.
+#: Number of tiles of accumulators that a warp adds to in turn, because a product waits for the last product
+#: of the same tile; and the number if the warp keeps more than MANY tiles, which leaves few registers.
 IN_TURN, IN_TURN_OF_MANY, MANY = 8, 4, 16
 
 
@@ -317,9 +319,9 @@ def _make_add_groups(
 ) -> Callable[..., None]:
     """Return ``add_groups(acc, p, b, v_tile, lane, chunk, 0)``: acc += P·V for numbers of several terms.
 
-    ``p`` is (steps * terms * row_tiles, 4) uint32, the terms of a step's tiles one after the other.  As one
-    loop over all columns would not be unrolled, and sums would be in local memory, groups of columns come
-    one after the other.
+    ``p`` is (steps * terms * row_tiles, 4) uint32, with the terms of a step's tiles one after the other.
+    One loop over all columns would not be unrolled, and the sums would be in local memory.  Therefore
+    groups of columns are processed one after the other.
     """
     terms, place = NUMBERS[dtype].terms, make_tile_place(device_function, HALF * width)
     own_tiles, below, v_term = own // COLS, DEPTH * HALF * width, HALF * v_rows * width
@@ -382,11 +384,11 @@ def _one_after_the_other(
 ) -> Callable[..., None]:
     """Return an unrolled loop over steps with constant indices, which the compiler would not unroll.
 
-    Half of them after the other half: all that a function calls is copied where it is inlined, so that
-    a chain, each link in the next, would be copied as often as it has links.
+    The function calls its two halves.  Inlining copies everything that a function calls, so a chain in
+    which each step calls the next would copy the last step as often as there are steps.
 
-    The arguments are those of a product: accumulators, two arrays of fragments, two tiles or one and
-    another array, the lane, and where its share begins.
+    The arguments are those of a product: accumulators, two arrays of fragments, two tiles (or a tile and
+    another array), the lane, and the start of its share.
 
     Args:
         make_step: Returns the step of a number.

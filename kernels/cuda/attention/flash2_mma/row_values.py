@@ -19,8 +19,8 @@ from kernels.cuda.runtime.kernel import device_function
 def make_row_values(layout: MmaKeyLayout) -> Callable[..., tuple[float, float]]:
     """Return ``row_values(thread, lse, delta, b, h, q_row, q_stop, top, delta_unit)``.
 
-    They are L, base 2, and D of the row ``q_row + thread``; from ``q_stop`` on rows have L infinite, and
-    so no probabilities.
+    The values are L, in base 2, and D of the row ``q_row + thread``.  For rows from ``q_stop`` on, L is
+    infinite, so that their probabilities are 0.
     """
     threads, block_q = layout.threads, layout.block_q
     zero, inf, log2_e = np.float32(0), np.float32(math.inf), np.float32(LOG2_E)
@@ -39,7 +39,7 @@ def make_row_values(layout: MmaKeyLayout) -> Callable[..., tuple[float, float]]:
 
 @cache
 def make_put_row_values(layout: MmaKeyLayout) -> Callable[..., None]:
-    """Return the function that puts L, base 2, and D of a whole tile into shared memory.
+    """Return the function that stores L, in base 2, and D of a whole tile in shared memory.
 
     ``put_row_values(thread, floats, lse_at, delta_at, lse, delta, b, h, q_row, q_stop, top, delta_unit)``.
     """

@@ -1,6 +1,6 @@
 """Online softmax in the fragments of a warp, for the forward kernel.
 
-The four lanes that share a row have the same maximum; each sums its own columns until the end.
+The four lanes that share a row have the same maximum.  Each lane sums its own columns until the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
 from kernels.scores.program import Features
 
-#: Lanes that share a row of scores are neighbours in two steps: 1 and 2 apart.
+#: The four lanes that share a row of scores exchange values in two steps, over distances of 1 and 2.
 QUAD = (1, 2)
 
 
@@ -47,10 +47,10 @@ def row_sum_of(value):
 def make_softmax_step(
     layout: MmaLayout, own_tiles: int, tile_bits: TileBits, patience: int
 ) -> Callable[..., None]:
-    """Return the function that computes probabilities of the scores of a warp, in place.
+    """Return the function that replaces the scores of a warp by probabilities.
 
-    ``softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras)``: ``unit`` is
-    the factor that scores still lack, and probabilities are multiplied by two to the power of ``top``.
+    In ``softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras)``, ``unit`` is a
+    factor still to be applied to the scores, and probabilities are multiplied by 2**top.
 
     Args:
         layout: Layout of the block.
@@ -119,7 +119,7 @@ def make_finish_rows(
         layout: Layout of the block.
         own_tiles: Tiles of 8 columns of the accumulators.
         features: Options of the kernel.
-        is_wide: Out is float32: neither quotient nor logarithm may be approximate.
+        is_wide: Whether out is float32, so that quotient and logarithm must not be approximate.
     """
     own_rows, ln_2 = 2 * layout.row_tiles, np.float32(LN_2)
     end_row = make_row_end(features, FLOAT32, near=not is_wide)

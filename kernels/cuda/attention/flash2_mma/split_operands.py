@@ -46,24 +46,24 @@ from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
 
 THREADS = 256
-#: Pieces that a lane of the forward kernel loads at a time, at most.
+#: Maximum number of pieces that a lane of the forward kernel loads at a time.
 BATCH = 4
-#: Pieces that a thread holds, and blocks of a multiprocessor.
+#: Number of pieces that a thread holds, and of blocks per multiprocessor.
 HELD, RESIDENT = 4, 4
-#: Words of a head: its largest norm, its unit, and those of its parts.
+#: Words of a head: its largest norm, its unit, and then one word for each part.
 NORM, UNIT, PARTS = range(3)
-#: Exponents with their bias: a scaled number is below 2**15, and no scale or unit is subnormal.
+#: Biased exponents: a scaled number is below 2**15, and no scale or unit is subnormal.
 _SCALED, _LEAST = 268, 15
 
 
 class Split(NamedTuple):
-    """An operand of tensor cores.
+    """A split operand of tensor cores.
 
     Attributes:
         bits: (batch, heads, terms * seq, width) uint16: term t of row r at t * seq + r, zeros beyond the
             operand's own columns; strides of 0 where the operand has them.
-        unit: What a number of a head is to be multiplied by, (batch, heads) float32.
-        norm: The largest norm of a head's rows, without that, (batch, heads) float32.
+        unit: Factor of the numbers of a head, (batch, heads) float32.
+        norm: The largest norm of a head's rows, without the factor, (batch, heads) float32.
     """
 
     bits: Any
@@ -76,7 +76,7 @@ _ZERO, _INF = np.float32(0), np.float32(np.inf)
 
 @device_function
 def _load(x, at, words, source, is_vector, b, h, row, piece):
-    """Load eight float32 of a row to x[at:], zeros beyond its end; by vectors where a row is whole ones."""
+    """Load eight float32 of a row to x[at:], zeros beyond its end; by vectors if rows are whole vectors."""
     first, dim = piece * PIECE, source.shape[3]
     if is_vector:
         address = global_address(source) + b * source.strides[0] + h * source.strides[1]
@@ -95,7 +95,7 @@ def _load(x, at, words, source, is_vector, b, h, row, piece):
 
 @device_function
 def _scale_and_unit(most):
-    """Return the power of two that scales a largest number, and its inverse, the unit."""
+    """Return the power of two that scales a largest number of ``most``, and its inverse, the unit."""
     exponent = max(bits_of(most) >> uint32(23), uint32(_LEAST))
     scale = float_of(uint32(uint32(_SCALED) - exponent) << uint32(23))
     return scale, float_of(uint32(exponent - uint32(_LEAST - 1)) << uint32(23))
@@ -103,7 +103,7 @@ def _scale_and_unit(most):
 
 @cache
 def _make_split_piece(numbers: Numbers) -> Callable[..., None]:
-    """Return ``split_piece(x, at, words, low_words)``: the pairs of x[at:], and those of a second term."""
+    """Return ``split_piece(x, at, words, low_words)``: pairs of x[at:], and of a second term."""
     terms, split_pair, pack = numbers.terms, make_split(numbers.dtype), PACK[numbers.dtype]
 
     @device_function
@@ -129,7 +129,7 @@ def make_split_rows(layout: MmaLayout, width: int, dtype: str, vectors: bool) ->
         layout: Layout of the block.
         width: Columns of the tile, as many as q has or more, a multiple of 16.
         dtype: See ``float32_terms.NUMBERS``.
-        vectors: Rows of q are whole vectors.
+        vectors: Whether rows of q are whole vectors.
     """
     terms, split_piece = NUMBERS[dtype].terms, _make_split_piece(NUMBERS[dtype])
     place, chunks = make_tile_place(device_function, HALF * width), width // PIECE
@@ -182,11 +182,11 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers, has_norms
     """Return the kernel that measures, scales and splits.
 
     Args:
-        count: Operands.
-        split: How many of them are split, the first; of the others only the units are wanted.
-        lanes: Number of lanes that share a row, a piece each; a power of two, up to 32.
-        numbers: The terms.
-        has_norms: The largest norms of rows are wanted, too.
+        count: Number of operands.
+        split: Number of operands to split, which come first; the others only get their units.
+        lanes: Number of lanes that share a row, one piece each; a power of two, up to 32.
+        numbers: The representation in terms.
+        has_norms: Whether to compute the largest norms of rows, too.
     """
     steps, terms, threads = lanes.bit_length() - 1, numbers.terms, THREADS
     step_rows = threads // lanes
@@ -286,13 +286,14 @@ def split_operands(
     """Split operands of a call.
 
     Args:
-        arrays: (batch, heads, seq, dim) float32 on the device; what strides of 0 repeat is split once.
-        widths: Columns of the results, a multiple of 16 that is dim or more; arrays without one come last
-            and get only their units.
-        numbers: The terms.
-        rows: The first row of each array that is within the bounds of the other side, and the one after
-            the last; all of them when empty.  The others become zeros, and do not count for the scale.
-        has_norms: Norms are wanted; they are zeros otherwise.
+        arrays: (batch, heads, seq, dim) float32 on the device; entries that a stride of 0 repeats are split
+            once.
+        widths: Columns of the results, a multiple of 16 that is at least dim; arrays without a width come
+            last and only get their units.
+        numbers: The representation in terms.
+        rows: For each array, the first row that is within the bounds of the other side, and one past the
+            last; all rows when empty.  Other rows become zeros and do not affect the scale.
+        has_norms: Whether to compute norms; they are zeros otherwise.
 
     Returns:
         The results, in the order of the arrays.
@@ -331,7 +332,7 @@ def _lines_and_seq(array: Any) -> tuple[int, int]:
 
 
 def _unrepeated(array: Any) -> Any:
-    """Return an array with one entry for those that a stride of 0 repeats."""
+    """Return an array with a single entry along each dimension that a stride of 0 repeats."""
     batch, heads, *rest = array.shape
     steps = element_strides(array)
     own = 1 if steps[0] == 0 else batch, 1 if steps[1] == 0 else heads

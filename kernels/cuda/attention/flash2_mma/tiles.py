@@ -1,12 +1,12 @@
-"""Tiles on tensor cores: how warps share two tiles, and copies from and to global memory.
+"""Tiles on tensor cores: their division among warps, and copies from and to global memory.
 
-A block of warps works on two tiles.  Each warp owns whole rows of the one, in tiles of 16, and reads all
-rows of the other; the more of its own rows a fragment of the other is multiplied with, the less shared
-memory has to deliver.  Rows in shared memory are in the order of ``ptx.swizzle``, without gaps.
+A block of warps works on two tiles.  Each warp owns whole rows of one tile, in tiles of 16, and reads all
+rows of the other.  The more of its own rows a warp multiplies a fragment with, the less shared memory has
+to deliver.  Rows in shared memory are in the order of ``ptx.swizzle``, without gaps.
 
-A lane's elements of a 16 x 8 tile of scores are (row, col), (row, col + 1) and the same eight rows
-below: ``lane_row`` and ``lane_col`` are where it begins, ``ROW_OF`` and ``COL_OF`` what is known when
-the kernel is compiled.
+A lane's elements of a 16 x 8 tile of scores are (row, col), (row, col + 1) and the same eight rows below.
+``lane_row`` and ``lane_col`` return the first element of a lane; ``ROW_OF`` and ``COL_OF`` are the
+distances from it, which are compile-time constants.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class MmaLayout:
         block_k: Key columns per tile, a multiple of 16.
         warps: Warps of the block.
         resident: Blocks per multiprocessor, which bounds the registers of a thread.
-        patience: By how many powers of two a maximum may grow before the forward kernel scales the rows of
-            a warp to it; at most 8, so that 16 bits hold all exponentials.  0 scales them for each tile.
-            See ``online_softmax.PATIENCE``.
-        skips: In the forward kernel, a warp skips tiles that are fully masked for its own rows.
+        patience: The number of powers of two by which a maximum may grow before the forward kernel rescales
+            the rows of a warp; at most 8, so that 16 bits hold all exponentials.  0 rescales for each
+            tile.  See ``online_softmax.PATIENCE``.
+        skips: Whether a warp of the forward kernel skips tiles that are fully masked for its own rows.
     """
 
     block_q: int
@@ -71,7 +71,7 @@ class MmaLayout:
 
     @property
     def row_tiles(self) -> int:
-        """Tiles of 16 query rows a warp."""
+        """Tiles of 16 query rows per warp."""
         return self.block_q // (ROWS * self.warps)
 
 
@@ -100,7 +100,7 @@ class MmaKeyLayout:
 
     @property
     def turned(self) -> MmaLayout:
-        """The same for Sᵀ = K·Qᵀ: the keys in the place of the query rows."""
+        """The layout of Sᵀ = K·Qᵀ, with keys in place of query rows."""
         return MmaLayout(self.block_k, self.step_q, self.warps, self.resident)
 
 
@@ -108,23 +108,23 @@ class MmaKeyLayout:
 class MmaRoleLayout(MmaKeyLayout):
     """The layout of two halves of a block: one computes Sᵀ and dV, the other dPᵀ and dK.
 
-    The warps of a half share the keys, and ``block_q / step_q`` of them the query rows of the same keys,
-    likewise the columns of dV or dK; ``step_q`` are then the query rows of a warp's scores.
+    The warps of a half share the keys.  ``block_q / step_q`` warps share the query rows of the same keys,
+    and the columns of dV or dK; ``step_q`` is then the number of query rows of a warp's scores.
     """
 
     @property
     def role_warps(self) -> int:
-        """Of each half."""
+        """Warps per half."""
         return self.warps // 2
 
     @property
     def q_warps(self) -> int:
-        """Warps that have the same keys."""
+        """Warps that share the same keys."""
         return self.block_q // self.step_q
 
     @property
     def turned(self) -> MmaLayout:
-        """A half's Sᵀ or dPᵀ: the keys in the place of the query rows."""
+        """The layout of Sᵀ or dPᵀ of a half, with keys in place of query rows."""
         return MmaLayout(self.block_k, self.step_q, self.role_warps // self.q_warps, self.resident)
 
 
@@ -134,16 +134,17 @@ def make_copy_tile(
 ) -> Callable[..., None]:
     """Return ``copy_tile(thread, source, b, h, first, stop, target)``: rows to shared memory.
 
-    It copies the rows from ``first`` on of one head to the address ``target``, zeros for rows from ``stop``
-    on and for columns that the source does not have; elements out of bounds are never read.
+    It copies the rows of one head from ``first`` on to the address ``target``, with zeros for rows from
+    ``stop`` on and for columns that the source does not have.  Elements out of bounds are never read.
 
     Args:
         threads: Number of threads that copy.
         rows: Rows of the tile.
-        width: Columns of the tile, as many as the source has or more, a multiple of 16.
-        vectors: The source is aligned for pieces of 16 bytes and has a multiple of eight columns: the
-            copy is asynchronous.  Otherwise it goes through registers, element by element.
-        terms: Terms of a number: their tiles are consecutive, from as many parts of the source's rows.
+        width: Columns of the tile, at least those of the source, a multiple of 16.
+        vectors: Whether the source is aligned for pieces of 16 bytes and has a multiple of eight columns;
+            the copy is then asynchronous, otherwise element by element through registers.
+        terms: Number of terms per number: their tiles are consecutive, from as many parts of the source's
+            rows.
     """
     chunks = width // PIECE
     count = rows * chunks
@@ -215,17 +216,17 @@ def make_copy_tile(
 def make_keep_tile(
     layout: MmaLayout, rows: int, width: int, dtype: str, own: int = 0
 ) -> Callable[..., None]:
-    """Return ``keep_tile(s, tile, lane, row, chunk)``: the warp's numbers to shared memory, rounded.
+    """Return ``keep_tile(s, tile, lane, row, chunk)``: round the warp's numbers and store them in the tile.
 
-    They are (row_tiles * own / 8, 4) float32, and go to rows from ``row`` on and columns from the piece
-    ``chunk`` on, of each term.
+    They are (row_tiles * own / 8, 4) float32.  For each term, they are stored in rows from ``row`` on and
+    columns from the piece ``chunk`` on.
 
     Args:
         layout: Layout of the block.
         rows: Rows of the tile at the address ``tile``.
         width: Columns of the tile.
         dtype: See ``float32_terms.NUMBERS``.
-        own: Columns of the numbers; those of scores, block_k, when 0.
+        own: Columns of the numbers; block_k, as for scores, when 0.
     """
     numbers, place = NUMBERS[dtype], make_tile_place(device_function, HALF * width)
     pack, split = PACK[numbers.dtype], make_split(numbers.dtype)
@@ -262,15 +263,15 @@ def make_store_tile(
 ) -> Callable[..., None]:
     """Return ``store_tile(acc, target, b, h, first, stop, shared, memory, tile, lane, row, chunk)``.
 
-    It rounds the warp's accumulators, turns them in shared memory into whole rows, and writes those of
-    its rows below ``stop``.  Each warp uses its own rows and columns of the tile only; ``shared`` is an
-    array of uint16 that begins at the address ``memory``.
+    It rounds the warp's accumulators, assembles whole rows in shared memory, and writes the rows below
+    ``stop``.  Each warp uses only its own rows and columns of the tile; ``shared`` is an array of uint16
+    that begins at the address ``memory``.
 
     Args:
         layout: Layout of the block.
-        width: Width of the tile; columns that the target does not have are left out.
+        width: Width of the tile; columns that the target does not have are not written.
         dtype: "float16" or "bfloat16".
-        vectors: The target is aligned for pieces of 16 bytes and has a multiple of eight columns.
+        vectors: Whether the target is aligned for pieces of 16 bytes and has a multiple of eight columns.
         own: Columns of the accumulators, from the piece ``chunk`` on; all of them when 0.
     """
     place, own = make_tile_place(device_function, HALF * width), own or width

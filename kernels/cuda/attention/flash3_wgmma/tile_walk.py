@@ -45,7 +45,7 @@ def make_walk(features: Features, block: int, by_keys: bool = False) -> Walk:
     Args:
         features: Options of the kernel.
         block: Places of a tile of the kernel's own side.
-        by_keys: That side is the keys.
+        by_keys: Whether the kernel's own side is the keys.
     """
     visits = make_visits(features, block, by_keys)
     packed, listed, listed_tile = visits.place, visits.entries, visits.tile_of

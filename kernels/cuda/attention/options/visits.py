@@ -55,7 +55,7 @@ def make_visits(features: Features, block: int, by_keys: bool = False) -> Visits
     Args:
         features: Options of the kernel.
         block: Places of a tile of the kernel's own side.
-        by_keys: That side is the keys.
+        by_keys: Whether the kernel's own side is the keys.
     """
     is_packed, has_list = features.packed, features.block_mask
 

@@ -41,10 +41,10 @@ def dkdv_kernel(
     """Return the kernel by key tiles for one layout, two widths, one dtype and some gradients.
 
     Args:
-        layout: Of the block.
+        layout: Layout of the block.
         widths: Columns that it is compiled for.
         dtype: "float16" or "bfloat16": of q, k, v, dout, dk and dv.
-        parts: Which gradients it computes.
+        parts: The gradients that it computes.
         features: Options of the call.
     """
     pipelines, barriers = key_pipelines(layout, widths, parts)

@@ -301,7 +301,7 @@ def dq_kernel(
     """Return the kernel by query tiles for one layout, two widths and one dtype.
 
     Args:
-        layout: Of the block.
+        layout: Layout of the block.
         widths: Columns that it is compiled for.
         dtype: "float16" or "bfloat16": of q, k, v, dout and dq.
         features: Options of the call.

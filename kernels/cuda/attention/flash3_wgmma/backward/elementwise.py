@@ -52,7 +52,7 @@ def make_passes(
     """Return the functions for tiles of ``rows`` rows and ``cols`` columns.
 
     Args:
-        features: Of the kernel.
+        features: Options of the kernel.
         rows: Of the tile of the block: keys by keys, else query rows.
         cols: Query rows by keys, else keys.
         dtype: "float16" or "bfloat16".

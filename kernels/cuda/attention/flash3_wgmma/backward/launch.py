@@ -180,7 +180,7 @@ class _Call(NamedTuple):
 
         Args:
             kernel: Compiled for the call.
-            layout: Of the kernel.
+            layout: Layout of the kernel.
             results: What it writes and reads beside the operands.
             bytes_a_head: What it reads of a head again and again.
             by_keys: Its work items are tiles of keys.
@@ -219,7 +219,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     Args:
         problem: The checked call, in 16 bits.
         tile: Its own.
-        operands: As kernels take them, on the device; dq, dk and dv are written.
+        operands: The operands, on the device; dq, dk and dv are written.
     """
     problem = within_blocks(problem)
     problem, operands = with_mask_bits(problem, operands)

@@ -39,7 +39,7 @@ def parts_of(widths: Widths, adds_dq: bool) -> tuple[Parts, ...]:
     """Return the kernels by key tiles that a call takes, each by what it computes.
 
     Args:
-        widths: Of the operands.
+        widths: Widths of the operands.
         adds_dq: dQ may be added in any order.
     """
     if max(widths) <= BOTH_WIDTH:
@@ -79,8 +79,8 @@ def key_layout(widths: Widths, parts: Parts, features: Features = PLAIN) -> KeyL
     """Return the layout of a kernel by key tiles: what fits in registers and in shared memory.
 
     Args:
-        widths: Of the operands.
-        parts: What it computes.
+        widths: Widths of the operands.
+        parts: The gradients that it computes.
         features: Options; what they make of single elements takes registers.
     """
     width = max(widths)
@@ -127,9 +127,9 @@ def key_tiles(layout: KeyLayout, widths: Widths, parts: Parts) -> SharedTiles:
     dK takes the place of K in the end, and dV that of V, or of K where V is not needed.
 
     Args:
-        layout: Of the block.
-        widths: Of the operands.
-        parts: What it computes.
+        layout: Layout of the block.
+        widths: Widths of the operands.
+        parts: The gradients that it computes.
     """
     k_panels, v_panels = widths.head_panels, widths.value_panels
     if not parts.dk:
@@ -189,8 +189,8 @@ def query_tiles(layout: QueryLayout, widths: Widths) -> SharedTiles:
     """Return where the tiles of the kernel by query tiles lie; dQ takes the place of q in the end.
 
     Args:
-        layout: Of the block.
-        widths: Of the operands.
+        layout: Layout of the block.
+        widths: Widths of the operands.
     """
     return SharedTiles(
         q=widths.head_panels * layout.block_q * LINE,

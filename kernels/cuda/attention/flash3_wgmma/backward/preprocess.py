@@ -42,7 +42,7 @@ def preprocess_kernel(
         lanes: Of a row, see :func:`lanes_a_row`.
         dtype: "float16" or "bfloat16".
         vectors: Rows of dout and out are aligned for pieces of 16 bytes and are whole pieces.
-        has_dlse: There is a gradient of lse.
+        has_dlse: Whether there is a gradient of lse.
         is_packed: Sequences are packed: each begins where :func:`make_row_base` says.
     """
     features = Features(packed=is_packed)

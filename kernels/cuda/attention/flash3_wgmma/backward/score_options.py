@@ -99,7 +99,7 @@ def make_elements(features: Features, rows: int, cols: int, by_keys: bool) -> El
     """Return the functions of a lane's elements of a tile.
 
     Args:
-        features: Of the kernel.
+        features: Options of the kernel.
         rows: Of the tile of the block: keys if ``by_keys``, else query rows.
         cols: Of the tile: query rows if ``by_keys``, else keys.
         by_keys: Rows of the tile are keys.

@@ -86,7 +86,7 @@ def make_visits_of(features: Features, block_q: int, block_k: int, by_keys: bool
     """Return the functions of a kernel.
 
     Args:
-        features: Of the kernel.
+        features: Options of the kernel.
         block_q: Rows of a tile.
         block_k: Keys of one.
         by_keys: Its items are tiles of keys.

@@ -1,11 +1,12 @@
 """Dropout bits of a tile in the registers of the lanes that own its elements.
 
-flash2_mma draws bits into shared memory, with a barrier of the block, which independent warpgroups do not
-have.  Here each lane draws a part of the bits of its warp's 16 rows, and exchanges them with its neighbours
-in two or three shuffles, while products are running.
+flash2_mma draws bits into shared memory, which needs a barrier of the whole block; independent warpgroups
+have none.  Here each lane draws a part of the bits of its warp's 16 rows and exchanges them with its
+neighbours in two or three shuffles, while products are running.
 
 An element of a lane is (t, i), as in the accumulators of ``wgmma``: tile t of eight columns, and
-i = 2 · half + e for the lower of its two rows (half) and the later of its two columns (e).
+i = 2 · half + e, where half is 1 for the lower of its two rows, and e is 1 for the second of its two
+columns.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from kernels.cuda.ptx.philox import Draw, make_draw
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
 
-#: Bits of a word are those of so many tiles of eight columns, four elements of a lane each.
+#: Number of tiles of eight columns per word; a lane has four elements of each tile.
 TILES = 8
-#: Tiles of the widest tile of scores.
+#: Number of tiles of eight columns in the widest tile of scores.
 MOST_TILES = 2 * TILES
 SIGN = 0x80000000
-#: Bits of the upper four of each byte.
+#: Mask of the upper four bits of each byte.
 UPPER = 0xF0F0F0F0
 
 
 def bit_words(cols: int) -> int:
-    """Return the number of words of a lane for its elements of 16 rows and ``cols`` columns."""
+    """Return the number of words for the bits of a lane's elements of 16 rows and ``cols`` columns."""
     return PLAIN.ceil_div(cols, 8 * TILES)
 
 
 def offset_of(by_keys: bool) -> Callable[..., Any]:
-    """Return ``offset(t, i)``: rows and columns of a lane's element (t, i) from its first one.
+    """Return ``offset(t, i)``: rows and columns from a lane's first element to its element (t, i).
 
     Args:
-        by_keys: Tiles are transposed: their rows are keys.
+        by_keys: Whether tiles are transposed, so that their rows are keys.
     """
 
     @device_function
@@ -54,7 +55,7 @@ def offset_of(by_keys: bool) -> Callable[..., Any]:
 
 
 def lane_offset_of(by_keys: bool) -> Callable[..., Any]:
-    """Return ``lane_offset(lane)``: rows and columns from a warp's first element to a lane's first one."""
+    """Return ``lane_offset(lane)``: rows and columns from a warp's first element to the lane's."""
 
     @device_function
     def lane_offset(lane):
@@ -66,29 +67,29 @@ def lane_offset_of(by_keys: bool) -> Callable[..., Any]:
 
 @device_function
 def has_bit(bits, t, i):
-    """Tell whether a lane's words of visible elements have the bit of its element (t, i)."""
+    """Tell whether the bit of element (t, i) is set in a lane's words of visible elements."""
     return uint32(bits[t // TILES] & uint32(1 << (4 * (t % TILES) + i))) != 0
 
 
 @device_function
 def with_bit(word, bit, place):
-    """Return a word with one more bit, if the bit is set."""
+    """Return a word with one more bit set, if ``bit`` is set."""
     return uint32(word | uint32(bit) << uint32(place))
 
 
 @instruction("prmt.b32 $result, $x, 0, 0x9988;", U32, is_pure=True, x=U32)
 def spread_low(x):
-    """Return the highest bit of byte 0 in all of the low 16 bits, that of byte 1 in the high ones."""
+    """Fill the low 16 bits with the highest bit of byte 0, and the high 16 with that of byte 1."""
 
 
 @instruction("prmt.b32 $result, $x, 0, 0xbbaa;", U32, is_pure=True, x=U32)
 def spread_high(x):
-    """Return the highest bit of byte 2 in all of the low 16 bits, that of byte 3 in the high ones."""
+    """Fill the low 16 bits with the highest bit of byte 2, and the high 16 with that of byte 3."""
 
 
 @instruction("prmt.b32 $result, $x, $y, $selector;", U32, is_pure=True, x=U32, y=U32, selector=U32)
 def permuted(x, y, selector):
-    """Return four bytes of eight, those of x and then of y, by the four digits of a hexadecimal number."""
+    """Return four of the eight bytes of x and y, selected by the hexadecimal digits of ``selector``."""
 
 
 @device_function
@@ -103,10 +104,10 @@ class Kept(NamedTuple):
     Attributes:
         draw: ``(bits, lane, flat, row, col, extras)``: set the bits; ``bits`` is a local array
             (``bit_words(cols)``,) of uint32, ``flat`` as in ``scores``.
-        pair: ``(pair, bits, t, half)``: a packed pair of elements (t, 2 half) and (t, 2 half + 1), zeros
-            where it is dropped.
+        pair: ``(pair, bits, t, half)``: the packed pair of elements (t, 2 half) and (t, 2 half + 1), with
+            zeros for dropped elements.
         has: ``(bits, t, i)``: whether an element is kept.
-        signed: ``(x, bits, t, i)``: a number that is not negative, with a minus sign if it is dropped.
+        signed: ``(x, bits, t, i)``: the non-negative number x, negated if the element is dropped.
     """
 
     draw: Callable[..., None]
@@ -116,12 +117,12 @@ class Kept(NamedTuple):
 
 
 def _make_kept(draw: Callable[..., None], place: Callable[..., Any]) -> Kept:
-    """Return the functions, given where bits are.
+    """Return the functions, given the places of the bits.
 
     Args:
         draw: The function ``draw`` of :class:`Kept`.
-        place: ``(t, i)``: the number of an element's word, its byte there, and how far the bit is below the
-            byte's highest one.
+        place: ``(t, i)``: the number of an element's word, its byte in the word, and the distance of the
+            bit from the highest bit of the byte.
     """
 
     @device_function
@@ -159,9 +160,9 @@ def make_kept(cols: int) -> Kept:
 
     Here ``row`` is the first of the warp's 16, and ``col`` the first key column, a multiple of eight.
 
-    Source of the bits: ``philox.keep``, of eight neighbouring columns of a row at a time, those of four
-    lanes.  Of four tiles each of them draws one, both rows, for all: sixteen bits for each lane if there
-    are 128 columns.  A lane's bits of even tiles are a word, and those of odd tiles.
+    The bits are those of ``philox.keep``, which draws eight neighbouring columns of a row at a time; these
+    belong to four lanes.  Of every four tiles, each of these lanes draws one for all four, in both rows.
+    The bits of a lane's even tiles form one word, and those of its odd tiles another.
 
     Args:
         cols: Columns of a tile, a multiple of 16, up to 128.
@@ -208,14 +209,14 @@ def make_kept(cols: int) -> Kept:
 
 @cache
 def make_kept_by_keys(cols: int) -> Kept:
-    """Return the functions for transposed tiles: rows are keys, columns queries.
+    """Return the functions for transposed tiles: rows are keys, and columns are queries.
 
     Here ``row`` is the query row of the first column, and ``col`` the first of the warp's 16 keys, a
     multiple of eight.
 
-    Eight neighbouring keys are those of eight lanes.  Of their four elements (i) of eight tiles each lane
-    draws four, for all of them: one i, and every tile of the upper or of the lower four.  The eighths of
-    the words go from lane to lane as the elements of a matrix that is transposed, in three steps.
+    Eight neighbouring keys belong to eight lanes.  Of the four elements (i) of eight tiles, each lane draws
+    four for all lanes: one i, in the upper or the lower four tiles.  The lanes then exchange eighths of
+    their words in three steps, like the elements of a matrix that is transposed.
 
     Args:
         cols: Query rows, the columns of the tile; a multiple of 8, up to 128.

@@ -21,7 +21,7 @@ from kernels.problem.question import Problem
 from kernels.runtime.dtypes import NAMES, is_half
 from kernels.sparsity.block_mask import BlockMask
 
-#: Bytes of the L2 cache for the keys and values of the heads in work.
+#: Bytes of the L2 cache for the keys and values of the heads that are processed at the same time.
 CACHE_BYTES = 24 << 20
 
 
@@ -73,9 +73,9 @@ def widths_of(problem: Problem) -> Widths:
 
 
 def within_blocks(problem: Problem) -> Problem:
-    """Return a call whose block mask also hides what its bounds hide, and which has no bounds then.
+    """Return the same call without bounds: its block mask also masks the elements beyond them.
 
-    The words of a partial tile then tell all that is hidden there.
+    The words of a partial tile then describe all of its masked elements.
     """
     if problem.block_mask is None or not is_bounded(problem):
         return problem

@@ -16,16 +16,17 @@ from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP, WarpRoles
 from kernels.cuda.runtime.kernel import WORD, device_function
 from kernels.scores.program import PLAIN, Features
 
-#: Named barriers of the forward kernel: the order of the consumers' products, and the output tile of one
-#: consumer.  Each consumer has its own, numbered from these.  0 belongs to ``cuda.syncthreads``.
+#: Named barriers of the forward kernel: the order of the consumers' products, and the output tile of a
+#: consumer.  These are the numbers of the first consumer; the others follow.  0 is ``cuda.syncthreads``.
 PING_PONG, OUT_BARRIER = 1, 4
-#: Named barriers of the backward kernels: all consumers, and one consumer, numbered from these.
+#: Named barriers of the backward kernels: all consumers, and the first consumer; those of the others
+#: follow.
 CONSUMERS_BARRIER, WARPGROUP_BARRIER = 1, 2
 #: The barrier of all consumers' threads behind ``clear_rows``, forward and backward.
 CLEAR_BARRIER = 7
 #: Numbers that describe a work item.
 ITEM_NUMBERS = 13
-#: Bytes of a listed tile in shared memory: its number and that of its words.
+#: Bytes of a listed tile in shared memory: its number and the number of its words.
 LISTED = 2 * WORD
 
 
@@ -37,10 +38,10 @@ class ForwardLayout(WarpRoles):
         consumers: Warpgroups that multiply, each with 64 query rows; a further one is the producer.
         block_k: Key columns of a tile, a multiple of 16.
         stages: Tiles of keys, and of values, that shared memory holds at a time.
-        items: Query tiles that it holds: with two the next one is there when the last one is done.
-        ping_pong: One consumer computes its softmax while another multiplies.
-        patience: By how many powers of two a maximum may grow before rows are scaled to it; at most 8, so
-            that 16 bits hold all exponentials.  0 scales them for each tile.
+        items: Query tiles that it holds; with two, the next one is there when the current one is finished.
+        ping_pong: Whether one consumer computes its softmax while another multiplies.
+        patience: The number of powers of two by which a maximum may grow before rows are rescaled; at most
+            8, so that 16 bits hold all exponentials.  0 rescales for each tile.
             See ``online_softmax.PATIENCE``.
     """
 
@@ -58,7 +59,7 @@ class ForwardLayout(WarpRoles):
 
 
 class Widths(NamedTuple):
-    """Columns that a kernel is compiled for: those of the operands, or more.
+    """The numbers of columns that a kernel is compiled for, at least those of the operands.
 
     Attributes:
         head: Columns of q and k, a multiple of 16.
@@ -84,7 +85,8 @@ def layout_of(widths: Widths, has_options: bool = False) -> ForwardLayout:
 
     Args:
         widths: Widths of the kernel.
-        has_options: Beyond bounds: they take registers, and the blocks of masks are often of 128 rows.
+        has_options: Whether there are options other than bounds: they take registers, and the blocks of
+            masks often have 128 rows.
     """
     width = max(widths)
     patience = 0 if width <= 64 or has_options else PATIENCE
@@ -100,12 +102,13 @@ def layout_of(widths: Widths, has_options: bool = False) -> ForwardLayout:
 def shared_tiles(layout: ForwardLayout, widths: Widths, features: Features = PLAIN) -> SharedTiles:
     """Return the byte offsets of a block's tiles in shared memory, from its first aligned address.
 
-    The tile of out takes the place of that of q, which no one needs any more by then.
+    The tile of out takes the place of the tile of q, which is no longer needed then.
 
     Args:
         layout: Layout of the block.
         widths: Widths of the kernel.
-        features: Options of the kernel: with a list of tiles there are the numbers of those in flight.
+        features: Options of the kernel; with a list of tiles, the numbers of the tiles in flight are stored
+            too.
     """
     q_panels, k_panel = max(widths.head_panels, widths.value_panels), layout.block_k * LINE
     return tiles_of(
@@ -129,7 +132,7 @@ def tiles_of(
 
 
 def item_bytes(layout: ForwardLayout) -> int:
-    """Return the bytes of an item, ``forward.scheduler.Item``, and of a number a consumer."""
+    """Return the bytes of an item, ``forward.scheduler.Item``, with its skip count for each consumer."""
     return WORD * (ITEM_NUMBERS + layout.consumers)
 
 
@@ -137,11 +140,11 @@ class ForwardPipelines(NamedTuple):
     """The pipelines of a forward block.
 
     Attributes:
-        queries: Tiles of q, and later of out, full when q has arrived.
-        items: Numbers of the items, full when they are published; an item and its q are at the same place.
+        queries: Tiles of q, and later of out; full when q has arrived.
+        items: Numbers of the items; full when they are published.  An item and its q are at the same place.
         keys: Tiles of k.
         values: Tiles of v.
-        listed: Where a block mask's tiles are listed, one for each stage of keys.
+        listed: Address of the listed tiles of a block mask, one for each stage of keys.
     """
 
     queries: Pipeline
@@ -202,16 +205,16 @@ class Shape(NamedTuple):
     dout_by_batch: int = 0
 
 
-#: Numba's type of it.
+#: Numba's type of :class:`Shape`.
 SHAPE = types.NamedUniTuple(int32, len(Shape._fields), Shape)
 
 
 class Schedule(NamedTuple):
     """The order of the query tiles of all heads.
 
-    A block that is done takes the next item.  Heads are divided into groups whose keys and values fit into
-    the L2 cache, and within a group the longest tiles come first, under a causal mask the last ones, so
-    that all blocks end at about the same time.
+    A block that has finished an item takes the next one.  Heads are divided into groups whose keys and
+    values fit into the L2 cache.  Within a group the longest tiles come first (under a causal mask, the
+    last query tiles), so that all blocks end at about the same time.
 
     Attributes:
         tiles: Query tiles of a head.

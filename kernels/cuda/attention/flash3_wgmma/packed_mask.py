@@ -1,10 +1,10 @@
 """Masks packed in the order of the lanes' elements, for Hopper's rung.
 
-A lane's elements of a tile are scattered over two rows, two columns at a time; read from the mask itself
-each takes an address and a load.  Packed beforehand, a lane reads for 64 elements two words of bits of a
-boolean mask, or eight times 16 bytes of a floating one of 16 bits, and neighbouring lanes read what lies
-side by side.  A mask that all heads share is packed once for all of them.  Of a block mask each different
-tile is packed, once for all calls.
+A lane's elements of a tile are scattered over two rows, two columns at a time.  Reading them from the mask
+itself takes an address and a load for each.  From a packed mask, a lane reads two words of bits for 64
+elements of a boolean mask, or eight times 16 bytes of a 16-bit floating mask, and neighbouring lanes read
+neighbouring words.  A mask that all heads share is packed once for all of them.  Each distinct tile of a
+block mask is packed once for all calls.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from kernels.runtime.dtypes import BITS
 from kernels.runtime.targets import cuda
 from kernels.scores.program import Features
 
-#: Rows of which a warp has the elements; threads of a block that packs.
+#: Rows of a warp, and threads of a block that packs.
 ROWS, THREADS = 16, 256
-#: Bits of all elements.
+#: The word in which all bits are set.
 ALL = 0xFFFFFFFF
 #: Numba's type of the words.
 WORDS = types.Array(uint32, 1, "C")
-#: Columns of a floating mask of which a lane has four words, pairs: two tiles of eight, 16 bytes.
+#: Columns of a floating mask for which a lane has four words of pairs, 16 bytes: two tiles of eight.
 STEP = 16
 QUAD, _QUAD_BYTES = 4, 16
 
@@ -49,7 +49,7 @@ def has_words(features: Features) -> bool:
 
 
 def words_type(features: Features) -> Any:
-    """Return numba's type of the argument for the words of a mask, 0 where there are none."""
+    """Return numba's type of the argument for the words of a mask; the argument is 0 without a mask."""
     return WORDS if has_words(features) else int64
 
 
@@ -59,9 +59,10 @@ def _words_of(cols: int, has_pairs: bool) -> tuple[int, int]:
 
 
 def _make_counts(compile_: Any, ceil_div: Any, cols: int, by_keys: bool) -> Callable[..., Any]:
-    """Return ``counts(mask)``: how many heads of a mask differ, its groups of rows and tiles of columns.
+    """Return ``counts(mask)``: the distinct heads, groups of rows and tiles of columns of a mask.
 
-    One stands for all along an axis that repeats.  The host and the kernels compile it, and ``ceil_div``.
+    An axis that repeats counts as one.  The function and ``ceil_div`` are compiled for the host and for
+    kernels.
     """
     rows_axis, cols_axis = (3, 2) if by_keys else (2, 3)
 
@@ -86,8 +87,8 @@ def make_words_place(
 
     Args:
         cols: Columns of a tile, up to 128.
-        by_keys: Tiles are transposed: rows are keys, columns query rows.
-        has_pairs: The mask is floating, of 16 bits.
+        by_keys: Whether tiles are transposed: rows are keys, and columns are query rows.
+        has_pairs: Whether the mask is floating, with 16 bits.
     """
     steps, count = _words_of(cols, has_pairs)
     size = steps * count * WARP
@@ -113,7 +114,7 @@ def make_words_place(
 def make_bring_pairs(cols: int) -> Callable[..., None]:
     """Return ``bring_pairs(words, mask_words, place)``: load a lane's words of a 16-bit floating mask.
 
-    They lie in ``words`` behind the bits; ``place`` is the number of the first one.
+    They are stored in ``words`` behind the bits; ``place`` is the number of the first word.
 
     Args:
         cols: Columns of a tile.
@@ -160,7 +161,7 @@ def make_pattern_word(rows: int, cols: int) -> Callable[..., Any]:
 
     Args:
         rows: Rows of a tile of the block, 16 for each warp of the warpgroups that multiply.
-        cols: Columns of it.
+        cols: Columns of a tile.
     """
     words = bit_words(cols)
     size = rows // ROWS * WARP * words
@@ -179,7 +180,7 @@ def pack_patterns(shown: Any) -> Any:
     """Return the words of the lanes for patterns of tiles, as :func:`make_pattern_word` reads them.
 
     Args:
-        shown: (patterns, rows, columns) bool, rows being the rows of the warps; multiples of 16 and 8.
+        shown: (patterns, rows, columns) bool, where rows are those of the warps; multiples of 16 and 8.
 
     Returns:
         (patterns, rows / 16, lanes, words) uint32.
@@ -196,7 +197,7 @@ def pack_patterns(shown: Any) -> Any:
 
 
 def pack_patterns_by_keys(shown: Any) -> Any:
-    """Return :func:`pack_patterns` where the rows of the warps are keys."""
+    """Return the result of :func:`pack_patterns` for kernels in which the rows of the warps are keys."""
     return pack_patterns(shown.swapaxes(1, 2))
 
 
@@ -290,13 +291,13 @@ def pack_pairs_kernel(cols: int, by_keys: bool) -> Kernel:
 
 
 def packed_mask(mask: Any, cols: int, by_keys: bool = False) -> Any:
-    """Return the words of a mask as :func:`make_words_place` finds them, one vector of uint32.
+    """Return the words of a mask in the order of :func:`make_words_place`, one vector of uint32.
 
     Args:
-        mask: (own batches, heads, seq_q, seq_k) on the device, bool or the bits, uint16, of a floating one;
+        mask: (own batches, heads, seq_q, seq_k) on the device, bool, or the uint16 bits of a floating mask;
             strides of 0 repeat.
         cols: Columns of a kernel's tiles, up to 128.
-        by_keys: Its tiles are transposed.
+        by_keys: Whether its tiles are transposed.
     """
     has_pairs = mask.dtype == BITS
     heads, groups, tiles = _make_counts(same, PLAIN.ceil_div, cols, by_keys)(mask)

@@ -27,7 +27,7 @@ class Line(NamedTuple):
         batch, head: See ``kernels.scores.program.Place``; 0 without a user function.
         slope: ALiBi's slope of the head, or 0.
         rows: Query rows of the sequence.
-        cols: Keys of it.
+        cols: Keys of the sequence.
     """
 
     flat: Any
@@ -44,10 +44,10 @@ class LanePlace(NamedTuple):
     """A lane's first element of a tile.
 
     Attributes:
-        lane: Its number in the warp.
+        lane: Number of the lane in the warp.
         row: Query row of the element, from the start of its sequence.
         col: Key column of the element, from the start of its sequence.
-        line: That of the work item.
+        line: The :class:`Line` of the work item.
     """
 
     lane: Any
@@ -62,9 +62,9 @@ class ElementPlace(NamedTuple):
     Attributes:
         b, h, batch, head: See ``Place``.
         row, col: See ``Place``; clipped to the arrays.
-        distance: See :func:`distance_of`, from the row and column before clipping.
+        distance: See :func:`distance_of`; from the row and column before clipping.
         slope: ALiBi's slope of the head.
-        words: The lane's words of masks: bits, and behind them pairs of a floating mask of 16 bits.
+        words: The lane's words of masks: bits, and behind them pairs of a 16-bit floating mask.
         t, i: The element's number, see ``dropout_bits``.
     """
 
@@ -101,7 +101,7 @@ def edge_at(place, extras):
 
 
 def distance_of(features: Features) -> Callable[..., Any]:
-    """Return ``distance(place, extras)``: row + diagonal - col where there is ALiBi, else row - col."""
+    """Return ``distance(place, extras)``: row + diagonal - col with ALiBi, else row - col."""
     has_slopes = features.slopes
 
     @device_function
@@ -120,8 +120,8 @@ def element_of(
 
     Args:
         features: Options of the kernel.
-        by_keys: Rows of the tile are keys.
-        has_columns: No column of the tile is beyond the last one.
+        by_keys: Whether rows of the tile are keys.
+        has_columns: Whether all columns of the tile are within the sequence.
     """
     has_mods, offset = features.has_mods, offset_of(by_keys)
 

@@ -1,8 +1,9 @@
 """The tiles that Hopper's kernels visit: producer and consumers must visit the same ones.
 
-Causal, window, block-sparse and packed calls are the same loop over other tiles; see ``visits``.  The
-entries of a list within the bounds are contiguous, because tiles of a line ascend.  Their number is known
-in advance, so that a consumer can issue the next product before it waits for the last one.
+Causal, window, block-sparse and packed calls run the same loop over different tiles; see ``visits``.  The
+entries of a list within the bounds are contiguous, because the tiles of a line are in ascending order.
+Their number is known in advance, so that a consumer can issue the next product before it waits for the last
+one.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ class Walk(NamedTuple):
     """The functions that :func:`make_walk` returns; all numbers are int32.
 
     Attributes:
-        place: ``(number, y, rows, cols, extras)``: of a tile of (batch, head) y, where q has ``rows`` and
-            k ``cols``: the flat number of ``scores``, its first place counted from the start of its
+        place: ``(number, y, rows, cols, extras)``: for a tile of (batch, head) y, where q has ``rows`` and
+            k has ``cols``: the flat index of (batch, head), the first place of the tile relative to its
             sequence, the first row of the sequence in q, its rows, its first column in k, its columns.
-        entries: ``(flat, start, size, first, stop, extras)``: from which entry to which it visits, where
-            the bounds leave the tiles from ``first`` up to ``stop``.
-        tile_of: ``(entry, extras)``: the number of the tile visited.
-        pattern_of: ``(entry, extras)``: the number of the tile's words in the block mask; 0 if it hides
-            nothing there.
+        entries: ``(flat, start, size, first, stop, extras)``: the first and one past the last visited
+            entry, if the tiles from ``first`` up to ``stop`` are within the bounds.
+        tile_of: ``(entry, extras)``: the number of the visited tile.
+        pattern_of: ``(entry, extras)``: the number of the tile's words in the block mask; 0 if the block
+            mask masks nothing in it.
     """
 
     place: Callable[..., Any]
@@ -44,7 +45,7 @@ def make_walk(features: Features, block: int, by_keys: bool = False) -> Walk:
 
     Args:
         features: Options of the kernel.
-        block: Places of a tile of the kernel's own side.
+        block: Rows or columns of a tile on the kernel's own side.
         by_keys: Whether the kernel's own side is the keys.
     """
     visits = make_visits(features, block, by_keys)
@@ -71,7 +72,7 @@ def make_walk(features: Features, block: int, by_keys: bool = False) -> Walk:
 
     @device_function
     def first_from(begin, end, tile, extras):
-        """Return the first entry of a tile not before another."""
+        """Return the first entry whose tile is not before ``tile``."""
         while begin < end:
             middle = int32((begin + end) // 2)
             if tile_of(middle, extras) < tile:

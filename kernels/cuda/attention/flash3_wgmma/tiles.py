@@ -34,7 +34,7 @@ LOAD, STORE = make_tensor_load(4), make_tensor_store(4)
 
 @cache
 def make_load_tile(panels: int, panel_bytes: int) -> Any:
-    """Return ``load_tile(target, tensor, barrier, row, h, b)``: a tile of a tensor, panel by panel."""
+    """Return ``load_tile(target, tensor, barrier, row, h, b)``: copy a tile of a tensor, panel by panel."""
 
     @device_function
     def load_tile(target, tensor, barrier, row, h, b):
@@ -49,7 +49,7 @@ def make_fetch(load: Any, size: int) -> Any:
     """Return ``fetch(stages, at, tensor, row, h, b)``: copy a tile into a stage, return the next place.
 
     Args:
-        load: Issues the copy, see :func:`make_load_tile`.
+        load: The function that issues the copy; see :func:`make_load_tile`.
         size: Bytes of the tile.
     """
 
@@ -69,14 +69,15 @@ def make_fetch_tile(panels: int, panel_bytes: int) -> Any:
 
 @cache
 def make_fetch_rows(panels: int, panel_bytes: int, numbers_bytes: int) -> Any:
-    """Return the function that copies a tile, and as many float32 of a vector, into a stage.
+    """Return the function that copies a tile, and the same rows of a float32 vector, into a stage.
 
-    ``fetch(stages, at, tensor, numbers_tile, numbers, row, h, b)`` returns the next place.  The vectors of
-    all stages begin at ``numbers_tile``, and the one in global memory is at ``numbers``.
+    ``fetch(stages, at, tensor, numbers_tile, numbers, row, h, b)`` returns the next place.  In shared
+    memory, the vectors of all stages begin at ``numbers_tile``; in global memory, the vector is at
+    ``numbers``.
 
     Args:
         panels: Panels of the tile.
-        panel_bytes: Bytes of each.
+        panel_bytes: Bytes of a panel.
         numbers_bytes: Bytes of the vector.
     """
     load, size = make_load_tile(panels, panel_bytes), panels * panel_bytes + numbers_bytes
@@ -94,14 +95,14 @@ def make_fetch_rows(panels: int, panel_bytes: int, numbers_bytes: int) -> Any:
 
 @device_function
 def reset_items(next_item):
-    """Set the counters back for the next launch, by the producer of the last block to end."""
+    """Reset the counters for the next launch; the producer of the last block to end calls it."""
     if cuda.atomic.add(next_item, 1, 1) == cuda.gridDim.x - 1:
         next_item[0], next_item[1] = 0, 0
 
 
 @cache
 def make_store_tile(panels: int, panel_bytes: int) -> Any:
-    """Return ``store_tile(tensor, source, row, h, b)``: a tile to a tensor, panel by panel."""
+    """Return ``store_tile(tensor, source, row, h, b)``: copy a tile to a tensor, panel by panel."""
 
     @device_function
     def store_tile(tensor, source, row, h, b):
@@ -113,7 +114,7 @@ def make_store_tile(panels: int, panel_bytes: int) -> Any:
 
 @cache
 def make_multiply(cols: int, dtype: str, depth: int, left_panel: int, right_panel: int) -> Any:
-    """Return ``multiply(acc, left, right)``: acc = A Bᵀ, of rows along the depth, a group of products.
+    """Return ``multiply(acc, left, right)``: acc = A Bᵀ, rows along the depth, a group of products.
 
     Args:
         cols: Rows of B.
@@ -191,9 +192,9 @@ def make_accumulate(cols: int, dtype: str, depth: int) -> Any:
 
 @cache
 def make_pack(dtype: str, depth: int) -> Any:
-    """Return ``pack(pairs, numbers)``: accumulators as the left operand of the next product.
+    """Return ``pack(pairs, numbers)``: round accumulators to the left operand of the next product.
 
-    They lie as it does.
+    Both have the same layout.
     """
     pack, steps = PACK[dtype], depth // 16
 
@@ -210,10 +211,10 @@ def make_pack(dtype: str, depth: int) -> Any:
 
 @cache
 def make_clear_rows(threads: int, rows: int, panels: int) -> Any:
-    """Return ``clear_rows(thread, first, tile)``: zeros in the rows of a tile from ``first`` on.
+    """Return ``clear_rows(thread, first, tile)``: zero the rows of a tile from ``first`` on.
 
-    Where a packed sequence ends within a tile, these rows belong to the next sequence.  The copy engine
-    copies them too, and zero times infinity is NaN.
+    If a packed sequence ends within a tile, these rows belong to the next sequence.  The copy engine copies
+    them too, and if they are infinite, their product with a probability of zero is NaN.
 
     Args:
         threads: Threads that share the work.
@@ -240,7 +241,7 @@ def make_hide(cols: int, by_keys: bool) -> Any:
 
     Args:
         cols: Columns of the tile.
-        by_keys: Its rows are keys and its columns queries.
+        by_keys: Whether its rows are keys and its columns are queries.
     """
     tiles, offset = cols // 8, offset_of(by_keys)
 
@@ -257,7 +258,7 @@ def make_hide(cols: int, by_keys: bool) -> Any:
 
 @cache
 def make_hide_pairs(cols: int) -> Any:
-    """Return ``hide_pairs(pairs, edge)``: :func:`make_hide`'s function for packed pairs, rows being keys.
+    """Return ``hide_pairs(pairs, edge)``: :func:`make_hide` for packed pairs, with keys as rows.
 
     Args:
         cols: Columns of the tile.
@@ -278,14 +279,14 @@ def make_hide_pairs(cols: int) -> Any:
 
 @cache
 def make_put_tile(panels: int, panel_bytes: int, is_packed: bool) -> Any:
-    """Return ``put_tile(target, source, thread, b, h, row, left)``: a warpgroup's rows to memory.
+    """Return ``put_tile(target, source, thread, b, h, row, left)``: write a warpgroup's rows to memory.
 
     Args:
         panels: Panels of the tile.
-        panel_bytes: Bytes of each.
-        is_packed: Rows beyond those that are left belong to the next sequence: the target is an array
-            (batch, heads, seq, dim), to which all threads copy.  Else it is a tensor map, and the one
-            thread that calls issues a copy, which leaves out what is beyond the end.
+        panel_bytes: Bytes of a panel.
+        is_packed: Whether sequences are packed, so that rows beyond ``left`` belong to the next sequence.
+            The target is then an array (batch, heads, seq, dim), to which all threads copy.  Otherwise it
+            is a tensor map, and a single thread issues a copy, which omits rows beyond the end.
     """
     store_tile = make_store_tile(panels, panel_bytes)
 
@@ -309,7 +310,7 @@ def make_put_tile(panels: int, panel_bytes: int, is_packed: bool) -> Any:
 
 @device_function
 def broadcast_number(place, lane):
-    """Broadcast a number in shared memory to a warp; lane 0 reads it, and may arrive for all lanes."""
+    """Broadcast a number in shared memory to a warp; lane 0 reads it and may arrive for all lanes."""
     number = int32(0)
     if lane == 0:
         number = ld_shared(place)
@@ -318,7 +319,7 @@ def broadcast_number(place, lane):
 
 @device_function
 def store_pairs(tile, line, column, t, panel_bytes, pairs):
-    """Store 16 rows of 16 columns, of a warp, to a tile of panels; column is the lane's eight."""
+    """Store a warp's 16 rows of 16 columns to a tile of panels; column is the first of the lane's."""
     chunk = (2 * t + column) % 8
     place = tile + t // 4 * panel_bytes + line * LINE + ((chunk ^ (line % 8)) << 4)
     stmatrix_x4(place, pairs)
@@ -328,12 +329,12 @@ def store_pairs(tile, line, column, t, panel_bytes, pairs):
 def make_write_tile(cols: int, dtype: str, panel_bytes: int) -> Any:
     """Return ``write_tile(tile, line, column, acc, factor, is_there, pairs)``: factor · acc in 16 bits.
 
-    Accumulators that were never written, of rows that see nothing, are zeros.
+    Fully masked rows, whose accumulators were never written, become zeros.
 
     Args:
         cols: Columns of the tile.
         dtype: "float16" or "bfloat16".
-        panel_bytes: Bytes of a panel of it.
+        panel_bytes: Bytes of a panel of the tile.
     """
     pack, steps = PACK[dtype], cols // 16
 

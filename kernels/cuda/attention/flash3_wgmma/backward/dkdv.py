@@ -1,11 +1,10 @@
-"""FlashAttention-3 backward by key tiles: dK and dV, and by choice what they add to dQ.
+"""FlashAttention-3 backward by key tiles: dK and dV, and optionally their contributions to dQ.
 
-What the forward kernel does with two products, a producer warpgroup and reallocated registers, this one
-does with five.  Sᵀ and dPᵀ are computed rather than S and dP: a warpgroup then has 64 keys of its own,
-and Pᵀ and dSᵀ are where the next products want their left operands, in its registers.  Only dQ needs
-the keys of all warpgroups, and therefore dS in shared memory; what it adds is left to the copy engine.
-Measured on an H200 at N = 16,384 in bfloat16: 493 TFLOP/s at d = 64 and 554 at 128, where flash2_mma
-does 305 and 288.
+Like the forward kernel, this one has a producer warpgroup and reallocates registers, but for five products
+instead of two.  It computes Sᵀ and dPᵀ rather than S and dP: each warpgroup then owns 64 keys, and Pᵀ and
+dSᵀ are already in its registers as left operands of the next products.  Only dQ needs the keys of all
+warpgroups, so dS goes to shared memory for it, and the copy engine adds the result to dQ.  Measured on an
+H200 at N = 16,384 in bfloat16: 493 TFLOP/s at d = 64 and 554 at 128; flash2_mma reaches 305 and 288.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def dkdv_kernel(
 
     Args:
         layout: Layout of the block.
-        widths: Columns that it is compiled for.
+        widths: Widths that it is compiled for.
         dtype: "float16" or "bfloat16": of q, k, v, dout, dk and dv.
         parts: The gradients that it computes.
         features: Options of the call.
@@ -56,7 +55,7 @@ def dkdv_kernel(
         q_map, k_map, v_map, dout_map, dk_map, dv_map, lse, delta, dq_sum, next_item, shape, scale,
         schedule, mask_words, extras,
     ):  # fmt: skip
-        """Fill dk and dv, tile after tile, and add to dq_sum what each tile gives.
+        """Fill dk and dv, tile after tile, and add the contribution of each tile to dq_sum.
 
         Computes: dk and dv for tiles of keys of (batch, head), one after the other, and their parts
             of dq / scale, in float32

@@ -1,7 +1,7 @@
-"""The consumers of Hopper's kernel of dK and dV: they multiply, and write the gradients.
+"""The consumers of Hopper's dK and dV kernel, which multiply and write the gradients.
 
 FlashAttention-3, Algorithm 3, with the numbered lines of FlashAttention-2, Algorithm 2.  All five products
-are issued as soon as their operands are there, and waited for where their results are needed.
+are issued as soon as their operands are ready, and waited for where their results are needed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
 def _make_send_dq(layout: KeyLayout, widths: Widths, parts: Parts) -> Callable[..., None]:
     """Return ``send_dq(memory, dq_acc, dq_sum, number, me, thread)``: add a consumer's share to dq_sum.
 
-    ``number`` is that of the share.  The copy engine adds, while the products go on.
+    ``number`` is the number of the share.  The copy engine adds it while the products go on.
     """
     dq_offset, share_size = key_tiles(layout, widths, parts)["dq"], dq_bytes(layout, widths)
     dq_tiles = dq_share(layout, widths).cols // 8
@@ -100,10 +100,10 @@ def _make_send_dq(layout: KeyLayout, widths: Widths, parts: Parts) -> Callable[.
 def _make_write_gradients(
     layout: KeyLayout, widths: Widths, dtype: str, parts: Parts, features: Features
 ) -> Callable[..., None]:
-    """Return the function that writes a consumer's 64 keys of dK and dV, by way of the tiles of K and V.
+    """Return the function that writes a consumer's 64 keys of dK and dV through the tiles of K and V.
 
-    ``write_gradients(me, memory, dk_map, dv_map, dk_acc, dv_acc, factors, visit, pairs)``, with the factors
-    of dK and dV; ``pairs`` is overwritten.
+    The function is ``write_gradients(me, memory, dk_map, dv_map, dk_acc, dv_acc, factors, visit, pairs)``,
+    where ``factors`` are those of dK and dV; ``pairs`` is overwritten.
     """
     has_dk, has_dv, _ = parts
     panels, k_panel = (widths.head_panels, widths.value_panels), layout.block_k * LINE
@@ -146,7 +146,7 @@ def make_consume(
     features: Features,
     pipelines: KeyPipelines,
 ) -> Callable[..., None]:
-    """Return the function of the threads of consumer ``me``, which multiply, and write the gradients.
+    """Return the function of the threads of consumer ``me``, which multiplies and writes the gradients.
 
     ``consume(me, memory, dk_map, dv_map, lse, dq_sum, shape, scale, schedule, mask_words, extras)``
     """

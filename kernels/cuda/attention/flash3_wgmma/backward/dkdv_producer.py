@@ -1,4 +1,4 @@
-"""The producer of Hopper's kernel of dK and dV: one thread takes items, and copies their tiles."""
+"""The producer of Hopper's dK and dV kernel: one thread, which takes items and copies their tiles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kernels.scores.program import Features
 
 
 class KeyPipelines(NamedTuple):
-    """The pipelines of a block: the tiles of k and v of an item, query tiles, and tiles of dout."""
+    """The pipelines of a block: the k and v tiles of an item, query tiles, and dout tiles."""
 
     keys: Pipeline
     queries: Pipeline

@@ -1,9 +1,9 @@
-"""FlashAttention-3 backward by query tiles: dQ, which a block sums in registers, the same on every run.
+"""FlashAttention-3 backward by query tiles: dQ, summed in the registers of a block in a fixed order.
 
-Two products more than the kernel by key tiles would need to add it up, and nothing to wait for: dS
-stays in the registers of the warpgroup that computed it, as P does in the forward kernel, whose loop
-this is.  Measured on an H200 at N = 16,384 in bfloat16, with the kernel by key tiles: 458 TFLOP/s at d
-= 64 and 526 at 128, where additions do 493 and 554.
+This takes two products more than adding dQ up in the kernel by key tiles, but no waiting: dS stays in the
+registers of the warpgroup that computed it, as P does in the forward kernel, which has the same loop.
+Measured on an H200 at N = 16,384 in bfloat16, together with the kernel by key tiles: 458 TFLOP/s at d = 64
+and 526 at 128; unordered additions reach 493 and 554.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ from kernels.scores.program import PLAIN, Features
 
 
 class Pipelines(NamedTuple):
-    """The pipelines of a block: the tiles of q and dout of an item, tiles of k, and tiles of v."""
+    """The pipelines of a block: the q and dout tiles of an item, k tiles, and v tiles."""
 
     rows: Pipeline
     keys: Pipeline
@@ -96,7 +96,7 @@ def _make_produce(
 ) -> Callable[..., None]:
     """Return ``produce(memory, q_map, k_map, v_map, dout_map, next_item, shape, schedule, extras)``.
 
-    One thread calls it: it takes items, and copies their tiles.
+    One thread calls it; it takes items and copies their tiles.
     """
     block_q, block_k = layout.block_q, layout.block_k
     q_panel, k_panel = block_q * LINE, block_k * LINE
@@ -151,7 +151,7 @@ def _make_consume(
 ) -> Callable[..., None]:
     """Return ``consume(me, memory, dq_map, lse, delta, shape, scale, schedule, mask_words, extras)``.
 
-    The threads of consumer ``me`` call it: they multiply, and write dq.
+    The threads of consumer ``me`` call it; it multiplies and writes dq.
     """
     block_q, block_k = layout.block_q, layout.block_k
     consumer_threads = WARPGROUP * layout.consumers
@@ -302,7 +302,7 @@ def dq_kernel(
 
     Args:
         layout: Layout of the block.
-        widths: Columns that it is compiled for.
+        widths: Widths that it is compiled for.
         dtype: "float16" or "bfloat16": of q, k, v, dout and dq.
         features: Options of the call.
     """

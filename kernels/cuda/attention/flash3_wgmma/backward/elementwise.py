@@ -1,7 +1,7 @@
-"""What Hopper's backward kernels do between their products: P = exp(S - L), and dS = P ∘ (dP ∘ Z - D).
+"""The steps between the products of Hopper's backward kernels: P = exp(S - L), dS = P ∘ (dP ∘ Z - D).
 
-A lane does it with its elements of a tile, in their place.  For calls without options, and for whole tiles
-where there are lists alone, that is all; else see ``backward.score_options``.
+A lane replaces its elements of a tile.  That is all for calls without options, and for whole tiles of calls
+whose only option is a list of tiles; for other options, see ``backward.score_options``.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from kernels.scores.program import PLAIN, Features
 
 
 class Passes(NamedTuple):
-    """The functions of a kernel.
+    """The functions of a kernel for the elements of a tile.
 
-    By keys L and D come from shared memory, at ``numbers``, the lane's first; by rows they are the pair
-    ``numbers``, of the lane's two rows.
+    In a kernel by keys, L and D are in shared memory, and ``numbers`` is the address of the lane's first
+    one.  In a kernel by rows, ``numbers`` is the pair of the lane's two rows.
 
     ``place`` is a ``score_terms.LanePlace``.
 
     Attributes:
-        weigh: ``(s, p, kept, seen, mask_words, numbers, factor, whole, pattern, place, extras)``: of the
-            products in ``s`` P · slope, and by keys in ``p`` the pairs P ∘ Z; ``seen`` has the bits of
-            the tile; ``whole`` means that the bounds hide none of it, a ``pattern`` of 0 that the block
-            mask hides none.
-        slope: ``(s, dp, kept, numbers, whole, place, extras)``: of dP in ``dp`` dS.
+        weigh: ``(s, p, kept, seen, mask_words, numbers, factor, whole, pattern, place, extras)``: replaces
+            the products in ``s`` by P · slope, and by keys fills ``p`` with the pairs P ∘ Z.  ``seen``
+            holds the bits of the tile.  ``whole`` means that the bounds mask nothing in it, and a
+            ``pattern`` of 0 that the block mask masks nothing.
+        slope: ``(s, dp, kept, numbers, whole, place, extras)``: replaces dP in ``dp`` by dS.
     """
 
     weigh: Callable[..., None]
@@ -53,11 +53,11 @@ def make_passes(
 
     Args:
         features: Options of the kernel.
-        rows: Of the tile of the block: keys by keys, else query rows.
-        cols: Query rows by keys, else keys.
+        rows: Rows of the block's tile: keys if ``by_keys``, else query rows.
+        cols: Columns of the tile: query rows if ``by_keys``, else keys.
         dtype: "float16" or "bfloat16".
-        by_keys: Rows of the tile are keys.
-        packs: P ∘ Z is needed, by keys alone.
+        by_keys: Whether rows of the tile are keys.
+        packs: Whether P ∘ Z is needed; only by keys.
     """
     tiles = cols // 8
     hide, hide_pairs = make_hide(cols, by_keys), make_hide_pairs(cols)

@@ -1,4 +1,4 @@
-"""The backward pass of the rung flash3_wgmma: which kernels a call takes, and what they share."""
+"""The backward pass of the rung flash3_wgmma: the kernels of a call, and their common arguments."""
 
 from __future__ import annotations
 
@@ -65,23 +65,23 @@ from kernels.runtime.dtypes import FLOAT32, NAMES
 from kernels.runtime.targets import current_device
 from kernels.scores.program import Features
 
-#: Of a call without options that are arrays.
+#: The operands of a call without options that are arrays.
 _NO_OPERANDS = Operands(None, None, None)
 
 
 class _Plan(NamedTuple):
-    """What all calls of a problem on a device have in common.
+    """The common properties of all calls of a problem on a device.
 
     Attributes:
-        widths: Columns that kernels are compiled for.
+        widths: Widths that kernels are compiled for.
         dtype: "float16" or "bfloat16".
         features: Options that kernels are compiled for.
-        rows: Of lse and delta as ``preprocess_kernel`` lays them out: each sequence has room for
-            its last tile, and so has the empty one behind them.
-        by_keys: What each kernel by key tiles computes, and its layout.
-        by_rows: The layout of the kernel that dq has of its own, or None.
-        bounds: What the kernels around the others need: no option but where sequences are.
-        keep_scale: What dropout multiplies by.
+        rows: Rows of lse and delta as ``preprocess_kernel`` lays them out: each sequence, and an empty one
+            behind the last, is padded to whole tiles.
+        by_keys: For each kernel by key tiles, the gradients that it computes, and its layout.
+        by_rows: The layout of the separate kernel of dq, or None.
+        bounds: Options of the kernels before and after the others: only the bounds of sequences.
+        keep_scale: Factor of the probabilities that dropout keeps.
     """
 
     widths: Widths
@@ -96,7 +96,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _plan(problem: Problem, device: int) -> _Plan:
-    """Return what all calls of a problem have in common; it has no seed."""
+    """Return the common properties of all calls of a problem without a seed."""
     features, sequences = problem.features, problem.sequences
     widths = widths_of(problem)
     in_whole = features._replace(whole_tiles=True)
@@ -130,22 +130,22 @@ def _layouts(
 def _lists_whole_tiles(
     problem: Problem, by_keys: tuple[tuple[Parts, KeyLayout], ...], by_rows: QueryLayout | None
 ) -> bool:
-    """Tell whether lists for the tiles of these layouts say all that is hidden."""
+    """Tell whether lists of the tiles of these layouts cover all that is masked."""
     tiles = [(layout.block_q, layout.block_k, True) for _, layout in by_keys]
     rows = [] if by_rows is None else [(by_rows.block_q, by_rows.block_k, False)]
     return lists_whole_tiles(problem, *tiles, *rows)
 
 
 class _Call(NamedTuple):
-    """What all kernels of a call take.
+    """The common arguments of all kernels of a call.
 
     Attributes:
-        plan: Of its problem.
+        plan: Plan of the problem.
         problem: The checked call, in 16 bits.
-        operands: As given, but q, k, v and dout as the copy engine reads them.
+        operands: The operands, with q, k, v and dout in a form that the copy engine can read.
         lse: (batch * heads, padded rows), as ``preprocess_kernel`` lays it out.
-        delta: Likewise.
-        sums: Of dq in float32, zeros at first; a single element where no kernel adds to dq.
+        delta: (batch * heads, padded rows), as ``preprocess_kernel`` lays it out.
+        sums: Sums of dq in float32, initially zeros; a single element if no kernel adds to dq.
     """
 
     plan: _Plan
@@ -161,13 +161,13 @@ class _Call(NamedTuple):
         return math.prod(self.operands.q.shape[:2])
 
     def gradient(self, array: Any) -> Any:
-        """Return results as kernels write them: by their map, or themselves where sequences end within."""
+        """Return a result as kernels write it: a tensor map, or the array if sequences are packed."""
         if self.plan.features.packed:
             return as_bits(array)
         return tensor_map(array, ROWS, self.plan.dtype)[0]
 
     def maps(self, layout: KeyLayout | QueryLayout) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """Return the tensor maps of q, k, v and dout in a kernel's tiles, and what differs in each."""
+        """Return the tensor maps of q, k, v and dout, and whether their heads and batches differ."""
         own, block_q, block_k = self.operands, layout.block_q, layout.block_k
         tiles = (own.q, block_q), (own.k, block_k), (own.v, block_k), (own.dout, block_q)
         return read_maps(tiles, self.plan.dtype)
@@ -179,11 +179,11 @@ class _Call(NamedTuple):
         """Launch a kernel by tiles.
 
         Args:
-            kernel: Compiled for the call.
+            kernel: The kernel, compiled for the call.
             layout: Layout of the kernel.
-            results: What it writes and reads beside the operands.
-            bytes_a_head: What it reads of a head again and again.
-            by_keys: Its work items are tiles of keys.
+            results: The arrays that it reads and writes in addition to the operands.
+            bytes_a_head: Bytes of a head that it reads repeatedly.
+            by_keys: Whether its work items are tiles of keys.
         """
         problem, plan = self.problem, self.plan
         maps, differs = self.maps(layout)
@@ -214,11 +214,11 @@ def backward_tile(problem: Problem) -> tuple[int, int]:
 
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill dq, dk and dv; takes memory for delta, and for sums of dq where they may come in any order.
+    """Fill dq, dk and dv; allocates delta, and sums of dq if they may be added in any order.
 
     Args:
         problem: The checked call, in 16 bits.
-        tile: Its own.
+        tile: (block_q, block_k), always that of the rung.
         operands: The operands, on the device; dq, dk and dv are written.
     """
     problem = within_blocks(problem)
@@ -236,7 +236,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
 
 
 def _preprocessed(plan: _Plan, problem: Problem, operands: Operands) -> _Call:
-    """Return what all kernels of a call take, with lse, delta and zeros for the sums of dq."""
+    """Return the common arguments of the kernels, with lse, delta and zeros for the sums of dq."""
     heads = math.prod(operands.q.shape[:2])
     lse, delta = (empty_device((heads, plan.rows), FLOAT32) for _ in range(2))
     sums = no_sums(delta)
@@ -257,7 +257,7 @@ def _preprocessed(plan: _Plan, problem: Problem, operands: Operands) -> _Call:
 
 
 def _by_keys(call: _Call, parts: Parts, layout: KeyLayout) -> None:
-    """Fill dk, dv or both; with dq that too, by way of its sums."""
+    """Fill dk, dv or both, and dq through its sums if it is one of the parts."""
     plan, problem, operands = call.plan, call.problem, call.operands
     gradients = (call.gradient(array) for array in (operands.dk, operands.dv))
     results = *gradients, call.lse, call.delta, call.sums

@@ -15,19 +15,20 @@ from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import WORD, device_function
 from kernels.scores.program import PLAIN, Features
 
-#: Rows of lse and delta come to their kernels rounded up to this: a whole number of any query tiles.
+#: Rows of lse and delta are padded to a multiple of this, which every number of rows of a query tile
+#: divides.
 PADDING = 128
 #: The widest heads whose dK and dV one warpgroup keeps in registers together.
 BOTH_WIDTH = 128
 
 
 class Parts(NamedTuple):
-    """Which gradients a kernel by key tiles computes.
+    """The gradients that a kernel by key tiles computes.
 
     Attributes:
-        dk: That of the keys.
-        dv: That of the values.
-        dq: What its keys add to that of the queries, in no order.
+        dk: Whether it computes dk.
+        dv: Whether it computes dv.
+        dq: Whether it adds the contributions of its keys to dq, in any order.
     """
 
     dk: bool
@@ -36,11 +37,11 @@ class Parts(NamedTuple):
 
 
 def parts_of(widths: Widths, adds_dq: bool) -> tuple[Parts, ...]:
-    """Return the kernels by key tiles that a call takes, each by what it computes.
+    """Return the kernels by key tiles of a call, each described by the gradients that it computes.
 
     Args:
         widths: Widths of the operands.
-        adds_dq: dQ may be added in any order.
+        adds_dq: Whether dQ may be added in any order.
     """
     if max(widths) <= BOTH_WIDTH:
         return (Parts(True, True, adds_dq),)
@@ -55,7 +56,7 @@ class KeyLayout(WarpRoles):
     Attributes:
         block_q: Rows of a query tile: one or two times 64.
         q_stages: Tiles of q, with their rows of lse, that shared memory holds at a time.
-        dout_stages: Tiles of dout, with their rows of delta, likewise.
+        dout_stages: Tiles of dout, with their rows of delta, that shared memory holds at a time.
         consumers: Warpgroups that multiply, each with 64 keys; a further one is the producer.
     """
 
@@ -71,17 +72,17 @@ class KeyLayout(WarpRoles):
 
 
 def makes_elements(features: Features) -> bool:
-    """Tell whether options make anything of single elements, beside bounds and the ends of sequences."""
+    """Tell whether options act on single elements, apart from bounds and the ends of sequences."""
     return not features.whole_tiles and features._replace(packed=False) != PLAIN
 
 
 def key_layout(widths: Widths, parts: Parts, features: Features = PLAIN) -> KeyLayout:
-    """Return the layout of a kernel by key tiles: what fits in registers and in shared memory.
+    """Return the layout of a kernel by key tiles that fits in registers and shared memory.
 
     Args:
         widths: Widths of the operands.
         parts: The gradients that it computes.
-        features: Options; what they make of single elements takes registers.
+        features: Options; those that act on single elements take registers.
     """
     width = max(widths)
     if width <= 64:
@@ -94,12 +95,12 @@ def key_layout(widths: Widths, parts: Parts, features: Features = PLAIN) -> KeyL
 
 
 class DqShare(NamedTuple):
-    """Which part of a tile of dQ, dS K, a consumer computes: 64 rows and some columns.
+    """The part of a tile of dQ = dS K that a consumer computes: 64 rows and some columns.
 
     Attributes:
-        cols: Columns.
-        by_rows: The consumers share the rows of the tile, or else its columns.
-        step: Bytes in the tile of keys from one consumer's columns to the next one's.
+        cols: Number of columns.
+        by_rows: Whether the consumers divide the rows of the tile; else they divide its columns.
+        step: Distance in bytes of the columns of consecutive consumers in the tile of keys.
     """
 
     cols: int
@@ -108,7 +109,7 @@ class DqShare(NamedTuple):
 
 
 def dq_share(layout: KeyLayout, widths: Widths) -> DqShare:
-    """Return how the consumers share a tile of dQ."""
+    """Return the division of a tile of dQ among the consumers."""
     if layout.block_q > ROWS:
         return DqShare(round_up(widths.head, 16), True, 0)
     if widths.head <= PANEL:
@@ -122,9 +123,9 @@ def dq_bytes(layout: KeyLayout, widths: Widths) -> int:
 
 
 def key_tiles(layout: KeyLayout, widths: Widths, parts: Parts) -> SharedTiles:
-    """Return where the tiles of a kernel by key tiles lie, in bytes from the first aligned one.
+    """Return the byte offsets of the tiles of a kernel by key tiles, from the first aligned address.
 
-    dK takes the place of K in the end, and dV that of V, or of K where V is not needed.
+    At the end, dK takes the place of K, and dV that of V, or of K if V is not needed.
 
     Args:
         layout: Layout of the block.
@@ -174,10 +175,10 @@ class QueryLayout(WarpRoles):
 
 
 def query_layout(widths: Widths) -> QueryLayout:
-    """Return the layout of the kernel by query tiles: what fits in registers and in shared memory.
+    """Return the layout of the kernel by query tiles that fits in registers and shared memory.
 
-    A tile of keys is needed for the next product with dS as well as for S: with three of them the next
-    one is there.  One of values is done with early.
+    A tile of keys is needed for S and, one step later, for the product with dS.  With three stages the next
+    tile is there in time.  A tile of values is released early.
     """
     width = max(widths)
     if width <= 128:
@@ -186,7 +187,7 @@ def query_layout(widths: Widths) -> QueryLayout:
 
 
 def query_tiles(layout: QueryLayout, widths: Widths) -> SharedTiles:
-    """Return where the tiles of the kernel by query tiles lie; dQ takes the place of q in the end.
+    """Return the byte offsets of the tiles of the kernel by query tiles; dQ replaces q at the end.
 
     Args:
         layout: Layout of the block.
@@ -210,7 +211,7 @@ def _panels(widths: Widths) -> tuple[int, int]:
 def key_item_of(item, schedule):
     """Return the number of the key tile, and that of the (batch, head), of an item.
 
-    Under a causal mask it is the first key tiles that most rows see.
+    Under a causal mask, the first key tiles are visible to the most rows and come first.
     """
     last, flat = item_of(item, schedule)
     return int32(schedule.tiles - 1 - last), flat

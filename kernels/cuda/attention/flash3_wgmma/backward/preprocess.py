@@ -1,4 +1,4 @@
-"""The start of Hopper's backward pass: lse and delta as its kernels read them, and zeros for sums of dQ."""
+"""The start of Hopper's backward pass: lse and delta laid out for its kernels, and zeros for sums of dQ."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _INF, _LOG2_E, _ZERO = np.float32(math.inf), np.float32(LOG2_E), np.float32(0)
 
 
 def lanes_a_row(value_dim: int) -> int:
-    """Return how many lanes share a row: no block has more rows than a tile."""
+    """Return the number of lanes that share a row, such that no block has more rows than a tile."""
     return max(lanes_of(value_dim), THREADS // PADDING)
 
 
 def blocks_a_tile(lanes: int) -> int:
-    """Return how many blocks share a tile of rows, each row with ``lanes`` lanes."""
+    """Return the number of blocks that share a tile of rows, with ``lanes`` lanes per row."""
     return PADDING * lanes // THREADS
 
 
@@ -39,11 +39,11 @@ def preprocess_kernel(
     """Return the kernel that computes delta and lays out lse and delta for the kernels by tiles.
 
     Args:
-        lanes: Of a row, see :func:`lanes_a_row`.
+        lanes: Number of lanes that share a row, see :func:`lanes_a_row`.
         dtype: "float16" or "bfloat16".
-        vectors: Rows of dout and out are aligned for pieces of 16 bytes and are whole pieces.
+        vectors: Whether rows of dout and out are aligned for pieces of 16 bytes and are whole pieces.
         has_dlse: Whether there is a gradient of lse.
-        is_packed: Sequences are packed: each begins where :func:`make_row_base` says.
+        is_packed: Whether sequences are packed; :func:`make_row_base` says where each begins.
     """
     features = Features(packed=is_packed)
     place, row_base = make_walk(features, PADDING).place, make_row_base(is_packed)

@@ -1,4 +1,4 @@
-"""The end of Hopper's backward pass where dQ is added up: its sums, rounded."""
+"""The end of Hopper's backward pass with unordered sums of dQ: rounding them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ THREADS = 256
 def round_dq_kernel(
     layout: KeyLayout, widths: Widths, dtype: str, is_packed: bool = False
 ) -> Kernel:
-    """Return the kernel that makes dq of the sums that the kernel by key tiles leaves.
+    """Return the kernel that computes dq from the sums of the kernel by key tiles.
 
     Args:
-        layout: Of that kernel.
-        widths: Likewise.
+        layout: Layout of that kernel.
+        widths: Widths of that kernel.
         dtype: "float16" or "bfloat16": of dq.
-        is_packed: Sequences are packed: each begins where ``row_base`` says.
+        is_packed: Whether sequences are packed; ``row_base`` says where each begins.
     """
     features = Features(packed=is_packed)
     place_of, row_base = make_walk(features, PADDING).place, make_row_base(is_packed)

@@ -1,13 +1,14 @@
-"""What options make of an element in Hopper's two backward kernels, in registers of the lane that has it.
+"""Apply options to the elements of Hopper's two backward kernels, in the registers of a lane.
 
-A lane's elements of a tile are (t, i), as in ``dropout_bits``.  What lists, masks and mods let be seen,
-and what dropout keeps, are bits of words.  Of an element there is needed P ∘ Z, Z the dropout, for dV, and
-P · slope for dS, slope being the derivative of what bends the score: the one is packed and the other takes
-the place of the score, so that options take no more registers than bits.
+A lane's elements of a tile are (t, i), as in ``dropout_bits``.  Two sets of bits tell which elements are
+visible (lists, masks and mods) and which of them dropout keeps.  For each element, dV needs P ∘ Z, with Z
+the dropout, and dS needs P · slope, with slope the derivative of the options that modify the score.  P ∘ Z
+is packed, and P · slope takes the place of the score, so that options need registers only for their bits.
 
-What dropout multiplies by is left to the end: Z is 0 or 1 here, D comes divided by it, and gradients are
-multiplied by it when they are written.  Where nothing bends scores, P itself tells what is dropped: as X it
-has a minus sign there, and 2 P ∘ (dP ∘ Z - D) is X ∘ dP + |X| ∘ (dP - 2 D), without a comparison.
+The factor of dropout is applied at the end: Z is 0 or 1 here, D is divided by the factor beforehand, and
+gradients are multiplied by it when they are written.  If no option modifies scores, the sign of P marks the
+dropped elements: let X be P, negative where dropped; then 2 P ∘ (dP ∘ Z - D) = X ∘ dP + |X| ∘ (dP - 2 D),
+without a comparison.
 """
 
 from __future__ import annotations
@@ -46,24 +47,27 @@ from kernels.scores.program import Features, ScoreTarget, make_score_program
 
 
 class Elements(NamedTuple):
-    """The functions of :func:`make_elements`, and what a kernel must know beside them.
+    """The functions of :func:`make_elements`, and properties that a kernel needs.
 
     Attributes:
-        factor: ``(extras)``: what products are multiplied by, beside scale, for ``weigh``.
-        words: Of bits of a lane's elements, and behind them of a floating mask of 16 bits.
-        draw: ``(kept, lane, flat, row, col, extras)``: set the bits of what dropout keeps, of the warp's 16
+        factor: ``(extras)``: factor of the products, in addition to scale, for ``weigh``.
+        words: Number of words for the bits of a lane's elements and, behind them, for a 16-bit floating
+            mask.
+        draw: ``(kept, lane, flat, row, col, extras)``: set the bits of kept elements, for the warp's 16
             rows or keys.
-        fetch_bits: ``(seen, mask_words, pattern, place, extras)``: set those of visible elements; ``place``
-            is a ``score_terms.LanePlace``, ``pattern`` the number of the tile's words in the block mask.
-        fetch_pairs: ``(seen, mask_words, place, extras)``: load the words of a floating mask of 16 bits.
+        fetch_bits: ``(seen, mask_words, pattern, place, extras)``: set the bits of visible elements;
+            ``place`` is a ``score_terms.LanePlace``, ``pattern`` the number of the tile's words in the
+            block mask.
+        fetch_pairs: ``(seen, mask_words, place, extras)``: load the words of a 16-bit floating mask.
         weigh: ``(product, shift, place, extras)``: P and P · slope, ``place`` being a
             ``score_terms.ElementPlace``.
-        drop: ``(p, bent, kept, t, i)``: of P and P · slope what ``pack`` makes P ∘ Z of, and what stays.
-        slope: ``(bent, dp, delta, kept, t, i)``: dS = P ∘ (dP ∘ Z - D) of what stayed, ``delta`` being
-            D times :func:`delta_factor`.
-        pack: By dtype, what packs two numbers that ``drop`` returned.
-        scale: ``(extras)``: what is left to multiply P ∘ Z by.
-        slope_scale: ``(extras)``: what is left to multiply dS by, :func:`slope_factor`.
+        drop: ``(p, bent, kept, t, i)``: from P and P · slope, the number that ``pack`` turns into P ∘ Z,
+            and the number that stays in place of the score.
+        slope: ``(bent, dp, delta, kept, t, i)``: dS = P ∘ (dP ∘ Z - D) from the number that stayed, where
+            ``delta`` is D times :func:`delta_factor`.
+        pack: By dtype, the function that packs two numbers that ``drop`` returned.
+        scale: ``(extras)``: the remaining factor of P ∘ Z.
+        slope_scale: ``(extras)``: the remaining factor of dS, :func:`slope_factor`.
     """
 
     factor: Callable[..., Any]
@@ -80,17 +84,17 @@ class Elements(NamedTuple):
 
 
 def is_marked(features: Features) -> bool:
-    """Tell whether the signs of probabilities say what dropout drops."""
+    """Tell whether the signs of probabilities mark the dropped elements."""
     return features.dropout and not features.bends
 
 
 def delta_factor(features: Features, keep_scale: float) -> float:
-    """Return what kernels by tiles want D multiplied by; ``keep_scale`` is what dropout multiplies by."""
+    """Return the factor of D for kernels by tiles; ``keep_scale`` is the factor of kept probabilities."""
     return (2.0 if is_marked(features) else 1.0) / keep_scale
 
 
 def slope_factor(features: Features, keep_scale: float) -> float:
-    """Return what their dS are to be multiplied by."""
+    """Return the remaining factor of dS in these kernels."""
     return keep_scale * (0.5 if is_marked(features) else 1.0)
 
 
@@ -100,9 +104,9 @@ def make_elements(features: Features, rows: int, cols: int, by_keys: bool) -> El
 
     Args:
         features: Options of the kernel.
-        rows: Of the tile of the block: keys if ``by_keys``, else query rows.
-        cols: Of the tile: query rows if ``by_keys``, else keys.
-        by_keys: Rows of the tile are keys.
+        rows: Rows of the block's tile: keys if ``by_keys``, else query rows.
+        cols: Columns of the tile: query rows if ``by_keys``, else keys.
+        by_keys: Whether rows of the tile are keys.
     """
     zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
     minus_inf, log2_e = np.float32(-math.inf), np.float32(LOG2_E)

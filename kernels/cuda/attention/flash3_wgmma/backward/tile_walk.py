@@ -1,4 +1,4 @@
-"""Which tiles Hopper's backward kernels visit, and where rows of lse and delta lie."""
+"""The tiles that Hopper's backward kernels visit, and the places of rows of lse and delta."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kernels.scores.program import Features
 
 @cache
 def make_row_base(is_packed: bool) -> Callable[..., Any]:
-    """Return ``row_base(flat, y, first_q, extras)``: what is added to a row to find it in lse and delta.
+    """Return ``row_base(flat, y, first_q, extras)``: the offset of the rows of a sequence in lse and delta.
 
-    They are laid out tile by tile, so that no tile has rows of two sequences.
+    lse and delta are laid out tile by tile, so that no tile has rows of two sequences.
 
     Args:
-        is_packed: Sequences are packed.
+        is_packed: Whether sequences are packed.
     """
 
     @device_function
@@ -50,8 +50,8 @@ class Visit(NamedTuple):
         rows: Rows of the sequence.
         first_k: First row of the sequence in k.
         cols: Columns of the sequence.
-        first: First entry that is visited.
-        stop: One past the last of them.
+        first: First visited entry.
+        stop: One past the last visited entry.
     """
 
     y: Any
@@ -68,11 +68,11 @@ class Visit(NamedTuple):
 
 
 class ItemVisits(NamedTuple):
-    """The functions by which producer and consumers visit the same tiles.
+    """The functions with which producer and consumers visit the same tiles.
 
     Attributes:
         of_item: ``(item, schedule, shape, extras)``: the :class:`Visit` of an item.
-        tile_of: ``(entry, extras)``: the number of the tile visited.
+        tile_of: ``(entry, extras)``: the number of the visited tile.
         pattern_of: See ``tile_walk.Walk``.
     """
 
@@ -88,8 +88,8 @@ def make_visits_of(features: Features, block_q: int, block_k: int, by_keys: bool
     Args:
         features: Options of the kernel.
         block_q: Rows of a tile.
-        block_k: Keys of one.
-        by_keys: Its items are tiles of keys.
+        block_k: Keys of a tile.
+        by_keys: Whether its items are tiles of keys.
     """
     walk = make_walk(features, block_k if by_keys else block_q, by_keys)
     place_of, entries_of = walk.place, walk.entries

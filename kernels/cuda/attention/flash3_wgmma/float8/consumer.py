@@ -59,12 +59,12 @@ from kernels.scores.program import PLAIN
 
 
 class Units(NamedTuple):
-    """What numbers of e4m3 are to be multiplied by, (1, own batches · own heads, blocks of rows or 1).
+    """The units of e4m3 numbers, by which they are multiplied, (1, own batches · own heads, blocks or 1).
 
     Attributes:
-        q: Those of q.
-        k: Those of k.
-        v: Those of v, one for a head.
+        q: Units of q.
+        k: Units of k.
+        v: Units of v, one per head.
     """
 
     q: Any
@@ -85,7 +85,7 @@ def make_consume(
         layout: Layout of the block.
         widths: Widths of the kernel.
         dtype: "float16" or "bfloat16", of out.
-        has_blocks: q and k have a unit for each block of rows.
+        has_blocks: Whether q and k have a unit for each block of rows.
         pipelines: Pipelines of the block.
     """
     block_k, (of_queries, of_items, of_keys, of_values, _) = layout.block_k, pipelines

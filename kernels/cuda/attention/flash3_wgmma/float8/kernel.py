@@ -1,8 +1,8 @@
 """FlashAttention-3 forward with products of float8 e4m3: twice the speed of the tensor cores.
 
 The roles of warpgroups, the scheduler, the order of a consumer's steps and the output are those of the
-16-bit kernel.  What differs: operands are bytes that ``quantise`` wrote, with the factors of their units; V
-comes transposed; P is rounded to e4m3 in registers.
+16-bit kernel.  There are three differences: operands are bytes that ``quantise`` wrote, with their units; V
+is transposed; and P is rounded to e4m3 in registers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def forward_kernel(layout: ForwardLayout, widths: Widths, dtype: str, has_blocks
         layout: Layout of the block: key tiles of 128, two items.
         widths: Columns with padding: 64 or 128.
         dtype: "float16" or "bfloat16": of out.
-        has_blocks: q and k have a unit for each block of 128 rows.
+        has_blocks: Whether q and k have a unit for each block of 128 rows.
     """
     tiles = shared_tiles(layout, widths)
     pipelines, barriers = forward_pipelines(layout, tiles)

@@ -1,12 +1,12 @@
 """Round q, k and v to float8 e4m3 in memory, with a power of two for each head or block of rows.
 
-The forward kernel reads the results by tensor copies and multiplies them as they lie.  Both products of
-attention take their right operand along the depth, and instructions of 8 bits cannot transpose: so V is
-written transposed, (value_dim, seq_k).  Its keys change places within groups of 16, so that the
-accumulators of S = Q Kᵀ, rounded, are the left operand of P V without leaving their lane: a lane has the
-columns 2c, 2c + 1, 8 + 2c and 9 + 2c of such a group, and the operand wants four neighbours, from 4c on.
+The forward kernel reads the results by tensor copies and multiplies them directly.  Both products of
+attention read their right operand along the depth, and 8-bit instructions cannot transpose.  V is
+therefore written transposed, (value_dim, seq_k).  Its keys are permuted within groups of 16, so that the
+rounded accumulators of S = Q Kᵀ are the left operand of P V without leaving their lane: a lane has the
+columns 2c, 2c + 1, 8 + 2c and 9 + 2c of such a group, while the operand needs four neighbours from 4c on.
 
-Which numbers these are, ``kernels.reference.float8`` says in NumPy.
+``kernels.reference.float8`` defines the numbers in NumPy.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from kernels.problem.float8 import BLOCK, SIGNS, Float8
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda, current_device
 
-#: Threads of a block: all rows of a block of rows at once.
+#: Threads of a block, which handles all rows of a block of rows at once.
 THREADS = BLOCK * LANES
-#: Keys of V that change places with each other, and those of one word.
+#: Number of keys of V that are permuted among each other, and number of keys per word.
 GROUP, WORD_KEYS = 16, 4
 _OWN_VALUES = WORD_KEYS * PIECE
 _BYTE = np.dtype(np.uint8)
@@ -57,9 +57,9 @@ _ZERO = np.float32(0)
 
 @device_function
 def unit_exponent(most):
-    """Return the biased exponent of the least power of two of which ``most`` is no more than 448 times.
+    """Return the biased exponent of the least power of two p with ``most`` <= 448 p.
 
-    Source: 448 is 1.75 · 2⁸: a fraction above 0.75 takes one more.
+    448 is 1.75 · 2⁸, so a fraction above 0.75 adds one to the exponent.
     """
     exponent = uint32(bits_of(most) + uint32(0x1FFFFF)) >> uint32(23)
     return uint32(min(max(exponent, uint32(9)), uint32(254)) - uint32(8))
@@ -73,7 +73,7 @@ def power_of_two(exponent):
 
 @device_function
 def scaled(x, inverse):
-    """Return x · inverse, and NaN for an infinite x, of which rounding would make 448."""
+    """Return x · inverse, or NaN for an infinite x, which rounding would turn into 448."""
     return x * inverse + (x - x)
 
 
@@ -85,8 +85,8 @@ def rows_kernel(count: int, width: int, dtype: str, has_hadamard: bool, has_bloc
         count: Number of operands.
         width: Columns with padding, which are written too.
         dtype: "float16" or "bfloat16".
-        has_hadamard: Multiply rows by a Hadamard matrix first.
-        has_blocks: A unit for each block of rows; else one for each head.
+        has_hadamard: Whether to multiply rows by a Hadamard matrix first.
+        has_blocks: Whether each block of rows has a unit; else each head has one.
     """
     load_row, own = make_load_row(width, dtype, has_hadamard), width // LANES
     (block_max, _), note_max = make_row_folds(RowBlock(THREADS, 1)), make_note_max(THREADS)
@@ -222,7 +222,7 @@ class Quantised(NamedTuple):
 
     Attributes:
         numbers: e4m3 as bytes: (own batches, own heads, seq, width), or of v (…, width, padded seq).
-        units: What they are to be multiplied by, (1, own batches · own heads, blocks of rows or 1) float32.
+        units: Factors of the numbers, (1, own batches · own heads, blocks of rows or 1) float32.
     """
 
     numbers: Any
@@ -232,13 +232,13 @@ class Quantised(NamedTuple):
 def quantise(
     arrays: tuple[Any, ...], widths: Widths, dtype: str, how: Float8
 ) -> tuple[Quantised, Quantised, Quantised]:
-    """Return q, k and v in float8; what strides of 0 repeat is rounded once.
+    """Return q, k and v in float8; entries that a stride of 0 repeats are rounded once.
 
     Args:
         arrays: q (batch, heads, seq_q, head_dim), k and v, rows of whole vectors on the device.
         widths: Columns of q and k, and of v, with padding.
         dtype: "float16" or "bfloat16".
-        how: How they become float8.
+        how: The techniques of the conversion.
     """
     head, value = widths
     signs = device_constant(SIGNS.tobytes(), SIGNS.shape, SIGNS.dtype, current_device())

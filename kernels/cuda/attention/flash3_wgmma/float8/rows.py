@@ -15,7 +15,7 @@ from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.dtypes import BITS
 from kernels.runtime.targets import cuda
 
-#: Lanes that share a row; columns of a piece that one of them reads at a time, 32 bytes.
+#: Number of lanes that share a row, and of columns that a lane reads at a time, 32 bytes.
 LANES, PIECE = 4, 16
 #: Bytes of a 16-bit number.
 _BYTES = BITS.itemsize
@@ -26,7 +26,7 @@ _SIGN = np.uint32(1 << 31)
 def make_load_piece(dtype: str) -> Any:
     """Return ``load_piece(x, start, words, source, b, h, row, column)``: 16 numbers to x from start on.
 
-    They are zeros outside the array.
+    Numbers outside the array are zeros.
     """
     unpack = UNPACK[dtype]
 
@@ -71,7 +71,7 @@ def _then(first: Any, second: Any) -> Any:
 
 @cache
 def make_turn(width: int) -> Any:
-    """Return ``turn(x, signs, lane)``: a row times random signs times a Hadamard matrix, not normalized.
+    """Return ``turn(x, signs, lane)``: multiply a row by random signs and an unnormalised Hadamard matrix.
 
     A lane has the columns 16 (lane + 4 i) + e of the row, at 16 i + e of x.
 
@@ -102,7 +102,7 @@ def make_turn(width: int) -> Any:
 
 @cache
 def make_load_row(width: int, dtype: str, has_hadamard: bool) -> Any:
-    """Return ``load_row(x, words, source, b, h, row, lane, signs)``: a lane's columns of a row, see turn.
+    """Return ``load_row(x, words, source, b, h, row, lane, signs)``: load a lane's columns of a row.
 
     Args:
         width: Columns with padding.

@@ -24,9 +24,9 @@ from kernels.runtime.targets import cuda
 E4M3 = "float8_e4m3"
 #: Depth of one product, and keys of a left operand in registers.
 DEPTH = KINDS[E4M3][1]
-#: Probabilities are multiplied by this power of two, so that those near the maximum use the upper end of
-#: e4m3's range, and those down to 2⁻¹² of it are not subnormal.  With a maximum that grows by
-#: ``MOST_PATIENCE`` powers before rows are scaled anew, none is larger than 2⁸.
+#: Probabilities are multiplied by 2**OFFSET, so that those near the maximum use the upper end of e4m3's
+#: range, and those down to 2⁻¹² of it are not subnormal.  A maximum may grow by ``MOST_PATIENCE`` powers of
+#: two before rows are rescaled, so that no probability exceeds 2⁸.
 OFFSET, MOST_PATIENCE = 6, 2
 
 
@@ -74,9 +74,9 @@ def make_accumulate(cols: int, depth: int) -> Callable[..., None]:
 def make_new_maxima(cols: int, patience: int) -> Callable[..., Any]:
     """Return ``new_maxima(s, factor, max_0, max_1, sum_0, sum_1)``.
 
-    It returns the new maxima and the earlier sums of a lane's two rows, whether what was accumulated must
-    be rescaled, and by which factors.  Unlike in the 16-bit kernel the factor, which makes scores base 2,
-    is the tile's own: maxima are of scores times the factor.
+    It returns the new maxima and the earlier sums of a lane's two rows, whether the accumulators must be
+    rescaled, and by which factors.  The factor converts scores to base 2.  Unlike in the 16-bit kernel, it
+    differs between tiles, and so maxima are those of scores times the factor.
 
     Args:
         cols: Columns of the tile.
@@ -108,9 +108,9 @@ def make_new_maxima(cols: int, patience: int) -> Callable[..., Any]:
 def make_probabilities(cols: int) -> Callable[..., Any]:
     """Return ``probabilities(p, s, factor, max_0, max_1, sum_0, sum_1)``: P, rounded, and the new sums.
 
-    P is the left operand of the next product; its keys change places as those of V, see ``quantise``.
-    Probabilities and sums are 2^OFFSET times as large.  Those of one product are rounded while the
-    exponentials of the next are computed.
+    P is the left operand of the next product; its keys are permuted like those of V, see ``quantise``.
+    Probabilities and sums are 2^OFFSET times as large.  The probabilities of one product are rounded while
+    the exponentials of the next are computed.
     """
     pairs, exponentials = cols // 16, make_exponentials(16)
     offset = np.float32(OFFSET)

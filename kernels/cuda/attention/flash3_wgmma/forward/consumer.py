@@ -1,4 +1,4 @@
-"""The consumers of Hopper's forward kernel: they multiply, take the softmax, and write O and L.
+"""The consumers of Hopper's forward kernel, which multiply, compute the softmax, and write O and L.
 
 FlashAttention-3, Algorithm 2: the next S = Q Kᵀ is issued before the last P V, and computed while the
 softmax of its own tile waits for it.
@@ -77,14 +77,14 @@ from kernels.runtime.targets import cuda
 from kernels.scores.program import Features
 
 LOG2_OF_E, LN_OF_2 = np.float32(LOG2_E), np.float32(LN_2)
-#: Of tiles whose rows run along the depth of a product.
+#: Descriptor layout of tiles whose rows run along the depth of a product.
 ALONG = descriptor_layout(LINE, 16, 8 * LINE)
 
 
 def make_turns(layout: ForwardLayout) -> tuple[Any, Any, Any]:
-    """Return ``offer_turn(me)``, ``take_turn(me)`` and ``pass_turn(me)``: consumers multiply in turns.
+    """Return ``offer_turn(me)``, ``take_turn(me)`` and ``pass_turn(me)``: consumers take turns to multiply.
 
-    Where they do, one computes its softmax while another multiplies.
+    One consumer then computes its softmax while another multiplies.
     """
     consumers, ping_pong, pair = layout.consumers, layout.ping_pong, 2 * WARPGROUP
 
@@ -107,7 +107,7 @@ def make_turns(layout: ForwardLayout) -> tuple[Any, Any, Any]:
 
 
 def make_skip_tiles(take_turn: Any, pass_turn: Any) -> Callable[..., Any]:
-    """Return ``skip_tiles(keys, values, at, count, me, lane)``: pass tiles that are masked for all rows.
+    """Return ``skip_tiles(keys, values, at, count, me, lane)``: release tiles that are masked for all rows.
 
     It returns the place of the next tile.
     """
@@ -130,10 +130,10 @@ def make_skip_tiles(take_turn: Any, pass_turn: Any) -> Callable[..., Any]:
 
 
 def make_issue_scores(issue_score_products: Any) -> tuple[Callable[..., None], Callable[..., bool]]:
-    """Return the functions that issue the first S = Q_i K_jᵀ of an item, and that of the next item.
+    """Return the functions that issue the first S = Q_i K_jᵀ of an item, and the first of the next item.
 
     ``issue_scores(s, me, queries, q_at, keys, at)``, and ``issue_ahead(s, me, queries, items, q_at, keys,
-    at)``, which commits a group of products in any case, and returns whether it has any.
+    at)``, which always commits a group of products, and returns whether the group has any.
 
     Args:
         issue_score_products: ``(s, q_desc, k_desc)``.
@@ -161,7 +161,7 @@ def make_issue_scores(issue_score_products: Any) -> tuple[Callable[..., None], C
 
 
 def _make_clear_tail(layout: ForwardLayout, widths: Widths) -> Callable[..., None]:
-    """Return ``clear_tail(values, at, left)``: zeros in rows of V_j of the next sequence."""
+    """Return ``clear_tail(values, at, left)``: zero the rows of V_j that belong to the next sequence."""
     threads = WARPGROUP * layout.consumers
     clear_values = make_clear_rows(threads, layout.block_k, widths.value_panels)
 
@@ -178,11 +178,11 @@ def _make_clear_tail(layout: ForwardLayout, widths: Widths) -> Callable[..., Non
 def make_finish(
     layout: ForwardLayout, widths: Widths, dtype: str, features: Features
 ) -> Callable[..., None]:
-    """Return the function that writes a consumer's rows of out and lse, by way of its tile of q.
+    """Return the function that writes a consumer's rows of out and lse, out through its tile of q.
 
-    ``finish(me, own_tile, out, lse, acc, shifts, sums, factor, item, pairs, extras)``, of a lane's two rows
-    the natural logarithm of what exponentials are divided by, and their sums; out is multiplied by the
-    factor.  ``pairs`` is overwritten.
+    In ``finish(me, own_tile, out, lse, acc, shifts, sums, factor, item, pairs, extras)``, ``shifts`` and
+    ``sums`` are, for a lane's two rows, the shifts of the exponentials as natural logarithms, and the sums
+    of the exponentials; out is multiplied by ``factor``, and ``pairs`` is overwritten.
     """
     q_panel, is_packed = layout.block_q * LINE, features.packed
     end_row = make_row_end(features, FLOAT32, near=True)

@@ -1,12 +1,12 @@
 """FlashAttention-3 forward on Hopper: copies, products and softmax at the same time.
 
-What flash2_mma left on the table: a warp that loads cannot multiply, and one that multiplies cannot
-take exponentials; and ``mma.sync`` reaches little more than half of what Hopper's tensor cores can.
-Here one warpgroup does nothing but issue copies of tiles, which arrive while the others compute,
-and ``wgmma`` multiplies 64 rows at a time out of shared memory while its warpgroup goes on: the next
-scores are computed during the last product with the values, and the softmax of one warpgroup falls into
-the products of another.  Measured on an H200 at N = 16,384 in bfloat16: 571 TFLOP/s at d = 64 and 721
-at 128, where flash2_mma does 325 and 378.
+What flash2_mma left on the table: a warp that loads cannot multiply, and a warp that multiplies cannot
+compute exponentials; and ``mma.sync`` reaches little more than half the speed of Hopper's tensor cores.
+Here one warpgroup only issues copies of tiles, which arrive while the others compute.  ``wgmma`` multiplies
+64 rows at a time from shared memory while its warpgroup goes on: the next scores are computed during the
+previous product with the values, and the softmax of one warpgroup overlaps the products of another.
+Measured on an H200 at N = 16,384 in bfloat16: 571 TFLOP/s at d = 64 and 721 at 128; flash2_mma reaches 325
+and 378.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def forward_kernel(
 
     Args:
         layout: Layout of the block.
-        widths: Columns that it is compiled for.
+        widths: Widths that it is compiled for.
         dtype: "float16" or "bfloat16": of q, k, v and out.
         features: Options of the call.
     """

@@ -50,7 +50,7 @@ def layout_for(problem: Problem) -> tuple[ForwardLayout, Widths]:
 
 @lru_cache(maxsize=64)
 def features_for(problem: Problem) -> Features:
-    """Return the options of the kernel for a problem, without the element tests of whole tiles."""
+    """Return the options of the kernel for a problem, without element tests in whole tiles."""
     problem = within_blocks(problem)
     features, (layout, _) = problem.features, layout_for(problem)
     tiles = layout.block_q, layout.block_k, False
@@ -80,7 +80,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
 
     Args:
         problem: The checked call, in 16 bits.
-        tile: (block_q, block_k), the rung's own.
+        tile: (block_q, block_k), always that of the rung.
         operands: The operands, on the device; out and lse are written.
     """
     problem = within_blocks(problem)

@@ -1,4 +1,4 @@
-"""The scheduler of Hopper's forward kernels: one thread finds work items, publishes them, loads Q.
+"""The scheduler of Hopper's forward kernels: one thread finds work items, publishes them and loads Q.
 
 It runs ahead of the producer of keys and values and of the consumers.  An item's bounds are computed once
 for all of them, before the previous item ends.
@@ -52,12 +52,12 @@ class Item(NamedTuple):
         tiles: Number of visited tiles; -1 if there are no more items.
         stop: One past the last visited entry: a tile, or an index in the block mask's list.
         full: The first tile that is fully within the bounds.
-        full_stop: One past the last of them.
+        full_stop: One past the last of these tiles.
         line: Index of (batch, head).
         b: Batch index.
         h: Head index.
         flat: Flat index of (batch, head).
-        row: The first, counted from the start of its sequence.
+        row: First row, counted from the start of its sequence.
         first_q: First row of the sequence in q.
         rows: Rows of the sequence.
         first_k: First row of the sequence in k.
@@ -116,19 +116,19 @@ def read_listed(at, stage):
 
 @device_function
 def skip_count_address(at, consumer):
-    """Return the address of a consumer's skip count, the number of first tiles masked for its rows."""
+    """Return the address of a consumer's skip count, the number of leading tiles masked for its rows."""
     return at + WORD * (ITEM_NUMBERS + consumer)
 
 
 @device_function
 def read_skip_count(at, consumer):
-    """Return the number of an item's first tiles that a consumer skips."""
+    """Return the number of leading tiles of an item that a consumer skips."""
     return int32(ld_shared(skip_count_address(at, consumer)))
 
 
 @device_function
 def next_item(queries, items, at, consumer):
-    """Wait for an item and its Q; return it, and the number of its first tiles that a consumer skips."""
+    """Wait for an item and its Q; return it, and the number of leading tiles that a consumer skips."""
     wait(queries, at)  # the item was published before the bytes of its Q were announced
     numbers = tile_at(items, at)
     return read_item(numbers), read_skip_count(numbers, consumer)
@@ -136,9 +136,10 @@ def next_item(queries, items, at, consumer):
 
 @device_function
 def release_slot(queries, thread, slot):
-    """Free the slot from which out was copied, if any, for another q; thread 0 issued the copy.
+    """Free the slot from which out was copied, if any, for the next q; thread 0 issued the copy.
 
-    All threads wait, though most have issued nothing: a branch for one thread would serialize the products.
+    All threads wait, even those that issued nothing, because a branch for one thread would serialize the
+    products.
     """
     wait_for_reads()  # out was read: the slot is free
     if thread == 0 and slot >= 0:

@@ -31,10 +31,10 @@ from kernels.scores.program import PLAIN, Features, make_score_program
 class Elements(NamedTuple):
     """The functions that :func:`make_elements` returns, and their properties.
 
-    Both ``whole`` and ``edge`` are ``(s, seen, place, scale, extras)``: of the products in ``s`` they make
-    scores, minus infinity where masked.  ``place`` is a ``score_terms.LanePlace``; ``seen`` are the lane's
-    bits of a boolean mask and, for ``edge``, of a block mask, and behind them words of a floating mask of
-    16 bits.
+    Both ``whole`` and ``edge`` take ``(s, seen, place, scale, extras)`` and replace the products in ``s``
+    by scores, minus infinity where masked.  ``place`` is a ``score_terms.LanePlace``.  ``seen`` holds the
+    lane's bits of a boolean mask and, for ``edge``, of a block mask, and behind them the words of a 16-bit
+    floating mask.
 
     Attributes:
         bends: Whether scores are natural logarithms; otherwise they are still products, whose order a

@@ -58,16 +58,16 @@ def make_issue_score_products(
 def make_fetch(
     features: Features, rows: int, cols: int
 ) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """Return the functions that locate a lane's words of an item and fetch those of a tile.
+    """Return the functions that locate a lane's words for an item and fetch its words for a tile.
 
-    ``first_place(lane, b, h, row, extras)`` is where those of a mask begin for the warp's 16 rows from
-    ``row`` on; ``fetch(seen, kept, place, pattern, lane, flat, row, col, mask_words, extras)`` gets them
-    for the tile that begins at column ``col``, those of the block mask where ``pattern``, see
-    :func:`make_pattern_word`, is not 0, and draws those of what dropout keeps.
+    ``first_place(lane, b, h, row, extras)`` returns the place of the mask's words for the warp's 16 rows
+    from ``row`` on.  ``fetch(seen, kept, place, pattern, lane, flat, row, col, mask_words, extras)`` reads
+    the words for the tile that begins at column ``col``, and those of the block mask if ``pattern``, see
+    :func:`make_pattern_word`, is not 0; it also draws the dropout bits.
 
     Args:
         features: Options of the kernel.
-        rows: Rows of the tile of the block.
+        rows: Rows of the block's tile.
         cols: Columns of the tile.
     """
     words, bring_pairs = bit_words(cols), make_bring_pairs(cols)
@@ -103,7 +103,7 @@ def make_fetch(
 
 @cache
 def make_lane_maxima(cols: int) -> Callable[..., Any]:
-    """Return ``lane_maxima(s, top_0, top_1)``: of what a lane has of its two rows, and of the tops."""
+    """Return ``lane_maxima(s, top_0, top_1)``: the maxima of a lane's two rows and the tops."""
     tiles = cols // 8
 
     @device_function
@@ -118,7 +118,7 @@ def make_lane_maxima(cols: int) -> Callable[..., Any]:
 
 @device_function
 def row_maxima(top_0, top_1):
-    """Return the maxima of the four lanes that have a row, for two rows of a lane."""
+    """Return the maxima over the four lanes that share a row, for a lane's two rows."""
     for step in range(2):
         top_0 = max(top_0, cuda.shfl_xor_sync(ALL_LANES, top_0, 1 << step))
         top_1 = max(top_1, cuda.shfl_xor_sync(ALL_LANES, top_1, 1 << step))
@@ -129,8 +129,8 @@ def row_maxima(top_0, top_1):
 def make_exponentials(cols: int) -> Callable[..., Any]:
     """Return ``exponentials(s, begin, factor, shift_0, shift_1, sum_0, sum_1)``: the new sums.
 
-    It replaces scores by the powers of two of scores times the factor less the shift of their row, in
-    ``cols`` columns from the square ``begin`` on.
+    It replaces each score by 2**(score · factor - shift), with the shift of its row, in ``cols`` columns
+    from the square ``begin`` on.
     """
     tiles = cols // 8
 
@@ -151,7 +151,7 @@ def make_exponentials(cols: int) -> Callable[..., Any]:
 
 @cache
 def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
-    """Return ``softmax_step(s, factor, max_0, max_1, sum_0, sum_1)``: scores to probabilities, in place.
+    """Return ``softmax_step(s, factor, max_0, max_1, sum_0, sum_1)``: replace scores by probabilities.
 
     It returns the new maxima and sums of a lane's two rows, whether earlier sums must be rescaled, and by
     which factors.  A lane sums its own columns.
@@ -197,7 +197,7 @@ def rescale_rows(acc, factor_0, factor_1):
 
 @cache
 def make_drop(features: Features, cols: int) -> Callable[..., None]:
-    """Return ``drop(p, kept)``: zeros in the packed probabilities that dropout does not keep.
+    """Return ``drop(p, kept)``: zero the packed probabilities that dropout drops.
 
     Args:
         features: Options of the kernel.
@@ -225,8 +225,8 @@ def make_drop(features: Features, cols: int) -> Callable[..., None]:
 def make_write_out(cols: int, dtype: str, panel_bytes: int) -> Callable[..., None]:
     """Return ``write_out(tile, warp, lane, acc, inverse_0, inverse_1, sum_0, sum_1, pairs)``.
 
-    It writes what a warp accumulated, each row times its inverse, to a warpgroup's tile of out.  Of a row
-    that saw nothing, whose sum is 0, the accumulators may never have been written: it is zeros.
+    It writes a warp's accumulators, each row times its inverse, to a warpgroup's tile of out.  A fully
+    masked row, whose sum is 0, becomes zeros, because its accumulators may never have been written.
 
     Args:
         cols: Columns of out.

@@ -146,6 +146,6 @@ def _call(
 
 
 def maker(cu_seqlens_q: Any, cu_seqlens_k: Any) -> Callable[..., Problem]:
-    """Return what makes the problem of a call on packed sequences; see ``make_packed_problem``."""
+    """Return the function that builds the problem of a packed call; see ``make_packed_problem``."""
     sums = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     return partial(make_packed_problem, **sums, find=sequences_of_call)

@@ -1,8 +1,8 @@
 """Textbook attention on CUDA, with scores and probabilities as matrices in global memory.
 
-Forward three launches: S = τ Q Kᵀ, softmax in place, O = P V.  Backward the same product five times, and
-in between one kernel that turns S and dP into P and dS, in place.  The product is the one of the tensors'
-``@``, tiled in shared memory: a baseline that is slow for its traffic alone.
+The forward pass has three launches: S = τ Q Kᵀ, softmax in place, O = P V.  The backward pass has five
+products, and between them one kernel that replaces S and dP by P and dS.  The products are those of the
+tensors' ``@``, tiled in shared memory, so that the baseline is slow only because of its memory traffic.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def softmax_kernel(threads: int, dtype: np.dtype[Any], features: Features = PLAI
     end_row = make_row_end(features, dtype)
 
     def softmax(scores, lse, extras):
-        """Replace each row of scores by its softmax over the columns that the row sees, with dropout.
+        """Replace each row of scores by its softmax over the visible columns, with dropout.
 
         Computes: P = dropout(softmax(MASK(S))) in place; L = m + log l
         Source: FlashAttention, Algorithm 0, line 2
@@ -104,7 +104,7 @@ def softmax_backward_kernel(
     score_and_slope, kept = functions.score_and_slope, functions.kept
 
     def softmax_backward(dout, out, lse, dlse, scores, dp, extras):
-        """Replace scores by probabilities with dropout, and their gradient dP by that of the scores.
+        """Replace scores by probabilities with dropout, and dP by the gradient of the scores.
 
         Computes: P ∘ Z, P = exp(MASK(S) - L), and dS = P ∘ (dP ∘ Z - D) in place, with Z the dropout
             and D = rowsum(dO ∘ O) less the gradient of L
@@ -162,9 +162,9 @@ def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
 
 
 def _product_tile(tile: tuple[int, int]) -> ProductTile | None:
-    """Return the products' tile for the caller's tile; None leaves the choice to the table.
+    """Return the tile of the products for the caller's tile; None means that the table decides.
 
-    Its sides are rounded up to what the threads of a block can share evenly.
+    Its sides are rounded up so that the threads of a block share them evenly.
     """
     if tile == SIZES.product_tile:
         return None
@@ -174,7 +174,7 @@ def _product_tile(tile: tuple[int, int]) -> ProductTile | None:
 
 
 def product_blocks(tile: tuple[int, int] | None) -> tuple[int, int]:
-    """Return rows and columns of a block of the products for the caller's tile or None."""
+    """Return the rows and columns of a block of the products, for the caller's tile or None."""
     own = _product_tile(tile or SIZES.product_tile)
     return SIZES.product_tile if own is None else (own.rows, own.cols)
 
@@ -195,7 +195,7 @@ def _flat(array: Any) -> Any:
 
 
 def _swap(a: Any) -> Any:
-    """View the last two dimensions exchanged."""
+    """View an array with its last two dimensions exchanged."""
     *lead, rows, cols = a.shape
     *steps, row_step, col_step = element_strides(a)
     return device_view(a, (*lead, cols, rows), (*steps, col_step, row_step))
@@ -211,7 +211,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     Args:
         problem: The checked call.
         tile: Rows and columns of a block of the products, rounded up.
-        operands: On the device, q, k, v and what the options need, and out and lse to be written.
+        operands: q, k, v and the arrays of the options, on the device; out and lse are written.
     """
     features, extras = problem.features, make_extras(problem, operands, *tile)
     scores = _empty_scores(problem, operands)  # (batch, heads, seq_q, seq_k)
@@ -231,8 +231,8 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     Args:
         problem: The checked call.
         tile: Rows and columns of a block of the products, rounded up.
-        operands: Those of the forward pass, its results, dout and dlse or None, and dq, dk and dv to
-            be written.
+        operands: The operands and results of the forward pass, dout, and dlse or None; dq, dk and dv are
+            written.
     """
     o, has_dlse = operands, operands.dlse is not None
     features, extras = problem.features, make_extras(problem, operands, *tile)

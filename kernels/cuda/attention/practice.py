@@ -1,4 +1,4 @@
-"""Two small kernels to write before the rungs: Algorithm 0, and Algorithm 1 with a thread for each row."""
+"""Two small kernels to write before the rungs: Algorithm 0, and Algorithm 1 with one thread per row."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def make_flash1_rows(block_q: int, block_k: int, dim: int, real: Any = types.flo
 
     @cuda.jit
     def flash1_rows(q, k, v, out, row_max, row_sum, scale):
-        """Compute attention of one head: key tiles outside, query tiles inside, a row for each thread.
+        """Compute attention of one head: key tiles outside, query tiles inside, one thread per row.
 
         Source: FlashAttention, Algorithm 1; its line numbers stand at the lines
         Grid: heads

@@ -1,11 +1,11 @@
-"""Tiles on CUDA cores: load one to shared memory, multiply two, with a block of registers a thread.
+"""Tiles on CUDA cores: load a tile to shared memory, and multiply two, in register blocks of threads.
 
 A block of ``rows_of_threads x lanes`` threads works on two tiles.  Thread (ty, tx) owns the rows ty,
-ty + rows_of_threads, … of the one and the rows tx, tx + lanes, … of the other: neighbouring threads then
-read neighbouring rows, which lie in different banks since a row is padded by one vector.
+ty + rows_of_threads, … of the first tile and the rows tx, tx + lanes, … of the second.  Neighbouring
+threads then read neighbouring rows, which are in different banks because each row is padded by one vector.
 
-The functions made here take the thread's own place as arguments and have no barriers: in the simulator the
-name ``cuda`` means the running thread in the kernel's own file only.
+The functions made here take the thread's indices as arguments and have no barriers, because in the
+simulator the name ``cuda`` refers to the running thread only in the file of the kernel.
 """
 
 # An intrinsic's first argument is the compiler's; callers do not pass it.
@@ -51,7 +51,7 @@ class RegisterLayout:
         return self.lanes * self.rows_of_threads
 
     def row_stride(self, width: int) -> int:
-        """Elements from row to row of a tile in shared memory: its padded width and one vector."""
+        """Distance in elements of rows of a tile in shared memory: its padded width plus one vector."""
         return round_up(width, VECTOR * self.lanes) + VECTOR
 
     def columns(self, width: int) -> int:
@@ -62,7 +62,7 @@ class RegisterLayout:
 def widths(problem: Problem) -> tuple[int, int]:
     """Return head_dim and value_dim rounded up to the widths for which kernels are compiled.
 
-    The sizes themselves are read from the operands, so that the 256 of each need few kernels.
+    Kernels read the sizes themselves from the operands, so that 256 sizes of each need few kernels.
     """
     return widths_in(problem, SIZES.width_step)
 
@@ -154,7 +154,7 @@ def _table_entry(name: str, demand: Demand) -> LayoutSizes:
     return sizes._replace(block_q=block_q, block_k=block_k, resident=resident)
 
 
-#: Scores a thread, and blocks a multiprocessor, where the options make much of a score.
+#: Scores per thread, and blocks per multiprocessor, if the options do much work per score.
 LONG_SCORES, LONG_RESIDENT = 16, 2
 
 
@@ -170,7 +170,7 @@ def why_not_layout(
         name: "forward", "dq", "dkdv" or "atomic".
         problem: The checked call.
         tile: (block_q, block_k), or None.
-        tiles: Shared memory of the kernel, from layout and the two widths.
+        tiles: Returns the shared tiles of the kernel for a layout and the two widths.
     """
     return _why_not(name, demand_of(problem), tile, tiles)
 
@@ -197,15 +197,16 @@ def make_load_tile(
 ) -> Callable[..., None]:
     """Return ``load_tile(thread, source, b, h, first, stop, factor, shared, offset)``.
 
-    It copies ``factor`` times the rows of one head from ``first`` on to shared memory, zeros for rows from
-    ``stop`` on and for columns that the source does not have, which are never read.
+    It copies the rows of one head from ``first`` on, times ``factor``, to shared memory, with zeros for
+    rows from ``stop`` on and for columns that the source does not have.  Elements out of bounds are never
+    read.
 
     Args:
         layout: Layout of the block.
         rows: Rows of the tile.
-        width: Columns of the tile, as many as the source has or more.
+        width: Columns of the tile, at least those of the source.
         dtype: Dtype of its elements, a numba type.
-        vectors: The source is aligned for 128-bit loads and has a multiple of four columns.
+        vectors: Whether the source is aligned for 128-bit loads and has a multiple of four columns.
     """
     stride = layout.row_stride(width)
     vectors_a_row = (stride - VECTOR) // VECTOR
@@ -254,7 +255,7 @@ def make_load_tiles(
 def make_multiply(
     layout: RegisterLayout, rows: int, cols: int, width: int, dtype: Any
 ) -> Callable[..., None]:
-    """Return ``multiply(tx, ty, s, fragment, shared, a, b)``: s = A·Bᵀ, of two shared tiles of a width.
+    """Return ``multiply(tx, ty, s, fragment, shared, a, b)``: s = A·Bᵀ, for two shared tiles of one width.
 
     ``s`` is the thread's (rows / rows_of_threads, cols / lanes) registers, ``fragment`` scratch of
     (rows / rows_of_threads, VECTOR); ``a`` and ``b`` are the offsets of the tiles.  A thread with R rows
@@ -333,8 +334,8 @@ def make_store_tile(
     Args:
         layout: Layout of the block.
         rows: Rows of the accumulator.
-        width: Width of the accumulator; columns that the target does not have are left out.
-        put: Stores an element: ``put(target, index, value)``.
+        width: Width of the accumulator; columns that the target does not have are not written.
+        put: The function ``put(target, index, value)`` that stores an element.
     """
     own_rows = rows // layout.rows_of_threads
     columns = layout.columns(width)
@@ -364,13 +365,13 @@ def assign(target, index, value):
 def make_keep_tile(
     layout: RegisterLayout, rows: int, cols: int, is_turned: bool = False
 ) -> Callable[..., None]:
-    """Return ``keep_tile(tx, ty, s, factor, shared, offset)``: scores from registers to shared memory.
+    """Return ``keep_tile(tx, ty, s, factor, shared, offset)``: store scores in shared memory.
 
     Args:
         layout: Layout of the block.
         rows: Rows of the tile in the registers.
         cols: Columns of the tile in the registers.
-        is_turned: Rows of the registers become columns.
+        is_turned: Whether rows of the registers become columns.
     """
     own_rows, own_cols = rows // layout.rows_of_threads, cols // layout.lanes
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
@@ -388,7 +389,7 @@ def make_keep_tile(
 
 @device_function
 def set_all(registers, value):
-    """Set every element of a thread's own two-dimensional array."""
+    """Set every element of a thread's two-dimensional local array."""
     for i in range(registers.shape[0]):
         for j in range(registers.shape[1]):
             registers[i, j] = value
@@ -396,7 +397,7 @@ def set_all(registers, value):
 
 @device_function
 def scale_all(registers, factor):
-    """Multiply every element of a thread's own two-dimensional array."""
+    """Multiply every element of a thread's two-dimensional local array."""
     for i in range(registers.shape[0]):
         for j in range(registers.shape[1]):
             registers[i, j] *= factor

@@ -17,7 +17,7 @@ from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 
-#: A warp for each of so many rows at a time.
+#: Shape of a block: one warp per row, and several rows at a time.
 BLOCK = RowBlock(4, 2) if IS_SIMULATOR else RowBlock(WARP, 16)
 
 

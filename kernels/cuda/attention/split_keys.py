@@ -55,7 +55,7 @@ def parts_of(problem: Problem, layout: Tiles, grid: tuple[int, int]) -> int:
 
 @device_function
 def own_part(entry, entries_stop, part, parts):
-    """Return from which entry to which a block visits tiles, where ``parts`` blocks share them."""
+    """Return the first and one past the last entry of a block, if ``parts`` blocks share the entries."""
     count = max(entries_stop - entry, 0)
     return entry + count * part // parts, entry + count * (part + 1) // parts
 
@@ -113,7 +113,7 @@ def merge_parts(
     Args:
         part_out: (parts · batch, heads, seq_q, value_dim), batch ``n`` of part ``p`` at p · batch + n.
         part_lse: (parts · batch, heads, seq_q).
-        out: (batch, heads, seq_q, value_dim), written; of 16 bits or of the dtype of the parts.
+        out: (batch, heads, seq_q, value_dim), written; a 16-bit dtype or the dtype of the parts.
         lse: (batch, heads, seq_q), written.
         features: Options of the kernel that computed the parts.
         extras: Options of that kernel.

@@ -1,4 +1,4 @@
-"""Common requirements of the tensor-core rungs on devices and calls."""
+"""Requirements that the tensor-core rungs have in common, for devices and calls."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kernels.scores.program import PLAIN, features_of
 
 
 def why_not_here(tile: tuple[int, int] | None, needed: tuple[int, int]) -> str | None:
-    """Return why the device cannot run a kernel of tensor cores with a tile, or None.
+    """Return why the device cannot run a tensor-core kernel with a tile, or None.
 
     Args:
-        tile: What the caller asks for.
-        needed: The least compute capability.
+        tile: The tile that the caller requests, or None.
+        needed: The least compute capability that suffices.
     """
     if (missing := per_device.why_no_device(needed)) is not None:
         return missing
@@ -22,21 +22,21 @@ def why_not_here(tile: tuple[int, int] | None, needed: tuple[int, int]) -> str |
 
 
 def keys_in_bounds(problem: Problem) -> tuple[int, int]:
-    """Return the first key that is within the bounds of some row, and the one after the last."""
+    """Return the first key that is within the bounds of some row, and one past the last."""
     if problem.sequences:  # whose bounds count from their own starts
         return 0, problem.seq_k
     return _clipped(problem.lower, problem.seq_q + problem.upper, problem.seq_k)
 
 
 def rows_in_bounds(problem: Problem) -> tuple[int, int]:
-    """Return the first query row that has a key within its bounds, and the one after the last."""
+    """Return the first query row that has a key within its bounds, and one past the last."""
     if problem.sequences:
         return 0, problem.seq_q
     return _clipped(-problem.upper, problem.seq_k - problem.lower, problem.seq_q)
 
 
 def is_bounded(problem: Problem) -> bool:
-    """Tell whether the bounds of a call hide elements."""
+    """Tell whether the bounds of a call mask elements."""
     return problem.lower > 1 - problem.seq_q or problem.upper < problem.seq_k - 1
 
 

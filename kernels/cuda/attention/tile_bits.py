@@ -3,7 +3,7 @@
 Philox draws eight adjacent columns at a time, which belong to several threads, and locating a block of a
 pattern takes divisions.  The threads of a block share this work, write eight or four columns per byte, and
 read the bytes after the barrier that the tiles need anyway.  This also keeps user functions out of the
-loops over a thread's registers, which the compiler unrolls only if they are short.
+loops over a thread's registers, which the compiler unrolls only if the loops are short.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kernels.scores.program import Features
 from kernels.sparsity.block_mask import FULL, PARTIAL
 
 attention_words = PHILOX.attention_words
-#: Columns whose bits of what is seen are a byte, and those of four that are all seen.
+#: Number of columns whose visibility bits share a byte, and the bits of four visible columns.
 FOUR, ALL = 4, 15
 
 
@@ -40,7 +40,7 @@ class TileBits(NamedTuple):
     Attributes:
         bytes: Bytes of shared memory.
         draw: ``(thread, bits, whole, place, extras)``: fill the bytes of the tile whose first element is at
-            ``place``, a ``tile_scores.TilePlace``; ``whole`` means that bounds and lists hide none of it.
+            ``place``, a ``tile_scores.TilePlace``; ``whole`` means that bounds and lists mask none of it.
         kept: ``(bits, r, c, extras)``: the dropout factor of an element of the tile.
         listed: ``(bits, r, c)``: whether it is visible in the block mask and mask_mod.
     """

@@ -1,7 +1,7 @@
-"""Functions of float32 without a branch, which bend the scores of all elements of a tile.
+"""Branch-free float32 functions for options that modify every score of a tile.
 
-CUDA's own branch to a slower path for numbers out of the usual range.  The lanes of a warp part there, and
-the compiler cannot interleave the elements of a tile.
+CUDA's own functions branch to a slower path for numbers outside the usual range.  There the lanes of a warp
+diverge, and the compiler cannot interleave the elements of a tile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INFINITY = np.float32(math.inf)
 
 @device_function
 def tanh(x):
-    """Return the hyperbolic tangent, to some units in the last place."""
+    """Return the hyperbolic tangent, accurate to a few units in the last place."""
     last, third, second, first = _SERIES
     square = x * x
     small = x * (((last * square + third) * square + second) * square + first)
@@ -34,7 +34,7 @@ def tanh(x):
 
 @device_function
 def divide(x, y):
-    """Return x / y, rounded as IEEE 754 says while y, 1 / y and the quotient are normal numbers.
+    """Return x / y, rounded as in IEEE 754 if y, 1 / y and the quotient are normal numbers.
 
     Source: Markstein 1990, *Computation of elementary functions on the IBM RISC System/6000 processor*
     """

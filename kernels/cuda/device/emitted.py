@@ -18,7 +18,7 @@ from numba import types
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cuda, driver, intrinsic
 
-#: Whether this numba.cuda has the compiler that is supported here; otherwise numba inlines.
+#: Whether numba.cuda has a compiler that this module supports; otherwise numba inlines.
 CAN_EMIT = driver is not None
 
 
@@ -26,12 +26,12 @@ class Emitted:
     """Compiles a function once for a kernel, and emits its calls.
 
     Args:
-        function: A plain one; may call device functions.
-        signature: Numba's types of its result and arguments.
-        adapt: Converts numba's target of the kernel to that of the function; the same one when None.
+        function: A plain function; it may call device functions.
+        signature: Numba's types of its result and its arguments.
+        adapt: Converts numba's target of the kernel to that of the function; None keeps the target.
     """
 
-    #: For a kernel's fingerprint; what was compiled last is no part of it.
+    #: Attributes that are part of a kernel's fingerprint; the last compiled code is not.
     made_of = "function", "signature", "adapt"
 
     def __init__(
@@ -64,8 +64,8 @@ class Emitted:
 def unrolled(count: int, body: Callable[..., None]) -> Any:
     """Return ``(s, bits, given)``, which calls ``body(s, bits, n, given)`` for n from 0 up to ``count``.
 
-    A loop is unrolled by the compiler if it is short; only then local arrays stay in registers.  This one
-    is, however long.
+    The compiler unrolls only short loops, and only then do local arrays stay in registers.  This loop is
+    always unrolled.
 
     Args:
         count: Number of calls.

@@ -1,8 +1,8 @@
 """Conversions between 16-bit numbers and float32 on the device.
 
-A kernel sees storage of float16 and bfloat16 as uint16: numba's own types for them would have to be
-linked, and a kernel that links cannot be kept on disk.  In the simulator each function is the plain Python
-that means the same.
+Kernels see float16 and bfloat16 storage as uint16, because numba's own types for them would have to be
+linked, and a kernel that is linked cannot be cached on disk.  In the simulator, each function is equivalent
+plain Python.
 """
 
 # An intrinsic's first argument is the compiler's; callers do not pass it.
@@ -33,7 +33,7 @@ from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.dtypes import BFLOAT16, BITS, FLOAT16, FLOAT64, is_half, rounded
 from kernels.runtime.targets import IS_SIMULATOR, cuda, intrinsic
 
-#: Elements that one thread converts: 128 bits of the narrow side.
+#: Elements that one thread converts: 128 bits of the 16-bit array.
 EIGHT = 2 * VECTOR
 
 
@@ -52,7 +52,7 @@ class Bits(NamedTuple):
     """Conversions by integer arithmetic alone.
 
     Attributes:
-        widen_bfloat16: 16 bits → the float32 that they stand for.
+        widen_bfloat16: 16 bits → the float32 that they represent.
         narrow_bfloat16: A float32 → the bits of the nearest bfloat16, ties to the even one; NaN stays NaN.
         rounded_to_odd: A float64 → a float32 that has the same nearest number of 16 bits.
     """
@@ -67,8 +67,8 @@ def make_bits(compile: Callable[[Any], Any], bits_of: Any, float_of: Any) -> Bit
 
     Args:
         compile: Compiles a function.
-        bits_of: A float32 → its bits, uint32.
-        float_of: The other way round.
+        bits_of: A function float32 → its bits, uint32.
+        float_of: The inverse function.
     """
 
     @compile
@@ -100,7 +100,7 @@ def make_bits(compile: Callable[[Any], Any], bits_of: Any, float_of: Any) -> Bit
     return Bits(widen_bfloat16, narrow_bfloat16, rounded_to_odd)
 
 
-#: The same as plain Python, on NumPy's numbers.
+#: The same functions in plain Python, on NumPy's numbers.
 PLAIN = make_bits(same, lambda x: np.float32(x).view(np.uint32), lambda x: x.view(np.float32))
 
 if IS_SIMULATOR:
@@ -123,7 +123,7 @@ if IS_SIMULATOR:
 else:
 
     def _reinterpreted(of: Any, to: Any, llvm: Any) -> Any:
-        """Return the intrinsic that reinterprets the bits of one type as another."""
+        """Return the intrinsic that reinterprets the bits of type ``of`` as type ``to``."""
 
         @intrinsic
         def reinterpret(_context, x):
@@ -176,7 +176,7 @@ _CONVERSIONS = {
 
 
 class Form(NamedTuple):
-    """How a kernel reads and writes the elements of one dtype.
+    """The functions with which a kernel reads and writes elements of one dtype.
 
     Attributes:
         stored: Dtype of the storage as the kernel sees it.
@@ -193,7 +193,7 @@ class Form(NamedTuple):
 
 @cache
 def form(dtype: np.dtype[Any]) -> Form:
-    """Return how a kernel reads and writes elements of a floating dtype."""
+    """Return the functions with which a kernel reads and writes elements of a floating dtype."""
     if not is_half(dtype):
         return Form(dtype, _unchanged, _unchanged, _unchanged)
     widen, narrow = _CONVERSIONS[dtype]
@@ -212,7 +212,7 @@ def _unchanged(x):
 
 
 def make_read_eight(dtype: np.dtype[Any]) -> Any:
-    """Return ``(a, i)`` → eight neighbouring numbers, wide."""
+    """Return the function ``(a, i)`` → eight neighbouring numbers, widened."""
     widen = form(dtype).widen
     if not is_half(dtype):
 
@@ -239,7 +239,7 @@ def make_read_eight(dtype: np.dtype[Any]) -> Any:
 
 
 def make_write_eight(dtype: np.dtype[Any], narrow: Any) -> Any:
-    """Return ``(a, i, values)``, which writes eight neighbouring numbers."""
+    """Return the function ``(a, i, values)`` that writes eight neighbouring numbers."""
     if not is_half(dtype):
 
         @device_function
@@ -265,7 +265,7 @@ def make_write_eight(dtype: np.dtype[Any], narrow: Any) -> Any:
 
 @cache
 def convert_kernel(source_dtype: np.dtype[Any], dtype: np.dtype[Any]) -> Kernel:
-    """Return the kernel that converts a flat array from one floating dtype to another."""
+    """Return the kernel that converts a flat array from ``source_dtype`` to ``dtype``."""
     source_form, out_form = form(source_dtype), form(dtype)
     widen = source_form.widen
     narrow = out_form.narrow_double if source_dtype == FLOAT64 else out_form.narrow
@@ -299,7 +299,7 @@ def convert_kernel(source_dtype: np.dtype[Any], dtype: np.dtype[Any]) -> Kernel:
 
 
 def convert_flat(source: Any, out: Any) -> None:
-    """Convert one flat device array into another, of any floating dtypes."""
+    """Convert a flat device array to the dtype of ``out``, and write it there."""
     (size,) = source.shape
     blocks = ceil_div(size, EIGHT * SIZES.flat_threads)
     if blocks:

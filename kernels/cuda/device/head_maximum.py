@@ -1,8 +1,8 @@
-"""The largest number of a head, for kernels that scale by it: one launch measures and uses all parts.
+"""The largest number of a head, for kernels that scale by it: one launch measures and uses it.
 
-A block measures a part of one head, and then uses the same part of an earlier head, which blocks before it
-have measured.  It waits only for these, and a GPU starts blocks in the order of their index.  The part,
-which was read from memory a short time ago, is then often in the L2 cache.
+A block measures a part of one head, and then processes the same part of an earlier head, which earlier
+blocks have measured.  It waits only for these blocks, and a GPU starts blocks in the order of their index.
+The part was read from memory a short time ago, and is often still in the L2 cache.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from kernels.cuda.runtime.kernel import WARP, WORD, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
 
-#: The sign of a part's maximum in memory: it has been stored, 0 or not.
+#: The sign bit of a part's maximum in memory, set when the maximum has been stored, even if it is 0.
 _STORED = np.uint32(1 << 31)
 _ZERO, _INF = np.float32(0), np.float32(np.inf)
 
 
 def lag_of(blocks: int) -> int:
-    """Return by how many heads using is behind measuring, if so many blocks share a head.
+    """Return the number of heads between measuring and using, if ``blocks`` blocks share a head.
 
-    By one, and by half a block for each multiprocessor: with more of them L2 no longer has what it held.
+    One, plus half a block per multiprocessor; with a larger lag, the part has left the L2 cache.
     """
     return ceil_div(multiprocessors(), 2 * blocks)
 
 
 def head_words(operands: int, heads: int, count: int) -> Any:
-    """Return (operands, heads, count) float32 zeros: a number for each part of a head, and others."""
+    """Return (operands, heads, count) float32 zeros: a word for each part of a head, and other words."""
     words = empty_device((operands, heads, count), FLOAT32)
     fill(words, 0.0)
     return words
@@ -53,7 +53,7 @@ def head_address(words, which, line):
 
 @device_function
 def largest_of(x, first, count, most):
-    """Return the largest size of some numbers of x that are finite, or ``most`` if that is larger."""
+    """Return the largest magnitude of ``count`` finite numbers of x, or ``most`` if that is larger."""
     for n in range(count):
         size = abs(x[first + n])
         most = max(most, size if size < _INF else _ZERO)
@@ -62,7 +62,7 @@ def largest_of(x, first, count, most):
 
 @cache
 def make_note_max(threads: int) -> Callable[..., None]:
-    """Return ``note_max(x, at)``: store the maximum over the threads of a block as that of a part."""
+    """Return ``note_max(x, at)``: store the maximum over the threads of a block as that of its part."""
     (block_max, _), warps = make_row_folds(RowBlock(threads, 1)), threads // WARP
 
     @device_function

@@ -1,4 +1,4 @@
-"""Memory on the device: views for the kernels, and kernels for copies, sums and fills."""
+"""Device memory: views for the kernels, and kernels that copy, sum and fill."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def copy_kernel(dtype: np.dtype[Any]) -> Kernel:
     """Return the kernel that copies an array of four dimensions, for one dtype."""
 
     def copy(source, out):
-        """Copy an array to another one of its shape, both with any strides.
+        """Copy an array to an array of the same shape, both with any strides.
 
         Computes: out = source
         Source: none
@@ -144,7 +144,7 @@ def device_constant(
         content: The numbers in row-major order.
         shape: Shape of the array.
         dtype: Dtype of its elements.
-        device: The current one.
+        device: Number of the current device.
     """
     return to_device(np.frombuffer(content, dtype).reshape(shape))
 
@@ -183,7 +183,7 @@ class DeviceMemory(Memory):
         return empty_device(shape, dtype)
 
     def empty_as(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """Return an uninitialised array in the order of another; see :meth:`Memory.empty_as`."""
+        """Return an uninitialised array in the memory order of ``array``; see :meth:`Memory.empty_as`."""
         shape = tuple(shape)
         strides = strides_as(element_strides(array), shape)
         if strides[-1] != 1:  # kernels store rows
@@ -255,7 +255,7 @@ class DeviceMemory(Memory):
         return device_constant(array.tobytes(), *kind)
 
     def convert(self, array: Any, dtype: np.dtype[Any]) -> Any:
-        """Return an array in another floating dtype; see :meth:`Memory.convert`."""
+        """Return an array in a given floating dtype; see :meth:`Memory.convert`."""
         if array.dtype == dtype:
             return array
         shape, strides = tuple(array.shape), element_strides(array)
@@ -266,7 +266,7 @@ class DeviceMemory(Memory):
         return device_view(out, shape, strides)
 
     def convert_into(self, source: Any, out: Any) -> None:
-        """Write a flat array to another one of any floating dtype."""
+        """Write a flat array to ``out``, which may have a different floating dtype."""
         convert_flat(source, out)
 
     def bits(self, array: Any) -> Any:

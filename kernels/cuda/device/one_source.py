@@ -29,7 +29,7 @@ is_visible = make_masks(device_function).is_visible
 
 @device_function
 def batch_and_head(y, heads):
-    """Return the batch and the head of block ``y`` of a grid that has one for each."""
+    """Return the batch and the head of block ``y`` of a grid with one block for each (batch, head)."""
     # Unsigned and of 32 bits: one of 64 takes several times as long, and its results twice the registers.
     number, divisor = uint32(y), uint32(heads)
     return int64(number // divisor), int64(number % divisor)

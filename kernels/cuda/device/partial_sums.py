@@ -59,11 +59,11 @@ def sum_parts(partial: Any, out: Any, out_steps: Ints, shape: Ints, parts: int) 
     """Fill a stack of matrices with the sums of their parts.
 
     Args:
-        partial: Flat: (batch, heads, parts, rows, cols), float32; float64 for a result of float64.
-        out: Flat, on the device.
-        out_steps: In batch, heads, rows and columns, in elements; the last is 1.
+        partial: (batch, heads, parts, rows, cols), flat, float32; float64 if the result is.
+        out: The result, flat, on the device.
+        out_steps: Strides in batch, heads, rows and columns, in elements; the last is 1.
         shape: (batch, heads, rows, cols).
-        parts: How many there are of each matrix.
+        parts: Number of parts of each matrix.
     """
     batch, heads, rows, cols = shape
     grid = rows, ceil_div(cols, SIZES.flat_threads), batch * heads

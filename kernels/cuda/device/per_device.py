@@ -32,10 +32,10 @@ def _multiprocessors(device: int) -> int:
 
 
 def counters() -> Any:
-    """Return the number of items taken, and of blocks that are done: 0 between two launches.
+    """Return the counters of taken items and of finished blocks, which are 0 between two launches.
 
-    All launches on a device share them, of every thread: they are entries of one stream, the legacy
-    default, and so come one after the other; the last block of each sets them back.
+    All launches on a device share them, from all threads, because all are in the legacy default stream and
+    run one after the other.  The last block of each launch resets them.
     """
     return _counters(current_device())
 
@@ -46,7 +46,7 @@ def _counters(device: int) -> Any:
 
 
 def no_clip() -> Any:
-    """Return (2,) float64 on the current device, ones: a norm that nothing is clipped by."""
+    """Return (2,) float64 ones on the current device: a norm and a scale with which nothing is clipped."""
     return _no_clip(current_device())
 
 
@@ -85,7 +85,8 @@ def why_no_device(needed: tuple[int, int]) -> str | None:
     """Return why the device lacks the tensor cores that a kernel needs, or None.
 
     Args:
-        needed: The least compute capability; of :data:`HOPPER` the only generation.
+        needed: The least compute capability that suffices; for :data:`HOPPER`, the only generation that
+            does.
     """
     if IS_SIMULATOR:
         return "numba's simulator has no tensor cores"

@@ -37,13 +37,13 @@ BARRIER = 8
 
 
 class Pipeline(NamedTuple):
-    """A ring of stages; addresses in bytes, counted from the block's memory until :func:`placed`.
+    """A ring of stages; addresses are offsets in bytes in the memory of the block until :func:`placed`.
 
     Attributes:
         tiles: Address of the first stage's tile.
-        size: Bytes from one stage's tile to the next one's.
-        full: Address of the first stage's full barrier; those of the others follow.
-        empty: Address of its empty barrier, likewise.
+        size: Distance in bytes of the tiles of consecutive stages.
+        full: Address of the first stage's full barrier; those of the other stages follow.
+        empty: Address of the first stage's empty barrier; those of the other stages follow.
         stages: Number of stages.
     """
 
@@ -62,10 +62,10 @@ class Place(NamedTuple):
 
 
 class Barriers:
-    """The barriers of a block, which lie one after the other.
+    """The barriers of a block, which are consecutive in memory.
 
     Args:
-        first: Offset of the first one in the block's memory.
+        first: Offset of the first barrier in the block's memory.
 
     Attributes:
         arrivals: The number of arrivals that ends a phase of each barrier.
@@ -76,26 +76,26 @@ class Barriers:
         self.arrivals: tuple[int, ...] = ()
 
     def row(self, count: int, arrivals: int) -> int:
-        """Add some barriers, and return the offset of the first one."""
+        """Add ``count`` barriers, and return the offset of the first one."""
         offset = self._first + BARRIER * len(self.arrivals)
         self.arrivals += (arrivals,) * count
         return offset
 
     def pipeline(self, tiles: int, size: int, stages: int, emptied_by: int) -> Pipeline:
-        """Return a pipeline whose full barriers expect one thread's arrival, and the bytes that it commits.
+        """Return a pipeline whose full barriers expect one arrival and the committed bytes.
 
         Args:
             tiles: Offset of the first stage's tile.
-            size: Bytes from one tile to the next one.
+            size: Distance in bytes of consecutive tiles.
             stages: Number of stages.
-            emptied_by: Arrivals that make a stage empty.
+            emptied_by: Number of arrivals that make a stage empty.
         """
         return Pipeline(tiles, size, self.row(stages, 1), self.row(stages, emptied_by), stages)
 
 
 @device_function
 def placed(pipeline, memory):
-    """Return a pipeline in a block's memory, of which the address is given."""
+    """Return a pipeline whose addresses are in a block's memory at ``memory``."""
     return Pipeline(
         memory + pipeline.tiles, pipeline.size, memory + pipeline.full, memory + pipeline.empty,
         pipeline.stages,
@@ -110,7 +110,7 @@ def start():
 
 @device_function
 def following(pipeline, at):
-    """Return the next place; the phase flips where the ring closes."""
+    """Return the next place; the phase flips at the end of the ring."""
     if pipeline.stages == 1:  # the compiler does not see by itself that the stage stays 0
         return Place(int32(0), int32(at.phase ^ 1))
     last = at.stage == pipeline.stages - 1
@@ -125,13 +125,13 @@ def tile_at(pipeline, at):
 
 @device_function
 def acquire(pipeline, at):
-    """Wait until a stage is empty: the consumers have released what was there before."""
+    """Wait until a stage is empty, that is, until the consumers have released its previous tile."""
     mbarrier_wait(pipeline.empty + BARRIER * at.stage, at.phase ^ 1)
 
 
 @device_function
 def commit(pipeline, at, size):
-    """Announce the bytes that make a stage full, and return the barrier at which copies count them."""
+    """Announce the bytes that make a stage full, and return the barrier that counts them."""
     full = pipeline.full + BARRIER * at.stage
     mbarrier_arrive_expect_tx(full, size)
     return full
@@ -139,7 +139,7 @@ def commit(pipeline, at, size):
 
 @device_function
 def publish(pipeline, at):
-    """Declare a stage full that this thread has written itself."""
+    """Declare a stage full whose contents this thread has written itself."""
     mbarrier_arrive(pipeline.full + BARRIER * at.stage)
 
 
@@ -151,23 +151,24 @@ def wait(pipeline, at):
 
 @device_function
 def release(pipeline, at, lane):
-    """Give a stage back, once for each warp: all lanes must have read it."""
+    """Release a stage, once per warp; all lanes must have read it."""
     if lane == 0:
         release_alone(pipeline, at)
 
 
 @device_function
 def release_alone(pipeline, at):
-    """Give a stage back by this thread's arrival."""
+    """Release a stage by the arrival of this thread."""
     mbarrier_arrive(pipeline.empty + BARRIER * at.stage)
 
 
 @device_function
 def opaque(memory):
-    """Return the address of a block's memory, of which the compiler then knows nothing.
+    """Return the address of a block's memory in a form that is opaque to the compiler.
 
-    It stays in a register.  Otherwise it is computed again within the loops of products, which become up to
-    a tenth longer; in the producer, which has few registers, that is the better choice.
+    The address then stays in a register.  Otherwise the compiler computes it again within the loops of
+    products, which makes them up to a tenth longer; only in the producer, which has few registers, is this
+    better.
     """
     return anew(int32(memory))
 
@@ -177,8 +178,8 @@ def make_prologue(
 ) -> tuple[Callable[[], Any], Callable[[], None], Callable[[], None]]:
     """Return ``enter()``, ``give_registers()`` and ``take_registers()``.
 
-    All threads of a block call the first one, which initializes the barriers and returns the address of the
-    block's memory; the producer warpgroup calls the second, and the consumers call the third.
+    All threads of a block call the first function, which initializes the barriers and returns the address
+    of the block's memory.  The producer warpgroup calls the second, and the consumers call the third.
 
     Args:
         layout: Roles of the block's warpgroups.

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 from kernels.cuda.runtime.kernel import ALL_LANES, WARP, device_function
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 
-#: Elements of a row that a thread should have before another warp shares the row.
+#: Number of elements per thread from which a further warp shares a row.
 SHARE = 8
-#: Threads that share a row at the most, and warps of a block whose rows have one each.
+#: Maximum number of threads that share a row, and warps per block if each row has one warp.
 MOST_THREADS, ROWS_OF_WARPS = 512, 4
 
 
 class RowBlock(NamedTuple):
     """The shape of a block: ``threads`` along x share a row, ``rows`` of them along y.
 
-    More rows than one only if a row has a single warp: a barrier then never waits for another row.
+    There are several rows only if a row has a single warp, so that no barrier waits for a different row.
     """
 
     threads: int
@@ -33,7 +33,7 @@ class RowBlock(NamedTuple):
 
 
 def row_block(length: int) -> RowBlock:
-    """Return the block for rows of one length; it depends on that alone, so that sums do too."""
+    """Return the block for rows of one length; the order of sums depends on the length alone."""
     if IS_SIMULATOR:
         return RowBlock(4, 2)
     threads = WARP
@@ -45,8 +45,8 @@ def row_block(length: int) -> RowBlock:
 def make_row_folds(block: RowBlock) -> tuple[Any, Any]:
     """Return maximum and sum over the threads that share a row, for one shape of block.
 
-    They take ``(partial, value)``, a shared array of ``block.slots`` elements and the thread's own
-    value, and give every thread the same bits.  Every thread of the block must call them.
+    They take ``(partial, value)``, a shared array of ``block.slots`` elements and the thread's value, and
+    return the same bits to every thread.  Every thread of the block must call them.
     """
     return _make_fold(block, _larger), _make_fold(block, _added)
 

@@ -8,7 +8,7 @@ from kernels.common.geometry import PLAIN
 
 
 def round_up(size: int, multiple: int) -> int:
-    """Return the next multiple, ``size`` itself if it is one."""
+    """Return ``size`` rounded up to a multiple."""
     return PLAIN.ceil_div(size, multiple) * multiple
 
 
@@ -21,7 +21,7 @@ class SharedTiles:
 
     def __init__(self, **elements: int):
         self._offsets = dict(zip(elements, accumulate(elements.values(), initial=0), strict=False))
-        #: Of all tiles.
+        #: Number of elements of all tiles.
         self.elements = sum(elements.values())
 
     def __getitem__(self, name: str) -> int:

@@ -1,6 +1,6 @@
 """128-bit loads and stores, and exp2, for kernels on plain CUDA cores.
 
-In the simulator each function is the plain Python that means the same.
+In the simulator, each function is equivalent plain Python.
 """
 
 # An intrinsic's first argument is the compiler's; callers do not pass it.
@@ -67,8 +67,8 @@ def vector_load(array: Any, *index: Any, element: Any = None) -> Any:
 
     Args:
         array: Numba's type of an array.
-        index: Those of the index of its first element.
-        element: That of what the vector is made of; of the array's own elements when None.
+        index: Numba's types of the index of the first element.
+        element: Numba's type of an element of the vector; that of the array when None.
     """
     element = element or array.dtype
     signature = types.UniTuple(element, VECTOR)(array, *index)
@@ -86,7 +86,7 @@ def vector_load(array: Any, *index: Any, element: Any = None) -> Any:
 
 
 def vector_store(array: Any, *index: Any, element: Any = None) -> Any:
-    """Return the intrinsic that stores a vector, four values after the index; as :func:`vector_load`."""
+    """Return the intrinsic that stores a vector, four values after the index; see :func:`vector_load`."""
     element = element or array.dtype
     signature = types.void(array, *index, *([element] * VECTOR))
     count = len(index)

@@ -15,20 +15,20 @@ PANEL = 64
 #: Bytes of a row of a panel.
 LINE = 128
 
-#: Tiles in shared memory begin at a multiple of this: the pattern of the swizzle repeats from there.
+#: Alignment of tiles in shared memory, after which the pattern of the swizzle repeats.
 ALIGNMENT = 1024
 
 WARPGROUP = 128
 
 
 class WarpRoles:
-    """A producer warpgroup, which copies, and consumers, which multiply, each with 64 rows of a tile."""
+    """The roles of warpgroups: a producer that copies, and consumers that multiply 64 rows each."""
 
     consumers: int
 
     @property
     def rows(self) -> int:
-        """Rows of the tile that the consumers share."""
+        """Rows of the tile that the consumers divide."""
         return ROWS * self.consumers
 
     @property
@@ -38,7 +38,7 @@ class WarpRoles:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a producer thread and of a consumer thread: together no more than there are."""
+        """Registers of a producer thread and of a consumer thread, which fit the multiprocessor."""
         return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.consumers]
 
 
@@ -51,7 +51,7 @@ def block_bytes(tiles: SharedTiles) -> int:
 def own_warpgroup():
     """Return the number of a thread's warpgroup in its block.
 
-    It comes from one lane, so that the compiler knows that it is uniform in a warp.  Otherwise a product
-    issued under a condition waits for those before it.
+    The number is broadcast from one lane, so that the compiler knows that it is uniform in a warp.
+    Otherwise a product that is issued under a condition would wait for the products before it.
     """
     return int32(cuda.shfl_sync(ALL_LANES, int32(cuda.threadIdx.x // WARPGROUP), 0))

@@ -34,10 +34,10 @@ def make_extras(
         problem: The checked call.
         operands: The operands.
         block_q: Rows of the kernel's tiles.
-        block_k: Columns of them.
-        by_keys: The kernel's work items are tiles of keys.
-        pack: Packs the patterns of tiles to words, see ``tile_lists.make_tile_patterns``; None for a kernel
-            that reads elements.
+        block_k: Columns of the kernel's tiles.
+        by_keys: Whether the kernel's work items are tiles of keys.
+        pack: The function that packs the patterns of tiles to words, see
+            ``tile_lists.make_tile_patterns``; None for a kernel that reads elements.
 
     Raises:
         ValueError: If a call with a user function has too many rows or columns.
@@ -121,5 +121,5 @@ def _word_arrays(
 
 @lru_cache(maxsize=256)
 def _origin(origin: Origin, device: int) -> Any:
-    """Return the place of a call in a larger dropout mask on the device, (4,) int64."""
+    """Return the place of a call in a larger dropout mask as a device array, (4,) int64."""
     return device_list(np.array(origin))

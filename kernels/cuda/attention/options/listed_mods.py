@@ -29,8 +29,8 @@ _BYTES = np.dtype(np.uint8)
 def on_device(asked: Asked) -> tuple[Layout, bool]:
     """Evaluate a function on the device; see ``problem.listed_mods.Evaluate``.
 
-    The states of blocks come to the host, and the bits where blocks are partial.  The evaluation is part
-    of no recorded call, because it is not repeated.  A function that the device cannot run, such as one
+    The states of blocks, and the bits of partial blocks, are copied to the host.  The evaluation is not
+    part of a recorded call, because it is not repeated.  A function that the device cannot run, such as one
     with captured arrays beyond the 64 KB of constants of a float64 kernel, is evaluated on the host.
 
     Raises:

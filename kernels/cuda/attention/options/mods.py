@@ -8,7 +8,7 @@ would promote to float64 without a float64 operand, integers become float32.
 Integers have 64 bits, as in numba, so that no sum or product of indices overflows.  A comparison, quotient,
 remainder or absolute value is emitted twice: in 32 bits, if the operands fit, and in 64.  Indices are
 declared to be small, so that the compiler knows for most operands that they fit, keeps the first form, and
-drops the upper half of the sums before.  Of a product of two indices it would not know, so only the second
+drops the upper half of the sums before.  For a product of two indices it would not know, so only the second
 form is emitted.
 
 Quotients and hyperbolic tangents of float32 come from ``device.branchless``: with the branches of CUDA's
@@ -42,18 +42,18 @@ from kernels.runtime.targets import intrinsic
 
 #: Maximum number of rows and columns of a call with a mod.
 MOST_PLACES = 1 << 26
-#: Bits of an index, and of one that may be a tile further.
+#: Bit masks of an index, and of an index that may be up to a tile further.
 FIRST_PLACE, _PLACE = MOST_PLACES - 1, 2 * MOST_PLACES - 1
-#: Bits of 64 that a number of 32 leaves to its sign.
+#: Number of upper bits that a 32-bit number leaves unused in 64 bits.
 _SPARE = 32
 #: LLVM's number of the address space.
 _GLOBAL_MEMORY = 1
-#: Comparisons of whole numbers → how the compiler writes them.
+#: Comparisons of whole numbers → the symbols of the compiler.
 _COMPARISONS = {
     operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==",
     operator.ne: "!=",
 }  # fmt: skip
-#: What is emitted as numba does.
+#: Operations that are emitted as in numba.
 _COMBINATIONS = operator.add, operator.sub, operator.mul
 _FLOAT, _WIDE, _WHOLE = types.float32, types.float64, types.int64
 
@@ -62,7 +62,7 @@ def check_places(problem: Problem) -> None:
     """Check that the indices of a call are within the range declared to the compiler.
 
     Raises:
-        ValueError: If it has.
+        ValueError: If one is not.
     """
     places = max(problem.seq_q, problem.seq_k)
     if (problem.mask_mod or problem.score_mod) and places > MOST_PLACES:
@@ -81,13 +81,13 @@ def numbers_of_mods(flat, extras):
 def score_function(
     function: Callable[..., Any], dtype: np.dtype[Any], distance: Any = types.none
 ) -> Any:
-    """Return the device function of a mod of (score, batch, head, row, col), for scores of ``dtype``.
+    """Return the device function of a score_mod (score, batch, head, row, col), for scores of ``dtype``.
 
     Args:
-        function: A user's.
+        function: The user function.
         dtype: Dtype of scores.
-        distance: Numba's type of what the kernel gives after col: None, or row - col where it has it as a
-            float32, which from one element to the next takes one instruction, and of two places three.
+        distance: Numba's type of the last argument of the kernel, after col: None, or float32 if the kernel
+            passes row - col, which takes one instruction per element instead of three.
     """
     inner, real = device_callable(function, dtype), scalar_type(dtype)
     if not _has_rules(function, dtype):
@@ -114,7 +114,7 @@ def score_function(
 
 
 def mask_function(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
-    """Return the device function of a mod of (batch, head, row, col), which returns a bool."""
+    """Return the device function of a mask_mod (batch, head, row, col), which returns a bool."""
     inner = device_callable(function, dtype)
     if not _has_rules(function, dtype):
         return inner
@@ -134,7 +134,7 @@ def mask_function(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
 
 @intrinsic
 def _record_distance(context, row, col, distance):
-    """Record the distance of two places for the rules, if it is known."""
+    """Record the distance of a row and a column for the rules, if it is known."""
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
         if signature.args[2] == _FLOAT:
@@ -170,14 +170,14 @@ def _with_rules(target: Any) -> Any:
     }
 
     def fits(builder: Any, value: Any, spare: int) -> Any:
-        """Tell whether a number has so many more bits than it needs; the compiler mostly knows."""
+        """Tell whether the upper ``spare`` bits of a number are unused; the compiler mostly knows."""
         if value in bounded:
             return bounded[value][0]
         bits = value.type(spare)
         return builder.icmp_signed("==", builder.ashr(builder.shl(value, bits), bits), value)
 
     def constant_of(value: Any) -> int:
-        """Return a number that is known now; 0 if it is not."""
+        """Return a number that is a compile-time constant; 0 if it is not."""
         known = getattr(value, "constant", 0)
         return known if isinstance(known, int) else 0
 
@@ -187,14 +187,14 @@ def _with_rules(target: Any) -> Any:
         return builder.trunc(value, target.get_value_type(types.int32))
 
     def narrowest(builder: Any, values: Any, small: Any, wide: Any, is_signed: bool = True) -> Any:
-        """Return what 32 bits give, if the operands fit; else ``wide``.
+        """Return the 32-bit result if the operands fit; else ``wide``.
 
         Args:
-            builder: LLVM's.
+            builder: LLVM's instruction builder.
             values: The operands.
-            small: The result of 32 bits.
-            wide: That of 64.
-            is_signed: The result may be negative; if not, it needs no test as an index.
+            small: The 32-bit result.
+            wide: The 64-bit result.
+            is_signed: Whether the result may be negative; if not, it needs no test as an index.
         """
         # A whole number as a result may need a bit more: the least number divided by -1.
         spare = _SPARE if small.type == wide.type else _SPARE + 1
@@ -297,8 +297,8 @@ def _with_rules(target: Any) -> Any:
 def _captured_array(target: Any, builder: Any, kind: Any, array: Any) -> Any:
     """Return an array that a function captures, in global memory.
 
-    Numba puts it into constant memory, which holds 64 KB, and which lanes that read different elements read
-    one after the other.
+    Numba would put it into constant memory, which is limited to 64 KB, and which serves lanes that read
+    different elements one after the other.
     """
     array = np.ascontiguousarray(array)
     content = bytearray(array.tobytes())

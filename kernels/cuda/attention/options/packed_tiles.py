@@ -1,4 +1,4 @@
-"""The tiles of packed sequences on the device, also of lengths that each replay of a graph brings anew."""
+"""The tiles of packed sequences on the device, whose lengths may change with each replay of a graph."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RecordedSequences(Sequences):
         self._lists: dict[tuple[int, bool], Any] = {}
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether two are one object."""
+        """Tell whether both are the same object."""
         return self is other
 
     def __hash__(self) -> int:
@@ -48,7 +48,7 @@ def sequences_of_call(
 ) -> Sequences:
     """Return the bounds of packed sequences; see :func:`sequences_of`.
 
-    In a call that is recorded for a graph they are those of each replay, if the cumulative lengths are
+    In a call that is recorded for a graph, each replay determines them again if the cumulative lengths are
     inputs of the call or computed from inputs.
     """
     recording, sums = active(), (cu_seqlens_q, cu_seqlens_k)

@@ -40,10 +40,10 @@ class Extras(NamedTuple):
     Attributes:
         lower: Columns before row + lower are masked.
         upper: Columns after row + upper are masked.
-        heads: Query heads of the call: a kernel's (batch, head) has the flat number b · heads of the
-            kernel + h, and the call's head is its remainder.
-        diagonal: The diagonal of ALiBi.
-        softcap: The cap.
+        heads: Query heads of the call.  The flat index of (batch, head) in a kernel is
+            b · heads of the kernel + h; the head of the call is its remainder modulo this.
+        diagonal: Shift of ALiBi's diagonal.
+        softcap: The bound of softcap; 0 without one.
         over_cap: 1 / softcap; 0 without a softcap.
         seed: Seed of dropout.
         threshold: The threshold of dropout, see ``philox.keep``.
@@ -95,7 +95,7 @@ def extras_type(features: Features, dtype: np.dtype[Any], by_words: bool = False
     Args:
         features: Options of the kernel.
         dtype: Dtype of its sums.
-        by_words: It reads the partial tiles of a block mask as words.
+        by_words: Whether it reads the partial tiles of a block mask as words.
     """
     real, listed = scalar_type(dtype), features.block_mask
     by_elements, by_words = listed and not by_words, listed and by_words
@@ -130,7 +130,7 @@ class ScoreFunctions(NamedTuple):
             logarithms as in the paper, and minus infinity where it is masked.
         score_and_slope: The score and its derivative by scale · q · k, which is zero where it is masked.
         kept: ``(place, extras)``: the factor of dropout for a probability.
-        program: The parts that scores are made of.
+        program: The score program.
     """
 
     score_of: Callable[..., Any]
@@ -144,8 +144,8 @@ def make_first_bit(moved: bool) -> Callable[..., tuple[Any, Any, Any]]:
     """Return ``first_bit(place, extras)``: batch_head, row and column of a place in the dropout mask.
 
     Args:
-        moved: The call is a part of a larger attention, whose :class:`kernels.problem.origin.Origin` is in
-            the extras.
+        moved: Whether the call is a part of a larger attention; its
+            :class:`kernels.problem.origin.Origin` is in the extras.
     """
 
     @device_function
@@ -205,7 +205,7 @@ def make_row_end(
     Args:
         features: Options of the kernel.
         dtype: Dtype of sums.
-        near: Both may be a unit in the last place off.
+        near: Whether both may be off by a unit in the last place.
     """
     softmax = NEAR_SOFTMAX if near else SOFTMAX
     return make_row_end_for(features, device_function, softmax, scalar_type(dtype), _sink)
@@ -258,7 +258,7 @@ def cuda_target(dtype: np.dtype[Any]) -> ScoreTarget:
 
 @device_function
 def place_of(place, row, col):
-    """Return the place of another element of the same batch and head."""
+    """Return the place of the element (row, col) of the same batch and head."""
     return Place(place.b, place.h, place.batch, place.head, row, col)
 
 

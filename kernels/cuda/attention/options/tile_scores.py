@@ -1,8 +1,8 @@
 """Apply the options to the scores, probabilities and gradients of one tile of flash2.
 
-A tile is whole where bounds and lists hide none of its elements: only then their tests are left out.
-Scores inside the kernels are in base 2.  Where an option bends them the natural logarithm is needed in
-between; else the factor is in the operand, and nothing is multiplied element by element.
+A tile is whole if bounds and lists mask none of its elements; only then are their tests left out.  Scores
+inside the kernels are in base 2.  If an option modifies them, natural logarithms are needed in between;
+otherwise the factor is applied to the operand, and nothing is multiplied element by element.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kernels.scores.program import PLAIN, Features
 
 
 class TilePlace(NamedTuple):
-    """The first element of a tile, or of a thread in it, and where the sequences end.
+    """The first element of a tile, or of a thread in it, and the ends of the sequences.
 
     Attributes:
         b, h, batch, head, row, col: See ``kernels.scores.program.Place``.
         seq_q: Query rows of the sequence.
-        seq_k: Key columns.
+        seq_k: Key columns of the sequence.
     """
 
     b: Any
@@ -43,7 +43,7 @@ class TilePlace(NamedTuple):
 
 @device_function
 def moved(place, rows, cols):
-    """Return the ``TilePlace`` some rows and columns further."""
+    """Return a ``TilePlace`` moved by rows and columns."""
     b, h, batch, head, row, col, seq_q, seq_k = place
     return TilePlace(b, h, batch, head, row + rows, col + cols, seq_q, seq_k)
 
@@ -51,14 +51,14 @@ def moved(place, rows, cols):
 class TileScores(NamedTuple):
     """The functions that :func:`make_tile_scores` returns, and the factor of the operands.
 
-    An element of a thread lies r rows and c columns from ``place``, the thread's first element, a
-    :class:`TilePlace`; r and c are known when the kernel is compiled, so that the bounds are two
-    comparisons with constants.  Rows beyond the end need one only where keys sum over them.
+    An element of a thread is r rows and c columns from ``place``, the :class:`TilePlace` of the thread's
+    first element.  r and c are compile-time constants, so that the bounds are two comparisons with
+    constants.  Rows beyond the end need a comparison only if keys sum over rows.
 
     Attributes:
-        operand_factor: Multiplies q (or k), beside scale, when it is loaded.
-        score: ``(product, r, c, whole, listed, edge, place, extras)``: the score, base 2, minus infinity
-            where it is masked.
+        operand_factor: Factor of q (or k) when it is loaded, in addition to scale.
+        score: ``(product, r, c, whole, listed, edge, place, extras)``: the score in base 2, minus infinity
+            where masked.
         gradient: ``(product, dp, shift, delta, kept, r, c, whole, listed, edge, place, extras)``: P before
             dropout, and dS, the gradient of scale · q · k.
     """
@@ -72,7 +72,7 @@ class TileScores(NamedTuple):
 def edge_from(row, col, seq_q, seq_k, extras):
     """Return the limits of a thread's elements in one tile, whose first one is at (row, col).
 
-    They are the least and the greatest c - r within the bounds, and the columns and rows that are left.
+    They are the least and the greatest c - r within the bounds, and the remaining columns and rows.
     """
     return (
         int32(row + extras.lower - col),
@@ -92,14 +92,14 @@ def edge_of(place, extras):
 def is_inside_columns(edge, r, c):
     """Tell whether the element (r, c) from a thread's first one is within the bounds and the columns.
 
-    ``edge`` is :func:`edge_from` of the first one; r and c are known when the kernel is compiled.
+    ``edge`` is the result of :func:`edge_from` for the first one; r and c are compile-time constants.
     """
     return (edge[0] <= c - r) & (c - r <= edge[1]) & (c < edge[2])
 
 
 @device_function
 def is_inside(edge, r, c):
-    """Tell whether an element is within the rows, too; see :func:`is_inside_columns`."""
+    """Tell whether an element is also within the rows; see :func:`is_inside_columns`."""
     return is_inside_columns(edge, r, c) & (r < edge[3])
 
 
@@ -111,15 +111,15 @@ def make_tile_scores(
     by_keys: bool = False,
     exp2: Any = None,
 ) -> TileScores:
-    """Return the functions of elements for a kernel's features.
+    """Return the functions of elements for a kernel's options.
 
     Args:
         features: Options of the kernel.
         dtype: Dtype of its operands.
-        of_bias: The gradient is that of what a mask adds, not of scale · q · k.
-        by_keys: Keys sum over rows: a row beyond the end must count for nothing, whatever a user's
-            function makes of its score.
-        exp2: A power of two in the dtype; the library's when None.
+        of_bias: Whether the gradient is that of a floating mask, not of scale · q · k.
+        by_keys: Whether keys sum over rows.  A row beyond the end must then not contribute, whatever a user
+            function returns for its score.
+        exp2: The function 2**x in the dtype; the one of ``device.vector`` when None.
     """
     zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
     log2_e, exp2 = dtype.type(LOG2_E), exp2 or EXP2[dtype]

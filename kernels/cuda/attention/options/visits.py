@@ -1,6 +1,6 @@
 """The tiles of a block of threads: its own tile, and the tiles of the other side that it visits.
 
-Causal, window, block-sparse and packed calls are the same loop over other tiles.
+Causal, window, block-sparse and packed calls run the same loop over different tiles.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Visits(NamedTuple):
     """The functions that :func:`make_visits` returns.
 
     Attributes:
-        place: ``(x, y, rows, cols, extras)``: what block (x, y) of the grid works on, where q has
-            ``rows`` and k has ``cols``: the flat number of (batch, head), the first place of its tile
-            counted from the start of its sequence, the first row of the sequence in q, its rows, its
-            first column in k, and its columns.
-        entries: ``(flat, start, size, first, stop, extras)``: from which entry to which the tile that
-            begins at ``start`` visits, where the lists are for ``size`` places and the bounds leave
-            the tiles from ``first`` up to ``stop``.
-        tile_of: ``(entry, extras)``: the number of the tile visited.
-        is_whole: ``(entry, extras)``: whether the block mask hides none of its elements.
-        is_within: ``(tile, first, stop)``: whether the bounds leave the tile of an entry.
+        place: ``(x, y, rows, cols, extras)``: the tile of block (x, y) of the grid, where q has ``rows``
+            and k has ``cols``: the flat index of (batch, head), the first place of the tile relative to
+            its sequence, the first row of the sequence in q, its rows, its first column in k, and its
+            columns.
+        entries: ``(flat, start, size, first, stop, extras)``: the first and one past the last entry that
+            the tile at ``start`` visits, if the lists are for ``size`` places and the tiles from
+            ``first`` up to ``stop`` are within the bounds.
+        tile_of: ``(entry, extras)``: the number of the visited tile.
+        is_whole: ``(entry, extras)``: whether the block mask masks none of its elements.
+        is_within: ``(tile, first, stop)``: whether the tile of an entry is within the bounds.
     """
 
     place: Callable[..., Any]
@@ -54,7 +54,7 @@ def make_visits(features: Features, block: int, by_keys: bool = False) -> Visits
 
     Args:
         features: Options of the kernel.
-        block: Places of a tile of the kernel's own side.
+        block: Rows or columns of a tile on the kernel's own side.
         by_keys: Whether the kernel's own side is the keys.
     """
     is_packed, has_list = features.packed, features.block_mask
@@ -100,7 +100,7 @@ def make_visits(features: Features, block: int, by_keys: bool = False) -> Visits
 
 @cache
 def make_next_entry(visits: Visits) -> Callable[..., Any]:
-    """Return ``next_entry(entry, entries_stop, first, stop, extras)``: the next that the bounds leave."""
+    """Return ``next_entry(entry, entries_stop, first, stop, extras)``: the next entry within the bounds."""
     tile_of, is_within = visits.tile_of, visits.is_within
 
     @device_function
@@ -116,8 +116,8 @@ def make_next_entry(visits: Visits) -> Callable[..., Any]:
 def make_row_bounds(block_q: int, block_k: int) -> Callable[..., tuple[int, int, int, int]]:
     """Return ``bounds(row, seq_q, seq_k, extras)``, for the query tile at ``row``.
 
-    It returns the first key tile with a key that a row sees and the one after the last, then the same for
-    the tiles of which the bounds hide nothing.
+    It returns the first key tile with a visible key and one past the last, then the same for the key tiles
+    in which the bounds mask nothing.
     """
 
     @device_function
@@ -139,10 +139,10 @@ def make_key_bounds(
 ) -> tuple[Callable[..., tuple[int, int]], Callable[..., bool]]:
     """Return two functions of the bounds for tiles of keys: ``bounds`` and ``is_inside``.
 
-    ``bounds(col, seq_q, seq_k, extras)``: the first query tile with a row that sees a key of the tile at
-    ``col``, and the one after the last.
+    ``bounds(col, seq_q, seq_k, extras)``: the first query tile to which a key of the tile at ``col`` is
+    visible, and one past the last.
 
-    ``is_inside(row, col, seq_q, seq_k, extras)``: the bounds hide none of a tile's elements.
+    ``is_inside(row, col, seq_q, seq_k, extras)``: whether the bounds mask none of a tile's elements.
     """
 
     @device_function
@@ -165,12 +165,12 @@ def tiles_of(seq: int, block: int, extras: Extras) -> int:
 
 
 def grid_of(array: Any, seq: int, block: int, extras: Extras) -> tuple[int, int]:
-    """Return the grid: tiles of ``seq`` places, or those of packed sequences, and (batch, head).
+    """Return the grid: the number of tiles of ``seq`` places or of packed sequences, and batch · heads.
 
     Args:
         array: (batch, heads, …).
         seq: Query rows, or keys.
-        block: Places of a tile.
+        block: Rows or columns of a tile.
         extras: Options of the kernel.
     """
     return tiles_of(seq, block, extras), array.shape[0] * array.shape[1]

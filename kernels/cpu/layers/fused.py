@@ -179,7 +179,7 @@ def layer_norm(
     Args:
         x: (…, n).
         gamma: (n,).
-        beta: (n,); None for an RMS norm, which takes the mean for 0 and has no shift.
+        beta: (n,); None for an RMS norm, which uses a mean of 0 and has no shift.
         eps: Added to the variance.
 
     Returns:
@@ -205,7 +205,7 @@ def layer_norm_backward(
         gamma: (n,).
         mean: (rows,), of :func:`layer_norm`.
         rstd: (rows,), of :func:`layer_norm`.
-        centred: False for an RMS norm; the gradient of beta is then without meaning.
+        centred: False for an RMS norm; the gradient of beta is then meaningless.
     """
     rows = _rows(x)
     n = x.shape[-1]

@@ -77,7 +77,7 @@ def gather(x: Array, index: Array, missing: int = 0) -> Array:
 
 
 def scatter_add(source: Array, index: Array, n: int) -> Array:
-    """Add elements up at the places that an index names.
+    """Add elements up at the places given by an index.
 
     Args:
         source: (outer, m, inner).

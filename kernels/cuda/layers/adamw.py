@@ -1,6 +1,6 @@
-"""AdamW over all parameters in one launch, and the norm of all gradients in two; no number is read.
+"""AdamW over all parameters in one launch, and the norm of all gradients in two; the host reads nothing.
 
-Parameters of 16 bits have masters of float32, which move; the parameters are their copies.
+16-bit parameters have float32 master weights, which are updated; the parameters are copies of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kernels.runtime.targets import IS_SIMULATOR, cuda
 _adam = make_adam(device_function)
 #: Threads of the one block that adds up the sums of all parts.
 LAST_THREADS = 4 if IS_SIMULATOR else 512
-#: Elements that a thread of a step has in registers at a time.
+#: Number of elements that a thread has in registers at a time.
 TURNS = 4
 
 
@@ -109,7 +109,7 @@ class AdamForm(NamedTuple):
     """The common dtypes of a list of parameters.
 
     Attributes:
-        value: Dtype of what moves, and of its moments.
+        value: Dtype of the updated values and of their moments.
         grad: Dtype of the gradients.
         copy: Dtype of parameters that are copies of a master weight; None if there is no master.
     """
@@ -185,12 +185,12 @@ class Moved(NamedTuple):
     """One parameter of a step: contiguous arrays on the device, of as many elements.
 
     Attributes:
-        value: What moves, in place: float32 or float64.
+        value: The values to update in place, float32 or float64.
         grad: The gradient, of any floating dtype.
         m: Running mean of the gradient, of value's dtype; updated in place.
         v: Running mean of the square of the gradient.
         decays: Whether weight decay applies.
-        copy: The parameter of 16 bits whose master value is, or None; it is written.
+        copy: The 16-bit parameter whose master weights ``value`` holds, or None; it is written.
     """
 
     value: Any
@@ -202,7 +202,7 @@ class Moved(NamedTuple):
 
     @property
     def form(self) -> AdamForm:
-        """Of its kernel."""
+        """The form of its kernel."""
         copy = None if self.copy is None else self.copy.dtype
         return AdamForm(self.value.dtype, self.grad.dtype, copy)
 
@@ -214,11 +214,12 @@ def _sizes(arrays: Sequence[Any]) -> list[int]:
 def clip_of(grads: Sequence[Any], max_norm: float) -> Any:
     """Return the norm of all gradients and their scale, (2,) float64 on the device.
 
-    The squares are added in an order that the sizes alone decide, so that the bits are the same every time.
+    The squares are added in an order that depends only on the sizes, so that the result is bitwise
+    reproducible.
 
     Args:
-        grads: Contiguous arrays on the device, of any floating dtypes, one element or more each.
-        max_norm: Above 0; infinity only measures.
+        grads: Contiguous arrays on the device, of any floating dtypes, each with at least one element.
+        max_norm: Maximum norm, above 0; with infinity, the norm is only measured.
     """
     lists = []
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
@@ -246,7 +247,7 @@ def adam_many(
     weight_decay: float = 0.0,
     again: Callable[[], Mapping[str, Any]] | None = None,
 ) -> None:
-    """Take a step of AdamW for all parameters: one launch for each kind of dtypes among them.
+    """Take a step of AdamW for all parameters, with one launch for each combination of dtypes.
 
     Args:
         parameters: The parameters, each with at least one element.
@@ -257,7 +258,7 @@ def adam_many(
         eps: Added to the root of v.
         step: Number of the step, from 1.
         weight_decay: Weight decay of the parameters that decay.
-        again: Returns the six numbers by name as a later step has them, for a graph that holds this one.
+        again: Returns the six numbers of a later step by name, for a graph that contains this step.
     """
     clip = no_clip() if clip is None else clip
     given = {

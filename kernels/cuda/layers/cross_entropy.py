@@ -1,6 +1,6 @@
 """Softmax cross entropy on CUDA that stores no probabilities: the backward pass computes them again.
 
-Logits are of 16 bits, float32 or float64, and contiguous; what is computed is float32 for the first two.
+Logits are 16-bit, float32 or float64, and contiguous; the first two are computed in float32.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def gradient_kernel(tile: RowTile, dtype: np.dtype[Any]) -> Kernel:
     column, load, store, *_ = make_row_access(tile, dtype)
 
     def cross_entropy_backward(dlosses, targets, logits, shifts, inverses, dlogits, n):
-        """Return through cross entropy; dlogits may lie where logits do.
+        """Compute the gradient of the logits; dlogits may be the memory of the logits.
 
         Computes: dlogits = dloss (P - one_hot(target)) with P = e^(logits - shift) inverse, for each row
         Source: none
@@ -141,7 +141,7 @@ def losses_of(logits: Any, targets: Any) -> tuple[Any, Any, Any, Any]:
         targets: (rows,) int64 on the device, from 0 to classes - 1, checked by the caller.
 
     Returns:
-        losses (rows,) of the dtype of sums; the logits; and of each row its shift and its inverse.
+        losses (rows,) of the dtype of sums; the logits; and the shift and the inverse of each row.
     """
     rows, n = logits.shape
     found = [empty_device((rows,), acc_dtype(logits.dtype)) for _ in range(3)]
@@ -165,7 +165,7 @@ def logit_gradient(
         logits: The logits that the forward pass returned.
         shifts: The shifts that the forward pass returned.
         inverses: The inverse sums that the forward pass returned.
-        in_place: Write it where the logits are, which nobody needs any more.
+        in_place: Overwrite the logits, which are no longer needed.
     """
     rows, n = logits.shape
     dlogits = logits if in_place else empty_device((rows, n), logits.dtype)

@@ -1,6 +1,6 @@
-"""The fused layers on CUDA that look at single elements: GELU, embedding, dropout, optimisers.
+"""The element-wise fused layers on CUDA: GELU, embedding, dropout, optimisers.
 
-All arrays are contiguous; those of any shape are seen as vectors.
+All arrays are contiguous; arrays of any shape are passed as vectors.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def gelu_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
     read_eight, write_eight = make_read_eight(dtype), make_write_eight(dtype, narrow)
 
     def gelu_backward(dout, x, dx, in_vectors):
-        """Return through GELU.
+        """Compute the gradient of GELU's input.
 
         Computes: dx = dout ∘ gelu'(x)
         Source: as gelu
@@ -141,7 +141,7 @@ def embedding_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
         Source: none
         Grid: ceil(rows · dim / threads)
         Block: any number of threads
-        One thread does: one element of dtable, a row that nobody looked up included
+        One thread does: one element of dtable, including rows without lookups
         Shared: none
         Registers: one sum
         Global traffic: dout read once; dtable written once; the lists of uses read once a row
@@ -166,7 +166,7 @@ def dropout_kernel(dtype: np.dtype[Any]) -> Kernel:
     real, zero = scalar_type(own), own.type(0)
 
     def dropout(x, out, seed, threshold, scale):
-        """Set elements to 0 at random; with the same seed it is also the gradient.
+        """Set elements to 0 at random; with the same seed, the kernel also computes the gradient.
 
         Computes: out[i] = scale x[i] where random word i reaches the threshold, else 0
         Source: Srivastava et al., Dropout (2014); the words: see ``philox``

@@ -1,7 +1,7 @@
 """The gradient of a lookup in a small table: each block adds up a part of the lookups in shared memory.
 
-One thread to each element of the table, as for a large table, would leave the device idle: half of the
-lookups may be of one row, such as padding or a dark pixel.
+One thread per element of the table, as for a large table, would leave the device idle: half of the lookups
+may be for one row, such as padding or a dark pixel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kernels.runtime.targets import IS_SIMULATOR, cuda
 COLUMNS = 2 if IS_SIMULATOR else 32
 #: Bytes of the table in shared memory.
 TABLE_BYTES = 48 if IS_SIMULATOR else 48 << 10
-#: Lookups of a part at least, parts at most, and lookups that are read ahead.
+#: Minimum number of lookups per part, maximum number of parts, and number of lookups read ahead.
 LEAST_LOOKUPS, MOST_PARTS, AHEAD = (3, 4, 2) if IS_SIMULATOR else (256, 256, 8)
 
 
@@ -47,7 +47,7 @@ def embedding_sums_kernel(dtype: np.dtype[Any]) -> Kernel:
     def embedding_sums(dout, ids, partial, rows, chunk):
         """Add up, for each row of the table, the gradients of a part of its lookups, in their order.
 
-        Each thread has a column of its own: no two threads add to one element, and there is no barrier.
+        Each thread has its own column, so that no two threads add to the same element, without a barrier.
 
         Computes: partial[p rows + r] = Σ dout[i] over the i of part p with ids[i] = r
         Source: none
@@ -86,7 +86,7 @@ def embedding_sums_kernel(dtype: np.dtype[Any]) -> Kernel:
 
 
 def add_up(dout: Any, placed: Any, dtable: Any) -> None:
-    """Fill the gradient of a table; the parts depend on the sizes alone, and so does the rounding.
+    """Fill the gradient of a table; the parts, and so the rounding, depend only on the sizes.
 
     Args:
         dout: (count, dim).

@@ -1,10 +1,9 @@
 """Fused layers on CUDA: softmax, layer norm, GELU, cross entropy, embedding, dropout, SGD and Adam.
 
-The functions of ``kernels.cpu.layers.fused`` under the same names, on contiguous device arrays of
-one dtype,
-float32 or float64; those that ``TAKES_HALF`` names take storage of 16 bits as it is.  Nothing comes back to
-the host, nothing waits for the device, and each result is the same bit for bit on every run: no kernel adds
-with atomics.
+The functions have the names of those in ``kernels.cpu.layers.fused``, and take contiguous device arrays of
+one dtype, float32 or float64; those in ``TAKES_HALF`` also take 16-bit arrays.  Nothing is copied to the
+host, nothing waits for the device, and results are bitwise equal on every run, because no kernel uses
+atomics.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.dtypes import acc_dtype
 from kernels.runtime.targets import current_device
 
-#: What reads and writes 16 bits itself, and computes in float32.
+#: Functions that read and write 16-bit arrays directly, and compute in float32.
 TAKES_HALF = frozenset({"layer_norm", "gelu", "cross_entropy", "embedding", "dropout"})
 
 
@@ -79,7 +78,7 @@ def _launch_eights(kernel: Any, *arrays: Any) -> None:
 
 
 def _launch_rows(kernel: Any, block: RowBlock, rows: Any, *args: Any) -> None:
-    """Launch on the rows of ``rows``, which is the first argument too."""
+    """Launch on the rows of ``rows``, which is also the first argument."""
     if math.prod(rows.shape):
         kernel[ceil_div(rows.shape[0], block.rows), (block.threads, block.rows)](rows, *args)
 
@@ -87,7 +86,7 @@ def _launch_rows(kernel: Any, block: RowBlock, rows: Any, *args: Any) -> None:
 def place_ids(ids: Any) -> Any:
     """Return integers as a flat int64 array on the device.
 
-    What is on the device stays there; ids from the host are copied, those that nobody can write to once.
+    Ids on the device stay there.  Ids on the host are copied, read-only ones only once.
     """
     if is_device_array(ids):
         return ids
@@ -164,8 +163,8 @@ def cross_entropy(logits: Any, targets: Any) -> tuple[Any, ...]:
         targets: (rows,) integers from 0 to classes - 1, checked by the caller.
 
     Returns:
-        losses (rows,), float32 for logits of 16 bits, and what the backward pass takes: no probabilities,
-        but the logits and two numbers a row.
+        losses (rows,), float32 for 16-bit logits, and the inputs of the backward pass: the logits and two
+        numbers per row instead of the probabilities.
     """
     return losses_of(logits, place_ids(targets))
 
@@ -220,7 +219,7 @@ def embedding_backward(dout: Any, ids: Any, placed: Any, num_rows: int) -> Any:
 
 
 def _uses(ids: np.ndarray[Any, Any], num_rows: int) -> np.ndarray[Any, Any]:
-    """Return for each row of a table where the list of its uses begins, and then the lists."""
+    """Return the start of the list of uses for each row of a table, followed by the lists."""
     uses = np.zeros(num_rows + 1 + ids.size, np.int64)
     np.cumsum(np.bincount(ids, minlength=num_rows), out=uses[1 : num_rows + 1])
     uses[num_rows + 1 :] = np.argsort(ids, kind="stable")
@@ -241,7 +240,7 @@ def dropout(x: Any, seed: int, rate: float, scale: float) -> Any:
         scale: Factor of the other elements.
 
     Returns:
-        Of x's shape.
+        An array of x's shape.
     """
     out = _empty_like(x)
     flat = [as_bits(_flat(array)) for array in (x, out)]

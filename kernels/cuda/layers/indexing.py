@@ -44,7 +44,7 @@ def _launch(kernel: Kernel, count: int, *args: Any) -> None:
 
 @cache
 def gather_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the gather kernel for one dtype, of 16 bits too: it only moves them."""
+    """Return the gather kernel for one dtype, including 16-bit ones, which it only moves."""
     dtype = form(dtype).stored
 
     def gather(x, index, out, missing):
@@ -132,7 +132,7 @@ def gather(x: Any, index: Any, missing: int = 0) -> Any:
 
 
 def scatter_add(source: Any, index: Any, n: int) -> Any:
-    """Add elements up at the places that an index names.
+    """Add elements up at the places given by an index.
 
     Args:
         source: (outer, m, inner).
@@ -153,7 +153,7 @@ def scatter_add(source: Any, index: Any, n: int) -> Any:
 
 @cache
 def _make_before(dtype: np.dtype[Any]) -> Any:
-    """Return ``before(a, i, b, j, n)``: whether element i of a row, a, comes before element j, b."""
+    """Return ``before(a, i, b, j, n)``: whether element i, of value a, comes before element j, of value b."""
 
     @device_function
     def before(a, i, b, j, n):
@@ -348,7 +348,7 @@ def invert_kernel() -> Kernel:
     """Return the kernel of inverse permutations."""
 
     def invert(order, out):
-        """Tell for each element of a permutation where it stands.
+        """Compute the place of each element of a permutation.
 
         Computes: out[r, order[r, i]] = i
         Source: none

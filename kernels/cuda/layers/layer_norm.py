@@ -25,8 +25,8 @@ from kernels.cuda.runtime.repeated import repeats
 from kernels.runtime.dtypes import acc_dtype
 from kernels.runtime.targets import IS_SIMULATOR
 
-#: Parts that the sums over rows are begun in, at most, and rows of a part, at least.  They keep a large
-#: GPU busy and do not depend on it, so that the sums do not.
+#: Maximum number of parts of the sums over rows, and minimum number of rows per part.  They keep a large
+#: GPU busy, and do not depend on the GPU, so that the sums do not either.
 PARTS, ROWS_OF_PART = (2, 3) if IS_SIMULATOR else (1024, 4)
 
 
@@ -65,8 +65,8 @@ def layer_norm(x: Any, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any, Any
 
     Args:
         x: (…, n), of 16, 32 or 64 bits, contiguous.
-        gamma: (n,), of x's dtype or of that of its sums.
-        beta: (n,), of gamma's; None for an RMS norm, which takes the mean for 0 and has no shift.
+        gamma: (n,), of x's dtype or the dtype of its sums.
+        beta: (n,), of gamma's dtype; None for an RMS norm, which uses a mean of 0 and has no shift.
         eps: Added to the variance.
 
     Returns:
@@ -85,19 +85,19 @@ def residual_layer_norm(
     Args:
         x: (…, n), of 16, 32 or 64 bits, contiguous.
         residual: (…, n), of the dtype of x, contiguous.
-        gamma: (n,), of x's dtype or of that of its sums.
-        beta: (n,), of gamma's; None for an RMS norm.
+        gamma: (n,), of x's dtype or the dtype of its sums.
+        beta: (n,), of gamma's dtype; None for an RMS norm.
         eps: Added to the variance.
         noise: The dropout of x.
 
     Returns:
-        The sum (…, n), and what :func:`layer_norm` makes of it.
+        The sum (…, n), and the results of :func:`layer_norm` for it.
     """
     return _by_noise(_forward, noise)(x, residual, gamma, beta, eps, noise)
 
 
 def _by_noise(function: Any, noise: Noise) -> Any:
-    """Return a function that repeats launches; with dropout, whose seeds differ, its plain form."""
+    """Return a function that repeats launches; with dropout, whose seeds differ, the plain function."""
     return function.__wrapped__ if noise.rate else function
 
 
@@ -105,7 +105,7 @@ def _by_noise(function: Any, noise: Noise) -> Any:
 def _forward(
     x: Any, residual: Any, gamma: Any, beta: Any, eps: float, noise: Noise
 ) -> tuple[Any, Any, Any, Any]:
-    """Return the sum, None without a residual, and what :func:`layer_norm` returns."""
+    """Return the sum (None without a residual), and the results of :func:`layer_norm`."""
     adds, shape, sums = residual is not None, tuple(x.shape), acc_dtype(x.dtype)
     n, height = shape[-1], math.prod(shape[:-1])
     out, hidden = empty_device(shape, x.dtype), empty_device(shape, x.dtype) if adds else None
@@ -150,7 +150,7 @@ def layer_norm_backward(
         gamma: (n,), the weights of the forward pass.
         mean: (rows,), of :func:`layer_norm`.
         rstd: (rows,), of :func:`layer_norm`.
-        centred: False for an RMS norm; the gradient of beta is then without meaning.
+        centred: False for an RMS norm; the gradient of beta is then meaningless.
     """
     found = _backward(dout, None, x, gamma, mean, rstd, Noise(), centred)
     return found.dx, found.dgamma, found.dbeta
@@ -170,7 +170,7 @@ def residual_layer_norm_backward(
         mean: The mean of each row that the forward pass returned.
         rstd: The reciprocal standard deviation of each row that the forward pass returned.
         noise: The dropout of the forward pass.
-        centred: False for an RMS norm; ``dbeta`` is then without meaning.
+        centred: False for an RMS norm; ``dbeta`` is then meaningless.
     """
     return _by_noise(_backward, noise)(dout, dhidden, hidden, gamma, mean, rstd, noise, centred)
 

@@ -30,7 +30,7 @@ class NormForm(NamedTuple):
     """The parameters of the kernels of layer norm.
 
     Attributes:
-        tile: How a row lies in registers.
+        tile: The distribution of a row over registers.
         dtype: Dtype of the rows.
         weights: Dtype of gamma and beta.
         adds: Whether the input is residual + x, which is written too.
@@ -120,7 +120,7 @@ def norm_kernel(own_form: NormForm) -> Kernel:
 
 @cache
 def norm_backward_kernel(own_form: NormForm) -> Kernel:
-    """Return the kernel of the gradients of the rows, which also begins the sums of the others."""
+    """Return the kernel of the gradients of the rows, which also begins the sums for the weights."""
     tile, dtype, weights, adds, drops = own_form
     block, count, sums = tile.block, tile.elements, acc_dtype(dtype)
     real, zero = scalar_type(sums), sums.type(0)
@@ -133,7 +133,7 @@ def norm_backward_kernel(own_form: NormForm) -> Kernel:
         dout, dhidden, hidden, gamma, mean, rstd, dx, dresidual, parts, n, inverse_n, share, seed,
         threshold, scale,
     ):  # fmt: skip
-        """Return through layer norm, and through the sum and the dropout before it.
+        """Compute the gradients through layer norm, and through the sum and the dropout before it.
 
         Computes: dh = r (g - mean(g) - ĥ mean(g ∘ ĥ)) + dhidden with g = γ dout, ĥ = (h - μ) r;
             without mean(g) for an RMS norm, whose share is 0 instead of 1; dresidual = dh,
@@ -201,7 +201,7 @@ def norm_backward_kernel(own_form: NormForm) -> Kernel:
 
 @cache
 def norm_sums_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the kernel that ends the sums of gamma's and beta's gradients, for their dtype."""
+    """Return the kernel that finishes the sums of gamma's and beta's gradients, for their dtype."""
     sums, narrow = acc_dtype(dtype), form(dtype).narrow
     real, zero = scalar_type(sums), sums.type(0)
 

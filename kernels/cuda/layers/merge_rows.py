@@ -1,4 +1,4 @@
-"""Put partial results of attention together: weigh rows by their log-sum-exp, or add them."""
+"""Combine partial results of attention: weigh rows by their log-sum-exp, or add them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def merge_kernel(
     out_dtype: np.dtype[Any],
     is_weighed: bool,
 ) -> Kernel:
-    """Return the kernel for one dtype of the sums so far, of the values, and of the new sums."""
+    """Return the kernel for given dtypes of the sums so far, of the values, and of the new sums."""
     forms = form(before_dtype), form(values_dtype), form(out_dtype)
     widen_before, widen, narrow = forms[0].widen, forms[1].widen, forms[2].narrow
     read_before, read = make_read_eight(before_dtype), make_read_eight(values_dtype)
@@ -55,7 +55,7 @@ def merge_kernel(
     nothing = (zero,) * EIGHT
 
     def merge(before, values, out, lse, added, sizes, steps, is_new, in_vectors):
-        """Merge rows with those that are there.
+        """Merge rows with the rows so far.
 
         Computes: out = w before + (1 - w) values with w = exp(lse) / (exp(lse) + exp(added)), and
             lse = log(exp(lse) + exp(added)); or out = before + values
@@ -140,19 +140,19 @@ def merge_rows(
     lse: Any = None,
     added: Any = None,
 ) -> None:
-    """Write rows of sums: those so far and the values, added, or weighed as attention to two sets of keys.
+    """Add rows to the sums so far, or merge them as attention to two sets of keys.
 
-    Each number is computed in the dtype in which values are summed and rounded once.  Arrays have no gaps.
+    Each number is computed in the dtype in which values are summed, and rounded once.  Arrays have no gaps.
 
     Args:
         out: (…, heads, seq, dim), of which some rows are written.
         values: (…, heads, n, dim).
-        rows: Rows of out.
-        place: Row of the values that belongs to the first of them.
-        before: The sums so far, of the shape of out, which it may be itself; None to write the values.
+        rows: The rows of out that are written.
+        place: The row of the values that belongs to the first of these rows.
+        before: The sums so far, of the shape of out; may be out itself.  None writes the values.
         lse: With weights, the log-sum-exp of the keys so far, (…, heads, seq), row-major and of the dtype
             in which values are summed; in these rows it becomes that of all keys.
-        added: That of the keys of the values, (…, heads, n).
+        added: The log-sum-exp of the keys of the values, (…, heads, n).
 
     Raises:
         ValueError: If an array has gaps, or elements of a row that are not consecutive.

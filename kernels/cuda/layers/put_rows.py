@@ -1,4 +1,4 @@
-"""Write rows at places that are data: a captured step is launched with the same arguments each time."""
+"""Write rows at places read from memory: a captured step repeats launches with the same arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def put_kernel(dtype: np.dtype[Any]) -> Kernel:
     matrix = scalar_type(form(dtype).stored)[:, ::1]
 
     def put(x, index, out):
-        """Copy rows to the places that an index names.
+        """Copy rows to the places given by an index.
 
         Computes: out[index[0, j], i] = x[j, i]
         Source: none
@@ -42,11 +42,11 @@ def put_kernel(dtype: np.dtype[Any]) -> Kernel:
 
 
 def put_rows(x: Any, index: Any, out: Any) -> None:
-    """Copy rows to the places that an index names, in place.
+    """Copy rows to the places given by an index, in place.
 
     Args:
-        x: (m, inner), of one element or more.
-        index: (1, m) int64 below n, no two alike, checked by the caller.
+        x: (m, inner), with at least one element.
+        index: (1, m) int64 below n, all different, checked by the caller.
         out: (n, inner).
     """
     blocks = ceil_div(x.shape[0] * x.shape[1], SIZES.flat_threads)

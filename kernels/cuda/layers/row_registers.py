@@ -1,7 +1,7 @@
 """A row in registers: its distribution among threads, loads, stores and dropout.
 
-What reads a row several times reads memory once.  A row too long for registers lies in the threads' local
-memory, which the cache holds.
+A kernel that reads a row several times thus reads memory once.  A row that is too long for registers is
+kept in the threads' local memory, which is cached.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kernels.cuda.runtime.kernel import WARP, device_function
 from kernels.runtime.dtypes import acc_dtype
 from kernels.runtime.targets import IS_SIMULATOR
 
-#: Pieces of a row that a thread should have before another warp shares the row.
+#: Number of pieces per thread from which a further warp shares a row.
 PIECES = 2
 
 _element_words = PHILOX.element_words
@@ -33,8 +33,8 @@ class RowTile(NamedTuple):
     Attributes:
         block: Threads that share a row, and rows of a block.
         pieces: Pieces per thread.
-        vectors: A piece is eight neighbours, moved by vectors of 128 bits; else it is elements that lie a
-            row of threads apart.
+        vectors: Whether a piece is eight neighbours, moved by 128-bit vectors; else its elements are a row
+            of threads apart.
     """
 
     block: RowBlock
@@ -52,7 +52,7 @@ def row_tile(length: int, vectors: bool) -> RowTile:
 
     Args:
         length: Length of a row.
-        vectors: Rows begin at multiples of 16 bytes and are whole pieces.
+        vectors: Whether rows begin at multiples of 16 bytes and are whole pieces.
     """
     if IS_SIMULATOR:
         block = RowBlock(4, 2)
@@ -70,13 +70,13 @@ class RowAccess(NamedTuple):
     """The functions that :func:`make_row_access` returns; ``own`` is the thread's part of a row.
 
     Attributes:
-        column: ``(k, thread)``: where element k of a thread stands in the row.
-        load: ``(own, array, start, thread, stop)``: the elements of the row that begins at ``start`` of a
-            flat array, as the numbers that are computed with; zeros from column ``stop`` on.
-        store: ``(array, start, own, thread, stop)``: the other way round, each rounded once.
-        round: ``(own)``: what a load would give after a store.
-        drop: ``(own, start, thread, stop, seed, threshold, scale)``: dropout of what has these places in a
-            tensor: 0 where the random word of an element does not reach the threshold, else times scale.
+        column: ``(k, thread)``: the column of element k of a thread.
+        load: ``(own, array, start, thread, stop)``: load the elements of the row at ``start`` of a flat
+            array, in the dtype of computation, with zeros from column ``stop`` on.
+        store: ``(array, start, own, thread, stop)``: store the elements, each rounded once.
+        round: ``(own)``: round the elements as a store and a load would.
+        drop: ``(own, start, thread, stop, seed, threshold, scale)``: apply dropout to the elements at these
+            places of a tensor: 0 if the random word of an element is below the threshold, else times scale.
     """
 
     column: Callable[..., Any]

@@ -39,7 +39,8 @@ def _make_softmax_row(block: RowBlock, dtype: np.dtype[Any]) -> Any:
     def softmax_row(x, out, row, thread, stop, partial):
         """Write softmax(x) to out; return m and l, the sum of e^(x - m).
 
-        A row of minus infinity becomes a row of zeros.  So does one beyond the last, where stop is 0.
+        A row of minus infinity becomes a row of zeros, and so does a row beyond the last, for which stop is
+        0.
         """
         # m = rowmax(S)
         largest = minus_inf
@@ -97,7 +98,7 @@ def softmax_backward_kernel(block: RowBlock, dtype: np.dtype[Any]) -> Kernel:
     zero, (_, row_sum) = dtype.type(0), make_row_folds(block)
 
     def softmax_backward(dout, out, dx):
-        """Return through softmax, from its output.
+        """Compute the gradient of softmax's input from its output.
 
         Computes: dx = out ∘ (dout - rowsum(dout ∘ out))
         Source: FlashAttention, appendix B.2

@@ -1,8 +1,8 @@
-"""Softmax of rows in three steps, naive, safe and online, as kernels that differ in their passes only.
+"""Softmax of rows in three steps, naive, safe and online, as kernels that differ only in their passes.
 
-A row has a block of its own, and is read from global memory once in each pass.  Where all the rows that
-are in work at a time fit into the cache, later passes cost little; where they do not, the time is the
-passes, and the online step takes three quarters of the safe one's.
+Each row has its own block, and each pass reads it from global memory once.  If all rows that are processed
+at a time fit into the cache, later passes cost little.  Otherwise the number of passes determines the time,
+and the online step takes three quarters of the time of the safe one.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from kernels.cuda.runtime.kernel import WARP, Kernel, device_function, scalar_ty
 from kernels.reference.softmax_ladder import check_rows
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 
-#: Threads of a multiprocessor that the kernels leave registers for.
+#: Number of threads per multiprocessor for which the kernels leave registers.
 RESIDENT_THREADS = 1024
 #: Number of bytes that a thread loads at a time.
 AHEAD_BYTES = 64
 
 
 class LadderBlock(NamedTuple):
-    """The shape of a block, which has one row.
+    """The shape of a block, which processes one row.
 
     Attributes:
         threads: Threads that share the row.
-        ahead: Vectors of four elements that a thread asks for before it looks at the first of them: so
-            many bytes are on their way that the memory, and not its latency, sets the time.
+        ahead: Number of vectors of four elements that a thread loads before it uses the first, so that
+            bandwidth, not latency, determines the time.
     """
 
     threads: int
@@ -42,7 +42,7 @@ class LadderBlock(NamedTuple):
 
     @property
     def resident(self) -> int:
-        """Blocks that a multiprocessor shall hold at a time."""
+        """Blocks that should fit on a multiprocessor at a time."""
         return max(1, min(32, RESIDENT_THREADS // self.threads))
 
 
@@ -73,7 +73,7 @@ class _Passes(NamedTuple):
 def _make_passes(block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> _Passes:
     """Return the passes over one row; every thread of the block must call them.
 
-    All take ``(x, row, thread, values, …)`` with ``values`` an array of the thread's own registers.
+    All take ``(x, row, thread, values, …)``, where ``values`` is a local array of the thread.
 
     Args:
         block: Shape of the block.

@@ -1,6 +1,6 @@
 """One launch for a list of tensors: a table of addresses, and the division of work among blocks.
 
-A training step moves hundreds of small tensors; a launch for each takes longer than the work.
+A training step updates hundreds of small tensors, for which separate launches take longer than the work.
 """
 
 # An intrinsic's first argument is the compiler's; callers do not pass it.
@@ -22,18 +22,18 @@ from kernels.cuda.runtime.arrays import device_pointer, to_device
 from kernels.cuda.runtime.kernel import scalar_type
 from kernels.runtime.targets import IS_SIMULATOR, current_device, intrinsic
 
-#: Elements that a block works on, all of one tensor, and its threads.
+#: Number of elements per block, all of one tensor, and number of threads.
 CHUNK, THREADS = (6, 4) if IS_SIMULATOR else (1 << 14, 256)
 #: Numba's type of a table and of the work.
 MATRIX = int64[:, ::1]
 
 
 class Access(NamedTuple):
-    """How a kernel reads and writes elements of one dtype, 16 bits as uint16.
+    """The functions with which a kernel reads and writes elements of one dtype, 16-bit ones as uint16.
 
     Attributes:
         load: ``(address, i)``: element i of the array at an address.
-        store: ``(address, i, value)``.
+        store: ``(address, i, value)``: writes element i of the array at an address.
     """
 
     load: Callable[..., Any]
@@ -82,9 +82,9 @@ class TensorList(NamedTuple):
     """A list of tensors as arguments of a kernel.
 
     Attributes:
-        table: (tensors, columns + 1) int64 on the device: of each tensor the address of its array, or a
-            number, in each column, and last its size.
-        work: (parts, 2) int64 on the device: the row in the table, and the first element.
+        table: (tensors, columns + 1) int64 on the device: for each tensor, the address of an array or a
+            number in each column, and its size in the last.
+        work: (parts, 2) int64 on the device: for each part, the row in the table and the first element.
     """
 
     table: Any
@@ -109,8 +109,8 @@ def tensor_list(columns: Sequence[Sequence[Any]], sizes: Sequence[int]) -> Tenso
     Lists are cached, because a training step allocates the same addresses again.
 
     Args:
-        columns: As many sequences as the kernel knows, of one array, or whole number, for each tensor.
-        sizes: Elements of each tensor, one or more.
+        columns: For each column of the table, a sequence with one array or whole number per tensor.
+        sizes: Number of elements of each tensor, at least 1.
     """
     addresses = tuple(tuple(map(_entry, column)) for column in columns)
     return _tensor_list(addresses, tuple(sizes), current_device())

@@ -40,10 +40,10 @@ def shared_elements(tile: ProductTile) -> int:
 def _make_copy(lines: int, depth: int, threads: int, dtype: np.dtype[Any]) -> tuple[Any, Any, Any]:
     """Return ``share``, ``fetch`` and ``place``, by which a block copies (lines, depth) of an operand.
 
-    The lines of the left operand are its rows, those of the right one its columns.  In shared memory
-    they lie side by side, (depth, lines + VECTOR): what the threads multiply at a time is one row of it.
-    Between ``fetch`` and ``place`` the elements are in registers, so that global memory is read while
-    the previous tile is multiplied.
+    The lines of the left operand are its rows, and those of the right operand its columns.  In shared
+    memory they are stored side by side, (depth, lines + VECTOR), so that the threads multiply one row of it
+    at a time. Between ``fetch`` and ``place`` the elements are in registers, so that global memory is read
+    while the previous tile is multiplied.
     """
     # The zero is made here: zeros of float32 and float64 are equal, and a cache would take one for both.
     zero, stride, loads = dtype.type(0), lines + VECTOR, lines * depth // threads
@@ -51,10 +51,10 @@ def _make_copy(lines: int, depth: int, threads: int, dtype: np.dtype[Any]) -> tu
 
     @device_function
     def share(thread, along, line_step, depth_step):
-        """Return the thread's first line and depth, and the distances of its elements.
+        """Return the first line and depth of a thread, and the distances of its elements.
 
-        Neighbouring threads walk along the dimension in which neighbours lie side by side: along the
-        depth, and then a thread's elements lie along the lines, or the other way round.
+        Neighbouring threads read along the contiguous dimension of the operand, and the elements of a
+        thread are along the other dimension.
 
         Returns:
             First line; first depth; from one element to the next: positions in that dimension, in the
@@ -72,7 +72,7 @@ def _make_copy(lines: int, depth: int, threads: int, dtype: np.dtype[Any]) -> tu
 
     @device_function
     def fetch(source, position, jump, apart, room, values):
-        """Read the thread's elements into registers, zeros for those from ``room`` on."""
+        """Read the thread's elements into registers, with zeros from ``room`` on."""
         for n in range(loads):
             value = zero
             if n * apart < room:
@@ -81,7 +81,7 @@ def _make_copy(lines: int, depth: int, threads: int, dtype: np.dtype[Any]) -> tu
 
     @device_function
     def place(values, shared, position, jump):
-        """Write them to shared memory."""
+        """Write the elements to shared memory."""
         for n in range(loads):
             shared[uint64(position + n * jump)] = values[n]
 
@@ -90,11 +90,11 @@ def _make_copy(lines: int, depth: int, threads: int, dtype: np.dtype[Any]) -> tu
 
 @cache
 def _make_multiply(tile: ProductTile) -> Callable[..., None]:
-    """Return ``multiply(tx, ty, acc, left, right, shared, a, b)``: acc += A·B, two tiles in shared memory.
+    """Return ``multiply(tx, ty, acc, left, right, shared, a, b)``: acc += A·B for two shared tiles.
 
-    ``acc`` is the thread's (own_rows, own_cols) registers, ``left`` and ``right`` a column and a row of
-    scratch.  A thread owns groups of four neighbouring rows and columns: eight numbers from four loads
-    make 64 multiply-adds.
+    ``acc`` is the thread's (own_rows, own_cols) registers, ``left`` and ``right`` are scratch for a
+    column and a row.  A thread owns groups of four neighbouring rows and columns, so that four loads
+    suffice for 64 multiply-adds.
     """
     block_rows, block_cols, depth, own_rows, own_cols, _ = tile
     a_stride, b_stride = block_rows + VECTOR, block_cols + VECTOR
@@ -138,9 +138,9 @@ def product_kernel(tile: ProductTile, dtype: np.dtype[Any], is_guarded: bool = F
     """Return the batched matrix product for one tile and dtype.
 
     Args:
-        tile: What a block computes at a time.
+        tile: Tile of a block.
         dtype: Dtype of operands and result.
-        is_guarded: It does nothing unless a number on the device is the ticket.
+        is_guarded: Whether the kernel does nothing unless a number on the device equals the ticket.
     """
     real, zero = scalar_type(dtype), dtype.type(0)
     block_rows, block_cols, depth, own_rows, own_cols, _ = tile
@@ -273,7 +273,7 @@ def _is_contiguous(shape: Ints, steps: Ints) -> bool:
 def bind(
     dtype: np.dtype[Any], out_steps: Ints, a_steps: Ints, b_steps: Ints, shape: Ints
 ) -> Callable[[Any, Any, Any], None]:
-    """Return the function of (out, a, b) that :func:`multiply` is for operands laid out like these."""
+    """Return a function (out, a, b) that multiplies operands with these layouts; see :func:`multiply`."""
     batch, heads, rows, cols, depth = shape
     tile = pick_tile(batch * heads, rows, cols, depth, dtype.itemsize)
     blocks = _blocks(batch * heads, rows, cols, tile)
@@ -287,7 +287,7 @@ def bind(
 
 
 def _parts(blocks: int, depth: int) -> int:
-    """Return the number of blocks among which a sum is divided."""
+    """Return the number of blocks that share a sum."""
     return min(2 * SIZES.product_blocks // blocks, depth // SIZES.product_depth)
 
 
@@ -298,20 +298,20 @@ def multiply(
 ) -> None:  # fmt: skip
     """Fill out with factor · a @ b for each batch and head.
 
-    Where the output is too small to keep the device busy, as a gradient of weights is, the sum is
-    divided among blocks, and the parts are added in a fixed order.
+    If the output is too small to keep the device busy, as for gradients of weights, the sum is divided
+    among blocks, and the parts are added in a fixed order.
 
     Args:
-        out: Flat, on the device; float32 or float64, and a and b the same.
-        out_steps: How far apart neighbours in batch, heads, rows and columns lie, in elements.
-        a: Flat.
-        a_steps: In batch, heads, rows and depth; 0 repeats.
-        b: Flat.
-        b_steps: In batch, heads, depth and columns.
+        out: The result, flat, on the device, float32 or float64 like a and b.
+        out_steps: Strides of out in batch, heads, rows and columns, in elements.
+        a: Left operand, flat.
+        a_steps: Strides of a in batch, heads, rows and depth; 0 repeats.
+        b: Right operand, flat.
+        b_steps: Strides of b in batch, heads, depth and columns.
         shape: (batch, heads, rows, cols, depth).
-        factor: A number.
-        tile: For the whole output; picked by its size when None.
-        only_if: One integer on the device, and what it must be, or nothing is written.
+        factor: Factor of the product.
+        tile: Tile for the whole output; picked by its size when None.
+        only_if: One integer on the device and its required value; for any other value, nothing is written.
     """
     batch, heads, rows, cols, depth = shape
     if 0 in shape[:4]:

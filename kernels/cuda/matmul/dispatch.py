@@ -35,20 +35,20 @@ from kernels.runtime.dtypes import FLOAT32, NAMES, is_half
 from kernels.runtime.targets import compute_capability
 
 # Measured on an H200; see docs/notes-cuda.md.
-#: Planes → layouts for Hopper, with what a step of the depth and what a tile costs beside its steps.  The
-#: unit is a step of the largest tile, 0.8 microseconds.
+#: Planes → layouts for Hopper, each with the cost of a step of the depth and the constant cost of a tile,
+#: in units of a step of the largest tile, 0.8 microseconds.
 _HOPPER = {
     1: ((ProductLayout(2, 256, 4, 2), 1.0, 8.0), (ProductLayout(2, 128, 5, 2), 0.56, 5.0)),
     3: ((ProductLayout(2, 128, 2, 1), 3.3, 5.0),),
 }
-#: The same for warps.
+#: The layouts for warps with their costs.
 _WARPS = ((WarpLayout(128, 128, 2, 2, 3, 2), 2.2, 8.0),)
-#: Elements of a partial sum that are written and read again in the time of a step.
+#: Number of elements of a partial sum that are written and read again in the time of a step.
 _SUMMED = 280_000
-#: What another kernel costs that adds up the parts, in steps.
+#: Cost of the additional kernel that adds up the parts, in steps.
 _SUM_STEPS = 10.0
 _MOST_PARTS = 128
-#: Multiply-adds, and rows, columns and depth, from which on numbers are split, not left to CUDA cores.
+#: Multiply-adds, and rows, columns and depth, from which numbers are split instead of using CUDA cores.
 _SPLIT_WORK, _SPLIT_SIDE = 1 << 29, 128
 #: Depth of a tile of split numbers.
 _SPLIT_DEPTH = Form("bfloat16", "float32").depth
@@ -61,7 +61,7 @@ class Epilogue(NamedTuple):
     Attributes:
         bias: (cols,), of the result's dtype, or None.
         has_gelu: Apply GELU in its tanh form.
-        before_gelu: Laid out as the result; what GELU is applied to is written here, or None.
+        before_gelu: An array with the layout of the result, to which the input of GELU is written, or None.
     """
 
     bias: Any = None
@@ -77,12 +77,12 @@ def kind_of(dtype: np.dtype[Any], precision: str, shape: Ints) -> str | None:
 
     Args:
         dtype: Dtype of the operands and of the result.
-        precision: What numbers of float32 may be rounded to; "float32" for nothing.
+        precision: The format to which float32 numbers may be rounded; "float32" for none.
         shape: (batch, heads, rows, cols, depth).
 
     Returns:
-        "float16", "bfloat16", "tf32", or "split": three of bfloat16 for each number, which is as exact as
-        float32 and worth its copies for large products only.
+        "float16", "bfloat16", "tf32", or "split": three bfloat16 per number, which is as accurate as
+        float32 and pays for its copies only in large products.
     """
     if is_half(dtype):
         kind, least = NAMES[dtype], (8, 0)
@@ -112,17 +112,17 @@ def multiply(
     Sums are float32; each element of the result is rounded once.
 
     Args:
-        out: Flat, on the device; of 16 bits, or float32, and a and b the same.
-        out_steps: How far apart neighbours in batch, heads, rows and columns lie, in elements; a result's
-            own columns lie side by side.
-        a: Flat.
-        a_steps: In batch, heads, rows and depth; 0 repeats.
-        b: Flat.
-        b_steps: In batch, heads, depth and columns.
+        out: The result, flat, on the device, a 16-bit dtype or float32 like a and b.
+        out_steps: Strides of out in batch, heads, rows and columns, in elements; its columns are
+            contiguous.
+        a: Left operand, flat.
+        a_steps: Strides of a in batch, heads, rows and depth; 0 repeats.
+        b: Right operand, flat.
+        b_steps: Strides of b in batch, heads, depth and columns.
         shape: (batch, heads, rows, cols, depth), the depth not 0.
         kind: A result of :func:`kind_of`.
-        epilogue: What is done before a number is stored; columns then are a multiple of eight, and the
-            kind is not "split".
+        epilogue: The operations before a number is stored; with any of them, the number of columns must be
+            a multiple of eight, and the kind must not be "split".
     """
     _multiply(out, out_steps, a, a_steps, b, b_steps, shape, kind, *epilogue)
 
@@ -213,16 +213,16 @@ def _is_stored_in_pieces(out: Any, steps: Ints, shape: Ints) -> bool:
 def _layout(
     matrices: int, rows: int, cols: int, steps: int, is_hopper: bool, planes: int, is_whole: bool
 ) -> tuple[ProductLayout | WarpLayout, int]:
-    """Return the layout, and the number of parts of the depth that keeps the device busy.
+    """Return the layout and the number of parts of the depth that keep the device busy.
 
     Args:
         matrices: Matrices of the result.
-        rows: Rows of each.
+        rows: Rows of each matrix.
         cols: Columns of each matrix.
         steps: Tiles of the depth.
-        is_hopper: Warpgroups can multiply.
+        is_hopper: Whether warpgroups can multiply.
         planes: Planes per number, see ``Form``.
-        is_whole: Sums must not be divided.
+        is_whole: Whether sums must not be divided.
     """
     layouts = _HOPPER[planes] if is_hopper else _WARPS
     most = 1 if is_whole else min(_MOST_PARTS, steps)

@@ -1,7 +1,7 @@
 """The epilogue of Hopper's product, on a tile in registers: bias, GELU, rounding, storing.
 
-The accumulators of a warpgroup are 64 rows, 16 of each warp: ``acc[t, e]`` of a lane is of row lane / 4, or
-eight below where e > 1, and of column 8 t + 2 (lane % 4) + e % 2.
+The accumulators of a warpgroup are 64 rows, 16 for each warp.  ``acc[t, e]`` of a lane is in row lane / 4,
+or eight rows below if e > 1, and in column 8 t + 2 (lane % 4) + e % 2.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COLS = 8
 square_place = DEVICE.square_place
 #: Waits until the stores of this thread have read shared memory.
 wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
-#: The named barrier of the first consumer's threads; those of the others follow.
+#: Number of the named barrier of the first consumer's threads; those of the others follow.
 OWN = 1
 
 
@@ -61,7 +61,7 @@ def make_activation(count: int) -> Callable[..., None]:
 def make_epilogue(layout: ProductLayout, form: Form) -> tuple[Any, Any]:
     """Return ``add_bias(acc, bias, first_col, cols)`` and ``activate(acc)``.
 
-    Of a result of 16 bits the bias is too; else it is float32.
+    For a 16-bit result the bias has the same dtype; otherwise it is float32.
     """
     count, is_half = layout.cols // COLS, form.out != "float32"
     unpack: Any = UNPACK.get(form.out)
@@ -93,8 +93,8 @@ def make_epilogue(layout: ProductLayout, form: Form) -> tuple[Any, Any]:
 def make_write_tile(layout: ProductLayout, form: Form) -> Any:
     """Return ``write_tile(acc, tensor, tile, row, col, h, b, me, warp, lane)``, or None for float32.
 
-    It rounds the warpgroup's 64 rows, by way of the shared memory at ``tile``, and has the copy engine
-    write them; that goes on while the next tile is computed.
+    It rounds the warpgroup's 64 rows into the shared memory at ``tile``, and the copy engine writes them
+    while the next tile is computed.
     """
     if form.out == "float32":
         return None
@@ -136,8 +136,8 @@ def make_write_tile(layout: ProductLayout, form: Form) -> Any:
 def make_write_floats(layout: ProductLayout) -> Callable[..., None]:
     """Return ``write_floats(acc, out, steps, row, col, h, b, part, rows, cols, warp, lane)``.
 
-    Each lane writes its own pairs of columns, four lanes 32 bytes of a row; ``steps`` are from batch to
-    batch, head to head, part to part and row to row, and whether all of them and ``cols`` are even.
+    Each lane writes its own pairs of columns, so that four lanes write 32 bytes of a row.  ``steps`` are
+    the strides of batches, heads, parts and rows, and whether all of them and ``cols`` are even.
     """
     count = layout.cols // COLS
 

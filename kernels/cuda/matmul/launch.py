@@ -15,7 +15,7 @@ from kernels.cuda.ptx.wgmma import ROWS
 
 #: Approximate number of rows of the result in a band; see ``Order``.
 BAND_ROWS = 2048
-#: Rows and columns of a result that are stored at a time.
+#: Number of rows and columns of a result that are stored at a time.
 _OUT_BOX = (ROWS, PANEL)
 
 
@@ -23,11 +23,11 @@ class Target(NamedTuple):
     """The destination of results: matrices in memory, with bias and the input of GELU.
 
     Attributes:
-        array: Flat, on the device.
-        steps: In batch, heads, rows and columns, in elements; the last is 1.
+        array: The result, flat, on the device.
+        steps: Strides in batch, heads, rows and columns, in elements; the last is 1.
         bias: One number for each column, or 0.
-        before_gelu: Laid out as ``array``: what GELU is applied to, or 0.
-        parts: Number of parts of the depth, whose sums are consecutive, in the place of a head's matrix.
+        before_gelu: An array with the layout of ``array`` for the input of GELU, or 0.
+        parts: Number of parts of the depth, whose sums are consecutive in place of a head's matrix.
     """
 
     array: Any
@@ -41,10 +41,10 @@ def _map_of(array: Any, shape: Ints, steps: Ints, box: Ints, dtype: str) -> Any:
     """Return the tensor map of an array.
 
     Args:
-        array: Flat, on the device.
+        array: The array, flat, on the device.
         shape: (batch, heads, lines, elements of a line).
-        steps: In elements; the last is 1.
-        box: Lines and elements that a copy brings.
+        steps: Strides in elements; the last is 1.
+        box: Lines and elements per copy.
         dtype: Dtype of the map.
     """
     sizes, strides = _as_engine_takes(shape, steps, array.dtype.itemsize)
@@ -53,7 +53,7 @@ def _map_of(array: Any, shape: Ints, steps: Ints, box: Ints, dtype: str) -> Any:
 
 @lru_cache(maxsize=4096)
 def _as_engine_takes(shape: Ints, steps: Ints, size: int) -> tuple[Ints, Ints]:
-    """Return sizes, and strides in bytes: of matrices that repeat there is one."""
+    """Return sizes, and strides in bytes; a dimension of matrices that repeat has size 1."""
     lead = [1 if step == 0 else n for n, step in zip(shape[:2], steps, strict=False)]
     sizes = (*lead, *shape[2:])
     # A stride that is never taken must be one that the engine accepts.
@@ -65,7 +65,7 @@ class _Plan(NamedTuple):
     """The arguments of a launch that depend only on shapes.
 
     Attributes:
-        sizes: rows, cols, steps of the depth, those of a part, parts, heads.
+        sizes: rows, cols, steps of the depth, steps per part, parts, heads.
         order: Order of the tiles.
         steps: Strides of a result of float32; see ``matmul.epilogue``.
     """
@@ -84,12 +84,12 @@ def _plan(
 
     Args:
         shape: Shape of the left operand: (batch, heads, rows, depth).
-        cols: Columns of the right one.
+        cols: Columns of the right operand.
         depth: Depth of a tile.
         layout: Layout of the block.
         steps: Strides of the result.
         parts: Number of parts of the depth.
-        band: Tiles of rows of a band; by BAND_ROWS when None.
+        band: Tiles of rows per band; determined by BAND_ROWS when None.
     """
     batch, heads, rows, whole_depth = shape
     row_tiles, matrices = ceil_div(rows, layout.rows), batch * heads * parts
@@ -110,13 +110,13 @@ def multiply_on_hopper(
     """Launch the kernel of ``matmul.wgmma``.
 
     Args:
-        a: (batch, heads, rows, depth); of ``planes`` the depth is that of one.
+        a: (batch, heads, rows, depth); with planes, depth is that of one plane.
         b: (batch, heads, cols, depth).
-        target: Written.
+        target: The destination.
         form: Form of the kernel.
         layout: Layout of the block.
-        plane: Elements from plane to plane.
-        band: Tiles of rows of a band; by BAND_ROWS when None.
+        plane: Distance of consecutive planes, in elements.
+        band: Tiles of rows per band; determined by BAND_ROWS when None.
     """
     kind = "float32" if form.dtype == "tf32" else form.dtype
     (batch, heads, rows, _), cols, depth = a.shape, b.shape[2], form.depth

@@ -12,10 +12,10 @@ from kernels.cuda.device.warpgroups import LINE, PANEL, WarpRoles
 from kernels.cuda.ptx.wgmma import KINDS, ROWS
 from kernels.cuda.runtime.kernel import device_function
 
-#: Products a step of the depth, a line of 128 bytes: each instruction takes 32 bytes of it.
+#: Number of products per step of the depth, a line of 128 bytes, of which an instruction reads 32.
 STEPS = 4
-#: Which planes of a and of b are multiplied, the smallest products first.  Of a number that is the sum of
-#: three of bfloat16 these six products leave out what is 2**-24 of the largest and less.
+#: The pairs of planes of a and b that are multiplied, the smallest products first.  If a number is the sum
+#: of three bfloat16, these six products omit terms of at most 2**-24 of the largest.
 TERMS = {1: ((0, 0),), 3: ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))}
 
 
@@ -24,13 +24,13 @@ class Form(NamedTuple):
 
     Attributes:
         dtype: Dtype of the products: "float16", "bfloat16" or "tf32".
-        out: Format of the result: the same, or "float32".
-        a_turned: Neighbours of a lie side by side along its rows, not along the depth.
-        b_turned: Those of b do along its columns.
-        planes: Numbers that a number is the sum of, 1 or 3; planes lie one after the other in the depth.
-        has_bias: One number for each column is added.
-        has_gelu: GELU is applied then.
-        keeps_input: What it is applied to is written too, for the backward pass.
+        out: Dtype of the result: that of the products, or "float32".
+        a_turned: Whether a is contiguous along its rows, not along the depth.
+        b_turned: Whether b is contiguous along its columns, not along the depth.
+        planes: Number of terms of a number, 1 or 3; planes are consecutive along the depth.
+        has_bias: Whether one number per column is added.
+        has_gelu: Whether GELU is applied after that.
+        keeps_input: Whether the input of GELU is written too, for the backward pass.
     """
 
     dtype: str
@@ -53,10 +53,10 @@ class ProductLayout(WarpRoles):
     """The warpgroups that share a tile of the result, and the number of operand tiles in flight.
 
     Attributes:
-        consumers: Warpgroups that multiply, each 64 rows; a further one copies.
+        consumers: Warpgroups that multiply 64 rows each; a further warpgroup copies.
         cols: Columns of a tile, a multiple of 64, 256 at most.
         stages: Tiles of each operand that shared memory holds at a time.
-        panels: Panels of 64 columns that a consumer rounds and stores at a time; of a result of 16 bits.
+        panels: Panels of 64 columns that a consumer rounds and stores at a time, for a 16-bit result.
     """
 
     consumers: int
@@ -82,8 +82,8 @@ class WarpLayout:
     Attributes:
         rows: Rows of a tile: ``row_warps`` times a multiple of 16.
         cols: Columns of a tile: ``col_warps`` times a multiple of 16.
-        row_warps: Warps one below the other.
-        col_warps: Warps side by side.
+        row_warps: Number of warps along the rows.
+        col_warps: Number of warps along the columns.
         stages: Tiles of each operand that shared memory holds at a time.
         resident: Blocks per multiprocessor, which bounds the registers of a thread.
     """
@@ -143,7 +143,7 @@ class Order(NamedTuple):
 
 @device_function
 def place_of(item, order):
-    """Return the tile of rows, the tile of columns, and the matrix, of an item."""
+    """Return the row tile, the column tile, and the matrix of an item."""
     # Unsigned, for a division of 64 bits takes several times as long as one of 32.
     tiles, columns = uint32(order.row_tiles * order.col_tiles), uint32(order.band * order.col_tiles)
     matrix, rest = uint32(item) // tiles, uint32(item) % tiles

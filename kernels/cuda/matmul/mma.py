@@ -1,8 +1,9 @@
-"""The matrix product on tensor cores of a warp: asynchronous copies, fragments, ``mma.sync``; cc 8.0.
+"""The matrix product on tensor cores by warps: asynchronous copies, fragments, ``mma.sync``; cc 8.0.
 
-What the CUDA-core product leaves on the table: one instruction of a warp is 1024 or 2048 multiply-adds
-here, 32 there; and what a warp multiplies it reads from shared memory once for 64 rows or columns, not for
-eight.  Measured at 8192³ in bfloat16 on an H200: 359 TFLOP/s, where that one does 35 in float32.
+What the CUDA-core product leaves on the table: an instruction of a warp is 32 multiply-adds there, and
+1,024 or 2,048 here; and a warp reads an operand from shared memory once for 64 rows or columns here, not
+for eight. Measured at 8192³ in bfloat16 on an H200: 359 TFLOP/s; the CUDA-core product reaches 35 in
+float32.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ from kernels.runtime.targets import cuda
 square_place, turned_place = DEVICE.square_place, DEVICE.turned_place
 #: Rows of a tile of A, columns of a tile of accumulators, lanes of a warp.
 ROWS, COLS, WARP = 16, 8, 32
-#: rows, cols, depth, steps of a part, parts, heads.
+#: rows, cols, depth, steps per part, parts, heads.
 SHAPE = types.UniTuple(int32, 6)
 STEP_TYPE = types.UniTuple(int64, 3)
 
 
 @cache
 def make_copy_lines(threads: int, lines: int, width: int) -> Callable[..., None]:
-    """Return ``copy(thread, address, line_bytes, lines_left, bytes_left, target)``, for a tile.
+    """Return ``copy(thread, address, line_bytes, lines_left, bytes_left, target)``, which copies a tile.
 
-    It goes to shared memory, asynchronously; what is beyond ``lines_left`` lines or ``bytes_left`` bytes
-    of a line is zeros, and not read.
+    The copy to shared memory is asynchronous.  Lines beyond ``lines_left`` and bytes beyond ``bytes_left``
+    of a line are zeros, and not read.
 
     Args:
-        threads: Who copy, a multiple of width / 16.
+        threads: Number of threads that copy, a multiple of width / 16.
         lines: Lines of the tile.
         width: Bytes of a line, a multiple of 16.
     """
@@ -73,15 +74,15 @@ def make_copy_lines(threads: int, lines: int, width: int) -> Callable[..., None]
 
 @cache
 def make_load(rows: int, width: int, is_left: bool, is_turned: bool) -> Callable[..., None]:
-    """Return ``load(fragments, tile, lane, first, step)``: a warp's share of an operand to registers.
+    """Return ``load(fragments, tile, lane, first, step)``: load a warp's share of an operand to registers.
 
     ``fragments`` is (rows / 16, 4), tiles of the left operand, or (columns / 8, 2), tiles of the right one.
 
     Args:
         rows: Rows of the left operand, or columns of the right one.
         width: Bytes of a line of the tile.
-        is_left: Which one it is.
-        is_turned: Lines run across the depth.
+        is_left: Whether it is the left operand.
+        is_turned: Whether lines run across the depth.
     """
     place = make_tile_place(device_function, width)
     count, apart = rows // ROWS, 1 if is_left else 2
@@ -111,7 +112,7 @@ def product_kernel(layout: WarpLayout, form: Form) -> Kernel:
 
     Args:
         layout: Layout of the block.
-        form: What is multiplied, of one plane, and what is done with the result.
+        form: Dtypes and epilogue of the product; one plane.
     """
     threads, stages, depth = layout.threads, layout.stages, form.depth
     block_rows, block_cols = layout.rows, layout.cols
@@ -285,8 +286,8 @@ def product_kernel(layout: WarpLayout, form: Form) -> Kernel:
 def _make_write(layout: WarpLayout, form: Form) -> Any:
     """Return ``write(acc, out, steps, tile, row, own_row, col, h, b, part, rows, cols, warp, lane)``.
 
-    It writes a warp's own rows and columns; of 16 bits by way of its own part of shared memory, so that
-    lanes write whole pieces of rows.
+    It writes a warp's rows and columns.  16-bit results pass through the warp's part of shared memory, so
+    that lanes write whole pieces of rows.
     """
     own_rows, own_cols = layout.rows // layout.row_warps, layout.cols // layout.col_warps
     row_tiles, col_tiles = own_rows // ROWS, own_cols // COLS

@@ -24,9 +24,9 @@ from kernels.runtime.targets import cuda
 
 Ints = tuple[int, ...]
 
-#: A block copies a square of this side, and has so many rows of threads.
+#: Side of the square that a block copies, and its number of rows of threads.
 SIDE, ROWS_OF_THREADS = 64, 4
-#: What a kernel of products calls its numbers → the dtype of their storage.
+#: Name of a format in the kernels → dtype of its storage.
 STORED = {"float16": FLOAT16, "bfloat16": BFLOAT16, "tf32": FLOAT32}
 
 
@@ -34,9 +34,9 @@ class Operand(NamedTuple):
     """A stack of matrices in memory, each of lines by depth: the rows of a, or the columns of b.
 
     Attributes:
-        array: Flat, on the device.
+        array: The array, flat, on the device.
         shape: (batch, heads, lines, depth).
-        steps: In elements; 0 repeats.
+        steps: Strides in elements; 0 repeats.
     """
 
     array: Any
@@ -45,19 +45,19 @@ class Operand(NamedTuple):
 
     @property
     def is_turned(self) -> bool:
-        """Whether the contiguous dimension is not the depth."""
+        """Tell whether the contiguous dimension is not the depth."""
         return _stored(self.shape, self.steps)[0]
 
     @property
     def stored(self) -> tuple[Ints, Ints]:
         """Shape and steps, with the contiguous dimension last.
 
-        What there is one of has a step of 0, whatever it was.
+        A dimension of size 1 has a step of 0.
         """
         return _stored(self.shape, self.steps)[1:]
 
     def lies_well(self, kind: str) -> bool:
-        """Tell whether kernels can read it in place: contiguous pieces of 16 bytes, in its dtype.
+        """Tell whether kernels can read it in place: its dtype fits, and pieces of 16 bytes are contiguous.
 
         Args:
             kind: "float16", "bfloat16" or "tf32", which cannot be read across the depth.
@@ -72,7 +72,7 @@ class Operand(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _stored(shape: Ints, steps: Ints) -> tuple[bool, Ints, Ints]:
-    """Return whether an operand is turned, and shape and steps as it is stored."""
+    """Return whether an operand is turned, and its shape and steps in storage order."""
     (_, _, lines, depth), (_, _, line_step, depth_step) = shape, steps
     is_turned = line_step == 1 and lines > 1 and (depth_step != 1 or depth == 1)
     if is_turned:
@@ -93,14 +93,14 @@ def _lies_in_pieces(shape: Ints, steps: Ints, size: int, can_be_turned: bool) ->
 
 
 def turned(ints: Ints) -> Ints:
-    """Return lines and depth in each other's place."""
+    """Return the numbers with lines and depth exchanged."""
     return (*ints[:2], ints[3], ints[2])
 
 
 def _make_store(kind: str, source: Any) -> Callable[..., None]:
     """Return ``store(out, at, apart, x, flag, ticket)``, which writes the representation of a number.
 
-    Where that is three planes, a number that is not finite sets the flag to the ticket.
+    If it is three planes, a number that is not finite sets the flag to the ticket.
     """
     if source is not float32:  # 16 bits are only moved
 
@@ -149,7 +149,7 @@ def copy_kernel(kind: str, source: np.dtype[Any]) -> Kernel:
 
     Args:
         kind: "float16", "bfloat16", "tf32", or "split": three planes of bfloat16.
-        source: uint16, whose numbers are moved as they are, or float32.
+        source: uint16, whose numbers are copied unchanged, or float32.
     """
     read = uint16 if source == BITS else float32
     written = float32 if kind == "tf32" else uint16
@@ -223,15 +223,15 @@ def copy(
     """Launch :func:`copy_kernel`.
 
     Args:
-        source: Flat, on the device: of 16 bits, or float32.
-        steps: In batch, heads, rows and columns.
+        source: Flat, on the device, a 16-bit dtype or float32.
+        steps: Strides in batch, heads, rows and columns.
         shape: (batch, heads, rows, columns).
-        kind: What is written.
-        out: Flat.
-        out_steps: In batch, heads and rows.
-        filled: Rows and columns that are written; more than there are become zeros.
-        apart: Elements from plane to plane.
-        ticket: What :func:`flag` becomes where a number that is split is not finite.
+        kind: Format of the result.
+        out: The result, flat.
+        out_steps: Strides of out in batch, heads and rows.
+        filled: Number of rows and columns to write; those beyond the source are zeros.
+        apart: Distance of consecutive planes, in elements.
+        ticket: Value to which :func:`flag` is set if a split number is not finite.
     """
     batch, heads, rows, cols = shape
     blocks = batch * heads * host_ceil_div(filled[0], SIDE) * host_ceil_div(filled[1], SIDE)
@@ -268,11 +268,12 @@ def split(operand: Operand, tile: int, ticket: int) -> tuple[Operand, int]:
 
     Args:
         operand: A float32 operand.
-        tile: Depth of a tile, to a multiple of which each plane is filled up with zeros.
-        ticket: What :func:`flag` becomes if a number is not finite.
+        tile: Depth of a tile; each plane is padded with zeros to a multiple of it.
+        ticket: Value to which :func:`flag` is set if a number is not finite.
 
     Returns:
-        The planes, of which ``shape`` tells the first; the depth from one to the next.
+        The planes, where ``shape`` is that of the first, and the distance of consecutive planes along the
+        depth.
     """
     return _copied(operand, "split", tile, ticket)
 

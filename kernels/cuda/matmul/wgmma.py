@@ -1,10 +1,10 @@
 """The matrix product on Hopper: copies and products at the same time, tile after tile.
 
 What ``mma.sync`` leaves on the table: its fragments go through registers, and it reaches little more than
-half of what Hopper's tensor cores can.  Here one warpgroup, the producer, does nothing but issue copies;
-the others multiply tiles out of shared memory by ``wgmma``, 64 rows each, and wait for the products before,
-never for the last ones.  Measured at 8192³ in bfloat16 on an H200: 359 TFLOP/s by ``mma.sync``, 702 to 797
-here, 0.96 to 1.00 of cuBLAS.
+half the speed of Hopper's tensor cores.  Here one warpgroup, the producer, only issues copies.  The others
+multiply tiles from shared memory by ``wgmma``, 64 rows each, and wait only for the products of the previous
+step, not for the latest.  Measured at 8192³ in bfloat16 on an H200: 359 TFLOP/s by ``mma.sync``, 702 to 797
+here, 0.96 to 1.00 of the speed of cuBLAS.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ from kernels.cuda.ptx.wgmma import (
 from kernels.cuda.runtime.kernel import Kernel, device_function
 from kernels.runtime.targets import cuda
 
-#: rows, cols, steps of the depth, those of a part, parts; heads, and by what a head's and a batch's number
-#: is multiplied to find it in a and in b: 0 where it repeats; elements from plane to plane.
+#: rows, cols, steps of the depth, steps per part, parts; heads; the factors (0 if it repeats, else 1) of
+#: the head and batch indices in a and in b; distance of consecutive planes.
 SHAPE = types.UniTuple(int32, 11)
 MAPS = types.Array(uint8, 1, "C")
 
@@ -127,7 +127,7 @@ def _make_find(layout: ProductLayout) -> Callable[..., Item]:
 def _make_produce(
     layout: ProductLayout, form: Form, operands: Pipeline, b_offset: int
 ) -> Callable[..., None]:
-    """Return ``produce(memory, a_map, b_map, shape, order)``, by which one thread copies operands."""
+    """Return ``produce(memory, a_map, b_map, shape, order)``, with which one thread copies operands."""
     planes, depth, a_size, b_size = form.planes, form.depth, layout.a_bytes, layout.b_bytes
     stage_bytes, find = planes * (a_size + b_size), _make_find(layout)
     load_a = _make_load(layout.rows, depth, form.a_turned)
@@ -158,7 +158,7 @@ def _make_produce(
 
 @cache
 def _make_write(layout: ProductLayout, form: Form) -> Callable[..., None]:
-    """Return the function that writes a warpgroup's tile to a result of 16 bits, or of float32."""
+    """Return the function that writes a warpgroup's tile to a 16-bit or float32 result."""
     write_tile, write_floats = make_write_tile(layout, form), make_write_floats(layout)
 
     @device_function
@@ -179,7 +179,7 @@ def _make_write(layout: ProductLayout, form: Form) -> Callable[..., None]:
 def _make_consume(
     layout: ProductLayout, form: Form, operands: Pipeline, b_offset: int, out_offset: int
 ) -> Callable[..., None]:
-    """Return ``consume(me, memory, out, before_gelu, bias, out_steps, shape, order)``, of the consumers.
+    """Return ``consume(me, memory, out, before_gelu, bias, out_steps, shape, order)`` for the consumers.
 
     It multiplies the tiles and writes the results.
     """
@@ -272,7 +272,7 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
 
     Args:
         layout: Layout of the block.
-        form: What is multiplied, and what is done with the result.
+        form: Dtypes and epilogue of the product.
     """
     tiles = shared_tiles(layout, form)
     barriers = Barriers(tiles["barriers"])

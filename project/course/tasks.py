@@ -112,168 +112,179 @@ SPEED = "tests/course/speed.py"
 TASKS = (
     Task(
         "0.1", "Operators", 10,
-        "Sixteen functions of numbers. Backends compile them later, so use arithmetic and the math "
-        "module only, and return a float in every branch.",
+        "Write sixteen functions of numbers. Backends compile them later, so use only arithmetic and "
+        "the math module, and return a float in every branch.",
         OPERATORS,
     ),
     Task(
         "0.2", "Property tests", 10,
-        "Write what must hold for every number. A test that detects no broken operator does "
-        "not count: break one and check that your test fails.",
+        "Test properties that hold for every number. A test that detects no broken operator does "
+        "not count, so break an operator and check that your test fails.",
         (*OPERATORS, "tests/course/test_property_mutants.py"), own_tests=True,
     ),
     Task(
         "0.3", "Functions of functions", 10,
-        "map, zipWith and reduce take a function and return a function; the rest is one line each.",
+        "map, zipWith and reduce take a function and return a function. Each of the other functions "
+        "is one line.",
         (*OPERATORS, "tests/course/test_property_mutants.py"),
     ),
     Task(
         "0.4", "Modules", 10,
-        "A module is a tree: do it here, then ask each child to do the same.",
+        "A module is a tree. A method does its work for the module itself, and then calls the same "
+        "method of each child.",
         ("tests/minitorch/test_module.py",),
     ),
     Task(
         "1.1", "Numerical derivative", 5,
-        "Two calls of f, a little to the right and a little to the left.",
+        "Call f twice, a little to the right of the point and a little to the left.",
         SCALARS,
     ),
     Task(
         "1.2", "Scalars, forward", 10,
-        "Operators of Scalar apply a ScalarFunction; its forward computes on plain floats and saves "
-        "what backward will need.",
+        "Each operator of Scalar applies a ScalarFunction. Its forward computes with plain floats and "
+        "saves the values that backward needs.",
         SCALARS, free=1,
     ),
     Task(
         "1.3", "Chain rule", 10,
-        "The last function knows its derivatives; pair them with its inputs.",
+        "The backward of the function that made a variable returns a derivative for each input. Pair "
+        "them with the inputs.",
         SCALARS,
     ),
     Task(
         "1.4", "Backpropagation", 15,
-        "Visit a variable only after everything that uses it; then its derivative is complete.",
+        "Visit a variable only after all variables that use it, because only then is its derivative "
+        "complete.",
         SCALARS,
     ),
     Task(
         "2.1", "Tensor data and indexing", 10,
-        "A tensor is one flat array: strides turn an index into a position.",
+        "A tensor is stored in one flat array. Its strides turn an index into a position.",
         DATA,
     ),
     Task(
         "2.2", "Broadcasting", 10,
-        "Align shapes at the right; a dimension of size 1 stands for any size.",
+        "Align shapes at the right. A dimension of size 1 is stretched to the other size.",
         DATA,
     ),
     Task(
         "2.3", "Tensor operations", 15,
-        "Walk through the positions of the output, and find for each the positions of the inputs.",
+        "Loop over the positions of the output, and find the positions in the inputs for each.",
         TENSORS,
     ),
     Task(
         "2.4", "Gradients of tensors", 15,
-        "As in 1.4, with tensors: the backend has the operations, Tensor.expand undoes broadcasting.",
+        "Write the backward functions as in 1.4, but with tensors. The backend has the operations "
+        "that you need, and Tensor.expand undoes broadcasting.",
         TENSORS,
     ),
     Task(
         "3.1", "Parallel map, zip and reduce", 15,
-        "The loops of 2.3, compiled. Run the outer loop in parallel, compute no index where the "
-        "strides are equal, and call only fn in the inner loop.",
+        "Write the loops of 2.3 for compilation. Run the outer loop in parallel, compute no index if "
+        "the strides are equal, and call nothing but fn in the inner loop.",
         GENERAL, speed=4, seconds=600,  # many loops are compiled
     ),
     Task(
         "3.2", "Matrix multiplication", 10,
-        "Parallel over the rows of the output. Use no index buffers; the inner loop is one product "
-        "and one sum.",
+        "Make the loop over the rows of the output parallel. Use no index buffers. The inner loop has "
+        "one multiplication and one addition.",
         GENERAL, free=8, speed=3,
     ),
     Task(
         "3.3", "CUDA map, zip and reduce", 15,
-        "Each thread computes one element; in a reduction, the threads of a block share partial sums. "
-        "Put a barrier between one thread's write and another thread's read.",
+        "In map and zip, each thread computes one element. In a reduction, the threads of a block "
+        "share partial results. Put a barrier between one thread's write and another thread's read.",
         KERNELS, free=11, simulator=True,
     ),
     Task(
         "3.4", "CUDA matrix multiplication", 15,
-        "Tiles in shared memory: each element is read from global memory once for a tile of the "
-        "output, and the output is written once.",
+        "Load tiles into shared memory. For each tile of the output, read each element that it needs "
+        "from global memory once, and write each element of the output once.",
         KERNELS, simulator=True,
     ),
     Task(
         "4.1", "Convolution in one dimension", 10,
-        "A sum over channels and over the kernel; what lies outside the input counts as zero.",
+        "Sum over the channels and over the kernel. Elements outside the input count as zero.",
         CONV, free=1,
     ),
     Task(
-        "4.2", "Convolution in two dimensions", 10, "The same sum with one loop more.", CONV, free=1
+        "4.2", "Convolution in two dimensions", 10,
+        "This is the sum of 4.1 with one more loop.",
+        CONV, free=1,
     ),
     Task(
         "4.3", "Pooling", 10,
-        "Cut the image into tiles with view and permute; pooling is then a mean of rows.",
+        "Cut the image into tiles with view and permute. Average pooling is then a mean over rows.",
         LAYERS,
     ),
     Task(
         "4.4", "Softmax, dropout and max", 15,
-        "The gradient of a maximum goes to where it is; exp overflows unless the maximum is "
-        "subtracted first.",
+        "The gradient of a maximum goes to the largest element. In softmax, exp overflows unless the "
+        "maximum is subtracted first.",
         LAYERS, free=1,
     ),
     Task(
         "5.1", "The softmax ladder", 5,
-        "Naive, safe, online: a sum of exponentials can be brought to a new maximum without reading "
-        "anything again. That one line is the idea of FlashAttention.",
+        "Write the naive, the safe and the online way. In the online way, the sum of exponentials is "
+        "rescaled to a new maximum without reading any value again. This is the idea of "
+        "FlashAttention.",
         FLASH,
     ),
     Task(
         "5.2", "Composed attention, its gradient", 10,
-        "S = τ Q Kᵀ, P = softmax(S), O = P V, and backwards. Derive dS = P ∘ (dP - D) on paper first: "
-        "D is rowsum(dO ∘ O).",
+        "Compute S = τ Q Kᵀ, P = softmax(S) and O = P V, and then the gradients. First derive "
+        "dS = P ∘ (dP - D) on paper, where D = rowsum(dO ∘ O).",
         FLASH,
     ),
     Task(
         "5.3", "Tiled attention in NumPy", 10,
-        "The online softmax of 5.1 for a tile of rows. Sum the output along with the exponentials, "
-        "and normalise it at the end.",
+        "Use the online softmax of 5.1 for a tile of rows. Accumulate the output along with the sum of "
+        "the exponentials, and normalise it at the end.",
         FLASH, speed=2,
     ),
     Task(
         "5.4", "Algorithm 1 as a CUDA kernel", 15,
-        "Three kernels: all of Algorithm 0; the online softmax of an Algorithm 1 with one row for each "
-        "thread; and lines 10 to 15 of the rung, whose threads share a tile. Put a barrier wherever a "
-        "thread reads what another one has written. The guide has a table of the helpers.",
+        "Write three kernels: all of Algorithm 0, the online softmax of an Algorithm 1 in which each "
+        "thread computes a row, and lines 10 to 13 and 15 of the rung flash1, whose threads share a "
+        "tile. Put a barrier between one thread's write and another thread's read. The guide has a "
+        "table of the helpers.",
         FLASH, simulator=True,
     ),
     Task(
         "5.5", "Its backward pass", 15,
-        "P is not stored: it is computed again from S and L. Then the gradients of 5.2, tile by tile.",
+        "P is not stored, so compute it again from S and L. Then compute the gradients of 5.2 tile by "
+        "tile.",
         FLASH, needs=("5.4",), simulator=True,
     ),
     Task(
         "5.6", "Masks and dropout in the tile", 10,
-        "A mask changes a score before the maximum is taken. Dropout comes after the sum, and its "
-        "bits are a function of the place alone, so that the backward pass draws them again.",
+        "A mask changes a score before the maximum is taken. Dropout acts after the sum. Its bits are "
+        "a function of the seed and the place, so the backward pass draws the same bits again.",
         FLASH, needs=("5.4", "5.5"), simulator=True,
     ),
     Task(
         "5.7", "FlashAttention-2", 10,
-        "Make query tiles the outer loop: O, l and m stay in registers and are written once. Use exp2, "
-        "since the scale already includes log2(e).",
+        "Query tiles are the outer loop, so O, l and m stay in registers, and only O and L are "
+        "written, once. Use exp2, since the scale already includes log2(e).",
         FLASH, simulator=True,
     ),
     Task(
         "5.8", "Traffic, and a budget", 10,
-        "Walk through the loops of a kernel with a pencil: how often is each array read, how often "
-        "written, and by which tile? Only the meter can say that the formula is right. Then let the "
-        "formula choose the tile.",
+        "Go through the loops of a kernel with pencil and paper. How often is each array read and "
+        "written, and in which tiles? Check the formulas against the meter. Then use them to choose a "
+        "tile.",
         TRAFFIC, needs=("5.4", "5.7"), free=2, simulator=True, metered=True,
     ),
     Task(
         "5.9", "Block-sparse attention", 10,
-        "Fully masked tiles are skipped. Each row of tiles has a list of the visible ones; the lists are "
-        "stored one after the other, and a pointer says where each begins.",
+        "The kernel skips fully masked tiles. Each row of tiles has a list of the tiles to visit. The "
+        "lists are stored one after the other, with a pointer to the beginning of each.",
         FLASH, needs=("5.4", "5.7"), speed=2, simulator=True,
     ),
     Task(
         "5.10", "Train the transformer", 10,
-        "Heads are a view of the width. Residual connections go around the layer norms.",
+        "Split the width into heads with a view. Each residual connection goes around a layer norm "
+        "and the layer after it.",
         FLASH,
     ),
 )  # fmt: skip

@@ -153,7 +153,7 @@ def scatter_add(source: Any, index: Any, n: int) -> Any:
 
 @cache
 def _make_before(dtype: np.dtype[Any]) -> Any:
-    """Return ``before(a, i, b, j, n)``: whether element i, of value a, comes before element j, of value b."""
+    """Return ``before(a, i, b, j, n)``: whether element i (value a) comes before element j (value b)."""
 
     @device_function
     def before(a, i, b, j, n):

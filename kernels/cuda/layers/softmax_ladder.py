@@ -259,7 +259,7 @@ def softmax(step: str, x: Any, out: Any, block: LadderBlock | None = None) -> No
         step: One of :data:`kernels.reference.softmax_ladder.READS`.
         x: (rows, length) on the device, contiguous, float32 or float64.
         out: (rows, length) of the same dtype.
-        block: Its shape; what :func:`ladder_block` says when None.
+        block: Shape of the block; that of :func:`ladder_block` when None.
 
     Raises:
         ValueError: If there is no such step, or x and out are not alike.

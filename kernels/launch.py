@@ -1,8 +1,8 @@
-"""From the question to the kernel: a plan for each kind of call, made once.  No arithmetic.
+"""Plans: the first call of a kind determines how all calls of this kind run.
 
-A kind is a problem without its dropout seed, a tile, and where the arrays lie relative to one another:
-their shapes and strides.  The first call of a kind picks the rung, runs, and leaves a :class:`Plan`; later
-calls look it up, allocate results and launch.
+The kind of a call consists of its problem without the dropout seed, its tile, and the layout of its arrays.
+The first call of a kind picks the rung, runs, and leaves a :class:`Plan`; later calls look it up, allocate
+results and launch.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from kernels.scores.mods import check_derivative
 
 
 class Wanted(NamedTuple):
-    """What a call computes: with ``backward`` gradients, else out and lse.
+    """What a call computes: gradients if ``backward`` is set, otherwise out and lse.
 
     Attributes:
-        backward: The gradients of q, k and v.
-        mask: Also that of a floating mask.
-        sink: Also that of the sinks.
+        backward: Compute the gradients of q, k and v.
+        mask: Also compute the gradient of a floating mask.
+        sink: Also compute the gradient of the sinks.
     """
 
     backward: bool = False
@@ -49,22 +49,22 @@ _FORWARD = Wanted()
 
 
 class Plan:
-    """How calls of one kind run.
+    """A plan, which determines how calls of one kind run.
 
     Args:
-        target: Where the operands are.
+        target: The target of the operands.
         problem: The checked call.
         tile: (block_q, block_k); the rung's own when None.
-        wanted: What is computed.
+        wanted: What the call computes.
 
     Attributes:
-        target: As given.
-        problem: As given.
-        wanted: As given.
-        rung: The rung that runs.
+        target: The target, as given.
+        problem: The problem, as given.
+        wanted: What the call computes, as given.
+        rung: The rung that runs the calls.
         tile: (block_q, block_k) of its kernels.
-        run: ``(problem, operands)``: computes what :func:`forward` or :func:`backward` returns.
-        repeat: Repeats the launches of the first call, or None if later calls run in full.
+        run: A function of ``(problem, operands)`` with the results of :func:`forward` or :func:`backward`.
+        repeat: A function that repeats the launches of the first call, or None if there is none.
 
     Raises:
         ValueError: If no rung can run the call; see ``Target.pick``.
@@ -119,7 +119,7 @@ class Plan:
         return taken
 
     def taken(self, problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
-        """Return a problem and its operands as the rung takes them."""
+        """Return a problem and its operands, converted to dtypes that the rung supports."""
         taken = self._taken(problem)
         is_ready = (
             operands.mask is None or problem.acc_dtype == problem.dtype or self.rung.reads_masks
@@ -129,7 +129,7 @@ class Plan:
         return taken, operands.converted(self.target.memory, taken.dtype)
 
 
-#: Plans of a target that are kept.
+#: The maximum number of plans that a target keeps.
 MOST_PLANS = 1024
 
 
@@ -140,19 +140,19 @@ def plan_of(
     tile: Any = None,
     wanted: Wanted = _FORWARD,
 ) -> Plan:
-    """Return the plan of a call, made by the first of its kind.
+    """Return the plan of a call; the first call of a kind makes it.
 
     Args:
-        target: Where the operands are.
+        target: The target of the operands.
         problem: The checked call.
-        operands: Those of :func:`forward`, or of :func:`backward`.
+        operands: The operands of :func:`forward`, or of :func:`backward`.
         tile: (block_q, block_k); the rung's own when None.
-        wanted: What is computed.
+        wanted: What the call computes.
 
     Raises:
-        TypeError: As :func:`forward`.
-        ValueError: Likewise, or for gradients of a ``score_mod`` without its derivative, or of float8
-            products.
+        TypeError: As in :func:`forward`.
+        ValueError: As in :func:`forward`, or if gradients are wanted and the problem has a ``score_mod``
+            without its derivative, or float8 products.
     """
     tile = None if tile is None else check_tile(tile)
     if wanted.backward:
@@ -171,7 +171,7 @@ def plan_of(
 
 
 def keep_plan(target: Target, kind: Any, plan: Plan) -> None:
-    """Keep the plan of a kind; beyond :data:`MOST_PLANS` all others are forgotten."""
+    """Keep the plan of a kind; if there are :data:`MOST_PLANS` already, drop them all first."""
     if len(target.plans) >= MOST_PLANS:
         target.plans.clear()
     target.plans[kind] = plan
@@ -183,20 +183,19 @@ def forward(
     """Compute attention.
 
     Args:
-        target: Where the operands are.
+        target: The target of the operands.
         problem: The checked call.
-        operands: q, k, v, and mask and slopes where the call has them, with any leading dimensions.
+        operands: q, k, v, and mask and slopes if the call has them, with any leading dimensions.
         tile: (block_q, block_k); the rung's own when None.
 
     Returns:
-        out (…, heads, seq_q, value_dim) and lse (…, heads, seq_q), which is float32 for operands of 16
-        bits.  The dimensions of out are ordered in memory as those of q; likewise those of the gradients
-        as their operands.  Results are row-major where an operand repeats elements by a stride of 0, or
-        has fewer dimensions.
+        out (…, heads, seq_q, value_dim) and lse (…, heads, seq_q), which is float32 for 16-bit operands.
+        The dimensions of out have the same order in memory as those of q.  If q repeats elements by a
+        stride of 0, or has fewer dimensions, out is row-major.
 
     Raises:
-        TypeError: If the tile is no pair of whole numbers.
-        ValueError: If it is beyond the limits, or no rung can run the call; see ``Target.pick``.
+        TypeError: If the tile is not a pair of integers.
+        ValueError: If the tile is out of range, or no rung can run the call; see ``Target.pick``.
     """
     return plan_of(target, problem, operands, tile).run(problem, operands)
 
@@ -222,14 +221,14 @@ def _like(
 
 
 class Gradients(NamedTuple):
-    """What :func:`backward` returns.
+    """The gradients that :func:`backward` returns.
 
     Attributes:
-        dq: Of the broadcast shape ``problem.q_shape``.
-        dk: Of the broadcast shape ``problem.k_shape``.
-        dv: Of the broadcast shape ``problem.v_shape``.
-        dmask: Of the mask's own shape, or None.
-        dsink: (heads,), of the dtype of lse, or None.
+        dq: The gradient of q, of the broadcast shape ``problem.q_shape``.
+        dk: The gradient of k, of the broadcast shape ``problem.k_shape``.
+        dv: The gradient of v, of the broadcast shape ``problem.v_shape``.
+        dmask: The gradient of the mask, of the mask's own shape, or None.
+        dsink: The gradient of the sinks, (heads,), of the dtype of lse, or None.
     """
 
     dq: Any
@@ -249,10 +248,13 @@ def backward(
 ) -> Gradients:
     """Compute the gradients of attention.
 
+    The dimensions of each gradient have the same order in memory as those of its operand, as in
+    :func:`forward`.
+
     Args:
-        target: Where the operands are.
+        target: The target of the operands.
         problem: The checked call.
-        operands: Those of :func:`forward`, its results, dout, and dlse or None.
+        operands: The operands of :func:`forward`, its results, dout, and dlse or None.
         tile: (block_q, block_k); the rung's own when None.
         with_mask: Also compute the gradient of the floating mask.
         with_sink: Also compute the gradient of the sinks.

@@ -1,4 +1,4 @@
-"""The rungs of each target, the fastest first, and which of them runs a call."""
+"""The rungs (attention kernels) of each target, fastest first, and the choice of one for a call."""
 
 from __future__ import annotations
 
@@ -49,23 +49,24 @@ class Rung:
     """One step of the ladder on one target.
 
     Attributes:
-        name: What a user asks for.
-        forward: ``(problem, tile, operands)``, fills out and lse.
-        backward: ``(problem, tile, operands)``, fills dq, dk and dv.
-        tile: (block_q, block_k) for a problem, unless the caller asks for another.
-        backward_tile: (block_q, block_k) of the backward pass.
-        why_not: The reason why this rung cannot run a problem with a tile (None: its own), or None.
-        dtypes: What it takes q, k, v, out and dout in, and writes its results in; others are converted
-            before and after.  A floating mask, lse and slopes are always of the accumulator's dtype.
-        reads_masks: It reads a floating mask in the mask's own dtype, which is then not converted.
-        why_no_device: The reason why the target's device cannot run this rung at all, or None.
-        prepare_forward: ``(problem, tile, memory, operands, result)`` of a call that has run: returns
-            ``(problem, operands)`` that runs other calls of its kind with less work around the kernel, or
-            None.
+        name: The name that selects it, as in ``rung="flash2"``.
+        forward: A function of ``(problem, tile, operands)`` that fills out and lse.
+        backward: A function of ``(problem, tile, operands)`` that fills dq, dk and dv.
+        tile: A function that returns the default tile, (block_q, block_k), for a problem.
+        backward_tile: The same for the backward pass.
+        why_not: A function of ``(problem, tile)`` that returns why the rung cannot run the problem, or
+            None if it can.  If the tile is None, the rung's own tile is meant.
+        dtypes: The dtypes of q, k, v, out, dout and results that the rung supports.  Others are converted
+            before and after the call.  A floating mask, lse and slopes have the accumulator's dtype.
+        reads_masks: Whether the rung reads a floating mask in the mask's own dtype, without conversion.
+        why_no_device: A function that returns why the target's device cannot run the rung, or None.
+        prepare_forward: A function of ``(problem, tile, memory, operands, result)``, called after the first
+            call of a kind.  It returns a function of ``(problem, operands)`` that runs later calls of this
+            kind with less overhead, or None.  The attribute may be None.
         prepare_backward: The same for the backward pass.
-        evaluate: Evaluates a ``mask_mod`` into a block mask, once for each kind of call; None: the kernels
-            evaluate it for each element.
-        forward_float8: ``forward`` with float8 products, or None if it has none.
+        evaluate: A function that converts a ``mask_mod`` to a block mask, once for each kind of call.  If
+            it is None, the kernels evaluate the ``mask_mod`` for each element.
+        forward_float8: Like ``forward``, with float8 products; None if the rung has none.
     """
 
     name: str
@@ -83,10 +84,10 @@ class Rung:
     forward_float8: Callable[..., None] | None = None
 
     def taken(self, problem: Problem) -> Problem | None:
-        """Return a problem as this rung takes it, or None if there is no dtype for it.
+        """Return the problem in a dtype that this rung supports, or None if there is none.
 
-        Operands of 16 bits go to a rung that does not know them as float32.  Operands of float32 go as 16
-        bits to a rung that knows those, if the call's precision allows it.
+        16-bit operands are converted to float32 for a rung that does not support them.  float32 operands
+        are converted to 16 bits if the call's precision allows it and the rung supports that dtype.
         """
         problem = problem if self.evaluate is None else listed(problem, self.evaluate)
         own, half = problem.dtype, _HALF_BY_NAME.get(problem.precision)
@@ -104,7 +105,7 @@ class Rung:
         return own
 
     def reason(self, problem: Problem, tile: Tile | None) -> str | None:
-        """Return why this rung cannot run a problem with a tile (None: its own), or None."""
+        """Return why this rung cannot run a problem, or None if it can; a tile of None means its own."""
         if problem.precision in FLOAT8:
             missing = None if self.forward_float8 else "it has no float8 products"
             if (reason := missing or why_not_float8(problem)) is not None:
@@ -118,17 +119,17 @@ class Rung:
 
 @dataclass(frozen=True)
 class Target:
-    """Where kernels run, and the rungs that are there, fastest first.
+    """A place where kernels run, such as the CPU or a GPU, with its rungs.
 
     Attributes:
-        name: For error texts.
-        memory: Of the operands.
-        rungs: The fastest first.
-        mask_gradient: ``(problem, operands, dmask)``, fills the gradient of a floating mask; the same
-            for every rung, for it needs a pass of its own.  It takes float32 or float64.
-        sink_gradient: ``(problem, operands, dsink)``, fills the gradient of the sinks for each (batch,
-            head), the same for every rung; it takes any dtype.
-        plans: Of the kinds of calls that there have been; see ``launch.Plan``.
+        name: The name used in error messages.
+        memory: The memory of the operands.
+        rungs: The rungs, fastest first.
+        mask_gradient: A function of ``(problem, operands, dmask)`` that fills the gradient of a floating
+            mask in a separate pass, the same for every rung.  It supports float32 and float64.
+        sink_gradient: A function of ``(problem, operands, dsink)`` that fills the gradient of the sinks for
+            each (batch, head), the same for every rung.  It supports any dtype.
+        plans: The plans of earlier calls, by kind; see ``launch.Plan``.
     """
 
     name: str
@@ -139,11 +140,11 @@ class Target:
     plans: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def pick(self, problem: Problem, tile: Tile | None = None) -> Rung:
-        """Return the rung asked for, or the fastest that can run the problem.
+        """Return the rung that the problem names, or the fastest one that can run it.
 
         Raises:
-            ValueError: If no rung has that name, or the named one is not here or cannot run the
-                problem, or the target's memory is not available.
+            ValueError: If the target has no rung of that name, the rung cannot run the problem, or the
+                target's memory is not available.
         """
         check_rung(problem)
         missing = self.memory.why_not()
@@ -176,7 +177,7 @@ def _numpy_rung(name: str, forward: Any, backward: Any, tile: Tile) -> Rung:
 _HOST = HostMemory()
 _NAIVE = _numpy_rung("naive", reference.attention, reference.attention_backward, (1, 1))
 
-#: NumPy on the host: the readable form.
+#: The readable implementation in NumPy, on the host.
 NUMPY = Target(
     "numpy",
     _HOST,
@@ -264,17 +265,17 @@ CUDA = Target(
     cuda_sink.sink_gradient,
 )
 
-#: Target by name.
+#: The targets by name.
 TARGETS = {target.name: target for target in (CUDA, CPU, NUMPY)}
-#: Every name that a rung has on some target, the fastest first.
+#: The names of all rungs of all targets, fastest first.
 RUNGS = tuple(dict.fromkeys(rung.name for target in TARGETS.values() for rung in target.rungs))
 
 
 def check_rung(problem: Problem) -> None:
-    """Check that some target has the rung that a call asks for.
+    """Check that some target has the rung that a problem names.
 
     Raises:
-        ValueError: If none has one of that name.
+        ValueError: If no target has a rung of that name.
     """
     if problem.rung not in ("auto", *RUNGS):
         raise unknown_rung(problem.rung, RUNGS)

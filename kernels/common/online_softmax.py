@@ -44,12 +44,12 @@ def make_online_softmax(
 ) -> OnlineSoftmax:
     """Return the scalar steps of the online softmax for one compiler.
 
-    With m the running row maximum, a tile's new maximum gives ``shift = shift_of(m_new)``; then
-    P = exp(S - shift), the old sum and output are multiplied by exp(m_old - shift), and at the end
+    Let m be the running maximum of a row.  After each tile, ``shift = shift_of(m_new)`` and
+    P = exp(S - shift), and the old sum and output are multiplied by exp(m_old - shift).  At the end,
     O = acc * inverse_sum(sum) and L = log_sum_exp(shift, sum).
 
-    All three test for a fully masked row by equality, so that NaN in a row, from an operand or an
-    overflow, stays NaN; ``>`` would treat such a row as fully masked.
+    These three functions test for a fully masked row by equality, so that NaN in a row, from an operand or
+    an overflow, stays NaN; ``>`` would treat such a row as fully masked.
 
     Args:
         compile_: Turns a plain function into one that the caller's compiler can call.

@@ -1,14 +1,15 @@
 """Counter-based random bits: the same on every device, in any order, without stored state.
 
-A backward pass recomputes the random bits of the forward pass.  There is one source for every compiler.
-All numbers are below 2³² in 64-bit integers, also signed ones: bits lost above 64 would be masked anyway.
+A backward pass can therefore recompute the random bits of the forward pass.  There is one source for every
+compiler.  All numbers are below 2³² and held in 64-bit integers, signed or unsigned, because bits that
+overflow above 64 would be masked anyway.
 
-It has two uses.  Elements of tensors take a word of 32 bits each after the usual ten rounds.  The
-probabilities of attention, whose dropout is limited by these multiplications, take half a word each after
-seven rounds, the smallest number that passes BigCrush.
+The generator, Philox, has two uses.  Each element of a tensor takes a word of 32 bits after the usual ten
+rounds.  Each probability of attention takes half a word after seven rounds, the smallest number that passes
+the BigCrush tests, because the multiplications of the rounds limit the speed of dropout there.
 
 Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011), Philox4x32-10 and Philox4x32-7;
-table 2 there for the rounds.
+its table 2 has the numbers of rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .geometry import same
 
 #: Number of words per counter.
 WORDS = 4
-#: Number of adjacent columns of attention per counter, half a word each.
+#: Number of adjacent columns of attention that share a counter, half a word each.
 COLUMNS = 2 * WORDS
 ELEMENT_ROUNDS, ATTENTION_ROUNDS = 10, 7
 #: Bits of half a word.
@@ -28,9 +29,9 @@ HALF = 16
 MASK = 0xFFFFFFFF
 HALF_MASK = 0xFFFF
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
-#: Increments of the key from round to round: the golden ratio, and sqrt(3) - 1.
+#: Increments of the two words of the key from round to round, made of the golden ratio and sqrt(3) - 1.
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
-#: The last word of a counter, which separates the two uses.
+#: The last word of a counter, which keeps the two uses of the generator apart.
 ATTENTION, ELEMENTS = 0, 1
 
 
@@ -117,7 +118,7 @@ def make_philox(
 
 
 def drop_threshold(rate: float) -> int:
-    """Return the number that a word must reach for its element to be kept.
+    """Return the smallest word with which dropout keeps an element.
 
     Args:
         rate: Probability of dropping, from 0 (every word reaches it) to 1 (none does).
@@ -126,7 +127,7 @@ def drop_threshold(rate: float) -> int:
 
 
 def attention_threshold(rate: float) -> int:
-    """Return the number that half a word must reach for attention to keep its probability.
+    """Return the smallest half word with which the dropout of attention keeps a probability.
 
     The actual rate is the nearest multiple of 2⁻¹⁶; a rate of up to 2⁻¹⁷ drops nothing.
 
@@ -137,7 +138,7 @@ def attention_threshold(rate: float) -> int:
 
 
 def keep_scale(rate: float) -> float:
-    """Return the factor of the kept probabilities, which preserves their mean.
+    """Return the factor by which kept probabilities are multiplied to preserve their mean.
 
     It is 1 / (1 - p), where p is the actual, rounded rate; 1 if all are dropped.
 

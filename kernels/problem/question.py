@@ -57,7 +57,7 @@ class Problem:
         diagonal: ``causal_offset`` if there are slopes: ALiBi's distance is |row + diagonal - col|.
         rung: Name of the requested kernel, or "auto".
         precision: Name of the format in which products may be computed: that of ``dtype``, unless the call
-            permits less, such as "tf32", or requests one of ``float8.FLOAT8``.
+            permits a lower one, such as "tf32", or requests one of ``float8.FLOAT8``.
         deterministic: Whether gradients must be bitwise reproducible.
         groups: Number of adjacent query heads that share one head of k and v.
         softcap: Scores become cap · tanh(score / cap); 0 turns it off.
@@ -69,9 +69,9 @@ class Problem:
         origin: The place of the call in the dropout mask of a larger attention, or None.
         block_mask: A block-sparse pattern, or None.
         mask_mod: ``(batch, head, row, col) -> bool``, or None.
-        score_mod: A function of a score with its derivative, or None.
-        sequences: The bounds of packed sequences, or None.  Rows and columns are then relative to the
-            start of their sequence, whose index takes the place of the batch.
+        score_mod: The user's function that modifies a score, with its derivative, or None.
+        sequences: The bounds of packed sequences, or None.  In packed calls, rows and columns are counted
+            from the start of their sequence, and its index replaces that of the batch.
     """
 
     lead: tuple[int, ...]
@@ -237,8 +237,8 @@ def make_problem(
             The remaining weights are divided by 1 - dropout_p.
         is_causal: Row ``row`` attends to columns up to ``row`` (top-left aligned, as in PyTorch).
         scale: Factor of the scores; 1/sqrt(head_dim) when None.
-        enable_gqa: Let groups of adjacent query heads share one head of k and v: the number of heads of q
-            is a multiple of theirs.
+        enable_gqa: Let groups of adjacent query heads share one head of k and v; the number of query heads
+            must be a multiple of the number of heads of k and v.
         causal_offset: Shift of the diagonal: with ``is_causal``, row ``row`` attends to columns up to
             ``row + causal_offset``; seq_k - seq_q aligns it bottom-right.
         window_size: (left, right): row ``row`` attends to columns from ``row + causal_offset - left`` to
@@ -257,17 +257,18 @@ def make_problem(
         seed: Seed of the dropout mask, from 0 to 2⁶⁴ - 1; a seed gives the same mask on every device.
             Dropout on arrays requires one; on tensors the default is drawn from the generator of
             ``minitorch.manual_seed``.
-        precision: For float32 operands, a lower precision that products may use where a rung is faster
-            with it: "tf32" (11 bits of significand), "bfloat16" or "float16".  Sums stay in float32.  A
-            rung without such products computes in "float32", which is also the meaning of None; tensor
-            cores do that with several products, see docs/options.md.  For fp16 and bf16 operands,
-            "float8_e4m3" rounds q, k, v and the probabilities to 4 bits of significand, forward only and
-            with few options; "float8_e4m3+hadamard", "+blocks" and "+blocks+hadamard" lessen the error.
+        precision: For float32 operands, a lower precision that matrix products may use where a rung is
+            faster with it: "tf32" (11 bits of significand), "bfloat16" or "float16".  Sums stay in float32.
+            A rung without such products computes in "float32", which is also the meaning of None; tensor
+            cores then use several products for each, see docs/options.md.  For fp16 and bf16 operands,
+            "float8_e4m3" rounds q, k, v and the probabilities to 4 bits of significand.  It supports only
+            the forward pass and few options; the suffixes "+hadamard", "+blocks" and "+blocks+hadamard"
+            reduce the error.
         deterministic: Make gradients bitwise reproducible; False lets a kernel add them in any order
             where that is faster.
         return_lse: Also return lse.
-        rung: Name of the kernel, or "auto" for the one that the environment variable ``MINITORCH_RUNG``
-            names, or else the fastest one that can run the call.
+        rung: Name of the kernel.  "auto" selects the one that the environment variable ``MINITORCH_RUNG``
+            names or, if it is unset, the fastest one that can run the call.
 
     Returns:
         The problem.

@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 def sum_of_exponentials(q: Array, k: Array, v: Array, scale: float) -> Array:
     """Add up e^s v and e^s in one pass, without storing anything; large scores overflow.
 
-    e^s is infinite from s = 88.7 (float32) or 709.8 (float64) on, and infinity over infinity is NaN.
+    e^s is infinite from s = 88.7 (float32) or 709.8 (float64) on, and infinity divided by infinity is NaN.
 
     Args:
         q: (head_dim,) floating.
@@ -41,8 +41,8 @@ def sum_of_exponentials(q: Array, k: Array, v: Array, scale: float) -> Array:
 def maximum_first(q: Array, k: Array, v: Array, scale: float) -> Array:
     """Subtract the largest score, found by an extra pass over the keys: k is read twice.
 
-    Softmax is the same for s - c with any c; with c = max s no exponential is above 1.  Takes and returns
-    what :func:`sum_of_exponentials` does.
+    The softmax of s - c is the same for any c, and with c = max s no exponential exceeds 1.  Arguments and
+    result are those of :func:`sum_of_exponentials`.
 
     Source: Milakov and Gimelshein (2018), Algorithm 2.
     """
@@ -60,8 +60,8 @@ def maximum_first(q: Array, k: Array, v: Array, scale: float) -> Array:
 def scores_kept(q: Array, k: Array, v: Array, scale: float) -> Array:
     """Store the scores, seq numbers for each query, instead of reading the keys again.
 
-    Attention composed of operations does this, and for seq queries stores seq² numbers.  Takes
-    and returns what :func:`sum_of_exponentials` does.
+    Attention composed of tensor operations does this, and stores seq² numbers for seq queries.  Arguments
+    and result are those of :func:`sum_of_exponentials`.
 
     Source: FlashAttention, Algorithm 0.
     """
@@ -77,9 +77,9 @@ def scores_kept(q: Array, k: Array, v: Array, scale: float) -> Array:
 
 
 def running_maximum(q: Array, k: Array, v: Array, scale: float) -> Array:
-    """Subtract the largest score so far, and rescale the sums when it grows: one pass again.
+    """Subtract the largest score so far, and rescale the sums when it grows, again in one pass.
 
-    Takes and returns what :func:`sum_of_exponentials` does.
+    Arguments and result are those of :func:`sum_of_exponentials`.
 
     Source: Milakov and Gimelshein (2018), Algorithm 3, with the output beside the sum.
     """
@@ -100,8 +100,8 @@ def running_maximum(q: Array, k: Array, v: Array, scale: float) -> Array:
 def by_blocks(q: Array, k: Array, v: Array, scale: float, block: int = 16) -> Array:
     """Process a block of keys at a time, with one product for its scores and one rescaling.
 
-    With a tile of queries instead of one, this is the loop of the fused kernels.  Takes and returns
-    what :func:`sum_of_exponentials` does.
+    With a tile of queries instead of one, this is the loop of the fused kernels.  Except for ``block``,
+    arguments and result are those of :func:`sum_of_exponentials`.
 
     Args:
         q: (head_dim,) floating.

@@ -1,7 +1,8 @@
-"""Float8 e4m3 in NumPy: how operands are rounded, and attention on rounded operands.
+"""Float8 e4m3 in NumPy: the rounding of operands, and attention on rounded operands.
 
-The kernels of Hopper round q, k and v in the same way, with the same units.  Here the probabilities stay in
-the dtype of the kernel, where tensor cores take them in e4m3, too.
+A *unit* is the scale by which a rounded number is multiplied.  Hopper's kernels round q, k and v in the
+same way, with the same units.  They also round the probabilities to e4m3, but the functions of this module
+do not.
 
 Source: Shah and others, FlashAttention-3, section 3.3.
 """
@@ -22,24 +23,24 @@ from kernels.problem.question import Problem
 
 Array = npt.NDArray[Any]
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-#: The greatest number of e4m3, which has no infinity.
+#: The largest number of e4m3, which has no infinity.
 MOST = 448.0
 
 
 def unit_of(most: Array) -> Array:
-    """Return the least power of two of which ``most`` is no more than 448 times, float32.
+    """Return the unit for numbers up to ``most``: the smallest power of two u with most ≤ 448 · u, float32.
 
-    A power of two scales without an error, so that only the rounding to e4m3 loses anything.
+    Scaling by a power of two is exact, so only the rounding to e4m3 loses accuracy.
     """
     exponent = (np.asarray(most, np.float32).view(np.uint32) + np.uint32(0x1FFFFF)) >> np.uint32(23)
     return ((np.clip(exponent, 9, 254) - 8).astype(np.uint32) << np.uint32(23)).view(np.float32)
 
 
 def turned(x: Array) -> Array:
-    """Return rows times random signs and a Hadamard matrix, without its factor 1/sqrt(width).
+    """Multiply rows by random signs and a Hadamard matrix, without its factor 1/sqrt(width).
 
     Args:
-        x: (…, rows, width) float32, the width a power of two.
+        x: (…, rows, width) float32; the width is a power of two.
     """
     width = x.shape[-1]
     bits = SIGNS[np.arange(width) // 16] >> (np.arange(width) % 16).astype(np.uint32) & 1
@@ -54,14 +55,15 @@ def turned(x: Array) -> Array:
 
 
 def quantised(x: Array, has_blocks: bool = False) -> tuple[Array, Array]:
-    """Return numbers in e4m3, and the unit that each is to be multiplied by.
+    """Return numbers rounded to e4m3, and the unit by which each must be multiplied.
 
     Args:
         x: (…, rows, width) float32.
-        has_blocks: A unit for each block of 128 rows; else one for all rows.
+        has_blocks: Use a separate unit for each block of 128 rows instead of one for all rows.
 
     Returns:
-        Numbers of the shape of x, NaN where x is not finite; units (…, rows, 1) float32.
+        The rounded numbers, of the shape of x and NaN where x is not finite, and the units, (…, rows, 1)
+        float32.
     """
     rows = x.shape[-2]
     firsts = np.arange(0, rows, BLOCK if has_blocks else rows)
@@ -73,10 +75,10 @@ def quantised(x: Array, has_blocks: bool = False) -> tuple[Array, Array]:
 
 
 def rounding(forward: Callable[..., None]) -> Callable[..., None]:
-    """Return ``(problem, tile, operands)``, which fills out and lse from operands rounded to e4m3.
+    """Return a function of ``(problem, tile, operands)`` that computes attention on rounded operands.
 
     Args:
-        forward: Fills them from the operands, float32 or float64.
+        forward: A function with the same arguments that fills out and lse, in float32 or float64.
     """
 
     def forward_float8(problem: Problem, tile: Any, operands: Operands) -> None:

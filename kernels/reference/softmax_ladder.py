@@ -1,6 +1,6 @@
-"""Softmax of one vector in three steps, naive, safe and online, for learning.
+"""Softmax of one vector in three forms for learning: naive, safe and online.
 
-FlashAttention is the third step with one change: it also sums the output.
+FlashAttention is the third form with one change: it also sums the output.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 Vector = npt.NDArray[Any]
 
-#: How often the kernels of each step read an element from memory; each is written once.
+#: How many times the kernels of each step read an element from memory.  Each is written once.
 READS = {"naive": 2, "safe": 3, "online": 2}
 
 
 def check_rows(step: str, x: Any, out: Any) -> None:
-    """Check a call of the kernels.
+    """Check the arguments of the softmax kernels of this ladder.
 
     Args:
         step: One of :data:`READS`.

@@ -9,18 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 FLOAT16 = np.dtype(np.float16)
-#: The upper half of a float32: sign, 8 bits of exponent, 7 of fraction; ``ml_dtypes`` adds it to NumPy.
+#: bfloat16 is the upper half of a float32 (sign, 8 bits of exponent, 7 of fraction), from ``ml_dtypes``.
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)
 
-#: The 16-bit storage dtypes, which are computed with and accumulated in float32.
+#: The 16-bit storage dtypes, whose numbers are converted to float32 and accumulated in it.
 HALF_DTYPES = (FLOAT16, BFLOAT16)
 #: The dtypes in which loops and kernels without tensor cores compute.
 COMPUTE_DTYPES = (FLOAT32, FLOAT64)
 #: The dtypes of operands.
 FLOAT_DTYPES = (*HALF_DTYPES, *COMPUTE_DTYPES)
-#: The name of each, because NumPy takes long to return one.
+#: The name of each of these dtypes, stored here because NumPy is slow to return it.
 NAMES = {dtype: dtype.name for dtype in FLOAT_DTYPES}
 #: The dtype as which kernels move or convert 16-bit storage.
 BITS = np.dtype(np.uint16)
@@ -32,12 +32,12 @@ def is_half(dtype: np.dtype[Any]) -> bool:
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
-    """Tell whether a dtype is floating; NumPy's own ``kind`` of bfloat16 is not "f"."""
+    """Tell whether a dtype is floating, including bfloat16, whose ``kind`` in NumPy is not "f"."""
     return dtype.kind == "f" or dtype == BFLOAT16
 
 
 def lowest(dtype: np.dtype[Any]) -> float:
-    """Return the least finite number of a floating dtype."""
+    """Return the lowest (most negative) finite number of a floating dtype."""
     return float(ml_dtypes.finfo(dtype).min)
 
 
@@ -47,10 +47,10 @@ def acc_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def rounded(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return a copy of an array in another dtype, each number rounded once, to nearest even.
+    """Return a copy of an array in another dtype, with each number rounded once, to nearest even.
 
     Args:
-        array: Any shape and strides; a copy keeps the order of the dimensions in memory.
+        array: An array of any shape and strides; the copy keeps the order of its dimensions in memory.
         dtype: The dtype of the result; a number beyond its range becomes infinite.
     """
     if dtype == BFLOAT16 and array.dtype == FLOAT64:

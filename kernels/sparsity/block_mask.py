@@ -56,9 +56,9 @@ def _builder(build: Callable[P, Layout]) -> Callable[Concatenate[type[BlockMask]
 class BlockMask:
     """A mask of hidden, full and partial blocks; a partial block has a pattern of elements.
 
-    Masks are stored in canonical form: partial blocks that are in fact full or hidden are marked so, and
-    equal patterns are stored once.  The arrays are read-only, because tile lists are derived from them and
-    copied to a device once.
+    Masks are stored in canonical form: partial blocks whose elements are all visible or all hidden are
+    stored as full or hidden, and equal patterns are stored once.  The arrays are read-only, because tile
+    lists are derived from them and copied to a device only once.
 
     Args:
         states: (heads, query blocks, key blocks) or (query blocks, key blocks): ``HIDDEN`` (0 or False),
@@ -71,7 +71,7 @@ class BlockMask:
             never read.
 
     Raises:
-        TypeError: If states are not whole numbers, patterns not booleans, or a size not a whole number.
+        TypeError: If states are not integers, patterns are not booleans, or a size is not an integer.
         ValueError: If a side is not a positive multiple of 16, there is not one state for each block, or a
             state has no pattern.
     """
@@ -134,7 +134,7 @@ class BlockMask:
         return int(np.count_nonzero(self.states)) / max(self.states.size, 1)
 
     def visible(self, row: int, rows: int, col: int, cols: int) -> npt.NDArray[np.bool_]:
-        """Return a window of the mask that starts at (row, col), (heads, rows, cols), True where visible.
+        """Return the part of the mask that starts at (row, col), (heads, rows, cols), True where visible.
 
         Raises:
             ValueError: If the window extends beyond the mask.
@@ -173,7 +173,7 @@ class BlockMask:
     def tile_list(self, block_q: int, block_k: int, by_keys: bool = False) -> TileList:
         """Return the list of the key tiles that each query tile visits, or the reverse.
 
-        A tile is in the list if any of its elements is visible, and full if all are.
+        A tile is in the list if any of its elements is visible, and it is full if all are visible.
 
         Args:
             block_q: Query rows of a kernel's tile; the tiles need not align with the blocks.
@@ -264,7 +264,7 @@ class BlockMask:
         """Return a string with one character per block of a head: ``█`` full, ``▒`` partial, ``·`` hidden.
 
         Args:
-            width: Maximum number of characters in either direction; for larger masks a character stands
+            width: Maximum number of characters in either direction; in larger masks a character stands
                 for a square of blocks, and is partial if they differ.
             head: Index of the head.
 

@@ -31,9 +31,10 @@ from kernels.sparsity.states import (
 def butterfly(seq_q: int, seq_k: int, block_size: Any = 64) -> Layout:
     """Make blocks (i, j) visible if i = j or their indices differ in one bit.
 
-    These are the nonzero blocks of the sum of all butterfly factors, one for each bit: a row of n blocks
-    has 1 + log2 n visible ones.  If n is not a power of two, the pattern of the next one is cropped.  If
-    rows and columns differ in number, the pattern of the shorter side is stretched along the other.
+    These are the nonzero blocks of the sum of all butterfly factors, one for each bit.  Of n blocks in a
+    row, 1 + log2 n are visible.  If n is not a power of two, the pattern for the next power of two is
+    cropped.  If there are more rows than columns, or the reverse, the pattern is stretched along the longer
+    side.
 
     Args:
         seq_q: Number of query rows.
@@ -41,8 +42,8 @@ def butterfly(seq_q: int, seq_k: int, block_size: Any = 64) -> Layout:
         block_size: Rows and columns of a block, or one number for both.  The pattern consists of
             squares whose side is the least common multiple of the two.
 
-    Source: the flat block butterfly of Pixelated Butterfly (Dao et al., 2021), which block-sparse
-    FlashAttention takes as its fixed pattern (Dao et al., 2022, section 3.3).
+    Source: the flat block butterfly of Pixelated Butterfly (Dao et al., 2021), the fixed pattern of
+    block-sparse FlashAttention (Dao et al., 2022, section 3.3).
     """
     grid = check_grid(seq_q, seq_k, block_size)
     counts = _squares(grid)
@@ -58,18 +59,18 @@ def strided(
     block_size: Any = 64,
     is_causal: bool = True,
 ) -> Layout:
-    """Make the ``stride`` preceding blocks visible, and every block at a distance of a multiple of it.
+    """Make the ``stride`` preceding blocks visible, and all blocks at a multiple of ``stride``.
 
     Args:
         seq_q: Query rows.
         seq_k: Key columns.
-        stride: Stride in blocks; None takes the square root of the number of blocks, which
-            visits the fewest.
+        stride: Stride in blocks; None takes the square root of the number of blocks, with which
+            the fewest blocks are visited.
         block_size: Rows and columns of a block, or one number for both; see ``butterfly``.
         is_causal: Mask later columns, as in the paper; False applies the pattern in both directions.
 
-    Source: the strided attention of Sparse Transformers (Child et al., 2019), both its heads in one, with
-    blocks in place of elements: with elements, no block would be hidden.
+    Source: the strided attention of Sparse Transformers (Child et al., 2019), with the patterns of its two
+    heads combined, and for blocks instead of elements.  A pattern of elements would hide no block.
     """
     grid = check_grid(seq_q, seq_k, block_size)
     rows, cols = _squares(grid)
@@ -87,9 +88,10 @@ def dilated(
 ) -> Layout:
     """Make every ``dilation``-th block visible, starting from a different block in each head.
 
-    In head h, block i of rows sees block j of columns if j - i - h is a multiple of ``dilation``.
-    Together, ``dilation`` heads see all blocks, each of them an evenly spaced sample.  If there are fewer
-    blocks of columns than ``dilation``, their number takes its place, so that each row sees one.
+    In head h, block j of columns is visible to block i of rows if j - i - h is a multiple of ``dilation``.
+    Each head sees an evenly spaced sample of the blocks, and ``dilation`` heads together see all of them.
+    If there are fewer blocks of columns than ``dilation``, their number replaces it, so that each row sees
+    one block.
 
     Args:
         seq_q: Query rows.
@@ -98,8 +100,8 @@ def dilated(
         dilation: Distance of visible blocks, in blocks.
         heads: Number of heads with their own pattern.
 
-    Source: the dilated attention of LongNet (Ding et al., 2023, section 3.2) in one segment, with blocks in
-    place of elements.
+    Source: the dilated attention of LongNet (Ding et al., 2023, section 3.2) with a single segment, for
+    blocks instead of elements.
     """
     grid = check_grid(seq_q, seq_k, block_size)
     rows, cols = _squares(grid)
@@ -125,15 +127,14 @@ def bigbird(
         seq_q: Query rows.
         seq_k: Key columns.
         block_size: Rows and columns of a block, or one number for both; see ``butterfly``.
-        window: Number of blocks around the diagonal, which is included; odd.
+        window: Number of blocks around the diagonal, including the block on it; must be odd.
         global_blocks: Number of leading rows and columns of blocks that are fully visible.
         random_blocks: Number of further blocks drawn for each row of blocks and each head, without
             replacement.
         heads: Number of heads with their own pattern.
         seed: Seed of the random blocks; global generators are not used.
 
-    Source: BigBird (Zaheer et al., 2020), in blocks as its authors compute it, with the numbers of its
-    base model.
+    Source: BigBird (Zaheer et al., 2020), in its blocked form; the defaults are those of its base model.
     """
     grid = check_grid(seq_q, seq_k, block_size)
     if whole("window", window, 1) % 2 == 0:

@@ -65,7 +65,7 @@ def from_mask_mod(
     block_size: Any = 64,
     heads: int = 1,
 ) -> Layout:
-    """Build a mask from a function, which is called once for every element.
+    """Build a mask from a function, which is evaluated once for every element.
 
     It is compiled with numba if possible, and otherwise runs as Python, a thousand times slower.
 

@@ -1,7 +1,7 @@
 """Formulas for the floating-point operations and the memory traffic of attention and training.
 
-The benchmarks, the experiments, the documentation and the app use only these.  ``io_meter`` measures the
-traffic of the kernels, and the two agree exactly.
+The benchmarks, the experiments, the documentation and the app all use these formulas.  ``io_meter`` counts
+the traffic of the kernels in the simulator, and the two agree exactly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def attention_flops(
 ) -> float:
     """Return the operations of one forward pass.
 
-    There are two products of 2·N·N·d operations each for each head, and half of that under a causal mask.
+    Each head takes two matrix products of 2·N·N·d operations, or half of that under a causal mask.
     Exponentials are not counted.  Source: FlashAttention-2, section 4.1.
     """
     return 4.0 * batch_heads * seq_q * seq_k * head_dim * (0.5 if causal else 1.0)
@@ -25,7 +25,7 @@ def attention_flops(
 def attention_backward_flops(
     batch_heads: int, seq_q: int, seq_k: int, head_dim: int, *, causal: bool = False
 ) -> float:
-    """Return the operations of one backward pass: five products where the forward pass has two."""
+    """Return the operations of one backward pass, which has five products; the forward pass has two."""
     return 2.5 * attention_flops(batch_heads, seq_q, seq_k, head_dim, causal=causal)
 
 
@@ -34,8 +34,9 @@ def training_flops(
 ) -> float:
     """Return the operations of training a causal transformer on one text, forward and backward.
 
-    Each weight of a product takes two operations per token forward and four backward, and an embedding
-    takes none.  Attention is counted in the same way, with half of its square, without recomputation.
+    Each weight of a matrix product takes two operations per token in the forward pass and four in the
+    backward pass, and embeddings take none.  The products of attention are counted in the same way, for the
+    causal half of the scores and without recomputation.
 
     Args:
         seq: Number of tokens of the text.
@@ -45,7 +46,7 @@ def training_flops(
         vocabulary: Number of tokens in the vocabulary.
         window: Number of tokens that a token attends to; None for all before it.
 
-    Source: Chowdhery et al. (2022), PaLM, appendix B; there without the half.
+    Source: Chowdhery et al. (2022), PaLM, appendix B, which does not halve the count for the causal mask.
     """
     weights = layers * (4 * width * width + 2 * width * middle) + width * vocabulary
     # All rows see ``window`` keys, but for the triangle of the first rows.
@@ -55,7 +56,7 @@ def training_flops(
     return 3.0 * (2.0 * seq * weights + attention)
 
 
-#: Number of products of 2·N·N·d operations of a rung, forward and backward.  The naive rung does not keep P
+#: Number of matrix products of each rung, forward and backward.  The naive rung does not keep P
 #: and recomputes S, like the others.  flash2 computes S and dP twice, unless it adds to dQ by atomics.
 PRODUCTS = {"naive": (2, 5), "flash1": (2, 5), "flash2": (2, 7), "flash2 atomic": (2, 5)}
 
@@ -78,7 +79,7 @@ class Traffic(NamedTuple):
 
     @property
     def moved(self) -> int:
-        """The sum of both."""
+        """Elements read and written."""
         return self.reads + self.writes
 
 
@@ -96,7 +97,7 @@ class HeadShape(NamedTuple):
         head_dim: Size of a query and a key.
         value_dim: Size of a value.
         lower: Lower bound of column - row; -seq_q or less is no bound.
-        upper: Upper bound of column - row; seq_k or more is no bound, 0 is causal.
+        upper: Upper bound of column - row; seq_k or more is no bound, and 0 is a causal mask.
     """
 
     seq_q: int
@@ -119,11 +120,16 @@ class HeadShape(NamedTuple):
         )
 
     def seen(self, start: int, stop: int) -> int:
-        """Return the number of keys that are visible to any row from ``start`` up to ``stop``."""
+        """Return the number of keys that are visible to at least one row from ``start`` to ``stop - 1``."""
         return max(min(stop + self.upper, self.seq_k) - max(start + self.lower, 0), 0)
 
     def tile_visits(self, block: int, other: int) -> int:
-        """Return the keys in visited tiles of ``other``, summed over tiles of rows."""
+        """Return the number of keys in the tiles that each tile of rows visits, summed over these.
+
+        Args:
+            block: Rows of a tile of rows.
+            other: Keys of a tile of keys.
+        """
         visited = 0
         for row in range(0, self.seq_q, block):
             stop_row = min(row + block, self.seq_q)
@@ -159,9 +165,9 @@ def _product(
 
 
 def naive_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
-    """Return the traffic of the forward pass of Algorithm 0, by array.
+    """Return the traffic of the forward pass of the naive rung (FlashAttention, Algorithm 0), by array.
 
-    The softmax reads S for its maximum, reads and writes it for P, and reads and writes P for the division.
+    The softmax reads S to find the maximum, reads S and writes P, and reads and writes P for the division.
     A causal call has the same traffic.
 
     Args:
@@ -177,14 +183,14 @@ def naive_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
 
 
 def naive_backward_traffic(shape: HeadShape, tile: tuple[int, int], readers: int = 1) -> Counts:
-    """Return the traffic of the backward pass of Algorithm 0, with S and dP in global memory.
+    """Return the traffic of the backward pass of the naive rung, with S and dP in global memory.
 
     There are five products, and one pass that reads S and dP and overwrites them with P and dS.
 
     Args:
         shape: The sizes of the head.
         tile: Rows and columns of a block of the products.
-        readers: Threads that read L of a row, each for itself; 1 counts that as one.
+        readers: Number of threads that each read L of a row; 1 counts these reads only once.
 
     Source: FlashAttention, appendix B.2.
     """
@@ -206,8 +212,8 @@ def naive_backward_traffic(shape: HeadShape, tile: tuple[int, int], readers: int
 def flash1_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     """Return the traffic of the forward pass of FlashAttention, Algorithm 1, by array.
 
-    Every query row that a key tile visits is read with its output, sum and maximum, and all but the query
-    are written again.
+    For each key tile, every query row that it visits is read with its output, sum and maximum, and these
+    three are written back.
 
     Args:
         shape: The sizes of the head.
@@ -232,8 +238,8 @@ def flash1_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
 def flash1_backward_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     """Return the traffic of the backward pass of FlashAttention, Algorithm 4, by array.
 
-    Every query row that a key tile visits is read with its output, dO and L, and its dQ is read and
-    written.
+    For each key tile, every query row that it visits is read with its output, dO and L, and the dQ of the
+    row is read and written.
 
     Args:
         shape: The sizes of the head.
@@ -257,7 +263,7 @@ def flash1_backward_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
 def flash2_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     """Return the traffic of the forward pass of FlashAttention-2, by array.
 
-    A query tile reads the key tiles with a visible key, and nothing is written before the end.
+    A query tile reads the key tiles that have a visible key, and its results are written once, at the end.
 
     Args:
         shape: The sizes of the head, whose keys are not divided among blocks.
@@ -290,12 +296,14 @@ def flash2_backward_traffic(
 ) -> Counts:
     """Return the traffic of the deterministic backward pass of FlashAttention-2, with two kernels.
 
-    After D, one kernel loops over query tiles and writes dQ, the other over key tiles and writes dK and dV.
+    After D has been computed, one kernel is parallel over query tiles and writes dQ.  The other is parallel
+    over key tiles and writes dK and dV.
 
     Args:
         shape: The sizes of the head.
         tile: (block_q, block_k) of the first kernel.
-        readers: Threads that read L and D of a row in the first, each for itself; 1 counts that as one.
+        readers: Number of threads of the first kernel that each read L and D of a row; 1 counts these reads
+            only once.
         key_tile: (block_q, block_k) of the second kernel; that of the first when None.
     """
     seq_q, _, dim, value_dim, *_ = shape
@@ -316,7 +324,7 @@ def flash2_backward_traffic(
 def flash2_atomic_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     """Return the traffic of the backward pass of FlashAttention-2 with atomic additions to dQ.
 
-    An atomic addition reads an element and writes it.
+    An atomic addition counts as one read and one write.
 
     Args:
         shape: The sizes of the head.
@@ -344,7 +352,7 @@ def _by_keys(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     }
 
 
-#: Forward, by rung: ``(shape, tile)``.
+#: The formula of each rung for the forward pass, a function of ``(shape, tile)``.
 TRAFFIC = {
     "naive": naive_traffic,
     "flash1": flash1_traffic,

@@ -103,8 +103,8 @@ def softmax(step: str, x: Any, out: Any) -> None:
         out: (rows, length) of the same dtype.
 
     Raises:
-        ValueError: If there is no such step, or x and out are not alike.
-        TypeError: If they have any other dtype.
+        ValueError: If there is no such step, or x and out differ in shape or dtype.
+        TypeError: If they are neither float32 nor float64.
 
     Source: Milakov and Gimelshein (2018), Algorithms 1 to 3.
     """

@@ -262,8 +262,8 @@ def softmax(step: str, x: Any, out: Any, block: LadderBlock | None = None) -> No
         block: Shape of the block; that of :func:`ladder_block` when None.
 
     Raises:
-        ValueError: If there is no such step, or x and out are not alike.
-        TypeError: If they have any other dtype.
+        ValueError: If there is no such step, or x and out differ in shape or dtype.
+        TypeError: If they are neither float32 nor float64.
     """
     check_rows(step, x, out)
     rows, length = x.shape

@@ -209,7 +209,7 @@ class without_dropout(Switch):
 
 
 class without_drawing(Switch):
-    """Within the context, new layers have weights of 0, which is faster; the caller loads others."""
+    """Initialise new layers with zeros within the context, for callers that then load their weights."""
 
     mode, value = "drawing", False
 

@@ -1,7 +1,7 @@
 """The CUDA backend, which launches the kernels; storages stay on the device between launches.
 
-Shapes and strides are passed to the kernels as tuples, not as arrays.  Nothing is copied for them at a
-launch, and because a kernel is compiled for each length of the tuples, its indices are registers.
+Shapes and strides are passed to the kernels as tuples, not as arrays, so a launch copies nothing for them.
+A kernel is compiled for each length of the tuples, so its indices are in registers.
 """
 
 from __future__ import annotations

@@ -228,9 +228,9 @@ def innermost_step(shape, strides):
 
 @register_jitable
 def aligned(shape1, strides1, shape2, strides2):
-    """Tell whether two tensors have one shape and one layout, so that one flat loop serves both.
+    """Tell whether two tensors have the same shape and layout, so that one flat loop serves both.
 
-    Without dimensions the row loops below have no last dimension: such tensors are flat as well.
+    Tensors without dimensions also count as aligned, because the row loops need a last dimension.
     """
     if len(shape1) != len(shape2):
         return len(shape1) == 0

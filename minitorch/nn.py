@@ -22,7 +22,7 @@ from .tensor_functions import Max
 from .tensor_ops import normalize_dim
 from .tensors.factories import from_numpy, rand, tensor
 
-#: The published fold behind :func:`max`, on the fast backend.
+#: The published name of the maximum over a dimension, on the fast backend; see :func:`max`.
 max_reduce = FastOps.reduce(operators.max, -1e9)
 
 
@@ -113,7 +113,7 @@ def _shift(input: Tensor, dim: int) -> Tensor:
 
 
 def composed_softmax(input: Tensor, dim: int) -> Tensor:
-    """Return softmax over ``dim``, composed of tensor operations; 0 in a row of -inf."""
+    """Return softmax over ``dim``, composed of tensor operations; a row of -inf gives 0."""
     # TASK 4.4: Subtract _shift first, so that exp does not overflow; a row of -inf gives zeros.
     dim = normalize_dim(dim, input.shape)
     exponentials = (input - _shift(input, dim)).exp()
@@ -146,7 +146,7 @@ def logsumexp(input: Tensor, dim: int) -> Tensor:
 
 
 def logsoftmax(input: Tensor, dim: int) -> Tensor:
-    """Return the logarithm of softmax over ``dim``; -inf in a row of -inf."""
+    """Return the logarithm of softmax over ``dim``; a row of -inf gives -inf."""
     check_tensor("input", input)
     # TASK 4.4: x - shift - log of the sum of exponentials; never the log of a softmax.
     dim = normalize_dim(as_int(dim), input.shape)
@@ -161,7 +161,7 @@ def integer_array(ids: Any, limit: int, name: str) -> Any:
     Args:
         ids: A tensor or array of whole numbers.
         limit: One more than the largest index allowed.
-        name: For the error text.
+        name: The name of the argument in error messages.
 
     Raises:
         TypeError: If they are not whole numbers.

@@ -270,7 +270,7 @@ class LT(_Comparison):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
-        """Compare."""
+        """Compare element by element."""
         # TASK 2.3: Save both shapes; lt_zip.
         ctx.save_for_backward(a.shape, b.shape)
         return a.f.lt_zip(a, b)
@@ -282,7 +282,7 @@ class EQ(_Comparison):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
-        """Compare."""
+        """Compare element by element."""
         # TASK 2.3: Save both shapes; eq_zip.
         ctx.save_for_backward(a.shape, b.shape)
         return a.f.eq_zip(a, b)
@@ -294,7 +294,7 @@ class IsClose(Function):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
-        """Compare."""
+        """Compare element by element."""
         # TASK 2.3: is_close_zip.
         return a.f.is_close_zip(a, b)
         # END TASK 2.3

@@ -54,7 +54,7 @@ class TensorOps(Widening):
     make_reduce: Callable[..., Any]
     #: Cached products by the layouts of their operands; each backend has its own.
     _products: Kinds
-    #: Where storages are, and the target of fused attention; see kernels/rungs.py.
+    #: The memory of storages; ``target`` names the target of fused attention, see kernels/rungs.py.
     memory: Memory = HostMemory()
     target = "numpy"
     #: Fused kernels of the layers of module 4, or None if there are only composed forms.
@@ -256,7 +256,7 @@ class TensorOps(Widening):
         cls, out: TensorData, rows: TensorData, weights: TensorData, bias: TensorData | None,
         before_gelu: TensorData | None,
     ) -> None:  # fmt: skip
-        """Fill ``out`` with rows @ weights + bias; or ``before_gelu`` with that, and ``out`` with GELU."""
+        """Fill ``out`` with y = rows @ weights + bias; or ``before_gelu`` with y, and ``out`` with GELU."""
         raise NotImplementedError("a backend with fuses_linear must define linear_into")
 
     @classmethod

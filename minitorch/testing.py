@@ -1,6 +1,6 @@
-"""A list of small functions, each on floats and on variables, for tests and sandboxes to compare.
+"""Small functions, each for floats and for variables, whose results tests and sandboxes compare.
 
-The names are fixed: a test is numbered by the place of its function in the alphabet. The ending `2`
+The names are fixed, because tests are numbered in the alphabetical order of their functions. The ending `2`
 marks a function of two numbers, the ending `red` a function of a list.
 """
 
@@ -14,7 +14,7 @@ NamedPairs = list[tuple[str, Callable[..., Any], Callable[..., Any]]]
 
 
 class MathTest:
-    """The functions on floats; those that only use arithmetic serve variables as well."""
+    """The functions for floats; those that use only arithmetic work for variables too."""
 
     @staticmethod
     def neg(a: Any) -> Any:
@@ -156,7 +156,7 @@ class MathTest:
 
 
 class MathTestVariable(MathTest):
-    """The same functions on scalars or tensors, where these need a method of the variable."""
+    """The same functions for scalars and tensors, overridden where they need a method of the variable."""
 
     @staticmethod
     def inv(a: Any) -> Any:

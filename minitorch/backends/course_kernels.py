@@ -147,7 +147,8 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
     Returns:
         A kernel of the storage, shape and strides of out, out_size, those of a, the dimension and
         the start value; the contents of out are overwritten.  If out has c entries along the
-        dimension and not one, each gets the fold of every c-th run of elements as long as a block.
+        dimension instead of one, the dimension is divided into runs of the length of a block, and
+        each entry gets the fold of every c-th run.
     """
     fn = _callable(fn)
 

@@ -1,12 +1,14 @@
 """Attention over a sequence that is spread over the ranks of a group.
 
-ring         Keys and values travel from rank to rank.  While a rank multiplies those that it has, the next
-             ones arrive, and results are merged by their log-sum-exp.
-all-gather   Every rank gathers all keys and values before it begins: one exchange, and memory for all of
-             them.
-ulysses      Every rank exchanges its rows of all heads for all rows of some heads, attends alone, and
-             exchanges the result back.  Traffic does not grow with the number of ranks, which cannot
-             exceed the number of key heads.
+There are three methods:
+
+- ring: Keys and values travel from rank to rank.  While a rank computes with those that it has, the next
+  ones arrive.  Results are merged by their log-sum-exp.
+- all-gather: Every rank gathers all keys and values before it begins.  This takes one exchange, and memory
+  for all of them.
+- ulysses: Every rank exchanges its rows of all heads for all rows of some heads, computes their attention,
+  and exchanges the result back.  Traffic does not grow with the number of ranks, which cannot exceed the
+  number of key heads.
 
 Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers (2023); Brandon et al., Striped
 Attention (2023), for balanced causal work; the Llama 3 herd of models (2024), section 3.3.2, for the

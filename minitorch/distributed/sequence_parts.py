@@ -1,14 +1,14 @@
-"""Which rows of a sequence a rank holds, and which rows of another rank they attend to.
+"""The rows of a sequence that a rank holds, and the rows of other ranks to which they attend.
 
-The sequence is cut into chunks.  In the zigzag layout a rank holds two, one from each end, so that under a
-causal mask, where later rows see more keys, all ranks have the same work:
+The sequence is cut into chunks.  In the zigzag layout a rank holds two chunks, one from each end.  All
+ranks then have the same work under a causal mask, where later rows attend to more keys:
 
     chunk   0 1 2 3 4 5
     rank    0 1 2 2 1 0
 
-Where several sequences are packed, a chunk is cut further into at most three segments: the rest of a
-sequence that began before the chunk, sequences that lie within it, and the beginning of one that does not
-end there.  Two segments then either belong to the same sequence, at known places, or share no sequence.
+If several sequences are packed, a chunk is cut further into at most three segments: the rest of a sequence
+that began before the chunk, the sequences that lie within it, and the beginning of one that ends after it.
+Two segments then either belong to the same sequence, at known places, or have no sequence in common.
 """
 
 from __future__ import annotations

@@ -50,13 +50,13 @@ def attention_call(
         q: (…, heads, seq_q, head_dim).
         k: (…, heads, seq_k, head_dim).
         v: (…, heads, seq_k, value_dim).
-        options: By name.  Without a seed, dropout takes one from Python's ``random``, which
+        options: The options by name.  Without a seed, dropout takes one from Python's ``random``, which
             ``manual_seed`` sets.
-        make: Builds the problem.
+        make: The function that builds the problem.
 
     Raises:
-        TypeError: Also if an operand is not a tensor or not on the backend of q, or the call cannot read
-            a mask or slopes on their device.
+        TypeError: If an operand is not a tensor or not on the backend of q, the call cannot read a mask or
+            slopes on their device, or the problem cannot be built.
     """
     for name, operand in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, operand)
@@ -191,7 +191,7 @@ class FlashAttention(Function):
             mask: The option ``attn_mask``.
             sink: The option ``sink``.
             options: All options by name.
-            make: Builds the problem.
+            make: The function that builds the problem.
 
         Returns:
             out (…, heads, seq_q, value_dim); with ``return_lse`` also lse (…, heads, seq_q), float32 for

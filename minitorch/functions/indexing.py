@@ -1,6 +1,7 @@
 """Functions that move elements by index, cumulative sums, and choices between two tensors.
 
-Gather and scatter-add are each other's gradient; a cumulative sum is its own, in the other direction.
+The gradient of a gather is a scatter-add and vice versa.  The gradient of a cumulative sum is a cumulative
+sum in the other direction.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ class Gather(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        """Add the gradients up where the elements came from."""
+        """Add up the gradients at the positions from which the elements came."""
         dim, index, size = ctx.saved_values
         return added(grad_output, dim, index, size), None, None
 
@@ -252,7 +253,7 @@ class ScatterAdd(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        """Pick each element's gradient where it was added."""
+        """Pick each element's gradient at the position to which it was added."""
         dim, index = ctx.saved_values
         return gathered(grad_output, dim, index), None, None, None
 
@@ -268,7 +269,7 @@ class CumSum(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        """Add the gradients up from the other end: an element is in every sum that follows."""
+        """Add up the gradients from the other end, because an element is in every sum that follows."""
         dim, exclusive, reverse = ctx.saved_values
         return summed_up(grad_output, dim, exclusive, not reverse), None, None, None
 
@@ -311,7 +312,7 @@ class Where(Function):
 
     @staticmethod
     def forward(ctx: Context, condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Choose; infinity and NaN in an element that is not chosen do not show."""
+        """Choose elements; infinity and NaN in an element that is not chosen have no effect."""
         ctx.save_for_backward(condition)
         f = a.f
         return f.add_zip(f.keep_zip(condition, a), f.drop_zip(condition, b))

@@ -32,7 +32,7 @@ class Cat(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Any, ...]:
-        """Cut the gradient where the tensors meet."""
+        """Cut the gradient into the parts that belong to each tensor."""
         dim, ends = ctx.saved_values
         ranges = [range(first, end) for first, end in pairwise(ends)]
         return None, *(sliced(grad_output, dim, places) for places in ranges)

@@ -72,7 +72,7 @@ class Slice(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        """Put the gradients where the elements came from, and zeros elsewhere."""
+        """Put the gradients at the positions from which the elements came, and zeros elsewhere."""
         dim, places, size = ctx.saved_values
         return added(grad_output, dim, _as_table(grad_output, dim, places), size), None, None
 

@@ -85,7 +85,7 @@ class To(Function):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, backend: Any, dtype: Any) -> Tensor:
-        """Convert."""
+        """Convert the tensor."""
         ctx.save_for_backward(a.backend, a.dtype)
         return a._converted(backend, dtype)
 

@@ -1,6 +1,6 @@
 """Linear layers with a fused epilogue: bias and GELU, applied while the product is in registers or cache.
 
-Without such a kernel they are composed of tensor operations, which is also the reference of the tests.
+Backends without such a kernel use a form composed of tensor operations, which is also the tests' reference.
 """
 
 from __future__ import annotations

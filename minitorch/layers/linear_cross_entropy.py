@@ -1,7 +1,7 @@
 """The head of a language model fused with its loss: logits are stored for a chunk of rows at a time.
 
 The full logits, rows times vocabulary, would be the largest tensor of a training step and would live until
-the backward pass.  Without such a kernel the loss is composed, which is also the reference of the tests.
+the backward pass.  Backends without such a kernel use a composed form, which is also the tests' reference.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The operations between two branches of a transformer, fused: residual + dropout(x), and its norm.
+"""The operations between two branches of a transformer in one kernel: residual + dropout(x), and its norm.
 
-Without such a kernel they are composed, which is also the reference of the tests.
+Backends without such a kernel use a composed form, which is also the tests' reference.
 """
 
 from __future__ import annotations

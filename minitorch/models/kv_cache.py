@@ -46,12 +46,12 @@ def _checked_sizes(**sizes: Any) -> None:
 
 
 class Spot(NamedTuple):
-    """Where the tokens of a step lie, as data, so that a captured step can be replayed at another place.
+    """The positions of a step's tokens, as data, so that a captured step can be replayed for others.
 
     Attributes:
-        places: Their positions, (count,) int64, on the host.
+        places: The positions, (count,) int64, on the host.
         index: The positions, (1, count), on the device.
-        mask: Booleans on the device, True for the positions to which they attend, (1, 1, 1, capacity).
+        mask: Booleans on the device, True where the tokens attend to a position, (1, 1, 1, capacity).
         turns: Cosines and sines of rotary positions, (count, 1, head_dim) each; or None.
     """
 
@@ -64,8 +64,8 @@ class Spot(NamedTuple):
 class LayerCache:
     """The keys and values of one attention layer, (batch, heads, length, head_dim), with spare capacity.
 
-    In memory the position is the first dimension: the filled part is one contiguous piece of the storage,
-    so that tensors of it are views, and appending writes only the new rows.
+    In memory the position is the first dimension, so the filled part is one contiguous piece of storage.
+    Tensors of it are views, and appending writes only the new rows.
 
     Args:
         batch: Number of texts.
@@ -77,7 +77,7 @@ class LayerCache:
 
     Attributes:
         length: Number of filled positions.
-        spot: Where a captured step writes, whatever the length is; None otherwise.
+        spot: The positions to which a captured step writes, independent of the length; otherwise None.
 
     Raises:
         TypeError: If a size is not a whole number, the backend not a backend, or the dtype not floating.
@@ -325,6 +325,6 @@ class KVCache:
             layer.spot = spot
 
     def advance(self, count: int) -> None:
-        """Count positions that a captured step has filled."""
+        """Add the number of positions that a captured step has filled to the length."""
         for layer in self.layers:
             layer.length += count

@@ -49,7 +49,7 @@ class ReversibleSequence(Module):
         ValueError: If there is no block.
 
     Source: Gomez, Ren, Urtasun and Grosse, The reversible residual network (2017), section 3.1;
-        Kitaev, Kaiser and Levskaya, Reformer (2020), section 3.
+    Kitaev, Kaiser and Levskaya, Reformer (2020), section 3.
     """
 
     def __init__(self, blocks: Iterable[tuple[Module, Module]]):

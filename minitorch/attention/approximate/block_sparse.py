@@ -70,7 +70,7 @@ def block_sparse(
         ValueError: If a shape or block size does not fit, for an unknown pattern, or for both masks.
 
     Source: Dao et al., FlashAttention (2022), section 3.3, with the fixed butterfly pattern of Dao et al.,
-        Pixelated Butterfly (2021).
+    Pixelated Butterfly (2021).
     """
     check_options("block_sparse", Masked(attn_mask, dropout_p, is_causal, scale))
     check_operands("block_sparse", q, k, v)

@@ -45,7 +45,7 @@ def local(
         ValueError: If a shape does not fit, or both masks are given.
 
     Source: Child et al., Generating long sequences with sparse transformers (2019), section 4; the window
-        of Beltagy, Peters and Cohan, Longformer (2020), section 3.1.
+    of Beltagy, Peters and Cohan, Longformer (2020), section 3.1.
     """
     check_options("local", Masked(attn_mask, dropout_p, is_causal, scale))
     check_operands("local", q, k, v)

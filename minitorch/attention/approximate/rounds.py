@@ -21,7 +21,7 @@ def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         (…, seq, value_dim), of the dtype of the first ``out``; 0 where every lse is minus infinity.
 
     Source: Kitaev, Kaiser and Levskaya, Reformer (2020), appendix A; the same merge joins the tiles of
-        FlashAttention and the devices of ring attention.
+    FlashAttention and the devices of ring attention.
     """
     if len(parts) == 1:
         return parts[0][0]

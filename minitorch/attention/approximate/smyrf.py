@@ -61,7 +61,7 @@ def smyrf(
         ValueError: If a shape or number does not fit, or for an option that the method does not support.
 
     Source: Daras, Kitaev, Odena and Dimakis, SMYRF: efficient attention using asymmetric clustering (2020),
-        section 3 and algorithm 1.
+    section 3 and algorithm 1.
     """
     check_options("smyrf", Masked(attn_mask, dropout_p, is_causal, scale))
     check_operands("smyrf", q, k, v)

@@ -52,6 +52,9 @@ nb_merge_streams = True
 # Docstrings are Google's.  Types stand in the signatures, and are not links.
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+# The site is built without PyTorch.
+_OPERATOR = "kernels.interop.torch"
+autodoc_mock_imports = ["torch", f"{_OPERATOR}.custom_operators", f"{_OPERATOR}.eager"]
 python_maximum_signature_line_length = 100  # of a longer one each parameter has a line
 default_role = "code"  # `x` in a docstring is code, as in Markdown
 napoleon_numpy_docstring = False

@@ -137,7 +137,7 @@ def lines_of_table() -> list[Line]:
 
 def table() -> str:
     """Return the table as Markdown."""
-    rows = ["| measured | here | beside it | command, and its record |", "|---|---:|---:|---|"]
+    rows = ["| measurement | this library | compared with | command, and its record |", "|---|---:|---:|---|"]
     for line in lines_of_table():
         record = json.loads((ROOT / "docs" / "results" / line.record).read_text(encoding="utf-8"))
         link = f"[`{line.command}`](docs/results/{line.record})"

@@ -51,7 +51,7 @@ def attention_ratios(record: Record) -> str:
         for figure in FIGURES
         if (ratios := figure_of(record["rows"], figure))
     ]
-    return markdown(["time of the second / time of the first", "ratio", "calls"], lines)
+    return markdown(["speed of the first / speed of the second", "ratio", "calls"], lines)
 
 
 def attention_dense(record: Record) -> str:
@@ -142,7 +142,7 @@ def product(record: Record) -> str:
     """Return the rates of a matrix product, ours and cuBLAS's."""
     (row,) = _rows(record, "product")
     rates = [f"{rate:.0f} TFLOP/s" for rate in row["tflops"].values()]
-    return markdown(["measured", "ours", "cuBLAS"], [[f"{row['dtype']} {row['case']}", *rates]])
+    return markdown(["matrix product", "ours", "cuBLAS"], [[f"{row['dtype']} {row['case']}", *rates]])
 
 
 def call_overhead(record: Record) -> str:

@@ -26,8 +26,8 @@ def varying(mask_mod: Any) -> Any:
     """Mark a ``mask_mod`` to be evaluated in every call, for each element that the call computes.
 
     Without the mark, the first call of a kind evaluates the function once into a block mask, and later
-    calls skip the tiles that it masks.  That is no gain for a function that differs from call to call,
-    for example because it captures a number that changes.
+    calls skip the tiles that it masks.  That does not pay off if each call has other lengths.  With the
+    mark, a function that captures a number which changes from call to call takes longer to compile.
 
     Args:
         mask_mod: The function.
@@ -92,9 +92,11 @@ def check_mod(name: str, function: Any, arguments: str) -> None:
         ) from error
     kinds = (int, float, np.number) if of_score else (bool, np.bool_)
     if not isinstance(result, kinds):
+        is_tensor = hasattr(result, "numpy")
         raise TypeError(
             f"{name} must return {'a number' if of_score else 'True or False'}, got {result!r} "
-            f"({type(result).__name__}) at {arguments} = {places}; is a return missing?"
+            f"({type(result).__name__}) at {arguments} = {places}; "
+            + ("capture tensor.numpy() instead of a tensor" if is_tensor else "is a return missing?")
         )
 
 

@@ -1,9 +1,8 @@
 """Barriers among warps and with copies, and register allocation of warpgroups.
 
-An ``mbarrier`` is eight bytes of shared memory.  A phase of it ends when as many threads have
-arrived as it was made for and all bytes announced have come; phases are counted modulo two, and who
-waits says which one it waits for: a fresh barrier is in phase 0, and to wait for phase 1 of it
-returns at once.
+An ``mbarrier`` is eight bytes of shared memory.  One of its phases ends when the expected number of threads
+has arrived and all announced bytes have been copied.  Phases are counted modulo two, and a thread waits for
+a given phase.  A new barrier is in phase 0, and waiting for its phase 1 returns at once.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def fence_mbarrier_init():
 
 @instruction("mbarrier.arrive.shared::cta.b64 _, [$barrier];", barrier=U32)
 def mbarrier_arrive(barrier):
-    """Arrive without waiting; earlier reads and writes of this thread stay ordered before; cc 9.0."""
+    """Arrive without waiting, after all earlier reads and writes of this thread; cc 9.0."""
 
 
 @instruction(
@@ -44,7 +43,7 @@ def mbarrier_arrive_expect_tx(barrier, bytes_):
     U32, barrier=U32, parity=U32,
 )  # fmt: skip
 def mbarrier_try_wait(barrier, parity):
-    """Wait a while; return 1 if the phase of that parity has ended, or else 0; cc 9.0."""
+    """Wait for a limited time; return 1 if the phase of that parity has ended, or else 0; cc 9.0."""
 
 
 @device_function
@@ -63,28 +62,29 @@ def fence_proxy_async():
 def bar_sync(barrier, threads):
     """Wait at one of a block's 16 named barriers for a number of threads, in whole warps.
 
-    Number 0 is that of ``cuda.syncthreads``.
+    Number 0 is the barrier of ``cuda.syncthreads``.
     """
 
 
 @instruction("bar.arrive $barrier, $threads;", barrier=U32, threads=U32)
 def bar_arrive(barrier, threads):
-    """Count as come to a named barrier, without waiting."""
+    """Arrive at a named barrier without waiting."""
 
 
 @cache
 def make_setmaxnreg(action: str, registers: int) -> Any:
     """Return a function by which a warpgroup releases ("dec") or acquires ("inc") registers; cc 9.0.
 
-    All its warps must call it; it waits until there are as many.  Each role of the threads must be one
-    branch of a single if, and the kernel have launch bounds, or the compiler takes no notice.
+    All warps of the warpgroup must call it; acquiring waits until enough registers are free.  Each role of
+    the threads must be one branch of a single ``if``, and the kernel must have launch bounds; otherwise the
+    compiler ignores the instruction.
 
     Args:
         action: "dec" or "inc".
-        registers: A thread then has: 24 to 256, a multiple of eight.
+        registers: Registers per thread afterwards: 24 to 256, a multiple of eight.
 
     Raises:
-        ValueError: If they are not.
+        ValueError: If ``registers`` is not.
     """
     if action not in ("dec", "inc") or registers % 8 or not 24 <= registers <= 256:
         raise ValueError(
@@ -93,6 +93,6 @@ def make_setmaxnreg(action: str, registers: int) -> Any:
 
     @instruction(f"setmaxnreg.{action}.sync.aligned.u32 {registers};")
     def setmaxnreg():
-        """Change how many registers the threads of a warpgroup have."""
+        """Change the number of registers of the threads of a warpgroup."""
 
     return setmaxnreg

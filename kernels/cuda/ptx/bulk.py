@@ -1,11 +1,10 @@
-"""Asynchronous copies of the copy engine, of rows of memory and boxes of a tensor; cc 9.0.
+"""Asynchronous copies by the copy engine, of rows of memory and boxes of a tensor; cc 9.0.
 
-Into shared memory they end at an ``mbarrier``, to which they bring bytes; out of it they end group
-by group, as the thread that asked for them finds out.  A box has as many coordinates as its tensor
-has dimensions, the fastest first; what is outside of the tensor is read as zeros, and not written.
+A copy to shared memory adds its bytes to an ``mbarrier``.  Copies from shared memory complete in groups,
+for which the issuing thread waits.  A box has as many coordinates as its tensor has dimensions, the fastest
+first. Elements outside of the tensor are read as zeros and not written.
 
-The bytes that threads wrote to shared memory are seen by a copy only after ``fence_proxy_async`` and a
-barrier.
+A copy sees the bytes that threads wrote to shared memory only after ``fence_proxy_async`` and a barrier.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def cp_async_bulk_store(target, source, bytes_):
     target=I64, source=U32, bytes_=U32,
 )  # fmt: skip
 def cp_reduce_async_bulk_add(target, source, bytes_):
-    """Add float32 of shared memory to those of global memory, each addition atomic."""
+    """Add float32 numbers in shared memory to global memory; each addition is atomic."""
 
 
 @instruction("cp.async.bulk.commit_group;")
@@ -48,11 +47,11 @@ def cp_async_bulk_commit_group():
 
 @cache
 def make_cp_async_bulk_wait_group(pending: int, is_read: bool = False) -> Any:
-    """Return a function that waits until at most ``pending`` of the thread's groups are under way.
+    """Return a function that waits until at most ``pending`` of the thread's groups are unfinished.
 
     Args:
         pending: 0 waits for all.
-        is_read: Until their shared memory was read, and may be written again.
+        is_read: Wait only until the shared memory of the groups has been read and may be written again.
     """
 
     @instruction(f"cp.async.bulk.wait_group{'.read' if is_read else ''} {pending};")
@@ -64,7 +63,7 @@ def make_cp_async_bulk_wait_group(pending: int, is_read: bool = False) -> Any:
 
 @cache
 def make_tensor_load(dims: int) -> Any:
-    """Return ``load(target, tensor_map, barrier, coordinates)``: a box into shared memory.
+    """Return ``load(target, tensor_map, barrier, coordinates)``: copy a box to shared memory.
 
     Args:
         dims: Number of dimensions of the tensor, 1 to 5: the length of ``coordinates``, a tuple.
@@ -76,18 +75,18 @@ def make_tensor_load(dims: int) -> Any:
         target=U32, tensor_map=I64, barrier=U32, coordinates=Tuple(I32, dims),
     )  # fmt: skip
     def cp_async_bulk_tensor_load(target, tensor_map, barrier, coordinates):
-        """Copy a box of a tensor to shared memory; all its bytes come, zeros too."""
+        """Copy a box of a tensor to shared memory; zeros outside of the tensor count as copied bytes."""
 
     return cp_async_bulk_tensor_load
 
 
 @cache
 def make_tensor_store(dims: int, is_added: bool = False) -> Any:
-    """Return ``store(tensor_map, coordinates, source)``: a box out of shared memory.
+    """Return ``store(tensor_map, coordinates, source)``: copy a box from shared memory.
 
     Args:
         dims: Number of dimensions of the tensor, 1 to 5: the length of ``coordinates``, a tuple.
-        is_added: To what is there, each addition atomic, in the dtype of the tensor map.
+        is_added: Add to the tensor instead, in the dtype of the tensor map; each addition is atomic.
     """
     what = "cp.reduce.async.bulk" if is_added else "cp.async.bulk"
     how = ".add" if is_added else ""

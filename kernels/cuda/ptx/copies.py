@@ -1,7 +1,7 @@
 """Addresses, 128-bit loads and stores, asynchronous copies to shared memory, additions in memory.
 
-An address is a number of bytes: 32 bits in shared memory, 64 in global memory.  Kernels count in
-bytes, so that one loop serves every dtype of 16 bits.
+An address is a number of bytes, with 32 bits in shared memory and 64 in global memory.  Kernels count in
+bytes, so that one loop serves both 16-bit dtypes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kernels.cuda.runtime.kernel import device_function
 
 @address_of(types.uint32, space=3)
 def shared_address(array):
-    """Return where an array begins in shared memory, in bytes."""
+    """Return the address of an array in shared memory."""
 
 
 @address_of(types.int64, space=0)
 def global_address(array):
-    """Return where an array begins in global memory, in bytes."""
+    """Return the address of an array in global memory."""
 
 
 @device_function
@@ -33,9 +33,9 @@ def align_up(address, multiple):
 
 @instruction("mov.b32 $result, $x;", I32, x=I32)
 def anew(x):
-    """Return x, of which the compiler then knows nothing.
+    """Return x as a value that is opaque to the compiler.
 
-    What a loop computes of it, such as addresses of a lane, is not computed beforehand and kept.
+    Values that a loop computes from it, such as addresses, are then not hoisted and kept in registers.
     """
 
 
@@ -94,9 +94,9 @@ def st_shared(address, word):
     target=U32, source=I64, bytes_=U32,
 )  # fmt: skip
 def cp_async_16(target, source, bytes_):
-    """Copy ``bytes_``, 0 to 16, and fill up with zeros to 16; not through the L1 cache; cc 8.0.
+    """Copy 0 to 16 bytes, and fill up with zeros to 16; bypasses the L1 cache; cc 8.0.
 
-    With 0 bytes the source is not read, but must be a multiple of 16 all the same.
+    With 0 bytes the source is not read, but it must still be a multiple of 16.
     """
 
 
@@ -107,16 +107,16 @@ def cp_async_commit_group():
 
 @instruction("cp.async.wait_all;")
 def cp_async_wait_all():
-    """Wait for all of this thread's copies; a barrier then shows them to the others."""
+    """Wait for all of this thread's copies; after a barrier, the other threads see them."""
 
 
 @cache
 def make_cp_async_wait_group(pending: int) -> Any:
-    """Return a function that waits until at most ``pending`` of this thread's groups are under way."""
+    """Return a function that waits until at most ``pending`` of this thread's groups are unfinished."""
 
     @instruction(f"cp.async.wait_group {pending};")
     def cp_async_wait_group():
-        """Wait for groups of this thread's copies; a barrier then shows them to the others."""
+        """Wait for groups of this thread's copies; after a barrier, the other threads see them."""
 
     return cp_async_wait_group
 

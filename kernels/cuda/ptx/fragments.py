@@ -1,4 +1,4 @@
-"""Which element of a tile each register of each lane holds: the layouts of tensor-core operands.
+"""The layouts of tensor-core operands: the element of a tile that each register of each lane holds.
 
 A warp's 32 lanes hold a tile together.  All layouts are made of one pattern, eight rows of four pairs:
 
@@ -9,11 +9,11 @@ A warp's 32 lanes hold a tile together.  All layouts are made of one pattern, ei
                 …                           (a register of 32 bits is a pair of 16-bit numbers;
                28 28 29 29 30 30 31 31      of float32 accumulators two registers are)
 
-The accumulators of a product have the layout of the left operand of the next one, but for their width:
-probabilities go from S = QKᵀ into P·V without leaving their lane.
+Apart from their width, the accumulators of a product have the layout of the left operand of the next
+product, so that probabilities go from S = QKᵀ to P·V without leaving their lane.
 
-Every function takes ints (or arrays of them, which broadcast) and returns ints, and is made by
-:func:`make_fragments`, which is handed the compiler.
+Every function takes ints (or arrays of them, which broadcast) and returns ints.  :func:`make_fragments`
+builds the functions for a compiler.
 
 Source: PTX ISA, "Matrix fragments for mma.m16n8k16 with floating point type", "… mma.m16n8k8",
 "ldmatrix", "Register fragments and shared memory matrix layouts" of wgmma.
@@ -44,12 +44,12 @@ class Fragments(NamedTuple):
         b_element_tf32: ``(lane, register)``: row and column of B, (8, 8), of 32-bit elements.
         a_element_8: ``(lane, register, byte)``: row and column of A, (16, 32), of 8-bit elements.
         matrix_element: ``(lane, half)``: row and column of one 8 x 8 matrix of ``ldmatrix``.
-        matrix_row: ``(lane)``: the matrix, and its row, whose address a lane gives ``ldmatrix``.
-        square_place: ``(lane)``: where a lane of ``ldmatrix.x4`` reads in a 16 x 16 tile, as row and group
-            of eight columns, when its four matrices are top left, bottom left, top right, bottom right:
-            A stored by rows, or with ``.trans`` two right operands side by side, stored by rows.
-        turned_place: ``(lane)``: likewise for top left, top right, bottom left, bottom right: two right
-            operands stored by columns, or with ``.trans`` A stored by columns.
+        matrix_row: ``(lane)``: the matrix and the row whose address a lane passes to ``ldmatrix``.
+        square_place: ``(lane)``: the row and the group of eight columns of a 16 x 16 tile that a lane of
+            ``ldmatrix.x4`` reads, if its four matrices are top left, bottom left, top right, bottom right:
+            for A stored by rows, or with ``.trans`` for two right operands side by side, stored by rows.
+        turned_place: ``(lane)``: the same for top left, top right, bottom left, bottom right: for two right
+            operands stored by columns, or with ``.trans`` for A stored by columns.
     """
 
     a_element: Callable[..., Any]
@@ -121,9 +121,9 @@ def make_fragments(compile_: Callable[[Any], Any]) -> Fragments:
     )
 
 
-#: For plain Python and NumPy arrays of lanes.
+#: The functions for plain Python and NumPy arrays of lanes.
 PLAIN = make_fragments(same)
-#: For kernels.
+#: The functions for kernels.
 DEVICE = make_fragments(device_function)
 
 

@@ -1,4 +1,4 @@
-"""How a PTX instruction becomes a function that kernels call.
+"""Turn PTX instructions into functions that kernels call.
 
 ::
 
@@ -6,14 +6,14 @@
     def ex2(x):
         '''Return 2**x.'''
 
-In the text ``$name`` stands for an operand.  A number is one register.  A fragment, several
-registers of a thread that an instruction takes together, is a local array of the kernel or a row of
-one: all its elements are read before the instruction and written after it, and as long as every
-index into the array is known when the kernel is compiled (loops of constant length, which the
-compiler unrolls) the array lives in registers and these reads and writes cost nothing.  ``$name``
-is then all of them, with commas between.
+In the text, ``$name`` stands for an operand.  A number is one register.  A fragment, several registers of a
+thread that an instruction takes together, is a local array of the kernel, or a row of one.  All its
+elements are read before the instruction and written after it.  If every index into the array is a
+compile-time constant (in loops of constant length, which the compiler unrolls), the array is kept in
+registers, and these reads and writes cost nothing.  ``$name`` is then the list of all registers, separated
+by commas.
 
-Nothing is linked: a kernel made of these compiles as any other does, without a GPU too.
+Nothing is linked, so a kernel with these instructions compiles like any other, also without a GPU.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Kind(NamedTuple):
     """A number in a register.
 
     Attributes:
-        numba: Its type in a kernel.
-        llvm: Its type for the compiler.
+        numba: The type in a kernel.
+        llvm: The type for the compiler.
         letter: The kind of register.
     """
 
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
 
 U32 = Kind(types.uint32, ir.IntType(32), "r")
 I32 = Kind(types.int32, ir.IntType(32), "r")
-#: An address or a descriptor.  Signed, for numba takes an unsigned one plus an index for a float64.
+#: An address or a descriptor.  Signed, because numba types an unsigned one plus an index as float64.
 I64 = Kind(types.int64, ir.IntType(64), "l")
 F32 = Kind(types.float32, ir.FloatType(), "f")
 
@@ -87,9 +87,9 @@ Operand = Kind | Fragment | Tuple
 
 
 class _Assembly:
-    """The text of an instruction with its operands numbered as the compiler numbers them: outputs first.
+    """The text of an instruction, with its operands numbered as in the compiler, outputs first.
 
-    What is read and written is an output and an input tied to it.
+    An operand that is read and written is an output with an input tied to it.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class _Assembly:
         """Return the type that an argument of a kernel is cast to.
 
         Raises:
-            TypingError: If a fragment is none.
+            TypingError: If an array is not a fragment.
         """
         operand = self.operands[name]
         if isinstance(operand, Kind):
@@ -180,10 +180,10 @@ def instruction(
 
     Args:
         text: PTX.
-        returns: What it returns, ``$result`` in the text; ``$result0``, … where there are several.
-        is_pure: It only computes.  What is not stays in its place among the others of its kind, and
-            loads and stores do not pass it.
-        operands: By the names of the function's parameters, in their order.
+        returns: Kinds of its results: ``$result`` in the text, or ``$result0``, … for several.
+        is_pure: Whether it only computes.  Other instructions keep their order among each other, and loads
+            and stores are not moved across them.
+        operands: Kinds of the operands, by the names of the function's parameters in their order.
 
     Raises:
         TypeError: If the names are not those of the parameters.
@@ -246,11 +246,11 @@ def instruction(
 
 
 def address_of(returns: Any, space: int) -> Callable[[Callable[..., Any]], Any]:
-    """Make the decorated function, of an array and without a body, return where the array begins.
+    """Make the decorated function, which takes an array and has no body, return the address of the array.
 
     Args:
         returns: Type of the address.
-        space: Number of the memory that it counts in, as the compiler's: 3 is shared memory.
+        space: The compiler's number of the address space; 3 is shared memory.
     """
 
     def make(function: Callable[..., Any]) -> Any:
@@ -275,7 +275,7 @@ def address_of(returns: Any, space: int) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that says that the simulator has no such instruction."""
+    """Return a function that raises the error that the simulator has no such instruction."""
 
     @wraps(function)
     def refuse(*args: Any) -> Any:

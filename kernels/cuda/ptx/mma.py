@@ -1,7 +1,7 @@
 """Tensor cores of one warp: fragments from and to shared memory, and their product; cc 7.5 and 8.0.
 
-What each lane holds is told by ``fragments``.  Accumulators are a local array of float32, (tiles,
-4), and an operand's registers one of uint32: ``mma(acc[i], a[k], b[j])``.
+``fragments`` defines the elements that each lane holds.  Accumulators are a local array of float32, (tiles,
+4), and the registers of an operand are a local array of uint32: ``mma(acc[i], a[k], b[j])``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ def _make_ldmatrix(count: int, turn: str = "") -> Any:
         address=U32,
     )
     def ldmatrix(fragment, address):
-        """Load 8 x 8 matrices of 16-bit elements, one a register.
+        """Load 8 x 8 matrices of 16-bit elements, one per register.
 
-        Lane 8 i + r gives the address of row r of matrix i; those of more lanes do not count.
+        Lane 8 i + r passes the address of row r of matrix i; the addresses of further lanes are ignored.
         """
 
     return ldmatrix
 
 
-#: One, two and four matrices; ``trans`` transposes each.
+#: Loads of one, two and four matrices; ``trans`` transposes each.
 ldmatrix_x1, ldmatrix_x2, ldmatrix_x4 = (_make_ldmatrix(count) for count in (1, 2, 4))
 ldmatrix_x1_trans, ldmatrix_x2_trans, ldmatrix_x4_trans = (
     _make_ldmatrix(count, ".trans") for count in (1, 2, 4)
@@ -71,7 +71,7 @@ def mma_bf16(acc, a, b):
 def mma_f16_k8(acc, a, b):
     """Add A·B, (16, 8) and (8, 8) of float16, to a 16 x 8 tile of accumulators; cc 7.5.
 
-    Twice, with the registers 0, 1 and 2, 3 of A, it is :func:`mma_f16`.
+    Two calls, with the registers 0, 1 and 2, 3 of A, are equivalent to :func:`mma_f16`.
     """
 
 
@@ -82,7 +82,7 @@ def mma_f16_k8(acc, a, b):
 def mma_tf32(acc, a, b):
     """Add A·B, (16, 8) and (8, 8) of TF32, to a 16 x 8 tile of accumulators; cc 8.0.
 
-    Of float32 bits that were not rounded before it reads the upper 19 only.
+    If float32 bits have not been rounded before, it reads only the upper 19.
     """
 
 

@@ -1,8 +1,8 @@
 """Conversions between float32 and packed 16-bit pairs or TF32, and functions of one instruction.
 
-A pair is 32 bits: the first number in the low half.  Its dtype is a name, "float16" or "bfloat16":
-kernels keep 16-bit tensors as words, so that nothing of numba's own types for them has to be
-linked.
+A pair is 32 bits, with the first number in the low half.  Its dtype is a name, "float16" or "bfloat16":
+kernels keep 16-bit tensors as words, so that numba's own types, which would have to be linked, are not
+needed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def unpack_bf16(pair):
     U32, is_pure=True, w=F32, x=F32, y=F32, z=F32,
 )  # fmt: skip
 def pack_e4m3(w, x, y, z):
-    """Return four numbers as float8 e4m3, rounded to nearest even, 448 where they are larger; cc 8.9.
+    """Return four numbers as float8 e4m3, rounded to nearest even, with 448 for larger ones; cc 8.9.
 
     The first one is the lowest byte.
     """
@@ -71,7 +71,7 @@ def pack_e4m3(w, x, y, z):
 
 @instruction("cvt.rna.tf32.f32 $result, $x;", U32, is_pure=True, x=F32)
 def round_tf32(x):
-    """Return a number as TF32, 11 significant bits, halves away from zero; cc 8.0."""
+    """Return a number as TF32, rounded to 11 significant bits, ties away from zero; cc 8.0."""
 
 
 @instruction("mov.b32 $result, $number;", U32, is_pure=True, number=F32)
@@ -81,17 +81,17 @@ def bits_of(number):
 
 @instruction("mov.b32 $result, $bits;", F32, is_pure=True, bits=U32)
 def float_of(bits):
-    """Return the float32 of bits."""
+    """Return the float32 with the given bits."""
 
 
 @instruction("ex2.approx.ftz.f32 $result, $x;", F32, is_pure=True, x=F32)
 def ex2(x):
-    """Return 2**x within two units in the last place; subnormal numbers are zero."""
+    """Return 2**x within two units in the last place; subnormal numbers become zero."""
 
 
 @instruction("rcp.approx.ftz.f32 $result, $x;", F32, is_pure=True, x=F32)
 def rcp(x):
-    """Return 1 / x within a unit in the last place; of a subnormal number it is infinite."""
+    """Return 1 / x within a unit in the last place; infinity for a subnormal number."""
 
 
 @instruction("fma.rn.f32 $result, $x, $y, $z;", F32, is_pure=True, x=F32, y=F32, z=F32)
@@ -101,15 +101,15 @@ def fma(x, y, z):
 
 @instruction("lg2.approx.ftz.f32 $result, $x;", F32, is_pure=True, x=F32)
 def lg2(x):
-    """Return the logarithm to base 2, of a subnormal number as of zero.
+    """Return the base-2 logarithm; a subnormal number counts as zero.
 
-    It is within 2**-22, or 2**-22 of itself where that is more.
+    The error is at most 2**-22, or 2**-22 of the result if that is more.
     """
 
 
 @instruction("tanh.approx.f32 $result, $x;", F32, is_pure=True, x=F32)
 def tanh(x):
-    """Return the hyperbolic tangent, off by 2**-11 of itself at most; cc 7.5."""
+    """Return the hyperbolic tangent with a relative error of at most 2**-11; cc 7.5."""
 
 
 #: ``pack(low, high)`` and ``unpack(pair)`` by dtype.

@@ -1,11 +1,11 @@
 """Philox4x32-7 as one block of PTX, so that many draws overlap and compile fast.
 
-Written in Python its rounds are inlined one by one wherever they are drawn; the compiler takes minutes for
-the dozens of draws that keep a multiprocessor busy, and leaves loops of one draw in which each round waits
-for the last.  It computes what ``kernels.common.philox`` says, which is the readable form.
+If Philox is written in Python, its rounds are inlined one by one at every use.  The compiler takes minutes
+for the dozens of draws that keep a multiprocessor busy, and in a loop of single draws each round waits for
+the last. ``kernels.common.philox`` is the readable form of the same computation.
 
-Draws of one block share what depends on the row alone or on the column alone: of fourteen products three
-or four, which the assembler finds by itself.
+Draws of one block share the products that depend only on the row or only on the column, three or four of
+fourteen; the assembler finds these by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kernels.common.philox import (
 )
 from kernels.cuda.ptx.inline import U32, instruction
 
-#: The highest bits of both halves of a word, and of its four bytes.
+#: Masks of the highest bits of both halves of a word, and of its four bytes.
 HALVES, BYTES = 0x80008000, 0x80808080
 
 _ROUND = f"""
@@ -52,14 +52,14 @@ _THRESHOLD = f"""
 
 
 class Draw(NamedTuple):
-    """One counter of a block of draws, and where its bits go.
+    """One counter of a block of draws, and the destination of its bits.
 
     Attributes:
         row: Added to the row.
         block: Added to the number of the column block.
-        first: (word, shift) of the bits of columns 0 to 3: a result, and how far each bit is below the
-            highest of its byte; bits of a column are those of a byte.
-        last: (word, shift) of the bits of columns 4 to 7, in the same way.
+        first: (word, shift) for the bits of columns 0 to 3: the index of the result, and the distance of
+            each bit from the highest bit of its byte; each column has one byte.
+        last: (word, shift) for the bits of columns 4 to 7.
     """
 
     row: int
@@ -72,11 +72,12 @@ class Draw(NamedTuple):
 def make_draw(draws: tuple[Draw, ...]) -> Any:
     """Return ``draw(threshold, seed_low, seed_high, block, row, flat)``: the dropout bits of attention.
 
-    It returns two words.  Byte c of what a draw's ``first`` names has the bit of column c of its block, and
-    that of ``last`` the bit of column 4 + c: 1 if attention keeps it; see ``philox.keep``.
+    It returns two words.  For each draw, byte c of the word in ``first`` has the bit of column c of its
+    block, and byte c of the word in ``last`` the bit of column 4 + c: 1 if attention keeps it; see
+    ``philox.keep``.
 
     Args:
-        draws: At least one, whose bits are in places of their own.
+        draws: At least one draw; their bits must not overlap.
     """
     spec = " ".join(",".join(map(str, (*one[:2], *one.first, *one.last))) for one in draws)
     text = f"""{{ // philox {spec};

@@ -1,9 +1,9 @@
 """Swizzled layouts of tiles in shared memory, which avoid bank conflicts among eight rows.
 
-Shared memory delivers 128 bytes at a time, from 32 banks: eight pieces of 16 bytes whose addresses
-differ modulo 128.  ``ldmatrix`` reads eight rows of one 16-byte column; where rows are a multiple
-of 128 bytes apart they would come one after the other.  So the pieces of a row change places by an
-exclusive or with bits of the row's number: it costs no memory and undoes itself.
+Shared memory delivers 128 bytes at a time from 32 banks, that is, eight pieces of 16 bytes whose addresses
+differ modulo 128.  ``ldmatrix`` reads eight rows of one 16-byte column.  If rows are a multiple of 128
+bytes apart, these reads would happen one after the other.  The pieces of a row are therefore permuted by an
+exclusive or with bits of the row's number, which costs no memory and is its own inverse.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 from kernels.common.geometry import same
 
-#: Bytes of a piece, the most that one lane reads or writes at a time.
+#: Bytes of a piece, the maximum that one lane reads or writes at a time.
 CHUNK = 16
-#: Bytes of a row that the hardware's own modes know; 0 is none.
+#: Bytes of a row in the modes of the hardware; 0 is no swizzle.
 MODES = (0, 32, 64, 128)
 
 
 def make_swizzle(compile_: Callable[[Any], Any], width: int) -> Callable[..., Any]:
-    """Return ``swizzled(offset)``: the hardware's own map of byte offsets, an involution.
+    """Return ``swizzled(offset)``: the hardware's map of byte offsets, which is its own inverse.
 
-    Bulk copies write it and ``wgmma`` reads it, for tiles that begin at a multiple of 1024 bytes.
+    Bulk copies and ``wgmma`` use it, for tiles that begin at a multiple of 1,024 bytes.
 
     Args:
         compile_: Turns a plain function into one that the caller's compiler can call.
@@ -40,11 +40,11 @@ def make_swizzle(compile_: Callable[[Any], Any], width: int) -> Callable[..., An
 
 
 def make_tile_place(compile_: Callable[[Any], Any], width: int) -> Callable[..., Any]:
-    """Return ``place(row, chunk)``: the byte offset of 16 bytes of a row in a tile of whole rows.
+    """Return ``place(row, chunk)``: the byte offset of a piece of a row in a tile of whole rows.
 
-    It has no bank conflicts for any width: as many pieces of a row change places as the largest power of
-    two, up to eight, that divides their number; the rest the rows' own distance does.  For rows of 32, 64
-    and 128 bytes it is the hardware's map.
+    There are no bank conflicts for any width.  Pieces are permuted in groups, whose size is the largest
+    power of two, up to eight, that divides the number of pieces in a row; the distance of the rows avoids
+    the remaining conflicts.  For rows of 32, 64 and 128 bytes it is the hardware's map.
 
     Args:
         compile_: Turns a plain function into one that the caller's compiler can call.
@@ -62,5 +62,5 @@ def make_tile_place(compile_: Callable[[Any], Any], width: int) -> Callable[...,
 
 
 def swizzled(offset: Any, width: int) -> Any:
-    """Return the hardware's place of a byte offset, on the host; arrays of offsets too."""
+    """Return the hardware's place of a byte offset, or of an array of offsets, on the host."""
     return make_swizzle(same, width)(offset)

@@ -9,9 +9,9 @@ import numpy as np
 from kernels.cuda.ptx.swizzle import CHUNK, MODES
 from kernels.runtime.targets import driver
 
-#: The most places of a box along one dimension.
+#: Maximum size of a box along one dimension.
 MAX_BOX = 256
-#: dtype → what the driver calls it, and bytes of an element.
+#: dtype → the driver's name, and bytes of an element.
 _DTYPES = {
     "float16": ("FLOAT16", 2),
     "bfloat16": ("BFLOAT16", 2),
@@ -28,10 +28,10 @@ def check_tensor_map(
     dtype: str,
     swizzle: int,
 ) -> None:
-    """Raise if the copy engine cannot read boxes of such a tensor; the arguments are the encoder's.
+    """Check that the copy engine can read boxes of a tensor; see :func:`encode_tensor_map`.
 
     Raises:
-        ValueError: It names what does not fit.
+        ValueError: If it cannot; the message names the reason.
     """
     if dtype not in _DTYPES:
         raise ValueError(
@@ -75,14 +75,14 @@ def encode_tensor_map(
     Args:
         address: Address of the first element.
         shape: One to five dimensions, the fastest last, as NumPy's.
-        strides: In bytes.
-        box: Places along each dimension that a copy moves.
+        strides: Strides in bytes.
+        box: Size of a copy along each dimension.
         dtype: "float16", "bfloat16", "float32" or "uint8", which also stands for float8.
         swizzle: Bytes of a row of the box in shared memory: 32, 64, 128, or 0 for no swizzle.
 
     Raises:
         ValueError: If the copy engine cannot read such boxes.
-        RuntimeError: If there is no driver, or it refuses.
+        RuntimeError: If there is no driver, or the driver reports an error.
 
     Source: CUDA Driver API, cuTensorMapEncodeTiled.
     """

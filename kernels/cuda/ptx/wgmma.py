@@ -1,20 +1,18 @@
 """Products of a warpgroup: 64 rows at a time, operands in shared memory, asynchronous; cc 9.0a.
 
-The right operand, and the left one unless it is in registers, is told by a *descriptor*: 64 bits
-with where it begins and how its pieces are laid out.  A piece is eight rows (eight lines) of 16,
-32, 64 or 128 bytes, the width of the swizzle, one after the other.  For an operand whose lines run
-along the depth of the product (A by rows, B by columns: "K-major") ``stride`` is how far apart the
-eights of lines are.  For a transposed one, whose lines run along the rows of A or the columns of B,
-``stride`` is how far apart the eights along the depth are, and ``leading`` how far apart the widths
-are.  Without a swizzle the two are the distances of 8 x 16-byte matrices; see
-``emulated.wgmma.operand_offsets``, which says it in one formula each.
+The right operand, and the left one unless it is in registers, is given by a *descriptor*: 64 bits with the
+start and the layout of its pieces.  A piece is eight consecutive lines of 16, 32, 64 or 128 bytes, the
+width of the swizzle.  For an operand whose lines run along the depth of the product (A by rows, B by
+columns: "K-major"), ``stride`` is the distance between groups of eight lines.  For a transposed operand,
+whose lines run along the rows of A or the columns of B, ``stride`` is the distance between groups of eight
+along the depth, and ``leading`` the distance between widths.  Without a swizzle, both are distances of 8 x
+16-byte matrices; ``emulated.wgmma.operand_offsets`` has a formula for each case.
 
-A step of 16 along the depth moves the beginning: by 32 bytes within the width, or transposed by two
+A step of 16 along the depth moves the start by 32 bytes within the width, or, if transposed, by two
 strides.
 
-Between the first product into an accumulator and the threads' own use of it stand, in this order:
-``wgmma_fence``, the products, ``wgmma_commit_group``, a wait.  Until then its registers belong to
-the tensor cores.
+Before the threads may use an accumulator, they must call, in this order: ``wgmma_fence``, the products,
+``wgmma_commit_group``, and a wait.  Until then its registers belong to the tensor cores.
 
 Source: PTX ISA, "Asynchronous warpgroup level matrix multiply-accumulate operation"; the strides of
 transposed operands as in the comments of CUTLASS's ``mma_sm90_desc``.
@@ -47,15 +45,15 @@ _CODES = {0: 0, 128: 1, 64: 2, 32: 3}
 
 
 def descriptor_layout(swizzle: int, leading: int, stride: int) -> int:
-    """Return a descriptor without its beginning: the part that is known when a kernel is compiled.
+    """Return a descriptor without its start: the part that is known when a kernel is compiled.
 
     Args:
         swizzle: Bytes of a line: 32, 64, 128, or 0 for none.
-        leading: Bytes, see above; any, 16 say, where it does not count.
+        leading: Bytes, see above; any value, such as 16, if it is not used.
         stride: Bytes.
 
     Raises:
-        ValueError: If a descriptor cannot say so.
+        ValueError: If a descriptor cannot represent this layout.
     """
     if swizzle not in MODES or any(
         step % 16 or not 0 <= step < 1 << 18 for step in (leading, stride)
@@ -85,7 +83,7 @@ def wgmma_commit_group():
 
 @cache
 def make_wgmma_wait_group(pending: int) -> Any:
-    """Return a function that waits until at most ``pending`` groups are under way."""
+    """Return a function that waits until at most ``pending`` groups are unfinished."""
 
     @instruction(f"wgmma.wait_group.sync.aligned {pending};")
     def wgmma_wait_group():
@@ -105,20 +103,21 @@ def make_wgmma(
 ) -> Any:
     """Return ``wgmma(acc, a, b, accumulate)``: acc = A·B, or acc += A·B where the flag is not 0.
 
-    One that begins is ``wgmma(acc, a, b)``: acc = A·B.  The flag of the other may be 0 as well, but to the
-    compiler it reads what is in the accumulators before, which then cannot lend their registers.
+    With ``begins``, the function is ``wgmma(acc, a, b)``: acc = A·B.  An ``accumulate`` of 0 has the same
+    effect, but the compiler assumes that the accumulators are read, and cannot use their registers for
+    anything else before.
 
-    ``acc`` is a local array of float32, (cols / 8, 4) say, whose elements lie as those of ``mma``
-    do, warp w with the rows from 16 w on; ``a`` a descriptor, or the four registers of each warp's
-    own 16 rows; ``b`` a descriptor.
+    ``acc`` is a local array of float32, for example (cols / 8, 4), with the layout of ``mma``; warp w has
+    the rows from 16 w on.  ``a`` is a descriptor, or the four registers of each warp's 16 rows; ``b`` is a
+    descriptor.
 
     Args:
         cols: Columns of B, 8 to 256, a multiple of eight.
         dtype: Dtype of A and B, one of :data:`KINDS`.
-        a_in_registers: A is a fragment.
-        a_transposed: The lines of A run along its rows; 16-bit dtypes only.
-        b_transposed: The lines of B run along its columns; 16-bit dtypes only.
-        begins: It is the first product into its accumulators.
+        a_in_registers: Whether A is a fragment.
+        a_transposed: Whether the lines of A run along its rows; 16-bit dtypes only.
+        b_transposed: Whether the lines of B run along its columns; 16-bit dtypes only.
+        begins: Whether it is the first product into its accumulators.
 
     Raises:
         ValueError: If there is no such instruction.

@@ -1,1 +1,1 @@
-"""The host's half of CUDA: arrays, memory, what a kernel is, compiling, launching, graphs."""
+"""The host's part of CUDA: arrays, memory, kernels, compiling, launching, graphs."""

@@ -1,4 +1,4 @@
-"""Memory of a function whose calls are all to lie at the same addresses: what a graph is computed in."""
+"""Memory for functions that must have the same addresses in every call, as in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.common.geometry import PLAIN
 from kernels.cuda.runtime.memory_pool import Pool
 from kernels.runtime.cuda_errors import CaptureError
 
-#: Bytes that a piece of an arena begins at a multiple of.
+#: Alignment of the pieces of an arena, bytes.
 ALIGNMENT = 512
 #: More bytes than any device has.
 _ENDLESS = 1 << 60
@@ -21,11 +21,11 @@ class ArenaBlock(NamedTuple):
     """A piece of an arena.
 
     Attributes:
-        address: As the driver has it.
+        address: The address in the driver's type.
         call: The call that it was allocated in.
-        start: Where it begins in the arena.
+        start: Offset of the piece in the arena.
         size: Bytes.
-        block: Of the pool, in the first call; None later.
+        block: Block of the pool in the first call; None later.
     """
 
     address: Any
@@ -36,20 +36,20 @@ class ArenaBlock(NamedTuple):
 
 
 class _Places:
-    """What is free of a stretch of bytes.
+    """The free places of a stretch of bytes.
 
     Args:
-        size: Of the stretch.
+        size: Bytes of the stretch.
 
     Attributes:
-        extent: Up to where it has been in use.
+        extent: End of the part that has been in use.
     """
 
     def __init__(self, size: int):
         self._free, self.extent = [(0, size)], 0  # (start, bytes), in order; none beside another
 
     def reserve(self, size: int) -> int | None:
-        """Return the first place for so many bytes: the same one in every stretch that is long enough."""
+        """Return the first place for ``size`` bytes, the same in every stretch that is long enough."""
         for at, (start, room) in enumerate(self._free):
             if room >= size:
                 self._free[at : at + 1] = [(start + size, room - size)] if room > size else []
@@ -71,14 +71,14 @@ class _Places:
 
 
 class Stretch:
-    """One piece of memory that calls are computed in; it goes back with the last that holds it.
+    """A piece of memory in which calls are computed; it is freed with its last reference.
 
     Args:
-        source: Of the memory.
+        source: The pool that the memory comes from.
         size: Bytes.
 
     Raises:
-        MemoryError: If the device has not that much left.
+        MemoryError: If the device has too little memory left.
     """
 
     _block: Any = None
@@ -98,16 +98,17 @@ class Stretch:
 
 
 class Arena:
-    """Pieces of memory that calls of one kind are given in the same order at the same addresses.
+    """Pieces of memory that all calls of one kind receive in the same order at the same addresses.
 
-    A piece that is free again within a call is given to the next who asks: everything that is launched runs
-    in order.  The first call of a kind has its pieces from the pool and shows how much the others need.
-    These lie in a stretch, which several kinds may share.  When a call begins all of it is free, whoever
-    still holds a piece; so what is asked for in the same order lies where it lay.
+    A piece that is freed within a call is reused by later allocations of the call, because launches run in
+    order. The first call of a kind allocates its pieces from the pool and determines how much memory the
+    others need. The other calls use a stretch, which several kinds may share.  When a call begins, the
+    whole stretch is free, even if pieces are still referenced, so the same order of allocations gives the
+    same addresses.
 
     Args:
-        source: Of the memory of first calls.
-        address_of: Makes an address as the driver has it of a number.
+        source: The pool for the memory of first calls.
+        address_of: Converts a number to an address in the driver's type.
     """
 
     def __init__(self, source: Pool, address_of: Callable[[int], Any]):
@@ -120,7 +121,7 @@ class Arena:
         """Begin a call on this thread: everything is free.
 
         Args:
-            stretch: Where its pieces lie; None for the first call of its kind.
+            stretch: The memory of its pieces; None for the first call of its kind.
         """
         self._call += 1
         self._thread = threading.get_ident()
@@ -128,16 +129,16 @@ class Arena:
         self._places = _Places(_ENDLESS if stretch is None else stretch.bytes)
 
     def end(self) -> int:
-        """End the call, and return how many bytes it needs; from now on nothing is given or taken back."""
+        """End the call and return the bytes it needs; nothing is allocated or freed afterwards."""
         self._thread = self._stretch = None
         return max(self._places.extent, ALIGNMENT)
 
     def allocate(self, size: int) -> ArenaBlock:
-        """Return ``size`` bytes, one or more.
+        """Return ``size`` bytes, at least 1.
 
         Raises:
-            MemoryError: If the device has not that much left.
-            CaptureError: If the first call did not ask for that.
+            MemoryError: If the device has too little memory left.
+            CaptureError: If the first call did not make the same allocation.
         """
         size = PLAIN.ceil_div(size, ALIGNMENT) * ALIGNMENT
         start = self._places.reserve(size)
@@ -153,16 +154,16 @@ class Arena:
         return ArenaBlock(address, self._call, start, size, None)
 
     def free(self, block: ArenaBlock) -> None:
-        """Take a piece back; one of an earlier call was taken back when this one began."""
+        """Free a piece; a piece of an earlier call was freed when this call began."""
         if block.block is not None:
             self._source.free(block.block)
         if block.call == self._call and threading.get_ident() == self._thread:
             self._places.release(block.start, block.size)
 
     def owns(self, memory: Any) -> bool:
-        """Tell whether memory of an array is a piece of this arena."""
+        """Tell whether the memory of an array is a piece of this arena."""
         return getattr(memory, "source", None) is self
 
     def is_current(self, memory: Any) -> bool:
-        """Tell whether a piece was given to the call that runs, or ran last."""
+        """Tell whether a piece belongs to the current call, or the last one."""
         return memory.block.call == self._call

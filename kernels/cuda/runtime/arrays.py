@@ -1,4 +1,4 @@
-"""Arrays on the device: where their memory comes from, how numba sees it, how to copy and view them."""
+"""Arrays on the device: their memory, their form in numba, copies and views."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.runtime.dtypes import BFLOAT16, BITS
 from kernels.runtime.memory import check_dense, row_major_strides, same_layout
 from kernels.runtime.targets import IS_SIMULATOR, cuda, driver, explained, why_no_cuda
 
-#: The type of numba's arrays on the device; of nothing in the simulator.
+#: The type of numba's arrays on the device; the type of None in the simulator.
 DeviceArray: Any = getattr(cuda.cudadrv.devicearray, "DeviceNDArray", type(None))
 
 
@@ -27,13 +27,13 @@ def is_device_array(array: Any) -> bool:
 
 @cache
 def pool() -> Pool | None:
-    """Return what device memory comes from, or None where numba's memory manager stays in charge.
+    """Return the pool of device memory, or None if numba's memory manager is used.
 
-    That is so where the user has chosen one (``NUMBA_CUDA_MEMORY_MANAGER``, as RMM's), and where the
-    device or the owner of numba.cuda has no stream-ordered allocator.
+    Numba's manager is used if the user has chosen one (``NUMBA_CUDA_MEMORY_MANAGER``, such as RMM's), or if
+    the device or the package that provides numba.cuda has no stream-ordered allocator.
 
     Raises:
-        RuntimeError: If there is no device; it says what to do.
+        RuntimeError: If there is no device; the message says what to do.
     """
     if (reason := why_no_cuda()) is not None:
         raise RuntimeError(reason)
@@ -49,9 +49,9 @@ MemoryPointer: Any = getattr(cuda, "MemoryPointer", object)
 
 
 class Pooled(MemoryPointer):
-    """Memory of the pool or of an arena, as numba's arrays hold it; it goes back when the last one goes."""
+    """Memory of the pool or of an arena for numba's arrays; it is freed with the last of them."""
 
-    #: The address, which numba asks for at each launch, and works out each time.
+    #: The address, which numba would compute at each launch.
     device_ctypes_pointer: Any = None
 
     def __init__(self, source: Any, block: Block, size: int):
@@ -65,19 +65,19 @@ class Pooled(MemoryPointer):
         self.source.free(self.block)
 
     def view(self, start: int, stop: int | None = None) -> Any:
-        """Return a part, from one byte to another, which keeps the whole."""
+        """Return the bytes from ``start`` to ``stop``, which keep the whole alive."""
         return Part(self, super().view(start, stop))
 
 
 class Part(MemoryPointer):
-    """A part of the pool's memory: what numba's views are made of."""
+    """A part of the pool's memory, for numba's views."""
 
     def __init__(self, whole: Any, part: Any):
         super().__init__(None, part.device_pointer, part.size)
         self.whole = whole
 
     def view(self, start: int, stop: int | None = None) -> Any:
-        """Return a part of the part, from one byte to another."""
+        """Return the bytes from ``start`` to ``stop`` of this part."""
         return Part(self.whole, super().view(start, stop))
 
 
@@ -95,7 +95,7 @@ class Foreign(MemoryPointer):
 def _array_state(shape: tuple[int, ...], steps: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     """Return the attributes that numba's arrays of one shape, strides and dtype share.
 
-    Its constructor works them out anew for each array, which takes longer than a launch.
+    Its constructor computes them for each array, which takes longer than a launch.
     """
     array = DeviceArray(shape, steps, dtype, gpu_data=_ANY_MEMORY)
     if dtype != BFLOAT16:  # which numba does not know: kernels get its bits
@@ -123,7 +123,7 @@ def array_on(memory: Any, layout: tuple[tuple[int, ...], tuple[int, ...], np.dty
     """Return an array on memory of the device, which it keeps.
 
     Args:
-        memory: As numba's arrays hold it.
+        memory: The memory, in the form of numba's arrays.
         layout: Shape, strides in bytes and dtype.
     """
     return _device_array(*layout, memory, 0)
@@ -135,11 +135,11 @@ def foreign_array(
     """Return numba's array on memory of another library.
 
     Args:
-        address: Of the first element; 0 for no elements.
-        shape: Of the array.
-        steps: Its strides in bytes; row-major if None.
-        typestr: Its dtype, as ``numpy.dtype.str`` has it.
-        owner: Keeps the memory alive.
+        address: Address of the first element; 0 for no elements.
+        shape: Shape of the array.
+        steps: Strides in bytes; row-major if None.
+        typestr: Dtype, in the form of ``numpy.dtype.str``.
+        owner: The object that keeps the memory alive.
     """
     dtype, size, steps = _foreign_layout(shape, steps, typestr)
     if driver is None:
@@ -153,7 +153,7 @@ def foreign_array(
 def _foreign_layout(
     shape: tuple[int, ...], steps: tuple[int, ...] | None, typestr: str
 ) -> tuple[np.dtype[Any], int, tuple[int, ...]]:
-    """Return dtype, bytes from the first element to behind the last, and strides in bytes."""
+    """Return the dtype, the bytes from the first element to the end, and the strides in bytes."""
     dtype = BFLOAT16 if typestr == BFLOAT16.str else np.dtype(typestr)
     if steps is None:
         return dtype, *_row_major(shape, dtype.itemsize)
@@ -194,11 +194,11 @@ def _row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, tuple[int, .
 def to_device(array: np.ndarray[Any, Any]) -> Any:
     """Return a contiguous copy of a NumPy array on the device.
 
-    A small one is on its way when the call returns, and may be written to: the host does not wait.
+    A small array is copied asynchronously, and may be written to at once.
 
     Raises:
         MemoryError: If the device has too little memory left.
-        RuntimeError: If there is no device; it says what to do.
+        RuntimeError: If there is no device; the message says what to do.
     """
     array = np.asarray(array, order="C")
     if array.dtype == BFLOAT16:  # whose memory NumPy does not lend to anyone
@@ -213,7 +213,7 @@ def to_device(array: np.ndarray[Any, Any]) -> Any:
 
 
 def _uploaded(array: np.ndarray[Any, Any], target: Any = None) -> Any:
-    """Copy a contiguous array to the device, to memory of the pool where there is no target."""
+    """Copy a contiguous array to the device, to memory of the pool if there is no target."""
     source = pool()
     assert source is not None, "to_device asks first"
     out = _empty(array.shape, array.dtype, source) if target is None else target
@@ -226,7 +226,7 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
     """Return a copy of a device array on the host, once the kernels launched before have run.
 
     Raises:
-        RuntimeError: If one of them failed; it names those launched last.
+        RuntimeError: If one of them failed; the message names those launched last.
         CaptureError: Within a call that is recorded for a graph.
     """
     refuse(
@@ -260,15 +260,15 @@ def device_view(
     offset: int = 0,
     dtype: np.dtype[Any] | None = None,
 ) -> Any:
-    """See the memory of a device array through another shape and strides; nothing is copied.
+    """View the memory of a device array with a given shape and strides; nothing is copied.
 
     Args:
         array: A device array, whose memory the view keeps alive.
-        shape: Any number of dimensions; the caller answers for staying inside.
-        strides: In elements; 0 repeats.  They are worked out from the array's own, or the array is known to
-            be row-major; where it may not be, use :func:`reshaped` or :func:`flattened`.
-        offset: Where the view begins, in elements from the array's first.
-        dtype: For which the bits are taken, of the same size; the array's own when None.
+        shape: Shape with any number of dimensions; the caller must ensure that the view stays inside.
+        strides: Strides in elements; 0 repeats.  They must be derived from those of the array, unless the
+            array is known to be row-major; otherwise use :func:`reshaped` or :func:`flattened`.
+        offset: Start of the view, in elements from the array's first.
+        dtype: A dtype of the same size in which the bits are read; that of the array when None.
     """
     size = array.dtype.itemsize
     own: np.dtype[Any] = array.dtype if dtype is None else dtype
@@ -287,10 +287,10 @@ def is_row_major(array: Any) -> bool:
 
 
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
-    """View a row-major device array through another shape of as many elements; nothing is copied.
+    """View a row-major device array in a new shape with as many elements; nothing is copied.
 
     Raises:
-        ValueError: If the array is not row-major: its elements would be read in the wrong order.
+        ValueError: If the array is not row-major, so that its elements would be read in the wrong order.
     """
     if not is_row_major(array) or math.prod(shape) != array.size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Compile kernels: for a launch, to PTX without a GPU, and what the machine code takes."""
+"""Compile kernels for a launch, or to PTX without a GPU, and return the resources of the machine code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kernels.runtime.targets import (
 
 
 def allow_shared_memory(kernel: Any, size: int) -> None:
-    """Let a compiled kernel have ``size`` bytes of dynamic shared memory; 48 KB need no asking."""
+    """Allow a compiled kernel ``size`` bytes of dynamic shared memory; up to 48 KB are always allowed."""
     if IS_SIMULATOR or size <= shared_memory_bytes():
         return
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -42,13 +42,13 @@ def allow_shared_memory(kernel: Any, size: int) -> None:
 def compile_kernel(
     function: Callable[..., None], signature: Any, launch_bounds: tuple[int, int] | None
 ) -> Any:
-    """Compile a kernel for the current device and one signature, or take it from the cache on disk.
+    """Compile a kernel for the current device and one signature, or load it from the cache on disk.
 
-    An entry is found by all that the kernel is made of; see :func:`kernels.runtime.jit.fingerprint`.
+    The key of an entry covers all code of the kernel; see :func:`kernels.runtime.jit.fingerprint`.
 
     Args:
         function: The kernel.
-        signature: Of its arguments.
+        signature: Types of its arguments.
         launch_bounds: Threads of a block, and blocks of a multiprocessor; or None.
     """
     if IS_SIMULATOR:
@@ -68,7 +68,7 @@ def compile_kernel(
 
 
 def _package_version() -> str:
-    """Return the version of numba-cuda; without it, numba's own, which its cache looks at already."""
+    """Return the version of numba-cuda, or that of numba, which its cache checks already."""
     try:
         return version("numba-cuda")
     except PackageNotFoundError:
@@ -84,9 +84,9 @@ def compile_ptx(
     """Compile a kernel to PTX; this needs NVVM and no GPU.
 
     Args:
-        kernel: A plain function, or what ``cuda.jit`` made of one.
+        kernel: A plain function, or a function compiled by ``cuda.jit``.
         signature: Argument types, such as ``numba.void(numba.float32[::1])``.
-        cc: Compute capability to compile for; (9, 0, "a") has the instructions of 9.0 alone.
+        cc: Compute capability to compile for; (9, 0, "a") has instructions that only 9.0 has.
         launch_bounds: Threads of a block, and blocks that should fit on a multiprocessor at a time.
     """
     return _compile(kernel, signature, cc, launch_bounds, "ptx")
@@ -104,13 +104,13 @@ def _compile(
 
 
 class Resources(NamedTuple):
-    """What the machine code of a kernel takes.
+    """The resources of the machine code of a kernel.
 
     Attributes:
-        registers: A thread.
-        spilled: Bytes a thread that did not fit there and went to local memory.
-        local: Bytes of local memory a thread: what spilled, calls of functions, and arrays that are there.
-        warnings: What ptxas says of the kernel's performance.
+        registers: Registers per thread.
+        spilled: Bytes per thread that did not fit in registers and are in local memory.
+        local: Bytes of local memory per thread: spills, function calls, and local arrays.
+        warnings: Messages of ptxas about the kernel's performance.
     """
 
     registers: int
@@ -120,14 +120,14 @@ class Resources(NamedTuple):
 
 
 def ptx_resources(ptx: str, cc: tuple[Any, ...]) -> tuple[int, int]:
-    """Return registers and spilled bytes of what ptxas makes of one kernel; this needs no GPU.
+    """Return the registers and spilled bytes of one kernel compiled by ptxas; this needs no GPU.
 
     Args:
-        ptx: Of :func:`compile_ptx`.
+        ptx: Result of :func:`compile_ptx`.
         cc: Compute capability that it was compiled for.
 
     Raises:
-        RuntimeError: If ptxas refuses the PTX, or says something else than expected.
+        RuntimeError: If ptxas rejects the PTX, or its output is not as expected.
     """
     return _link(ptx.encode(), nvjitlink.InputType.PTX, cc)[:2]
 
@@ -138,19 +138,19 @@ def launched_resources(
     cc: tuple[Any, ...],
     launch_bounds: tuple[int, int] | None = None,
 ) -> Resources:
-    """Return what a kernel takes when it is compiled as it is for a launch; this needs no GPU.
+    """Return the resources of a kernel that is compiled as for a launch; this needs no GPU.
 
-    That is by way of NVVM's intermediate code, the kernel being known to be the whole program: of PTX the
-    linker makes a part of one, in which ``setmaxnreg`` is ignored.
+    A launch compiles NVVM's intermediate code as a whole program.  From PTX the linker makes only a part of
+    a program, in which ``setmaxnreg`` is ignored.
 
     Args:
-        kernel: As in :func:`compile_ptx`, and the others too.
+        kernel: See :func:`compile_ptx`, also for the other arguments.
         signature: Argument types.
         cc: Compute capability.
-        launch_bounds: Threads of a block, and blocks a multiprocessor.
+        launch_bounds: Threads of a block, and blocks per multiprocessor.
 
     Raises:
-        RuntimeError: If ptxas refuses the kernel, or says something else than expected.
+        RuntimeError: If ptxas rejects the kernel, or its output is not as expected.
     """
     code = _compile(kernel, signature, cc, launch_bounds, "ltoir")
     return _link(code, nvjitlink.InputType.LTOIR, cc, "-lto")
@@ -181,7 +181,7 @@ def _link(code: bytes, kind: Any, cc: tuple[Any, ...], *options: str) -> Resourc
 
 
 def why_no_ptx_resources() -> str | None:
-    """Return why :func:`ptx_resources` cannot be asked here and what to do, or None when it can."""
+    """Return why :func:`ptx_resources` cannot run here and what to do, or None when it can."""
     if (reason := why_no_ptx()) is not None:
         return reason
     try:

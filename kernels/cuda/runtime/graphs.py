@@ -1,4 +1,4 @@
-"""CUDA graphs of two recorded calls: one launch for all that a call asks of the device.
+"""CUDA graphs from two recorded calls: one launch for all launches of a call.
 
 Work between launches, such as sending a tensor to another device, splits them into several graphs.
 """
@@ -36,12 +36,12 @@ class Chain:
         return node
 
     def finish(self, stream: Any) -> None:
-        """Make the graph what can be launched; no kernel can be added after that."""
+        """Instantiate the graph for launches; no kernel can be added after that."""
         self._exec = _call(driver.cuGraphInstantiate, self._graph, 0)
         _call(driver.cuGraphUpload, self._exec, stream)
 
     def change(self, node: Any, params: Any) -> None:
-        """Let a kernel run with other numbers from now on."""
+        """Change the arguments of a kernel for later launches."""
         _call(driver.cuGraphExecKernelNodeSetParams, self._exec, node, params)
 
     def launch(self, stream: Any) -> None:
@@ -56,15 +56,15 @@ class Chain:
 
 
 class Node(NamedTuple):
-    """A kernel of a graph some of whose numbers are others in each replay.
+    """A kernel of a graph with arguments that change in each replay.
 
     Attributes:
-        chain: It belongs to.
-        handle: The driver's.
-        params: What it runs with, for the driver; its arguments lie in ``buffer``.
+        chain: The chain that it belongs to.
+        handle: The driver's handle.
+        params: The driver's parameters of the kernel; its arguments are in ``buffer``.
         buffer: The arguments.
-        drawn: Slots, and which of the numbers that are drawn goes there.
-        renewed: What writes an argument, and what computes it.
+        drawn: Slots, each with the index of its drawn number.
+        renewed: Pairs of a function that writes an argument and a function that computes it.
     """
 
     chain: Chain
@@ -76,14 +76,14 @@ class Node(NamedTuple):
 
 
 def changes(first: Recording, second: Recording) -> list[tuple[tuple[int, int], ...]]:
-    """Return, for each launch, the slots of numbers that are drawn anew for each call, and which those are.
+    """Return, for each launch, the slots of numbers that each call draws, with the index of the number.
 
     Args:
-        first: A call.
-        second: The next one, with other numbers drawn.
+        first: A recorded call.
+        second: The next call, with newly drawn numbers.
 
     Raises:
-        CaptureError: If the two differ in anything else: a graph would do for ever what one of them did.
+        CaptureError: If the two differ in anything else, which a graph could not repeat.
     """
     names = [[one.launcher.name for one in call.launches] for call in (first, second)]
     if names[0] != names[1] or len(first.draws) != len(second.draws):
@@ -138,15 +138,15 @@ def _changes(
 
 
 class Graph:
-    """What a function asked of the device in two calls, to be replayed.
+    """The launches of a function, recorded in two calls, to be replayed.
 
     Args:
         first: A recorded call.
-        second: The next one.
-        pool: Copies to the device.
+        second: The next recorded call.
+        pool: The pool, which copies to the device.
 
     Raises:
-        CaptureError: If the calls differ in more than a replay brings anew.
+        CaptureError: If the calls differ in more than a replay can change.
     """
 
     def __init__(self, first: Recording, second: Recording, pool: Pool):
@@ -159,7 +159,7 @@ class Graph:
         self._nodes: list[Node] = []
         self._stream = driver.CUstream(0)
         cuda.current_context()
-        #: Each launches a graph or does the work between two of them, in order.
+        #: Functions in order, each of which launches a graph or does the work between two graphs.
         self._acts: list[Callable[[], None]] = []
         between, start = [*second.between, (len(drawn), None)], 0
         for end, act in between:
@@ -172,7 +172,7 @@ class Graph:
     def _add(
         self, launches: Sequence[Launch], drawn: Sequence[tuple[tuple[int, int], ...]]
     ) -> None:
-        """Add a graph of launches without other work between them."""
+        """Add a graph of launches with no other work between them."""
         chain = Chain()
         for launch, places in zip(launches, drawn, strict=True):
             buffer = Buffer(launch.words.nbytes)
@@ -187,20 +187,20 @@ class Graph:
 
     @property
     def size(self) -> int:
-        """Kernels of a call."""
+        """Number of kernels of a call."""
         return len(self._recording.launches)
 
     @property
     def stretch(self) -> Any:
-        """The memory that a call is computed in, which the graph keeps."""
+        """The memory in which a call is computed, which the graph keeps alive."""
         return self._recording.stretch
 
     def is_valid(self) -> bool:
-        """Tell whether what the graph reads and writes is still where it was."""
+        """Tell whether all memory that the graph reads and writes is still at the same addresses."""
         return all(guard() for guard in self._recording.guards)
 
     def replay(self) -> None:
-        """Do again what the function did, with the inputs as their memory on the host holds them.
+        """Repeat the call with the current contents of the inputs in host memory.
 
         Raises:
             RuntimeError: If the driver fails, or a kernel has failed before.
@@ -226,7 +226,7 @@ class Graph:
 
 
 def _params(launch: Launch, buffer: Buffer) -> Any:
-    """Return what a node runs with, as the driver takes it."""
+    """Return the driver's parameters of a node."""
     params = driver.CUDA_KERNEL_NODE_PARAMS()
     params.kern = driver.CUkernel(int(launch.launcher.function()))  # as numba loads it
     params.gridDimX, params.gridDimY, params.gridDimZ = launch.grid
@@ -237,7 +237,7 @@ def _params(launch: Launch, buffer: Buffer) -> Any:
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:
-    """Call the driver and return its answer, or raise what went wrong."""
+    """Call the driver and return its result, or raise its error."""
     error, *answer = function(*args)
     if error.name == "CUDA_ERROR_INVALID_CONTEXT":
         cuda.current_context()  # made current on this thread, which had none

@@ -1,7 +1,7 @@
-"""What every CUDA kernel calls, compiled for the device once, and how a kernel itself is compiled.
+"""The class of CUDA kernels, compiled at the first launch, and functions that kernels call.
 
-A helper with a barrier or shared memory does not belong here but beside its kernel: the simulator
-replaces the name ``cuda`` in the kernel's own file only.
+A helper with a barrier or shared memory must be in the file of its kernel, because the simulator replaces
+the name ``cuda`` only in the kernel's own file.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def device_function(function: Callable[..., Any]) -> Any:
 
 @cache
 def device_callable(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
-    """Return what a kernel calls for a user's function.
+    """Return the device function for a user's function.
 
-    A Python float in a function is a float64, and a float32 kernel would compute in float64 around
-    it, which many GPUs do 64 times slower.  So the function is compiled with the constants of its own
-    source, of its module and of what it closes over, rounded to ``dtype``.
+    A Python float in a function is a float64, and a float32 kernel would compute in float64 around it,
+    which is 64 times slower on many GPUs.  The function is therefore compiled with the constants of its
+    source, its module and its closure rounded to ``dtype``.
     """
     if not isinstance(function, FunctionType) or IS_SIMULATOR:
         return function
@@ -61,7 +61,7 @@ def device_callable(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
     return device_function(copy)
 
 
-#: Threads that go together.
+#: Threads of a warp.
 WARP = 32
 #: The mask of a warp's lanes, for its shuffles and votes.
 ALL_LANES = 0xFFFFFFFF
@@ -70,14 +70,14 @@ WORD = 4
 
 
 class Kernel:
-    """A kernel and the types of its arguments, compiled at the first launch, or taken from the disk.
+    """A kernel and the types of its arguments, compiled or loaded from disk at the first launch.
 
     Args:
         source: A plain function.
-        signature: Its argument types.  Arrays are typed with any strides: an operand is read as it
-            lies, and no layout makes numba compile the kernel anew.
-        threads: Of a block, the most there will be; tells the compiler how many registers it may
-            use.  0 leaves it open.
+        signature: Its argument types.  Arrays are typed with any strides, so that operands are read in
+            place and no layout makes numba compile the kernel again.
+        threads: Maximum number of threads per block, which limits the registers that the compiler may use;
+            0 sets no limit.
         shared_bytes: Dynamic shared memory of a block.
         resident: Blocks that should fit on a multiprocessor at a time; bounds the registers further.
     """
@@ -100,7 +100,7 @@ class Kernel:
 
     @property
     def launch_bounds(self) -> tuple[int, int] | None:
-        """What the compiler is told: threads of a block, and blocks of a multiprocessor."""
+        """The launch bounds for the compiler: threads per block, and blocks per multiprocessor."""
         return (self.threads, self.resident) if self.threads else None
 
     @cached_property
@@ -115,13 +115,13 @@ class Kernel:
 
     @cached_property
     def _launcher(self) -> Launcher:
-        """What launches by the driver."""
+        """The launcher, which calls the driver."""
         own = self._compiled, self.signature, self.shared_bytes, self.name
         return Launcher(*own, self._allow_shared_memory)
 
     @cached_property
     def _launch(self) -> Callable[..., None]:
-        """The function of grid, block and arguments that launches."""
+        """The function of grid, block and arguments that launches the kernel."""
         if driver is not None:
             return self._launcher.launch
         self._allow_shared_memory()
@@ -150,10 +150,10 @@ class Kernel:
         return Launched(self.name, grid, block, self.shared_bytes, registers)
 
     def prepared(self, launch: Any, *rest: Any) -> Callable[..., None]:
-        """Return the function of arrays that launches on (grid, block) with them before ``rest``.
+        """Return a function of arrays that launches on (grid, block) with the arrays followed by ``rest``.
 
-        For a launch that is asked for again and again: all arrays have the shapes, strides and dtypes of
-        those of the first time, and only where they begin is asked anew; see ``Launcher.prepared``.
+        It is for launches that are repeated often: all arrays must have the shapes, strides and dtypes of
+        those of the first call, and only their addresses are read again; see ``Launcher.prepared``.
         """
         if driver is None:
             return lambda *arrays: self[launch](*filled(rest, arrays))
@@ -169,11 +169,11 @@ class Kernel:
 
 
 class Adopted:
-    """A kernel of numba's, launched as ours are, and compiled for what it is called with.
+    """A kernel of numba that is launched like ours, and compiled for the types of its arguments.
 
     Args:
-        dispatcher: What ``cuda.jit`` returned; its arguments are flat contiguous arrays, numbers and tuples
-            of whole numbers.
+        dispatcher: A dispatcher of ``cuda.jit``; its arguments are flat contiguous arrays, numbers and
+            tuples of whole numbers.
     """
 
     def __init__(self, dispatcher: Any):
@@ -201,7 +201,7 @@ def _type_of(arg: Any) -> Any:
 
 
 def scalar_type(dtype: np.dtype[Any]) -> Any:
-    """Return numba's type of a dtype: for shared arrays, and to round a number to the dtype."""
+    """Return numba's type of a dtype, for shared arrays and for rounding a number to the dtype."""
     return numba.from_dtype(dtype)
 
 
@@ -216,9 +216,9 @@ def why_too_large(
     """Return why a block cannot have ``needed`` bytes of shared memory, or None if it can.
 
     Args:
-        tile: For the text.
-        needed: Bytes.
-        limit: What a block can have; without it, what it has unasked.
+        tile: The tile, for the message.
+        needed: Number of bytes.
+        limit: Maximum number of bytes per block; the limit without a request when None.
     """
     limit = shared_memory_bytes() if limit is None else limit
     if needed <= limit:

@@ -1,9 +1,8 @@
-"""Launch a compiled kernel by the driver itself: a training step is hundreds of launches.
+"""Launch compiled kernels through the driver: a training step has hundreds of launches.
 
-Numba's own launch makes an object of each number that a kernel takes, every time.  Here the numbers are
-packed into one buffer by one call, in the order and the sizes in which numba's kernels take them: an array
-is its (unused) owner and parent, its size, the bytes of an element, its address, its shape and its strides
-in bytes; a tuple is its elements.
+Numba's own launch creates an object for each argument every time.  Here one call packs the numbers into a
+buffer, in the order and the sizes that numba's kernels expect: an array is its (unused) owner and parent,
+its size, the bytes of an element, its address, its shape and its strides in bytes; a tuple is its elements.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from kernels.cuda.runtime.recorder import Launch, Renewed, active
 from kernels.runtime.cuda_errors import LAUNCHED, explain_code
 from kernels.runtime.targets import cuda, current_device, driver
 
-#: How a number lies in its slot of eight bytes.
+#: Format of a number in its slot of eight bytes, by type.
 SLOTS = {
     types.boolean: "?7x",
     types.int8: "b7x",
@@ -39,7 +38,7 @@ SLOTS = {
 
 
 def _layout(kind: Any) -> str:
-    """Return how an argument of a type lies in the buffer."""
+    """Return the format of an argument of a type in the buffer."""
     if isinstance(kind, types.Array):
         return "q" * (5 + 2 * kind.ndim)
     if isinstance(kind, types.BaseTuple):
@@ -61,7 +60,7 @@ def _tuple(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _array(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """Return the function that gives the numbers of an array, once it is one of the right kind."""
+    """Return the function that checks the type of an array and returns its numbers."""
     expected = np.dtype(str(kind.dtype)), kind.ndim
 
     def numbers(array: Any) -> tuple[Any, ...]:
@@ -81,24 +80,24 @@ def _array(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _unpack(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """Return the function that gives the numbers of an argument of a type."""
+    """Return the function that returns the numbers of an argument of a type."""
     if isinstance(kind, types.Array):
         return _array(kind)
     return _tuple(kind) if isinstance(kind, types.BaseTuple) else _number(kind)
 
 
-#: Where the address of an array stands among its numbers.
+#: Index of the address among the numbers of an array.
 _ADDRESS = 4
 #: Bytes of a slot.
 _WORD_BYTES = 8
-#: Stands for an argument of a prepared launch that each call gives anew.
+#: Placeholder for an argument of a prepared launch that each call supplies.
 LATER: Any = type("_Later", (), {"__repr__": lambda self: "LATER"})()
 
 
 def _arrays_and_numbers(
     kinds: tuple[Any, ...], args: Any, place: int = 0
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the arrays and numbers among arguments with the slot of each: of an array, of its address."""
+    """Yield the arrays and numbers among arguments with their slots (of an array: of its address)."""
     for kind, arg in zip(kinds, args, strict=True):
         if isinstance(kind, types.BaseTuple):
             yield from _arrays_and_numbers(kind.types, arg, place)  # type: ignore[attr-defined]
@@ -108,7 +107,7 @@ def _arrays_and_numbers(
 
 
 def filled(rest: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a launch: those given, the last ones in the place of each :data:`LATER`."""
+    """Return the arguments of a launch, with the last of the given ones in place of each :data:`LATER`."""
     count = sum(
         part is LATER for arg in rest for part in (arg if isinstance(arg, tuple) else (arg,))
     )
@@ -124,14 +123,14 @@ def filled(rest: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class Buffer:
-    """The numbers of a launch, and an array of pointers to each, which is what the driver takes.
+    """The numbers of a launch, and an array of pointers to them, as the driver expects.
 
     Attributes:
         slots: Eight bytes for each number.
         words: The same bytes as whole numbers.
-        address: Of the array of pointers.
-        lock: The driver has read the numbers when the launch returns; until then no other thread may write
-            its own.
+        address: Address of the array of pointers.
+        lock: A lock that is held until the launch returns, when the driver has read the numbers, so that no
+            other thread overwrites them.
     """
 
     def __init__(self, size: int):
@@ -150,14 +149,14 @@ class Buffer:
 
 
 class Launcher:
-    """One compiled kernel, to be launched on the legacy default stream.
+    """A compiled kernel that is launched on the legacy default stream.
 
     Args:
-        compiled: What ``cuda.jit`` returned for a signature.
-        signature: Of its arguments.
+        compiled: The kernel that ``cuda.jit`` compiled for a signature.
+        signature: Types of its arguments.
         shared_bytes: Dynamic shared memory of a block.
-        name: For the error text.
-        prepare: Called before its first launch on each device.
+        name: Name for error messages.
+        prepare: A function that is called before the first launch on each device.
 
     Attributes:
         shared_bytes: As given.
@@ -188,10 +187,10 @@ class Launcher:
         self._success = driver.CUresult.CUDA_SUCCESS
 
     def launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], *args: Any) -> None:
-        """Launch on so many blocks of so many threads.
+        """Launch on a grid of blocks.
 
         Raises:
-            TypeError: If an array has another dtype or number of dimensions than the kernel takes.
+            TypeError: If the dtype or the number of dimensions of an array does not match the kernel.
             RuntimeError: If the driver fails, or a kernel has failed before.
         """
         numbers = self._numbers(args)
@@ -208,16 +207,16 @@ class Launcher:
     def prepared(
         self, grid: tuple[int, int, int], block: tuple[int, int, int], *rest: Any
     ) -> Callable[..., None]:
-        """Return a function that launches again and again with other arrays and the same other arguments.
+        """Return a function that repeats a launch with different arrays and the same other arguments.
 
-        Of the arrays of its first call the shapes, strides and dtypes are kept, and of later ones only the
-        addresses are asked for.
+        The shapes, strides and dtypes of the arrays are those of the first call; later calls only read
+        addresses.
 
         Args:
             grid: Blocks.
             block: Threads.
-            rest: The arguments behind the arrays.  For each :data:`LATER` among them, in a tuple too, a
-                call gives an array or a whole number, behind its other arrays and in this order.
+            rest: The arguments after the arrays.  For each :data:`LATER` among them, also within a tuple, a
+                call passes an array or a whole number after its other arrays, in this order.
         """
         buffer, places = Buffer(self._packer.size), list[int]()
         words, lock = buffer.words, buffer.lock
@@ -248,24 +247,24 @@ class Launcher:
         return run
 
     def packer(self, first: int) -> Callable[..., None]:
-        """Return what writes one argument that is a tuple of numbers.
+        """Return a function that writes an argument that is a tuple of numbers.
 
         Args:
             first: Its first slot.
 
         Returns:
-            A function of the slots of all arguments and of its numbers.
+            A function of the slots of all arguments and of the numbers of the tuple.
         """
         kind = next(kind for place, kind in self._places() if place == first)
         own, offset = struct.Struct(f"={_layout(kind)}"), first * _WORD_BYTES
         return lambda slots, *numbers: own.pack_into(slots, offset, *numbers)
 
     def shown(self, slot: int, word: int) -> str:
-        """Return what lies in a slot for an error text: which argument it is of, and the number.
+        """Describe a slot for an error message: its argument, and the number.
 
         Args:
-            slot: Of eight bytes.
-            word: What they hold.
+            slot: Index of the slot.
+            word: The number in it.
         """
         number, (place, kind) = [
             (i, at) for i, at in enumerate(self._places(), start=1) if at[0] <= slot
@@ -299,17 +298,17 @@ class Launcher:
     def sizes(
         self, grid: tuple[int, int, int], block: tuple[int, int, int], buffer: Buffer
     ) -> tuple[Any, ...]:
-        """Return what the driver asks for behind the kernel."""
+        """Return the driver's arguments after the kernel."""
         return (*grid, *block, self.shared_bytes, self._stream, buffer.address, 0)
 
     def _start(self, sizes: tuple[Any, ...]) -> None:
-        """Launch with the numbers of a buffer, whose lock the caller holds."""
+        """Launch with the numbers of the buffer, whose lock the caller holds."""
         (error,) = self.enqueue(self.function(), *sizes)
         if error != self._success:
             self.mend(error, sizes)
 
     def mend(self, error: Any, sizes: tuple[Any, ...]) -> None:
-        """Launch again where the thread had no context; else raise what went wrong."""
+        """Launch again if the thread had no context; otherwise raise the error."""
         if error.name == "CUDA_ERROR_INVALID_CONTEXT":
             cuda.current_context()  # made current on this thread
             (error,) = self.enqueue(self.function(), *sizes)

@@ -1,4 +1,4 @@
-"""Device memory from CUDA's stream-ordered allocator, and a cache of freed blocks before it."""
+"""Device memory from CUDA's stream-ordered allocator, with a cache of freed blocks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import numpy as np
 
 from kernels.runtime.cuda_errors import explain_code, out_of_memory
 
-#: Bytes that the driver copies to a place of its own before an asynchronous copy returns.
+#: Maximum number of bytes that the driver stages itself before an asynchronous copy returns.
 STAGED = 64 << 10
-#: Bytes that are copied in such pieces at most; each takes a call of the driver.
+#: Maximum number of bytes that are copied in such pieces; each piece takes a call of the driver.
 MOST_STAGED = 32 * STAGED
-#: Sizes are multiples of this, and larger ones of up to ``LARGEST_UNIT``, a sixteenth of the size at most.
+#: Sizes are multiples of ``SMALLEST_UNIT``; large ones of larger units, up to a sixteenth of the size and
+#: ``LARGEST_UNIT``.
 SMALLEST_UNIT, LARGEST_UNIT = 512, 2 << 20
-#: Memory that is held may exceed the most that was in use by a half and these bytes.
+#: Memory that is held may exceed the peak in use by half of it plus these bytes.
 SPARE = 64 << 20
 
 
@@ -28,9 +29,9 @@ class Block(NamedTuple):
 
     Attributes:
         start: Its address.
-        device: It lies on.
+        device: Number of its device.
         size: Bytes.
-        address: As the driver has it.
+        address: The address in the driver's type.
     """
 
     start: int
@@ -42,21 +43,21 @@ class Block(NamedTuple):
 class Pool:
     """The memory pool that the driver keeps for each device, and a cache of freed blocks.
 
-    An allocation gets the freed block of its size and device with the lowest address.  This needs no call
-    of the driver, and each training step has its tensors at the same addresses.  All work is in the order
-    of the legacy default stream, to which the driver's allocations belong too, so a block may be written to
-    as soon as the last kernel that uses it has been launched.  An array that is used on another stream must
-    be kept until that stream has done its work.
+    An allocation receives the freed block of its size and device with the lowest address.  This needs no
+    call of the driver, and each training step has its tensors at the same addresses.  All work, including
+    the driver's allocations, is ordered by the legacy default stream, so a block may be written to as soon
+    as the last kernel that uses it has been launched.  An array that is used on a different stream must be
+    kept until that stream has finished its work.
 
-    The cache is emptied if the device has too little memory, and if the blocks held exceed the most that
-    were in use by a half.  cuMemAllocAsync then finds memory for other sizes in what was freed; it takes
-    2 µs, and at times milliseconds.
+    The cache is emptied if the device has too little memory, or if the held blocks exceed the peak in use
+    by a half. cuMemAllocAsync then reuses the freed memory for other sizes; it takes 2 µs, and at times
+    milliseconds.
 
-    Nothing is asked of the driver before the first allocation.
+    The driver is not called before the first allocation.
 
     Args:
         driver: ``cuda.bindings.driver``.
-        enter: Makes a CUDA context current on the calling thread.
+        enter: A function that makes a CUDA context current on the calling thread.
     """
 
     def __init__(self, driver: Any, enter: Callable[[], Any]):
@@ -76,7 +77,7 @@ class Pool:
         self._left: deque[Block] = deque()
 
     def prepare(self) -> bool:
-        """Let the pools keep their memory; tell whether every device has one."""
+        """Make the driver's pools keep their memory; tell whether every device has a pool."""
         driver, attributes = self._driver, self._driver.CUdevice_attribute
         self._enter()
         count = self._call(driver.cuDeviceGetCount)
@@ -97,10 +98,10 @@ class Pool:
         """Return ``size`` bytes or a few more on the current device.
 
         Args:
-            size: One or more.
+            size: Number of bytes, at least 1.
 
         Raises:
-            MemoryError: If the device has not that much left.
+            MemoryError: If the device has too little memory left.
             RuntimeError: If the driver fails, or a kernel has failed before.
         """
         unit = SMALLEST_UNIT
@@ -114,7 +115,7 @@ class Pool:
             return self._new_block(size)
 
     def free(self, block: Block) -> None:
-        """Take a block back from any thread; what has been launched may still use it."""
+        """Free a block from any thread; launched kernels may still use it."""
         if self._is_cached:
             try:
                 heappush(self._cached[block.size, block.device], block)
@@ -124,7 +125,7 @@ class Pool:
             self.release(block)
 
     def release(self, block: Block) -> None:
-        """Give a block back to the driver, in stream order, as one of an unusual size should be."""
+        """Return a block to the driver in stream order, for example a block of an unusual size."""
         if self._several and block.device != self._device():
             self._left.append(block)  # the stream of another device orders nothing
             return
@@ -156,18 +157,18 @@ class Pool:
         return sum(size * len(found) for (size, own), found in cached if device in (None, own))
 
     def _empty_cache(self) -> None:
-        """Give all cached blocks back to the driver."""
+        """Return all cached blocks to the driver."""
         for blocks in [*self._cached.values()]:
             with suppress(IndexError):  # other threads take blocks, too
                 while True:
                     self.release(heappop(blocks))
 
     def upload(self, address: int, array: np.ndarray[Any, Any]) -> None:
-        """Copy a contiguous array of the host to an address, in stream order; it may be written to at once.
+        """Copy a contiguous host array to an address in stream order; the array may be written to at once.
 
-        The driver copies up to :data:`STAGED` bytes of NumPy's own memory at once, and the call does not
-        wait for the device: an array is copied in such pieces.  For a very large one, or memory of somebody
-        else, which may be locked in place and would be read later, the call waits until it has been read.
+        The driver stages up to :data:`STAGED` bytes of NumPy's own memory without waiting for the device,
+        so an array is copied in such pieces.  For a very large array, or memory of another library, which
+        may be pinned and would be read later, the call waits until it has been read.
 
         Raises:
             RuntimeError: If the driver fails, or a kernel has failed before.
@@ -188,7 +189,7 @@ class Pool:
             self._copied(self._driver.cuMemcpyHtoDAsync, to, source + start, piece, self._stream)
 
     def _copied(self, copy: Callable[..., Any], *numbers: Any) -> None:
-        """Copy, or raise what went wrong."""
+        """Copy, or raise the error."""
         (error,) = copy(*numbers)
         if error == self._no_context:  # the first call on this thread
             self._enter()
@@ -197,7 +198,7 @@ class Pool:
             raise explain_code(error.name, "copying an array to the device")
 
     def trim(self) -> None:
-        """Give what is free back to the device, for others or for one large piece; waits for its work."""
+        """Return free memory to the device, once its work is done, for other uses."""
         self._enter()
         self._empty_cache()
         self._free_left()
@@ -205,14 +206,14 @@ class Pool:
         self._call(self._driver.cuMemPoolTrimTo, self._pool(), 0)
 
     def in_use(self) -> int:
-        """Return how many bytes of the current device are allocated, once its work is done."""
+        """Return the number of allocated bytes of the current device, once its work is done."""
         self._enter()
         self._free_left()
         held = self._read(self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
         return held - self._bytes_in_cache(self._device() if self._several else 0)
 
     def reset_peak(self) -> int:
-        """Begin to watch for the peak anew; return what is in use.
+        """Restart the measurement of the peak; return the bytes in use.
 
         Until :meth:`peak` no freed block is cached, so that the driver counts what is in use.
         """
@@ -225,7 +226,7 @@ class Pool:
         return self.in_use()
 
     def peak(self) -> int:
-        """Return the most bytes of the current device in use since :meth:`reset_peak`, which ends here."""
+        """Return the peak of bytes in use since :meth:`reset_peak`, and end the measurement."""
         peak = self._read(self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_HIGH)
         self._is_cached = True
         return peak
@@ -236,7 +237,7 @@ class Pool:
         return int(self._call(self._driver.cuMemPoolGetAttribute, self._pool(), attribute))
 
     def _allocate_again(self, error: Any, address: Any, size: int) -> Any:
-        """Allocate after a failure, once what can be mended is."""
+        """Allocate again after a failure, once memory has been freed."""
         driver = self._driver
         no_memory = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
         if error == self._no_context:  # the first allocation on this thread
@@ -255,7 +256,7 @@ class Pool:
         return address
 
     def _free_left(self) -> None:
-        """Free what was left behind, as far as it can be freed here."""
+        """Free blocks that could not be freed before, as far as possible."""
         for _ in range(len(self._left)):
             self.release(self._left.popleft())
 
@@ -267,7 +268,7 @@ class Pool:
         return int(device) if error == self._success else -1
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call the driver and return its answer, or raise what went wrong."""
+        """Call the driver and return its result, or raise its error."""
         error, *answer = function(*args)
         if error != self._success:
             raise explain_code(error.name, "managing device memory")

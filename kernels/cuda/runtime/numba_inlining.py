@@ -1,9 +1,9 @@
-"""Numba-cuda's inliner, told to share what it copies.
+"""Make numba-cuda's inliner share the variables that it copies.
 
-Where numba-cuda inlines a function it copies the function's blocks one by one, and each copy takes the
-whole scope along: all variables of the function.  Kernels here are made of hundreds of small functions,
-and half of the time to compile a large one went there.  In a function the blocks share their variables;
-here their copies do, too.  The code that comes out is the same.
+When numba-cuda inlines a function, it copies the function's blocks one by one, and each copy includes the
+whole scope, that is, all variables of the function.  Kernels here consist of hundreds of small functions,
+and these copies took half of the time to compile a large one.  The blocks of a function share their
+variables; with this module their copies do, too.  The resulting code is the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kernels.runtime.targets import cuda
 
 
 class Copies:
-    """Stands in the inliner for the module ``copy``.
+    """A replacement for the module ``copy`` in the inliner.
 
     Args:
         block: The class of a function's blocks.
@@ -30,7 +30,7 @@ class Copies:
         return getattr(copy, name)
 
     def deepcopy(self, x: Any, memo: dict[int, Any] | None = None) -> Any:
-        """Return a deep copy; blocks of one scope that are copied one after another share theirs."""
+        """Return a deep copy; consecutive copies of blocks of one scope share their variables."""
         if memo is not None or not isinstance(x, self._block):
             return copy.deepcopy(x, memo)
         block: Any = x
@@ -40,7 +40,7 @@ class Copies:
 
 
 def share_copies() -> None:
-    """Let numba-cuda's inliner copy the variables of a function once; other owners' is left as it is."""
+    """Make numba-cuda's inliner copy the variables of a function once; other packages stay unchanged."""
     core = getattr(cuda, "core", None)
     inliner: Any = getattr(core, "inline_closurecall", None)
     if getattr(inliner, "copy", None) is copy and hasattr(core, "ir"):

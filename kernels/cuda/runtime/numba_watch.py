@@ -1,4 +1,4 @@
-"""Notice what numba itself asks of the device, which our own launches and copies do not go through."""
+"""Detect when numba itself uses the device, which our launches and copies bypass."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _NUMBAS = (
 
 @contextmanager
 def watching_numba(refuse: Callable[[str], None]) -> Iterator[None]:
-    """Have a function called before numba itself launches a kernel, copies, allocates or waits.
+    """Call a function before numba itself launches a kernel, copies, allocates or waits.
 
-    Launches and copies of ours are not meant: they ask the driver by themselves.
+    Launches and copies of this library are not affected, because they call the driver directly.
 
     Args:
-        refuse: Takes what numba is about to do; it may raise, and should do so on the thread that it means.
+        refuse: A function of a description of what numba is about to do; it may raise an error.
     """
     of_kernels, of_driver = cuda.dispatcher._Kernel, cuda.cudadrv.driver.driver
 

@@ -1,9 +1,9 @@
-"""What one call of a function asks of the device, written down while it runs: what a graph is made of.
+"""Record the work of a function on the device while it runs, for a CUDA graph.
 
-A recorded call runs as any other; what it launches is noted beside.  What a later call would bring anew
-from the host is noted with the way to get it again: what is copied from its inputs, numbers drawn at random
-(:func:`drawn`), numbers of an optimiser (:class:`Renewed`), what the host computes from the inputs
-(:func:`computed`), and what goes on between launches (:func:`between_launches`).
+A recorded call runs like any other, and its launches are recorded.  Values that later calls bring from the
+host are recorded with a way to obtain them again: copies of inputs, random numbers (:func:`drawn`), numbers
+of an optimiser (:class:`Renewed`), results that the host computes from inputs (:func:`computed`), and work
+between launches (:func:`between_launches`).
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from kernels.runtime.cuda_errors import CaptureError
 
 
 class Renewed(tuple[Any, ...]):
-    """Numbers of a launch that the host computes anew for each call.
+    """Numbers of a launch that the host computes for each call.
 
     Args:
-        again: Returns them, now and for each replay.
+        again: A function that returns them, now and for each replay.
     """
 
     again: Callable[[], tuple[Any, ...]]
 
     def __new__(cls, again: Callable[[], tuple[Any, ...]]) -> Renewed:
-        """Return the numbers of now."""
+        """Return the current numbers."""
         self = super().__new__(cls, again())
         self.again = again
         return self
 
 
 class Launch(NamedTuple):
-    """A launch as it was made.
+    """A recorded launch.
 
     Attributes:
-        launcher: Of the kernel.
+        launcher: The launcher of the kernel.
         grid: Blocks.
         block: Threads.
-        words: What its arguments were, packed: (slots,) uint64.
-        renewed: Arguments that are computed anew, each with its first slot.
+        words: Its packed arguments, (slots,) uint64.
+        renewed: Arguments that each call computes, each with its first slot.
     """
 
     launcher: Any
@@ -55,33 +55,33 @@ class Launch(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """A copy to the device of what a call brings: the array on the host, and on the device."""
+    """A copy of an input to the device: the array on the host and the array on the device."""
 
     source: np.ndarray[Any, Any]
     target: Any
 
 
 class Recording:
-    """All that one call asks of the device.
+    """The recorded work of one call on the device.
 
     Args:
-        arena: What it allocates lies there.
-        inputs: Arrays on the host that each call brings other numbers in, in the same memory.
-        stretch: Where in the arena; None for the first call, which shows how much the others need.
+        arena: The arena for its allocations.
+        inputs: Host arrays whose contents change with each call, in the same memory.
+        stretch: The memory in the arena; None for the first call, which determines the needed size.
         before: The recording of the call before, in the same stretch; None if there is none.
 
     Attributes:
-        launches: In order.
-        draws: Numbers that were drawn, and the functions that draw the next.
-        uploads: Copies of inputs, and of what was computed from them.
-        computations: What the host computes from inputs, in order, each into the memory of the first time.
-        actions: What else is to be done on the host in each replay, before the first launch.
+        launches: The launches in order.
+        draws: Drawn numbers, with the functions that draw the next ones.
+        uploads: Copies of inputs, and of results computed from them.
+        computations: Computations of the host from inputs, in order, each with the memory of its result.
+        actions: Other work on the host in each replay, before the first launch.
         between: Work between launches, with the number of launches before it.
-        guards: Tell whether what the launches read and write is still where it was.
+        guards: Functions that tell whether the memory of the launches is still at the same addresses.
         kept: Memory outside of the arena that the launches read or write; a graph keeps it alive.
-        on_host: What a graph cannot hold of what was done on the host, the first of it.
+        on_host: The first work on the host that a graph cannot contain, or None.
         memo: Objects that are made once per call, by key.
-        needed: Bytes of the arena that the call needs, once it has ended.
+        needed: Number of bytes of the arena that the call needs, known once it has ended.
     """
 
     def __init__(
@@ -116,25 +116,25 @@ class Recording:
         self.needed = self.arena.end()
 
     def check_host(self) -> None:
-        """Raise what was refused of the work on the host, beside which there are launches."""
+        """Raise the error for work on the host that a graph cannot contain, if there are launches."""
         if self.launches and self.on_host is not None:
             raise self.on_host
 
     def launched(self, launch: Launch, args: Any) -> None:
-        """Note a launch, and the arrays among its arguments."""
+        """Record a launch, and the arrays among its arguments."""
         for arg in _flat(args):
             self.touched(arg, f"the kernel {launch.launcher.name}")
         self.launches.append(launch)
 
     def touched(self, array: Any, reader: str = "a kernel") -> None:
-        """Note that a launch reads or writes an array; what is no array is passed over.
+        """Record that a launch reads or writes an array; other objects are ignored.
 
         Args:
-            array: On the device.
-            reader: For the error text.
+            array: An array on the device.
+            reader: Name of the reader for error messages.
 
         Raises:
-            CaptureError: If it is of an earlier recorded call, whose memory is used again.
+            CaptureError: If it belongs to an earlier recorded call, whose memory is reused.
         """
         memory = getattr(array, "gpu_data", None)
         memory = getattr(memory, "whole", memory)
@@ -151,7 +151,7 @@ class Recording:
             )
 
     def drew(self, number: int, again: Callable[[], int]) -> None:
-        """Note a number that was drawn; one that is drawn a second time (recomputing) is the same one."""
+        """Record a drawn number; recomputation draws the same number again."""
         if number not in self._drawn:
             self._drawn.add(number)
             self.draws.append((number, again))
@@ -159,7 +159,7 @@ class Recording:
     def computed(
         self, result: np.ndarray[Any, Any], compute: Callable[[], Any], sources: Sequence[Any]
     ) -> None:
-        """Note what the host computed, if it comes from an input."""
+        """Record a result of the host, if it is computed from an input."""
         if any(map(self.is_live, sources)):
             self._live.append(result)
             self.computations.append(lambda: np.copyto(result, compute()))
@@ -167,15 +167,15 @@ class Recording:
     def uploaded(
         self, array: np.ndarray[Any, Any], copy: Callable[[np.ndarray[Any, Any], Any], Any]
     ) -> Any:
-        """Copy an array to the device, and note it if a replay has to copy its memory again.
+        """Copy an array to the device, and record the copy if a replay has to repeat it.
 
         Args:
-            array: On the host, contiguous.
-            copy: ``(array, target)`` copies, to memory outside of the arena where the target is None, and
-                returns the array on the device.
+            array: A contiguous array on the host.
+            copy: ``(array, target)``, which copies (to memory outside of the arena if the target is None)
+                and returns the array on the device.
 
         Raises:
-            CaptureError: If it is copied in each call, and no input.
+            CaptureError: If the array is copied in each call, but is not an input.
         """
         place, before = len(self.uploads), self.before
         if not self.is_live(array):
@@ -201,14 +201,14 @@ class Recording:
         return found
 
     def is_live(self, array: Any) -> bool:
-        """Tell whether an array holds numbers of an input, or what was computed from one."""
+        """Tell whether an array holds an input, or a result computed from one."""
         return isinstance(array, np.ndarray) and any(
             np.may_share_memory(array, known) for known in self._live
         )
 
 
 class _Thread(threading.local):
-    """What a thread records now, or None."""
+    """The current recording of a thread, or None."""
 
     recording: Recording | None = None
 
@@ -217,15 +217,15 @@ _thread = _Thread()
 
 
 def active() -> Recording | None:
-    """Return what this thread records now, or None."""
+    """Return the current recording of this thread, or None."""
     return _thread.recording
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Leave what this thread does in a ``with`` block out of what it records, for a graph and for a recipe.
+    """Do not record the work of this thread in a ``with`` block, neither for a graph nor for a recipe.
 
-    For work that only the first call of a kind does, and whose results are kept.
+    This is for work that only the first call of a kind does, and whose results are cached.
     """
     recording, _thread.recording = _thread.recording, None
     try:
@@ -236,10 +236,10 @@ def aside() -> Iterator[None]:
 
 
 def drawn(again: Callable[[], int]) -> int:
-    """Return a number that is another in every call.
+    """Return a number that differs in every call.
 
     Args:
-        again: Draws it; and the next ones, for replays of the launches that it goes into.
+        again: Draws the number, and the next numbers for replays.
     """
     number = again()
     spoil()
@@ -249,11 +249,11 @@ def drawn(again: Callable[[], int]) -> int:
 
 
 def between_launches(act: Callable[[], None], *arrays: Any) -> None:
-    """Do something now that each replay does again, at the same place among the launches.
+    """Do work now that each replay repeats at the same place among the launches.
 
     Args:
-        act: Puts work on the device that no kernel of ours does, such as a message to another device.
-        *arrays: On the device, which it reads or writes.
+        act: A function that enqueues work other than our kernels, such as a message to another device.
+        *arrays: Arrays on the device that it reads or writes.
     """
     act()
     spoil()
@@ -264,11 +264,11 @@ def between_launches(act: Callable[[], None], *arrays: Any) -> None:
 
 
 def computed(compute: Callable[[], Any], *sources: Any) -> Any:
-    """Return an array that the host computes from others; a replay computes it again from its inputs.
+    """Return an array that the host computes from other arrays; a replay computes it again.
 
     Args:
-        compute: Returns it, a new one each time, and always of the same shape.
-        *sources: What it is computed from.
+        compute: A function that returns a new array each time, always of the same shape.
+        *sources: The arrays from which it is computed.
     """
     result = compute()
     if (recording := _thread.recording) is not None:
@@ -280,13 +280,13 @@ def refuse(what: str, remedy: str, on_host: bool = False) -> None:
     """Raise an error if this thread records.
 
     Args:
-        what: The function does: "reads numbers of the device".
+        what: What the function does, such as "reads numbers of the device".
         remedy: What to do instead.
-        on_host: It does so on the host, which is no fault of a function that launches nothing at all: the
-            error is raised by :meth:`Recording.check_host`.
+        on_host: Whether this happens on the host, which is allowed in a function without launches; then
+            :meth:`Recording.check_host` raises the error.
 
     Raises:
-        CaptureError: If so.
+        CaptureError: If this thread records.
     """
     if (recording := _thread.recording) is not None:
         error = CaptureError(f"the function {what}, which a CUDA graph cannot hold; {remedy}")

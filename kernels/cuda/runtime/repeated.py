@@ -28,7 +28,7 @@ class _Operand(Foreign):
         self.place = recipe, number
 
     def view(self, start: int, stop: int | None = None) -> Any:
-        """Return a part, from one byte to another."""
+        """Return the bytes from ``start`` to ``stop``."""
         return Part(self, super().view(start, stop))
 
 

@@ -1,4 +1,4 @@
-"""The one table of tile and block sizes of the CUDA rungs: for a GPU, and tiny for the simulator."""
+"""The table of tile and block sizes of the CUDA rungs, with tiny sizes for the simulator."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class LayoutSizes(NamedTuple):
 
 
 class ProductTile(NamedTuple):
-    """What one block of the matrix product computes at a time; see ``product.product_kernel``.
+    """The tile of one block of the matrix product; see ``product.product_kernel``.
 
     Attributes:
-        rows: Of the output a block; divides the threads of a block.
-        cols: Likewise.
-        depth: Of the sum, from one barrier to the next; a multiple of four that divides the threads.
-        own_rows: Of the output a thread, in registers; a multiple of four.
-        own_cols: Likewise.
+        rows: Output rows per block; divides the number of threads of a block.
+        cols: Output columns per block; divides the number of threads of a block.
+        depth: Depth of the sum between two barriers; a multiple of four that divides the number of threads.
+        own_rows: Output rows per thread, in registers; a multiple of four.
+        own_cols: Output columns per thread, in registers; a multiple of four.
         resident: Blocks that should fit on a multiprocessor at a time.
     """
 
@@ -39,18 +39,18 @@ class ProductTile(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Threads a block."""
+        """Threads per block."""
         return (self.rows // self.own_rows) * (self.cols // self.own_cols)
 
 
 class FoldShape(NamedTuple):
-    """How the threads of a block share a fold of one dimension; see ``minitorch/backends/cuda_loops.py``.
+    """The division of a fold of one dimension among threads; see ``minitorch/backends/cuda_loops.py``.
 
     Attributes:
         lanes: Threads that fold one output together.
-        outputs: Outputs a block.
-        along: Neighbouring threads fold neighbouring elements of one output, and whole warps do; or
-            else neighbouring threads have neighbouring outputs.
+        outputs: Outputs per block.
+        along: Whether neighbouring threads fold neighbouring elements of one output, in whole warps; else
+            neighbouring threads have neighbouring outputs.
     """
 
     lanes: int
@@ -64,28 +64,29 @@ LayoutTable = dict[tuple[str, int], tuple[tuple[int, LayoutSizes], ...]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes that the rungs take unless a caller asks for a tile.
+    """Sizes that the rungs use unless the caller passes a tile.
 
     Attributes:
         flat_threads: Threads of a block that works element by element.
-        flat_items: Elements a thread of the element-wise kernels.
+        flat_items: Elements per thread of the element-wise kernels.
         fold_short: Threads that fold a short contiguous dimension.
-        fold_long: Likewise a long one.
-        fold_across: Likewise a dimension that is not the contiguous one.
+        fold_long: Threads that fold a long contiguous dimension.
+        fold_across: Threads that fold a dimension that is not contiguous.
         fold_long_from: The shortest long dimension.
-        fold_blocks: Blocks that keep a large GPU busy; a fold of few outputs is divided into so many.
-        fold_items: The fewest elements a thread of a fold that is divided.
+        fold_blocks: Number of blocks that keeps a large GPU busy, into which a fold of few outputs is
+            divided.
+        fold_items: Minimum number of elements per thread of a divided fold.
         product_tiles: Bytes of an element → tiles of the matrix product, the largest first.
-        product_blocks: Blocks that keep a large GPU busy: where there are fewer, the sum is divided
-            among up to twice as many, or a smaller tile is taken.
-        product_depth: The shortest part of a sum that is divided.
+        product_blocks: Number of blocks that keeps a large GPU busy.  If there are fewer, the sum is
+            divided among up to twice as many, or a smaller tile is used.
+        product_depth: Minimum length of a part of a divided sum.
         row_threads: Threads that share one row of scores in the naive rung; whole warps on a GPU.
         flash1_bytes: Shared memory that flash1 divides into its tiles, the device permitting.
         flash1_threads: Threads of one block of flash1.
-        split_blocks: Blocks that keep a large GPU busy: where the forward kernel of flash2 has fewer,
-            the keys are divided among so many.
-        split_tiles: The fewest tiles of keys of such a part.
-        few_rows: Query rows up to which the forward kernel takes its layout "few".
+        split_blocks: Number of blocks that keeps a large GPU busy.  If the forward kernel of flash2 has
+            fewer, the keys are divided among that many.
+        split_tiles: Minimum number of key tiles of such a part.
+        few_rows: Maximum number of query rows for which the forward kernel uses its layout "few".
         width_step: flash2 kernels are compiled for head_dim and value_dim rounded up to this.
         flash2: Layouts of the flash2 kernels.
     """
@@ -112,7 +113,7 @@ class Sizes:
 
     @property
     def product_tile(self) -> tuple[int, int]:
-        """Rows and columns of the largest tile of a product, what the naive rung takes unasked."""
+        """Rows and columns of the largest tile of a product, the default of the naive rung."""
         return self.product_tiles[4][0][:2]
 
 
@@ -179,7 +180,7 @@ GPU = Sizes(
     width_step=16,
     flash2=_FLASH2,
 )
-#: A thread is a Python thread here, and a barrier costs a tenth of a millisecond for each of them.
+#: Sizes for the simulator, where a thread is a Python thread, and a barrier takes 0.1 ms per thread.
 SIMULATOR = Sizes(
     flat_threads=8,
     flat_items=2,

@@ -1,7 +1,7 @@
-"""Roundings of the conversions in ``numbers``, on NumPy arrays, bit for bit.
+"""The conversions of ``numbers`` on NumPy arrays, with the same bits.
 
-A number of 16 or 8 bits is its bits, uint16 or uint8, and a dtype's name; a pair is uint32, the first
-number in its low half.
+A 16-bit or 8-bit number is represented by its bits, uint16 or uint8, and the name of a dtype.  A pair is
+uint32, with the first number in its low half.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STORED = {NAMES[dtype]: dtype for dtype in HALF_DTYPES}
 _STORED[E4M3] = np.dtype(ml_dtypes.float8_e4m3fn)
 #: The greatest number of float8 e4m3, which has no infinity.
 _MOST_E4M3 = np.float32(448)
-#: The least float32 that is not subnormal.
+#: The smallest float32 that is not subnormal.
 _TINY = np.finfo(np.float32).tiny
 
 
@@ -35,7 +35,7 @@ def _bits_of(stored: np.dtype[Any]) -> np.dtype[Any]:
 def to_bits(values: Any, dtype: str) -> Array:
     """Return the bits of numbers rounded to "float16", "bfloat16" or "float8_e4m3", to nearest even.
 
-    What is not a number stays none; its bits are not promised.  To e4m3 larger numbers are 448.
+    NaN stays NaN with unspecified bits.  In e4m3, larger numbers become 448.
     """
     values, stored = np.asarray(values, np.float32), _STORED[dtype]
     if dtype == E4M3:
@@ -45,7 +45,7 @@ def to_bits(values: Any, dtype: str) -> Array:
 
 
 def from_bits(bits: Any, dtype: str) -> Array:
-    """Return the float32 that bits of "float16", "bfloat16" or "float8_e4m3" mean, exactly."""
+    """Return the float32 that bits of "float16", "bfloat16" or "float8_e4m3" represent, exactly."""
     stored = _STORED[dtype]
     return np.asarray(bits, _bits_of(stored)).view(stored).astype(np.float32)
 
@@ -80,31 +80,31 @@ def unpack(pairs: Any, dtype: str) -> Array:
 
 
 def round_tf32(values: Any) -> Array:
-    """Return numbers rounded as ``round_tf32`` does: bits of float32, of which the last 13 are zero."""
+    """Return numbers rounded as ``round_tf32`` does, as float32 bits of which the last 13 are zero."""
     bits = _bits(values)
     is_number = (bits & 0x7F800000) != 0x7F800000
     return np.where(is_number, (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000), bits)
 
 
 def read_tf32(bits: Any) -> Array:
-    """Return the bits that tensor cores read as TF32: the upper 19 of 32."""
+    """Return the bits that tensor cores read as TF32, the upper 19 of 32."""
     return (np.asarray(bits, np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def tanh(values: Any) -> Array:
-    """Return the hyperbolic tangent, off by 2**-11 of itself at most, as the GPU's."""
+    """Return the hyperbolic tangent with a relative error of at most 2**-11, like the GPU's."""
     return round_to(np.tanh(np.asarray(values, np.float32)), "tf32")
 
 
 def fma(x: Any, y: Any, z: Any) -> Array:
-    """Return x · y + z of float32 numbers; rounded twice, which hardly ever differs from once."""
+    """Return x · y + z of float32 numbers; it is rounded twice, which rarely differs from rounding once."""
     x, y, z = (np.asarray(each, np.float64) for each in (x, y, z))
     with np.errstate(over="ignore", invalid="ignore"):
         return (x * y + z).astype(np.float32)
 
 
 def lg2(values: Any) -> Array:
-    """Return the logarithm to base 2, of subnormal numbers as of zero; the GPU's is within 2**-22."""
+    """Return the base-2 logarithm, with subnormal numbers as zero; the GPU's is within 2**-22."""
     values = np.asarray(values, np.float32)
     values = np.where(np.abs(values) < _TINY, np.float32(0), values)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -112,7 +112,7 @@ def lg2(values: Any) -> Array:
 
 
 def ex2(values: Any) -> Array:
-    """Return 2**x as float32, subnormal arguments and results as zero; the GPU's is within two units."""
+    """Return 2**x as float32, with subnormal numbers as zero; the GPU's is within two units."""
     values = np.asarray(values, np.float32)
     with np.errstate(over="ignore", under="ignore"):
         result = np.exp2(values, dtype=np.float64).astype(np.float32)

@@ -1,8 +1,8 @@
 """The instructions of a warp on NumPy arrays: a register of a warp is an array over its 32 lanes.
 
-Fragments are (32, registers), words uint32 and accumulators float32; shared memory is a vector of
-bytes and an address an index into it.  Products are summed in float64 and rounded once, where
-tensor cores round in an order of their own: they agree to float32's accuracy, not bit for bit.
+Fragments are (32, registers), with uint32 words and float32 accumulators.  Shared memory is a vector of
+bytes, and an address is an index into it.  Products are summed in float64 and rounded once, whereas tensor
+cores round in their own order: the results agree to float32 accuracy, but not bitwise.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def ldmatrix(shared: Array, addresses: Array, count: int, is_transposed: bool = 
 
     Args:
         shared: Bytes.
-        addresses: (32,): those of the first 8 · count lanes count.
+        addresses: (32,), of which those of the first 8 · count lanes are used.
         count: 1, 2 or 4 matrices.
         is_transposed: ``.trans``.
     """
@@ -145,10 +145,10 @@ def cp_async(shared: Array, target: int, memory: Array, source: int, bytes_: int
 
 
 def box_places(box: tuple[int, ...], size: int, swizzle: int) -> Array:
-    """Return the offsets of the bytes of a box in shared memory, (*box, size), from its beginning.
+    """Return the offsets of the bytes of a box in shared memory, (*box, size), from its start.
 
     Args:
-        box: Places along each dimension, the fastest last.
+        box: Size along each dimension, the fastest last.
         size: Bytes of an element.
         swizzle: Bytes of a row, 0 for no swizzle.
     """
@@ -162,8 +162,8 @@ def inside(
     """Return the part of a box inside a tensor, as slices of the box and of the tensor.
 
     Args:
-        box: Places along each dimension, the fastest last.
-        start: The first place along each, the fastest *first*, as the instruction takes them.
+        box: Size along each dimension, the fastest last.
+        start: First index along each dimension, the fastest *first*, as for the instruction.
         shape: Shape of the tensor.
     """
     of_box, of_tensor = [], []
@@ -178,14 +178,14 @@ def inside(
 def tensor_load(
     shared: Array, target: int, tensor: Array, box: tuple[int, ...], start: Any, swizzle: int
 ) -> None:
-    """Copy a box of a tensor to shared memory; what is outside of the tensor is zero.
+    """Copy a box of a tensor to shared memory, with zeros outside of the tensor.
 
     Args:
         shared: Bytes.
-        target: A multiple of 128, or of what the swizzle repeats after: 8 times its width.
+        target: A multiple of 128, or of the period of the swizzle, 8 times its width.
         tensor: Any array.
-        box: Places along each dimension, the fastest last.
-        start: The first place along each, the fastest *first*, as the instruction takes them.
+        box: Size along each dimension, the fastest last.
+        start: First index along each dimension, the fastest *first*, as for the instruction.
         swizzle: Swizzle of the tensor map.
     """
     values = np.zeros(box, tensor.dtype)

@@ -1,4 +1,4 @@
-"""``wgmma`` on NumPy arrays: operands behind descriptors in a vector of bytes, accumulators of four warps.
+"""``wgmma`` on NumPy arrays: operands are given by descriptors, accumulators are those of four warps.
 
 Fragments are (4, 32, registers): warp, lane, register.
 """
@@ -20,12 +20,12 @@ from kernels.cuda.ptx.wgmma import KINDS, ROWS
 
 #: Rows of A and of the accumulators of one warp; warps of a warpgroup.
 WARP_ROWS, WARPS = 16, 4
-#: What a descriptor's code for the swizzle means, in bytes.
+#: Width of the swizzle in bytes, by its code in a descriptor.
 _WIDTHS = (0, 128, 64, 32)
 
 
 def fields(descriptor: int) -> tuple[int, int, int, int]:
-    """Return beginning, leading and stride in bytes, and the width of the swizzle."""
+    """Return the start, the leading distance, the stride and the width of the swizzle, in bytes."""
     start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
     return start, leading, stride, _WIDTHS[descriptor >> 62]
 
@@ -33,7 +33,7 @@ def fields(descriptor: int) -> tuple[int, int, int, int]:
 def operand_offsets(
     lines: int, depth: int, size: int, swizzle: int, leading: int, stride: int, is_transposed: bool
 ) -> Array:
-    """Return where each element of an operand begins, before the swizzle: (lines, depth) byte offsets.
+    """Return the byte offset of each element of an operand before the swizzle, (lines, depth).
 
     Args:
         lines: Rows of A, or columns of B.
@@ -42,7 +42,7 @@ def operand_offsets(
         swizzle: Bytes of a line, 0 for none.
         leading: Leading distance in bytes, see ``wgmma``.
         stride: Stride in bytes, see ``wgmma``.
-        is_transposed: Lines run along the rows of A or the columns of B.
+        is_transposed: Whether lines run along the rows of A or the columns of B.
     """
     line, step = np.ogrid[:lines, :depth]
     width = (swizzle or CHUNK) // size  # elements
@@ -60,14 +60,14 @@ def operand_offsets(
 def read_operand(
     shared: Array, descriptor: int, lines: int, dtype: str, is_transposed: bool = False
 ) -> Array:
-    """Return the operand behind a descriptor: (lines, depth) float32.
+    """Return the operand that a descriptor describes, (lines, depth) float32.
 
     Args:
         shared: Bytes.
         descriptor: 64 bits.
         lines: Rows of A, or columns of B.
         dtype: One of ``KINDS``.
-        is_transposed: Lines run along the rows of A or the columns of B.
+        is_transposed: Whether lines run along the rows of A or the columns of B.
     """
     start, leading, stride, swizzle = fields(descriptor)
     depth = KINDS[dtype][1]
@@ -124,9 +124,9 @@ def wgmma(
         a: A descriptor, or registers (4, 32, 4).
         b: A descriptor.
         dtype: One of ``KINDS``.
-        a_transposed: The lines of A run along its rows.
-        b_transposed: The lines of B run along its columns.
-        accumulate: Add to ``acc``; else its numbers do not count.
+        a_transposed: Whether the lines of A run along its rows.
+        b_transposed: Whether the lines of B run along its columns.
+        accumulate: Whether to add to ``acc``; otherwise its numbers are ignored.
     """
     if isinstance(a, int):
         left = read_operand(shared, a, ROWS, dtype, a_transposed)

@@ -137,7 +137,8 @@ def lines_of_table() -> list[Line]:
 
 def table() -> str:
     """Return the table as Markdown."""
-    rows = ["| measurement | this library | compared with | command, and its record |", "|---|---:|---:|---|"]
+    head = ["measurement", "this library", "compared with", "command, and its record"]
+    rows = [f"| {' | '.join(head)} |", "|---|---:|---:|---|"]
     for line in lines_of_table():
         record = json.loads((ROOT / "docs" / "results" / line.record).read_text(encoding="utf-8"))
         link = f"[`{line.command}`](docs/results/{line.record})"

@@ -142,7 +142,9 @@ def product(record: Record) -> str:
     """Return the rates of a matrix product, ours and cuBLAS's."""
     (row,) = _rows(record, "product")
     rates = [f"{rate:.0f} TFLOP/s" for rate in row["tflops"].values()]
-    return markdown(["matrix product", "ours", "cuBLAS"], [[f"{row['dtype']} {row['case']}", *rates]])
+    return markdown(
+        ["matrix product", "ours", "cuBLAS"], [[f"{row['dtype']} {row['case']}", *rates]]
+    )
 
 
 def call_overhead(record: Record) -> str:

@@ -96,7 +96,11 @@ def check_mod(name: str, function: Any, arguments: str) -> None:
         raise TypeError(
             f"{name} must return {'a number' if of_score else 'True or False'}, got {result!r} "
             f"({type(result).__name__}) at {arguments} = {places}; "
-            + ("capture tensor.numpy() instead of a tensor" if is_tensor else "is a return missing?")
+            + (
+                "capture tensor.numpy() instead of a tensor"
+                if is_tensor
+                else "is a return missing?"
+            )
         )
 
 

@@ -179,7 +179,7 @@ def cpu_costs(record: Record) -> str:
         if not row["calls"]
         for what, _, unit in [row["figure"].rpartition(", ")]
     ]
-    return markdown(["measured", "ours"], lines)
+    return markdown(["measurement", "this library"], lines)
 
 
 def gradient_errors(record: Record) -> str:

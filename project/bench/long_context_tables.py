@@ -63,7 +63,7 @@ def bert_table(record: Record) -> str:
             str(row["context"]), f"{row['padding']:.0%}", *times, *(f"{x['median']:.2f}" for x in over),
         ])  # fmt: skip
     head = [
-        "context", "padding", "packed, ms a step", "padded, ms a step", "PyTorch, ms a step",
-        "packed over padded", "packed over PyTorch", "padded over PyTorch",
+        "context", "padding", "packed, ms/step", "padded, ms/step", "PyTorch, ms/step",
+        "speedup: packed / padded", "packed / PyTorch", "padded / PyTorch",
     ]  # fmt: skip
     return markdown(head, lines)

@@ -151,7 +151,7 @@ def steps_tables(rows: Sequence[Record]) -> str:
     tasks = [*titles(rows)]
     speed = over_naive(rows, lambda row: row["ms"] and row["ms"]["median"])
     memory = over_naive(rows, lambda row: row["peak_bytes"])
-    head = [*tasks, "geometric mean of tasks without a dash"]
+    head = [*tasks, "geometric mean of the measured tasks"]
     lines, shares = [], []
     for name in speed:
         title = METHODS[name].title

@@ -149,13 +149,13 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 def breaks_at(row: Record) -> str:
-    """Return from which largest score on a step gives no numbers."""
+    """Describe the largest scores for which a step gives finite results."""
     broken = [largest for largest, value in row["errors"] if value is None]
-    return f"no numbers from {min(broken):g}" if broken else "all"
+    return f"below {min(broken):g}" if broken else "any"
 
 
 def worst(row: Record) -> float:
-    """Return the largest error of a step over the scores that it can take."""
+    """Return the largest error of a step over the scores that do not overflow."""
     return max(value for _, value in row["errors"] if value is not None)
 
 
@@ -163,7 +163,7 @@ def table(record: Record) -> str:
     """Return a line for each step."""
     head = ["step", "passes over k", "over v"]
     head += [f"peak bytes, {length:,} keys" for length, _ in record["rows"][0]["peak_bytes"]]
-    head += ["scores it can take", "error", "ms"]
+    head += ["scores without overflow", "error", "ms"]
     return markdown(
         head,
         (

@@ -206,7 +206,7 @@ def table(record: Record) -> str:
     """Return megabytes by length, and the length that fills the memory."""
     rows, names = record["rows"], list(record["longest"])
     columns = [(name, mode) for name in names for mode in MODES]
-    missing = "memory is full" if record.get("kind") == "cuda" else "not tried"
+    missing = "memory is full" if record.get("kind") == "cuda" else "not measured"
     lines = []
     for row in rows:
         peaks = [row.get(name, {}).get(mode) for name, mode in columns]
@@ -214,10 +214,10 @@ def table(record: Record) -> str:
         lines.append([f"{row['length']:,}", *shown])
     kept = record["matrices"]
     counts = [f"{kept[name][mode]:.2f}" if name in kept else "" for name, mode in columns]
-    lines.append(["matrices of queries by keys", *counts])
+    lines.append(["number of queries × keys matrices at the peak", *counts])
     lines.append(
         [
-            f"fills {record['capacity'] / GIGABYTE:.1f} GB, by the formula, at",
+            f"length that fills {record['capacity'] / GIGABYTE:.1f} GB (formula)",
             *(f"{record['longest'][name][mode]:,}" for name, mode in columns),
         ]
     )
@@ -271,9 +271,9 @@ def draw(figure: Any, results: list[Result]) -> None:
 
 
 CAPTION = (
-    "Peak memory by length. The horizontal line is the memory of the device; the dotted lines "
-    "continue the formula of attention that stores its scores to the length, in numbers, that "
-    "would fill it in training."
+    "Peak memory by length. The horizontal line is the memory of the device. The dotted lines "
+    "extrapolate attention that stores its scores. The numbers are the lengths at which training "
+    "would fill the memory."
 )
 EXPERIMENT = Experiment("memory", __doc__, measure, table, draw, caption=CAPTION)
 

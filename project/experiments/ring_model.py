@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     rows = hiding_rows(work, machine)
     print(
-        f"a forward step hides its transfer from {rows:,.0f} tokens a rank on; here a rank has "
+        f"a forward step hides its transfer if a rank has at least {rows:,.0f} tokens; here it has "
         f"{work.tokens / args.ranks:,.0f}"
     )
     return 0

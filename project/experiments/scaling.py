@@ -331,7 +331,7 @@ def table(record: Record) -> str:
     ]  # fmt: skip
     fit = (
         f"The model has {machine['forward'] / 1e9:.3g} GFLOP/s forward and "
-        f"{machine['backward'] / 1e9:.3g} backward a rank, {machine['call'] * 1e6:.3g} µs a call, "
+        f"{machine['backward'] / 1e9:.3g} backward per rank, {machine['call'] * 1e6:.3g} µs per call, "
         f"alpha = {machine['latency'] * 1e6:.3g} µs and beta = {machine['bandwidth'] / 1e9:.3g} GB/s."
     )
     found = record["predicted"]
@@ -343,15 +343,16 @@ def table(record: Record) -> str:
         for link, tokens in dict.fromkeys((x["link"], x["tokens"]) for x in found)
     ]
     rows_text = ", ".join(
-        f"{rows:,.0f} over {link}"
+        f"{rows:,.0f} ({link})"
         for link, rows in {x["link"]: x["hiding_rows"] for x in found}.items()
     )
     settings = record["settings"]
     gpu = (
-        f"Predicted for GPUs of {settings['forward']:g} TFLOP/s forward and {settings['backward']:g} "
-        f"backward, {settings['heads']} heads, {settings['key_heads']} of keys, head_dim "
-        f"{settings['head_dim']}, 16 bits, causal: time of both passes, and the part of it in which a GPU "
-        f"waits. A forward step hides its transfer from {rows_text} tokens a GPU on."
+        f"The next table is a prediction for GPUs with {settings['forward']:g} TFLOP/s forward and "
+        f"{settings['backward']:g} backward, {settings['heads']} query heads and {settings['key_heads']} key "
+        f"heads, head_dim {settings['head_dim']}, 16-bit operands and a causal mask. It shows the time of both "
+        f"passes, and the share of it in which a GPU waits. A forward step hides its transfer if each GPU has "
+        f"at least {rows_text} tokens."
     )
     return "\n\n".join([markdown(head, lines), fit, gpu, markdown(head_of_gpus, shares)])
 

@@ -157,12 +157,17 @@ def rate(record: Record, row: Record, step: str) -> float:
 def table(record: Record) -> str:
     """Return what each step moves and can take, and a line for each length."""
     properties = markdown(
-        ["step", "reads of an element", "writes", f"largest element of {record['searched']} equal"],
+        [
+            "step",
+            "reads of an element",
+            "writes",
+            f"overflow: {record['searched']} equal elements of more than",
+        ],
         (
             [
                 step,
                 *map(str, record["moved"][step]),
-                "any" if value is None else f"{value:.2f} (by the book {record['expected']:.2f})",
+                "never" if value is None else f"{value:.2f} (in theory {record['expected']:.2f})",
             ]
             for step, value in record["largest"].items()
         ),

@@ -114,7 +114,7 @@ def why_not(problem: Problem, requested_tile: Tile | None) -> str | None:
     absent = [name for name, is_asked in later.items() if is_asked]
     if absent:
         names = " or ".join(absent)
-        return f"it is the algorithm of 2022 and has no {names}, which 'flash2' has"
+        return f"it implements the algorithm of 2022, which has no {names}; 'flash2' has"
     dims = problem.head_dim, problem.value_dim
     for elements, own_tile in (forward_elements, tile), (backward_elements, backward_tile):
         block = requested_tile or own_tile(problem)

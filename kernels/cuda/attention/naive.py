@@ -151,7 +151,7 @@ def softmax_backward_kernel(
 def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
     """Return why this rung cannot run a problem with a tile, or None."""
     if problem.sequences is not None:
-        return "it multiplies whole matrices, and packed sequences are parts of them"
+        return "it multiplies whole matrices and cannot separate packed sequences"
     own = _product_tile(tile or SIZES.product_tile)
     tiles = SIZES.product_tiles[problem.dtype.itemsize] if own is None else (own,)
     threads = max(each.threads for each in tiles)

@@ -102,7 +102,10 @@ def test_packed_sequences_are_calls_of_their_own(lengths: Any, options: Any) -> 
     ("rung", "reason"),
     [
         ("naive", "it multiplies whole matrices"),
-        ("flash1", "it is the algorithm of 2022 and has no packed sequences, which 'flash2' has"),
+        (
+            "flash1",
+            "it implements the algorithm of 2022, which has no packed sequences; 'flash2' has",
+        ),
     ],
 )
 def test_a_rung_says_why_it_takes_no_packed_sequences(rung: str, reason: str) -> None:
@@ -127,7 +130,7 @@ def test_flash1_names_the_options_that_it_lacks_and_auto_takes_a_rung_that_has_t
 ) -> None:
     q, k, v, dout = draw(4, (2, 5, 3), (2, 6, 3), (2, 6, 2), (2, 5, 2))
     case = Case(q, k, v, dout, later, (4, 4))
-    reason = f"it is the algorithm of 2022 and has no {next(iter(later))}, which 'flash2' has"
+    reason = f"it implements the algorithm of 2022, which has no {next(iter(later))}; 'flash2' has"
     with pytest.raises(ValueError, match=f"'flash1' cannot run this call: {reason}; use 'auto' or"):
         run(case, "flash1")
     case.check(run(case), "by the rung that auto takes")
@@ -137,7 +140,7 @@ def test_flash1_names_all_options_that_it_lacks() -> None:
     options = {"softcap": 2.0, "score_mod": SCORE_MODS[0], "is_causal": True}
     q, k, v, dout = draw(4, (2, 5, 3), (2, 6, 3), (2, 6, 2), (2, 5, 2))
     case = Case(q, k, v, dout, options, (4, 4))
-    with pytest.raises(ValueError, match="has no softcap or score_mod, which 'flash2' has"):
+    with pytest.raises(ValueError, match="has no softcap or score_mod; 'flash2' has"):
         run(case, "flash1")
 
 

@@ -57,7 +57,7 @@ def flash_attention_forward(
         v: Values, (…, heads, seq_k, value_dim), of the dtype of q.
         args: Options by position, in the order of PyTorch's ``scaled_dot_product_attention``:
             attn_mask, dropout_p, is_causal, scale and enable_gqa.
-        tile: (block_q, block_k), query rows and keys per tile; None takes the rung's default.
+        tile: (block_q, block_k), query rows and keys per tile; None uses the rung's default.
         options: Options by name; :func:`make_problem` describes each.
 
     Returns:
@@ -103,7 +103,7 @@ def flash_attention_backward(
         dlse: Gradient of lse, (…, heads, seq_q); zeros when None.
         mask_gradient: Also return the gradient of a floating ``attn_mask``, after dv.
         sink_gradient: Also return the gradient of ``sink``, last.
-        tile: (block_q, block_k), query rows and keys per tile; None takes the rung's default.
+        tile: (block_q, block_k), query rows and keys per tile; None uses the rung's default.
         options: Options by name; the same values as in the forward pass.
 
     Returns:
@@ -146,7 +146,7 @@ def plan(
         v: Values, (…, heads, seq_k, value_dim), of the dtype of q.
         args: Options of the call by position: attn_mask, dropout_p, is_causal, scale and enable_gqa.
         backward: Plan the backward pass instead of the forward pass.
-        tile: (block_q, block_k), query rows and keys per tile; None takes the rung's default.
+        tile: (block_q, block_k), query rows and keys per tile; None uses the rung's default.
         options: Options of the call by name; :func:`make_problem` describes each.
 
     Raises:

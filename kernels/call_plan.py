@@ -26,7 +26,7 @@ class CallPlan:
         backward: Whether this is the backward pass.
         launches: In order, the kernels on a GPU with grid, block, shared memory and registers, or the loops
             on the CPU with work items and threads.
-        flop: Floating-point operations of the matrix products, for the pairs of row and column within the
+        flop: Floating-point operations of the matrix products, for the (row, column) pairs within the
             bounds of ``is_causal`` and ``window_size``.
         moved_bytes: Bytes of all operands and results, each counted once: a lower bound on the traffic.
         passed_over: Faster rungs, and why they cannot run the call.

@@ -96,7 +96,7 @@ class Plan:
         return result
 
     def direct(self, problem: Problem, operands: Operands) -> Any:
-        """Run any call in full."""
+        """Run a call without the shortcuts of a prepared plan."""
         return (
             _backward(self, problem, operands)
             if self.wanted.backward

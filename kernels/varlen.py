@@ -46,7 +46,7 @@ def flash_attention_varlen_forward(
         cu_seqlens_k: Cumulative key lengths, (count + 1,) integers on the host, starting at 0.
         args: Options by position: attn_mask (which must be None), dropout_p, is_causal, scale and
             enable_gqa.
-        tile: (block_q, block_k), query rows and keys per tile; None takes the rung's default.
+        tile: (block_q, block_k), query rows and keys per tile; None uses the rung's default.
         options: Options by name; :func:`kernels.make_problem` describes each.  ``attn_mask`` and
             ``block_mask`` must be None.
 
@@ -100,7 +100,7 @@ def flash_attention_varlen_backward(
         args: Options by position; the same values as in the forward pass.
         dlse: Gradient of lse, (heads, total_q); zeros when None.
         sink_gradient: Also return the gradient of ``sink``, last.
-        tile: (block_q, block_k), query rows and keys per tile; None takes the rung's default.
+        tile: (block_q, block_k), query rows and keys per tile; None uses the rung's default.
         options: Options by name; the same values as in the forward pass.
 
     Returns:

@@ -30,7 +30,13 @@ def _process(app: Any, what: str, name: str, thing: Any, options: Any, lines: li
         lines.insert(0, "")  # napoleon takes what is before a colon of the first line for a type
 
 
+def _skips(app: Any, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
+    """Leave out fields of named tuples, whose docstrings say nothing."""
+    return True if (getattr(thing, "__doc__", "") or "").startswith("Alias for field") else None
+
+
 def setup(app: Any) -> dict[str, Any]:
     """Run before napoleon, which reads the sections."""
     app.connect("autodoc-process-docstring", _process, priority=100)
+    app.connect("autodoc-skip-member", _skips)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,7 +1,7 @@
 """Tile arithmetic: the number and bounds of tiles, and the key tiles that a query tile visits.
 
-:func:`make_geometry` builds the functions for one compiler.  This is the identity for plain Python,
-``njit`` for the CPU, and ``cuda.jit(device=True, inline="always")`` for CUDA.
+:func:`make_geometry` builds the functions for one compiler: the identity for plain Python, ``njit`` for the
+CPU, and ``cuda.jit(device=True, inline="always")`` for CUDA.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 class Geometry(NamedTuple):
     """The functions that :func:`make_geometry` returns; all take ints, and all but two return ints.
 
-    The functions about visits speak of lines and places.  Usually lines are query rows and places are key
-    columns, and the places ``i + lower`` to ``i + upper`` are visible to line ``i``.  To find the query
+    The functions that find visited tiles use the neutral terms line and place.  Usually lines are query
+    rows and places are key columns, and the places ``i + lower`` to ``i + upper`` are visible to line ``i``.  To find the query
     tiles that visit a key tile, the roles are swapped and the bounds are ``-upper`` and ``-lower``.
     """
 

@@ -1,12 +1,12 @@
 """Counter-based random bits: the same on every device, in any order, without stored state.
 
 A backward pass can therefore recompute the random bits of the forward pass.  There is one source for every
-compiler.  All numbers are below 2³² and held in 64-bit integers, signed or unsigned, because bits that
-overflow above 64 would be masked anyway.
+compiler.  All numbers are below 2³² and are held in 64-bit integers.  These may be signed, because
+only the low 64 bits of a product are used.
 
-The generator, Philox, has two uses.  Each element of a tensor takes a word of 32 bits after the usual ten
-rounds.  Each probability of attention takes half a word after seven rounds, the smallest number that passes
-the BigCrush tests, because the multiplications of the rounds limit the speed of dropout there.
+The generator, Philox, has two uses.  Each element of a tensor uses a word of 32 bits after the usual ten
+rounds.  Each attention probability uses half a word after only seven rounds, because the multiplications
+limit the speed of dropout.  Seven is the smallest number of rounds that passes the BigCrush tests.
 
 Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011), Philox4x32-10 and Philox4x32-7;
 its table 2 has the numbers of rounds.
@@ -29,7 +29,7 @@ HALF = 16
 MASK = 0xFFFFFFFF
 HALF_MASK = 0xFFFF
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
-#: Increments of the two words of the key from round to round, made of the golden ratio and sqrt(3) - 1.
+#: Increments of the two words of the key from round to round, derived from the golden ratio and sqrt(3) - 1.
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 #: The last word of a counter, which keeps the two uses of the generator apart.
 ATTENTION, ELEMENTS = 0, 1
@@ -121,7 +121,7 @@ def drop_threshold(rate: float) -> int:
     """Return the smallest word with which dropout keeps an element.
 
     Args:
-        rate: Probability of dropping, from 0 (every word reaches it) to 1 (none does).
+        rate: Probability of dropping, from 0 (every word is kept) to 1 (none is).
     """
     return round(rate * 2**32)
 
@@ -132,7 +132,7 @@ def attention_threshold(rate: float) -> int:
     The actual rate is the nearest multiple of 2⁻¹⁶; a rate of up to 2⁻¹⁷ drops nothing.
 
     Args:
-        rate: Probability of dropping, from 0 (every half reaches it) to 1 (none does).
+        rate: Probability of dropping, from 0 (every half word is kept) to 1 (none is).
     """
     return round(rate * 2**HALF)
 

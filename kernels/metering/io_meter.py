@@ -282,7 +282,7 @@ def metered(
     Args:
         name: One of ``traffic.RUNGS``.
         shape: Sizes of the head; the bounds come from the options.
-        tile: (block_q, block_k), query rows and keys per tile; None takes the rung's default.
+        tile: (block_q, block_k), query rows and keys per tile; None uses the rung's default.
         seed: Seed of the random operands.
         options: Options of ``make_problem``: is_causal, causal_offset, window_size.
 

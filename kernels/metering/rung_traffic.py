@@ -73,7 +73,7 @@ def call_traffic(name: str, problem: Problem, tile: Tile | None = None) -> PassT
     Args:
         name: One of RUNGS.
         problem: The checked call, without a mask, dropout or packed sequences.
-        tile: (block_q, block_k), query rows and keys per tile; None takes the rung's default.
+        tile: (block_q, block_k), query rows and keys per tile; None uses the rung's default.
 
     Raises:
         ValueError: If there are no formulas for the name.

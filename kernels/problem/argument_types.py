@@ -32,7 +32,7 @@ def check_tile(tile: Any) -> tuple[int, int] | None:
     if not (min(sides) >= 1 and max(sides) <= MAX_TILE):
         raise ValueError(
             f"tile must be (block_q, block_k), each from 1 to {MAX_TILE}, got {sides}; the scores of a "
-            "larger tile do not fit into fast memory; None takes the rung's default"
+            "larger tile do not fit into fast memory; None uses the rung's default"
         )
     return int(sides[0]), int(sides[1])
 

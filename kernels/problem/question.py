@@ -65,8 +65,8 @@ class Problem:
         slopes: Whether the call has ALiBi slopes.
         sink: Whether the call has sinks.
         dropout_p: Probability of dropping an attention weight.
-        seed: Seed of the dropout mask, as a signed number of 64 bits.
-        origin: The place of the call in the dropout mask of a larger attention, or None.
+        seed: Seed of the dropout mask, as a signed 64-bit integer.
+        origin: Offset of the call in the dropout mask of the larger attention call that it is a part of, or None.
         block_mask: A block-sparse pattern, or None.
         mask_mod: ``(batch, head, row, col) -> bool``, or None.
         score_mod: The user's function that modifies a score, with its derivative, or None.
@@ -235,7 +235,7 @@ def make_problem(
             (…, heads, seq_q, seq_k) and may have any strides.
         dropout_p: Probability of dropping an attention weight, in [0, 1), rounded to a multiple of 2⁻¹⁶.
             The remaining weights are divided by 1 - dropout_p.
-        is_causal: Row ``row`` attends to columns up to ``row`` (top-left aligned, as in PyTorch).
+        is_causal: Query i attends to keys 0 to i (top-left aligned, as in PyTorch).
         scale: Factor of the scores; 1/sqrt(head_dim) when None.
         enable_gqa: Let groups of adjacent query heads share one head of k and v; the number of query heads
             must be a multiple of the number of heads of k and v.
@@ -266,7 +266,7 @@ def make_problem(
             reduce the error.
         deterministic: Make gradients bitwise reproducible; False lets a kernel add them in any order
             where that is faster.
-        return_lse: Also return lse.
+        return_lse: Also return lse, on tensors; a forward call on arrays always returns it.
         rung: Name of the kernel.  "auto" selects the one that the environment variable ``MINITORCH_RUNG``
             names or, if it is unset, the fastest one that can run the call.
 

@@ -23,7 +23,7 @@ def sum_of_exponentials(q: Array, k: Array, v: Array, scale: float) -> Array:
 
     Args:
         q: (head_dim,) floating.
-        k: (seq, head_dim), one row at least.
+        k: (seq, head_dim), at least one row.
         v: (seq, value_dim).
         scale: Factor of the scores.
 
@@ -58,7 +58,7 @@ def maximum_first(q: Array, k: Array, v: Array, scale: float) -> Array:
 
 
 def scores_kept(q: Array, k: Array, v: Array, scale: float) -> Array:
-    """Store the scores, seq numbers for each query, instead of reading the keys again.
+    """Store the scores, one number per key, instead of reading the keys twice.
 
     Attention composed of tensor operations does this, and stores seq² numbers for seq queries.  Arguments
     and result are those of :func:`sum_of_exponentials`.

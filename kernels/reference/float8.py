@@ -1,6 +1,6 @@
 """Float8 e4m3 in NumPy: the rounding of operands, and attention on rounded operands.
 
-A *unit* is the scale by which a rounded number is multiplied.  Hopper's kernels round q, k and v in the
+A unit is the scale by which a rounded number is multiplied.  Hopper's kernels round q, k and v in the
 same way, with the same units.  They also round the probabilities to e4m3, but the functions of this module
 do not.
 

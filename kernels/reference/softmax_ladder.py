@@ -1,6 +1,6 @@
 """Softmax of one vector in three forms for learning: naive, safe and online.
 
-FlashAttention is the third form with one change: it also sums the output.
+FlashAttention extends the online form: it also accumulates the weighted sum of the values.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ COMPUTE_DTYPES = (FLOAT32, FLOAT64)
 FLOAT_DTYPES = (*HALF_DTYPES, *COMPUTE_DTYPES)
 #: The name of each of these dtypes, stored here because NumPy is slow to return it.
 NAMES = {dtype: dtype.name for dtype in FLOAT_DTYPES}
-#: The dtype as which kernels move or convert 16-bit storage.
+#: The integer dtype with which kernels move or convert 16-bit numbers.
 BITS = np.dtype(np.uint16)
 
 

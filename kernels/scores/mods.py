@@ -25,9 +25,10 @@ class ScoreMod(NamedTuple):
 def varying(mask_mod: Any) -> Any:
     """Mark a ``mask_mod`` to be evaluated in every call, for each element that the call computes.
 
-    Without the mark, the first call of a kind evaluates the function once into a block mask, and later
-    calls skip the tiles that it masks.  That does not pay off if each call has other lengths.  With the
-    mark, a function that captures a number which changes from call to call takes longer to compile.
+    Without the mark, the first call with given lengths evaluates the function once and stores a block mask,
+    and later calls skip the tiles that it masks.  This does not pay off if the lengths change in every call.
+    A function that captures a number that changes is compiled in every call, and with the mark this takes
+    longer.
 
     Args:
         mask_mod: The function.
@@ -36,7 +37,7 @@ def varying(mask_mod: Any) -> Any:
         The same function, so that ``varying`` also works as a decorator.
 
     Raises:
-        TypeError: If it is not a function that can be marked.
+        TypeError: If it is not a plain function.
     """
     if not (callable(mask_mod) and hasattr(mask_mod, "__dict__")):
         raise TypeError(

@@ -16,7 +16,7 @@ class Masks(NamedTuple):
 
 
 def make_masks(compile_: Callable[[Any], Any]) -> Masks:
-    """Return the element tests for one compiler (see ``geometry.make_geometry``)."""
+    """Return the functions that test elements for visibility, for one compiler (see ``geometry``)."""
 
     @compile_
     def is_visible(row, col, lower, upper):

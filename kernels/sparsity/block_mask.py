@@ -125,7 +125,7 @@ class BlockMask:
 
     @property
     def heads(self) -> int:
-        """Number of heads with their own pattern: 1 if one pattern applies to all."""
+        """Number of heads with their own pattern, or 1 if one pattern applies to all."""
         return len(self.states)
 
     @cached_property
@@ -134,7 +134,7 @@ class BlockMask:
         return int(np.count_nonzero(self.states)) / max(self.states.size, 1)
 
     def visible(self, row: int, rows: int, col: int, cols: int) -> npt.NDArray[np.bool_]:
-        """Return the part of the mask that starts at (row, col), (heads, rows, cols), True where visible.
+        """Return a part of the mask, a bool array (heads, rows, cols) in which True means visible.
 
         Raises:
             ValueError: If the window extends beyond the mask.
@@ -200,7 +200,7 @@ class BlockMask:
             block_q: Query rows of a kernel's tile.
             block_k: Key columns of a kernel's tile.
             by_keys: See :meth:`tile_list`.
-            pack: See ``tile_lists.make_tile_patterns``, which also describes the result.
+            pack: Packs the patterns of tiles, a bool array (count, block_q, block_k), to an array of any form.
         """
         tiles = self.tile_list(block_q, block_k, by_keys)
         size = block_q, block_k

@@ -59,18 +59,19 @@ def strided(
     block_size: Any = 64,
     is_causal: bool = True,
 ) -> Layout:
-    """Make the ``stride`` preceding blocks visible, and all blocks at a multiple of ``stride``.
+    """Make the last ``stride`` blocks visible, and all blocks at a distance that is a multiple of it.
 
     Args:
         seq_q: Query rows.
         seq_k: Key columns.
-        stride: Stride in blocks; None takes the square root of the number of blocks, with which
-            the fewest blocks are visited.
+        stride: Stride in blocks; None means the square root of the number of blocks, with which the
+            fewest blocks are visited.
         block_size: Rows and columns of a block, or one number for both; see ``butterfly``.
         is_causal: Mask later columns, as in the paper; False applies the pattern in both directions.
 
     Source: the strided attention of Sparse Transformers (Child et al., 2019), with the patterns of its two
-    heads combined, and for blocks instead of elements.  A pattern of elements would hide no block.
+    heads combined, and for blocks instead of elements, because a pattern of single elements would leave no
+    block fully masked.
     """
     grid = check_grid(seq_q, seq_k, block_size)
     rows, cols = _squares(grid)
@@ -90,14 +91,14 @@ def dilated(
 
     In head h, block j of columns is visible to block i of rows if j - i - h is a multiple of ``dilation``.
     Each head sees an evenly spaced sample of the blocks, and ``dilation`` heads together see all of them.
-    If there are fewer blocks of columns than ``dilation``, their number replaces it, so that each row sees
-    one block.
+    If there are fewer column blocks than ``dilation``, the dilation is the number of column blocks, so that
+    each row block sees one column block.
 
     Args:
         seq_q: Query rows.
         seq_k: Key columns.
         block_size: Rows and columns of a block, or one number for both; see ``butterfly``.
-        dilation: Distance of visible blocks, in blocks.
+        dilation: Distance between visible blocks, in blocks.
         heads: Number of heads with their own pattern.
 
     Source: the dilated attention of LongNet (Ding et al., 2023, section 3.2) with a single segment, for
@@ -166,8 +167,8 @@ def band(seq_q: int, seq_k: int, lower: int, upper: int, block_size: Any = 64) -
     Args:
         seq_q: Query rows.
         seq_k: Key columns.
-        lower: Lower bound of column - row; -seq_q or less is no bound.
-        upper: Upper bound of column - row; seq_k or more is no bound.
+        lower: Lower bound of column - row; -seq_q or less means no bound.
+        upper: Upper bound of column - row; seq_k or more means no bound.
         block_size: Rows and columns of a block, or one number for both.
     """
     grid = check_grid(seq_q, seq_k, block_size)
@@ -213,9 +214,9 @@ def local(
     Args:
         seq_q: Query rows.
         seq_k: Key columns.
-        left: The first visible column is ``row + causal_offset - left``; -1 is unbounded.
-        right: The last visible column is ``row + causal_offset + right``; -1 is unbounded, None takes
-            ``left``.
+        left: The first visible column is ``row + causal_offset - left``; -1 means no bound.
+        right: The last visible column is ``row + causal_offset + right``; -1 means no bound, and None
+            means ``left``.
         block_size: Rows and columns of a block, or one number for both.
         causal_offset: Shift of the diagonal; seq_k - seq_q aligns it bottom-right.
     """
@@ -237,14 +238,14 @@ def local_global(
     *,
     causal_offset: int = 0,
 ) -> Layout:
-    """Make a window and the global tokens visible to each row, and every column to each global token.
+    """Make a window and the global tokens visible to each row; a global token sees every column.
 
     Args:
         seq_q: Query rows.
         seq_k: Key columns.
-        left: The first visible column is ``row + causal_offset - left``; -1 is unbounded.
-        right: The last visible column is ``row + causal_offset + right``; -1 is unbounded, None takes
-            ``left``.
+        left: The first visible column is ``row + causal_offset - left``; -1 means no bound.
+        right: The last visible column is ``row + causal_offset + right``; -1 means no bound, and None
+            means ``left``.
         global_tokens: Positions of the global tokens, or the number of leading tokens that are global.
         block_size: Rows and columns of a block, or one number for both.
         causal_offset: Shift of the diagonal; seq_k - seq_q aligns it bottom-right.

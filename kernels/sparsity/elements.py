@@ -67,7 +67,7 @@ def from_mask_mod(
 ) -> Layout:
     """Build a mask from a function, which is evaluated once for every element.
 
-    It is compiled with numba if possible, and otherwise runs as Python, a thousand times slower.
+    It is compiled with numba if possible, and otherwise runs as Python, thousands of times slower.
 
     Args:
         mask_mod: ``(batch, head, row, col) -> bool``, True keeps; the batch is always 0, because all

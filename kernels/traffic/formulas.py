@@ -96,8 +96,8 @@ class HeadShape(NamedTuple):
         seq_k: Key columns.
         head_dim: Size of a query and a key.
         value_dim: Size of a value.
-        lower: Lower bound of column - row; -seq_q or less is no bound.
-        upper: Upper bound of column - row; seq_k or more is no bound, and 0 is a causal mask.
+        lower: Lower bound of column - row; -seq_q or less means no bound.
+        upper: Upper bound of column - row; seq_k or more means no bound, and 0 is a causal mask.
     """
 
     seq_q: int
@@ -124,11 +124,11 @@ class HeadShape(NamedTuple):
         return max(min(stop + self.upper, self.seq_k) - max(start + self.lower, 0), 0)
 
     def tile_visits(self, block: int, other: int) -> int:
-        """Return the number of keys in the tiles that each tile of rows visits, summed over these.
+        """Return the number of keys in the visited tiles, summed over the row tiles.
 
         Args:
-            block: Rows of a tile of rows.
-            other: Keys of a tile of keys.
+            block: Number of rows per row tile.
+            other: Number of keys per key tile.
         """
         visited = 0
         for row in range(0, self.seq_q, block):

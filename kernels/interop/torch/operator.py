@@ -37,7 +37,7 @@ def flash_attention(
     return_lse: bool = False,
     rung: str = "auto",
 ) -> Any:
-    """Compute attention on PyTorch tensors; PyTorch differentiates and compiles it.
+    """Compute attention on PyTorch tensors, with support for autograd and ``torch.compile``.
 
     The parameters are those of ``torch.nn.functional.scaled_dot_product_attention``, and the options of
     :func:`kernels.make_problem`.  Under ``torch.autocast``, q, k, v and a float mask are converted to its
@@ -51,7 +51,7 @@ def flash_attention(
         attn_mask: A boolean mask (True keeps), or an additive mask of the dtype of q; it broadcasts to
             (batch, heads, seq_q, seq_k).  An additive mask receives a gradient if it requires one.
         dropout_p: Probability of dropping an attention weight, in [0, 1).
-        is_causal: Row ``row`` attends to columns up to ``row``.
+        is_causal: Query i attends to keys 0 to i.
         scale: Factor of the scores; 1/sqrt(head_dim) when None.
         enable_gqa: Let groups of adjacent query heads share one head of k and v.
         causal_offset: Shift of the diagonal of ``is_causal``, ``window_size`` and ``alibi_slopes``.
@@ -62,7 +62,8 @@ def flash_attention(
         block_mask: A :class:`kernels.BlockMask`.
         mask_mod: ``(batch, head, row, col) -> bool``, a plain function that numba can compile, not
             operations on tensors.
-        score_mod: ``(score, batch, head, row, col) -> score``, likewise; with its derivative, a pair.
+        score_mod: ``(score, batch, head, row, col) -> score``, a plain function like ``mask_mod``.  For
+            gradients, pass a pair of the function and its derivative.
         seed: Seed of the dropout mask; None draws one from PyTorch's generator of the CPU, so that
             ``torch.manual_seed`` determines it.
         precision: A lower precision of products; see :func:`kernels.make_problem`.

@@ -34,7 +34,7 @@ class _Handle:
 def register_with_sdpa() -> None:
     """Register attention with PyTorch as the implementation ``"minitorch"`` of SDPA's flash backend.
 
-    An unchanged model on CUDA then runs on it, where PyTorch picks the flash backend::
+    An unchanged CUDA model then uses this implementation wherever PyTorch selects the flash backend::
 
         register_with_sdpa()
         torch.nn.attention.activate_flash_attention_impl("minitorch")
@@ -91,7 +91,7 @@ def forward(
         key: (batch, key heads, seq_k, head_dim).
         value: (batch, key heads, seq_k, head_dim).
         dropout_p: 0.
-        is_causal: Row ``row`` attends to columns up to ``row``.
+        is_causal: Query i attends to keys 0 to i.
         return_debug_mask: False.
         scale: Factor of the scores.
 

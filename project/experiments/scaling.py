@@ -349,10 +349,10 @@ def table(record: Record) -> str:
     settings = record["settings"]
     gpu = (
         f"The next table is a prediction for GPUs with {settings['forward']:g} TFLOP/s forward and "
-        f"{settings['backward']:g} backward, {settings['heads']} query heads and {settings['key_heads']} key "
-        f"heads, head_dim {settings['head_dim']}, 16-bit operands and a causal mask. It shows the time of both "
-        f"passes, and the share of it in which a GPU waits. A forward step hides its transfer if each GPU has "
-        f"at least {rows_text} tokens."
+        f"{settings['backward']:g} backward, {settings['heads']} query heads and "
+        f"{settings['key_heads']} key heads, head_dim {settings['head_dim']}, 16-bit operands and a causal "
+        "mask. It shows the time of both passes, and the share of it in which a GPU waits. A forward "
+        f"step hides its transfer if each GPU has at least {rows_text} tokens."
     )
     return "\n\n".join([markdown(head, lines), fit, gpu, markdown(head_of_gpus, shares)])
 

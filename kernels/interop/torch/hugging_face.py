@@ -1,4 +1,4 @@
-"""Attention for the models of Hugging Face's transformers, by the name ``"minitorch_flash"``."""
+"""Attention for the models of Hugging Face's transformers, by the name ``"minitorch"``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from torch import Tensor
 
 from kernels.interop.torch.operator import flash_attention
 
-#: The name to pass as ``attn_implementation``.
-NAME = "minitorch_flash"
+#: The name to pass as ``attn_implementation``, and an older one, which models with a list of compatible
+#: flash implementations, such as GPT-OSS, refuse because it contains "flash".
+NAME, OLD_NAME = "minitorch", "minitorch_flash"
 
 
 def register_with_transformers() -> None:
-    """Register attention with transformers, for ``attn_implementation="minitorch_flash"``.
+    """Register attention with transformers, for ``attn_implementation="minitorch"``.
 
     ::
 
         register_with_transformers()
-        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="minitorch_flash")
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="minitorch")
+
+    The name ``"minitorch_flash"`` is an alias that not every model accepts.
 
     Masks are those of ``sdpa``: none for a causal model without padding, else a boolean one.  Groups of
     heads read shared keys and values without a copy.  Key/value caches, sliding windows, soft caps,
@@ -37,12 +40,13 @@ def register_with_transformers() -> None:
             f"transformers with an attention interface is needed ({error}); run pip install -U transformers"
         ) from error
     _need_no_package()
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    for name in (NAME, OLD_NAME):
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, sdpa_mask)
 
 
 def _need_no_package() -> None:
-    """Keep transformers from loading a package for our name.
+    """Keep transformers from loading a package for our older name.
 
     Some versions take every name that contains "flash" for the package flash_attn or a kernel of the hub,
     and load its functions when a model is made.  An attention of the interface needs none of them.
@@ -55,11 +59,11 @@ def _need_no_package() -> None:
 
     @wraps(load)
     def lazy_imports(implementation: str | None, *args: Any, **options: Any) -> Any:
-        if implementation == NAME:
+        if implementation == OLD_NAME:
             return None, None, None, theirs._pad_input, theirs._unpad_input
         return load(implementation, *args, **options)
 
-    lazy_imports.loads_none_for = NAME  # type: ignore[attr-defined]
+    lazy_imports.loads_none_for = OLD_NAME  # type: ignore[attr-defined]
     theirs._lazy_imports = lazy_imports  # type: ignore[attr-defined]
 
 

@@ -56,6 +56,14 @@ def model_of(name: str, attention: str, device: str) -> Any:
             ),
             transformers.BertForMaskedLM,
         ),
+        "gpt_oss": (  # a window in every second layer, and sinks
+            transformers.GptOssConfig(
+                hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=5,
+                num_local_experts=2, num_experts_per_tok=1, pad_token_id=0, eos_token_id=1, **SIZE,
+            ),
+            transformers.GptOssForCausalLM,
+        ),
     }[name]  # fmt: skip
     config._attn_implementation = attention
     torch.manual_seed(0)
@@ -83,10 +91,13 @@ def logits_and_gradients(name: str, attention: str, device: str, padded: str | N
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("padded", [None, "right", "left"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "bert"])
-def test_logits_and_gradients_are_those_of_sdpa(name: str, padded: str | None, device: str) -> None:
-    actual = logits_and_gradients(name, "minitorch_flash", device, padded)
-    expected = logits_and_gradients(name, "sdpa", device, padded)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "bert", "gpt_oss"])
+def test_logits_and_gradients_are_those_of_the_model(
+    name: str, padded: str | None, device: str
+) -> None:
+    actual = logits_and_gradients(name, "minitorch", device, padded)
+    own = "eager" if name == "gpt_oss" else "sdpa"  # PyTorch has no sinks
+    expected = logits_and_gradients(name, own, device, padded)
     assert len(actual) == len(expected) > 10
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-4)
@@ -107,14 +118,14 @@ def test_generated_tokens_are_those_of_sdpa(name: str, cache: str | None, device
             ids.to(device), attention_mask=mask.to(device), max_new_tokens=9, do_sample=False,
             use_cache=cache is not None, pad_token_id=0, **own,
         )
-        for attention in ("minitorch_flash", "sdpa")
+        for attention in ("minitorch", "sdpa")
     ]  # fmt: skip
     assert found[0].shape == (2, 16)
     assert torch.equal(*found)
 
 
 def test_a_model_compiles_without_a_graph_break() -> None:
-    model = model_of("llama", "minitorch_flash", "cpu").eval()
+    model = model_of("llama", "minitorch", "cpu").eval()
     ids = torch.arange(11)[None] % SIZE["vocab_size"]
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
@@ -124,8 +135,17 @@ def test_a_model_compiles_without_a_graph_break() -> None:
     assert explained.graph_break_count == 0
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_the_older_name_is_an_alias(name: str) -> None:
+    actual, expected = (
+        logits_and_gradients(name, attention, "cpu", "left")
+        for attention in ("minitorch_flash", "minitorch")
+    )
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
 def test_dropout_is_that_of_the_seed() -> None:
-    model = model_of("bert", "minitorch_flash", "cpu").train()
+    model = model_of("bert", "minitorch", "cpu").train()
     for layer in model.bert.encoder.layer:
         layer.attention.self.dropout.p = 0.5
     try:

@@ -48,7 +48,7 @@ class CallPlan:
             f"{'backward' if self.backward else 'forward'} on {self.target} by {self.rung}",
             f"  tile         {self.tile[0]} query rows x {self.tile[1]} key columns",
             f"  products     {self.flop:,} FLOP",
-            f"  least moved  {self.moved_bytes:,} bytes",
+            f"  least bytes  {self.moved_bytes:,}, if each element moves once",
         ]
         if self.mask_mod:
             lines.append(f"  mask_mod     {self.mask_mod}")

@@ -203,7 +203,7 @@ class CudaOps(TensorOps):
 
     @classmethod
     def bind_product(cls, out: TensorData, a: TensorData, b: TensorData) -> Run | None:
-        """Return the launch of a product of operands laid out like these."""
+        """Return a function that launches a product of operands with these layouts."""
         operands = _matrices(out, a, b) if out.size else None
         if operands is None:
             return None
@@ -229,7 +229,7 @@ class CudaOps(TensorOps):
         cls, out: TensorData, rows: TensorData, weights: TensorData, bias: TensorData | None,
         before_gelu: TensorData | None,
     ) -> None:  # fmt: skip
-        """Fill ``out`` with a linear layer, and GELU of it; see :meth:`TensorOps.linear_into`."""
+        """Fill ``out`` with a linear layer or its GELU; see :meth:`TensorOps.linear_into`."""
         operands = _matrices(out, rows, weights)
         assert operands is not None, "two matrices"
         kind = matmul_dispatch.kind_of(out.dtype, get_matmul_precision(), operands.shape)

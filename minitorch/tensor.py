@@ -317,7 +317,8 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
         """Bring a gradient to this tensor's shape: undo the broadcasting of the forward pass.
 
         Args:
-            other: A gradient.  Its shape broadcasts to this tensor's shape, or the reverse.
+            other: A gradient.  Either its shape or the shape of this tensor must broadcast to the other
+                one.
         """
         check_tensor("a gradient", other)
         if self.shape == other.shape:
@@ -363,8 +364,8 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
             grad_output: The gradient to start from, of this shape; ones for a tensor of shape (1,).
 
         Raises:
-            RuntimeError: If no input of this tensor requires a gradient.  Gradients themselves are
-                constants: the framework is first order.
+            RuntimeError: If no input of this tensor requires a gradient.  Gradients are constants, because
+                only first derivatives are supported.
             TypeError: If ``grad_output`` is not a tensor.
         """
         if self.is_constant():

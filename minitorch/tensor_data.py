@@ -23,7 +23,7 @@ MAX_DIMS = 32
 
 
 class IndexingError(RuntimeError, IndexError):
-    """An index, or a pair of shapes, that does not fit."""
+    """Raised if an index is invalid or two shapes do not match."""
 
 
 Storage: TypeAlias = npt.NDArray[Any]
@@ -105,7 +105,9 @@ def to_index(ordinal: int, shape: Shape, out_index: OutIndex) -> None:
 
 
 def broadcast_index(big_index: Index, big_shape: Shape, shape: Shape, out_index: OutIndex) -> None:
-    """Map an index of a broadcast result to an index of an operand: align right, 0 where its size is 1.
+    """Map an index of a broadcast result to an index of an operand.
+
+    The shapes are aligned on the right, and dimensions of the operand with size 1 get the index 0.
 
     Args:
         big_index: (big_dims,) index into ``big_shape``.
@@ -212,7 +214,7 @@ class TensorData:
     dims: int
     #: The dtype of the storage.
     dtype: np.dtype[Any]
-    #: Whether the elements are of 16 bits, float16 or bfloat16.
+    #: Whether the elements have 16 bits (float16 or bfloat16).
     is_half: bool
     #: Whether this is a Python number, which is not rounded to 16 bits and does not widen a result.
     is_number = False
@@ -276,7 +278,7 @@ class TensorData:
     def fresh(cls, storage: Storage, shape: Ints, strides: Ints | None = None) -> TensorData:
         """Return data on a storage that was just allocated for it, row-major when strides are None.
 
-        Nothing is checked again.
+        The arguments are not checked.
         """
         data = cls.__new__(cls)
         data._storage, data.shape = storage, shape
@@ -326,7 +328,7 @@ class TensorData:
         return np.ndarray(self.shape, storage.dtype, storage, 0, steps)
 
     def array_view(self) -> Callable[[Storage], Storage]:
-        """Return the function that views a host storage laid out like this one as an array of ``shape``."""
+        """Return a function that views a host storage with this layout as an array of ``shape``."""
         shape, dtype = self.shape, self.dtype
         if self.strides == _row_major_strides(shape):
             return lambda storage: storage.reshape(shape)

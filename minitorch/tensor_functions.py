@@ -158,7 +158,7 @@ class Log(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
-        """Divide by a + EPS."""
+        """Divide by a + 1e-6."""
         # TASK 2.4: log_back_zip of what was saved and of grad.
         (a,) = ctx.saved_values
         return grad_output.f.log_back_zip(a, grad_output)

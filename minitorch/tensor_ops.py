@@ -48,13 +48,15 @@ class TensorOps(Widening):
     """
 
     cuda = False
-    #: Returns the loop of a function, on storage, shape and strides of each tensor, as ``tensor_map`` does.
+    #: Builds the loop of a function, which takes storage, shape and strides of each tensor; see
+    #: ``tensor_map``.
     make_map: Callable[..., Any]
     make_zip: Callable[..., Any]
     make_reduce: Callable[..., Any]
     #: Cached products by the layouts of their operands; each backend has its own.
     _products: Kinds
-    #: The memory of storages; ``target`` names the target of fused attention, see kernels/rungs.py.
+    #: The memory of storages.  The attribute ``target`` selects the kernels of attention; see
+    #: kernels/rungs.py.
     memory: Memory = HostMemory()
     target = "numpy"
     #: Fused kernels of the layers of module 4, or None if there are only composed forms.
@@ -235,11 +237,11 @@ class TensorOps(Widening):
 
     @classmethod
     def product_options(cls) -> Any:
-        """Return the options of a product, in addition to its operands."""
+        """Return the arguments of a matrix product in addition to its operands."""
 
     @classmethod
     def bind_product(cls, out: TensorData, a: TensorData, b: TensorData) -> Run | None:
-        """Return a product for operands of these layouts, or None if each call must check its operands."""
+        """Return a function that multiplies operands of these layouts, or None if calls must check them."""
 
     @classmethod
     def multiply_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
@@ -256,7 +258,7 @@ class TensorOps(Widening):
         cls, out: TensorData, rows: TensorData, weights: TensorData, bias: TensorData | None,
         before_gelu: TensorData | None,
     ) -> None:  # fmt: skip
-        """Fill ``out`` with y = rows @ weights + bias; or ``before_gelu`` with y, and ``out`` with GELU."""
+        """Fill ``out`` with rows @ weights + bias, or ``before_gelu`` with it and ``out`` with its GELU."""
         raise NotImplementedError("a backend with fuses_linear must define linear_into")
 
     @classmethod
@@ -264,12 +266,12 @@ class TensorOps(Widening):
         cls, grad: TensorData, rows: TensorData, weights: TensorData, before_gelu: TensorData | None,
         has_bias: bool,
     ) -> tuple[TensorData, TensorData, TensorData | None]:  # fmt: skip
-        """Return the gradients of rows, weights and bias; ``grad``, contiguous, is that of the output."""
+        """Return the gradients of rows, weights and bias from ``grad``, that of the output, contiguous."""
         raise NotImplementedError("a backend with fuses_linear must define linear_backward")
 
     @classmethod
     def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
-        """Fill ``out`` with the product: any batch dimensions become one for ``matmul_loop``."""
+        """Fill ``out`` with the product; batch dimensions are merged into one for ``matmul_loop``."""
         batch = out.shape[:-2]
         size = int(operators.prod(batch))
         flat_out = TensorData(out._storage, (size, *out.shape[-2:]))

@@ -102,7 +102,7 @@ def rows(content: list[str], code: list[Piece]) -> list[tuple[str, str]]:
             number, text = loose.pop(0)
             result.append((f"**{number}** {text}", ""))
         words = [
-            f"**{n}** (goes on)" if n in shown else f"**{n}** {paper[n]}" if n else paper[n]
+            f"**{n}** (continued)" if n in shown else f"**{n}** {paper[n]}" if n else paper[n]
             for n in numbers
         ]
         shown.update(numbers)

@@ -92,6 +92,25 @@ def attention_options(record: Record) -> str:
     return "\n\n".join(_sides(ordered, d, names, call) for d in DIRECTIONS)
 
 
+def option_costs(record: Record) -> str:
+    """Return the time of calls with an option, divided by that of a plain call."""
+    rows = _rows(record, "options")
+    plain = {row["head_dim"]: row for row in rows if row["case"] == "dense"}
+
+    def cost(case: str, head_dim: int, direction: str) -> str:
+        row = next(row for row in rows if (row["case"], row["head_dim"]) == (case, head_dim))
+        ours, base = (each[direction]["auto"]["ms"] for each in (row, plain[head_dim]))
+        return f"{ours / base:.2f}"
+
+    lines = [
+        [case, *(cost(case, head_dim, direction) for head_dim in plain for direction in DIRECTIONS)]
+        for case in dict.fromkeys(row["case"] for row in rows)
+        if case != "dense"
+    ]
+    head = [f"d {head_dim}, {direction}" for head_dim in plain for direction in DIRECTIONS]
+    return markdown(["time / time of a plain call", *head], lines)
+
+
 def peers(record: Record) -> str:
     """Return milliseconds of a call for each case, a column for each contestant that can do one."""
     rows = [row for row in record["rows"] if "forward" in row]

@@ -234,6 +234,7 @@ TABLES = {
     "attention-dense": Table("against_torch", attention.attention_dense),
     "attention-float32": Table("against_torch", attention.attention_float32),
     "attention-options": Table("against_torch", attention.attention_options),
+    "option-costs": Table("against_torch", attention.option_costs),
     "functions-64": Table("functions_64", attention.user_functions),
     "functions-128": Table("functions_128", attention.user_functions),
     "product": Table("against_torch", attention.product),

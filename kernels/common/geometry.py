@@ -14,8 +14,9 @@ class Geometry(NamedTuple):
     """The functions that :func:`make_geometry` returns; all take ints, and all but two return ints.
 
     The functions that find visited tiles use the neutral terms line and place.  Usually lines are query
-    rows and places are key columns, and the places ``i + lower`` to ``i + upper`` are visible to line ``i``.  To find the query
-    tiles that visit a key tile, the roles are swapped and the bounds are ``-upper`` and ``-lower``.
+    rows and places are key columns, and the places ``i + lower`` to ``i + upper`` are visible to line
+    ``i``.  To find the query tiles that visit a key tile, the roles are swapped and the bounds are
+    ``-upper`` and ``-lower``.
     """
 
     ceil_div: Callable[[int, int], int]

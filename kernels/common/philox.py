@@ -29,7 +29,7 @@ HALF = 16
 MASK = 0xFFFFFFFF
 HALF_MASK = 0xFFFF
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
-#: Increments of the two words of the key from round to round, derived from the golden ratio and sqrt(3) - 1.
+#: Increments of the two words of the key from round to round, from the golden ratio and sqrt(3) - 1.
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 #: The last word of a counter, which keeps the two uses of the generator apart.
 ATTENTION, ELEMENTS = 0, 1

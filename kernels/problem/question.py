@@ -66,7 +66,7 @@ class Problem:
         sink: Whether the call has sinks.
         dropout_p: Probability of dropping an attention weight.
         seed: Seed of the dropout mask, as a signed 64-bit integer.
-        origin: Offset of the call in the dropout mask of the larger attention call that it is a part of, or None.
+        origin: Offset in the dropout mask of the larger attention call that this is part of, or None.
         block_mask: A block-sparse pattern, or None.
         mask_mod: ``(batch, head, row, col) -> bool``, or None.
         score_mod: The user's function that modifies a score, with its derivative, or None.
@@ -259,8 +259,8 @@ def make_problem(
             ``minitorch.manual_seed``.
         precision: For float32 operands, a lower precision that matrix products may use where a rung is
             faster with it: "tf32" (11 bits of significand), "bfloat16" or "float16".  Sums stay in float32.
-            A rung without such products computes in "float32", which is also the meaning of None; tensor
-            cores then use several products for each, see docs/options.md.  For fp16 and bf16 operands,
+            A rung without such products computes in "float32", which None also selects.  Tensor cores then
+            compute each float32 product as a sum of several float16 products.  For fp16 and bf16 operands,
             "float8_e4m3" rounds q, k, v and the probabilities to 4 bits of significand.  It supports only
             the forward pass and few options; the suffixes "+hadamard", "+blocks" and "+blocks+hadamard"
             reduce the error.

@@ -26,9 +26,9 @@ def varying(mask_mod: Any) -> Any:
     """Mark a ``mask_mod`` to be evaluated in every call, for each element that the call computes.
 
     Without the mark, the first call with given lengths evaluates the function once and stores a block mask,
-    and later calls skip the tiles that it masks.  This does not pay off if the lengths change in every call.
-    A function that captures a number that changes is compiled in every call, and with the mark this takes
-    longer.
+    and later calls skip the tiles that it masks.  This does not pay off if the lengths change in every
+    call.  A function that captures a number that changes is compiled in every call, and with the mark this
+    takes longer.
 
     Args:
         mask_mod: The function.

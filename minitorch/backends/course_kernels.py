@@ -19,14 +19,14 @@ from kernels.runtime.targets import cuda
 from .. import tensor_data
 from ..tensor_data import MAX_DIMS, Storage
 
-#: Number of threads per block of the practice kernels, and side of a published matmul block, one warp.
+#: Threads per block of ``jit_sum_practice``, and maximum side of the square blocks of the matmul kernels.
 THREADS_PER_BLOCK = 32
-#: Maximum number of threads per block, for which the reduce kernel has room.
+#: Maximum number of threads per block, for which the reduce kernel allocates shared memory.
 MAX_THREADS = 1024
 
 
 def device_jit(fn: Callable[..., Any], **options: Any) -> Any:
-    """Compile a function that kernels call; inlined, which needs no GPU at compile time."""
+    """Compile a device function, which is inlined into its callers."""
     return cuda.jit(device=True, inline="always", **options)(fn)
 
 
@@ -277,7 +277,7 @@ def _sum_practice(out: Storage, a: Storage, size: int) -> None:
     One thread does: one element, then its part of a tree
     Shared: THREADS_PER_BLOCK elements
     Registers: none
-    Global traffic: each element read once, one write a block
+    Global traffic: each element is read once, and each block writes once
     Needs: any device, or the simulator
 
     Args:
@@ -319,9 +319,9 @@ def _mm_practice(out: Storage, a: Storage, b: Storage, size: int) -> None:
     Needs: any device, or the simulator
 
     Args:
-        out: (size * size,), row-major; likewise a and b.
-        a: Likewise.
-        b: Likewise.
+        out: (size * size,), row-major.
+        a: Left operand, (size * size,), row-major.
+        b: Right operand, (size * size,), row-major.
         size: 1 to THREADS_PER_BLOCK.
     """
     # TASK 3.4: Load both matrices to shared memory, barrier, then one row times one column.

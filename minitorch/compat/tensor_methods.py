@@ -1,9 +1,9 @@
-"""Names of the published courses that exist only for their code to run unchanged.
+"""Names from the published courses, provided only so that their code runs unchanged.
 
 The published transformer course (CMU 11-868) has a tensor method, a Function and a pair of backend
 operations for each of its fused kernels.  Here a layer is one function, and the backend of its tensors
-chooses the kernel.  The published names are thin wrappers of these functions.  This file sets them on the
-classes from outside, because the layers are imported after the tensor and the backends.
+chooses the kernel.  The published names are thin wrappers around these functions.  This module attaches
+them to the classes, because the layers are imported after the tensor and the backends.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def layernorm(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
 
 
 def flash_attn(q: Tensor, k: Tensor, v: Tensor, causal_mask: Any = False) -> Tensor:
-    """Compute attention: the published name of ``Tensor.flash_attention`` for each of three kernels."""
+    """Compute attention; the published courses have three names for it, one for each of their kernels."""
     return q.flash_attention(k, v, **_options(causal_mask))
 
 
@@ -79,7 +79,7 @@ def _options(causal_mask: Any) -> Options:
 
 
 def constants(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Run an operation on its tensors without their history, so that its results are constants."""
+    """Wrap an operation so that it runs on detached tensors and returns constants."""
 
     @wraps(operation)
     def run(*args: Any) -> Any:
@@ -109,7 +109,7 @@ def layernorm_fw(inp: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tens
         beta: (dim,).
 
     Returns:
-        (rows, dim), (rows,) and (rows,).  The variance is without the constant that is added to it.
+        (rows, dim), (rows,) and (rows,).  The variance does not include the constant LAYER_NORM_EPS.
     """
     last, rows = inp.dims - 1, inp.shape[:-1]
     out = layernorm(inp, gamma, beta)
@@ -143,8 +143,8 @@ def flash_attn2_fw(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return attention, and the logsumexp and the maximum of each row of scores.
 
-    The fused kernels do not return the maximum.  Computing it allocates the scores, seq × seq for each
-    head; ``Tensor.flash_attn2`` and :class:`Flash_Attn` do not.
+    The fused kernels do not return the maximum.  This function computes it separately, which allocates a
+    seq × seq matrix for each head.  ``Tensor.flash_attn2`` and :class:`Flash_Attn` do not compute it.
 
     Args:
         q: Queries, (batch, heads, seq, dim).
@@ -188,7 +188,7 @@ def flash_attn2_bw(
         v: Values, (batch, heads, seq, dim).
         out: Result of the forward pass.
         out_grad: Gradient of ``out``.
-        lse: The logsumexp of each row, which the forward pass returns as l.
+        lse: The logsumexp of each row, the second result of :func:`flash_attn2_fw`.
         m: The maximum of each row; not used.
         causal_mask: Whether later columns are masked; the same value as in the forward pass.
     """

@@ -72,12 +72,13 @@ class Function:
 
     - ``forward(ctx, *args) -> Tensor`` computes the value and saves in ``ctx`` what ``backward``
       needs; its tensor arguments carry no history.
-    - ``backward(ctx, grad_output)`` returns a gradient for each argument of ``forward``: a tensor
-      for a tensor, which may still have the broadcast shape, and None (or 0.0) for an option.
+    - ``backward(ctx, grad_output)`` returns a gradient for each argument of ``forward``: for a
+      tensor argument a tensor, which may still have the broadcast shape, for any other argument None or
+      0.0.
 
     Attributes:
-        minus_infinity_in: For a function with several results, those in which minus infinity is a valid
-            value; see :class:`minitorch.detect_anomaly`.
+        minus_infinity_in: For a function with several results, the indices of those in which minus infinity
+            is a valid value; see :class:`minitorch.detect_anomaly`.
         checks_itself: Whether its gradients come from other functions, which are already checked.
     """
 

@@ -263,7 +263,7 @@ class CumSum(Function):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, dim: int, exclusive: bool, reverse: bool) -> Tensor:
-        """Add up; without the element itself if exclusive, from the end in reverse."""
+        """Compute the cumulative sum, without the element itself if exclusive, from the end if reverse."""
         ctx.save_for_backward(dim, exclusive, reverse)
         return summed_up(a, dim, exclusive, reverse)
 

@@ -1,7 +1,7 @@
 """The implementation of ``x[key]``: slices, as views where possible, and one gather for all else.
 
-A key takes three steps.  :func:`_spelled_out` gives each dimension one entry.  Integers and slices then
-narrow one dimension after the other (:class:`Slice`).  Integer arrays and masks become positions, and
+A key is processed in three steps.  First, it is expanded to one entry per dimension.  Integers and slices
+then narrow one dimension after the other (:class:`Slice`).  Integer arrays and masks become positions, and
 ``gather`` picks the elements, so that the gradient is a ``scatter_add``.
 """
 

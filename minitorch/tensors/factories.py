@@ -1,4 +1,4 @@
-"""Make tensors: from numbers, from arrays, from a random generator."""
+"""Create tensors from numbers, arrays or a random generator."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ from ..tensor_data import (
 )
 from ..tensor_ops import SimpleBackend, TensorBackend, TensorOps
 
-#: Maximum number of bytes of a tensor, the range of a 48-bit address.
+#: Maximum size of a tensor in bytes: the part of the 48-bit address space that programs may use.
 MOST_BYTES = 2**47
 #: Whether ``tensor`` and ``rand`` return leaves when a call does not say; see :mod:`minitorch.compat`.
 _leaves_by_default = os.environ.get("MINITORCH_PUBLISHED", "0") not in ("", "0")
 
 
 def set_leaves_by_default(on: bool) -> bool:
-    """Set whether :func:`tensor` and :func:`rand` require a gradient by default; return the old setting.
+    """Set whether results of :func:`tensor` and :func:`rand` require a gradient by default.
+
+    Returns the old setting.
 
     Args:
-        on: True, as in the published course, or False.
+        on: True, as in the published minitorch course (minitorch.github.io), or False.
     """
     global _leaves_by_default
     before, _leaves_by_default = _leaves_by_default, on
@@ -300,7 +302,8 @@ def from_dlpack(x: Any, requires_grad: bool = False) -> Tensor:
     Args:
         x: An array that supports DLPack or ``__cuda_array_interface__``, as those of PyTorch, CuPy, numba
             and NumPy do, of float16, bfloat16, float32, float64, integers or booleans.
-        requires_grad: Whether the tensor is a leaf of the graph; the owner's own graph ends here.
+        requires_grad: Whether the tensor requires a gradient.  Gradients do not flow back to the owner of
+            the array.
 
     Returns:
         A tensor of the fast backend if the array is on the host, of the CUDA backend if it is on the
@@ -308,7 +311,8 @@ def from_dlpack(x: Any, requires_grad: bool = False) -> Tensor:
 
     Raises:
         TypeError: If ``x`` supports neither protocol, or has a dtype or memory that tensors do not support.
-        ValueError: If ``x`` is on a device other than the current one.
+        ValueError: If ``x`` is on a device other than the current one, or is a PyTorch tensor that requires
+            a gradient; pass ``x.detach()``.
         RuntimeError: If kernels cannot run on the device; the message says what to do.
     """
     array = as_array(x)
@@ -330,7 +334,7 @@ def from_dlpack(x: Any, requires_grad: bool = False) -> Tensor:
 def tensor_from_numpy(
     array: Any, backend: TensorBackend = SimpleBackend, requires_grad: bool = False
 ) -> Tensor:
-    """Return a tensor of a copy of an array, in the default dtype; errors are those of :func:`tensor`."""
+    """Copy an array into a tensor of the default dtype; raises the same errors as :func:`tensor`."""
     numbers = _numbers("tensor_from_numpy", array)
     copy = _in_dtype(numbers, get_default_dtype())
     return _make(np.ascontiguousarray(copy).reshape(copy.shape), backend, requires_grad)

@@ -1,4 +1,4 @@
-"""Join tensors along a dimension that they have, or along a new one."""
+"""Join tensors along an existing dimension, or along a new one."""
 
 from __future__ import annotations
 

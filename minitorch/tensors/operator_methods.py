@@ -112,7 +112,7 @@ class TensorOperators(IndexingMethods):
         return 1.0 - EQ.apply(self, self._ensure_tensor(b))
 
     def all(self, dim: int | None = None) -> Self:
-        """Return 1 where all elements along ``dim`` are 1; without it, all elements, to shape (1,)."""
+        """Return 1 where all elements along ``dim`` are 1; without ``dim``, reduce to shape (1,)."""
         if dim is None:
             return All.apply(self.view(self.size), 0)
         return All.apply(self, normalize_dim(dim, self.shape))
@@ -142,14 +142,14 @@ class TensorOperators(IndexingMethods):
         return Tanh.apply(self)
 
     def sum(self, dim: int | None = None) -> Self:
-        """Sum over ``dim``, which is kept with size 1; without it, over all elements, to shape (1,)."""
+        """Sum over ``dim``, which is kept with size 1; without ``dim``, reduce to shape (1,)."""
         if dim is None:
             flat = self if self.dims == 1 else self.contiguous().view(self.size)
             return Sum.apply(flat, 0)
         return Sum.apply(self, normalize_dim(dim, self.shape))
 
     def mean(self, dim: int | None = None) -> Self:
-        """Average over ``dim``, which is kept with size 1; without it, over all elements, to shape (1,)."""
+        """Average over ``dim``, which is kept with size 1; without ``dim``, reduce to shape (1,)."""
         count = self.size if dim is None else self.shape[normalize_dim(dim, self.shape)]
         return self.sum(dim) / count
 

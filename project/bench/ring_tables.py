@@ -41,8 +41,8 @@ def ring_table(record: Record) -> str:
     ]  # fmt: skip
     first = _measured(record)[0]
     call = (
-        f"Causal, bfloat16, batch 1, {first['heads']} heads, head_dim {first['head_dim']}; a message takes "
-        f"{1e6 * first['latency']:.0f} µs and {first['bandwidth'] / 1e9:.0f} GB/s"
+        f"Causal, bfloat16, batch 1, {first['heads']} heads, head_dim {first['head_dim']}; messages have a "
+        f"latency of {1e6 * first['latency']:.0f} µs and {first['bandwidth'] / 1e9:.0f} GB/s"
     )
     steps = [
         f"A training step on {row['train']:,} tokens of context ({row['layers']} layers, width "
@@ -64,7 +64,8 @@ def data_parallel_table(record: Record) -> str:
     head = [
         "a step", "one GPU, ms", f"{record['gpus']} GPUs, ms", "efficiency", "tokens/s",
     ]  # fmt: skip
-    call = f"{row['preset']}, {row['precision']}, {row['batch_per_gpu']} x {row['context']:,} tokens a GPU"
+    batch = f"{row['batch_per_gpu']} x {row['context']:,} tokens per GPU"
+    call = f"{row['preset']}, {row['precision']}, {batch}"
     return f"{call}.\n\n{markdown(head, lines)}"
 
 

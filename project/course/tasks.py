@@ -169,7 +169,7 @@ TASKS = (
     ),
     Task(
         "2.3", "Tensor operations", 15,
-        "Loop over the positions of the output, and find the positions in the inputs for each.",
+        "Loop over the ordinals of the output, and find the positions in the output and the inputs.",
         TENSORS,
     ),
     Task(

@@ -93,7 +93,7 @@ def make_backward(real):
                 rows_of(o.out, b, h, part_start, count, real),
                 rows_of(o.delta, b, h, part_start, count, real),
             )
-        # 5: for 1 <= j <= T_c, every parts-th
+        # 5: for 1 <= j <= T_c, in steps of parts
         for number in range((part + o.phase) % o.parts, o.tiles, o.parts):
             sequence, first_q, seq_q, first_k, seq_k, col = tile_in_table(o, number)
             cols = min(block_k, seq_k - col)
@@ -111,7 +111,7 @@ def make_backward(real):
             if o.phase == 0:
                 dk[:] = zero
                 dv[:] = zero
-            # of the part, counted in the sequence
+            # the rows of the part, as rows of the sequence
             start_row, stop_row = max(part_start - first_q, 0), min(part_stop - first_q, seq_q)
             first = max(first_tile(col, block_q, seq_q, -upper), start_row // block_q)
             stop = min(tiles_stop(col + cols, block_q, seq_q, -lower), ceil_div(stop_row, block_q))

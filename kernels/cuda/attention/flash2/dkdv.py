@@ -133,8 +133,8 @@ def dkdv_kernel(
         tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
         shared = cuda.shared.array(0, real)  # k, v, q and dout tiles, P or dS, lse, delta
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
-        # Keys are ty, ty + rows_of_threads, …, as are the rows of dQ; columns of Sᵀ, which are query rows,
-        # tx, tx + lanes, …; those of the sums four from 4 · tx on, four from 4 · (tx + lanes) on, ….
+        # A thread owns the keys (and the rows of dQ) ty, ty + rows_of_threads, …; of Sᵀ the columns, which
+        # are query rows, tx, tx + lanes, …; of the sums the four columns from 4 · tx, and so on.
         dk_acc = cuda.local.array((own_keys, k_width), real)  # (block_k, head_dim) / threads: dK
         dv_acc = cuda.local.array((own_keys, v_width), real)  # (block_k, value_dim) / threads: dV
         s = cuda.local.array((own_keys, own_rows), real)  # (block_k, block_q) / threads: Sᵀ, Pᵀ
@@ -148,7 +148,7 @@ def dkdv_kernel(
         load_v(cuda.threadIdx.x, v, b, h, k_row, k_stop, one, shared, v_tile)
         set_all(dk_acc, zero)
         set_all(dv_acc, zero)
-        # 8: for 1 <= i <= T_r, but only those that see a column of the tile
+        # 8: for 1 <= i <= T_r, but only tiles to which a key of this tile is visible
         first, stop = bounds(col, seq_q, seq_k, extras)
         entry, entries_stop = entries(flat, col, seq_k, first, stop, extras)
         for e in range(entry, entries_stop):

@@ -138,8 +138,8 @@ def dq_kernel(
         tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
         shared = cuda.shared.array(0, real)  # q_tile, dout_tile, k_tile, v_tile, ds
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
-        # Rows are ty, ty + rows_of_threads, …; columns of S tx, tx + lanes, …; those of dQ four from 4 · tx
-        # on, four from 4 · (tx + lanes) on, ….
+        # A thread owns the rows ty, ty + rows_of_threads, …; of S the columns tx, tx + lanes, …; of dQ the
+        # four columns from 4 · tx, the four from 4 · (tx + lanes), ….
         acc = cuda.local.array((own_rows, own_width), real)  # (block_q, head_dim) / threads: dQ
         s = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: S
         dp = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: dP, dS

@@ -231,14 +231,16 @@ def forward_kernel(
         tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
         shared = cuda.shared.array(0, real)  # q_tile, k_tile, v_tile, p
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
-        scratch = cuda.shared.array(scratch_shape, real)  # (block_q, lanes), in the simulator alone
-        # Rows are ty, ty + rows_of_threads, …; columns of S tx, tx + lanes, …; those of O four from 4 · tx
-        # on, four from 4 · (tx + lanes) on, ….
+        scratch = cuda.shared.array(
+            scratch_shape, real
+        )  # (block_q, lanes), used only in the simulator
+        # A thread owns the rows ty, ty + rows_of_threads, …; of S the columns tx, tx + lanes, …; of O the
+        # four columns from 4 · tx, the four from 4 · (tx + lanes), ….
         acc = cuda.local.array((own_rows, own_width), real)  # (block_q, value_dim) / threads: O
         s = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: S
         fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, or of P
         row_max = cuda.local.array(own_rows, real)  # (own_rows,): m
-        row_sum = cuda.local.array(own_rows, real)  # (own_rows,): of l what the own columns give
+        row_sum = cuda.local.array(own_rows, real)  # (own_rows,): the part of l from own columns
         # 4: load Q_i, scaled so that exp becomes exp2
         q_row, q_stop = first_q + row, first_q + seq_q
         factor = real(scale) * operand_factor
@@ -271,7 +273,7 @@ def forward_kernel(
                 # 8: S = Q_i K_jᵀ
                 multiply(tx, ty, s, fragment, shared, q_tile, k_tile)
                 to_scores(tx, ty, s, whole, bits, tile, extras)
-                # 9: m, P and l of S     10, first half: O = diag(e^(m - m_new)) O
+                # 9: m, P and l from S     10, first half: O = diag(e^(m - m_new)) O
                 softmax_step(tx, ty, s, acc, row_max, row_sum, scratch, shared, bits, extras)
                 cuda.syncthreads()  # P is whole
                 # 10, second half: O = O + P V_j

@@ -242,7 +242,7 @@ def forward_kernel(
                 own, own_stop = row + warp_row, min(row + warp_row + warp_rows, seq_q)
                 if not is_tile_seen(own, own_stop, col, block_k, extras.lower, extras.upper):
                     stage = 1 - stage
-                    continue  # the tensor cores are the other warps' meanwhile
+                    continue  # leaves the tensor cores to the other warps
             if terms > 1:
                 lane = anew(lane)  # addresses of fragments would fill the registers
             # 8: S = Q_i K_jᵀ

@@ -334,8 +334,8 @@ def make_consume(
                 if adds_dq:
                     wait_but_two()  # dV is done: S takes the registers of P
                     release(douts, dout_now, lane)
-                # 10: the next Sᵀ, computed while dQ is stored.  After the last one it is of what lies
-                # there, and nobody's: products behind a branch would wait for each other.
+                # 10: the next Sᵀ, computed while dQ is stored.  After the last tile it reads old data and
+                # is not used: products behind a branch would wait for each other.
                 if n + 1 < stop - first:
                     wait(queries, q_at)  # Q_i is there
                 issue_scores(s, k_desc, queries, q_at)

@@ -258,8 +258,8 @@ def _make_consume(
                 # The accumulators of dP lie as the left operand of dS K does.
                 pack_tile(ds, dp)
                 before, k_at = k_at, following(keys, k_at)
-                # 10: the next S.  After the last one it is of what lies there, and nobody's: products
-                # behind a branch would wait for each other.
+                # 10: the next S.  After the last tile it reads old data and is not used: products behind
+                # a branch would wait for each other.
                 if n + 1 < stop - first:
                     wait(keys, k_at)  # K_j is there
                 wgmma_fence()

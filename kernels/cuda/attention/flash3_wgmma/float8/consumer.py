@@ -210,7 +210,7 @@ def make_consume(
             wait_for_scores()  # the last P V is done: V was read; the next S may go on
             if count > 0:
                 release(values, before, lane)
-            item = read_item(tile_at(items, q_at))  # again: it took no registers meanwhile
+            item = read_item(tile_at(items, q_at))  # read again instead of kept in registers
             release_alone(items, q_at)  # each thread, for what it has read itself
             shift_0 = (float32(shift_of(max_0)) - offset) * ln_2
             shift_1 = (float32(shift_of(max_1)) - offset) * ln_2
@@ -221,6 +221,6 @@ def make_consume(
             copied, q_at = q_at.stage, q_next
             item, skipped = next_item(queries, items, q_at, me)
         wait_for_reads()  # of the last output, in the thread that issued its copies
-        wait_for_all()  # S of an item that there is not
+        wait_for_all()  # the unused S after the last item
 
     return consume

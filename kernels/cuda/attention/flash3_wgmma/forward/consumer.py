@@ -382,7 +382,7 @@ def make_consume(
                 wait_for_all()  # the last P V is done: V was read
             if first < stop:
                 release(values, before, lane)
-            item = read_item(tile_at(items, q_at))  # again: it took no registers meanwhile
+            item = read_item(tile_at(items, q_at))  # read again instead of kept in registers
             release_alone(items, q_at)  # each thread, for what it has read itself
             shift_0 = float32(shift_of(max_0)) * factor * LN_OF_2
             shift_1 = float32(shift_of(max_1)) * factor * LN_OF_2
@@ -398,6 +398,6 @@ def make_consume(
             q_at = following(queries, q_at)
             item, skipped = next_item(queries, items, q_at, me)
         wait_for_reads()  # of the last output, in the thread that issued its copies
-        wait_for_all()  # S of an item that there is not
+        wait_for_all()  # the unused S after the last item
 
     return consume

@@ -56,17 +56,17 @@ def make_produce_tiles(
         wait(items, item_at)  # the first item is published
         item = read_item(tile_at(items, item_at))
         while item.tiles >= 0:
-            # Read: an item without tiles may otherwise be followed by another in its place before.
+            # Released only once read: the scheduler could otherwise overwrite an item without tiles first.
             release_alone(items, item_at)
             b, h = item.b, item.h
-            # 6: for 1 <= j <= T_c, backwards: what bounds hide in part comes first
+            # 6: for 1 <= j <= T_c, backwards: partially masked tiles come first
             for n in range(item.tiles):
                 j = tile_of(int32(item.stop - 1 - n), extras)
                 col = item.first_k + j * block_k
                 # 7: load K_j, V_j
                 if is_listed:
                     acquire(keys, at)  # its K was read
-                    # The tile, and the number of its words in the block mask.
+                    # The tile, and the index of its words in the block mask.
                     listed = memory + list_offset + LISTED * at.stage
                     st_shared(listed, j)
                     st_shared(listed + WORD, pattern_of(int32(item.stop - 1 - n), extras))

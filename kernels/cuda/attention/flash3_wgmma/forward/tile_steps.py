@@ -167,7 +167,7 @@ def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
     def softmax_step(s, factor, max_0, max_1, sum_0, sum_1):
         top_0, top_1 = lane_maxima(s, max_0, max_1)
         is_scaled = True
-        if is_patient:  # whether a row grows is whether a lane of it does
+        if is_patient:  # a row maximum has grown if it has in one of its lanes
             grows = (top_0 - max_0) * factor > least or (top_1 - max_1) * factor > least
             is_scaled = cuda.ballot_sync(ALL_LANES, grows) != 0
         rescale_0 = rescale_1 = one

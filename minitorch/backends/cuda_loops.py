@@ -1,11 +1,11 @@
-"""The kernels that the CUDA backend launches itself: element-wise functions, and folds.
+"""The kernels that the CUDA backend launches itself: element-wise functions and reductions.
 
-They do what the kernels of the course do (``course_kernels``) at the speed of the memory.  Each is compiled
-for given dtypes, so that a launch passes no type twice, and takes few numbers: every number of a tuple is
-an argument that Python prepares.  Positions are unsigned: a signed index may be a negative one, which
-counts from the end, and each access would test for that.
+They compute what the kernels of the course (``course_kernels``) compute, but faster.  Each is compiled for
+given dtypes and takes few arguments, because Python prepares every argument of a launch.  Positions are
+unsigned: a signed index could be negative, meaning a position counted from the end, and numba would test
+for that in each access.
 
-They read and write 16-bit storage directly, as uint16: it is converted in registers, and each element
+They read and write 16-bit storage directly, as uint16, and convert it in registers, so that each element
 moves once.
 """
 

@@ -4,8 +4,8 @@ What flash2 left on the table: the same as in its forward pass, and in addition 
 memory twice, because the products with dO and Q need them transposed.  Here each warp owns keys and
 computes Sᵀ = KQᵀ and dPᵀ = VdOᵀ, so that the accumulators already have the layout of the left operands of
 Pᵀ·dO and dSᵀ·Q.  Only dQ = dS·K needs dS from other warps, and receives it through shared memory in 16
-bits.  Measured on an H200 at N = 16,384, d = 64, by atomics: 305 TFLOP/s in bfloat16 and 108 in split
-float32; flash2 reaches 26.
+bits.  Measured on an H200 at N = 16,384, d = 64, by atomics: 301 TFLOP/s in bfloat16 and 107 in split
+float32; flash2 reaches 27.
 """
 
 from __future__ import annotations

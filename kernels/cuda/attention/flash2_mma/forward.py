@@ -8,7 +8,7 @@ core a whole tile per warp.  Here both products are ``mma.sync``.  The probabili
 that computed them, because the accumulators of S = QKᵀ have the layout of the left operand of P·V.  K and V
 of the next tile are copied (``cp.async``) while the current tile is multiplied.  Shared memory is read
 without bank conflicts, each fragment of K and V once for all rows of the warp.  Measured on an H200 at N =
-16,384, d = 64: 325 TFLOP/s in bfloat16 and 127 in split float32; flash2 reaches 29 in float32.
+16,384, d = 64: 318 TFLOP/s in bfloat16 and 124 in split float32; flash2 reaches 30 in float32.
 """
 
 from __future__ import annotations

@@ -321,7 +321,7 @@ def _split(
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out and lse; for float32 it allocates the terms of q, k and v.
+    """Fill out and lse; for float32 it allocates the terms of k and v.
 
     Args:
         problem: The checked call, in 16 bits or float32.

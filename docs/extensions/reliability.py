@@ -25,10 +25,84 @@ from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
-#: Rows of a record that are shown; of longer ones only the file is named.
-MOST_ROWS = 24
-#: Packages whose versions within a record are shown.
-VERSIONS = ("python", "numpy", "numba", "numba-cuda")
+#: What the page says of a record: the place of each figure in it, and the words for the figure.
+FIGURES = {
+    "kills": {
+        "trainings": "training runs",
+        "kills": "kills",
+        "survived": "kills after which the run was resumed correctly",
+        "losses_equal": "losses compared with those of an uninterrupted run, all equal",
+        "interval": "steps between two checkpoints",
+        "most_steps_lost": "steps lost, at most",
+    },
+    "bad_calls": {
+        "calls": "wrong calls",
+        "processes_dead": "calls that crashed the process",
+        "failed": "calls with a wrong error, or with changed operands",
+    },
+    "fuzz": {
+        "cases": "calls",
+        "by_part/nonsense/right": "invalid arguments: right results",
+        "by_part/nonsense/refused": "invalid arguments: errors",
+        "by_part/nonsense/returned": "invalid arguments: results that have no reference",
+        "by_part/bounds/right": "the same with bounds checking: right results",
+        "by_part/bounds/refused": "the same with bounds checking: errors",
+        "by_part/bounds/returned": "the same with bounds checking: results that have no reference",
+        "by_part/options/right": "valid combinations of options: right results",
+        "failures": "failures",
+    },
+    "determinism": {
+        "runs": "processes compared",
+        "threads_of_numba_and_of_others": "threads of numba and of BLAS in each process",
+        "pieces": "results compared: attention with each option, layers, products and sums",
+        "steps": "training steps",
+        "different": "results that differ",
+    },
+    "leaks": {},
+    "fuzz_gpu": {
+        "cases": "calls",
+        "outcomes/right": "right results",
+        "outcomes/refused": "refused calls",
+        "failures": "failures",
+        "kinds": "combinations drawn",
+    },
+    "barriers": {
+        "statements": "statements removed, one at a time",
+        "caught_by_a_test": "removals that a test catches",
+        "orders_of_threads": "orders of the threads tried for each",
+    },
+    "ci": {"minutes": "minutes", "all_passed": "all parts passed"},
+}
+FIGURES["rank_kills"] = {
+    "ranks": "ranks",
+    **FIGURES["kills"],
+    "most_seconds_until_all_are_gone": "seconds until all ranks had ended, at most",
+}
+#: The columns of the rows of a record that the page shows, and the words for them.
+COLUMNS = {
+    "leaks": {
+        "what": "steps of", "steps": "steps", "written_growth_percent": "growth, %",
+        "written_mb": "memory at the end, MB",
+    },
+    "barriers": {"not_caught": "not caught", "statement": "statement"},
+    "ci": {"part": "part", "ended": "result", "seconds": "seconds"},
+}  # fmt: skip
+#: The rows of the record of :file:`project/reliability/leaks.py`.
+WORDS = {
+    "training": "training",
+    "lengths": "training with new sequence lengths",
+    "writing": "text generation token by token",
+    "models": "creating and deleting models",
+    "attention": "attention with changing options",
+    "refused": "calls that raise errors",
+}
+#: The packages and the parts of ``make ends`` that the page shows.
+VERSIONS = {"python": "Python", "numpy": "NumPy", "numba": "numba", "numba-cuda": "numba-cuda"}
+PARTS = {
+    "tests": "tests: passed / failed",
+    "simulator": "in the simulator",
+    "compile-only": "compiled CUDA kernels",
+}
 
 
 def file_of(name: str, folder: Path | None = None) -> Path:
@@ -50,19 +124,22 @@ def read(path: Path) -> dict[str, Any]:
     return record
 
 
-def _is_figure(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str))
+def _figure(record: dict[str, Any], place: str) -> Any:
+    """Return the figure at a place such as "outcomes/right"; 0 where a counter has no such entry."""
+    for key in place.split("/"):
+        record = record.get(key, 0)
+    return record
 
 
-def _figures(record: dict[str, Any], before: str = "") -> Iterator[list[str]]:
-    """Yield the name and the text of each plain figure, those of an inner record after its name."""
-    for key, value in record.items():
-        name = before + key.replace("_", " ")
-        if _is_figure(value):
-            yield [name, _shown(value)]
-        elif isinstance(value, dict):
-            inner = value if key != "versions" else {k: value[k] for k in VERSIONS if k in value}
-            yield from _figures(inner, f"{name}, ")
+def _ends_table(ends: dict[str, Any]) -> str:
+    """Return the versions and counts of each end of the supported ranges."""
+    lines = [
+        [end]
+        + [found["versions"][package] for package in VERSIONS]
+        + [f"{found[part]['passed']:,} / {found[part]['failed']}" for part in PARTS]
+        for end, found in ends.items()
+    ]
+    return markdown(["end", *VERSIONS.values(), *PARTS.values()], lines)
 
 
 def _shown(value: Any) -> str:
@@ -73,15 +150,18 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else cell(value)
 
 
-def _rows_table(rows: list[Any]) -> list[str]:
-    """Return the rows of a record as a table, if it is short and all have the same plain figures."""
-    if not rows or len(rows) > MOST_ROWS or not all(isinstance(row, dict) for row in rows):
-        return []
-    keys = [key for key, value in rows[0].items() if _is_figure(value)]
-    if not keys or not all(_is_figure(row.get(key)) for row in rows for key in keys):
-        return []
-    lines = [[_shown(row[key]) for key in keys] for row in rows]
-    return ["", markdown([key.replace("_", " ") for key in keys], lines)]
+def _tables(name: str, record: dict[str, Any]) -> Iterator[str]:
+    """Yield the tables of a record."""
+    if "ends" in record:
+        yield _ends_table(record["ends"])
+    if named := FIGURES.get(name, {}):
+        lines = [[words, _shown(_figure(record, place))] for place, words in named.items()]
+        yield markdown(["figure", "value"], lines)
+    if columns := COLUMNS.get(name, {}):
+        lines = [
+            [WORDS.get(row[key], _shown(row[key])) for key in columns] for row in record["rows"]
+        ]
+        yield markdown([*columns.values()], lines)
 
 
 def as_markdown(name: str, command: str = "", folder: Path | None = None) -> str:
@@ -100,14 +180,11 @@ def as_markdown(name: str, command: str = "", folder: Path | None = None) -> str
         return f"*No run is on record;* `{how}` *makes one.*"
     record = read(path)
     versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
-    figures = _figures({key: value for key, value in record.items() if key not in ORIGIN})
-    lines = [
+    last = (
         f"Last run: {record['date']}, {record['device']}, {record['cores']} cores, `{record['command']}` "
-        f"([record](/results/reliability/{name}.json); {versions}).",
-        "", markdown(["figure", "value"], figures),
-    ]  # fmt: skip
-    rows = record.get("rows")
-    return "\n".join([*lines, *(_rows_table(rows) if isinstance(rows, list) else [])])
+        f"([record](/results/reliability/{name}.json); {versions})."
+    )
+    return "\n\n".join([last, *_tables(name, record)])
 
 
 class ReliabilityDirective(SphinxDirective):

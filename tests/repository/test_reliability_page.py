@@ -63,29 +63,20 @@ def written(folder: Path, **figures: Any) -> Path:
 
 
 def test_figures_and_rows_are_tables(extension: ModuleType, tmp_path: Path) -> None:
-    rows = [{"what": "x", "growth_percent": 0.25, "more": [1]}]
-    text = extension.as_markdown(
-        "a",
-        folder=written(
-            tmp_path,
-            kills=50,
-            all_equal=True,
-            large=12345,
-            rows=rows,
-            ends={"oldest": {"versions": {"numpy": "1", "pip": "2"}, "passed": 7}},
-        ),
+    rows = [{"part": "lint", "ended": "passed", "seconds": 1234, "more": [1]}]
+    written(tmp_path, minutes=12.5, all_passed=True, rows=rows).joinpath("a.json").rename(
+        tmp_path / "ci.json"
     )
+    text = extension.as_markdown("ci", folder=tmp_path)
     assert "2030-01-02, A processor, 2 cores, `python a.py`" in text
-    for line in (
-        "| kills | 50 |",
-        "| all equal | yes |",
-        "| large | 12,345 |",
-        "| x | 0.25 |",
-        "| ends, oldest, versions, numpy | 1 |",
-        "| ends, oldest, passed | 7 |",
-    ):
+    for line in ("| minutes | 12.5 |", "| all parts passed | yes |", "| lint | passed | 1,234 |"):
         assert line in text
-    assert "pip" not in text
+
+
+def test_every_figure_that_the_page_names_is_in_its_record(extension: ModuleType) -> None:
+    for name, places in extension.FIGURES.items():
+        record = extension.read(extension.file_of(name))
+        assert [place for place in places if place.split("/")[0] not in record] == []
 
 
 def test_a_run_that_is_not_on_record_is_told_with_its_command(

@@ -232,7 +232,7 @@ def make_problem(
         k: Keys, (…, heads, seq_k, head_dim), of the dtype of q.
         v: Values, (…, heads, seq_k, value_dim), of the dtype of q.
         attn_mask: A boolean mask (True keeps), or an additive mask of the dtype of q; it broadcasts to
-            (…, heads, seq_q, seq_k) and may have any strides.
+            (…, heads, seq_q, seq_k) and may have any strides.  Must be None for packed sequences.
         dropout_p: Probability of dropping an attention weight, in [0, 1), rounded to a multiple of 2⁻¹⁶.
             The remaining weights are divided by 1 - dropout_p.
         is_causal: Query i attends to keys 0 to i (top-left aligned, as in PyTorch).
@@ -248,9 +248,9 @@ def make_problem(
             each score.  The slopes are constants and receive no gradient.
         sink: (heads,), one logit per head, which enters the softmax as the score of an additional key
             whose value is zero: P = exp(S) / (exp(sink) + rowsum exp(S)).  lse includes it.
-        block_mask: A :class:`kernels.BlockMask`; tiles that it masks are skipped.
-        mask_mod: ``(batch, head, row, col) -> bool``, True keeps; a plain function that numba can
-            compile.
+        block_mask: A :class:`kernels.BlockMask`; tiles that it masks are skipped.  Must be None for packed
+            sequences.
+        mask_mod: ``(batch, head, row, col) -> bool``, True keeps; a function that numba can compile.
         score_mod: ``(score, batch, head, row, col) -> score``, applied after scale and softcap.  For
             gradients, pass a pair of the function and its derivative with respect to the score, which
             takes the same arguments.

@@ -143,7 +143,7 @@ def full(
         shape: Sizes of the dimensions.
         value: Value of each element.
         backend: The backend that computes on the tensor.
-        requires_grad: Whether the tensor is a leaf of the graph.
+        requires_grad: Whether the tensor requires a gradient.
         dtype: A dtype or its name, such as "float32" or "bfloat16"; the default dtype when None.
 
     Raises:
@@ -198,7 +198,7 @@ def tensor(
     Args:
         ls: A number (shape ()), nested lists or tuples, or an array, which is copied.
         backend: The backend that computes on the tensor.
-        requires_grad: Whether the tensor is a leaf of the graph.  None means False, or True for a floating
+        requires_grad: Whether the tensor requires a gradient.  None means False, or True for a floating
             dtype after :class:`minitorch.compat.published`.
         dtype: A dtype or its name; the default dtype when None.
 
@@ -271,7 +271,7 @@ def from_numpy(
         array: A NumPy array, or anything that ``numpy.asarray`` takes.  Its memory is shared if its
             dimensions are a permutation of those of a contiguous array, and copied otherwise.
         backend: The backend that computes on the tensor.
-        requires_grad: Whether the tensor is a leaf of the graph.
+        requires_grad: Whether the tensor requires a gradient.
 
     Raises:
         TypeError: If the array does not hold numbers, is a masked array, or is on a device.

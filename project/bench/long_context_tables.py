@@ -34,7 +34,7 @@ def perplexity_table(record: Record) -> str:
         stride = next(row["stride"] for row in found if row is not None)
         cells = ("" if row is None else f"{row['perplexity']:.3f}" for row in found)
         lines.append([f"{context:,}", str(stride), *cells])
-    names = [f"perplexity, trained with {max(run):,}" for run in runs]
+    names = [f"perplexity after training with context {max(run):,}" for run in runs]
     return markdown(["context", "stride", *names], lines)
 
 
@@ -49,8 +49,8 @@ def chapters_table(record: Record) -> str:
         )
     gained = run["longest_minus_shortest"]
     cells = (_with_interval(gained[name], "mean", "+.1%") for name in SCORES)
-    lines.append(["longest − shortest", *cells])
-    return markdown(["context", *(f"by {name}" for name in SCORES)], lines)
+    lines.append(["longest minus shortest context", *cells])
+    return markdown(["context", *(f"accuracy by {name}" for name in SCORES)], lines)
 
 
 def bert_table(record: Record) -> str:

@@ -64,8 +64,8 @@ def results_table(rows: Sequence[Record]) -> str:
                 _ratio(peak, _mean(base, "peak_bytes")),
             ])  # fmt: skip
         head = [
-            title, "test accuracy, %", "seeds", "step, ms", "speed-up", "peak of a step, MiB",
-            "memory / Transformer's",
+            title, "test accuracy, %", "seeds", "step, ms", "speed-up", "peak memory of a step, MiB",
+            "memory relative to the Transformer",
         ]  # fmt: skip
         known = [place for place, cells in enumerate(zip(*lines, strict=True)) if {*cells} != {"–"}]
         head, *lines = ([line[place] for place in known] for line in (head, *lines))
@@ -161,8 +161,8 @@ def steps_tables(rows: Sequence[Record]) -> str:
         shares.append([title, *("–" if ratio is None else f"{1 / ratio:.3f}" for ratio in found)])
     return "\n\n".join(
         [
-            markdown(["speed of a step / Transformer's", *head], lines),
-            markdown(["memory of a step / Transformer's", *head], shares),
+            markdown(["speed of a step relative to the Transformer", *head], lines),
+            markdown(["memory of a step relative to the Transformer", *head], shares),
         ]
     )
 

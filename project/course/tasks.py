@@ -141,25 +141,26 @@ TASKS = (
     ),
     Task(
         "1.2", "Scalars, forward", 10,
-        "Each operator of Scalar applies a ScalarFunction. Its forward computes with plain floats and "
-        "saves the values that backward needs.",
+        "Each operator of Scalar applies a ScalarFunction, whose method forward computes with plain "
+        "floats and saves the values that backward needs.",
         SCALARS, free=1,
     ),
     Task(
         "1.3", "Chain rule", 10,
-        "The backward of the function that made a variable returns a derivative for each input. Pair "
-        "them with the inputs.",
+        "The method backward of the function that made a variable returns a derivative for each input. "
+        "Pair these derivatives with the inputs.",
         SCALARS,
     ),
     Task(
         "1.4", "Backpropagation", 15,
-        "Visit a variable only after all variables that use it, because only then is its derivative "
-        "complete.",
+        "Visit a variable only after all variables that were computed from it, because only then is its "
+        "derivative complete. Leave constants out of the order. Use a stack instead of recursion, because "
+        "a chain may have 10,000 variables. The task includes eight backward methods.",
         SCALARS,
     ),
     Task(
         "2.1", "Tensor data and indexing", 10,
-        "A tensor is stored in one flat array. Its strides turn an index into a position.",
+        "A tensor is stored in one flat array. The strides turn an index into a position in this array.",
         DATA,
     ),
     Task(
@@ -169,7 +170,7 @@ TASKS = (
     ),
     Task(
         "2.3", "Tensor operations", 15,
-        "Loop over the ordinals of the output, and find the positions in the output and the inputs.",
+        "Loop over the positions of the output. For each of them, find the positions in the inputs.",
         TENSORS,
     ),
     Task(
@@ -198,8 +199,8 @@ TASKS = (
     ),
     Task(
         "3.4", "CUDA matrix multiplication", 15,
-        "Load tiles into shared memory. For each tile of the output, read each element that it needs "
-        "from global memory once, and write each element of the output once.",
+        "Load tiles into shared memory. For each tile of the output, read every input element that the "
+        "tile needs from global memory only once, and write each element of the output once.",
         KERNELS, simulator=True,
     ),
     Task(
@@ -209,29 +210,30 @@ TASKS = (
     ),
     Task(
         "4.2", "Convolution in two dimensions", 10,
-        "This is the sum of 4.1 with one more loop.",
+        "This is the convolution of 4.1 with one more loop.",
         CONV, free=1,
     ),
     Task(
         "4.3", "Pooling", 10,
-        "Cut the image into tiles with view and permute. Average pooling is then a mean over rows.",
+        "Cut the image into tiles with view and permute. Average pooling is then the mean "
+        "over the last dimension.",
         LAYERS,
     ),
     Task(
         "4.4", "Softmax, dropout and max", 15,
-        "The gradient of a maximum goes to the largest element. In softmax, exp overflows unless the "
-        "maximum is subtracted first.",
+        "The gradient of a maximum goes to every element that equals the maximum. In softmax, exp "
+        "overflows unless the maximum is subtracted first.",
         LAYERS, free=1,
     ),
     Task(
         "5.1", "The softmax ladder", 5,
-        "Write the naive, the safe and the online way. In the online way, the sum of exponentials is "
-        "rescaled to a new maximum without reading any value again. This is the idea of "
-        "FlashAttention.",
+        "Write the naive, the safe and the online softmax. The online softmax rescales the sum of "
+        "exponentials to each new maximum without reading any value again. FlashAttention is built on "
+        "this idea.",
         FLASH,
     ),
     Task(
-        "5.2", "Composed attention, its gradient", 10,
+        "5.2", "Attention and its gradient", 10,
         "Compute S = τ Q Kᵀ, P = softmax(S) and O = P V, and then the gradients. First derive "
         "dS = P ∘ (dP - D) on paper, where D = rowsum(dO ∘ O).",
         FLASH,
@@ -239,46 +241,47 @@ TASKS = (
     Task(
         "5.3", "Tiled attention in NumPy", 10,
         "Use the online softmax of 5.1 for a tile of rows. Accumulate the output along with the sum of "
-        "the exponentials, and normalise it at the end.",
+        "the exponentials, and divide the output by this sum at the end.",
         FLASH, speed=2,
     ),
     Task(
         "5.4", "Algorithm 1 as a CUDA kernel", 15,
-        "Write three kernels: all of Algorithm 0, the online softmax of an Algorithm 1 in which each "
-        "thread computes a row, and lines 10 to 13 and 15 of the rung flash1, whose threads share a "
-        "tile. Put a barrier between one thread's write and another thread's read. The guide has a "
-        "table of the helpers.",
+        "Write three kernels: all of Algorithm 0; the online softmax of Algorithm 1, where each thread "
+        "computes whole rows; and lines 10 to 13, 15 and 16 of the kernel flash1, where the threads of a "
+        "block share a tile. Put a barrier between one thread's write and another thread's read. The "
+        "guide has a table of the helpers.",
         FLASH, simulator=True,
     ),
     Task(
-        "5.5", "Its backward pass", 15,
+        "5.5", "The backward pass of Algorithm 1", 15,
         "P is not stored, so compute it again from S and L. Then compute the gradients of 5.2 tile by "
         "tile.",
         FLASH, needs=("5.4",), simulator=True,
     ),
     Task(
         "5.6", "Masks and dropout in the tile", 10,
-        "A mask changes a score before the maximum is taken. Dropout acts after the sum. Its bits are "
-        "a function of the seed and the place, so the backward pass draws the same bits again.",
+        "A mask changes a score before the maximum is taken. Dropout acts after the sum. The dropout "
+        "bit of a probability is a function of the seed, the head, the row and the column, so the "
+        "backward pass draws the same bits again.",
         FLASH, needs=("5.4", "5.5"), simulator=True,
     ),
     Task(
         "5.7", "FlashAttention-2", 10,
-        "Query tiles are the outer loop, so O, l and m stay in registers, and only O and L are "
-        "written, once. Use exp2, since the scale already includes log2(e).",
+        "The outer loop runs over query tiles, so O, l and m stay in registers, and O and L are written "
+        "only once. Use exp2, since the scale already includes log2(e).",
         FLASH, simulator=True,
     ),
     Task(
         "5.8", "Traffic, and a budget", 10,
         "Go through the loops of a kernel with pencil and paper. How often is each array read and "
-        "written, and in which tiles? Check the formulas against the meter. Then use them to choose a "
-        "tile.",
+        "written, and in which tiles? Check the formulas against the meter. Then use the formulas to "
+        "choose a tile.",
         TRAFFIC, needs=("5.4", "5.7"), free=2, simulator=True, metered=True,
     ),
     Task(
         "5.9", "Block-sparse attention", 10,
         "The kernel skips fully masked tiles. Each row of tiles has a list of the tiles to visit. The "
-        "lists are stored one after the other, with a pointer to the beginning of each.",
+        "lists are stored one after the other, with a pointer to the beginning of each list.",
         FLASH, needs=("5.4", "5.7"), speed=2, simulator=True,
     ),
     Task(

@@ -110,7 +110,7 @@ def lines_of_table() -> list[Line]:
         Line("H200: training GPT-2 small, bfloat16", training("speed", "ours", precision="bfloat16"),
              training("speed", "PyTorch", precision="bfloat16"), "k tokens/s", "PyTorch: eager",
              steps, train),
-        Line("H200: training GPT-2 small, bfloat16, beside a compiled step",
+        Line("H200: training GPT-2 small, bfloat16, compared with a compiled step",
              training("compiled", "ours"), training("compiled", "PyTorch, compiled"), "k tokens/s",
              "PyTorch: `torch.compile`", steps, train),
         Line("H200: training GPT-2 small, bfloat16, peak memory", training("memory", "ours"),
@@ -118,15 +118,15 @@ def lines_of_table() -> list[Line]:
         Line("H200: training GPT-2 small, float32", training("speed", "ours", precision="float32"),
              training("speed", "PyTorch", precision="float32"), "k tokens/s", "PyTorch: eager",
              steps, train),
-        Line("H200: memory of float32 attention, forward and backward, N = 16,384",
-             memory("flash2"), memory("naive"), "GiB", "rungs `flash2` and `naive`",
+        Line("H200: memory of float32 attention (`flash2`), forward and backward, N = 16,384",
+             memory("flash2"), memory("naive"), "GiB", "this library's `naive`",
              "nvidia-h200/memory.json", "project/experiments/memory.py --device cuda"),
     ]  # fmt: skip
     for what, figure, call in (
         ("attention, 8 heads, N = 2,048, forward", "attention forward", "8 x 2048 x 64, causal"),
         ("attention, 8 heads, N = 2,048, backward", "attention backward", "8 x 2048 x 64, causal"),
         ("a training step of `make train`", "training step", "a step"),
-        ("a token decoded with 1,024 in the cache", "decode a token", "a token"),
+        ("decoding one token, with 1,024 in the cache", "decode a token", "a token"),
     ):
         found.append(
             Line(f"2 cores: {what}", host(figure, call, "ms"), host(figure, call, "their_ms"),
@@ -137,7 +137,7 @@ def lines_of_table() -> list[Line]:
 
 def table() -> str:
     """Return the table as Markdown."""
-    head = ["measurement", "this library", "compared with", "command, and its record"]
+    head = ["measurement", "this library", "compared with", "command (links to its record)"]
     rows = [f"| {' | '.join(head)} |", "|---|---:|---:|---|"]
     for line in lines_of_table():
         record = json.loads((ROOT / "docs" / "results" / line.record).read_text(encoding="utf-8"))

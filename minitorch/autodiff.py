@@ -37,8 +37,8 @@ def central_difference(
 class Variable(Protocol):
     """The interface of a variable that backpropagation uses; Scalar and Tensor implement it.
 
-    There are three kinds. A *leaf* was made by the user and collects its derivative, an inner
-    variable is the result of a function and only passes derivatives on, and a *constant* takes no
+    There are three kinds. A leaf was made by the user and collects its derivative, an inner
+    variable is the result of a function and only passes derivatives on, and a constant takes no
     part.
     """
 
@@ -53,7 +53,7 @@ class Variable(Protocol):
         ...
 
     def is_leaf(self) -> bool:
-        """Tell whether the user made this variable, rather than a function."""
+        """Tell whether this variable was made by the user instead of by a function."""
         ...
 
     def is_constant(self) -> bool:
@@ -76,7 +76,8 @@ def topological_sort(variable: Variable) -> Iterable[Variable]:
         variable: The right-most variable, the result of the whole computation.
 
     Returns:
-        Each variable that is not a constant, once, the right-most first; none if that is a constant.
+        Each variable that is not a constant, once, beginning with the right-most one; nothing if
+        the right-most variable is a constant.
     """
     # TASK 1.4: Depth first from the result; note unique_ids; a long chain breaks recursion.
     if variable.is_constant():
@@ -195,8 +196,9 @@ class Switch(ContextDecorator):
 class no_grad(Switch):
     """Disable gradient recording within the context, or within the function that it decorates.
 
-    In this thread, functions of tensors return constants and save nothing for a backward pass.  Use it for
-    inference, such as computing the loss on held-out text or the next token.
+    In this thread, functions of tensors return constants and save nothing for a backward pass. Use
+    it for inference, such as computing the loss on held-out text or the next token. It has no
+    effect on Scalars, which always record their history.
     """
 
     mode, value = "recording", False

@@ -76,8 +76,8 @@ def circle(N: int) -> Graph:
 def spiral(N: int) -> Graph:
     """Lay points along two arms that wind around the centre, one arm for each class.
 
-    Nothing is random here. Both arms have N // 2 points, so an odd N gives one point less, and
-    they end outside the unit square.
+    The points are not random. Each arm has N // 2 points, so an odd N gives one point fewer. The
+    arms end outside the unit square.
     """
     _check_count(N)
     half = N // 2

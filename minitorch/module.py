@@ -20,13 +20,13 @@ def changes() -> int:
 class Module:
     """A node of the tree that makes up a model.
 
-    Assigning a `Parameter` or another `Module` to an attribute registers it here; one inside a list
-    is not registered (use `add_parameter` or `setattr` with a made-up name). A subclass calls
-    `super().__init__()` before its first assignment and defines `forward`.
+    Assigning a `Parameter` or another `Module` to an attribute registers it here. A Parameter or
+    Module inside a list is not registered (use `add_parameter` or `setattr` with a made-up name). A
+    subclass calls `super().__init__()` before its first assignment and defines `forward`.
 
-    Reading an attribute that nothing has set gives None rather than an error, so spell the names
-    with care; names that start with two underscores do raise, as Python's own protocols (copy,
-    pickle, doctest) need.
+    Reading an attribute that has not been set returns None instead of raising an error, so spell
+    names with care. Names that start with two underscores do raise an error, because Python's own
+    protocols (copy, pickle, doctest) need it.
 
     Attributes:
         training: True in training mode, the mode a module starts in.
@@ -171,10 +171,10 @@ class Module:
 
 
 class Parameter:
-    """A box around a value that training replaces.
+    """A container for a value that training replaces.
 
-    A module registers the box, so an optimizer can put a new value in it and every user of the
-    box sees the change.
+    A module registers the container. An optimizer stores a new value in it, and all code that reads
+    the parameter then gets the new value.
 
     Args:
         x: The value, of any kind. Its `requires_grad_` method is called if it has one.
@@ -186,7 +186,7 @@ class Parameter:
         self.update(x)
 
     def update(self, x: Any) -> None:
-        """Replace the value and have the new one track its gradient."""
+        """Replace the value, and make the new value track its gradient."""
         self.value = x
         track = getattr(x, "requires_grad_", None)
         if track is not None:

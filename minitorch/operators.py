@@ -1,8 +1,9 @@
 """The functions of numbers that scalars, tensors and every backend share.
 
-The functions of one or two numbers use arithmetic and `math` only, because the backends hand these
-functions to a compiler (`numba.njit`, `numba.cuda.jit`). The published names `id`, `map`,
-`max`, `pow` and `sum` hide Python's own in this module: the code below must not use the built-ins.
+The functions of one or two numbers use arithmetic and `math` only, because the backends compile
+these functions (with `numba.njit` or `numba.cuda.jit`). In this module, the names `id`, `map`,
+`max`, `pow` and `sum`, which the published course chose, hide Python's built-ins, so the code below
+must not use these built-ins.
 """
 
 import math

@@ -209,7 +209,8 @@ class Adam(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the optimiser's state, without the parameters: numbers, and copies of the moments.
 
-        The moments of ``parameters[3]`` are "m.3" and "v.3"; they are missing until it has had a gradient.
+        The moments of ``parameters[3]`` are "m.3" and "v.3"; they are missing until this parameter
+        has had a gradient.
         """
         state = super().state_dict()
         for place, p in enumerate(self.parameters):

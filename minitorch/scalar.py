@@ -19,13 +19,13 @@ _NEW_LEAF = ScalarHistory()
 class Scalar:
     """A number in a graph of computations.
 
-    Arithmetic on it builds the graph, and `backward` walks it to fill in the `derivative` of every
-    Scalar that the result was computed from. As `==` is part of the graph too, a Scalar cannot be
-    hashed: use `unique_id` as a key.
+    Arithmetic on Scalars builds the graph, and `backward` traverses the graph to fill in the
+    `derivative` of every leaf that the result was computed from. Because `==` is also a function in
+    the graph, a Scalar cannot be hashed: use `unique_id` as a key.
 
     Args:
         v: The number.
-        back: How it was computed. Left out, the Scalar is a leaf; None makes it a constant.
+        back: How it was computed. By default, the Scalar is a leaf; None makes it a constant.
         name: A name for drawing and debugging; by default the unique id.
 
     Attributes:
@@ -136,11 +136,11 @@ class Scalar:
     # --- differentiation: the interface `autodiff.Variable` -------------------------------------
 
     def requires_grad_(self, x: bool) -> None:
-        """Make this Scalar a new leaf, forgetting how it was computed, or for False a constant."""
+        """Make this Scalar a leaf without a history, or a constant if x is False."""
         self.history = ScalarHistory() if x else None
 
     def is_leaf(self) -> bool:
-        """Tell whether the user made this Scalar, rather than a function."""
+        """Tell whether this Scalar was made by the user instead of by a function."""
         return self.history is not None and self.history.last_fn is None
 
     def is_constant(self) -> bool:

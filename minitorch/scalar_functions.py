@@ -1,4 +1,4 @@
-"""The functions of scalars, each a class with its value and its derivative."""
+"""The functions of scalars: each is a class that computes a value and its derivative."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class ScalarFunction:
         """Compute the function and record in the result how it was computed.
 
         Args:
-            *vals: Scalars or plain numbers. A number becomes a new leaf of the graph, but
-                `forward` gets it as given.
+            *vals: Scalars or plain numbers. A plain number becomes a new leaf of the graph;
+                `forward` receives the number itself.
 
         Returns:
             A new Scalar whose history names this function and its inputs.
@@ -100,7 +100,7 @@ class Add(ScalarFunction):
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> tuple[float, float]:
-        """Pass the derivative on: both slopes are 1."""
+        """Return the derivative for both inputs, because both slopes are 1."""
         return d_output, d_output
 
 
@@ -204,7 +204,7 @@ class ReLU(ScalarFunction):
 
     @staticmethod
     def forward(ctx: Context, a: float) -> float:
-        """Cut off the negative part."""
+        """Replace a negative number by 0."""
         # TASK 1.2: Save a; use operators.relu.
         ctx.save_for_backward(a)
         return operators.relu(a)
@@ -233,7 +233,7 @@ class Exp(ScalarFunction):
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> float:
-        """Multiply the derivative by f(a): the exponential is its own slope."""
+        """Multiply the derivative by f(a), because the exponential is its own slope."""
         # TASK 1.4: The slope is the value that forward saved.
         (out,) = ctx.saved_values
         return d_output * out
@@ -252,7 +252,7 @@ class LT(ScalarFunction):
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> tuple[float, float]:
-        """Stop the derivative: a step is flat on both sides."""
+        """Return zeros, because a step function is flat on both sides of the step."""
         # TASK 1.4: A step is flat: two zeros, as floats.
         return 0.0, 0.0
         # END TASK 1.4
@@ -270,7 +270,7 @@ class EQ(ScalarFunction):
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> tuple[float, float]:
-        """Stop the derivative: the function is 0 almost everywhere."""
+        """Return zeros, because the function is 0 almost everywhere."""
         # TASK 1.4: Zero almost everywhere: two zeros, as floats.
         return 0.0, 0.0
         # END TASK 1.4

@@ -1,7 +1,7 @@
-"""Small functions, each for floats and for variables, whose results tests and sandboxes compare.
+"""Small functions for floats and for variables, whose results the tests and the app compare.
 
-The names are fixed, because tests are numbered in the alphabetical order of their functions. The ending `2`
-marks a function of two numbers, the ending `red` a function of a list.
+The names are fixed, because tests are numbered in the alphabetical order of their functions. The
+ending `2` marks a function of two numbers, and the ending `red` marks a function of a list.
 """
 
 from collections.abc import Callable

@@ -43,8 +43,9 @@ EMBEDDING_STD, TIED_EMBEDDING_STD = 0.3, 0.02
 class DecoderLM(Module):
     """A decoder-only language model: embeddings, transformer layers, and logits of the next token.
 
-    Without options it has GPT-2's structure.  Llama's has ``rotary_theta``, ``norm="rms"``,
-    ``feed_forward="swiglu"``, ``bias=False`` and often ``n_kv_head``.
+    Without options, it has the structure of GPT-2. For the structure of Llama, pass
+    ``rotary_theta``, ``norm="rms"``, ``feed_forward="swiglu"``, ``bias=False`` and often
+    ``n_kv_head``.
 
     Args:
         n_vocab: Number of tokens in the vocabulary.
@@ -86,8 +87,8 @@ class DecoderLM(Module):
     Attributes:
         precision: The policy, or None.
         rotary: The rotary positions of all layers, or None.
-        places: A function that returns the positions of a given number of tokens, if these are a part of a
-            sequence; None if they begin it.
+        places: A function that returns the positions of a given number of tokens, if these tokens
+            are a part of a longer sequence; None if they are its beginning.
         eos_token_id: The token that ends a text, or None; :meth:`from_pretrained` sets it.
 
     Raises:
@@ -260,8 +261,8 @@ class DecoderLM(Module):
 
         Args:
             idx: Token ids, (batch, seq), a tensor or an integer array.
-            cache: Keys and values of the tokens before them, from :meth:`make_cache`.  Those of ``idx`` are
-                appended, and the result is a constant.
+            cache: Keys and values of the tokens before ``idx``, from :meth:`make_cache`. Those of
+                ``idx`` are appended, and the result is a constant.
 
         Raises:
             ValueError: If the ids do not have two dimensions, or exceed the context or the cache.

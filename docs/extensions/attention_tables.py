@@ -51,7 +51,7 @@ def attention_ratios(record: Record) -> str:
         for figure in FIGURES
         if (ratios := figure_of(record["rows"], figure))
     ]
-    return markdown(["speed of the first / speed of the second", "ratio", "calls"], lines)
+    return markdown(["speed of the first / speed of the second", "ratio", "number of calls"], lines)
 
 
 def attention_dense(record: Record) -> str:
@@ -121,7 +121,7 @@ def peers(record: Record) -> str:
     found = {(row["case"], row["peer"]): row for row in rows}
     shown = [
         f"{workload['heads']} heads, {workload['length']:,} keys, head_dim {workload['head_dim']}, "
-        f"{dtype}. An empty cell: the backend has no such option, or cannot compile it."
+        f"{dtype}. An empty cell means that the backend lacks the option or cannot compile it."
     ]
     for direction in DIRECTIONS:
         head = [f"{direction}, ms", *(SDPA.get(name, "ours") for name in names)]
@@ -153,7 +153,7 @@ def user_functions(record: Record) -> str:
     lines.append(["geometric mean", *(each for mean in means for each in ("", "", mean))])
     head = [f"head_dim {workload['head_dim']}"]
     for direction in DIRECTIONS:
-        head += [f"{direction}, ms: ours", "FlexAttention", "ratio"]
+        head += [f"{direction}, ms: ours", "FlexAttention", "FlexAttention / ours"]
     return markdown(head, lines)
 
 
@@ -182,7 +182,7 @@ def call_overhead(record: Record) -> str:
         lines.append([call, *(f"{row[direction]:.2f}" for direction in DIRECTIONS)])
     means = (geometric_mean([row[direction] for row in idle]) for direction in DIRECTIONS)
     lines.append(["geometric mean", *(f"{mean:.2f}" for mean in means)])
-    head = ["one call on an idle device, cuDNN's time / ours", "forward", "backward"]
+    head = ["one call on an idle device: cuDNN's time / our time", "forward", "backward"]
     return calls + "\n\n" + markdown(head, lines)
 
 
@@ -214,5 +214,6 @@ def accuracy(record: Record) -> str:
             cells += [f"{max(each[key] for each in ours):.1e}", f"{found[peer][key]:.1e}"]
         call = f"{row['dtype']}, d {row['head_dim']}, {_mask(row)}, N {row['length']:,}"
         lines.append([call, *cells])
-    head = ["largest error against float64", "out: ours", "PyTorch", "gradients: ours", "PyTorch"]
+    sides = [f"{what}: {side}" for what in ("out", "gradients") for side in ("ours", "PyTorch")]
+    head = ["largest error against float64", *sides]
     return markdown(head, lines)

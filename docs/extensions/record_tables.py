@@ -31,6 +31,14 @@ GIGABYTE = 2**30
 QUANTITIES = (
     ("forward_ms", "forward, ms"), ("backward_ms", "backward, ms"), ("peak_mb", "peak, MiB"),
 )  # fmt: skip
+#: How figures of the CPU are shown, if not by their names in the record.
+SHOWN = {
+    "elementwise and reductions": "10,000,000 numbers",
+    "small calls, time": "small call",
+    "recorded, time": "small call, recorded",
+    "extra memory of N = 16,384": "extra memory of attention, N = 16,384",
+    "first training step of a second process": "start of a script, and its first training step",
+}
 
 
 def conditions(record: Record, path: str) -> str:
@@ -59,7 +67,7 @@ def rungs(record: Record) -> str:
     mask = "a causal mask" if record["causal"] else "no mask"
     shown = [
         f"batch {record['batch']}, {record['heads']} heads, head_dim {record['head_dim']}, float32, "
-        f"{mask}. An empty cell: left out, since one pass takes too long or the memory is too small."
+        f"{mask}. An empty cell: one pass takes too long, or the memory is too small."
     ]
     for key, title in QUANTITIES:
         lines = [
@@ -85,7 +93,7 @@ def rungs_forward(record: Record) -> str:
             f"{cell(row[name]['forward_ms'])} ({row[name]['forward_ratio']:.1f}×)" for name in names
         ]
         lines.append([f"N = {row['length']:,}", *cells, cell(row[base]["forward_ms"])])
-    return markdown([f"forward ms, × of {base}", *names, base], lines)
+    return markdown([f"forward, ms (ratio to {base})", *names, base], lines)
 
 
 def _model(row: Record) -> str:
@@ -141,20 +149,20 @@ def training_losses(record: Record) -> str:
         found = row.get("differences", {})
         model = f"{row['preset']}, {row['precision']}, {row['steps']} steps"
         if row["precision"] == "float32":
-            lines.append([model, "our float32 from PyTorch's float32", f"{row['value']:.1e}"])
+            lines.append([model, "our float32 and PyTorch's float32", f"{row['value']:.1e}"])
             for name, text in (
-                ("ours from PyTorch float64", "our float32 from PyTorch's float64"),
-                ("PyTorch from PyTorch float64", "PyTorch's float32 from its float64"),
-                ("PyTorch, math attention", "PyTorch's two attentions from each other"),
+                ("ours from PyTorch float64", "our float32 and PyTorch's float64"),
+                ("PyTorch from PyTorch float64", "PyTorch's float32 and its float64"),
+                ("PyTorch, math attention", "PyTorch's float32 with fused and with math attention"),
             ):
                 if name in found:
                     lines.append([model, text, f"{found[name]:.1e}"])
         else:
             lines += [
-                [model, f"{side} bfloat16 from PyTorch's float32", f"{found[name]:.1e}"]
+                [model, f"{side} bfloat16 and PyTorch's float32", f"{found[name]:.1e}"]
                 for name, side in (("ours", "our"), ("PyTorch", "PyTorch's"))
             ]
-    head = ["model", "what differs", "largest relative difference of a loss"]
+    head = ["model", "compared losses", "largest relative difference"]
     return markdown(head, lines)
 
 
@@ -162,19 +170,21 @@ def cpu_calls(record: Record) -> str:
     """Return every call on the CPU in milliseconds beside PyTorch or NumPy."""
     lines = []
     for row in record["rows"]:
-        what, _, other = row["figure"].rpartition(" / ")
+        figure, _, other = row["figure"].removesuffix("'s").rpartition(" / ")
+        what = SHOWN.get(figure, figure)
         lines += [
-            [f"{what}: {call['call']}", cell(call["ms"]), f"{cell(call['their_ms'])} ({other})",
+            [what if call["call"] in ("a step", "a token") else f"{what}: {call['call']}",
+             cell(call["ms"]), f"{cell(call['their_ms'])} ({other})",
              f"{call['ratio']:.2f}"]
             for call in row["calls"]
         ]  # fmt: skip
-    return markdown(["ms", "ours", "other", "other / ours"], lines)
+    return markdown(["time, ms", "ours", "other", "other / ours"], lines)
 
 
 def cpu_costs(record: Record) -> str:
     """Return the figures of the CPU that have no other side."""
     lines = [
-        [what, f"{row['value']:.3g} {unit}"]
+        [SHOWN.get(what, what), f"{row['value']:.3g} {unit}"]
         for row in record["rows"]
         if not row["calls"]
         for what, _, unit in [row["figure"].rpartition(", ")]
@@ -189,7 +199,7 @@ def gradient_errors(record: Record) -> str:
         for row in record["rows"]
         if row["parameter"] != "attention.k_projection.bias"
     ]
-    return markdown(["relative root mean square of the error", "ours", "PyTorch"], lines)
+    return markdown(["relative root mean square error", "ours", "PyTorch"], lines)
 
 
 def lra_lengths(record: Record) -> str:

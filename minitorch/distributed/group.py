@@ -1,4 +1,4 @@
-"""The interface of groups of ranks that exchange arrays, whatever engine moves them."""
+"""The interface of groups of ranks that exchange arrays, for any engine that moves the arrays."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Group(ABC):
         return self
 
     def together(self) -> AbstractContextManager[Any]:
-        """Return a context in which sends and receives begin together, none of them before its end.
+        """Return a context whose sends and receives begin together, at the end of the context.
 
         A rank that both sends and receives must begin both operations in one context.  Otherwise, an engine
         may run them one after the other, and all ranks may wait for each other.
@@ -126,7 +126,7 @@ class Grid(NamedTuple):
 
 
 def grid(group: Group, data: int, ring: int) -> Grid:
-    """Arrange ranks in ``data`` rings of ``ring`` neighbours; every rank calls it.
+    """Arrange the ranks in ``data`` rings of ``ring`` ranks each; every rank must call this function.
 
     Args:
         group: All ranks.

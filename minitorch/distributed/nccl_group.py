@@ -1,4 +1,4 @@
-"""Groups over NCCL, for tensors on CUDA devices, with one process per device, its current one.
+"""Groups over NCCL, for tensors on CUDA devices: one process per device, its current device.
 
 Operations run on a separate stream, after the kernels launched before them and concurrently with later
 ones.  Kernels launched after :meth:`Transfer.wait` wait for the operation; the host does not.

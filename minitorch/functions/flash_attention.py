@@ -184,7 +184,7 @@ class FlashAttention(Function):
         """Check the call, compute out and lse, and keep them for the backward pass.
 
         Args:
-            ctx: Keeps the target, the problem, q, and all arrays of the call.
+            ctx: Stores the target (CPU or GPU), the problem, q, and all arrays of the call.
             q: (…, heads, seq_q, head_dim).
             k: (…, heads, seq_k, head_dim).
             v: (…, heads, seq_k, value_dim).

@@ -71,7 +71,7 @@ class Linear(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        """Return grad @ weightsᵀ, rowsᵀ @ grad and the sum of grad over rows, grad through GELU."""
+        """Return grad @ weightsᵀ, rowsᵀ @ grad and the sum of grad, after the backward of GELU."""
         shape, rows, weights, before, has_bias = ctx.saved_values
         grad = _as_rows(grad_output).to(rows.dtype).contiguous()
         drows, dweights, dbias = rows.f.linear_backward(

@@ -123,8 +123,8 @@ def linear_cross_entropy(
         weights: (width, classes), with any strides, such as a permuted embedding table.
         targets: (n,), class indices, a tensor or an array.
         bias: (classes,), or None.
-        rows: Number of rows whose logits are stored at a time; None stores about 2²⁷ logits.  It changes
-            the result by rounding only.
+        rows: Number of rows whose logits are stored at a time; None stores about 2²⁷ logits. This
+            number changes the result only by rounding.
 
     Returns:
         (1,), float32 for fp16 and bf16 operands.

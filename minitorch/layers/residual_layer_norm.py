@@ -1,4 +1,4 @@
-"""The operations between two branches of a transformer in one kernel: residual + dropout(x), and its norm.
+"""The operations between two branches of a transformer: residual + dropout(x), and the norm of this sum.
 
 Backends without such a kernel use a composed form, which is also the tests' reference.
 """

@@ -19,9 +19,10 @@ from .sequence_classifier import SequenceClassifier
 class DocumentClassifier(SequenceClassifier):
     """A bidirectional encoder with one attention query for each label.
 
-    The query of a label attends to all tokens of a document, so that a few tokens can decide, wherever they
-    are, and its result is scored by the label's own weights.  Documents are packed: they are read without
-    padding.  Position embeddings begin at 0, because only long documents reach the last ones.
+    The query of a label attends to all tokens of a document, so that a few tokens can decide,
+    wherever they are. Each label has its own weights, which turn the result of its query into a
+    logit. Documents are packed, without padding. Position embeddings are initialised with 0,
+    because only long documents reach the last positions.
 
     Args:
         n_vocab: Number of tokens in the vocabulary.

@@ -70,12 +70,12 @@ def _bounds(lengths: Any, shape: tuple[int, ...], keys: bool) -> npt.NDArray[np.
 class EncoderLM(Module):
     """A masked language model with the structure of BERT.
 
-    Token, position and segment embeddings with a layer norm, post-norm transformer layers without a causal
-    mask, and a head that predicts masked tokens: a linear layer, GELU, a layer norm, and logits with the
-    embedding table.
+    The model consists of token, position and segment embeddings with a layer norm, post-norm
+    transformer layers without a causal mask, and a head that predicts masked tokens: a linear
+    layer, GELU, a layer norm, and logits with the embedding table.
 
-    All methods take a batch in one of two forms.  *Padded*: ids (batch, seq) and ``lengths``, the number of
-    tokens of each sequence, or None if no sequence is shorter than seq.  *Packed*: ids (total,) of all
+    All methods take a batch in one of two forms.  Padded: ids (batch, seq) and ``lengths``, the number of
+    tokens of each sequence, or None if no sequence is shorter than seq.  Packed: ids (total,) of all
     sequences one after the other, and their ``lengths``, which sum to total or less: ids after the last
     sequence are padding, so that several batches can have the same total.  Both give the same results up to
     rounding; packed batches spend no computation on the padding of each sequence.

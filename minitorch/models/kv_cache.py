@@ -160,7 +160,7 @@ class LayerCache:
         return k._new(k._tensor.permute(1, 2, 0, 3)), v._new(v._tensor.permute(1, 2, 0, 3))
 
     def visible(self) -> Options:
-        """Return the options of attention for queries that :meth:`append` is about to append."""
+        """Return the options of attention for the positions that :meth:`append` will add."""
         if self.spot is None:
             return {"is_causal": True, "causal_offset": self.length}
         return {"is_causal": False, "attn_mask": self.spot.mask}
@@ -299,7 +299,7 @@ class KVCache:
     def repeated(self, count: int) -> KVCache:
         """Return a copy in which each text appears ``count`` times, one after the other.
 
-        Several continuations of a text thus compute its keys and values only once.
+        The keys and values of a text are thus computed only once for several continuations.
         """
         found = copy(self)
         found.layers = [layer.repeated(count) for layer in self.layers]

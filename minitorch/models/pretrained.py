@@ -1,4 +1,4 @@
-"""Read and write a language model as a folder of Hugging Face, in the layout of GPT-2 or of Llama."""
+"""Read and write a language model as a folder in Hugging Face format, with the layout of GPT-2 or Llama."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class _Branch(Module):
 
 
 class ReversibleSequence(Module):
-    """Blocks y₁ = x₁ + f(x₂), y₂ = x₂ + g(y₁), whose inputs follow from their outputs.
+    """Blocks y₁ = x₁ + f(x₂), y₂ = x₂ + g(y₁), whose inputs can be computed from their outputs.
 
     The backward pass starts from the outputs of the last block and computes x₂ = y₂ - g(y₁) and
     x₁ = y₁ - f(x₂), block by block.  Only one block's activations are in memory, whatever the depth, and f

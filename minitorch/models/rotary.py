@@ -73,10 +73,10 @@ def _swap(dims: int, dim: int) -> Any:
 
 
 class Rotary:
-    """Rotary positions: turn queries or keys of a head by angles proportional to their positions.
+    """Rotary positions: rotate queries or keys of a head by angles proportional to their positions.
 
-    Coordinates i and i + head_dim / 2 are a pair, as in Hugging Face's models.  The product of a turned
-    query and a turned key depends only on the distance between their positions.
+    Coordinates i and i + head_dim / 2 are a pair, as in Hugging Face's models. The product of a
+    rotated query and a rotated key depends only on the distance between their positions.
 
     Args:
         head_dim: Size of a query and of a key, an even number.

@@ -34,12 +34,14 @@ EMBEDDING_STD = 0.5
 class SequenceClassifier(Module):
     """A bidirectional transformer encoder with a linear head on the mean of its outputs.
 
-    Token and position embeddings, ``n_layer`` transformer layers, a layer norm, the mean over positions
-    that are not padding, and a linear layer.  With ``documents=2`` the same encoder reads two documents,
-    and the head sees [u, v, u ⊙ v, abs(u - v)] of their means u and v.
+    The model consists of token and position embeddings, ``n_layer`` transformer layers, a layer
+    norm, the mean over positions that are not padding, and a linear layer. With ``documents=2``,
+    the same encoder processes two documents, and the input of the head is [u, v, u ⊙ v, abs(u - v)]
+    for their means u and v.
 
-    Sequences of unequal length may be packed: ids (total,) of all of them one after the other, and their
-    ``lengths``.  No computation is then spent on padding.  Packing needs flash attention.
+    Sequences of unequal length may be packed: pass the ids of all sequences, one after the other,
+    as (total,), and their ``lengths``. No computation is then spent on padding. Packing needs flash
+    attention.
 
     Args:
         n_vocab: Number of tokens in the vocabulary; 256 for bytes and for pixels.
@@ -55,9 +57,10 @@ class SequenceClassifier(Module):
         attention_options: Options of an approximation, by name.
         pad_id: Token that pads shorter sequences.  It is masked as a key and left out of the mean.
             None if every token counts, as for pixels.
-        documents: Documents of an example: 1, or 2 for a pair.
-        side: Side of the square images whose pixels are the tokens, row by row.  The position embeddings
-            then begin as sines of rows and columns, rather than random; None for sequences.
+        documents: Number of documents per example: 1, or 2 for pairs.
+        side: Side of the square images whose pixels are the tokens, row by row. The position
+            embeddings are then initialised with sines of rows and columns instead of random
+            numbers. None for sequences.
         ln_eps: Added to the variance by the layer norms.
         recompute: Keep only the inputs of the layers for the backward pass, and recompute the rest; see
             :func:`minitorch.checkpoint`.

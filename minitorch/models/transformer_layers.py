@@ -63,10 +63,12 @@ class MultiHeadAttention(Module):
         use_fused_kernel: Accepted for published code and ignored: softmax is fused if possible.
         attention_dropout: Dropout probability of the attention weights, in training.
         attention_options: Options of an approximation, by name, such as ``{"num_features": 128}``.
-        n_kv_head: Number of heads of keys and values, a divisor of n_head: each serves a group of query
-            heads.  n_head when None.  A smaller number needs flash or naive attention.
+        n_kv_head: Number of heads of keys and values, a divisor of n_head; each of them is used by
+            a group of query heads. n_head when None. A smaller number needs flash or naive
+            attention.
         head_dim: Size of a head; n_embd / n_head when None.
-        rotary: Rotary positions, which turn queries and keys; None if the model adds position embeddings.
+        rotary: Rotary positions, which rotate queries and keys; None if the model adds position
+            embeddings.
         window: Number of positions that a position attends to, itself and those just before it; None for
             no limit.
         sinks: Whether each head learns a logit that only the softmax's denominator contains, so that a
@@ -178,7 +180,7 @@ class MultiHeadAttention(Module):
         # END TASK 5.10
 
     def turned(self, x: Tensor, cache: LayerCache | None) -> Tensor:
-        """Turn projected queries or keys by rotary positions, (batch, seq, heads · head_dim), if any."""
+        """Rotate projected queries or keys, (batch, seq, heads · head_dim), if positions are rotary."""
         if self.rotary is None:
             return x
         batch, seq, width = x.shape
@@ -314,8 +316,8 @@ class TransformerLayer(Module):
         feed_forward: "gelu", :class:`FeedForward`; or "swiglu", :class:`GatedFeedForward`.
         dtype: Dtype of the parameters; the default dtype when None.
         norm_dtype: Dtype of the parameters of the norms; ``dtype`` when None.
-        norm_first: Whether the norms precede the two parts, as in GPT-2; or follow the residual
-            connections, as in BERT.
+        norm_first: True places the norms before the two branches, as in GPT-2; False places them
+            after the residual connections, as in BERT.
 
     Raises:
         ValueError: For an unknown norm or feed-forward network; see also :class:`MultiHeadAttention`.

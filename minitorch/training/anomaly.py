@@ -39,7 +39,7 @@ class Site(NamedTuple):
         file: The user's file, that of the innermost frame outside the library.
         line: The line in it.
         name: The function that contains the line.
-        within: The library's lines between that one and the operation, outermost first.
+        within: The library's lines between that line and the operation, outermost first.
     """
 
     file: str
@@ -164,9 +164,9 @@ class detect_anomaly(Switch):
     - an infinity, if all inputs of the operation are finite: a division by zero, or an overflow.  A mask of
       minus infinities is not an anomaly, nor is the lse of a fully masked row.
 
-    Only results are checked: an intermediate overflow that ends as a finite number is not detected.  Each
-    result is read on the host, which synchronises with a GPU and is slow.  The environment variable
-    ``MINITORCH_DETECT_ANOMALY=1`` switches it on for a whole run.
+    Only results are checked: an intermediate overflow that ends as a finite number is not detected.
+    Each result is read on the host, which synchronises with a GPU and is slow. The environment
+    variable ``MINITORCH_DETECT_ANOMALY=1`` enables the detection for a whole run.
 
     Example:
         >>> with minitorch.detect_anomaly():

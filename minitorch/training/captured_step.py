@@ -76,7 +76,8 @@ class GraphStep:
     Args:
         fn: The function, which takes arrays and tensors and returns tensors on the device.
         warm_up: Number of eager calls before recording, at least 1.
-        most_shapes: Number of kinds of inputs that are captured, at least 1.
+        most_shapes: Number of different shapes and dtypes of the inputs that are captured, at least
+            1.
 
     Attributes:
         calls: Number of calls since creation or the last :meth:`reset`.

@@ -38,7 +38,7 @@ def save_checkpoint(path: str | os.PathLike[str], model: Module, config: dict[st
     """Write the parameters of a model and its configuration.
 
     The new file is written beside the old one, flushed to the disk, and renamed over it: whenever
-    the process is killed, one of the two is whole.
+    the process is killed, one of the two files is complete.
 
     Args:
         path: The path of the file.

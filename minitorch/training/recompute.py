@@ -1,6 +1,6 @@
 """Activation checkpointing: drop a function's intermediates after the forward pass, and recompute them.
 
-What remains is the *outline* of the graph: which function computed which variable from which others,
+What remains is the outline of the graph: which function computed which variable from which others,
 without data.  The backward pass walks the outline as it would walk the graph, and calls the functions of
 the recomputed graph.  Sums of gradients thus have the same order and the same bits.
 """

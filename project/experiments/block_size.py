@@ -111,15 +111,17 @@ def table(record: Record) -> str:
                 name,
                 f"{row['tile'][0]} x {row['tile'][1]}",
                 row["gb"],
-                timed_cell(row["ms"]) if row["ms"] else "cannot run here",
+                timed_cell(row["ms"]) if row["ms"] else "not available",
             ]
         )
     workload = record["workload"]
     text = (
-        f"forward, batch · heads {workload['batch_heads']}, N = {workload['length']}, "
-        f"d = {workload['head_dim']}, float32; meter and formula agree on {len(record['meter'])} calls"
+        f"Forward pass, batch × heads = {workload['batch_heads']}, N = {workload['length']}, "
+        f"d = {workload['head_dim']}, float32. Counted traffic equals the formula "
+        f"in {len(record['meter'])} calls."
     )
-    return f"{text}\n\n{markdown(['sweep', 'B_r x B_c', 'traffic GB', 'ms'], lines)}"
+    head = ["varied size", "tile B_r × B_c", "traffic, GB", "ms (quartiles)"]
+    return f"{text}\n\n{markdown(head, lines)}"
 
 
 def draw(figure: Any, results: list[Result]) -> None:
@@ -166,8 +168,8 @@ def draw(figure: Any, results: list[Result]) -> None:
 
 
 CAPTION = (
-    "Global traffic by formula, and time, when the rows or the columns of a tile are varied and "
-    "the other side is held. Bars are quartiles."
+    "Global traffic by formula, and time. Either the rows or the columns of a tile vary; the other "
+    "side is constant. Error bars are quartiles."
 )
 EXPERIMENT = Experiment(
     "block_size", __doc__, measure, table, draw, options=options, height=3.0, caption=CAPTION

@@ -190,20 +190,23 @@ def table(record: Record) -> str:
         )
     workload, peaks = record["workload"], record["peaks"]
     text = (
-        f"forward, batch · heads {workload['batch_heads']}, N = {workload['length']}, "
+        f"Forward pass, batch × heads = {workload['batch_heads']}, N = {workload['length']}, "
         f"d = {workload['head_dim']}, causal, dropout {workload['dropout_p']}, float32"
     )
     roof = (
-        f"measured peaks: {cell(peaks['tflops'])} TFLOP/s, {cell(peaks['gbs'])} GB/s; "
-        f"ridge at {cell(1e3 * peaks['tflops'] / peaks['gbs'])} FLOP a byte; without mask and dropout:"
+        f"Measured peaks: {cell(peaks['tflops'])} TFLOP/s and {cell(peaks['gbs'])} GB/s; the ridge is at "
+        f"{cell(1e3 * peaks['tflops'] / peaks['gbs'])} FLOP per byte. Calls without a mask or dropout:"
     )
     points = [
         [f"{row['name']}, {row['pass']}", timed_cell(row["ms"]), row["gb"], row["intensity"], row["tflops"],
          f"{row['tflops'] / peaks['tflops']:.0%}"]
         for row in record["rows"] if row["kind"] == "rung"
     ]  # fmt: skip
-    head = ["part", "ms", "of naive", "least GB", "GB/s"]
-    roof_head = ["rung, pass", "ms", "GB by formula", "FLOP a byte", "TFLOP/s", "of peak"]
+    head = ["part", "ms (quartiles)", "share of composed", "least traffic, GB", "GB/s"]
+    roof_head = [
+        "rung, pass", "ms (quartiles)", "traffic by formula, GB", "FLOP per byte", "TFLOP/s",
+        "share of peak",
+    ]  # fmt: skip
     return "\n\n".join([text, markdown(head, lines), roof, markdown(roof_head, points)])
 
 
@@ -265,9 +268,9 @@ def _draw_roofline(axes: Any, result: Result) -> None:
 
 
 CAPTION = (
-    "Above: the time of the parts of attention composed of tensor operations, beside one fused "
-    "kernel. Below: each rung on the roofline of the device, whose slope is the measured memory "
-    "bandwidth and whose flat part is the measured arithmetic peak."
+    "Above: the time of each part of attention composed of tensor operations, beside the time of "
+    "one fused kernel. Below: each rung on the roofline of the device. The slope of the roofline "
+    "is the measured memory bandwidth, and its flat part is the measured arithmetic peak."
 )
 EXPERIMENT = Experiment(
     "breakdown", __doc__, measure, table, draw, options=options, height=3.4, caption=CAPTION

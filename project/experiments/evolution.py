@@ -161,9 +161,9 @@ def worst(row: Record) -> float:
 
 def table(record: Record) -> str:
     """Return a line for each step."""
-    head = ["step", "passes over k", "over v"]
+    head = ["step", "passes over k", "passes over v"]
     head += [f"peak bytes, {length:,} keys" for length, _ in record["rows"][0]["peak_bytes"]]
-    head += ["scores without overflow", "error", "ms"]
+    head += ["scores without overflow", "largest error", "ms (quartiles)"]
     return markdown(
         head,
         (
@@ -208,8 +208,8 @@ def draw(figure: Any, results: list[Result]) -> None:
 
 CAPTION = (
     "Memory by the number of keys, and error by the largest score, for each step from a sum of "
-    "exponentials to the loop of FlashAttention. The dotted line marks where the first step "
-    "overflows."
+    "exponentials to the loop of FlashAttention. The dotted line marks the largest score before "
+    "the first step overflows."
 )
 EXPERIMENT = Experiment(
     "evolution", __doc__, measure, table, draw, devices=("cpu",), height=3.2, caption=CAPTION

@@ -146,7 +146,7 @@ def table(record: Record) -> str:
     """Return the table of errors, and that of speed where it was measured."""
     errors = [row for row in record["rows"] if "error" in row]
     text = f"{record['shape']}:\n\n" + markdown(
-        ["products", "root mean square error", "FlashAttention-3"],
+        ["precision", "root mean square error", "in the FlashAttention-3 paper"],
         ([row["contestant"], f"{row['error']:.1e}", f"{row['paper']:.1e}"] for row in errors),
     )
     timed = [row for row in record["rows"] if "tflops" in row]
@@ -165,7 +165,7 @@ def table(record: Record) -> str:
         ]
         for row in timed
     )
-    head = ["length", "bfloat16, TFLOP/s", *(f"{name} (times as fast)" for name in names)]
+    head = ["length", "bfloat16, TFLOP/s", *(f"{name} (ratio to bfloat16)" for name in names)]
     return f"{text}\n\n{markdown(head, lines)}"
 
 
@@ -187,8 +187,8 @@ def draw(figure: Any, results: list[Result]) -> None:
 
 
 CAPTION = (
-    "Root mean square error of the forward pass against float64, on normal numbers of which one in a "
-    "thousand is ten times as large, and the figures of the paper's table."
+    "Root mean square error of the forward pass against float64, beside the figures in the paper's "
+    "table. The inputs are normally distributed, and one number in a thousand is ten times as large."
 )
 EXPERIMENT = Experiment("float8", __doc__, measure, table, draw, height=3.4, caption=CAPTION)
 

@@ -295,8 +295,8 @@ def _is(row: Record, key: tuple[str, str]) -> bool:
 
 
 CAPTION = (
-    "Speed of the kernels of this library and of PyTorch's backends by case, in TFLOP/s of the "
-    "scores that the case leaves. A backend without a bar does not support the case."
+    "Speed of this library's kernels and of PyTorch's backends in each case, in TFLOP/s, which "
+    "count only unmasked scores. A backend without a bar does not support the case."
 )
 EXPERIMENT = Experiment(
     "peers", __doc__, measure, table, draw, options=options, height=4.6, caption=CAPTION

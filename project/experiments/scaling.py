@@ -318,8 +318,8 @@ def table(record: Record) -> str:
     """Return what was measured beside the model, and what it predicts."""
     rows, machine = record["rows"], record["machine"]
     weak = {(row["ranks"], row["tokens"]): x for row, x in weak_rows(rows)}
-    head = ["ranks", "tokens", "forward, ms", "model", "backward, ms", "model", "model's error",
-            "efficiency, strong", "weak"]  # fmt: skip
+    head = ["ranks", "tokens", "forward, ms", "forward, model", "backward, ms", "backward, model",
+            "error of the model", "strong efficiency", "weak efficiency"]  # fmt: skip
     lines = [
         [
             row["ranks"], f"{row['tokens']:,}",
@@ -399,8 +399,8 @@ def draw(figure: Any, results: list[Result]) -> None:
 
 CAPTION = (
     "Above: time of ring attention, forward and backward, on ranks of one thread each; points are "
-    "measured, lines are the fitted model. Below: the part of the time in which a GPU waits for keys and "
-    "values, as the model predicts it."
+    "measured, lines are the fitted model. Below: the share of the time in which a GPU waits for keys "
+    "and values, as predicted by the model."
 )
 EXPERIMENT = Experiment(
     "scaling", __doc__, measure, table, draw, devices=("cpu",), options=options, caption=CAPTION

@@ -159,8 +159,8 @@ def table(record: Record) -> str:
     properties = markdown(
         [
             "step",
-            "reads of an element",
-            "writes",
+            "reads per element",
+            "writes per element",
             f"overflow: {record['searched']} equal elements of more than",
         ],
         (
@@ -172,7 +172,7 @@ def table(record: Record) -> str:
             for step, value in record["largest"].items()
         ),
     )
-    head = ["length", *(f"{step}, ms (GB/s)" for step in READS), "safe / online (quartiles)"]
+    head = ["length", *(f"{step}, ms (GB/s)" for step in READS), "time of safe / online (quartiles)"]
     lines = (
         [
             f"{row['length']:,}",
@@ -215,8 +215,8 @@ def draw(figure: Any, results: list[Result]) -> None:
 
 
 CAPTION = (
-    "Time of one softmax by the length of a row, and the ratio of safe to online softmax. The "
-    "dashed line is the ratio of the elements that the two move."
+    "Time of one softmax by the length of a row, and the time of safe softmax divided by that of "
+    "online softmax. The dashed line is the same ratio for the number of elements read and written."
 )
 EXPERIMENT = Experiment(
     "softmax_ladder", __doc__, measure, table, draw, height=3.0, caption=CAPTION

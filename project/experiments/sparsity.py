@@ -114,7 +114,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 def table(record: Record) -> str:
     """Return a line for each mask, the sparsest first."""
-    head = ["mask", "tiles visited", "forward, ms", "of dense", "backward, ms", "of dense"]
+    head = ["mask", "tiles visited", "forward, ms", "share of dense", "backward, ms", "share of dense"]
     return markdown(
         head,
         (
@@ -163,7 +163,7 @@ def draw(figure: Any, results: list[Result]) -> None:
 
 CAPTION = (
     "Time by the fraction of tiles that a block mask lists, on logarithmic axes. The dashed "
-    "lines are the dense call's time multiplied by that fraction."
+    "lines show the time of the dense call multiplied by that fraction."
 )
 EXPERIMENT = Experiment("sparsity", __doc__, measure, table, draw, caption=CAPTION)
 

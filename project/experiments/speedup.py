@@ -183,10 +183,10 @@ def table(record: Record) -> str:
                     line.append("left out")
                     continue
                 beside = row.get("speedup", {}).get(name)
-                times = f", {beside[quantity]['median']:.1f} ×" if beside else ""
+                times = f" ({beside[quantity]['median']:.1f}×)" if beside else ""
                 line.append(f"{cell(row[name][quantity]['median'])}{times}")
             lines.append(line)
-        shown.append(markdown([f"{quantity}, ms, × of {names[-1]}", *names], lines))
+        shown.append(markdown([f"{quantity}, ms (ratio to {names[-1]})", *names], lines))
     return "\n\n".join(shown)
 
 
@@ -236,8 +236,8 @@ def draw(figure: Any, results: list[Result]) -> None:
 
 
 CAPTION = (
-    "Time of a call by length, and how many times the time of flash attention each baseline "
-    "takes. A dotted line is a forward pass without a graph; a solid one is forward and backward "
+    "Time of a call by length, and the ratio of each baseline's time to that of flash attention. "
+    "A dotted line is a forward pass without a graph; a solid line is forward and backward "
     "together. The stars are the figures of the published course's report."
 )
 EXPERIMENT = Experiment(

@@ -313,7 +313,7 @@ def table(record: Record) -> str:
         if row["kind"] == "curves":
             head = [
                 f"context {row['context']}, batch {row['batch']}", "tokens/s", "peak MB",
-                "last losses", f"largest difference from {FLASH}",
+                f"median of the last {BLOCK} losses", f"largest difference from {FLASH}",
             ]  # fmt: skip
             lines = [
                 [
@@ -323,8 +323,8 @@ def table(record: Record) -> str:
                 for name, one in row["runs"].items()
             ]  # fmt: skip
             shown.append(markdown(head, lines))
-    head = ["context, batch", "tokens", "held-out loss", f"{FLASH}, tokens/s", "MB"]
-    head += [f"{NAIVE}, tokens/s", "MB", f"{FLASH} / {NAIVE}"]
+    head = ["context, batch", "tokens", "held-out loss", f"{FLASH}, tokens/s", f"{FLASH}, MB"]
+    head += [f"{NAIVE}, tokens/s", f"{NAIVE}, MB", f"speed, {FLASH} / {NAIVE}"]
     lines = []
     for row in contexts_of(record["rows"]):
         own, naive = row["runs"][FLASH], row["runs"].get(NAIVE)
@@ -386,8 +386,8 @@ def draw(figure: Any, results: list[Result]) -> None:
 
 
 CAPTION = (
-    "Loss of the same model with naive and with flash attention, whose curves coincide; "
-    "speed by context; and held-out loss by context."
+    "Loss of one model, trained with naive and with flash attention (the curves coincide); speed "
+    "by context length; and held-out loss by context length."
 )
 EXPERIMENT = Experiment("training", __doc__, measure, table, draw, height=2.7, caption=CAPTION)
 

@@ -44,11 +44,11 @@ def block_sparse(
 ) -> Tensor:
     """Compute exact attention to the keys in the visible blocks of a pattern; other tiles are never read.
 
-    o_i = Σ_j softmax_j(scale q_i·k_j) v_j over the j whose block is visible to the block of i.  With the
-    butterfly pattern, blocks a and b see each other if a = b or a and b differ in one bit, so that a row of
-    n blocks visits 1 + log2 n of them.  In the pattern "dilated", each head attends to every fourth block,
-    starting from a different one: an evenly spaced sample, so that a model trained with exact attention
-    keeps part of its quality.
+    o_i = Σ_j softmax_j(scale q_i·k_j) v_j over the j whose block is visible to the block of i. With
+    the butterfly pattern, blocks a and b are visible to each other if a = b or if a and b differ in
+    one bit, so that a row of n blocks visits 1 + log2 n of them. In the pattern "dilated", each
+    head attends to every fourth block, starting from a different one: an evenly spaced sample, so
+    that a model trained with exact attention keeps part of its quality.
 
     Args:
         q: (…, heads, seq_q, head_dim).

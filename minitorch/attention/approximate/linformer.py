@@ -122,6 +122,6 @@ class Linformer(Module):
         self.project_k, self.project_v = Parameter(first), Parameter(second)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Attend; see :func:`linformer`."""
+        """Compute attention; see :func:`linformer`."""
         own = {"project_k": self.project_k.value, "project_v": self.project_v.value}
         return linformer(q, k, v, **own, **options)

@@ -113,9 +113,10 @@ def performer(
         TypeError: If an operand is not a tensor, or the operands differ in dtype or backend.
         ValueError: If a shape does not fit, or for an option that the method does not support.
 
-    Features of keys are scaled by their maximum over the whole sequence.  In the causal form this maximum
-    may belong to a later key, beside which the features of all visible keys underflow.  If scores differ by
-    more than 40 in float32, or 350 in float64, early positions tend to the mean of their visible values.
+    Features of keys are scaled by their maximum over the whole sequence. In the causal form this
+    maximum may belong to a later key, compared with which the features of all visible keys
+    underflow. If scores differ by more than 40 in float32, or 350 in float64, early positions tend
+    to the mean of their visible values.
 
     Source: Choromanski et al., Rethinking attention with Performers (2021), lemma 1.
     """
@@ -179,7 +180,7 @@ class Performer(Module):
         self.calls = 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Attend; see :func:`performer`."""
+        """Compute attention; see :func:`performer`."""
         draw = self.calls // self.redraw_every if self.redraw_every else 0
         self.calls += self.training
         return performer(

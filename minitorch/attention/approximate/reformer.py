@@ -45,11 +45,12 @@ def reformer(
 ) -> Tensor:
     """Compute exact attention within chunks of positions sorted by hash, and to the chunk before each.
 
-    Keys are the queries, normalised: k_j = q_j / ‖q_j‖.  In each round a random matrix R gives position i
-    the bucket argmax([q_i R; -q_i R]).  Positions are sorted by bucket and then by position, and cut into
-    chunks of ``chunk``.  A position attends to the positions of its chunk and of the chunk before, whatever
-    their buckets, but to itself only if it sees no other.  The rounds are merged by their log-sum-exp, and
-    a key that is visible in several of them counts several times, as in the authors' code.
+    Keys are the queries, normalised: k_j = q_j / ‖q_j‖. In each round a random matrix R gives
+    position i the bucket argmax([q_i R; -q_i R]). Positions are sorted by bucket and then by
+    position, and cut into chunks of ``chunk``. A position attends to the positions of its chunk and
+    of the chunk before, whatever their buckets, but to itself only if no other position is visible.
+    The rounds are merged by their log-sum-exp, and a key that is visible in several of them counts
+    several times, as in the authors' code.
 
     Args:
         q: (…, heads, seq, head_dim).

@@ -199,7 +199,9 @@ def torch_operator(record: Record) -> str:
         cells = [cell(None if ms is None else ms["median"]) for ms in times]
         lines.append([what, *cells, f"{row['ratio']['median']:.2f}"])
     heads = [name.removesuffix("_ATTENTION") for name in names]
-    return markdown(["forward and backward, bfloat16, ms", *heads, "fastest other's time / ours"], lines)
+    return markdown(
+        ["forward and backward, bfloat16, ms", *heads, "fastest other's time / ours"], lines
+    )
 
 
 def accuracy(record: Record) -> str:

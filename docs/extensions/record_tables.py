@@ -206,7 +206,9 @@ def lra_lengths(record: Record) -> str:
     """Return the time of nine attentions by length, and from which length on each is faster than flash."""
     precision = record.get("precision", "float32")
     call = f"batch 1, {record['heads']} heads, head_dim {record['head_dim']}, {precision}, no mask"
-    return f"{call}. A dash means that there was not enough memory.\n\n{lengths_table(record['rows'])}"
+    return (
+        f"{call}. A dash means that there was not enough memory.\n\n{lengths_table(record['rows'])}"
+    )
 
 
 def _dashes(record: Record) -> str:

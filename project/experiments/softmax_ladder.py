@@ -172,7 +172,11 @@ def table(record: Record) -> str:
             for step, value in record["largest"].items()
         ),
     )
-    head = ["length", *(f"{step}, ms (GB/s)" for step in READS), "time of safe / online (quartiles)"]
+    head = [
+        "length",
+        *(f"{step}, ms (GB/s)" for step in READS),
+        "time of safe / online (quartiles)",
+    ]
     lines = (
         [
             f"{row['length']:,}",

@@ -114,7 +114,14 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 def table(record: Record) -> str:
     """Return a line for each mask, the sparsest first."""
-    head = ["mask", "tiles visited", "forward, ms", "share of dense", "backward, ms", "share of dense"]
+    head = [
+        "mask",
+        "tiles visited",
+        "forward, ms",
+        "share of dense",
+        "backward, ms",
+        "share of dense",
+    ]
     return markdown(
         head,
         (

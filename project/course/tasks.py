@@ -246,10 +246,10 @@ TASKS = (
     ),
     Task(
         "5.4", "Algorithm 1 as a CUDA kernel", 15,
-        "Write three kernels: all of Algorithm 0; the online softmax of Algorithm 1, where each thread "
-        "computes whole rows; and lines 10 to 13, 15 and 16 of the kernel flash1, where the threads of a "
-        "block share a tile. Put a barrier between one thread's write and another thread's read. The "
-        "guide has a table of the helpers.",
+        "Complete three kernels: Algorithm 0, where each thread computes a row; Algorithm 1, where each "
+        "thread computes a row; and flash1, Algorithm 1 with the threads of a block sharing a tile, of "
+        "which you write lines 10 to 13, 15 and 16. Put a barrier between one thread's write and another "
+        "thread's read. The page on the kernels has a table of the helpers.",
         FLASH, simulator=True,
     ),
     Task(
@@ -274,8 +274,8 @@ TASKS = (
     Task(
         "5.8", "Traffic, and a budget", 10,
         "Go through the loops of a kernel with pencil and paper. How often is each array read and "
-        "written, and in which tiles? Check the formulas against the meter. Then use the formulas to "
-        "choose a tile.",
+        "written, and in which tiles? Compare your formulas with the traffic that the simulator "
+        "measures. Then use them to choose a tile.",
         TRAFFIC, needs=("5.4", "5.7"), free=2, simulator=True, metered=True,
     ),
     Task(

@@ -222,7 +222,7 @@ def forward_kernel(
                 load_tile(thread, threads, q, b, h, row, rows, head_dim, q_tile)
                 load_tile(thread, threads, out, b, h, row, rows, value_dim, o_tile)
                 cuda.syncthreads()  # K_j, Q_i are complete before any thread multiplies them
-                # TASK 5.4: Lines 10 to 13, a barrier wherever another thread reads what was written.
+                # TASK 5.4: Lines 10 to 13 and 16; a barrier wherever another thread reads what was written.
                 for e in range(thread, rows * block_k, threads):
                     r, c = e // block_k, e % block_k
                     if c < cols:

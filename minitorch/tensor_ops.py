@@ -48,15 +48,13 @@ class TensorOps(Widening):
     """
 
     cuda = False
-    #: Builds the loop of a function, which takes storage, shape and strides of each tensor; see
-    #: ``tensor_map``.
+    #: Builds the loop of a function over storage, shape and strides of each tensor; see ``tensor_map``.
     make_map: Callable[..., Any]
     make_zip: Callable[..., Any]
     make_reduce: Callable[..., Any]
     #: Cached products by the layouts of their operands; each backend has its own.
     _products: Kinds
-    #: The memory of storages.  The attribute ``target`` selects the kernels of attention; see
-    #: kernels/rungs.py.
+    #: The memory of storages, and the target of attention's kernels; see kernels/rungs.py.
     memory: Memory = HostMemory()
     target = "numpy"
     #: Fused kernels of the layers of module 4, or None if there are only composed forms.

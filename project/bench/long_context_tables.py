@@ -64,6 +64,6 @@ def bert_table(record: Record) -> str:
         ])  # fmt: skip
     head = [
         "context", "padding", "packed, ms/step", "padded, ms/step", "PyTorch, ms/step",
-        "speedup: packed / padded", "packed / PyTorch", "padded / PyTorch",
+        "speedup: packed over padded", "packed over PyTorch", "padded over PyTorch",
     ]  # fmt: skip
     return markdown(head, lines)

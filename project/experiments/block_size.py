@@ -117,8 +117,8 @@ def table(record: Record) -> str:
     workload = record["workload"]
     text = (
         f"Forward pass, batch × heads = {workload['batch_heads']}, N = {workload['length']}, "
-        f"d = {workload['head_dim']}, float32. Counted traffic equals the formula "
-        f"in {len(record['meter'])} calls."
+        f"d = {workload['head_dim']}, float32. The traffic was counted in "
+        f"{len(record['meter'])} calls, and equals the formula in all of them."
     )
     head = ["varied size", "tile B_r × B_c", "traffic, GB", "ms (quartiles)"]
     return f"{text}\n\n{markdown(head, lines)}"

@@ -319,7 +319,7 @@ def table(record: Record) -> str:
     rows, machine = record["rows"], record["machine"]
     weak = {(row["ranks"], row["tokens"]): x for row, x in weak_rows(rows)}
     head = ["ranks", "tokens", "forward, ms", "forward, model", "backward, ms", "backward, model",
-            "error of the model", "strong efficiency", "weak efficiency"]  # fmt: skip
+            "error of the model, both passes", "strong efficiency", "weak efficiency"]  # fmt: skip
     lines = [
         [
             row["ranks"], f"{row['tokens']:,}",
@@ -330,9 +330,10 @@ def table(record: Record) -> str:
         for row in rows
     ]  # fmt: skip
     fit = (
-        f"The model has {machine['forward'] / 1e9:.3g} GFLOP/s forward and "
-        f"{machine['backward'] / 1e9:.3g} backward per rank, {machine['call'] * 1e6:.3g} µs per call, "
-        f"alpha = {machine['latency'] * 1e6:.3g} µs and beta = {machine['bandwidth'] / 1e9:.3g} GB/s."
+        f"The fitted model has {machine['forward'] / 1e9:.3g} GFLOP/s per rank in the forward pass and "
+        f"{machine['backward'] / 1e9:.3g} in the backward pass, a fixed cost of {machine['call'] * 1e6:.3g} µs per "
+        f"call, and messages with a latency of {machine['latency'] * 1e6:.3g} µs and a bandwidth of "
+        f"{machine['bandwidth'] / 1e9:.3g} GB/s."
     )
     found = record["predicted"]
     by_place = {(x["link"], x["tokens"], x["gpus"]): x for x in found}

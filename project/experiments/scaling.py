@@ -329,12 +329,12 @@ def table(record: Record) -> str:
         ]
         for row in rows
     ]  # fmt: skip
-    fit = (
-        f"The fitted model has {machine['forward'] / 1e9:.3g} GFLOP/s per rank in the forward pass and "
-        f"{machine['backward'] / 1e9:.3g} in the backward pass, a fixed cost of {machine['call'] * 1e6:.3g} µs per "
-        f"call, and messages with a latency of {machine['latency'] * 1e6:.3g} µs and a bandwidth of "
-        f"{machine['bandwidth'] / 1e9:.3g} GB/s."
-    )
+    rates = f"{machine['forward'] / 1e9:.3g} GFLOP/s per rank in the forward pass and "
+    rates += f"{machine['backward'] / 1e9:.3g} in the backward pass"
+    link = f"a latency of {machine['latency'] * 1e6:.3g} µs and a bandwidth of "
+    link += f"{machine['bandwidth'] / 1e9:.3g} GB/s"
+    cost = f"a fixed cost of {machine['call'] * 1e6:.3g} µs per call"
+    fit = f"The fitted model has {rates}, {cost}, and messages with {link}."
     found = record["predicted"]
     by_place = {(x["link"], x["tokens"], x["gpus"]): x for x in found}
     gpus = sorted({x["gpus"] for x in found})

@@ -130,7 +130,7 @@ def make_forward(real):
             item: Number of (batch, head) times the tiles of the table, plus the number of the tile.
         """
         o = settings[0]
-        # by value: LLVM must assume that a store to a tile may change the record
+        # a copy: behind a pointer, LLVM must assume that any store to a tile changes it
         lower, upper, block_q, block_k = o.lower, o.upper, o.block_q, o.block_k
         # 3: for 1 <= i <= T_r, every head at once
         flat = item // o.tiles

@@ -77,7 +77,7 @@ def make_backward(real):
                 the last part, which has the most visible keys in a causal call, comes first.
         """
         o = settings[0]
-        # by value: LLVM must assume that a store to a tile may change the record
+        # a copy: behind a pointer, LLVM must assume that any store to a tile changes it
         lower, upper, block_q, block_k = o.lower, o.upper, o.block_q, o.block_k
         batch_heads = o.q.shape[0] * o.q.shape[1]
         flat, part = item % batch_heads, o.parts - 1 - item // batch_heads

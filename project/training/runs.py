@@ -183,18 +183,18 @@ def report(result: dict[str, Any], args: argparse.Namespace) -> None:
         compute, waiting, overlapped = (float(np.mean([x[key] for x in ranks])) for key in ranks[0])
         least = min(range(len(ranks)), key=lambda rank: ranks[rank]["waiting"])
         print(
-            f"ranks          a step computes for {compute:.1f} ms, with transfers under way for "
-            f"{overlapped:.1f} ms of them, and waits for {waiting:.1f} ms; rank {least} waits least, "
-            f"{ranks[least]['waiting']:.1f} ms: the others wait for it"
+            f"ranks          per step, {compute:.1f} ms computing (transfers under way for {overlapped:.1f} ms "
+            f"of it) and {waiting:.1f} ms waiting; rank {least} waits least ({ranks[least]['waiting']:.1f} ms), "
+            "so the others wait for it"
         )
     if result["utilisation"] is not None:
         print(
             f"utilisation    {result['utilisation']:.1%} of {result['peak_tflops']:g} TFLOP/s, at "
-            f"{result['flops_per_token']:.3g} operations a token by the book"
+            f"{result['flops_per_token']:.3g} operations per token, by the textbook count"
         )
     if result["by_clock"]:
         print(
-            f"clock          shortened the run: {result['steps']} of {args.steps} steps; a larger "
+            f"time limit     shortened the run: {result['steps']} of {args.steps} steps; a larger "
             f"--max-seconds, now {args.max_seconds:g}, gives them all"
         )
 

@@ -269,7 +269,7 @@ def forward_kernel(
                         r, c = e // block_k, e % block_k
                         if c < cols:
                             s[r, c] *= kept(Place(b, h, batch, head, row + r, col + c), extras)
-                    cuda.syncthreads()  # all of P~ is dropped before a thread reads a row of it
+                    cuda.syncthreads()  # dropout is applied to all of P~ before a thread reads a row of it
                     # END TASK 5.6
                 # TASK 5.4: Line 15: P~ V_j and the old O_i, weighted.
                 # 15: write O_i = diag(l_new)^-1 (diag(l) e^(m - m_new) O_i + e^(m~ - m_new) P~ V_j)

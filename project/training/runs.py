@@ -182,10 +182,11 @@ def report(result: dict[str, Any], args: argparse.Namespace) -> None:
     if ranks := result["ranks_ms"]:
         compute, waiting, overlapped = (float(np.mean([x[key] for x in ranks])) for key in ranks[0])
         least = min(range(len(ranks)), key=lambda rank: ranks[rank]["waiting"])
+        shortest = ranks[least]["waiting"]
         print(
-            f"ranks          per step, {compute:.1f} ms computing (transfers under way for {overlapped:.1f} ms "
-            f"of it) and {waiting:.1f} ms waiting; rank {least} waits least ({ranks[least]['waiting']:.1f} ms), "
-            "so the others wait for it"
+            f"ranks          per step, {compute:.1f} ms computing (transfers under way for "
+            f"{overlapped:.1f} ms of it) and {waiting:.1f} ms waiting; rank {least} waits least "
+            f"({shortest:.1f} ms), so the others wait for it"
         )
     if result["utilisation"] is not None:
         print(

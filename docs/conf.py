@@ -57,6 +57,7 @@ _OPERATOR = "kernels.interop.torch"
 autodoc_mock_imports = ["torch", f"{_OPERATOR}.custom_operators", f"{_OPERATOR}.eager"]
 python_maximum_signature_line_length = 100  # of a longer one each parameter has a line
 default_role = "code"  # `x` in a docstring is code, as in Markdown
+strip_signature_backslash = True  # so that napoleon keeps the underscore of a name such as compile_
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True

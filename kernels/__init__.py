@@ -174,7 +174,7 @@ def dropout_mask(
         ValueError: If an argument is out of range.
 
     Source: Philox4x32-7, keyed by the seed; the counter is (column / 8, row, batch · heads + head), and
-    each half of the four words of a counter decides one column.  Attention multiplies the kept
+    a counter yields four words, whose eight halves decide one column each.  Attention multiplies the kept
     probabilities by ``kernels.common.philox.keep_scale(dropout_p)``.
     """
     check_types(dropout_p=dropout_p, seed=seed)

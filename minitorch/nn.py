@@ -22,7 +22,7 @@ from .tensor_functions import Max
 from .tensor_ops import normalize_dim
 from .tensors.factories import from_numpy, rand, tensor
 
-#: The published name of the maximum over a dimension, on the fast backend; see :func:`max`.
+#: The published course's name of the maximum over a dimension, on the fast backend; see :func:`max`.
 max_reduce = FastOps.reduce(operators.max, -1e9)
 
 

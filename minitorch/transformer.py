@@ -56,8 +56,8 @@ class DecoderLM(Module):
         ln_eps: Added to the variance, or to the mean square, by the norms.
         bias: Whether the linear layers have a bias.
         backend: Backend of the parameters.
-        use_fused_kernel: Accepted for published code and ignored.
-        use_flash_attention: The published flag; True selects "flash".
+        use_fused_kernel: Accepted for code of the published course and ignored.
+        use_flash_attention: The published course's flag; True selects "flash".
         n_layer: Number of transformer layers, named ``t_layer_1`` and so on.
         attention: "flash", the fused kernel; "naive", composed of tensor operations; or an approximation
             that can be causal, such as "local".  A cache needs one of the first two.
@@ -87,8 +87,8 @@ class DecoderLM(Module):
     Attributes:
         precision: The policy, or None.
         rotary: The rotary positions of all layers, or None.
-        places: A function that returns the positions of a given number of tokens, if these tokens
-            are a part of a longer sequence; None if they are its beginning.
+        places: If the model reads only a part of each sequence, a function from the number of tokens to
+            their positions in the whole sequence; None if the tokens start at position 0.
         eos_token_id: The token that ends a text, or None; :meth:`from_pretrained` sets it.
 
     Raises:

@@ -96,6 +96,7 @@ def option_costs(record: Record) -> str:
     """Return the time of calls with an option, divided by that of a plain call."""
     rows = _rows(record, "options")
     plain = {row["head_dim"]: row for row in rows if row["case"] == "dense"}
+    rows += [row for row in _rows(record, "masks") if row["case"] == "dropout"]
 
     def cost(case: str, head_dim: int, direction: str) -> str:
         row = next(row for row in rows if (row["case"], row["head_dim"]) == (case, head_dim))

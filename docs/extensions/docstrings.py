@@ -16,7 +16,13 @@ def as_rst(lines: list[str]) -> list[str]:
     """Return lines in which stars and bars are themselves, and a kernel's header is a list of fields."""
     is_kernel = any(line.startswith("Computes: ") for line in lines)
     result = []
+    code = -1  # the indentation of the line before a block of code, or -1 outside of one
     for line in lines:
+        indent = len(line) - len(line.lstrip())
+        if code >= 0 and (indent > code or not line.strip()):
+            result.append(line)
+            continue
+        code = indent if line.endswith("::") else -1
         parts = LITERAL.split(line)
         parts[::2] = [re.sub(r"([*|])", r"\\\1", text) for text in parts[::2]]
         line = "".join(parts)

@@ -212,9 +212,13 @@ def lra_lengths(record: Record) -> str:
 
 
 def _dashes(record: Record) -> str:
-    """Return what a dash stands for, and the record's note if it has one."""
-    note = f"; {record['note']}" if "note" in record else ""
-    return f"A dash means not measured{note}."
+    """Return what a dash stands for, and how the record was timed if it says so."""
+    if "interleaved" not in record.get("note", ""):
+        return "A dash means not measured."
+    return (
+        "Times are medians of interleaved rounds, in which every step uses the same batch; a warm-up run "
+        "is not counted. A dash means not measured."
+    )
 
 
 def lra_results(record: Record) -> str:

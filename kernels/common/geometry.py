@@ -92,6 +92,6 @@ def same(function: Any) -> Any:
     return function
 
 
-#: The same functions for plain Python.
+#: The functions of :func:`make_geometry` for plain Python.
 PLAIN = make_geometry(same)
 ceil_div = PLAIN.ceil_div

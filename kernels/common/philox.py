@@ -149,5 +149,5 @@ def keep_scale(rate: float) -> float:
     return 2**HALF / kept if kept else 1.0
 
 
-#: The same functions for plain Python.
+#: The functions of :func:`make_philox` for plain Python.
 PLAIN = make_philox(same)

@@ -57,7 +57,7 @@ class Problem:
         diagonal: ``causal_offset`` if there are slopes: ALiBi's distance is |row + diagonal - col|.
         rung: Name of the requested kernel, or "auto".
         precision: Name of the format in which products may be computed: that of ``dtype``, unless the call
-            permits a lower one, such as "tf32", or requests one of ``float8.FLOAT8``.
+            permits a lower one, such as "tf32", or requests float8 products.
         deterministic: Whether gradients must be bitwise reproducible.
         groups: Number of adjacent query heads that share one head of k and v.
         softcap: Scores become cap · tanh(score / cap); 0 turns it off.
@@ -239,9 +239,9 @@ def make_problem(
         scale: Factor of the scores; 1/sqrt(head_dim) when None.
         enable_gqa: Let groups of adjacent query heads share one head of k and v; the number of query heads
             must be a multiple of the number of heads of k and v.
-        causal_offset: Shift of the diagonal: with ``is_causal``, row ``row`` attends to columns up to
+        causal_offset: Shift of the diagonal: with ``is_causal``, query ``row`` attends to columns up to
             ``row + causal_offset``; seq_k - seq_q aligns it bottom-right.
-        window_size: (left, right): row ``row`` attends to columns from ``row + causal_offset - left`` to
+        window_size: (left, right): query ``row`` attends to columns from ``row + causal_offset - left`` to
             ``row + causal_offset + right``, both inclusive; -1 is unbounded.
         softcap: Scores become cap · tanh(score / cap); 0 turns it off.
         alibi_slopes: (heads,) or (batch, heads): slope · |row + causal_offset - col| is subtracted from
@@ -259,8 +259,8 @@ def make_problem(
             ``minitorch.manual_seed``.
         precision: For float32 operands, a lower precision that matrix products may use where a rung is
             faster with it: "tf32" (11 bits of significand), "bfloat16" or "float16".  Sums stay in float32.
-            A rung without such products computes in "float32", which None also selects.  Tensor cores then
-            compute each float32 product as a sum of several float16 products.  For fp16 and bf16 operands,
+            None selects "float32", as do rungs without such products.  In "float32", tensor cores compute
+            each product as a sum of several float16 products.  For fp16 and bf16 operands,
             "float8_e4m3" rounds q, k, v and the probabilities to 4 bits of significand.  It supports only
             the forward pass and few options; the suffixes "+hadamard", "+blocks" and "+blocks+hadamard"
             reduce the error.

@@ -54,7 +54,7 @@ def takes_attention_options(function: _Function) -> _Function:
     entries of ``make_problem`` replace ``args`` and ``options``.
 
     Args:
-        function: A function that passes both to :func:`by_name`.
+        function: A function whose body passes ``args`` and ``options`` to :func:`by_name`.
     """
     own = inspect.signature(function)
     lead = [p for p in own.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]

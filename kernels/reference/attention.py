@@ -109,7 +109,7 @@ def mask_gradient(problem: Problem, operands: Operands, dmask: Array) -> None:
 
 
 def sink_gradient(problem: Problem, operands: Operands, dsink: Array) -> None:
-    """Fill the gradient of the sinks, which is dS of a key whose value, and hence dP, is 0.
+    """Fill the gradient of the sinks: the sum over the rows of dS of a key whose value, so dP, is 0.
 
     Args:
         problem: The checked call.

@@ -132,7 +132,7 @@ def _score(q: Array, key: Array, scale: float) -> Any:
     return key @ q * q.dtype.type(scale)
 
 
-#: The steps by name, in their order.
+#: The steps by name.
 STEPS: dict[str, Callable[..., Array]] = {
     "sum of exponentials": sum_of_exponentials,
     "maximum first": maximum_first,

@@ -194,7 +194,7 @@ class BlockMask:
     def tile_patterns(
         self, block_q: int, block_k: int, by_keys: bool, pack: Callable[[Any], Any]
     ) -> tuple[Any, list[Any]]:
-        """Return the pattern of each tile of :meth:`tile_list`, and the packed patterns.
+        """Return 0 or 1 + the index of a pattern, for tiles of :meth:`tile_list`, and packed patterns.
 
         Args:
             block_q: Query rows of a kernel's tile.

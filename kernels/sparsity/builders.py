@@ -59,7 +59,7 @@ def strided(
     block_size: Any = 64,
     is_causal: bool = True,
 ) -> Layout:
-    """Make the last ``stride`` blocks visible, and all blocks at a distance that is a multiple of it.
+    """Make the ``stride`` preceding blocks visible, and those at distances that are multiples of it.
 
     Args:
         seq_q: Query rows.

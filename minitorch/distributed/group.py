@@ -81,7 +81,10 @@ class Group(ABC):
 
     @abstractmethod
     def all_to_all(self, array: Any, out: Any) -> Transfer:
-        """Fill ``out[i]`` with ``array[rank]`` of rank i; ``rank`` is the caller's, both are (size, …)."""
+        """Fill ``out[i]`` with row ``rank`` of the array of rank i, where ``rank`` is the caller's own.
+
+        Both arrays have the shape (size, …).
+        """
 
     @abstractmethod
     def broadcast(self, array: Any, root: int = 0) -> Transfer:

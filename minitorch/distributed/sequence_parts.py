@@ -8,7 +8,8 @@ ranks then have the same work under a causal mask, where later rows attend to mo
 
 If several sequences are packed, a chunk is cut further into at most three segments: the rest of a sequence
 that began before the chunk, the sequences that lie within it, and the beginning of one that ends after it.
-Two segments then either belong to the same sequence, at known places, or have no sequence in common.
+Two segments of different chunks then either are parts of one sequence, at known offsets, or share no
+sequence.
 """
 
 from __future__ import annotations

@@ -198,8 +198,8 @@ class FlashAttention(Function):
             16-bit operands.
 
         Raises:
-            ValueError: Also if gradients are recorded, for a ``score_mod`` without its derivative or for
-                float8 products.
+            ValueError: If the call is invalid; if gradients are recorded, also for a ``score_mod`` without
+                its derivative and for float8 products.
         """
         target, operands = launch.TARGETS[q.backend.target], None
         seen = _glance(q, k, v, options) if make is problem_of else None

@@ -46,7 +46,7 @@ def _checked_sizes(**sizes: Any) -> None:
 
 
 class Spot(NamedTuple):
-    """The positions of a step's tokens, as data, so that a captured step can be replayed for others.
+    """The positions of a step's tokens, held as data: a captured step can be replayed at others.
 
     Attributes:
         places: The positions, (count,) int64, on the host.

@@ -159,8 +159,8 @@ class SequenceClassifier(Module):
             lengths: As for :meth:`forward`.
 
         Raises:
-            ValueError: If the ids do not have two dimensions, a sequence is empty or too long, or the
-                lengths do not sum to total.
+            ValueError: If ids without lengths do not have two dimensions, a sequence is empty or too long,
+                or the lengths do not sum to total.
         """
         if lengths is not None:
             lengths = np.asarray(lengths)
@@ -280,7 +280,7 @@ class SequenceClassifier(Module):
         Args:
             idx: Token ids, as for :meth:`forward`.
             targets: (batch,) classes, an integer array.
-            lengths: Of packed sequences, as for :meth:`forward`.
+            lengths: Lengths of packed sequences, as for :meth:`forward`.
         """
         classes = integer_array(targets, self.n_classes, "targets")
         weights, bias = self.head.weights.value, self.head.bias

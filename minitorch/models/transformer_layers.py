@@ -59,8 +59,8 @@ class MultiHeadAttention(Module):
         attention: "flash", the fused kernel; "naive", composed of tensor operations; or an approximation:
             "linformer", "linear", "performer", "local", "reformer", "smyrf" or "block_sparse"; see
             :mod:`minitorch.attention`.
-        use_flash_attention: The published flag; True selects "flash".
-        use_fused_kernel: Accepted for published code and ignored: softmax is fused if possible.
+        use_flash_attention: The published course's flag; True selects "flash".
+        use_fused_kernel: Ignored; for code of the published course.  Softmax is fused if possible.
         attention_dropout: Dropout probability of the attention weights, in training.
         attention_options: Options of an approximation, by name, such as ``{"num_features": 128}``.
         n_kv_head: Number of heads of keys and values, a divisor of n_head; each of them is used by
@@ -300,8 +300,8 @@ class TransformerLayer(Module):
         ln_eps: Added to the variance, or to the mean square, by the norms.
         bias: Whether the linear layers have a bias.
         backend: Backend of the parameters.
-        use_fused_kernel: Accepted for published code and ignored.
-        use_flash_attention: The published flag; True selects "flash".
+        use_fused_kernel: Accepted for code of the published course and ignored.
+        use_flash_attention: The published course's flag; True selects "flash".
         attention: "flash", "naive" or an approximation; see :class:`MultiHeadAttention`.
         attention_dropout: Dropout probability of the attention weights, in training.
         attention_options: Options of an approximation, by name.

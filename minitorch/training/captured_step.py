@@ -201,11 +201,12 @@ def graph_step(fn: Callable[..., Any], warm_up: int = WARM_UP, most_shapes: int 
 
     A replay updates its inputs and the data that layers derive from them on the host; the seeds of dropout,
     drawn from Python's ``random`` as in an eager call; and the step, the learning rate and the other rates
-    of :class:`minitorch.AdamW`.  It repeats exchanges with other ranks through an ``NcclGroup``, such as
-    those of :class:`minitorch.distributed.GradientAverage`, between graphs.  Everything else is fixed
-    at recording: Python numbers, modes such as ``model.eval()``, and ``matmul_precision``.  If two recorded
-    calls differ in anything else, an error is raised.  If ``update`` replaces a parameter, or a state is
-    loaded into the optimiser, the step is recorded again.  Tensors that Python keeps from the recorded
+    of :class:`minitorch.AdamW`.  Exchanges with other ranks through an ``NcclGroup``, such as those of
+    :class:`minitorch.distributed.GradientAverage`, divide the step into several graphs, and a replay
+    repeats them in between.  Everything else is fixed at recording: Python numbers, modes such as
+    ``model.eval()``, and ``matmul_precision``.  If recorded calls differ in it, an error is raised.
+    If ``update`` replaces a parameter, or a state is loaded into the optimiser, the step is recorded again.
+    Tensors that Python keeps from the recorded
     call, such as ``optimizer.grad_norm``, hold the values of the last replay, but only where all inputs
     have had the same shapes: graphs for several shapes compute in the same memory.
 

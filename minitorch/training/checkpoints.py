@@ -197,7 +197,7 @@ def save_part(path: str | os.PathLike[str], optimizer: Optimizer, part: int, par
     Args:
         path: The path of the checkpoint, which :func:`save_training` writes afterwards.
         optimizer: The optimiser, whose state is this rank's share.
-        part: The rank, from 1.
+        part: The rank, 1 or above; rank 0 calls :func:`save_training`.
         parts: Number of ranks.
 
     Returns:

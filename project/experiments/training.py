@@ -313,7 +313,7 @@ def table(record: Record) -> str:
         if row["kind"] == "curves":
             head = [
                 f"context {row['context']}, batch {row['batch']}", "tokens/s", "peak MB",
-                f"median of the last {BLOCK} losses", f"largest difference from {FLASH}",
+                f"median of the last {BLOCK} losses", f"largest difference of a loss from {FLASH}",
             ]  # fmt: skip
             lines = [
                 [
@@ -386,7 +386,7 @@ def draw(figure: Any, results: list[Result]) -> None:
 
 
 CAPTION = (
-    "Loss of one model, trained with naive and with flash attention (the curves coincide); speed "
+    "Loss of a small character model with naive and with flash attention (the curves coincide); speed "
     "by context length; and held-out loss by context length."
 )
 EXPERIMENT = Experiment("training", __doc__, measure, table, draw, height=2.7, caption=CAPTION)

@@ -87,7 +87,7 @@ def make_backward(real):
         if o.phase == 0:
             count = part_stop - part_start
             rows_of(o.dq, b, h, part_start, count, real)[:] = zero
-            # 4: D = rowsum(dO ∘ O), less the gradient of lse
+            # 4: D = rowsum(dO ∘ O), added to minus the gradient of lse, which delta already holds
             add_row_products(
                 rows_of(o.dout, b, h, part_start, count, real),
                 rows_of(o.out, b, h, part_start, count, real),

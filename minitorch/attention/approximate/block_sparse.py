@@ -47,8 +47,8 @@ def block_sparse(
     o_i = Σ_j softmax_j(scale q_i·k_j) v_j over the j whose block is visible to the block of i. With
     the butterfly pattern, blocks a and b are visible to each other if a = b or if a and b differ in
     one bit, so that a row of n blocks visits 1 + log2 n of them. In the pattern "dilated", each
-    head attends to every fourth block, starting from a different one: an evenly spaced sample, so
-    that a model trained with exact attention keeps part of its quality.
+    head attends to every fourth block, with a different starting block for each head. This
+    samples keys evenly, so a model trained with exact attention loses only part of its quality.
 
     Args:
         q: (…, heads, seq_q, head_dim).

@@ -113,8 +113,8 @@ def performer(
         TypeError: If an operand is not a tensor, or the operands differ in dtype or backend.
         ValueError: If a shape does not fit, or for an option that the method does not support.
 
-    Features of keys are scaled by their maximum over the whole sequence. In the causal form this
-    maximum may belong to a later key, compared with which the features of all visible keys
+    Features of keys are scaled by their maximum over the whole sequence. In the causal form, this
+    maximum may come from a later key and be so large that the features of all visible keys
     underflow. If scores differ by more than 40 in float32, or 350 in float64, early positions tend
     to the mean of their visible values.
 
@@ -158,7 +158,7 @@ def performer(
 class Performer(Module):
     """Performer attention that draws new features during training.
 
-    New features every few steps keep a model from adapting to the errors of one draw.
+    New features from time to time keep a model from adapting to the errors of one draw.
 
     Args:
         num_features: See :func:`performer`.

@@ -241,7 +241,7 @@ def make_consume(
     ):
         thread, lane = int32(cuda.threadIdx.x % WARPGROUP), int32(cuda.threadIdx.x % 32)
         warp = int32(thread // 32)
-        # Of its warpgroup's 64 keys, of dQ rows, a thread has two, eight apart; of eight columns two.
+        # A thread has two of its warpgroup's 64 keys (rows of dQ), eight apart, and two of eight columns.
         dk_acc = cuda.local.array((head_tiles, 4), float32)  # (64, head_dim) / 128: dK
         dv_acc = cuda.local.array((value_tiles, 4), float32)  # (64, value_dim) / 128: dV
         dq_acc = cuda.local.array((dq_tiles, 4), float32)  # (64, share.cols) / 128: dQ
@@ -298,7 +298,7 @@ def make_consume(
                     wgmma_fence()
                     multiply_v_dout(dp, v_desc, descriptor(along, dout_tile))
                     wgmma_commit_group()
-                # 11: P = exp(S - L_i), and packed as it lies the left operand of Pᵀ dO
+                # 11: P = exp(S - L_i); once packed, it is laid out as the left operand of Pᵀ dO
                 place = LanePlace(lane, int32(row + own_row), own_col, own)
                 weigh(
                     s, p, kept, seen, mask_words, lse_now, factor, is_whole,

@@ -323,7 +323,7 @@ OPTIONS = {
     ),
     "rung nothing": wrong(attend(rung=None), TypeError, "rung must be the name", "None"),
     "tile of 0": wrong(
-        attend(tile=(0, 4)), ValueError, "each from 1 to 4096", "(0, 4)", "None takes"
+        attend(tile=(0, 4)), ValueError, "each from 1 to 4096", "(0, 4)", "None uses"
     ),
     "tile too large": wrong(attend(tile=(5000, 4)), ValueError, "each from 1 to 4096", "(5000, 4)"),
     "tile a number": wrong(attend(tile=8), TypeError, "(block_q, block_k)", "8 (int)", "None for"),

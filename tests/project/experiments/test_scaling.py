@@ -87,7 +87,7 @@ def test_two_gpus_are_predicted_from_the_command_line(capsys: pytest.CaptureFixt
     forward, backward, hides = capsys.readouterr().out.splitlines()
     # 4 · 65536² · 128 · 4 / 2 operations on 2 GPUs of 500 TFLOP/s.
     assert "4.438 ms of compute" in forward and "waits for" in backward
-    assert hides.endswith("a rank has 32,768")
+    assert hides.endswith("here it has 32,768")
 
 
 @needs_mpi

@@ -169,7 +169,7 @@ modes = _Modes()
 
 
 class Switch(ContextDecorator):
-    """Set one of the modes within a context, or within the function that it decorates.
+    """Set a global mode, such as that of ``no_grad``, within a context or a decorated function.
 
     Attributes:
         mode: The name of the mode.
@@ -205,7 +205,7 @@ class no_grad(Switch):
 
 
 class without_dropout(Switch):
-    """Make dropout layers the identity within the context; the caller applies dropout."""
+    """Disable dropout layers within the context, for callers that apply dropout themselves."""
 
     mode, value = "dropping", False
 

@@ -2,8 +2,8 @@
 
 The functions of one or two numbers use arithmetic and `math` only, because the backends compile
 these functions (with `numba.njit` or `numba.cuda.jit`). In this module, the names `id`, `map`,
-`max`, `pow` and `sum`, which the published course chose, hide Python's built-ins, so the code below
-must not use these built-ins.
+`max`, `pow` and `sum`, which the published course chose, hide Python's built-ins, so its functions
+cannot call these built-ins.
 """
 
 import math
@@ -93,7 +93,7 @@ def relu(x: float) -> float:
 
 
 def log(x: float) -> float:
-    """Compute the natural logarithm of x + EPS."""
+    """Compute the natural logarithm of x + EPS; EPS is 1e-6, so that x may be 0."""
     # TASK 0.1: math.log of x + EPS.
     return math.log(x + EPS)
     # END TASK 0.1

@@ -110,7 +110,7 @@ class Scalar:
     # --- functions ------------------------------------------------------------------------------
 
     def log(self) -> Scalar:
-        """Compute the natural logarithm."""
+        """Compute the natural logarithm of this number plus 1e-6."""
         # TASK 1.2: Apply Log.
         return Log.apply(self)
         # END TASK 1.2
@@ -136,7 +136,7 @@ class Scalar:
     # --- differentiation: the interface `autodiff.Variable` -------------------------------------
 
     def requires_grad_(self, x: bool) -> None:
-        """Make this Scalar a leaf without a history, or a constant if x is False."""
+        """Make this Scalar a leaf, with an empty history, or a constant if x is False."""
         self.history = ScalarHistory() if x else None
 
     def is_leaf(self) -> bool:

@@ -1,6 +1,6 @@
 """Small functions for floats and for variables, whose results the tests and the app compare.
 
-The names are fixed, because tests are numbered in the alphabetical order of their functions. The
+Do not rename these functions: tests are numbered in the alphabetical order of their names. The
 ending `2` marks a function of two numbers, and the ending `red` marks a function of a list.
 """
 

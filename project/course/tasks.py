@@ -246,15 +246,15 @@ TASKS = (
     ),
     Task(
         "5.4", "Algorithm 1 as a CUDA kernel", 15,
-        "Complete three kernels: Algorithm 0, where each thread computes a row; Algorithm 1, where each "
-        "thread computes a row; and flash1, Algorithm 1 with the threads of a block sharing a tile, of "
-        "which you write lines 10 to 13, 15 and 16. Put a barrier between one thread's write and another "
-        "thread's read. The page on the kernels has a table of the helpers.",
+        "Complete three kernels. In the first two, Algorithm 0 and Algorithm 1, each thread computes one "
+        "row. In the third, flash1, the threads of a block share a tile; there you write lines 10 to 13, "
+        "15 and 16 of Algorithm 1. Put a barrier between one thread's write and another thread's read. "
+        "The page on the kernels has a table of the helpers.",
         FLASH, simulator=True,
     ),
     Task(
         "5.5", "The backward pass of Algorithm 1", 15,
-        "P is not stored, so compute it again from S and L. Then compute the gradients of 5.2 tile by "
+        "P is not stored, so recompute S, and P from S and L. Then compute the gradients of 5.2 tile by "
         "tile.",
         FLASH, needs=("5.4",), simulator=True,
     ),

@@ -354,7 +354,7 @@ def backward_kernel(
                 for r in range(thread, rows, threads):
                     shift[r] = real(shift_of(lse[b, h, row + r]))
                 cuda.syncthreads()  # the tiles of i and j are complete before any thread reads them
-                # 19: D_i = rowsum(dO_i ∘ O_i), which waits for nothing; less the gradient of L_i
+                # 19: D_i = rowsum(dO_i ∘ O_i) minus the gradient of L_i; it depends on no other line
                 # TASK 5.5: Line 19: dO_i · O_i of each row, less dlse if there is one; barrier.
                 for r in range(thread, rows, threads):
                     total = dot_rows(do_tile, r, o_tile, r, value_dim)

@@ -23,6 +23,7 @@ from bench.table_cells import cell, markdown
 from docutils import nodes
 from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
+from recorded import look_up
 from sphinx.util.docutils import SphinxDirective
 
 #: What the page says of a record: the place of each figure in it, and the words for the figure.
@@ -58,7 +59,6 @@ FIGURES = {
         "steps": "training steps",
         "different": "results that differ",
     },
-    "leaks": {},
     "fuzz_gpu": {
         "cases": "calls",
         "outcomes/right": "right results",
@@ -124,13 +124,6 @@ def read(path: Path) -> dict[str, Any]:
     return record
 
 
-def _figure(record: dict[str, Any], place: str) -> Any:
-    """Return the figure at a place such as "outcomes/right"; 0 where a counter has no such entry."""
-    for key in place.split("/"):
-        record = record.get(key, 0)
-    return record
-
-
 def _ends_table(ends: dict[str, Any]) -> str:
     """Return the versions and counts of each end of the supported ranges."""
     lines = [
@@ -155,7 +148,7 @@ def _tables(name: str, record: dict[str, Any]) -> Iterator[str]:
     if "ends" in record:
         yield _ends_table(record["ends"])
     if named := FIGURES.get(name, {}):
-        lines = [[words, _shown(_figure(record, place))] for place, words in named.items()]
+        lines = [[words, _shown(look_up(record, place))] for place, words in named.items()]
         yield markdown(["figure", "value"], lines)
     if columns := COLUMNS.get(name, {}):
         lines = [

@@ -27,8 +27,8 @@ def varying(mask_mod: Any) -> Any:
 
     Without the mark, the first call with given lengths evaluates the function once and stores a block mask,
     and later calls skip the tiles that it masks.  This does not pay off if the lengths change in every
-    call.  If the function captures a number, it is compiled again whenever that number
-    changes, and compiling a marked function takes longer.
+    call.  If the function captures a number, it is compiled again whenever that number changes, and
+    compiling a marked function takes longer.
 
     Args:
         mask_mod: The function.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.common.arguments import shown
+from kernels.common.arguments import shown, whole
 from kernels.cuda.backend import refuse
 from kernels.runtime.dtypes import acc_dtype, is_floating
 
@@ -80,8 +80,18 @@ class Optimizer:
                 f"{own['optimizer']}, which has {', '.join(own)}; make an optimiser of the class that "
                 "saved it"
             )
+        try:
+            self._check_numbers({key: x for key, x in numbers.items() if key != "optimizer"})
+        except (OverflowError, TypeError) as error:
+            raise ValueError(f"the state cannot be loaded: {error}") from None
         self._load_tensors(tensors)
         vars(self).update({key: value for key, value in numbers.items() if key != "optimizer"})
+
+    def _check_numbers(self, numbers: dict[str, Any]) -> None:
+        """Check the types and ranges of the numbers of a state, or of those that the constructor got."""
+        for name, value in numbers.items():
+            if not isinstance(value, Real):
+                raise TypeError(f"{name} must be a number, got {shown(value)}")
 
     def _load_tensors(self, tensors: dict[str, Tensor]) -> None:
         if tensors:
@@ -140,8 +150,12 @@ class SGD(Optimizer):
 
     def __init__(self, parameters: Sequence[Parameter], lr: float = 1.0):
         super().__init__(parameters)
-        _check_rates(lr=lr)
+        self._check_numbers({"lr": lr})
         self.lr = lr
+
+    def _check_numbers(self, numbers: dict[str, Any]) -> None:
+        super()._check_numbers(numbers)
+        _check_rates(lr=numbers["lr"])
 
     def step(self) -> None:
         """Move every parameter that has a gradient."""
@@ -188,12 +202,23 @@ class Adam(Optimizer):
         weight_decay: float = 0.0,
     ):
         super().__init__(parameters)
-        _check_rates({"beta1": beta1, "beta2": beta2}, lr=lr, eps=eps, weight_decay=weight_decay)
+        rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+        self._check_numbers({**rates, "steps": 0})
         self.lr, self.beta1, self.beta2, self.eps = lr, beta1, beta2, eps
         self.weight_decay = weight_decay
         self.steps = 0
         # Keyed by the Parameter: its value is a new tensor after each step.
         self.moments: dict[Parameter, tuple[Tensor, Tensor]] = {}
+
+    def _check_numbers(self, numbers: dict[str, Any]) -> None:
+        super()._check_numbers(numbers)
+        below_1, rates = (
+            {name: numbers[name] for name in names}
+            for names in (("beta1", "beta2"), ("lr", "eps", "weight_decay"))
+        )
+        _check_rates(below_1, **rates)
+        if whole("steps", numbers["steps"], 0) >= 2**53:
+            raise ValueError(f"steps must be less than 2**53, got {shown(numbers['steps'])}")
 
     def step(self) -> None:
         """Move every parameter that has a gradient."""
@@ -227,11 +252,13 @@ class Adam(Optimizer):
             if not any(name in tensors for name in names):
                 continue
             pair = [tensors.get(name) for name in names]
-            if not all(t is not None and t.shape == p.value.shape for t in pair):
-                shapes = [None if t is None else t.shape for t in pair]
+            if not all(
+                t is not None and t.shape == p.value.shape and is_floating(t.dtype) for t in pair
+            ):
+                kinds = [t if t is None else f"{t.shape} of {t.dtype}" for t in pair]
                 raise ValueError(
-                    f"the moments {' and '.join(names)} have the shapes {shapes}, but their parameter has "
-                    f"{p.value.shape}; load the state of an optimiser of the same model"
+                    f"the moments {' and '.join(names)} are {kinds}, but their parameter is "
+                    f"{p.value.shape} of {p.value.dtype}; load the state of an optimiser of the same model"
                 )
             m, v = (copy_of(t.to(p.value.backend)) for t in pair if t is not None)
             moments[p] = m, v

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from .weight_format import Config, Format, Weight, head_of
@@ -49,12 +50,20 @@ def _options(config: Config) -> dict[str, Any]:
     return {
         **sizes,
         "middle_dim": config.size("n_inner", 4 * width),
-        "ln_eps": config.get("layer_norm_epsilon", 1e-5),
-        "p_dropout": config.get("resid_pdrop", 0.1),
-        "attention_dropout": config.get("attn_pdrop", 0.1),
-        "tie_weights": config.get("tie_word_embeddings", True),
+        "ln_eps": config.number("layer_norm_epsilon", 1e-5),
+        "p_dropout": config.number("resid_pdrop", 0.1, below=1.0),
+        "attention_dropout": config.number("attn_pdrop", 0.1, below=1.0),
+        "tie_weights": config.flag("tie_word_embeddings", True),
         "head_bias": False,
     }
+
+
+def _shapes(options: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width = options["n_embd"]
+    yield "wte.weight", (options["n_vocab"], width)
+    yield "wpe.weight", (options["n_positions"], width)
+    for i in range(options["n_layer"]):
+        yield f"h.{i}.mlp.c_fc.weight", (width, options["middle_dim"])
 
 
 def _weights(model: Any) -> dict[str, Weight]:
@@ -114,6 +123,7 @@ GPT2 = Format(
     # Masks of attention, which older files contain.
     buffers=(".attn.bias", ".attn.masked_bias"),
     options=_options,
+    shapes=_shapes,
     weights=_weights,
     why_not=_why_not,
     config=_config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from ..modules_basic import RMSNorm
@@ -35,11 +36,10 @@ def _options(config: Config) -> dict[str, Any]:
     config.check("hidden_act", ACTIVATIONS, ACTIVATIONS[0])
     config.check("sliding_window", [None], None)  # of a Mistral
     sizes = {ours: config.size(theirs) for theirs, ours in SIZES.items()}
-    bias = config.get("attention_bias", False)
-    if config.get("mlp_bias", bias) is not bias:
+    bias = config.flag("attention_bias", False)
+    if config.flag("mlp_bias", bias) is not bias:
         raise config.error(
-            f"attention_bias is {bias!r:.40} and mlp_bias {config.values['mlp_bias']!r:.40}, supported are "
-            "equal values"
+            f"attention_bias is {bias} and mlp_bias {not bias}, supported are equal values"
         )
     # Since its version 5, transformers keeps the base and the scaling together.
     rotary = config.get("rope_parameters", config.get("rope_scaling", {}))
@@ -62,17 +62,28 @@ def _options(config: Config) -> dict[str, Any]:
         **sizes,
         "n_kv_head": groups,
         "head_dim": head_dim,
-        "rotary_theta": rotary.get("rope_theta", config.get("rope_theta", 10_000.0)),
+        "rotary_theta": Config({**config.values, **rotary}, config.source).number(
+            "rope_theta", 10_000.0, least=1.0
+        ),
         "rotary_scaling": scaling,
         "norm": "rms",
         "feed_forward": "swiglu",
-        "ln_eps": config.get("rms_norm_eps", 1e-6),
+        "ln_eps": config.number("rms_norm_eps", 1e-6),
         "bias": bias,
         "p_dropout": 0.0,
-        "attention_dropout": config.get("attention_dropout", 0.0),
-        "tie_weights": config.get("tie_word_embeddings", False),
+        "attention_dropout": config.number("attention_dropout", 0.0, below=1.0),
+        "tie_weights": config.flag("tie_word_embeddings", False),
         "head_bias": False,
     }
+
+
+def _shapes(options: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, head_dim = options["n_embd"], options["head_dim"]
+    yield "embed_tokens.weight", (options["n_vocab"], width)
+    for i in range(options["n_layer"]):
+        yield f"layers.{i}.self_attn.q_proj.weight", (options["n_head"] * head_dim, width)
+        yield f"layers.{i}.self_attn.k_proj.weight", (options["n_kv_head"] * head_dim, width)
+        yield f"layers.{i}.mlp.gate_proj.weight", (options["middle_dim"], width)
 
 
 def _weights(model: Any) -> dict[str, Weight]:
@@ -137,6 +148,7 @@ LLAMA = Format(
     table="embed_tokens.weight",
     buffers=(".rotary_emb.inv_freq",),  # which older files contain
     options=_options,
+    shapes=_shapes,
     weights=_weights,
     why_not=_why_not,
     config=_config,

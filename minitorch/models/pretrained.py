@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import save
 
 from kernels.runtime.dtypes import is_floating, rounded
 
 from ..module import Module
 from ..training.model_files import (
+    UNREADABLE,
     Arrays,
     CheckpointError,
     load_parameters,
@@ -85,6 +86,13 @@ def read_pretrained(folder: str | os.PathLike[str]) -> Pretrained:
             f"{source}: {own.table} is missing, found {', '.join(sorted(weights)[:3])}, …; use the folder "
             f"of a {own.class_name}"
         )
+    for name, shape in own.shapes(options):  # before a model of these sizes is allocated
+        if name not in weights:
+            raise CheckpointError(
+                f"{source}: weights of a {own.name} are missing, the first is {name}; its {CONFIG} belongs "
+                "to another file"
+            )
+        _check_shape(source, name, weights[name], shape)
     eos = config.values.get("eos_token_id")
     if isinstance(eos, list) and eos:  # any of them ends a text
         eos = eos[0]
@@ -93,11 +101,19 @@ def read_pretrained(folder: str | os.PathLike[str]) -> Pretrained:
     return Pretrained(source, own, options, eos, weights, weights[own.table].dtype)
 
 
+def _check_shape(source: Path, name: str, array: Any, shape: tuple[int, ...]) -> None:
+    if array.shape != shape:
+        raise CheckpointError(
+            f"{source}: {name} has shape {array.shape}, the {CONFIG} beside it needs {shape}; use files of "
+            "the same model"
+        )
+
+
 def _read_object(source: Path) -> dict[str, Any]:
     """Return the contents of a JSON file."""
     try:
         found = json.loads(source.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise CheckpointError(f"{source}: not a JSON object that can be read ({error})") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{source}: not a JSON object that can be read, got {found!r:.40}")
@@ -157,8 +173,7 @@ def _read_weights(path: Path, own: Format) -> Arrays:
         with safe_open(path, framework="numpy") as file:
             names = [name for name in file.keys() if not name.endswith(own.buffers)]  # noqa: SIM118
             return {name.removeprefix(own.prefix): file.get_tensor(name) for name in names}
-    # TypeError: a dtype that NumPy does not have, such as float8.
-    except (SafetensorError, OSError, TypeError, ValueError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(
             f"{path}: the weights cannot be read ({error}); get the file again, or another one in float32, "
             "float16 or bfloat16"
@@ -196,11 +211,7 @@ def load_pretrained(model: Module, found: Pretrained) -> None:
         shapes = [parameters[name].shape for name in ours]
         shape = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
         shape = shape[::-1] if transposed else shape
-        if array.shape != shape:
-            raise CheckpointError(
-                f"{source}: {theirs} has shape {array.shape}, the {CONFIG} beside it needs {shape}; "
-                "use files of the same model"
-            )
+        _check_shape(source, theirs, array, shape)
         if not is_floating(array.dtype):
             raise CheckpointError(
                 f"{source}: {theirs} is {array.dtype}, expected floating-point weights; use a file that "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,33 @@ class Config(NamedTuple):
         found = self.get(name, default)
         if type(found) is not int or found < 1:
             raise self.error(f"{name} must be a whole number, 1 or more; got {found!r:.40}")
+        return found
+
+    def number(
+        self, name: str, default: float, least: float = 0.0, below: float = math.inf
+    ) -> float:
+        """Return a number of at least ``least`` and less than ``below``; the default where it is missing.
+
+        Raises:
+            CheckpointError: If it is not such a number.
+        """
+        found = self.get(name, default)
+        if type(found) not in (int, float) or not least <= found < below:
+            bounds = (
+                f"at least {least:g} and {'finite' if below == math.inf else f'below {below:g}'}"
+            )
+            raise self.error(f"{name} must be a number, {bounds}; got {found!r:.40}")
+        return float(found)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return True or False; the default where it is missing or null.
+
+        Raises:
+            CheckpointError: If it is neither.
+        """
+        found = self.get(name, default)
+        if not isinstance(found, bool):
+            raise self.error(f"{name} must be true or false, got {found!r:.40}")
         return found
 
     def check(self, name: str, allowed: Iterable[Any], default: Any) -> None:
@@ -77,6 +105,7 @@ class Format(NamedTuple):
         table: Name of the token embeddings.
         buffers: Suffixes of the names of arrays that are not weights.
         options: Returns the arguments of :class:`minitorch.DecoderLM` for a configuration.
+        shapes: Returns the names and shapes of weights that together have all sizes of such arguments.
         weights: Returns the weights of a model by name.
         why_not: Returns why a model cannot be written in this layout, or None.
         config: Returns the configuration of a model.
@@ -89,6 +118,7 @@ class Format(NamedTuple):
     table: str
     buffers: tuple[str, ...]
     options: Callable[[Config], dict[str, Any]]
+    shapes: Callable[[dict[str, Any]], Iterable[tuple[str, tuple[int, ...]]]]
     weights: Callable[[Any], dict[str, Weight]]
     why_not: Callable[[Any], str | None]
     config: Callable[[Any], dict[str, Any]]

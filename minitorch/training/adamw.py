@@ -74,13 +74,16 @@ class AdamW(Adam):
         max_norm: float | None = None,
     ):
         super().__init__(parameters, lr, beta1, beta2, eps, weight_decay)
-        if max_norm is not None and not max_norm > 0.0:
-            raise ValueError(f"max_norm must be a number above 0, got {max_norm!r}; 1.0 is common")
+        _check_max_norm(max_norm)
         self.max_norm = math.inf if max_norm is None else float(max_norm)
         self.masters: dict[Parameter, Tensor] = {}
         self._copies: dict[Parameter, Tensor] = {}  # the rounded values of the masters
         self._places: dict[Parameter, _Place] = {}
         self.grad_norm: Tensor | None = None
+
+    def _check_numbers(self, numbers: dict[str, Any]) -> None:
+        super()._check_numbers(numbers)
+        _check_max_norm(numbers.get("max_norm"))
 
     def step(self) -> None:
         """Clip the gradients, and update every parameter that has one."""
@@ -204,16 +207,21 @@ class AdamW(Adam):
         own = {name: t for name, t in tensors.items() if name.startswith("master.")}
         boxes = {f"master.{place}": p for place, p in enumerate(self.parameters)}
         for name, t in own.items():
-            if name not in boxes or boxes[name].value.shape != t.shape:
+            if name not in boxes or (boxes[name].value.shape, FLOAT32) != (t.shape, t.dtype):
                 raise ValueError(
-                    f"no parameter fits {name} of shape {t.shape}; load the state of an optimiser of the "
-                    "same model"
+                    f"no parameter fits {name} of shape {t.shape} and {t.dtype}; load the state of an "
+                    "optimiser of the same model"
                 )
         super()._load_tensors({name: t for name, t in tensors.items() if name not in own})
         self.masters = {
             boxes[name]: t.to(boxes[name].value.backend).detach() for name, t in own.items()
         }
         self._copies = {p: p.value for p in self.masters}
+
+
+def _check_max_norm(max_norm: Any) -> None:
+    if max_norm is not None and not max_norm > 0.0:
+        raise ValueError(f"max_norm must be a number above 0, got {max_norm!r}; 1.0 is common")
 
 
 def _is_listed(value: Any, like: Tensor) -> bool:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from kernels.common.arguments import shown
 
 from ..module import Module
 from ..optim import Optimizer
@@ -26,72 +27,17 @@ from .model_files import (
     BESIDE,
     Arrays,
     CheckpointError,
+    check_finite,
     load_parameters,
     parameter_arrays,
     read_arrays,
     write_arrays,
 )
+from .random_states import Generators, prepared_random_state, random_state
 
-Generators = Mapping[str, np.random.Generator]
+#: Types of the parts of a training's state in JSON; older files have no "parts".
+_KINDS = {"step": int, "optimizer": dict, "random": dict, "notes": dict, "parts": list}
 _OPTIMIZER, _MORE = BESIDE + "optimizer/", BESIDE + "more/"
-
-
-# -- random numbers ------------------------------------------------------------------------------
-
-
-def random_state(generators: Generators | None = None) -> dict[str, Any]:
-    """Return the states of all random generators, in JSON types.
-
-    Args:
-        generators: The caller's generators, by name.  Python's ``random``, which provides the seeds of
-            dropout, and ``numpy.random`` are always included.
-    """
-    version, words, gauss = random.getstate()
-    return {
-        "python": [version, [*words], gauss],
-        "numpy": _plain(np.random.get_state(legacy=False)),
-        "generators": {
-            name: _plain(rng.bit_generator.state) for name, rng in (generators or {}).items()
-        },
-    }
-
-
-def set_random_state(state: Mapping[str, Any], generators: Generators | None = None) -> None:
-    """Restore the random generators from a state of :func:`random_state`.
-
-    Args:
-        state: The state, also after a round trip through JSON.
-        generators: The caller's generators, by the names passed to :func:`random_state`.
-
-    Raises:
-        ValueError: If a state is missing, or belongs to a different kind of generator.
-    """
-    generators = generators or {}
-    try:
-        if generators.keys() != state["generators"].keys():
-            raise ValueError(
-                f"got the generators {sorted(generators)}, but {sorted(state['generators'])} were saved"
-            )
-        for name, rng in generators.items():
-            rng.bit_generator.state = _arrays(state["generators"][name])
-        np.random.set_state(_arrays(state["numpy"]))
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words), gauss))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the state of the random numbers cannot be restored ({error})") from None
-
-
-def _plain(x: Any) -> Any:
-    """Return a generator's state with lists for arrays."""
-    if isinstance(x, Mapping):
-        return {key: _plain(value) for key, value in x.items()}
-    return x.tolist() if isinstance(x, (np.ndarray, np.generic)) else x
-
-
-def _arrays(x: Any) -> Any:
-    if isinstance(x, Mapping):
-        return {key: _arrays(value) for key, value in x.items()}
-    return np.array(x, np.uint64) if isinstance(x, list) else x
 
 
 # -- one file ------------------------------------------------------------------------------------
@@ -132,18 +78,22 @@ class TrainingState:
             generators: The caller's generators, by the names under which they were saved.
 
         Raises:
-            CheckpointError: If a part of the state does not fit the model, the optimiser or a generator.
+            CheckpointError: If a part of the state does not fit the model, the optimiser or a generator;
+                nothing is changed then.
         """
-        load_parameters(model, self.parameters, self.source)
-        tensors = {
-            key: from_numpy(value) if isinstance(value, np.ndarray) else value
-            for key, value in self.optimizer.items()
-        }
+        moments = {key: x for key, x in self.optimizer.items() if isinstance(x, np.ndarray)}
+        check_finite(moments, self.source)
+        tensors = {**self.optimizer, **{key: from_numpy(x) for key, x in moments.items()}}
+        before = [(p, p.value) for p in model.parameters()]
         try:
-            optimizer.load_state_dict(tensors)
-            set_random_state(self.random, generators)
+            set_random_state = prepared_random_state(self.random, generators)
+            load_parameters(model, self.parameters, self.source)
+            optimizer.load_state_dict(tensors)  # its masters are those of the new parameters
         except ValueError as error:
+            for p, value in before:
+                p.value = value
             raise CheckpointError(f"{self.source}: {error}") from None
+        set_random_state()
 
 
 def save_training(
@@ -260,6 +210,13 @@ def read_training(path: str | os.PathLike[str]) -> TrainingState:
             "of checkpoints"
         )
     training = texts["training"]
+    for name, kind in _KINDS.items():
+        found = training.get(name) if isinstance(training, dict) else None
+        if type(found) is not kind and not (name == "parts" and found is None):
+            raise CheckpointError(
+                f"{path}: the file is not the state of a training: its {name} is {shown(found)}, expected "
+                f"{kind.__name__}; delete it or restore an older one"
+            )
     arrays |= _read_parts(path, training.get("parts", ()))
 
     def beside(prefix: str) -> Arrays:
@@ -269,21 +226,16 @@ def read_training(path: str | os.PathLike[str]) -> TrainingState:
             if name.startswith(prefix)
         }
 
-    try:
-        return TrainingState(
-            step=training["step"],
-            config=texts["config"],
-            parameters={name: x for name, x in arrays.items() if not name.startswith(BESIDE)},
-            optimizer={**training["optimizer"], **beside(_OPTIMIZER)},
-            random=training["random"],
-            arrays=beside(_MORE),
-            notes=training["notes"],
-            source=str(path),
-        )
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}: the file is not the state of a training ({error!r} is missing)"
-        ) from None
+    return TrainingState(
+        step=training["step"],
+        config=texts["config"],
+        parameters={name: x for name, x in arrays.items() if not name.startswith(BESIDE)},
+        optimizer={**training["optimizer"], **beside(_OPTIMIZER)},
+        random=training["random"],
+        arrays=beside(_MORE),
+        notes=training["notes"],
+        source=str(path),
+    )
 
 
 # -- the last few --------------------------------------------------------------------------------

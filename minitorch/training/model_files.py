@@ -6,8 +6,11 @@ import errno
 import hashlib
 import json
 import os
+import secrets
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +28,13 @@ FIRST_FORMAT = "minitorch-1"
 BESIDE = "training/"
 #: The text before the digest in the header, and the placeholder while it is computed.
 _KEY, _BLANK = b'"digest":"', b"0" * 64
+
+
+#: Errors of reading a damaged file.  AttributeError and TypeError: weights of a dtype that NumPy does not
+#: have, such as float8.  RecursionError: deeply nested JSON.
+UNREADABLE = (
+    SafetensorError, AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
 
 
 class CheckpointError(RuntimeError):
@@ -106,12 +116,13 @@ def load_parameters(model: Module, arrays: Arrays, source: str = "") -> None:
                 f"{source}: {name} is {arrays[name].dtype}, the model's is {parameter.value.dtype}; "
                 "convert the weights, or build the model with their dtype"
             )
-    _check_finite(arrays, source)
+    check_finite(arrays, source)
     for name, parameter in named.items():
         parameter.update(from_numpy(arrays[name], parameter.value.backend))
 
 
-def _check_finite(arrays: Arrays, source: str) -> None:
+def check_finite(arrays: Arrays, source: str) -> None:
+    """Check that no array holds NaN or infinity."""
     for name, array in arrays.items():
         if not np.isfinite(array).all():
             raise CheckpointError(
@@ -140,7 +151,7 @@ def write_arrays(path: str | os.PathLike[str], arrays: Arrays, metadata: dict[st
         CheckpointError: If an array is not finite; nothing is written.
     """
     path = Path(path)
-    _check_finite(arrays, f"{path}: not saved")
+    check_finite(arrays, f"{path}: not saved")
     payload = bytearray(
         save(arrays, metadata={**metadata, "format": FORMAT, "digest": _BLANK.decode()})
     )
@@ -153,12 +164,26 @@ def write_arrays(path: str | os.PathLike[str], arrays: Arrays, metadata: dict[st
 
 
 def write_file(path: Path, payload: bytes | bytearray) -> None:
-    """Write a file atomically, with its folder if necessary; see :func:`write_arrays`."""
+    """Write a file atomically, with its folder if necessary; see :func:`replacing`."""
+    with replacing(path) as file:
+        file.write(payload)
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[BinaryIO, None, None]:
+    """Return a context with a new file, which replaces the file at ``path`` at the end.
+
+    An interrupted write leaves the old file intact.  Several threads, processes and machines may replace a
+    file at the same time; one of their files stays, whole.
+
+    Args:
+        path: The path of the file, whose folder is created if necessary.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     try:
-        with open(partial, "wb") as file:
-            file.write(payload)
+        with open(partial, "xb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -197,8 +222,7 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, Any]]:
         texts = {name: json.loads(text) for name, text in metadata.items()} | {"digest": digest}
         if "config" not in texts:
             raise ValueError("it has no configuration")
-    # TypeError: weights of a dtype that NumPy does not have, such as float8.
-    except (SafetensorError, KeyError, OSError, TypeError, ValueError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(
             f"{path}: the checkpoint cannot be read ({error}); delete it or restore an older one"
         ) from None

@@ -27,6 +27,7 @@ import numba
 import numpy as np
 
 from kernels.runtime.targets import EventTimer, cuda, device_name
+from minitorch.training.model_files import write_file
 
 Step = Callable[[], Any]
 Name = TypeVar("Name", bound=Hashable)
@@ -328,11 +329,7 @@ def write_record(path: str | Path, command: str, device: str, **figures: Any) ->
         "versions": versions(),
         **figures,
     }
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    beside.replace(path)
+    write_file(Path(path), (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
 
 
 def read_rows(path: str | Path, *names: str) -> list[dict[str, Any]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from course.markers import CourseError
-from course.report import refuse_unwritable
+from course.report import refuse_unwritable, replace_file
 from course.starter_trees import ROOT
 
 
@@ -78,8 +78,7 @@ def grade_folder(folder: Path, table: Path, jobs: int, options: list[str]) -> in
         # A spreadsheet takes a name that begins so for a formula.
         safe = f"'{name}" if name[0] in "=+-@" else name
         rows.append([safe, *(points.get(task, "") for task in tasks), *ends])
-    partial = table.with_name(table.name + ".part")
-    with partial.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(rows)
-    os.replace(partial, table)
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(rows)
+    replace_file(table, text.getvalue())
     return 2 if any(s.get("error") for s in summaries) else 0

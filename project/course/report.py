@@ -54,7 +54,7 @@ def finish(results: list[Result], json_file: Path | None) -> int:
             "all_passed": not failed and not blocked,
             "tasks": [asdict(result) for result in results],
         }
-        _replace(json_file, json.dumps(summary, indent=2) + "\n")
+        replace_file(json_file, json.dumps(summary, indent=2) + "\n")
     if failed:
         return 1
     return 2 if len(blocked) == len(results) else 0
@@ -72,10 +72,10 @@ def refuse_unwritable(path: Path) -> None:
         raise CourseError(f"--json {path} is a folder; name a file")
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Write a file; a link of that name, which a submission may have left there, is not followed."""
     with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.absolute().parent, delete=False
+        "w", encoding="utf-8", newline="", dir=path.absolute().parent, delete=False
     ) as file:
         file.write(text)
     os.chmod(file.name, 0o644)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
-import os
 import signal
 import sys
 import zipfile
@@ -20,6 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
+
+from minitorch.training.model_files import replacing
 
 #: Parts of a set.
 PARTS = ("train", "valid", "test")
@@ -139,12 +140,9 @@ def read_or_make(
     if path.exists():
         return _read(path, text)
     parts = make()
-    path.parent.mkdir(parents=True, exist_ok=True)
     arrays = {f"{kind}_{part}": getattr(parts[part], kind) for part in parts for kind in ("X", "y")}
-    unfinished = path.with_name(f"{path.name}.part")
-    with unfinished.open("wb") as file:
+    with replacing(path) as file:  # a run that is killed leaves no half a file under this name
         np.savez_compressed(file, recipe=np.array(text), **arrays)
-    os.replace(unfinished, path)  # a run that is killed leaves no half a file under this name
     return parts
 
 

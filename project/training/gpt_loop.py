@@ -15,13 +15,9 @@ from tqdm import tqdm
 
 import minitorch
 from kernels.runtime.dtypes import acc_dtype
-from minitorch.training.checkpoints import (
-    Checkpoints,
-    TrainingState,
-    random_state,
-    set_random_state,
-)
+from minitorch.training.checkpoints import Checkpoints, TrainingState
 from minitorch.training.model_files import CheckpointError
+from minitorch.training.random_states import random_state, set_random_state
 from training.gpt_presets import flops_per_token, peak_tflops, utilisation
 from training.gpt_ranks import Ranks
 from training.script_helpers import CtrlC, learning_rate, remedy

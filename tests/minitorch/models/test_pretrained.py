@@ -21,6 +21,7 @@ from minitorch.training.model_files import CheckpointError
 
 from ...support.models.gpt2_folder import config_of, expected_logits, weights_of, write_folder
 from ...support.models.pretrained import EVERYWHERE, IDS, assert_learns, logits, refused
+from ...support.models.raw_safetensors import raw_safetensors
 from ...support.tolerances import assert_close_arrays
 
 # -- what is read --------------------------------------------------------------------------------
@@ -167,7 +168,13 @@ def test_a_pickle_file_is_refused_with_the_remedy(tmp_path: Path) -> None:
         ({"n_embd": "12"}, ["n_embd", "whole number", "'12'"]),
         ({"n_layer": 0}, ["n_layer", "1 or more", "0"]),
         ({"n_head": 5}, ["n_embd 12", "n_head 5"]),
-        ({"n_layer": 3}, ["12 weights", "missing", "h.2.attn.c_attn.bias"]),
+        ({"n_layer": 3}, ["missing", "h.2."]),
+        ({"vocab_size": 10**15}, ["wte.weight", "(23, 12)", "(1000000000000000, 12)"]),
+        ({"n_positions": 10**15}, ["wpe.weight", "(11, 12)", "(1000000000000000, 12)"]),
+        ({"layer_norm_epsilon": "1e-5"}, ["config.json", "layer_norm_epsilon", "'1e-5'"]),
+        ({"resid_pdrop": [0.1]}, ["config.json", "resid_pdrop", "[0.1]"]),
+        ({"attn_pdrop": 1}, ["config.json", "attn_pdrop", "below 1"]),
+        ({"tie_word_embeddings": "no"}, ["config.json", "tie_word_embeddings", "'no'"]),
         ({"n_layer": 1}, ["12 weights", "not those", "h.1.attn.c_attn.bias"]),
         ({"vocab_size": 24}, ["wte.weight", "(23, 12)", "(24, 12)"]),
         ({"n_inner": 5}, ["h.0.mlp.c_fc.weight", "(12, 48)", "(12, 5)"]),
@@ -180,7 +187,7 @@ def test_another_configuration_is_refused(
     refused(write_folder(tmp_path, weights_of(config_of()), **changes), *words)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "\xff"])
+@pytest.mark.parametrize("text", ["", "[]", "{", "\xff", '{"a":' + 10**5 * "["])
 def test_a_configuration_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
     (write_folder(tmp_path) / "config.json").write_text(text, encoding="latin-1")
     refused(tmp_path, "config.json", "not a JSON object")
@@ -195,6 +202,8 @@ def test_broken_weights_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     refused(tmp_path, "model.safetensors", "cannot be read")
+    file.write_bytes(raw_safetensors({"wte.weight": "F8_E4M3"}))
+    refused(tmp_path, "model.safetensors", "cannot be read", "float8")
     refused(write_folder(tmp_path, {"a.weight": weights["ln_f.bias"]}), "wte.weight", "a.weight")
 
 

@@ -148,7 +148,12 @@ def test_a_model_read_can_learn_and_continue(tmp_path: Path) -> None:
         ({"mlp_bias": True}, ["attention_bias", "mlp_bias"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads 4", "num_key_value_heads 3"]),
         ({"head_dim": 0}, ["head_dim", "1 or more"]),
-        ({"num_hidden_layers": 3}, ["9 weights", "Llama", "missing", "layers.2"]),
+        ({"num_hidden_layers": 3}, ["Llama", "missing", "layers.2"]),
+        (
+            {"intermediate_size": 10**15},
+            ["mlp.gate_proj.weight", "(20, 12)", "(1000000000000000, 12)"],
+        ),
+        ({"rope_theta": "10000"}, ["config.json", "rope_theta", "'10000'"]),
         ({"num_hidden_layers": 1}, ["9 weights", "not those", "layers.1"]),
         ({"head_dim": 4}, ["self_attn.q_proj.weight", "(24, 12)", "(16, 12)"]),
         ({"attention_bias": True, "mlp_bias": True}, ["missing", "bias"]),

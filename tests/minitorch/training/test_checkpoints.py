@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,9 @@ from minitorch import SGD, Adam, FastBackend, SimpleBackend
 from minitorch.training.checkpoints import (
     Checkpoints,
     TrainingState,
-    random_state,
     read_training,
     remove_partials,
     save_training,
-    set_random_state,
 )
 from minitorch.training.model_files import (
     CheckpointError,
@@ -34,6 +33,9 @@ from minitorch.training.model_files import (
     read_checkpoint,
     save_checkpoint,
 )
+from minitorch.training.random_states import random_state
+
+from ...support.models.raw_safetensors import raw_safetensors
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "project" / "reliability"))  # as for a script that runs there
@@ -153,6 +155,14 @@ def test_the_file_is_on_the_disk_before_its_name_and_the_name_before_the_end(
     monkeypatch.setattr("os.replace", renamed)
     save_checkpoint(tmp_path / "m.safetensors", tiny_model(), {})
     assert done == ["file", "rename", "folder"]
+
+
+def test_writers_of_one_file_in_several_threads_do_not_collide(tmp_path: Path) -> None:
+    path, model = tmp_path / "m.safetensors", tiny_model()
+    with ThreadPoolExecutor(8) as threads:
+        for _ in threads.map(lambda n: save_checkpoint(path, model, {"n": n}), range(64)):
+            read_checkpoint(path)
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_files_of_the_first_format_can_still_be_read(tmp_path: Path) -> None:
@@ -280,30 +290,65 @@ def test_moments_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-@given(
-    st.sampled_from(["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"]),
-    st.integers(0, 2**32),
-    st.integers(0, 5),
+def damaged(part: str, name: str, value: Any) -> Any:
+    """Return a function that puts a value into a part of a training's state; None removes it."""
+
+    def damage(state: TrainingState) -> None:
+        found = getattr(state, part)
+        for key in name.split("/")[:-1]:
+            found = found[key]
+        if value is None:
+            del found[name.split("/")[-1]]
+        else:
+            found[name.split("/")[-1]] = value
+
+    return pytest.param(damage, id=f"{name} is {value!r:.20}")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damaged("random", "generators/data", None),
+        damaged("random", "numpy/state/pos", 10**9),
+        damaged("random", "numpy/state/pos", -1),
+        damaged("random", "numpy/state/key", [1, 2]),
+        damaged("random", "numpy/bit_generator", "PCG64"),
+        damaged("random", "numpy", [1]),
+        damaged("random", "generators/data/state/inc", "1"),
+        damaged("random", "python", [3, [2**32] * 625, "x"]),
+        damaged("optimizer", "lr", "0.01"),
+        damaged("optimizer", "lr", -1.0),
+        damaged("optimizer", "beta1", 1.5),
+        damaged("optimizer", "eps", float("nan")),
+        damaged("optimizer", "steps", 1.5),
+        damaged("optimizer", "steps", 10**400),
+        damaged("optimizer", "m.0", np.zeros((2, 2), np.float32)),
+        damaged("optimizer", "m.0", np.zeros((5, 4), np.int64)),
+        damaged("optimizer", "v.0", np.full((5, 4), np.nan, np.float32)),
+        damaged("optimizer", "v.0", None),
+        damaged("parameters", "ln.bias", np.full(4, np.nan, np.float32)),
+    ],
 )
-def test_random_numbers_go_on_where_they_were(kind: str, seed: int, drawn: int) -> None:
-    rng = np.random.Generator(getattr(np.random, kind)(seed))
-    minitorch.manual_seed(seed)
+def test_a_state_that_does_not_fit_changes_nothing(damage: Any, tmp_path: Path) -> None:
+    path, run = tmp_path / "t.safetensors", Run().go(1)
+    run.save(path)
+    state = read_training(path)
+    damage(state)
+    run.go(1)
 
-    def draw() -> list[float]:
-        # Small integers and normal numbers leave a half-used word, or a second number, behind.
-        return [
-            *rng.integers(0, 9, 3, dtype=np.int32), rng.standard_normal(), random.gauss(0.0, 1.0),
-            random.getrandbits(63), np.random.standard_normal(), np.random.rand(),
-        ]  # fmt: skip
+    def everything() -> bytes:
+        arrays = [p.value.to_numpy() for p in run.model.parameters()]
+        moments = run.optimizer.state_dict().items()
+        arrays += [x.to_numpy() for _, x in moments if isinstance(x, minitorch.Tensor)]
+        numbers = [x for _, x in moments if not isinstance(x, minitorch.Tensor)]
+        said = json.dumps([numbers, random_state({"data": run.rng})]).encode()
+        return b"".join(x.tobytes() for x in arrays) + said
 
-    for _ in range(drawn):
-        draw()
-    state = json.loads(json.dumps(random_state({"mine": rng})))
-    expected = draw()
-    set_random_state(state, {"mine": rng})
-    assert draw() == expected
-    with pytest.raises(ValueError, match="random numbers cannot be restored"):
-        set_random_state(state, {"other": rng})
+    before = everything()
+    with pytest.raises(CheckpointError, match=r"t\.safetensors: (?s:(?!\n).)*\Z"):
+        run.restore(state)
+    assert everything() == before
+    run.go(1)
 
 
 def shares_of(run: Any, count: int) -> list[Any]:
@@ -419,6 +464,31 @@ def test_a_file_of_another_length_is_refused(
     else:
         with pytest.raises(CheckpointError, match=r"changed\.safetensors"):
             READERS[kind](changed)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        raw_safetensors({"w": "F8_E4M3"}, format="minitorch-1", config="{}"),
+        raw_safetensors({"w": "F8_E8M0"}, format="minitorch-1", config="{}"),
+        *(
+            raw_safetensors({}, format="minitorch-1", config="{}", training=text)
+            for text in (
+                "[]", "{}", "1", 10**5 * "[", "9" * 5000,
+                '{"step": "1", "optimizer": {}, "random": {}, "notes": {}}',
+                '{"step": 1, "optimizer": [], "random": {}, "notes": {}}',
+                '{"step": 1, "optimizer": {}, "random": {}, "notes": {}, "parts": 3}',
+                '{"step": 1, "optimizer": {}, "random": {}, "notes": {}, "parts": [{}]}',
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_contents_that_are_no_training_are_refused_in_one_line(
+    payload: bytes, changed: Path
+) -> None:
+    changed.write_bytes(payload)
+    with pytest.raises(CheckpointError, match=r"changed\.safetensors: [^\n]*\Z"):
+        read_training(changed)
 
 
 def test_nothing_is_pickled() -> None:

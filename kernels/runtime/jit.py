@@ -19,6 +19,8 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.types import Type
 from numba.np.ufunc.parallel import threading_layer
 
+from kernels.runtime.disk_cache import keep_on_disk
+
 #: How the threads of numba's OpenMP runtime (GCC's; LLVM's or Intel's) wait for the next kernel.  By
 #: default they spin so long that they take the cores from other work: with one busy process on the machine
 #: a training slowed down to a third.  The user's own setting of any of them takes precedence.
@@ -176,18 +178,16 @@ def njit_cached(
     def compile_(target: Callable[..., Any]) -> Any:
         if JIT_DISABLED:
             return target
-        dispatcher: Any = numba.njit(cache=cache, error_model="numpy", **options)(target)
-        cache_file = getattr(dispatcher._cache, "_cache_file", None)
-        if cache_file is not None:  # None: no cache, or no folder for one is writable
-            # The kernels of two dtypes share a file, and a file with another stamp is written anew.
-            cache_file._source_stamp = fingerprint(dispatcher, by_dtype=False)
+        dispatcher: Any = numba.njit(error_model="numpy", **options)(target)
+        if cache:
             stamp, captured = fingerprint(dispatcher), _captured(target)
 
             def index_key(signature: Any, codegen: Any) -> Any:
                 return signature, codegen.magic_tuple(), stamp, captured
 
-            # Numba's own key has captured dispatchers by a number that differs in each process.
-            dispatcher._cache._index_key = index_key
+            # Numba's own key has captured dispatchers by a number that differs in each process.  Kernels
+            # of two dtypes share a file, and a file with another stamp is written anew.
+            keep_on_disk(dispatcher, index_key, fingerprint(dispatcher, by_dtype=False))
         return Parallel(dispatcher, cache, options) if options.get("parallel") else dispatcher
 
     return compile_ if function is None else compile_(function)

@@ -197,12 +197,13 @@ def parallel() -> dict[str, Any]:
 
 
 def library() -> dict[str, Any]:
-    """Import minitorch as a program does, and list its backends and rungs."""
+    """Import minitorch as a program does, and list its rungs and the folders it refuses for its cache."""
     start = time.perf_counter()
     module = import_module("minitorch")
     seconds = time.perf_counter() - start
     rungs = list(import_module("kernels.launch").RUNGS)
-    return {"file": _file(module), "seconds": seconds, "rungs": rungs}
+    refused = import_module("kernels.runtime.disk_cache").REFUSED
+    return {"file": _file(module), "seconds": seconds, "rungs": rungs, "refused": refused}
 
 
 def _nothing() -> None:

@@ -294,6 +294,12 @@ def threads(facts: dict[str, Any]) -> Iterator[Finding]:
 def cache(facts: dict[str, Any]) -> Iterator[Finding]:
     """Report that compiled kernels cannot be cached: each process would compile them again."""
     found = facts["cache"]
+    for reason in sorted({*facts.get("library", {}).get("refused", {}).values()}):
+        yield Finding(
+            f"compiled kernels are not kept on disk: {reason}, and could plant code there",
+            "take that permission away (chmod go-w), or set NUMBA_CACHE_DIR to a folder that only you can "
+            "write to",
+        )
     if found["why_not"] is None:
         return
     if facts["environment"].get("NUMBA_CACHE_DIR"):

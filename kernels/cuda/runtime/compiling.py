@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from numba import void
 
 from kernels.runtime.cuda_errors import first_line
+from kernels.runtime.disk_cache import keep_on_disk
 from kernels.runtime.jit import fingerprint
 from kernels.runtime.targets import (
     IS_SIMULATOR,
@@ -54,14 +55,9 @@ def compile_kernel(
     if IS_SIMULATOR:
         return cuda.jit(signature)(function)
     dispatcher = cuda.jit(launch_bounds=launch_bounds)(function)
-    try:
-        dispatcher.enable_caching()
-    except RuntimeError:  # no folder for a cache is writable
-        pass
-    else:
-        stamp = f"{fingerprint(dispatcher, *signature.args)} {_package_version()}"
-        # Numba's own key is a pickle of what the function closes over, and misses what it names.
-        dispatcher._cache._index_key = lambda kinds, codegen: (kinds, codegen.magic_tuple(), stamp)
+    stamp = f"{fingerprint(dispatcher, *signature.args)} {_package_version()}"
+    # Numba's own key is a pickle of what the function closes over, and misses what it names.
+    keep_on_disk(dispatcher, lambda kinds, codegen: (kinds, codegen.magic_tuple(), stamp))
     dispatcher.compile(tuple(signature.args))
     dispatcher.disable_compile()
     return dispatcher

@@ -104,6 +104,17 @@ def test_a_numba_without_cuda_and_another_kernels_are_named(tmp_path: Path) -> N
         assert f"rename or move {tmp_path / name}" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_a_cache_that_others_can_write_to_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    found = ask("library", seconds=120.0)["refused"]
+    assert {*found.values()} == {f"every user can write to {tmp_path}"}
+
+
 def test_a_library_that_cannot_be_imported_names_the_doctor(tmp_path: Path) -> None:
     folder = package(tmp_path, "numpy", "raise RuntimeError('no such luck')")
     done = python("-c", "import minitorch", path=(folder,))
@@ -366,6 +377,10 @@ SICK: dict[str, tuple[Change, str, str]] = {
     ),
     "the cache cannot be written": (
         _set("cache", why_not="[Errno 13] Permission denied"), "Permission denied", "NUMBA_CACHE_DIR",
+    ),
+    "others can write to the cache": (
+        _set("library", refused={"/c/d": "every user can write to /c"}), "every user can write to /c",
+        "chmod go-w",
     ),
     "JIT is off": (
         _set("environment", NUMBA_DISABLE_JIT="1"), "NUMBA_DISABLE_JIT", "unset NUMBA_DISABLE_JIT",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import traceback
 from functools import lru_cache
@@ -30,14 +32,14 @@ def _mpi() -> Any:
 class _Request:
     """An operation of MPI that has begun; it keeps the arrays alive."""
 
-    def __init__(self, waiting: Waiting, request: Any, *arrays: Any):
+    def __init__(self, waiting: Waiting, name: str, request: Any, *arrays: Any):
         self._waiting, self._request, self._arrays = waiting, request, arrays
-        waiting.begin()
+        self._begun = waiting.begin(name)
 
     def wait(self) -> None:
         """Return when the operation is over."""
         if self._request is not None:
-            self._waiting.until(self._request)
+            self._waiting.until(self._request, *self._begun)
         self._request, self._arrays = None, ()
 
 
@@ -108,6 +110,7 @@ class MPIGroup(Group):
     Args:
         communicator: An intracommunicator of mpi4py.
         waiting: Waits for the operations; None creates one for the ranks of the communicator.
+        name: A name of the group that is the same on all its ranks, and no other group's.
 
     Attributes:
         waiting: Measures how long this rank waits, in this group and in those split from it.
@@ -115,30 +118,40 @@ class MPIGroup(Group):
 
     on_host = True
 
-    def __init__(self, communicator: Any, waiting: Waiting | None = None):
+    def __init__(self, communicator: Any, waiting: Waiting | None = None, name: str = "world"):
         self.communicator = communicator
         self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
         self.waiting = waiting or Waiting(communicator, timeout_of_environment())
+        self._name, self._splits = name, 0
+        for other in range(self.size):
+            self.waiting.take_part(self._message(self.rank, other), self._message(other, self.rank))
+        self.waiting.take_part(name)
 
     def place_on_machine(self) -> tuple[int, int]:
         """Return the index of this rank among those on its machine, and the number of ranks there."""
         own = self.communicator.Split_type(_mpi().COMM_TYPE_SHARED)
         return own.Get_rank(), own.Get_size()
 
+    def _message(self, source: int, to: int) -> str:
+        """Return the name of the messages from one rank to another."""
+        return f"{self._name} {source}>{to}"
+
     def _begun(self, request: Any, *arrays: Any) -> Transfer:
-        return _Request(self.waiting, request, *arrays)
+        return _Request(self.waiting, self._name, request, *arrays)
 
     def send(self, array: Any, to: int) -> Transfer:
         """See :meth:`Group.send`."""
         self.check_rank("to", to)
         message = _bytes("array", array)
-        return self._begun(self.communicator.Isend(message, to), message)
+        name, request = self._message(self.rank, to), self.communicator.Isend(message, to)
+        return _Request(self.waiting, name, request, message)
 
     def receive(self, array: Any, source: int) -> Transfer:
         """See :meth:`Group.receive`."""
         self.check_rank("source", source)
         message = _bytes("array", array)
-        return self._begun(self.communicator.Irecv(message, source), message)
+        name, request = self._message(source, self.rank), self.communicator.Irecv(message, source)
+        return _Request(self.waiting, name, request, message)
 
     def all_reduce(self, array: Any, operation: str = "sum") -> Transfer:
         """See :meth:`Group.all_reduce`."""
@@ -181,7 +194,9 @@ class MPIGroup(Group):
 
     def split(self, color: int) -> MPIGroup:
         """See :meth:`Group.split`."""
-        return MPIGroup(self.communicator.Split(color, self.rank), self.waiting)
+        self._splits += 1
+        name = f"{self._name}/{self._splits}.{color}"
+        return MPIGroup(self.communicator.Split(color, self.rank), self.waiting, name)
 
     def abort(self, reason: str) -> NoReturn:
         """See :meth:`Group.abort`."""
@@ -192,9 +207,10 @@ class MPIGroup(Group):
 def world() -> MPIGroup:
     """Return the group of all processes that ``mpiexec`` has started together.
 
-    From then on, an uncaught exception in one process ends all of them, because the others would wait for
-    it forever.  A wait of more than ``MINITORCH_RANK_TIMEOUT`` seconds, 300 by default, also ends all of
-    them.  A process that was started alone forms a group of one.
+    From then on, an uncaught exception or ``os._exit`` in one process ends all of them, because the others
+    would wait for it forever.  So does a wait of more than ``MINITORCH_RANK_TIMEOUT`` seconds, 300 by
+    default, and a wait for a process whose program has ended.  A process that was started alone forms a
+    group of one.
 
     Raises:
         ImportError: If mpi4py or an MPI library is missing.
@@ -208,4 +224,30 @@ def world() -> MPIGroup:
             group.abort(f"{kind.__name__}: {error}")
 
         sys.excepthook = abort
+        _watch_ends(group)
     return group
+
+
+def _watch_ends(group: MPIGroup) -> None:
+    """Have other ranks learn when the program of this one ends, also by ``os._exit``."""
+    own, exit_now = os.getpid(), os._exit
+
+    def is_rank() -> bool:  # no child of it, and it is still connected with the others
+        return os.getpid() == own and not _mpi().Is_finalized()
+
+    def leave() -> None:
+        if is_rank():
+            group.waiting.leave()
+
+    def leave_now(status: int) -> NoReturn:
+        # MPICH would kill the others without a word, with status 0.
+        if is_rank():
+            end(
+                group.communicator,
+                f"os._exit({status}) ended this rank; call sys.exit",
+                status or 1,
+            )
+        exit_now(status)
+
+    atexit.register(leave)
+    os._exit = leave_now

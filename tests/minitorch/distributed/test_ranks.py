@@ -89,6 +89,8 @@ FAILURES = {
     "raise RuntimeError('the disk is full')": "rank 1 of 3: RuntimeError: the disk is full",
     "raise MemoryError": "rank 1 of 3: MemoryError",
     "os.kill(os.getpid(), signal.SIGSTOP)": r"rank 0 of 3: waited \d s for rank 1 \(process \d+ on .*\)",
+    "os._exit(0)": r"rank 1 of 3: os\._exit\(0\) ended this rank",
+    "sys.exit(0)": r"rank 0 of 3: waited \d s for rank 1 \(process .*whose program has ended",
     "group.receive(np.ones(3), 0).wait()": "rank 0 of 3: waited .* every rank waits for another: rank 0",
 }
 
@@ -96,7 +98,7 @@ FAILURES = {
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_rank_that_fails_or_hangs_ends_all_with_one_line(failure: str) -> None:
     script = f"""
-import os, signal
+import os, signal, sys
 import numpy as np
 from minitorch.distributed import world
 group = world()
@@ -110,6 +112,25 @@ group.barrier()
     assert done.returncode != 0
     (line,) = re.findall(r"^rank \d of 3: .*", done.stderr, re.MULTILINE)
     assert re.match(FAILURES[failure], line)
+
+
+def test_ranks_may_end_at_different_times() -> None:
+    script = """
+import sys, time
+import numpy as np
+from minitorch.distributed import world
+group = world()
+pair = group.split(group.rank == 1)
+numbers = np.full(3, group.rank)
+if group.rank == 1: sent = group.send(numbers, 2)
+if group.rank == 2: time.sleep(1.5)
+group.broadcast(numbers, 1).wait()
+if group.rank == 1: sent.wait(); sys.exit(0)
+if group.rank == 2: group.receive(numbers, 1).wait(); time.sleep(1.5)
+pair.barrier()
+"""
+    done = python(3, "-c", script)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_killed_process_is_known_by_its_number() -> None:

@@ -27,7 +27,7 @@ EXTRAS = {
     "plot": [MATPLOTLIB],
     # The digits of project/run_digits.py, which come with the library.
     "digits": [SKLEARN],
-    "app": [MATPLOTLIB, "streamlit>=1.40,<2"],
+    "app": [MATPLOTLIB, "streamlit>=1.62,<2"],
     "docs": [
         "docutils>=0.21,<0.22",
         "furo>=2024.8,<2027",

@@ -4,8 +4,8 @@ streamlit run project/app.py                      every page
 streamlit run project/app.py -- 2                 the pages of modules 0 to 2
 streamlit run project/app.py -- 5 --hide_function_defs
 
-Only this machine gets an answer, as .streamlit/config.toml says.  Files are shown, and no code of theirs
-is run.
+Only this machine gets an answer, under its own names, as .streamlit/config.toml says.  Files are shown, and
+no code of theirs is run.
 The last is for a lesson: the attention page then shows no source.  ``?page=attention`` opens one page.
 """
 
@@ -129,10 +129,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     st.set_page_config(page_title="minitorch-flash", layout="wide")
-    if not st.get_option("server.address"):  # an older Streamlit, started from another folder
+    if not (st.get_option("server.address") and st.get_option("server.allowedHosts")):
         st.error(
-            "every machine that reaches this one can open the app; start it in the root of the repository, "
-            "or with --server.address=localhost"
+            "other machines or web pages could open the app; start it in the root of the repository, or "
+            "with --server.address=localhost --server.allowedHosts=localhost"
         )
         st.stop()
     args = parse(sys.argv[1:])

@@ -150,8 +150,8 @@ class Waiting:
             who += f" and {len(named) - 3} more"
         if gone:
             return (
-                f"for {who}, whose program has ended before this operation; call the same operations on all "
-                "ranks"
+                f"for {who}, whose program has ended before this operation; call the same operations "
+                "on all ranks"
             )
         if silent:
             return (

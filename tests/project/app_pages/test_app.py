@@ -253,8 +253,11 @@ def test_files_that_are_looked_at_run_no_code(
     assert not canary.exists()
 
 
-def test_an_app_that_every_machine_can_reach_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamlit, "get_option", lambda name: None)
+@pytest.mark.parametrize("missing", ["server.address", "server.allowedHosts"])
+def test_an_app_that_others_can_reach_shows_nothing(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamlit, "get_option", lambda name: name != missing)
     app = opened("math")
     assert "localhost" in app.error[0].value
     assert not app.title

@@ -14,6 +14,8 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,21 @@ def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
         except OSError:  # not yet
             time.sleep(0.1)
     raise AssertionError(f"the app does not start: {log.read_text()}")
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost", 101), ("127.0.0.1", 101), ("rebound.example", 403), ("", 403)],
+)
+def test_a_request_to_another_host_name_is_refused(host: str, status: int, address: str) -> None:
+    port = int(address.rpartition(":")[2])
+    headers = {
+        "Host": f"{host}:{port}" if host else "", "Upgrade": "websocket", "Connection": "Upgrade",
+        "Sec-WebSocket-Key": "MTIzNDU2Nzg5MDEyMzQ1Ng==", "Sec-WebSocket-Version": "13",
+    }  # fmt: skip
+    with closing(HTTPConnection("localhost", port, timeout=10)) as connection:
+        connection.request("GET", "/_stcore/stream", headers=headers)
+        assert connection.getresponse().status == status
 
 
 @pytest.mark.skipif(

@@ -13,9 +13,12 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from numba.core.caching import IndexDataCacheFile
+if TYPE_CHECKING:
+    from numba.core.caching import IndexDataCacheFile as _Files
+else:
+    _Files = object  # numba's class, or that of numba-cuda
 
 if os.name == "posix":
     import grp
@@ -79,7 +82,7 @@ def _warn(text: str) -> None:
 # -- files -----------------------------------------------------------------------------------------
 
 
-class _Checked(IndexDataCacheFile):
+class _Checked(_Files):
     """Files of a kernel that end with a digest; an entry holds its key, and damaged files are discarded.
 
     Without the key, a file that another process has just replaced would be taken for another entry's.
@@ -133,7 +136,7 @@ class _Hashed:
 @lru_cache(maxsize=4)
 def _checked(kind: type) -> Any:
     """Return the class of checked files for numba's or numba-cuda's class."""
-    return _Checked if kind is IndexDataCacheFile else type("_CheckedCuda", (_Checked, kind), {})
+    return type("CheckedFile", (_Checked, kind), {})
 
 
 # -- folders ---------------------------------------------------------------------------------------

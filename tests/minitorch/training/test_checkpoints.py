@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import os
 import random
@@ -482,6 +483,7 @@ def test_a_file_of_another_length_is_refused(
             )
         ),
     ],
+    ids=itertools.count(),
 )  # fmt: skip
 def test_contents_that_are_no_training_are_refused_in_one_line(
     payload: bytes, changed: Path

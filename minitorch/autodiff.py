@@ -216,6 +216,15 @@ class without_drawing(Switch):
     mode, value = "drawing", False
 
 
+class _Writes:
+    """The writes into elements of tensors so far; :mod:`minitorch.backends.writes` counts them."""
+
+    count = 0
+
+
+writes = _Writes()
+
+
 def is_recording() -> bool:
     """Tell whether functions of tensors record how they were applied; see :class:`no_grad`."""
     return modes.recording
@@ -230,17 +239,19 @@ class Context:
         saved_values: The values that `save_for_backward` saved.
         needs_input_grad: Which arguments of `forward` require a gradient; a function of tensors sets it.
         site: Where the function was called, if :class:`minitorch.detect_anomaly` has noted it.
+        saved_at: The number of writes into tensors when the values were saved.
     """
 
     no_grad: bool = False
     saved_values: tuple[Any, ...] = ()
     needs_input_grad: tuple[bool, ...] = ()
     site: Any = field(default=None, init=False, compare=False)
+    saved_at: int = field(default=0, init=False, compare=False)
 
     def save_for_backward(self, *values: Any) -> None:
         """Keep values for the backward pass, in place of any kept before."""
         if not self.no_grad:
-            self.saved_values = values
+            self.saved_values, self.saved_at = values, writes.count
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from kernels.runtime.targets import explained
 
 from .backends.elements import DTYPES as DTYPES
 from .backends.elements import HELD, as_element, checked_shape, dtype_of
+from .backends.writes import wrote
 
 #: Length of the scratch index buffers inside kernels; no tensor has more dimensions.
 MAX_DIMS = 32
@@ -401,6 +402,7 @@ class TensorData:
                 as_bits(storage)[position] = number.view(BITS)[()]
             else:
                 storage[position] = val
+        wrote(storage)
 
     def tuple(self) -> Triple:
         """Return (storage, shape, strides), the three arguments that a kernel takes per tensor."""

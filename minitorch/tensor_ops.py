@@ -24,6 +24,7 @@ from .backends.result_shapes import matmul_shape as matmul_shape
 from .backends.result_shapes import normalize_dim as normalize_dim
 from .backends.tensor_protocol import AnyTensor
 from .backends.tensor_protocol import MapProto as MapProto
+from .backends.writes import wrote
 from .tensor_data import (
     IndexingError,
     Ints,
@@ -138,6 +139,8 @@ class TensorOps(Widening):
                         f"shape {a.shape} does not broadcast to out's {out.shape}; pass an out that it fits"
                     )
                 run(out._tensor, x)
+                if out.history is not None:  # constants are results that are not in use yet
+                    wrote(out._tensor._storage)
                 return out
             kind = x.shape, x.strides, x.dtype, x.is_number
             if (known := kinds.get(kind)) is not None:

@@ -229,7 +229,7 @@ class ShardedOptimizer(Optimizer):
             transfer.wait()
             if owner != self._group.rank:
                 new = received(array, p.value).view(*p.value.shape)
-                p.value.f.id_map(new, p.value.detach())
+                p.value.f.id_map(new, p.value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's share; see :meth:`minitorch.AdamW.state_dict`.

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..autodiff import Context, History, Variable, modes
+from ..autodiff import Context, History, Variable, modes, writes
 from ..backends.tensor_protocol import TensorLike as Tensor
+from ..backends.writes import check_unwritten
 from ..scalar_functions import wrap_tuple
 
 
@@ -229,10 +230,15 @@ def chain_rule(history: History, *d_outputs: Any) -> list[tuple[Variable, Any]]:
     Args:
         history: History of the function's result.
         *d_outputs: The gradient of each result.
+
+    Raises:
+        RuntimeError: If a value that the function saved has been written to since.
     """
     assert history.last_fn is not None and history.ctx is not None, (
         "the chain rule needs a tensor that a function made"
     )
+    if history.ctx.saved_at != writes.count:
+        check_unwritten(history.last_fn.__name__, history.ctx.saved_values, history.ctx.saved_at)
     gradients = history.last_fn._backward(history.ctx, *d_outputs)
     assert len(gradients) == len(history.inputs), (
         f"{history.last_fn.__name__}.backward returned {len(gradients)} gradients for "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
 from kernels.cuda.backend import active
 from kernels.runtime.dtypes import FLOAT32, is_floating, is_half
 
+from ..backends.writes import wrote
 from ..module import Parameter
 from ..optim import Adam, _same_shape, clip_grad_norm_, copy_of
 from ..tensor import Tensor
@@ -104,10 +106,12 @@ class AdamW(Adam):
             self.grad_norm = like.wrap(memory.part(clip, 0, 1))
         moved = [self._listed(*each) for each in zip(moving, values, grads, strict=True)]
         fused.adam_many(moved, clip, **self._step_numbers(), again=self._step_numbers)
+        storages = [value._tensor._storage for value in values]
+        wrote(*storages)
         for p, value in zip(moving, values, strict=True):
             self._update(p, value)
         if (recording := active()) is not None:
-            recording.actions.append(self._count)
+            recording.actions += [self._count, partial(wrote, *storages)]
             recording.guards.append(self._guard())
 
     def _listed(self, p: Parameter, value: Tensor, grad: Any) -> Any:

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..autodiff import Context, History, Switch, Variable, is_recording
+from ..autodiff import Context, History, Switch, Variable, is_recording, writes
 from ..backends.matmul_precision import get_matmul_precision, matmul_precision
+from ..backends.writes import check_unwritten
 from ..functions.base import Function, Joint, chain_rule, is_tensor
 from ..tensor import next_id
 
@@ -78,12 +79,19 @@ class Segment:
         self.random = random.getstate(), np.random.get_state()
         self.precision = get_matmul_precision()
         self.steps: list[Step] = []
+        #: The tensors from outside that the call used, and the number of writes when it had ended.
+        self.given: list[Any] = []
+        self.saved_at = 0
         #: The variables of the second call, by position; each is removed after its gradients are computed.
         self.histories: dict[int, History] = {}
 
     def first(self) -> Any:
         """Call the function, and return the results with the outline as their history."""
+        before = next_id()
         results, nodes, self.steps = self._called()
+        read = [x for node in nodes for x in node.history.inputs if is_tensor(x)]
+        self.given = [x for x in read if x.unique_id < before]
+        self.saved_at = writes.count
         returned = {x.unique_id for x in _listed(results) if is_tensor(x)}
         made: dict[int, Any] = {}  # the outline of each variable, by its id
 
@@ -139,6 +147,8 @@ class Segment:
 
     def _again(self) -> dict[int, History]:
         """Repeat the call with the same random numbers; return how each variable was computed."""
+        name = getattr(self.fn, "__name__", type(self.fn).__name__)
+        check_unwritten(f"checkpoint({name}, ...)", self.given, self.saved_at)
         now = random.getstate(), np.random.get_state()
         random.setstate(self.random[0])
         np.random.set_state(self.random[1])
@@ -149,7 +159,6 @@ class Segment:
             random.setstate(now[0])
             np.random.set_state(now[1])
         if steps != self.steps:
-            name = getattr(self.fn, "__name__", type(self.fn).__name__)
             raise RuntimeError(
                 f"checkpoint called {name} again for its gradients, and its computation differed from "
                 "the first call; it must depend only on its inputs, on tensors and parameters that do not "

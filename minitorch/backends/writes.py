@@ -1,0 +1,80 @@
+"""Writes into tensors: a backward pass must not compute with other values than those that were saved.
+
+A write is noted with the memory that it changes, so that views, parts and arrays on it are covered too.  A
+function saves only the number of writes so far.  If there were more by its backward pass, the memory of its
+saved values, which has not been freed in between, is compared with theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from kernels.cuda.backend import address_of, is_device_array
+
+from ..autodiff import writes
+
+#: Maximum number of pieces of memory whose last write is kept; beyond it, the oldest is forgotten.
+MOST_PIECES = 1 << 16
+#: The number of the last write to a piece of memory, by its first and last address, the newest last.
+_last: dict[tuple[int, int], int] = {}
+_lock = threading.Lock()
+
+
+def wrote(*storages: Any) -> None:
+    """Note that elements of some storages have changed; writing through NumPy is not noticed."""
+    with _lock:
+        writes.count += 1
+        for span in map(_span, storages):
+            _last.pop(span, None)
+            _last[span] = writes.count
+            if len(_last) > MOST_PIECES:
+                del _last[next(iter(_last))]
+
+
+def check_unwritten(function: str, values: Iterable[Any], since: int) -> None:
+    """Check that the values that a function needs for its gradient are those that it saved.
+
+    Args:
+        function: Name of the function.
+        values: The values: tensors, arrays, collections of them, and any other objects.
+        since: The number of writes when they were saved.
+
+    Raises:
+        RuntimeError: If one has been written to.
+    """
+    with _lock:
+        newer = [span for span, number in reversed(_last.items()) if number > since]
+    for shape, storage in _storages(values) if newer else ():
+        first, last = _span(storage)
+        if any(first < end and start < last for start, end in newer):
+            raise RuntimeError(
+                f"the gradient of {function} needs a value of shape {tuple(shape)} that has been modified in "
+                "place since the forward pass, by x[i] = number or by an optimiser; call backward() before "
+                "the write, or write to a copy, such as x * 1.0"
+            )
+
+
+def _storages(values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the shape and the storage of each tensor and array among some values."""
+    for value in values:
+        data = getattr(value, "_tensor", value)
+        storage = getattr(data, "_storage", data)
+        if isinstance(storage, np.ndarray) or is_device_array(storage):
+            yield data.shape, storage
+        elif isinstance(value, (tuple, list)):
+            yield from _storages(value)
+
+
+def _span(array: Any) -> tuple[int, int]:
+    """Return the address of an array's first byte, and that of the byte after its last."""
+    array = getattr(array, "_ary", array)  # the simulator's
+    if 0 in array.shape:
+        return 0, 0
+    on_device = is_device_array(array)
+    start = address_of(array) if on_device else array.__array_interface__["data"][0]
+    steps = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
+    return start + sum(min(s, 0) for s in steps), start + sum(max(s, 0) for s in steps) + array.itemsize

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kernels import Problem, launch
 from kernels.array_call import check_on_host, with_arrays
-from kernels.cuda.backend import address_of
+from kernels.cuda.backend import address_of, row_major_copy
 from kernels.known_calls import DESCRIBE, Glance, glance
 from kernels.problem.float8 import check_float8_gradient
-from kernels.problem.operands import Operands, in_order, make_operands
+from kernels.problem.operands import PER_HEAD, Operands, in_order, make_operands
 from kernels.problem.options import ARRAYS, Options
 from kernels.problem.packed_problem import check_packed
 from kernels.problem.question import problem_of
@@ -225,6 +227,8 @@ class FlashAttention(Function):
             if seen is not None:
                 seen.learn(plan, operands)
             operands = operands.having(out=results[0], lse=results[1])
+            if call.arrays and not ctx.no_grad:
+                operands = _with_copies(operands, call.arrays, options)
             out, lse = map(q.wrap, results)
         if not ctx.no_grad:
             data = (q, k, v, out, lse) if q.backend.cuda else ()
@@ -265,6 +269,27 @@ class FlashAttention(Function):
                 seen.learn(plan, operands)
             results = [None if array is None else q.wrap(array) for array in gradients]
         return (*results, *[None] * (len(ctx.needs_input_grad) - len(results)))
+
+
+def _with_copies(operands: Operands, arrays: dict[str, Any], options: Options) -> Operands:
+    """Copy options that are arrays of the caller's, who may refill them before the backward pass.
+
+    Writes into tensors are noticed there, so that these are not copied.
+    """
+    given: Any = options
+    for field, name in {"mask": "attn_mask", **PER_HEAD}.items():
+        array = getattr(operands, field)
+        if array is not None and array is arrays.get(name) and not is_tensor(given[name]):
+            operands = operands.having(**{field: _copy(array)})
+    return operands
+
+
+def _copy(array: Any) -> Any:
+    """Return a copy of an array, without the repetitions of a broadcast dimension."""
+    if not isinstance(array, np.ndarray):
+        return row_major_copy(array)
+    once = tuple(slice(None if step else 1) for step in array.strides)
+    return array[once].copy()
 
 
 def _glance(q: Any, k: Any, v: Any, options: Options) -> Glance | None:

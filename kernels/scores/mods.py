@@ -130,9 +130,11 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _comparable(value: Any) -> Any:
-    """Return a key that compares numbers, strings and tuples by type and value, others by identity."""
+    """Return a key that compares numbers, arrays, strings and tuples by value, others by identity."""
     if isinstance(value, np.generic):
         return type(value), value.tobytes()
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return value.dtype, value.shape, value.tobytes()  # its owner may refill it
     if isinstance(value, float):
         return type(value), value.hex()  # 0.0 equals -0.0, and NaN not itself
     if type(value) is tuple:
@@ -184,13 +186,22 @@ class _Kept:
 @lru_cache(maxsize=256)
 def _checked(name: str, kept: _Kept, arguments: str) -> Function:
     check_mod(name, kept.function, arguments)
-    source = kept.function
-    cells = tuple(CellType(cell.cell_contents) for cell in source.__closure__ or ())
-    # A copy, with the current values of its captured variables, because kernels cache it by identity.
-    copy = FunctionType(
-        source.__code__, source.__globals__, source.__name__, source.__defaults__, cells
-    )
+    source, world = kept.function, kept.function.__globals__
+    # A copy with the current values of all that it reads: kernels cache it by identity, and compile it for
+    # the backward pass after the caller may have changed them.
+    names = [*_names(source.__code__), "__builtins__", "__name__"]
+    own = {name: _own(world[name]) for name in names if name in world}
+    defaults = tuple(map(_own, source.__defaults__ or ()))
+    cells = tuple(CellType(_own(cell.cell_contents)) for cell in source.__closure__ or ())
+    copy = FunctionType(source.__code__, own, source.__name__, defaults, cells)
     return varying(copy) if is_varying(source) else copy
+
+
+def _own(value: Any) -> Any:
+    """Return a copy of an array, or of a tuple of them, and any other value unchanged."""
+    if type(value) is tuple:
+        return tuple(map(_own, value))
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def as_mod(name: str, function: Any, arguments: str) -> Function | None:

@@ -91,11 +91,11 @@ def max(input: Tensor, dim: Any) -> Tensor:
 
 
 def argmax(input: Tensor, dim: Any) -> Tensor:
-    """Mark the maxima along ``dim``: 1 at each (all of them on a tie), 0 elsewhere."""
+    """Mark the maxima along ``dim``: 1 at each (all of them on a tie), 0 elsewhere; NaN is the largest."""
     check_tensor("input", input)
-    # TASK 4.4: Compare with the maximum, of the tensor without its history.
+    # TASK 4.4: Compare with the maximum, of the tensor without its history; NaN is unequal to itself.
     plain = input.detach()
-    return plain == max(plain, dim)
+    return (plain == max(plain, dim)) + (plain != plain)
     # END TASK 4.4
 
 

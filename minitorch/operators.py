@@ -60,9 +60,9 @@ def eq(x: float, y: float) -> float:
 
 
 def max(x: float, y: float) -> float:
-    """Return the larger of x and y; on a tie, y."""
-    # TASK 0.1: Compare; Python's own max is hidden here by this very function.
-    return x if x > y else y
+    """Return the larger of x and y; on a tie, y. NaN if one of them is NaN."""
+    # TASK 0.1: Compare; Python's own max is hidden here by this very function. Only NaN is unequal to itself.
+    return x if x > y or x != x else y
     # END TASK 0.1
 
 
@@ -86,9 +86,9 @@ def sigmoid(x: float) -> float:
 
 
 def relu(x: float) -> float:
-    """Return x where it is positive, else 0.0; always a float."""
-    # TASK 0.1: A float in both branches, 0.0 and not 0.
-    return float(x) if x > 0.0 else 0.0
+    """Return x where it is positive, else 0.0; always a float. NaN stays NaN."""
+    # TASK 0.1: A float in both branches, 0.0 and not 0. Ask for x <= 0, because NaN compares as False.
+    return 0.0 if x <= 0.0 else float(x)
     # END TASK 0.1
 
 

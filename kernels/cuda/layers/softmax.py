@@ -55,7 +55,7 @@ def _make_softmax_row(block: RowBlock, dtype: np.dtype[Any]) -> Any:
             total += exp2((x[row, i] - shift) * log2_e)
         total = row_sum(partial, total)
         # P = diag(l)^-1 e^(S - m).  Computed again: it costs less than to write and read it.
-        inverse = one / total if total > zero else zero
+        inverse = one / total if total != zero else zero  # NaN stays NaN
         for i in range(thread, stop, threads):
             out[row, i] = exp2((x[row, i] - shift) * log2_e) * inverse
         return shift, total

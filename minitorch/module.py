@@ -118,6 +118,15 @@ class Module:
         else:
             home[key] = val
 
+    def __delattr__(self, key: str) -> None:
+        global _changes
+        _changes += 1
+        for table in (self._parameters, self._modules):
+            if key in table:
+                del table[key]
+                return
+        super().__delattr__(key)
+
     def __getattr__(self, key: str) -> Any:
         # Python calls this only for a name that is in neither the instance nor the class.
         # Through __dict__: before __init__ has run, self._parameters would recurse without end.

@@ -17,7 +17,7 @@ from .functions.base import check_tensor
 from .functions.fused import LayerNorm, Lookup
 from .layers.linear import linear
 from .module import Module, Parameter
-from .nn import device_dropout, integer_array, number, one_hot
+from .nn import device_dropout, integer_array, number, one_hot, switch
 from .tensor import Tensor
 from .tensor_data import get_default_dtype
 from .tensor_ops import SimpleBackend, TensorBackend
@@ -126,7 +126,7 @@ class Linear(Module):
             return Parameter((rand(shape, backend, dtype=dtype) - 0.5) * (2.0 * limit))
 
         self.weights = uniform(in_size, out_size)
-        self.bias = uniform(out_size) if bias else None
+        self.bias = uniform(out_size) if switch("bias", bias) else None
 
     def forward(self, x: Tensor, has_gelu: bool = False) -> Tensor:
         """Apply the layer to x; the result is (…, out_size).

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.common.arguments import as_host_array, shown, whole
+from kernels.common.arguments import as_host_array, flag, shown, whole
 from kernels.cuda.backend import computed
 from kernels.runtime.dtypes import is_floating
 
@@ -19,7 +19,7 @@ from .functions.dropout_seeds import dropout_seed
 from .functions.fused import CrossEntropy, Gelu, SeededDropout, Softmax
 from .tensor import Tensor
 from .tensor_functions import Max
-from .tensor_ops import normalize_dim
+from .tensor_ops import TensorBackend, normalize_dim
 from .tensors.factories import from_numpy, rand, tensor
 
 #: The published course's name of the maximum over a dimension, on the fast backend; see :func:`max`.
@@ -303,6 +303,19 @@ def number(name: str, value: Any) -> float:
     if not isinstance(value, NUMBERS) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, such as 0.5, got {shown(value)}")
     return as_float(value)
+
+
+def switch(name: str, value: Any) -> bool:
+    """Check that an option that precedes the backend of a layer is True or False, and return it.
+
+    Raises:
+        TypeError: If it is neither.
+    """
+    if isinstance(value, TensorBackend):
+        raise TypeError(
+            f"{name} must be True or False, got the backend {value}; pass a backend by name: backend=..."
+        )
+    return flag(name, value)
 
 
 def device_dropout(input: Tensor, rate: float, scale: float) -> Tensor:

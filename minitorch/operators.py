@@ -61,7 +61,7 @@ def eq(x: float, y: float) -> float:
 
 def max(x: float, y: float) -> float:
     """Return the larger of x and y; on a tie, y. NaN if one of them is NaN."""
-    # TASK 0.1: Compare; Python's own max is hidden here by this very function. Only NaN is unequal to itself.
+    # TASK 0.1: Compare; Python's own max is hidden here. Only NaN is unequal to itself.
     return x if x > y or x != x else y
     # END TASK 0.1
 

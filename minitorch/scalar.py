@@ -46,6 +46,10 @@ class Scalar:
         self.unique_id = next(_ids)
         self.name = str(self.unique_id) if name is None else name
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy, or what pickle restores, is another variable of the graph.
+        vars(self).update(state, unique_id=next(_ids))
+
     def __repr__(self) -> str:
         return f"Scalar({self.data:f})"
 

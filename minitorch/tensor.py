@@ -291,7 +291,8 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
         """Turn a number into a tensor of one element; give a tensor this backend.
 
         Only single elements move between the host and a device: larger implicit copies at each operation
-        would go unnoticed.
+        would go unnoticed.  On the host, the right operand takes the backend of the left one, as in the
+        published course, except that nothing moves from the fast backend to the simple one.
         """
         if isinstance(b, Tensor):
             if b.backend is not self.backend:
@@ -301,6 +302,12 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
                         f"the operands are on two devices: this one, of shape {self.shape}, is on "
                         f"{places[self.backend.cuda]}, and the other, of shape {b.shape}, is on "
                         f"{places[b.backend.cuda]}; move one of them with cuda() or cpu()"
+                    )
+                if self.backend.target == "numpy" and b.backend.target == "cpu":
+                    raise TypeError(
+                        f"the left operand is on {self.backend.ops.__name__}, plain Python loops, and the "
+                        f"right one on {b.backend.ops.__name__}; create both with "
+                        "backend=minitorch.FastBackend, or convert one with to(minitorch.FastBackend)"
                     )
                 b._type_(self.backend)
             return b

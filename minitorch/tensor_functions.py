@@ -243,14 +243,15 @@ class Max(Function):
 
 
 class All(Function):
-    """1 if every element along a dimension is 1."""
+    """1 if no element along a dimension is 0, else 0."""
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, dim: Any = None) -> Tensor:
-        """Multiply the elements along one dimension, or all of them."""
+        """Multiply 1 for each element that is not 0, along one dimension or over all of them."""
+        marks = a.f.keep_zip(a, a._ensure_tensor(1.0))
         if dim is None:
-            return a.f.mul_reduce(a.contiguous().view(a.size), 0)
-        return a.f.mul_reduce(a, as_int(dim))
+            return a.f.mul_reduce(marks.contiguous().view(a.size), 0)
+        return a.f.mul_reduce(marks, as_int(dim))
 
 
 class _Comparison(Function):

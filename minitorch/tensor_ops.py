@@ -293,6 +293,15 @@ class TensorOps(Widening):
         return TensorData(storage, (size, *matrix))
 
 
+#: The first backend with certain operations.
+_backends: dict[type[TensorOps], TensorBackend] = {}
+
+
+def _backend_of(ops: type[TensorOps]) -> TensorBackend:
+    """Return the backend of a tensor that was pickled."""
+    return _backends.get(ops) or TensorBackend(ops)
+
+
 class TensorBackend:
     """The operations of one backend, each lifted from ``operators`` once.
 
@@ -302,6 +311,7 @@ class TensorBackend:
 
     def __init__(self, ops: type[TensorOps]):
         self.ops = ops
+        _backends.setdefault(ops, self)
         self.cuda, self.memory, self.target = ops.cuda, ops.memory, ops.target
         self.fused = ops.fused
         self.indexing = ops.indexing
@@ -341,6 +351,12 @@ class TensorBackend:
 
     def __repr__(self) -> str:
         return f"TensorBackend({self.ops.__name__})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorBackend:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _backend_of, (self.ops,)
 
     def shift_reduce(self, a: AnyTensor, dim: int) -> AnyTensor:
         """Return the maximum over a dimension, finite even for a row of minus infinities; see ``nn``."""

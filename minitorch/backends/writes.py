@@ -52,9 +52,9 @@ def check_unwritten(function: str, values: Iterable[Any], since: int) -> None:
         first, last = _span(storage)
         if any(first < end and start < last for start, end in newer):
             raise RuntimeError(
-                f"the gradient of {function} needs a value of shape {tuple(shape)} that has been modified in "
-                "place since the forward pass, by x[i] = number or by an optimiser; call backward() before "
-                "the write, or write to a copy, such as x * 1.0"
+                f"the gradient of {function} needs a value of shape {tuple(shape)} that has been modified "
+                "in place since the forward pass, by x[i] = number or by an optimiser; call backward() "
+                "before the write, or write to a copy, such as x * 1.0"
             )
 
 
@@ -76,5 +76,6 @@ def _span(array: Any) -> tuple[int, int]:
         return 0, 0
     on_device = is_device_array(array)
     start = address_of(array) if on_device else array.__array_interface__["data"][0]
-    steps = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
-    return start + sum(min(s, 0) for s in steps), start + sum(max(s, 0) for s in steps) + array.itemsize
+    ends = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
+    last = start + sum(max(end, 0) for end in ends)
+    return start + sum(min(end, 0) for end in ends), last + array.itemsize

@@ -20,7 +20,7 @@ from ..functions.base import check_tensor
 from ..layers.residual_layer_norm import residual_layer_norm
 from ..module import Module, Parameter
 from ..modules_basic import Dropout, LayerNorm1d, Linear, RMSNorm
-from ..nn import number
+from ..nn import number, switch
 from ..tensor import Tensor
 from ..tensor_ops import SimpleBackend, TensorBackend
 from ..tensors.factories import zeros
@@ -120,7 +120,7 @@ class MultiHeadAttention(Module):
             raise ValueError(
                 f"attention_dropout must be in [0, 1), got {attention_dropout}; 0 turns dropout off"
             )
-        self.n_embd, self.n_head, self.causal = n_embd, n_head, causal
+        self.n_embd, self.n_head, self.causal = n_embd, n_head, switch("causal", causal)
         self.attention_dropout = attention_dropout
         self.attn_hidden_dim = whole(
             "head_dim", n_embd // n_head if head_dim is None else head_dim, 1

@@ -78,8 +78,17 @@ class Container(_Tensor):
         return self.shape[0]
 
     def __bool__(self) -> bool:
-        """Return True for every tensor, as in the published course; ``item`` returns its number."""
-        return True
+        """Tell whether the only element is not 0.
+
+        Raises:
+            ValueError: If there are several elements, or none.
+        """
+        if self.size != 1:
+            raise ValueError(
+                f"a tensor of shape {self.shape} is neither true nor false; write (0 < x) * (x < 1) for "
+                "0 < x < 1, reduce it with all(), or ask whether it is None"
+            )
+        return bool(self.item())
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the numbers of a vector; otherwise, the slices along the first dimension."""

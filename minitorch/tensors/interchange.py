@@ -1,12 +1,15 @@
-"""Share the elements of a tensor with other libraries: DLPack and the CUDA array interface."""
+"""Copy and pickle a tensor, or share its elements: DLPack and the CUDA array interface."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kernels.cuda.backend import to_host
 from kernels.interop.dlpack import HOST, cuda_array_interface, dlpack_device, to_dlpack
 from kernels.runtime.dtypes import BFLOAT16
 from kernels.runtime.targets import IS_SIMULATOR
+
+from ..tensor_data import TensorData
 
 if TYPE_CHECKING:
     from ..backends.tensor_protocol import TensorLike as _Tensor
@@ -15,7 +18,24 @@ else:
 
 
 class Lending(_Tensor):
-    """The methods of :class:`minitorch.tensor.Tensor` for these protocols; nothing is copied."""
+    """The methods of :class:`minitorch.tensor.Tensor` for these protocols."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Describe the tensor for ``copy`` and ``pickle``, from which a variable of its own results.
+
+        Raises:
+            RuntimeError: If a function computed it, because the graph is not copied.
+        """
+        history = self.history
+        if history is not None and history.last_fn is not None:
+            raise RuntimeError(
+                f"only leaves and constants can be copied or pickled, but this tensor of shape {self.shape} "
+                "is the result of a function that is recorded for backward; copy its detach()"
+            )
+        data = self._tensor
+        if self.backend.cuda:
+            data = TensorData(to_host(data._storage), data.shape, data.strides)
+        return _restored, (type(self), data, self.backend, history, self.grad, self._name)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -73,3 +93,14 @@ class Lending(_Tensor):
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return the device of the elements in DLPack's numbers: (1, 0) is the host, (2, i) CUDA."""
         return dlpack_device(self._tensor._storage) if self.backend.cuda else (HOST, 0)
+
+
+def _restored(
+    kind: Any, data: TensorData, backend: Any, history: Any, grad: Any, name: str | None
+) -> Any:
+    """Return a tensor from the description that its ``__reduce__`` returned."""
+    if backend.cuda:
+        data.to_cuda_()
+    tensor = kind(data, history, name, backend)
+    tensor.grad = grad
+    return tensor

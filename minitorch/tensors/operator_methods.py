@@ -106,13 +106,13 @@ class TensorOperators(IndexingMethods):
         return EQ.apply(self, self._ensure_tensor(b))
 
     def __ne__(self, b: float | Self) -> Self:  # type: ignore[override]
-        # Python's own would be `not (self == b)`, and every tensor counts as true.
+        # Python's own would be `not (self == b)`, one truth for all elements.
         if not _is_operand(b):
             return NotImplemented
         return 1.0 - EQ.apply(self, self._ensure_tensor(b))
 
     def all(self, dim: int | None = None) -> Self:
-        """Return 1 where all elements along ``dim`` are 1; without ``dim``, reduce to shape (1,)."""
+        """Return 1 where no element along ``dim`` is 0, else 0; without ``dim``, reduce to shape (1,)."""
         if dim is None:
             return All.apply(self.view(self.size), 0)
         return All.apply(self, normalize_dim(dim, self.shape))

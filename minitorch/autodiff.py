@@ -217,9 +217,9 @@ class without_drawing(Switch):
 
 
 class _Writes:
-    """The writes into elements of tensors so far; :mod:`minitorch.backends.writes` counts them."""
+    """The number of writes into tensors so far and 1; :mod:`minitorch.backends.writes` counts them."""
 
-    count = 0
+    count = 1
 
 
 writes = _Writes()
@@ -239,7 +239,7 @@ class Context:
         saved_values: The values that `save_for_backward` saved.
         needs_input_grad: Which arguments of `forward` require a gradient; a function of tensors sets it.
         site: Where the function was called, if :class:`minitorch.detect_anomaly` has noted it.
-        saved_at: The number of writes into tensors when the values were saved.
+        saved_at: The number of writes into tensors when `save_for_backward` was called, or 0.
     """
 
     no_grad: bool = False

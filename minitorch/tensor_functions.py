@@ -62,6 +62,8 @@ class Add(Function):
 class Mul(Function):
     """a * b."""
 
+    is_product = True
+
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
         """Compute the product."""
@@ -303,6 +305,8 @@ class IsClose(Function):
 
 class MatMul(Function):
     """The matrix product over the last two dimensions."""
+
+    is_product = True
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,8 @@ def check_unwritten(function: str, values: Iterable[Any], since: int) -> None:
         RuntimeError: If one has been written to.
     """
     with _lock:
-        newer = [span for span, number in reversed(_last.items()) if number > since]
+        newest = takewhile(lambda item: item[1] > since, reversed(_last.items()))
+        newer = [span for span, _ in newest]
     for shape, storage in _storages(values) if newer else ():
         first, last = _span(storage)
         if any(first < end and start < last for start, end in newer):

@@ -81,12 +81,14 @@ class Function:
         minus_infinity_in: For a function with several results, the indices of those in which minus infinity
             is a valid value; see :class:`minitorch.detect_anomaly`.
         checks_itself: Whether its gradients come from other functions, which are already checked.
+        is_product: Whether the gradient of each of its two arguments needs only the other argument.
     """
 
     forward: Any
     backward: Any
     minus_infinity_in: tuple[int, ...] = ()
     checks_itself = False
+    is_product = False
 
     @classmethod
     def _backward(cls, ctx: Context, *grad_outputs: Any) -> tuple[Any, ...]:
@@ -237,8 +239,13 @@ def chain_rule(history: History, *d_outputs: Any) -> list[tuple[Variable, Any]]:
     assert history.last_fn is not None and history.ctx is not None, (
         "the chain rule needs a tensor that a function made"
     )
-    if history.ctx.saved_at != writes.count:
-        check_unwritten(history.last_fn.__name__, history.ctx.saved_values, history.ctx.saved_at)
+    saved_at = history.ctx.saved_at
+    if saved_at != writes.count and saved_at:
+        values = history.ctx.saved_values
+        if history.last_fn.is_product:
+            a, b = history.inputs
+            values = a if b.requires_grad() else None, b if a.requires_grad() else None
+        check_unwritten(history.last_fn.__name__, values, saved_at)
     gradients = history.last_fn._backward(history.ctx, *d_outputs)
     assert len(gradients) == len(history.inputs), (
         f"{history.last_fn.__name__}.backward returned {len(gradients)} gradients for "

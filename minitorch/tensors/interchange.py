@@ -26,16 +26,17 @@ class Lending(_Tensor):
         Raises:
             RuntimeError: If a function computed it, because the graph is not copied.
         """
+        own: Any = self
         history = self.history
         if history is not None and history.last_fn is not None:
             raise RuntimeError(
-                f"only leaves and constants can be copied or pickled, but this tensor of shape {self.shape} "
-                "is the result of a function that is recorded for backward; copy its detach()"
+                f"only leaves and constants can be copied or pickled, but this tensor of shape "
+                f"{self.shape} is the result of a function that is recorded for backward; copy its detach()"
             )
         data = self._tensor
         if self.backend.cuda:
             data = TensorData(to_host(data._storage), data.shape, data.strides)
-        return _restored, (type(self), data, self.backend, history, self.grad, self._name)
+        return _restored, (type(self), data, self.backend, history, own.grad, own._name)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

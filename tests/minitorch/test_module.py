@@ -138,6 +138,23 @@ def test_a_module_can_be_copied_and_pickled(duplicate) -> None:
     assert twin.scale.value == 10.0
 
 
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_a_copy_of_a_scalar_is_another_variable(duplicate) -> None:
+    x = Scalar(3.0)
+    twin = duplicate(x)
+    (x * twin * twin).backward()
+    assert (x.derivative, twin.derivative) == (9.0, 18.0)
+
+
+def test_an_attribute_of_any_kind_can_be_deleted() -> None:
+    tree: Any = Tree()
+    del tree.first, tree.scale, tree.second.label
+    assert [name for name, _ in tree.named_parameters()] == [n for n in NAMES if n[:6] == "second"]
+    assert tree.first is tree.scale is tree.second.label is None
+    with pytest.raises(AttributeError, match="nothing"):
+        del tree.nothing
+
+
 def test_a_missing_super_init_is_explained() -> None:
     class Hasty(Module):
         def __init__(self) -> None:

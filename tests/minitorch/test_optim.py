@@ -198,7 +198,8 @@ def test_an_optimiser_must_say_how_to_step() -> None:
 
 
 def gradients(parameters: list[Parameter]) -> list[Any]:
-    return [p.value and p.value.grad and p.value.grad.to_numpy() for p in parameters]
+    grads = (getattr(p.value, "grad", None) for p in parameters)
+    return [None if grad is None else grad.to_numpy() for grad in grads]
 
 
 @on_backends()

@@ -398,8 +398,9 @@ def test_a_number_may_stand_on_either_side() -> None:
 
 
 def test_all_asks_every_element() -> None:
-    a = tensor([[1.0, 0.0], [1.0, 1.0]])
+    a = tensor([[1.0, 0.0], [-2.0, 3.0]])
     assert a.all().to_numpy().tolist() == [0.0]
+    assert a[1].all().to_numpy().tolist() == [1.0]
     assert a.all(0).to_numpy().tolist() == [[1.0, 0.0]]
     assert a.all(-1).to_numpy().tolist() == [[0.0], [1.0]]
 

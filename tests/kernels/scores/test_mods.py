@@ -55,6 +55,7 @@ def outputs(mod: Any) -> tuple[Any, Any]:
 
 
 LIMIT = 2
+LIMITS = np.full(9, 2)
 SETTINGS = ModuleType("settings")
 
 
@@ -69,20 +70,28 @@ def within_setting(batch: int, head: int, row: int, col: int) -> bool:
 def test_a_number_that_has_changed_since_the_last_call_is_taken_as_it_is_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    limit = 2
+    limit, reused = 2, np.empty(9, np.int64)
 
     def captured(batch: int, head: int, row: int, col: int) -> bool:
         return abs(row - col) < limit
 
+    def within_array(batch: int, head: int, row: int, col: int) -> bool:
+        return abs(row - col) < reused[row]
+
+    def within_global(batch: int, head: int, row: int, col: int) -> bool:
+        return abs(row - col) < LIMITS[row]
+
+    mods = captured, within_limit, within_setting, within_array, within_global
     results = []
     for limit in (2, 4):
         monkeypatch.setattr(f"{__name__}.LIMIT", limit)
         SETTINGS.limit = limit  # type: ignore[attr-defined]
-        for mod in (captured, within_limit, within_setting):
+        reused[:] = LIMITS[:] = limit
+        for mod in mods:
             out, expected = outputs(mod)
             assert_close_arrays(out, expected, np.float64, "out")
             results.append(out)
-    of_2, of_4 = results[:3], results[3:]
+    of_2, of_4 = results[: len(mods)], results[len(mods) :]
     for of_both in (of_2, of_4):
         assert all(np.array_equal(of_both[0], other) for other in of_both)
     assert not np.allclose(of_2[0], of_4[0])

@@ -381,3 +381,11 @@ def test_a_conversion_to_integers_ends_the_graph() -> None:
 def test_operands_of_two_backends_meet_on_the_left_ones() -> None:
     left, right = tensor([1.0], FastBackend), tensor([2.0], SimpleBackend)
     assert (left + right).backend is FastBackend
+
+
+def test_a_fast_operand_is_not_computed_by_the_simple_backend() -> None:
+    left, right = tensor([1.0], SimpleBackend), tensor([2.0], FastBackend)
+    for operation in (lambda: left * right, lambda: minitorch.cat([left, right])):
+        with pytest.raises(TypeError, match=r"SimpleOps.*FastOps.*to\(minitorch.FastBackend\)"):
+            operation()
+    assert right.backend is FastBackend

@@ -251,6 +251,27 @@ def test_a_boolean_mask_may_be_an_array_or_a_tensor_of_any_host_backend(
         np.testing.assert_array_equal(given, expected)
 
 
+@pytest.mark.parametrize("layout", ["plain", "broadcast"])
+@pytest.mark.parametrize(("attention", "backend"), ON)
+def test_arrays_refilled_before_backward_do_not_change_the_gradient(
+    attention: Any, backend: Any, layout: str
+) -> None:
+    gradients = []
+    for refills in (False, True):
+        rng = np.random.default_rng(0)
+        x = minitorch.from_numpy(rng.standard_normal((2, 2, 7, 4)), backend, requires_grad=True)
+        mask = rng.random((2, 1, 7, 7)) < 0.6
+        slopes, sink, ids = np.array([0.1, 0.3]), np.array([0.5, -0.5]), np.arange(7) // 4
+        seen = mask if layout == "plain" else np.broadcast_to(mask, (2, 2, 7, 7))
+        options = {"attn_mask": seen, "alibi_slopes": slopes, "sink": sink}
+        out = attention(x, x, x, mask_mod=lambda b, h, i, j, ids=ids: ids[j] <= ids[i], **options)
+        if refills:
+            mask[...], slopes[:], sink[:], ids[:] = ~mask, 0.0, 3.0, 0
+        out.sum().backward()
+        gradients.append(x.grad.to_numpy())  # type: ignore[union-attr]
+    np.testing.assert_array_equal(*gradients)
+
+
 @pytest.mark.parametrize(("attention", "backend"), ON)
 def test_slopes_may_be_a_list_an_array_or_a_tensor(attention: Any, backend: Any) -> None:
     q = minitorch.rand((2, 3, 4, 2), backend)

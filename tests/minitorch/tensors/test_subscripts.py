@@ -195,17 +195,26 @@ def test_parts_are_not_written() -> None:
         x[0] = 1.0
 
 
-def test_a_tensor_has_a_length_and_rows_and_still_counts_as_true() -> None:
+def test_a_tensor_has_a_length_and_rows() -> None:
     x = tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
     assert len(x) == 2
     first, second = x
     (first * second).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [[3.0, 4.0], [1.0, 2.0]]
-    assert bool(tensor(0.0)) and bool(minitorch.zeros((0, 2)))
     with pytest.raises(TypeError, match="no length"):
         len(tensor(1.0))
     with pytest.raises(TypeError, match="no length"):
         iter(tensor(1.0))
+
+
+def test_only_a_single_element_is_true_or_false() -> None:
+    x = tensor([0.5, -1.0])
+    assert tensor(2.0) and not tensor([[0.0]]) and 0 < x[:1] < 1 and not 0 < x[1:] < 1
+    for ambiguous in (x, minitorch.zeros((0, 2))):
+        with pytest.raises(ValueError, match=r"neither true nor false.*all\(\)"):
+            bool(ambiguous)
+    with pytest.raises(ValueError, match=r"\(0 < x\) \* \(x < 1\)"):
+        0 < x < 1  # noqa: B015  # pyright: ignore[reportUnusedExpression]
 
 
 def test_one_element_is_formatted_as_a_number() -> None:

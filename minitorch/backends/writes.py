@@ -80,4 +80,4 @@ def _span(array: Any) -> tuple[int, int]:
     start = address_of(array) if on_device else array.__array_interface__["data"][0]
     ends = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
     last = start + sum(max(end, 0) for end in ends)
-    return start + sum(min(end, 0) for end in ends), last + array.itemsize
+    return start + sum(min(end, 0) for end in ends), last + array.dtype.itemsize

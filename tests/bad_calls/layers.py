@@ -161,6 +161,15 @@ MODULES = {
     "a linear layer of integers": wrong(
         lambda o: mt.Linear(3, 2, True, o.backend, dtype="int32"), TypeError, "int32", "float32"
     ),
+    "a linear layer with the backend as its bias": wrong(
+        lambda o: mt.Linear(3, 2, o.backend), TypeError, "bias must be", "backend=..."
+    ),
+    "a linear layer with a number as its bias": wrong(
+        lambda o: mt.Linear(3, 2, 0.5, o.backend), TypeError, "bias must be True or False", "0.5"
+    ),
+    "attention with the backend in place of causal": wrong(
+        lambda o: mt.MultiHeadAttention(4, 2, o.backend), TypeError, "causal must be", "backend=..."
+    ),
     "linear shapes": wrong(
         lambda o: mt.Linear(4, 2, True, o.backend)(o.matrix), AssertionError, "(2, 3)", "(4, 2)"
     ),

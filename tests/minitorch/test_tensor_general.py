@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis.extra.numpy import arrays, mutually_broadcastable_shapes
-from hypothesis.strategies import DataObject, data, integers, permutations
+from hypothesis.strategies import DataObject, data, integers, permutations, sampled_from
 
 from minitorch import (
     FastBackend,
@@ -276,7 +276,9 @@ def test_a_tensor_without_dimensions(backend: TensorBackend) -> None:
 @few
 @given(data())
 def test_all_of_a_tensor(backend: TensorBackend, data: DataObject) -> None:
-    numbers = data.draw(arrays(np.float64, data.draw(shapes()), elements=sampled_from([0.0, 1.0, -2.5])))
+    numbers = data.draw(
+        arrays(np.float64, data.draw(shapes()), elements=sampled_from([0.0, 1.0, -2.5]))
+    )
     truth = numbers != 0
     a = data.draw(laid_out(numbers, backend))
     dim = data.draw(integers(-a.dims, a.dims - 1))

@@ -136,7 +136,7 @@ def test_a_step_in_place_is_a_write() -> None:
     loss, old = (box.value * box.value).sum(), (box.value * box.value).sum()
     loss.backward()
     optimizer.step()
-    with pytest.raises(RuntimeError, match="gradient of Mul.*optimiser"):
+    with pytest.raises(RuntimeError, match=r"gradient of Mul.*optimiser"):
         old.backward()
     (box.value * box.value).sum().backward()
 

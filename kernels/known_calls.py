@@ -21,7 +21,7 @@ from kernels.problem.option_values import check_seed
 from kernels.problem.options import ARRAYS, Options
 from kernels.problem.rungs import rung_of_run
 from kernels.runtime.targets import current_device
-from kernels.scores.mods import KEPT
+from kernels.scores.mods import KEPT, with_kept_mods
 
 
 def _of_device_array(array: Any) -> tuple[Any, int]:
@@ -81,7 +81,7 @@ def glance(operands: Sequence[Any], options: Options, *rest: Any) -> Glance | No
             if any(given[name] is not None for name in ARRAYS & given.keys()):
                 return None  # a call with such an array runs in full
             if not given.keys().isdisjoint(KEPT):
-                given = {**given, **{name: keep(given.get(name)) for name, keep in KEPT.items()}}
+                given = with_kept_mods(given)
             if (drawn := given.get("seed")) is not None:
                 if type(drawn) is not int:
                     return None

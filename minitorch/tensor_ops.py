@@ -24,6 +24,7 @@ from .backends.result_shapes import matmul_shape as matmul_shape
 from .backends.result_shapes import normalize_dim as normalize_dim
 from .backends.tensor_protocol import AnyTensor
 from .backends.tensor_protocol import MapProto as MapProto
+from .backends.unique import Unique
 from .backends.writes import wrote
 from .tensor_data import (
     IndexingError,
@@ -293,16 +294,7 @@ class TensorOps(Widening):
         return TensorData(storage, (size, *matrix))
 
 
-#: The first backend with certain operations.
-_backends: dict[type[TensorOps], TensorBackend] = {}
-
-
-def _backend_of(ops: type[TensorOps]) -> TensorBackend:
-    """Return the backend of a tensor that was pickled."""
-    return _backends.get(ops) or TensorBackend(ops)
-
-
-class TensorBackend:
+class TensorBackend(Unique):
     """The operations of one backend, each lifted from ``operators`` once.
 
     Args:
@@ -311,7 +303,6 @@ class TensorBackend:
 
     def __init__(self, ops: type[TensorOps]):
         self.ops = ops
-        _backends.setdefault(ops, self)
         self.cuda, self.memory, self.target = ops.cuda, ops.memory, ops.target
         self.fused = ops.fused
         self.indexing = ops.indexing
@@ -328,10 +319,8 @@ class TensorBackend:
         self.id_map = self.id_cmap = map_(operators.id)
         self.inv_map = map_(operators.inv)
 
-        self.add_zip = zip_(operators.add)
-        self.mul_zip = zip_(operators.mul)
-        self.lt_zip = zip_(operators.lt)
-        self.eq_zip = zip_(operators.eq)
+        self.add_zip, self.mul_zip = zip_(operators.add), zip_(operators.mul)
+        self.lt_zip, self.eq_zip = zip_(operators.lt), zip_(operators.eq)
         self.is_close_zip = zip_(operators.is_close)
         self.relu_back_zip = zip_(operators.relu_back)
         self.log_back_zip, self.inv_back_zip = zip_(operators.log_back), zip_(operators.inv_back)
@@ -340,23 +329,15 @@ class TensorBackend:
         self.exp_difference_zip = zip_(operators.exp_difference)
         self.keep_zip, self.drop_zip = zip_(operators.keep), zip_(operators.drop)
 
-        self.add_reduce = reduce_(operators.add, 0.0)
-        self.mul_reduce = reduce_(operators.mul, 1.0)
+        self.add_reduce, self.mul_reduce = reduce_(operators.add, 0.0), reduce_(operators.mul, 1.0)
         self.max_reduce = reduce_(operators.max, -np.inf)
         self._finite_reduce = reduce_(operators.max, float(np.finfo(np.float32).min))
         self._max_zip = zip_(operators.max)
-        self.matrix_multiply = ops.matrix_multiply
-        self.fuses_linear, self.linear_into = ops.fuses_linear, ops.linear_into
-        self.linear_backward = ops.linear_backward
+        self.matrix_multiply, self.fuses_linear = ops.matrix_multiply, ops.fuses_linear
+        self.linear_into, self.linear_backward = ops.linear_into, ops.linear_backward
 
     def __repr__(self) -> str:
         return f"TensorBackend({self.ops.__name__})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorBackend:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _backend_of, (self.ops,)
 
     def shift_reduce(self, a: AnyTensor, dim: int) -> AnyTensor:
         """Return the maximum over a dimension, finite even for a row of minus infinities; see ``nn``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -252,6 +252,11 @@ def as_score_mod(value: Any) -> ScoreMod | None:
 
 #: By option, the function that returns the one of all user functions with the same content.
 KEPT: dict[str, Callable[[Any], Any]] = {"mask_mod": as_mask_mod, "score_mod": as_score_mod}
+
+
+def with_kept_mods(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with :data:`KEPT` functions, which go on using what they capture now."""
+    return {**options, **{name: keep(options.get(name)) for name, keep in KEPT.items()}}
 
 
 def check_derivative(mod: ScoreMod | None) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.scores.mods import KEPT, with_kept_mods
 
 
 def eager_attention(*args: Any) -> tuple[Tensor, Tensor]:
@@ -34,7 +35,8 @@ def _forward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.options = inputs
+    *tensors, options = inputs
+    ctx.options = options if options.keys().isdisjoint(KEPT) else with_kept_mods(options)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 

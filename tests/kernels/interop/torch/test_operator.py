@@ -251,6 +251,21 @@ def test_gradients_reach_only_what_requires_them() -> None:
         assert not flash_attention(q, k, v).requires_grad
 
 
+def test_what_is_refilled_before_backward_is_an_error_or_without_effect() -> None:
+    q = torch.randn(1, 1, 8, 4, dtype=FLOAT64, requires_grad=True)
+    mask, gradients = torch.ones(8, 8, dtype=torch.bool).tril(), []
+    out = flash_attention(q, q, q, mask)
+    mask.fill_(True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        out.sum().backward()
+    for refills in (False, True):
+        ids = np.arange(8) // 4
+        out = flash_attention(q, q, q, mask_mod=lambda b, h, i, j, ids=ids: ids[i] == ids[j])
+        ids[:] *= not refills
+        gradients += torch.autograd.grad(out.square().sum(), q)
+    assert torch.equal(*gradients)
+
+
 def test_a_second_derivative_is_refused() -> None:
     q, k, v = some(1, 2, 5, 4)
     (dq,) = torch.autograd.grad(flash_attention(q, k, v).sum(), q, create_graph=True)

@@ -64,7 +64,8 @@ def test_a_copy_of_a_model_computes_the_same_with_its_own_parameters(
     optimizer = minitorch.Adam(layer.parameters())
     twin, its_optimizer = duplicate((layer, optimizer))
     x = minitorch.from_numpy(np.random.default_rng(0).standard_normal((1, 16, 8)))
-    layer.eval(), twin.eval()
+    for model in (layer, twin):
+        model.eval()
     results = []
     for model in (layer, twin, layer):
         minitorch.manual_seed(0)

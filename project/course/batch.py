@@ -71,10 +71,10 @@ def grade_folder(folder: Path, table: Path, jobs: int, options: list[str]) -> in
         {task["task"] for s in summaries for task in s["tasks"]},
         key=lambda name: [int(part) for part in name.split(".")],
     )
-    rows = [["submission", *tasks, "points", "possible", "error"]]
+    rows = [["submission", *tasks, "points", "possible", "refused", "error"]]
     for name, summary in zip(names, summaries, strict=True):
         points = {task["task"]: str(task["points"]) for task in summary["tasks"]}
-        ends = [str(summary["points"]), str(summary["possible"]), summary.get("error", "")]
+        ends = [str(summary.get(name, "")) for name in rows[0][-4:]]
         # A spreadsheet takes a name that begins so for a formula.
         safe = f"'{name}" if name[0] in "=+-@" else name
         rows.append([safe, *(points.get(task, "") for task in tasks), *ends])

@@ -2,8 +2,8 @@
 
 The tree that is graded is made of the course's files, the files of the student that have tasks in them
 and any that the student has added. Points are given for each test of the course that has run and passed,
-in a report that ends as it should; neither exit codes nor output count. Tests that must fail run among
-them: if one of these passes, the submission has changed what judges it.
+but no more than for the values that the submission computes from drawn arguments, which are compared
+with the course's outside of its process: see ``probing``.
 
 What is right may have to be fast as well, for some of the points: as a ratio of two times, measured when
 everything else has passed. Tasks run beside each other; speed is measured while no other task runs.
@@ -12,6 +12,7 @@ everything else has passed. Tasks run beside each other; speed is measured while
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -26,10 +27,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from course.canaries import add_canaries
 from course.markers import CourseError
 from course.report import finish, print_row, refuse_unwritable
-from course.starter_trees import ROOT, module_of
+from course.starter_trees import ROOT, STAMP, module_of
 from course.tasks import SPEED, Task, tasks_of
 from course.verdict import Result, Verdict, judge, notes
 from course.workplace import Workplace, assemble
@@ -48,11 +48,15 @@ class Expected(NamedTuple):
     Attributes:
         tests: Task → the tests that decide.
         speed: Task → those that measure its speed; empty for most.
+        seeds: Task → the secret seed of its probes; empty in a starter tree, which has no solutions.
+        values: Task → what the course's solution computes from it.
         no_gpu: Why there is no GPU, or None.
     """
 
     tests: dict[str, list[str]]
     speed: dict[str, list[str]]
+    seeds: dict[str, int]
+    values: dict[str, dict[str, Any]]
     no_gpu: str | None
 
 
@@ -62,13 +66,18 @@ def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
     Raises:
         CourseError: If the course's own tests cannot be read.
     """
-    expected = Expected({}, {}, None)
+    has_solutions = not (ROOT / STAMP).exists()
+    seeds = {task.id: secrets.randbits(62) for task in tasks} if has_solutions else {}
+    expected = Expected({}, {}, seeds, {}, None)
     speed = {SPEED} if any(task.speed for task in tasks) else set()
     for simulator, simulated in sorted({_how(task, place) for task in tasks}):
         own = [task for task in tasks if _how(task, place) == (simulator, simulated)]
         files = {file for task in own for file in task.tests} | speed
-        marks, no_gpu = _collected(place, files, simulated)
-        expected = expected._replace(no_gpu=expected.no_gpu or no_gpu)
+        own_seeds = {task.id: seeds[task.id] for task in own if task.id in seeds}
+        (found, *values) = _collected(place, files, own_seeds, simulated)
+        expected = expected._replace(no_gpu=expected.no_gpu or found["no_gpu"])
+        expected.values.update((record["task"], record["values"]) for record in values)
+        marks = {test: set(its) for test, its in found["tests"].items()}
         keep = {"simulator"} if simulated else set()
         drop = {"cuda"} if simulated or not simulator else set()
         for task in own:
@@ -101,10 +110,11 @@ def _how(task: Task, place: Workplace) -> tuple[bool, bool]:
 
 
 def _collected(
-    place: Workplace, files: set[str], simulator: bool
-) -> tuple[dict[str, set[str]], str | None]:
-    """Return the marks of each of the course's tests in some files, and why there is no GPU."""
-    job = {"trusted": True, "tree": str(ROOT), "arguments": _arguments(ROOT, sorted(files), "")}
+    place: Workplace, files: set[str], seeds: dict[str, int], simulator: bool
+) -> list[dict[str, Any]]:
+    """Return the course's tests in some files with their marks, and then the values of probes."""
+    arguments = _arguments(ROOT, sorted(files), "")
+    job = {"trusted": True, "tree": str(ROOT), "arguments": arguments, "seeds": seeds}
     records, end = place.run(job, simulator, 180.0)
     if not records or records[0]["code"] != 0:
         if missing := _missing():
@@ -113,7 +123,7 @@ def _collected(
             f"the course's own tests cannot be collected (exit code {end.code}); run 'python "
             f"-m pytest --collect-only {' '.join(sorted(files))}' in {ROOT} and see why"
         )
-    return {t: set(marks) for t, marks in records[0]["tests"].items()}, records[0]["no_gpu"]
+    return records
 
 
 def _missing() -> str:
@@ -134,63 +144,53 @@ def _arguments(tree: Path, files: list[str], chosen: str) -> list[str]:
     return [*settings, "-p", "no:cacheprovider", "--tb=line", "--strict-markers", *select, *files]
 
 
-def grade_task(
-    place: Workplace,
-    task: Task,
-    expected: list[str],
-    of_speed: list[str] | None = None,
-    root: Path = ROOT,
-) -> Result:
+def grade_task(place: Workplace, task: Task, expected: Expected) -> Result:
     """Run the tests of one task and return what became of it.
 
     Args:
         place: With the tree.
         task: What to grade.
-        expected: The tests that decide.
-        of_speed: Those that measure speed, for the task's points of speed; they run if all
-            others have passed.
-        root: The course.
+        expected: Of the course.
     """
-    result = _grade_right(place, task, expected, of_speed, root)
-    return _grade_fast(place, task, result, of_speed, root)
+    return _grade_fast(place, task, _grade_right(place, task, expected), expected)
 
 
-def _grade_right(
-    place: Workplace, task: Task, expected: list[str], of_speed: list[str] | None, root: Path = ROOT
-) -> Result:
+def _grade_right(place: Workplace, task: Task, expected: Expected) -> Result:
     """Run the tests that decide; the points of speed are open still."""
-    result = Result(task.id, task.title, task.mark, possible=task.points, tests=len(expected))
+    tests = expected.tests[task.id]
+    result = Result(task.id, task.title, task.mark, possible=task.points, tests=len(tests))
     swapped: dict[Path, bytes] = {}
     if task.own_tests:  # they are judged by whether they tell right code from wrong, the course's
         for path in (place.tree / "minitorch" / "operators.py",):
             swapped[path] = path.read_bytes()
-            shutil.copyfile(root / path.relative_to(place.tree), path)
+            shutil.copyfile(ROOT / path.relative_to(place.tree), path)
     begin = time.perf_counter()
-    verdict, _ = _run(place, task, expected, root)
+    verdict, _ = _run(place, task, tests, expected)
     for path, content in swapped.items():
         path.write_bytes(content)
     result.passed, result.message, result.also = verdict.passed, verdict.message, [*verdict.also]
-    result.waits_for, result.speed_possible = verdict.waits_for, task.speed if of_speed else 0
+    result.waits_for, result.speed_possible = verdict.waits_for, task.speed
+    result.refused = [*verdict.refused]
     if verdict.waits_for:
         result.status = "waiting"
     elif not verdict.message:
-        result.status, result.points = "passed", task.points - result.speed_possible
+        result.status, result.points = "passed", task.points - task.speed
     elif verdict.honest:
-        result.points = task.points_for(verdict.passed, len(expected))
+        right = int((task.points - task.speed) * verdict.right)
+        result.points = min(task.points_for(verdict.passed, len(tests)), right)
     result.seconds = round(time.perf_counter() - begin, 2)
     return result
 
 
-def _grade_fast(
-    place: Workplace, task: Task, result: Result, of_speed: list[str] | None, root: Path = ROOT
-) -> Result:
+def _grade_fast(place: Workplace, task: Task, result: Result, expected: Expected) -> Result:
     """Measure what is right, if that gives points; return the result with them."""
-    if not of_speed or result.status != "passed":
+    if not task.speed or result.status != "passed":
         return result
     begin = time.perf_counter()
-    verdict, records = _run(place, task, of_speed, root, speed=True)
+    verdict, records = _run(place, task, expected.speed[task.id], speed=True)
     seconds = round(result.seconds + time.perf_counter() - begin, 2)
     measured = replace(result, speed=notes(records, "speed"), seconds=seconds)
+    measured.refused = [*dict.fromkeys((*result.refused, *verdict.refused))]
     if verdict.message:
         slow = f"right, but too slow: {verdict.message}"
         return replace(measured, status="failed", message=slow)
@@ -199,22 +199,27 @@ def _grade_fast(
 
 
 def _run(
-    place: Workplace, task: Task, expected: list[str], root: Path, speed: bool = False
-) -> tuple[Verdict, list[Any]]:
+    place: Workplace, task: Task, tests: list[str], expected: Expected | None = None,
+    speed: bool = False,
+) -> tuple[Verdict, list[Any]]:  # fmt: skip
     """Run tests of a task, confined, and judge them; return the records too."""
-    canaries = add_canaries(place.tree, task, speed)
-    canary_file = next(iter(canaries)).split("::")[0]
     files, chosen = ((SPEED,), task.mark) if speed else (task.tests, expression(task, place.gpu))
+    seeds, values = {}, {}
+    if expected is not None and task.id in expected.seeds:
+        seeds, values = {task.id: expected.seeds[task.id]}, expected.values[task.id]
     job = {
-        "trusted": False, "tree": str(place.tree), "hidden": str(root),
-        "writable": [str(path) for path in place.writable.values()],
+        "trusted": False, "tree": str(place.tree), "seeds": seeds,
         "memory_mb": task.memory_mb, "seconds": task.seconds,
-        "arguments": _arguments(place.tree, [*files, canary_file], chosen),
+        "arguments": _arguments(place.tree, [*files], chosen),
     }  # fmt: skip
     simulator = task.is_simulated(place.gpu) and not speed
     records, end = place.run(job, simulator, task.seconds, optimised=speed)
-    (place.tree / canary_file).unlink()
-    return judge(task, expected, canaries, records, end), records
+    try:
+        return judge(task, tests, values, records, end), records
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return Verdict(
+            0, "the process has written a report that makes no sense", refused=end.refused
+        ), []
 
 
 def _grade_all(
@@ -238,7 +243,7 @@ def _grade_all(
                 return Result(
                     task.id, task.title, task.mark, "blocked", possible=task.points, message=text
                 )
-            return _grade_right(place, task, expected.tests[task.id], expected.speed.get(task.id))
+            return _grade_right(place, task, expected)
         finally:
             free.put(place)
 
@@ -248,10 +253,10 @@ def _grade_all(
             group = list(tasks_of_module)
             runs = [pool.submit(right, task) for task in group]
             for task, run in zip(group, runs, strict=True):
-                result, of_speed = run.result(), expected.speed.get(task.id)
-                if of_speed and result.status == "passed":
+                result = run.result()
+                if task.speed and result.status == "passed":
                     wait(runs)
-                yield _grade_fast(places[0], task, result, of_speed)
+                yield _grade_fast(places[0], task, result, expected)
     finally:  # after an interrupt too
         pool.shutdown(wait=False, cancel_futures=True)
         for place in places:

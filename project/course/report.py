@@ -9,6 +9,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from course.confine import not_guaranteed
 from course.markers import CourseError
 from course.verdict import Result
 
@@ -28,6 +29,7 @@ def print_row(result: Result) -> None:
     if len(result.also) > LISTED:
         lines.append(f"and {len(result.also) - LISTED} more")
     lines += [f"speed: {result.speed}"] if result.speed else []
+    lines += [f"refused: {', '.join(result.refused)}"] if result.refused else []
     for line in lines:
         print(f"      {line}")
     sys.stdout.flush()
@@ -46,11 +48,15 @@ def finish(results: list[Result], json_file: Path | None) -> int:
     if blocked:
         open_ = sum(result.possible for result in blocked)
         print(f"BLOCKED, neither passed nor failed: {len(blocked)} tasks, {open_} points")
+    if warning := not_guaranteed():
+        print(f"NOT CONFINED: {warning}; grade in a container what you do not trust")
     if json_file is not None:
         summary = {
             "points": points,
             "possible": possible,
             "blocked": sum(result.possible for result in blocked),
+            "refused": len({what for result in results for what in result.refused}),
+            "not_guaranteed": warning,
             "all_passed": not failed and not blocked,
             "tasks": [asdict(result) for result in results],
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class Result:
         speed: How fast what is right is, if that gives points; a line for each test.
         speed_points: Given for it, among ``points``.
         speed_possible: Likewise among ``possible``.
+        refused: What the submission may not do and has tried.
         seconds: How long the tests took.
     """
 
@@ -54,6 +56,7 @@ class Result:
     speed: str = ""
     speed_points: int = 0
     speed_possible: int = 0
+    refused: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -66,7 +69,9 @@ class Verdict:
         message: The first thing that is wrong, in full, or empty.
         waits_for: The id of the task whose missing body is all that is wrong, or empty.
         also: The other tests that failed, a line each.
-        honest: The tests that passed count: the run ended by itself, and what must fail has failed.
+        honest: The run ended by itself.
+        right: Which part of the probes gave the course's values; points are given for no more.
+        refused: What the submission may not do and has tried.
     """
 
     passed: int
@@ -74,18 +79,20 @@ class Verdict:
     waits_for: str = ""
     also: tuple[str, ...] = ()
     honest: bool = False
+    right: float = 0.0
+    refused: tuple[str, ...] = ()
 
 
 def judge(
-    task: Task, expected: list[str], canaries: dict[str, str], records: list[Any], end: Ending
+    task: Task, expected: list[str], values: dict[str, Any], records: list[Any], end: Ending
 ) -> Verdict:
     """Judge a run.
 
     Args:
         task: What ran.
         expected: The tests that must have passed.
-        canaries: Tests that must have failed, and what each one means.
-        records: Of the child.
+        values: Of the probes, by the course's solution.
+        records: Of the child, which may have forged them.
         end: How it ended.
     """
     phases: Phases = {}
@@ -94,20 +101,17 @@ def judge(
             phases.setdefault(record["id"], {})[record["when"]] = record
     good = [test for test in expected if _passed(phases.get(test, {}))]
     finished = any("finished" in record for record in records)
-    accepted = [
-        meaning
-        for test, meaning in canaries.items()
-        if phases.get(test, {}).get("call", {}).get("outcome") != "failed"
-    ]
-    honest = finished and not accepted and not end.late and not end.full
+    found = next((r["values"] for r in records if isinstance(r.get("values"), dict)), {})
+    other = [name for name in values if name not in found or not same(found[name], values[name])]
+    right = 1.0 - len(other) / max(len(values), 1)
+    honest = finished and not end.late and not end.full
 
     def wrong(message: str, waits_for: str = "", also: Iterable[str] = ()) -> Verdict:
-        return Verdict(len(good), message, waits_for, tuple(also), honest)
+        return Verdict(len(good), message, waits_for, tuple(also), honest, right, end.refused)
 
     running = next((r["begun"] for r in reversed(records) if "begun" in r), "")
-    hidden = {test.split("::")[0] for test in canaries}  # no student is to look for these
     where = f", in {_short(running)}" if running else ""
-    if running.split("::")[0] in hidden:
+    if finished:
         where = ", when the tests of the task had run"
     if end.late:
         return wrong(f"stopped after {task.seconds} s{where}")
@@ -143,9 +147,22 @@ def judge(
     missing = [test for test in expected if test not in good]
     if missing:
         return wrong(f"{len(missing)} of {len(expected)} tests did not run: {_short(missing[0])}")
-    if accepted:
-        return wrong(f"the submission makes the tests accept {accepted[0]}")
+    if other:
+        return wrong(
+            f"the tests passed, but {len(other)} of {len(values)} calls with other arguments gave wrong "
+            f"results, or none: {', '.join(other)}"
+        )
     return wrong("")
+
+
+def same(got: Any, expected: Any) -> bool:
+    """Compare results, with a tolerance for rounding."""
+    if isinstance(got, list) and isinstance(expected, list):
+        return len(got) == len(expected) and all(map(same, got, expected))
+    if isinstance(got, float) and isinstance(expected, float):
+        both_nan = math.isnan(got) and math.isnan(expected)
+        return both_nan or math.isclose(got, expected, rel_tol=1e-5, abs_tol=1e-7)
+    return got == expected
 
 
 def notes(records: list[Any], name: str) -> str:

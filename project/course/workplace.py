@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from course.confine import has_bubblewrap, in_namespaces, readable, refused_calls
 from course.markers import (
     PACKAGES,
     CourseError,
@@ -31,7 +32,9 @@ from course.markers import (
 )
 from course.starter_trees import ROOT, write_tree
 
-LONGEST_FILE = 1 << 20
+COURSE, LONGEST_FILE = ROOT / "project" / "course", 1 << 20
+#: Of what was refused: so many operations are named, in so many characters.
+MOST_REFUSED, LONGEST_WORDS = 20, 200
 
 
 #: Bytes that all files of a submission may have together, and the seconds between two looks at them.
@@ -45,11 +48,13 @@ class Ending(NamedTuple):
         code: Its exit code; negative: the signal.
         late: Time was up.
         full: It had written more than MOST_WRITTEN.
+        refused: What it may not do and has tried.
     """
 
     code: int
     late: bool
     full: bool = False
+    refused: tuple[str, ...] = ()
 
 
 #: Processes that run in any place; what one of them leaves behind is ended, and another is not.
@@ -69,12 +74,14 @@ class Workplace:
         self.gpu = gpu
         self.closed = False
         self.process: subprocess.Popen[bytes] | None = None
-        self.tree, self.reports = folder / "tree", folder / "reports"
+        self.tree, self.private = folder / "tree", folder / "private"
         self.writable = {name: folder / name for name in ("home", "tmp", "numba")}
-        for path in (self.tree, self.reports, *self.writable.values()):
+        for path in (self.tree, self.private, *self.writable.values()):
             path.mkdir(parents=True)
 
-    def environment(self, simulator: bool, optimised: bool = False) -> dict[str, str]:
+    def environment(
+        self, simulator: bool, trusted: bool = False, optimised: bool = False
+    ) -> dict[str, str]:
         """Return the environment of a run: little of ours, and every folder inside this one.
 
         Whether code is right shows without LLVM's optimisation too, and compiling is most of the time
@@ -89,6 +96,8 @@ class Workplace:
             "CUDA_VISIBLE_DEVICES",
         )
         kept = (*kept, "MINITORCH_EXAMPLES", "NUMBA_NUM_THREADS")
+        # What the course's solutions are compiled to is for no submission to read.
+        cache = self.private if trusted else self.writable["numba"]
         home, tmp = str(self.writable["home"]), str(self.writable["tmp"])
         return {name: os.environ[name] for name in kept if name in os.environ} | {
             "CI": "1",  # property tests draw the same examples each time
@@ -97,7 +106,8 @@ class Workplace:
             "MINITORCH_SHRINK": "0",  # the first that fails will do
             "HOME": home, "USERPROFILE": home, "TMPDIR": tmp, "TEMP": tmp, "TMP": tmp,
             "HYPOTHESIS_STORAGE_DIRECTORY": tmp,
-            "NUMBA_CACHE_DIR": str(self.writable["numba"] / ("fast" if optimised else "plain")),
+            "NUMBA_CACHE_DIR": str(cache / ("fast" if optimised else "plain")),
+            "NUMBA_DISABLE_JIT": str(int(trusted and not self.gpu)),  # for a few small arrays
             "NUMBA_OPT": "3" if optimised else "0",
             "NUMBA_ENABLE_CUDASIM": str(int(simulator)),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
@@ -108,22 +118,37 @@ class Workplace:
         self, job: dict[str, Any], simulator: bool, seconds: float, optimised: bool = False
     ) -> tuple[list[Any], Ending]:
         """Run the child and return its records and its end."""
-        report = self.reports / f"{secrets.token_hex(16)}.jsonl"
-        report.touch()
-        whole = {"report": str(report), "gpu": self.gpu, **job}
-        child = ROOT / "project" / "course" / "child.py"
-        with tempfile.TemporaryFile(dir=self.reports) as output:
+        trusted = job["trusted"]
+        command = [sys.executable, "-I", "-B", str(COURSE / "child.py")]
+        writable = [str(path) for path in self.writable.values()]
+        shown = [str(COURSE), *readable(job["tree"], solutions(), self.gpu)]
+        if not trusted and not self.gpu and has_bubblewrap():
+            command = in_namespaces(command, writable, shown)
+        ours, theirs = (None, None) if trusted or os.name == "nt" else socket.socketpair()
+        handles = [theirs.fileno()] if theirs else []
+        whole = {
+            "gpu": self.gpu,
+            "writable": writable,
+            "shown": shown,
+            "channel": sum(handles),
+            **job,
+        }
+        with tempfile.TemporaryFile() as report, tempfile.TemporaryFile() as output:
             with LOCK:
                 if self.closed:
                     raise RuntimeError("a workplace that is closed runs nothing")
                 before = _adopted()
                 process = self.process = subprocess.Popen(
-                    [sys.executable, "-I", "-B", str(child)],
-                    stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
-                    env=self.environment(simulator, optimised), start_new_session=True,
+                    command, stdin=subprocess.PIPE, stdout=report, stderr=output, pass_fds=handles,
+                    env=self.environment(simulator, trusted, optimised), start_new_session=True,
                 )  # fmt: skip
                 RUNNING.add(process.pid)
+            refused: dict[str, None] = {}
+            watcher = threading.Thread(target=lambda: refused.update(_refused(ours)))
             try:
+                if theirs:
+                    theirs.close()
+                    watcher.start()
                 late, full = self._watch(process, json.dumps(whole).encode(), seconds)
             finally:
                 _end(process)
@@ -135,11 +160,17 @@ class Workplace:
                         for orphan in orphans:
                             os.kill(orphan, signal.SIGKILL)
                             os.waitpid(orphan, 0)
+                if theirs:
+                    watcher.join()
+            report.seek(0)
+            records = list(_records(report.read()))
         if full:
             for path in self.writable.values():
                 shutil.rmtree(path, ignore_errors=True)
                 path.mkdir()
-        return list(_records(report)), Ending(process.returncode, late, full)
+        words = [r["refused"][:LONGEST_WORDS] for r in records if isinstance(r.get("refused"), str)]
+        named = list(dict.fromkeys([*refused, *words]))[:MOST_REFUSED]
+        return records, Ending(process.returncode, late, full, tuple(named))
 
     def _watch(
         self, process: subprocess.Popen[bytes], job: bytes, seconds: float
@@ -209,12 +240,24 @@ def _adopted() -> set[int]:
     return found
 
 
-def _records(report: Path) -> Iterator[dict[str, Any]]:
-    for line in report.read_text(encoding="utf-8", errors="replace").splitlines():
+def _refused(channel: Any) -> dict[str, None]:
+    """Refuse what a child asks for until it ends; return the names of the system calls."""
+    with channel:
+        return dict.fromkeys(refused_calls(channel))
+
+
+def solutions() -> list[str]:
+    """Return the folders that have solutions: the course's, and copies that are installed."""
+    installed = [Path(path) / name for path in sys.path for name in PACKAGES]
+    return [str(ROOT), *(str(path) for path in installed if path.is_dir())]
+
+
+def _records(report: bytes) -> Iterator[dict[str, Any]]:
+    for line in report.decode("utf-8", "replace").splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
-            continue  # the last line of a process that was ended
+        except (ValueError, RecursionError):
+            continue  # the last line of a process that was ended, or nonsense
         if isinstance(record, dict):
             yield record
 

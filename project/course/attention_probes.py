@@ -1,0 +1,184 @@
+"""What the grader calls of a student's code in module 5, with drawn arguments; see ``probing``."""
+
+# ruff: noqa: B023 - a function that is yielded is called before the next one
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from course.probes import Probes, Rng, after, drawn
+
+#: In the trusted process attention runs in NumPy, which takes less time than the simulator.
+TRUSTED = False
+
+
+def ladder(rng: Rng) -> Probes:
+    s, block = import_module("kernels.reference.softmax_ladder"), int(rng.integers(2, 5))
+    x, large = rng.normal(0.0, 3.0, 11), rng.normal(1e3, 3.0, 11)
+    large[: rng.integers(0, 5)] = -np.inf
+    yield "naive_softmax", lambda: s.naive_softmax(x)
+    yield "safe_softmax", lambda: s.safe_softmax(large)
+    yield "online_statistics", lambda: s.online_statistics(x, block)
+    yield "online_softmax", lambda: s.online_softmax(large, block)
+
+
+def heads(rng: Rng, seq_q: int, seq_k: int, dim: int) -> list[Any]:
+    """Draw q, k, v, dout and dlse of two heads."""
+    q, k, v, dout = (rng.normal(size=(1, 2, n, dim)) for n in (seq_q, seq_k, seq_k, seq_q))
+    return [q, k, v, dout, rng.normal(size=(1, 2, seq_q))]
+
+
+def attend(
+    target: str, rung: str, arrays: Sequence[Any], tile: Any = None, backward: bool = False,
+    **options: Any,
+) -> Callable[[], list[Any]]:  # fmt: skip
+    """Return a function that runs one rung and returns out and lse, and gradients if asked to."""
+    launch, problems = import_module("kernels.launch"), import_module("kernels")
+    operands_of = import_module("kernels.problem.operands").make_operands
+    on, rung = (launch.NUMPY, "naive") if TRUSTED else (getattr(launch, target), rung)
+    there = (
+        import_module("kernels.runtime.targets").cuda.to_device if on is launch.CUDA else np.asarray
+    )
+
+    def run() -> list[Any]:
+        mask = options.get("attn_mask")
+        q, k, v, dout, dlse = map(there, arrays)
+        problem = problems.make_problem(*arrays[:3], rung=rung, **options)
+        operands = operands_of(
+            on.memory, problem, q, k, v, None if mask is None else there(mask), None
+        )
+        out, lse = launch.forward(on, problem, operands, tile)
+        if not backward:
+            return [out, lse]
+        operands = operands.having(out=out, lse=lse, dout=dout, dlse=dlse)
+        found = launch.backward(on, problem, operands, tile)
+        return [out, lse, found.dq, found.dk, found.dv]
+
+    return run
+
+
+def causal(rng: Rng) -> dict[str, Any]:
+    return {"is_causal": True, "causal_offset": int(rng.integers(-1, 2))}
+
+
+def textbook(rng: Rng) -> Probes:
+    for name, options in (("plain", {}), ("causal", causal(rng))):
+        arrays = heads(rng, 5, 6, 3)
+        yield f"forward, {name}", attend("NUMPY", "naive", arrays, **options)
+        yield f"backward, {name}", attend("NUMPY", "naive", arrays, None, True, **options)
+    s, z, v = rng.normal(size=(4, 5)), rng.integers(0, 3, (4, 5)), rng.normal(size=(5, 3))
+    softmax_times = import_module("kernels.reference.lines").softmax_times
+    yield "dropout", lambda: softmax_times(s, z, v)
+
+
+def tiles(rng: Rng) -> Probes:
+    lines = import_module("kernels.reference.lines")
+    for name, options in (("plain", {}), ("causal", causal(rng))):
+        arrays, tile = heads(rng, 6, 8, 3), tuple(rng.integers(2, 5, 2).tolist())
+        arrays[0] *= 1e3
+        yield name, attend("NUMPY", "flash2", arrays, tile, **options)
+    s, z, v = rng.normal(size=(4, 6)), rng.integers(0, 3, (4, 6)), rng.normal(size=(6, 3))
+
+    def dropped() -> Any:
+        rows = lines.Rows(np.full(4, -np.inf), np.zeros(4), np.zeros((4, 3)))
+        for part in (slice(0, 2), slice(2, 6)):
+            rows = lines.add_tile(rows, s[:, part], z[:, part], v[part])
+        return lines.finished(rows)
+
+    yield "dropout", dropped
+
+
+def algorithm_1(rng: Rng) -> Probes:
+    practice = import_module("kernels.cuda.attention.practice")
+    cuda = import_module("kernels.runtime.targets").cuda
+    float64 = import_module("numba").types.float64
+    arrays, (rows, cols), scale = (
+        heads(rng, 4, 5, 2),
+        rng.integers(2, 4, 2).tolist(),
+        float(drawn(rng)),
+    )
+    q, k, v, out = (cuda.to_device(x[0]) for x in arrays[:4])
+    s, row_max, row_sum = (cuda.to_device(np.zeros(x)) for x in ((2, 4, 5), (2, 4), (2, 4)))
+    run = practice.algorithm0[(2, 2), 2]
+    yield "algorithm0", after(run, out, q, k, v, s, out, scale)
+    run = practice.make_flash1_rows(rows, cols, 2, float64)[2, rows]
+    yield "flash1_rows", after(run, out, q, k, v, out, row_max, row_sum, scale)
+    for name, options in (("plain", {}), ("causal", causal(rng))):
+        yield f"flash1, {name}", attend("CUDA", "flash1", arrays, (rows, cols), **options)
+
+
+def backward_1(rng: Rng) -> Probes:
+    for name, options in (("plain", {}), ("causal", causal(rng))):
+        arrays, tile = heads(rng, 3, 4, 2), tuple(rng.integers(2, 4, 2).tolist())
+        yield name, attend("CUDA", "flash1", arrays, tile, True, **options)
+
+
+def masks(rng: Rng) -> Probes:
+    philox = import_module("kernels.common.philox")
+    rate, seed = float(rng.uniform(0.3, 0.7)), int(rng.integers(1 << 30))
+    places, threshold = rng.integers(0, 64, (64, 3)).tolist(), philox.attention_threshold(rate)
+    yield "keep", lambda: [bool(philox.PLAIN.keep(seed, *x, threshold)) for x in places]
+    arrays, seen = heads(rng, 3, 4, 2), rng.random((1, 2, 3, 4))
+    for name, options in (
+        ("a boolean mask", {"attn_mask": seen < 0.6}),
+        ("a floating mask", {"attn_mask": seen}),
+        ("dropout", {"dropout_p": rate, "seed": seed, "backward": True}),
+    ):
+        yield name, attend("CUDA", "flash1", arrays, (2, 3), **options)
+
+
+def flash2(rng: Rng) -> Probes:
+    more = causal(rng) | {"dropout_p": 0.4, "seed": int(rng.integers(1 << 30))}
+    for name, options in (("plain", {}), ("causal, with dropout", more)):
+        yield name, attend("CUDA", "flash2", heads(rng, 4, 6, 2), (4, 4), **options)
+
+
+def traffic(rng: Rng) -> Probes:
+    formulas = import_module("kernels.traffic.formulas")
+    best = import_module("kernels.traffic.tile_budget").least_traffic_tile
+    sizes, tile = rng.integers(8, 40, 4).tolist(), tuple((4 * rng.integers(1, 4, 2)).tolist())
+    shape = formulas.HeadShape(*sizes, *(rng.integers(1, 20, 2) * (-1, 1)).tolist())
+    for rung in ("flash1", "flash2"):
+        formula, elements = getattr(formulas, f"{rung}_traffic"), int(rng.integers(600, 4000))
+        yield (
+            f"{rung}_traffic",
+            lambda: [[x, *counts] for x, counts in sorted(formula(shape, tile).items())],
+        )
+        yield f"least_traffic_tile, {rung}", lambda: best(rung, shape, elements)
+
+
+def block_sparse(rng: Rng) -> Probes:
+    block_mask = import_module("kernels").BlockMask
+    mask = block_mask(rng.integers(0, 2, (2, 3, 4)), 40, 50, 16)
+    for by_keys in (False, True):
+        found, tile = mask.tile_list, (8 * rng.integers(1, 4, 2)).tolist()
+        yield f"tile_list, by_keys={by_keys}", lambda: [
+            (x := found(*tile, by_keys)).tile_ptr, x.tile_ids, x.tile_full
+        ]  # fmt: skip
+    small = block_mask(rng.integers(0, 2, (2, 1, 3)), 4, 40, 16)
+    yield "flash2", attend("CUDA", "flash2", heads(rng, 4, 40, 2), (4, 16), block_mask=small)
+
+
+def transformer(rng: Rng) -> Probes:
+    m, seed = import_module("minitorch"), int(rng.integers(1 << 30))
+    x, ids = m.from_numpy(rng.normal(size=(2, 4, 6)), m.SimpleBackend), rng.integers(0, 5, (2, 5))
+
+    def made(kind: str, *sizes: int, **options: Any) -> Any:
+        m.manual_seed(seed)
+        return getattr(m, kind)(*sizes, p_dropout=0.0, **options)
+
+    naive = {"attention": "naive", "causal": True}
+    yield "split_heads", lambda: made("MultiHeadAttention", 6, 2, **naive).split_heads(x)
+    yield "attention", lambda: made("MultiHeadAttention", 6, 2, **naive)(x)
+    yield "layer", lambda: made("TransformerLayer", 6, 2, attention="naive")(x)
+    more = {"n_layer": 1, "middle_dim": 6, "backend": m.SimpleBackend}
+    yield "loss", lambda: made("DecoderLM", 5, 6, 2, 8, **more).loss(ids[:, :-1], ids[:, 1:])
+
+
+PROBES: dict[str, Callable[[Rng], Probes]] = {
+    "5.1": ladder, "5.2": textbook, "5.3": tiles, "5.4": algorithm_1, "5.5": backward_1,
+    "5.6": masks, "5.7": flash2, "5.8": traffic, "5.9": block_sparse, "5.10": transformer,
+}  # fmt: skip

@@ -1,0 +1,384 @@
+"""What the grader calls of a student's code in modules 0 to 4, with drawn arguments; see ``probing``."""
+
+# ruff: noqa: B023 - a function that is yielded is called before the next one
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+Rng = np.random.Generator
+#: Names, each with a function that is called at once.
+Probes = Iterator[tuple[str, Callable[[], Any]]]
+
+
+def after(call: Callable[..., Any], out: Any, *args: Any) -> Callable[[], Any]:
+    """Return a function that makes a call and returns what the call has written to."""
+    return lambda: (call(*args), out)[1]
+
+
+def drawn(rng: Rng, *shape: int) -> Any:
+    """Draw an array of positive numbers."""
+    return rng.uniform(0.5, 2.0, shape)
+
+
+# -- modules 0 and 1 -----------------------------------------------------------------------------
+
+
+def operators(rng: Rng) -> Probes:
+    o = import_module("minitorch.operators")
+    for name in ("id", "neg", "sigmoid", "relu", "exp", "log", "inv"):
+        xs = rng.normal(0.0, 3.0, 6)
+        xs = abs(xs) + 0.1 if name == "log" else xs
+        yield name, lambda: [getattr(o, name)(x) for x in xs.tolist()]
+    for name in ("mul", "add", "lt", "eq", "max", "is_close", "log_back", "inv_back", "relu_back"):
+        xs = rng.normal(0.0, 3.0, 20)
+        xs = abs(xs) + 0.1 if name == "log_back" else xs
+        ys = xs + rng.choice([0.0, 0.005, -0.05, 2.0, -3.0], 20)
+        yield name, lambda: [getattr(o, name)(*xy) for xy in np.c_[xs, ys].tolist()]
+
+
+def property_test(rng: Rng, test: str, name: str, *kinds: Callable[..., Any]) -> Any:
+    """Return a function that tells with which operators a student's property test passes.
+
+    Args:
+        rng: Orders the operators.
+        test: Name of the test.
+        name: Of the operator that is replaced.
+        *kinds: Each makes an operator of a number; it is right if the number is 0.
+    """
+    cases = [kind(c) for kind in kinds for c in (0.0, rng.uniform(1.0, 2.0))]
+    order = rng.permutation(len(cases))
+
+    def passes(operator: Callable[..., Any]) -> bool:
+        modules: list[Any] = [import_module("minitorch.operators")]
+        modules.append(import_module("tests.minitorch.test_operators"))
+        before = [getattr(module, name) for module in modules]
+        try:
+            for module in modules:
+                setattr(module, name, operator)
+            getattr(modules[1], test)()
+        except Exception:
+            return False
+        finally:
+            for module, old in zip(modules, before, strict=True):
+                setattr(module, name, old)
+        return True
+
+    return lambda: [passes(cases[i]) for i in order]
+
+
+def properties(rng: Rng) -> Probes:
+    def rising(x: float) -> float:
+        return 1.0 / (1.0 + math.exp(-x))
+
+    for test, name, *kinds in (
+        ("test_sigmoid", "sigmoid", lambda c: lambda x: x if c else rising(x)),
+        ("test_sigmoid", "sigmoid", lambda c: lambda x: rising(-x if c else x)),
+        ("test_transitive", "lt",
+         lambda c: lambda x, y: float(0.0 < (y - x) % 3.0 < c if c else x < y)),
+        ("test_symmetric", "mul", lambda c: lambda x, y: x * y + c * x),
+        ("test_distribute", "mul", lambda c: lambda x, y: x * y + c),
+    ):  # fmt: skip
+        yield f"{test}, {name}", property_test(rng, test, name, *kinds)
+
+
+def lists(rng: Rng) -> Probes:
+    o = import_module("minitorch.operators")
+    xs, ys, (a, b, *_) = rng.normal(size=(3, 5)).tolist()
+    yield "map", lambda: list(o.map(lambda x: a * x + b)(xs))
+    yield "zipWith", lambda: list(o.zipWith(lambda x, y: a * x - y)(xs, ys))
+    yield "reduce", lambda: o.reduce(lambda x, y: a * x - y, b)(xs)
+    yield "negList", lambda: list(o.negList(xs))
+    yield "addLists", lambda: list(o.addLists(xs, ys))
+    yield "sum", lambda: [o.sum(xs), o.sum([])]
+    yield "prod", lambda: [o.prod(xs), o.prod([])]
+    test = "test_sum_distribute"
+    yield test, property_test(rng, test, "sum", lambda c: lambda xs: math.fsum(xs) + c)
+
+
+def modules(rng: Rng) -> Probes:
+    m = import_module("minitorch")
+
+    def tree(depth: int) -> Any:
+        module, letters = m.Module(), rng.permutation(list("pqr"))[: rng.integers(1, 4)]
+        for letter in letters:
+            setattr(module, f"{letter}{rng.integers(99)}", m.Parameter(float(rng.normal())))
+        for letter in rng.permutation(list("ab"))[: 2 * depth]:
+            setattr(module, f"{letter}{rng.integers(99)}", tree(depth - 1))
+        return module
+
+    def all_of(module: Any) -> list[Any]:
+        children = [x for name, x in sorted(module._modules.items())]
+        return [module, *(one for child in children for one in all_of(child))]
+
+    root = tree(2)
+    some = [all_of(root)[i] for i in rng.integers(0, 7, 4)]
+
+    def switched(*methods: str) -> Any:
+        for module, method in zip(some, methods, strict=True):
+            getattr(module, method)()
+        return [module.training for module in all_of(root)]
+
+    yield "named_parameters", lambda: [[name, p.value] for name, p in root.named_parameters()]
+    yield "parameters", lambda: [p.value for p in root.parameters()]
+    yield "train and eval", lambda: switched("eval", "train", "eval", "train")
+    yield "eval and train", lambda: switched("train", "eval", "train", "eval")
+
+
+def numerical_derivative(rng: Rng) -> Probes:
+    a, x, y, step = drawn(rng, 4).tolist()
+    derivative = import_module("minitorch.autodiff").central_difference
+    for arg in range(2):
+        yield (
+            f"argument {arg}",
+            lambda: derivative(lambda x, y: a * x**3 * y + y**4, x, y, arg=arg, epsilon=step),
+        )
+
+
+ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "a + b": lambda a, b: a + b,
+    "a - b": lambda a, b: a - b,
+    "a * b": lambda a, b: a * b,
+    "a / b": lambda a, b: a / b,
+    "-a": lambda a, b: -a,
+    "a < b": lambda a, b: (a < b) + (b < a) + (a < a),
+    "a > b": lambda a, b: (a > b) - (b > a),
+    "a == b": lambda a, b: (a == b) + (a == a),
+    "log": lambda a, b: a.log(),
+    "exp": lambda a, b: a.exp(),
+    "sigmoid": lambda a, b: a.sigmoid(),
+    "relu": lambda a, b: a.relu() + (-b).relu() + (b - a).relu(),
+}
+
+
+def scalars(rng: Rng) -> Probes:
+    scalar = import_module("minitorch").Scalar
+    for name, operation in ARITHMETIC.items():
+        a, b = drawn(rng, 2).tolist()
+        yield name, lambda: operation(scalar(a), scalar(b)) * scalar(b)
+
+
+def chain_rule(rng: Rng) -> Probes:
+    scalar = import_module("minitorch").Scalar
+    a, b, x, y, d = rng.normal(size=5).tolist()
+
+    class Curve(import_module("minitorch.scalar_functions").ScalarFunction):
+        @staticmethod
+        def forward(ctx: Any, x: float, y: float) -> float:
+            ctx.save_for_backward(x)
+            return a * x * x + b * y
+
+        @staticmethod
+        def backward(ctx: Any, d_output: float) -> tuple[float, float]:
+            return 2.0 * a * ctx.saved_values[0] * d_output, b * d_output
+
+    yield "chain_rule", lambda: [*map(list, Curve.apply(scalar(x), scalar(y)).chain_rule(d))]
+
+
+def backpropagation(rng: Rng) -> Probes:
+    scalar = import_module("minitorch").Scalar
+    order = import_module("minitorch.autodiff").topological_sort
+
+    def derivatives(f: Callable[..., Any], *values: float) -> Any:
+        variables = [scalar(x) for x in values]
+        f(*variables).backward()
+        return [v.derivative for v in variables]
+
+    def chain(x: Any) -> Any:  # each variable is used more than once
+        total = x
+        for _ in range(length):
+            total = total * x + total
+        return total
+
+    for name, operation in ARITHMETIC.items():
+        a, b = drawn(rng, 2).tolist()
+        yield name, lambda: derivatives(lambda x, y: operation(x, y) * x * y + x * x, a, b)
+    length = int(rng.integers(3, 9))
+    yield "a variable that is used more than once", lambda: derivatives(chain, a)
+    yield "topological_sort", lambda: list(order(chain(scalar(b))))
+
+
+# -- modules 2 to 4: tensors ---------------------------------------------------------------------
+
+
+def laid_out(rng: Rng, array: Any, backend: str = "SimpleBackend") -> Any:
+    """Return a tensor whose dimensions lie in memory in a drawn order."""
+    m, order = import_module("minitorch"), rng.permutation(array.ndim)
+    stored = np.ascontiguousarray(array.transpose(order))
+    return m.from_numpy(stored.transpose(np.argsort(order)), getattr(m, backend))
+
+
+def tensor_data(rng: Rng) -> Probes:
+    t = import_module("minitorch.tensor_data")
+    shape, strides, index = *rng.integers(2, 5, (2, 3)), rng.integers(0, 9, 5)
+    buffer, size = np.zeros(5, np.int32), int(shape.prod())
+    data = t.TensorData(np.arange(size), tuple(shape.tolist()))
+    order = rng.permutation(3).tolist()
+    yield "index_to_position", lambda: t.index_to_position(index, strides * index[0])
+    yield "to_index", after(t.to_index, buffer, int(rng.integers(size)), shape, buffer)
+    yield "permute", lambda: [(y := data.permute(*order)).shape, y.strides]
+
+
+def broadcasting(rng: Rng) -> Probes:
+    t = import_module("minitorch.tensor_data")
+    big, buffer = rng.integers(2, 9, 4), np.zeros(5, np.int32)
+    small = np.where(rng.random(3) < 0.5, 1, big[1:])
+    index, other = rng.integers(0, big), np.where(small == 1, big[1:], 1)
+    shapes = [tuple(x.tolist()) for x in (big, small, other)]
+    yield "broadcast_index", after(t.broadcast_index, buffer, index, big, small, buffer)
+    yield (
+        "shape_broadcast",
+        lambda: [t.shape_broadcast(*pair) for pair in (shapes[:2], shapes[1:], shapes[::-1][:2])],
+    )
+
+
+def minus(x: float, y: float) -> float:
+    return x - 2.0 * y
+
+
+def loops(rng: Rng, module: str, backend: str = "SimpleBackend") -> Probes:
+    """Probe map, zip and reduce of a backend, on operands in any layout."""
+    ops, o = (import_module(f"minitorch.{name}") for name in (module, "operators"))
+    cuda = backend == "CudaBackend"
+    for what in ("of one shape", "broadcast"):
+        a, b = drawn(rng, 3, 4), drawn(rng, 3, 4)
+        a, b = (a[:, :1], b[0]) if what == "broadcast" else (a, b)
+        out, a, b = (laid_out(rng, x, backend) for x in (np.zeros((3, 4)), a, b))
+        size = [int(rng.integers(8, 12))] if cuda else []  # what lies beyond is not written
+        for make, fn, operands in ((ops.tensor_map, o.neg, (a,)), (ops.tensor_zip, minus, (a, b))):
+            run = make(fn)[2, 8] if cuda else make(fn)
+            triples = [x for operand in operands for x in operand.tuple()]
+            yield f"{make.__name__}, {what}", after(run, out, *out.tuple(), *size, *triples)
+    for dim in range(1 + (not cuda)):
+        shape = [int(rng.integers(9, 20)), 3]
+        a = laid_out(rng, drawn(rng, *shape[:: 1 - 2 * dim]), backend)
+        out = laid_out(rng, drawn(rng, *[1, 3][:: 1 - 2 * dim]), backend)
+        run = ops.tensor_reduce(o.add)[3, 8] if cuda else ops.tensor_reduce(o.add)
+        size, start = ([out.size], [float(rng.normal())]) if cuda else ([], [])
+        args = (*out.tuple(), *size, *a.tuple(), dim, *start)
+        yield f"tensor_reduce, {dim}", after(run, out, *args)
+
+
+TENSORS: dict[str, Callable[..., Any]] = {
+    "mul": lambda a, b: a * b,
+    "sigmoid": lambda a, b: a.sigmoid(),
+    "relu": lambda a, b: (a - b).relu(),
+    "log": lambda a, b: a.log(),
+    "exp": lambda a, b: a.exp(),
+    "sum": lambda a, b: a.sum(1) + b.sum(0),
+    "lt": lambda a, b: (a < b) * b,
+    "eq": lambda a, b: (a == b) + (a == a) * a,
+    "permute": lambda a, b: a.permute(2, 0, 1) * b.permute(2, 0, 1),
+}
+
+
+def tensors(rng: Rng) -> Probes:
+    m = import_module("minitorch")
+    yield from loops(rng, "tensor_ops")
+    for name, f in TENSORS.items():
+        a, b = drawn(rng, 2, 2, 3, 2)
+        yield name, lambda: f(m.tensor(a), m.tensor(b))
+    near = a + np.where(a < b, 1e-3, 0.1)
+    yield "is_close", lambda: m.tensor(a).is_close(m.tensor(near))
+
+
+def gradients(f: Callable[..., Any], weights: Any, *arrays: Any) -> list[Any]:
+    """Return the gradients of a weighted sum of what a function of tensors returns."""
+    m = import_module("minitorch")
+    inputs: list[Any] = [m.tensor(x, requires_grad=True) for x in arrays]
+    out = f(*inputs)
+    out.backward(m.tensor(weights.reshape(-1)[: out.size].reshape(out.shape)))
+    return [x.grad for x in inputs]
+
+
+def tensor_gradients(rng: Rng) -> Probes:
+    for name, f in TENSORS.items():
+        a, b, weights = drawn(rng, 3, 2, 3, 2)
+        yield name, lambda: gradients(lambda a, b: f(a, b) + a.sum() * b.sum(), weights, a, b)
+
+
+def products(rng: Rng) -> Probes:
+    run = import_module("minitorch.fast_ops").tensor_matrix_multiply
+    for batches in ((2, 2), (2, 1), (1, 2)):
+        n, k, m = rng.integers(2, 6, 3).tolist()
+        shapes = (2, n, m), (batches[0], n, k), (batches[1], k, m)
+        out, a, b = (laid_out(rng, drawn(rng, *shape)) for shape in shapes)
+        yield f"batches {batches}", after(run, out, *out.tuple(), *a.tuple(), *b.tuple())
+
+
+def cuda_loops(rng: Rng) -> Probes:
+    yield from loops(rng, "cuda_ops", "CudaBackend")
+    run = import_module("minitorch.cuda_ops").jit_sum_practice[2, 32]
+    total, a = (laid_out(rng, x, "CudaBackend") for x in (np.zeros(2), drawn(rng, 40)))
+    storages = (x._tensor._storage for x in (total, a))
+    yield "jit_sum_practice", after(run, total, *storages, int(rng.integers(33, 40)))
+
+
+def cuda_products(rng: Rng) -> Probes:
+    ops = import_module("minitorch.cuda_ops")
+    n, tile = int(rng.integers(2, 4)), ops.THREADS_PER_BLOCK
+    k = tile + int(rng.integers(1, 4))
+    shapes = (2, 2, n), (1, 2, k), (2, k, n)
+    out, a, b = (laid_out(rng, drawn(rng, *shape), "CudaBackend") for shape in shapes)
+    run = ops.tensor_matrix_multiply[(1, 1, 2), (tile, tile, 1)]
+    yield "product", after(run, out, *out.tuple(), out.size, *a.tuple(), *b.tuple())
+    flat = [laid_out(rng, drawn(rng, n * n), "CudaBackend") for _ in range(3)]
+    run = ops.jit_mm_practice[1, (n, n)]
+    yield "jit_mm_practice", after(run, flat[0], *(x._tensor._storage for x in flat), n)
+
+
+def convolution(rng: Rng, dims: int) -> Probes:
+    run = getattr(import_module("minitorch.fast_conv"), f"tensor_conv{dims}d")
+    for reverse in (False, True):
+        size, kernel = rng.integers(3, 6, dims), rng.integers(2, 4, dims)
+        shapes = (2, 3, *(size - rng.integers(0, 2, dims))), (2, 2, *size), (3, 2, *kernel)
+        out, a, w = (laid_out(rng, drawn(rng, *shape)) for shape in shapes)
+        args = (*out.tuple(), out.size, *a.tuple(), *w.tuple(), reverse)
+        yield f"reverse={reverse}", after(run, out, *args)
+
+
+def pooling(rng: Rng) -> Probes:
+    m, kernel = import_module("minitorch"), tuple(rng.integers(2, 4, 2).tolist())
+    image = drawn(rng, 1, 2, kernel[0] * 2, kernel[1] * 3)
+    yield "tile", lambda: m.nn.tile(m.tensor(image), kernel)
+    yield "avgpool2d", lambda: m.nn.avgpool2d(m.tensor(image), kernel)
+
+
+def softmaxes(rng: Rng) -> Probes:
+    m = import_module("minitorch")
+    nn, tensor = m.nn, m.tensor
+    dim, x, image = int(rng.integers(2)), drawn(rng, 3, 4), drawn(rng, 1, 2, 4, 6)
+    large, rate, value = 500.0 * x, float(rng.choice([0.2, 0.4, 0.6])), float(drawn(rng))
+    large[0] = -np.inf
+
+    def dropped() -> Any:
+        y = nn.dropout(tensor(np.full(4000, value)), rate).to_numpy()
+        return [y.max(), round(10.0 * float((y == 0.0).mean()))]
+
+    yield "max", lambda: nn.max(tensor(x), dim)
+    yield "gradient of max", lambda: gradients(lambda x: nn.max(x, dim), image, x)
+    yield "argmax", lambda: nn.argmax(tensor(x), dim)
+    yield "maxpool2d", lambda: nn.maxpool2d(tensor(image), (2, 3))
+    yield "softmax", lambda: nn.composed_softmax(tensor(x), dim)
+    yield "softmax of large numbers", lambda: nn.composed_softmax(tensor(large), 1)
+    yield "logsoftmax", lambda: nn.logsoftmax(tensor(50.0 * x), dim)
+    yield "dropout", dropped
+    yield (
+        "dropout of nothing and of everything",
+        lambda: [nn.dropout(tensor(x), *more) for more in ((0.0,), (0.7, True), (1.0,))],
+    )
+
+
+PROBES: dict[str, Callable[[Rng], Probes]] = {
+    "0.1": operators, "0.2": properties, "0.3": lists, "0.4": modules,
+    "1.1": numerical_derivative, "1.2": scalars, "1.3": chain_rule, "1.4": backpropagation,
+    "2.1": tensor_data, "2.2": broadcasting, "2.3": tensors, "2.4": tensor_gradients,
+    "3.1": lambda rng: loops(rng, "fast_ops"), "3.2": products,
+    "3.3": cuda_loops, "3.4": cuda_products,
+    "4.1": lambda rng: convolution(rng, 1), "4.2": lambda rng: convolution(rng, 2),
+    "4.3": pooling, "4.4": softmaxes,
+}  # fmt: skip

@@ -48,16 +48,16 @@ class Expected(NamedTuple):
     Attributes:
         tests: Task → the tests that decide.
         speed: Task → those that measure its speed; empty for most.
+        no_gpu: Why there is no GPU, or None.
         seeds: Task → the secret seed of its probes; empty in a starter tree, which has no solutions.
         values: Task → what the course's solution computes from it.
-        no_gpu: Why there is no GPU, or None.
     """
 
     tests: dict[str, list[str]]
     speed: dict[str, list[str]]
+    no_gpu: str | None
     seeds: dict[str, int]
     values: dict[str, dict[str, Any]]
-    no_gpu: str | None
 
 
 def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
@@ -68,7 +68,7 @@ def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
     """
     has_solutions = not (ROOT / STAMP).exists()
     seeds = {task.id: secrets.randbits(62) for task in tasks} if has_solutions else {}
-    expected = Expected({}, {}, seeds, {}, None)
+    expected = Expected({}, {}, None, seeds, {})
     speed = {SPEED} if any(task.speed for task in tasks) else set()
     for simulator, simulated in sorted({_how(task, place) for task in tasks}):
         own = [task for task in tasks if _how(task, place) == (simulator, simulated)]

@@ -30,7 +30,7 @@ pytestmark = [
 def test_what_needs_a_gpu_is_blocked_without_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    no_gpu = Expected({"3.3": ["a"]}, {}, "there is none")
+    no_gpu = Expected({"3.3": ["a"]}, {}, "there is none", {}, {})
     monkeypatch.setattr(course_grader, "expected_tests", lambda *args: no_gpu)
     start(3, tmp_path / "three")
     assert main(["grade", str(tmp_path / "three"), "--task", "3.3", "--gpu"]) == 2

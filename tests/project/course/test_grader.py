@@ -17,9 +17,9 @@ sys.path.insert(0, str(ROOT / "project"))
 
 from course import grader as course_grader  # noqa: E402
 from course import workplace as course_workplace  # noqa: E402
-from course.child import landlock_version  # noqa: E402
+from course.confine import has_bubblewrap, landlock_version  # noqa: E402
 from course.command import main  # noqa: E402
-from course.grader import expected_tests, grade_task  # noqa: E402
+from course.grader import Expected, expected_tests, grade_task  # noqa: E402
 from course.markers import fill, read_bodies, replaced  # noqa: E402
 from course.starter_trees import start  # noqa: E402
 from course.tasks import find_task, tasks_of, tasks_until  # noqa: E402
@@ -36,8 +36,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return expected_tests(Workplace(tmp_path_factory.mktemp("counts"), False), tasks_of(0)).tests
+def counts(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    return expected_tests(Workplace(tmp_path_factory.mktemp("counts"), False), tasks_of(0))
 
 
 @pytest.fixture
@@ -49,13 +49,13 @@ def student(tmp_path: Path) -> Path:
 
 
 def graded(
-    student: Path, counts: dict[str, list[str]], task: str = "0.4", gpu: bool = False, **limits: int
+    student: Path, counts: Expected, task: str = "0.4", gpu: bool = False, **limits: int
 ) -> Result:
     folder = student.parent / "place"
     folder.mkdir()
     place = Workplace(folder, gpu)
     assemble(student, place.tree, 0)
-    return grade_task(place, replace(find_task(task), **limits), counts[task])
+    return grade_task(place, replace(find_task(task), **limits), counts)
 
 
 def at_import(student: Path, code: str) -> None:
@@ -160,7 +160,6 @@ def test_ending_the_process_in_the_middle_is_no_pass(student: Path, counts: Any)
 
 
 TRICKS = {
-    "no test runs": "import _pytest.python as p; p.Function.runtest = lambda self: None\n",
     "nothing is unequal": "import numpy; numpy.testing.assert_array_equal = lambda *a, **k: None\n",
     "all that is raised is forgotten": "import pytest\n"
     "class R:\n"
@@ -172,11 +171,64 @@ TRICKS = {
 }
 
 
+WRONG = "        self.training = None\n"
+#: Each makes the report say that every test has passed.
+FORGERIES = {
+    "no test runs": "import _pytest.python as p; p.Function.runtest = lambda self: None\n",
+    "the recorder is replaced": """import gc
+for thing in gc.get_objects():
+    if type(thing).__name__ == 'Recorder':
+        write = thing.write
+        def forged(record, write=write):
+            write(record | {'outcome': 'passed', 'message': ''} if 'id' in record else record)
+        thing.write = forged
+""",
+    "a report is written by hand": """import json, os
+tests = TESTS
+text = ''.join(
+    json.dumps({'id': t, 'when': w, 'outcome': 'passed', 'message': '', 'notes': {}}) + chr(10)
+    for t in tests for w in ('setup', 'call', 'teardown')
+) + json.dumps({'finished': 0}) + chr(10) + json.dumps({'task': '0.4', 'values': {}}) + chr(10)
+for handle in range(1, 64):
+    try:
+        os.write(handle, text.encode())
+    except OSError:
+        pass
+os._exit(0)
+""",
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES.values(), ids=FORGERIES)
+def test_a_forged_report_gives_no_points_for_a_wrong_body(
+    student: Path, counts: Expected, forgery: str
+) -> None:
+    in_train(student, WRONG)
+    at_import(student, f"TESTS = {counts.tests['0.4']!r}\n{forgery}")
+    result = graded(student, counts)
+    assert result.status == "failed", result
+    assert result.passed == result.tests  # as the report says
+    assert result.points <= 7  # an honest report gives seven, for three of four tests
+    assert "gave wrong results, or none: " in result.message and "train" in result.message
+
+
+@pytest.mark.parametrize(
+    "record", [{"id": [], "when": 1}, {"begun": 3}, {"values": [1]}, [[]]], ids=str
+)
+def test_a_report_that_makes_no_sense_does_not_end_the_grader(
+    student: Path, counts: Expected, record: Any
+) -> None:
+    code = f"import os, sys; [os.write(n, {json.dumps(record)!r}.encode() + b'\\n') for n in range(3, 20) "
+    at_import(student, f"{code}if os.path.exists(f'/proc/self/fd/{{n}}') and n != 6] and None\n")
+    assert graded(student, counts).status in ("failed", "passed")
+
+
 @pytest.mark.parametrize("trick", TRICKS.values(), ids=TRICKS)
 def test_changing_what_judges_is_no_pass(student: Path, counts: Any, trick: str) -> None:
+    in_train(student, WRONG)
     at_import(student, trick)
     result = graded(student, counts)
-    assert (result.status, result.points) == ("failed", 0), result
+    assert result.status == "failed" and result.points <= 7, result
 
 
 def test_the_tests_of_the_course_count_and_not_the_students(student: Path, counts: Any) -> None:
@@ -303,7 +355,73 @@ def test_the_attempt_to_write_outside_is_named(student: Path, counts: Any, tmp_p
     assert "a submission may not change" in message and "outside.txt" in message
 
 
-def test_the_solutions_of_the_course_cannot_be_read(student: Path, counts: Any) -> None:
+@pytest.fixture(params=["namespaces", "kernel"])
+def confined(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By bubblewrap, where it is installed, and without it."""
+    if not landlock_version():
+        pytest.skip("the kernel has to help")
+    if request.param == "kernel":
+        monkeypatch.setattr(course_workplace, "has_bubblewrap", lambda: False)
+    elif not has_bubblewrap():
+        pytest.skip("bwrap is not installed, or may not make namespaces")
+    return request.param
+
+
+def test_a_submission_reads_neither_the_solutions_nor_another_submission(
+    student: Path, counts: Any, confined: str
+) -> None:
+    start(0, neighbour := student.parent / "neighbour")
+    files = [ROOT / "minitorch" / "module.py", neighbour / "minitorch" / "module.py"]
+    at_import(
+        student,
+        f"import ctypes\nopened = []\nfor file in {[str(file) for file in files]!r}:\n"
+        "    opened.append(ctypes.CDLL(None).open(file.encode(), 0))\n"
+        "    try:\n        opened.append(open(file).fileno())\n    except OSError:\n        pass\n"
+        "assert max(opened) < 0, opened\n",
+    )
+    result = graded(student, counts)
+    assert result.status == "passed", result.message
+    if confined == "kernel":  # in namespaces the files are not there
+        assert len([words for words in result.refused if words.startswith("read ")]) == 2
+
+
+#: Calls of the C library that succeed without a filter, on files and on the grader's process.
+ATTACKS = {
+    "chmod": "chmod(path, 0o600)",
+    "fchmodat": "fchmodat(-100, path, 0o600, 0)",
+    "chown": "chown(path, os.getuid(), -1)",
+    "setxattr": "setxattr(path, b'user.a', b'b', 1, 0)",
+    "utimensat": "utimes(path, None)",
+    "prlimit64": "prlimit(parent, 0, bytes([9] + [0] * 15), None)",
+    "kill": "kill(parent, 0)",
+    "sched_setaffinity": "sched_setaffinity(parent, 8, bytes([1] + [0] * 7))",
+    "ptrace": "ptrace(16, parent, None, None)",
+    "process_vm_readv": "process_vm_readv(parent, None, 0, None, 0, 0)",
+    "unshare": "unshare(0x10000000)",
+}
+
+
+def test_what_is_refused_to_a_submission_stands_in_the_report(
+    student: Path, counts: Any, confined: str
+) -> None:
+    (student.parent / "kept.txt").write_text("kept", encoding="utf-8")
+    calls = ", ".join(f"lambda: libc.{call}" for call in ATTACKS.values())
+    at_import(
+        student,
+        f"import ctypes, os\nlibc, parent = ctypes.CDLL(None), os.getppid()\n"
+        f"for path in ({str(student.parent / 'kept.txt').encode()!r}, b'/', os.environb[b'HOME']):\n"
+        f"    done = [call() for call in ({calls})]\n    assert set(done) == {{-1}}, done\n",
+    )
+    result = graded(student, counts)
+    assert result.status == "passed", result.message
+    assert set(ATTACKS) - {"utimensat"} <= {*result.refused}
+    assert {"utimensat", "utimes"} & {*result.refused}
+
+
+def test_the_solutions_of_the_course_are_refused_in_words(
+    student: Path, counts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(course_workplace, "has_bubblewrap", lambda: False)
     file = ROOT / "minitorch" / "module.py"
     at_import(student, f"exec(open({str(file)!r}).read())\n")
     assert "a submission may not read" in graded(student, counts).message
@@ -432,7 +550,7 @@ def test_what_is_right_and_slow_loses_the_points_of_speed(tmp_path: Path) -> Non
     place = Workplace(tmp_path / "place", gpu=False)
     own = expected_tests(place, [task])
     assemble(tree, place.tree, 5)
-    result = grade_task(place, task, own.tests["5.3"], own.speed["5.3"])
+    result = grade_task(place, task, own)
     assert (result.status, result.points) == ("failed", task.points - task.speed)
     assert (result.speed_points, result.speed_possible) == (0, task.speed)
     assert result.message.startswith("right, but too slow: test_a_tile_is_a_few_products")

@@ -60,6 +60,6 @@ def test_a_common_mistake_earns_its_sentence(
     (tree / file).write_text(after, encoding="utf-8")
     shutil.rmtree(place.tree)
     assemble(tree, place.tree, chosen.module)
-    result = grade_task(place, chosen, expected.tests[task])
+    result = grade_task(place, chosen, expected)
     assert result.status == "failed" and result.points < chosen.points
     assert sentence in "\n".join([result.message, *result.also]), result.message

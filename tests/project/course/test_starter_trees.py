@@ -219,17 +219,16 @@ def test_points_grow_task_by_task(
     shutil.rmtree(tree)
     start(5, tree)
     for task in (find_task("5.3"), find_task("5.4")):
-        own = expected.tests[task.id], expected.speed[task.id]
-        before = grade_task(workplace, task, *own)
+        before = grade_task(workplace, task, expected)
         assert (before.status, before.points) == ("failed", 0)
         assert f"NotImplementedError: Task {task.id}: " in before.message or task.simulator
         if task.id == "5.4":  # 5.5 cannot be tried as a whole before it
             fill(tree, ["5.5"], bodies)
-            later = grade_task(workplace, find_task("5.5"), expected.tests["5.5"])
+            later = grade_task(workplace, find_task("5.5"), expected)
             assert (later.status, later.points, later.waits_for) == ("waiting", 0, "5.4")
             assert later.message == "waits for task 5.4, which is not written yet"
         fill(tree, [task.id], bodies)
-        after = grade_task(workplace, task, *own)
+        after = grade_task(workplace, task, expected)
         assert (after.status, after.points) == ("passed", task.points), after.message
 
 

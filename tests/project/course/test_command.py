@@ -94,11 +94,13 @@ def test_a_folder_of_submissions_becomes_a_table_and_is_not_graded_twice(tmp_pat
         start(0, folder / name)
     (folder / "broken" / "course.json").write_text("{", encoding="utf-8")
     fill(folder / "ada", ["0.4"], read_bodies(ROOT))
+    with (folder / "ada" / "minitorch" / "module.py").open("a", encoding="utf-8") as file:
+        file.write("\ntry:\n    open('/outside', 'w')\nexcept OSError:\n    pass\n")
     command = ["grade", "--all", str(folder), "--csv", str(table), "--task", "0.4"]
     assert main(command) == 2  # one of them could not be graded
     rows = list(csv.DictReader(table.open(encoding="utf-8")))
-    assert [(r["submission"], r["0.4"], r["possible"]) for r in rows] == [
-        ("'=1+1", "0", "10"), ("ada", "10", "10"), ("broken", "", ""),
+    assert [(r["submission"], r["0.4"], r["possible"], r["refused"]) for r in rows] == [
+        ("'=1+1", "0", "10", "0"), ("ada", "10", "10", "1"), ("broken", "", "", ""),
     ]  # fmt: skip
     assert "is damaged" in rows[2]["error"]
     assert "passed" in (tmp_path / "points" / "ada.txt").read_text(encoding="utf-8")

@@ -122,11 +122,12 @@ def masks(rng: Rng) -> Probes:
     places, threshold = rng.integers(0, 64, (64, 3)).tolist(), philox.attention_threshold(rate)
     yield "keep", lambda: [bool(philox.PLAIN.keep(seed, *x, threshold)) for x in places]
     arrays, seen = heads(rng, 3, 4, 2), rng.random((1, 2, 3, 4))
-    for name, options in (
+    cases: tuple[tuple[str, dict[str, Any]], ...] = (
         ("a boolean mask", {"attn_mask": seen < 0.6}),
         ("a floating mask", {"attn_mask": seen}),
         ("dropout", {"dropout_p": rate, "seed": seed, "backward": True}),
-    ):
+    )
+    for name, options in cases:
         yield name, attend("CUDA", "flash1", arrays, (2, 3), **options)
 
 

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
+from threading import Event
 from typing import Any
 
 #: What programs and libraries read of a system, beside Python.
@@ -148,6 +149,7 @@ CLONE, SECCOMP = (56, 220), (317, 277)
 IO_URING, CLONE3, CAPSET = 425, 435, (126, 91)
 CLONE_THREAD = 0x10000
 PROCESSORS = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+HAS_FILTERS = sys.platform.startswith("linux") and platform.machine() in PROCESSORS
 BY_FILTER, NEW_LISTENER = 1, 8
 #: Instructions of the kernel's filter machine, and the answers that it gives.
 LOAD, IF_EQUAL, IF_AT_LEAST, IF_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -170,7 +172,7 @@ def seccomp(report: socket.socket | None, gpu: bool) -> None:
     Raises:
         OSError: If the kernel refuses the filter.
     """
-    if not sys.platform.startswith("linux") or platform.machine() not in PROCESSORS:
+    if not HAS_FILTERS:
         return
     column, processor = PROCESSORS[platform.machine()]
     libc = ctypes.CDLL(None, use_errno=True)
@@ -218,11 +220,12 @@ def _filter(column: int, processor: int, no: int, gpu: bool) -> list[tuple[int, 
     return [*steps, (RETURN, 0, 0, ALLOW)]
 
 
-def refused_calls(channel: socket.socket) -> Iterator[str]:
+def refused_calls(channel: socket.socket, ended: Event) -> Iterator[str]:
     """Refuse what a confined process asks for, until it ends; yield the names of the calls.
 
     Args:
         channel: The other end of what :func:`seccomp` got.
+        ended: Is set when the process has ended.
     """
     fcntl, select = import_module("fcntl"), import_module("select")
     column, _ = PROCESSORS[platform.machine()]
@@ -233,7 +236,12 @@ def refused_calls(channel: socket.socket) -> Iterator[str]:
     for listener in handles:
         poll = select.poll()
         poll.register(listener, select.POLLIN)
-        while poll.poll()[0][1] & select.POLLIN:
+        while not ended.is_set():
+            events = poll.poll(500)
+            if not events:
+                continue
+            if not events[0][1] & select.POLLIN:  # nobody is left to ask
+                break
             question = bytearray(QUESTION)
             try:
                 fcntl.ioctl(listener, RECEIVE, question)
@@ -251,12 +259,15 @@ def refused_calls(channel: socket.socket) -> Iterator[str]:
 # -- bubblewrap --------------------------------------------------------------------------------------
 
 
+NAMESPACES = ("bwrap", "--unshare-all", "--die-with-parent", "--proc", "/proc", "--dev", "/dev")
+
+
 @cache
 def has_bubblewrap() -> bool:
     """Tell whether ``bwrap`` is installed, and may make namespaces here."""
     if shutil.which("bwrap") is None:
         return False
-    command = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
+    command = ["bwrap", "--ro-bind", "/", "/", *NAMESPACES[1:], "true"]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
@@ -265,24 +276,12 @@ def in_namespaces(command: list[str], writable: list[str], shown: list[str]) -> 
     binds = [("--ro-bind", path) for path in shown if not path.startswith(("/proc", "/dev"))]
     binds += [("--bind", path) for path in writable]
     folders = [part for option, path in binds for part in (option, path, path)]
-    options = [
-        "--unshare-all",
-        "--die-with-parent",
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        "--chdir",
-        "/",
-    ]
-    return ["bwrap", *options, *folders, *command]
+    return [*NAMESPACES, "--chdir", "/", *folders, *command]
 
 
 def not_guaranteed() -> str:
     """Return what this system cannot prevent, in a sentence; empty if the kernel helps."""
-    if landlock_version() and platform.machine() in PROCESSORS:
-        return ""
-    if has_bubblewrap():
+    if (HAS_FILTERS and landlock_version()) or has_bubblewrap():
         return ""
     return (
         "this system has neither bwrap nor Landlock: a submission that means to can read and change "

@@ -198,7 +198,7 @@ def backpropagation(rng: Rng) -> Probes:
     for name, operation in ARITHMETIC.items():
         a, b = drawn(rng, 2).tolist()
         yield name, lambda: derivatives(lambda x, y: operation(x, y) * x * y + x * x, a, b)
-    length = int(rng.integers(3, 9))
+    length, (a, b) = int(rng.integers(3, 9)), drawn(rng, 2).tolist()
     yield "a variable that is used more than once", lambda: derivatives(chain, a)
     yield "topological_sort", lambda: list(order(chain(scalar(b))))
 
@@ -283,6 +283,7 @@ def tensors(rng: Rng) -> Probes:
     for name, f in TENSORS.items():
         a, b = drawn(rng, 2, 2, 3, 2)
         yield name, lambda: f(m.tensor(a), m.tensor(b))
+    a, b = drawn(rng, 2, 2, 3, 2)
     near = a + np.where(a < b, 1e-3, 0.1)
     yield "is_close", lambda: m.tensor(a).is_close(m.tensor(near))
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from course.confine import has_bubblewrap, in_namespaces, readable, refused_calls
+from course.confine import HAS_FILTERS, has_bubblewrap, in_namespaces, readable, refused_calls
 from course.markers import (
     PACKAGES,
     CourseError,
@@ -124,7 +124,8 @@ class Workplace:
         shown = [str(COURSE), *readable(job["tree"], solutions(), self.gpu)]
         if not trusted and not self.gpu and has_bubblewrap():
             command = in_namespaces(command, writable, shown)
-        ours, theirs = (None, None) if trusted or os.name == "nt" else socket.socketpair()
+        listens = HAS_FILTERS and not trusted
+        ours, theirs = socket.socketpair() if listens else (None, None)
         handles = [theirs.fileno()] if theirs else []
         whole = {
             "gpu": self.gpu,
@@ -144,7 +145,8 @@ class Workplace:
                 )  # fmt: skip
                 RUNNING.add(process.pid)
             refused: dict[str, None] = {}
-            watcher = threading.Thread(target=lambda: refused.update(_refused(ours)))
+            ended = threading.Event()
+            watcher = threading.Thread(target=lambda: refused.update(_refused(ours, ended)))
             try:
                 if theirs:
                     theirs.close()
@@ -160,6 +162,7 @@ class Workplace:
                         for orphan in orphans:
                             os.kill(orphan, signal.SIGKILL)
                             os.waitpid(orphan, 0)
+                ended.set()
                 if theirs:
                     watcher.join()
             report.seek(0)
@@ -240,10 +243,10 @@ def _adopted() -> set[int]:
     return found
 
 
-def _refused(channel: Any) -> dict[str, None]:
+def _refused(channel: Any, ended: threading.Event) -> dict[str, None]:
     """Refuse what a child asks for until it ends; return the names of the system calls."""
     with channel:
-        return dict.fromkeys(refused_calls(channel))
+        return dict.fromkeys(refused_calls(channel, ended))
 
 
 def solutions() -> list[str]:

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from course import attention_probes
+from course import probes
 from course.confine import guard, inside, landlock, seccomp
 from course.probing import values_of
 
@@ -174,7 +174,7 @@ def main() -> None:
         hide_the_course()
         sys.path.insert(0, tree)
         if job["trusted"]:
-            attention_probes.TRUSTED = True
+            probes.TRUSTED = True
             write(collect(job))
         else:
             limit(job["memory_mb"], job["seconds"])

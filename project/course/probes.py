@@ -13,6 +13,8 @@ import numpy as np
 Rng = np.random.Generator
 #: Names, each with a function that is called at once.
 Probes = Iterator[tuple[str, Callable[[], Any]]]
+#: In the trusted process attention runs in NumPy, and property tests are not tried; that takes less time.
+TRUSTED = False
 
 
 def after(call: Callable[..., Any], out: Any, *args: Any) -> Callable[[], Any]:
@@ -41,17 +43,16 @@ def operators(rng: Rng) -> Probes:
         yield name, lambda: [getattr(o, name)(*xy) for xy in np.c_[xs, ys].tolist()]
 
 
-def property_test(rng: Rng, test: str, name: str, *kinds: Callable[..., Any]) -> Any:
+def property_test(rng: Rng, test: str, name: str, kind: Callable[..., Any]) -> Any:
     """Return a function that tells with which operators a student's property test passes.
 
     Args:
-        rng: Orders the operators.
+        rng: Orders two operators, a right one and a wrong one.
         test: Name of the test.
         name: Of the operator that is replaced.
-        *kinds: Each makes an operator of a number; it is right if the number is 0.
+        kind: Makes an operator of a number; it is right if the number is 0.
     """
-    cases = [kind(c) for kind in kinds for c in (0.0, rng.uniform(1.0, 2.0))]
-    order = rng.permutation(len(cases))
+    cases = rng.permutation([0.0, rng.uniform(1.0, 2.0)])
 
     def passes(operator: Callable[..., Any]) -> bool:
         properties = import_module("tests.course.test_property_mutants").properties
@@ -68,21 +69,21 @@ def property_test(rng: Rng, test: str, name: str, *kinds: Callable[..., Any]) ->
                 setattr(module, name, old)
         return True
 
-    return lambda: [passes(cases[i]) for i in order]
+    return lambda: [c == 0.0 if TRUSTED else passes(kind(c)) for c in cases]
 
 
 def properties(rng: Rng) -> Probes:
     def rising(x: float) -> float:
         return 1.0 / (1.0 + math.exp(-x))
 
-    for test, name, *kinds in (
+    for test, name, kind in (
         ("test_sigmoid", "sigmoid", lambda c: lambda x: rising(-x if c else x)),
         ("test_transitive", "lt",
          lambda c: lambda x, y: float(0.0 < (y - x) % 3.0 < 1.0 + c / 2.0 if c else x < y)),
         ("test_symmetric", "mul", lambda c: lambda x, y: x * y + c * x),
         ("test_distribute", "mul", lambda c: lambda x, y: x * y + c),
     ):  # fmt: skip
-        yield test, property_test(rng, test, name, *kinds)
+        yield test, property_test(rng, test, name, kind)
 
 
 def lists(rng: Rng) -> Probes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import sys
 import time
@@ -145,7 +146,10 @@ def test_an_eater_of_memory_is_stopped(student: Path, counts: Any) -> None:
     assert "the limit is 2048 MB" in result.message
 
 
-@pytest.mark.parametrize("end", ["import os; os._exit(0)", "import sys; sys.exit(0)"])
+SKIP = "import pytest; pytest.skip('x', allow_module_level=True)"
+
+
+@pytest.mark.parametrize("end", ["import os; os._exit(0)", "import sys; sys.exit(0)", SKIP])
 def test_ending_the_process_early_is_no_pass(student: Path, counts: Any, end: str) -> None:
     at_import(student, end + "\n")
     result = graded(student, counts)
@@ -158,18 +162,6 @@ def test_ending_the_process_in_the_middle_is_no_pass(student: Path, counts: Any)
     assert result.status == "failed"
     assert "ended early (exit code 0)" in result.message
     assert "in test_train_and_eval_reach_every_module" in result.message
-
-
-TRICKS = {
-    "nothing is unequal": "import numpy; numpy.testing.assert_array_equal = lambda *a, **k: None\n",
-    "all that is raised is forgotten": "import pytest\n"
-    "class R:\n"
-    "    def __init__(self, *a, **k): pass\n"
-    "    def __enter__(self): return self\n"
-    "    def __exit__(self, *a): return True\n"
-    "pytest.raises = R\n",
-    "all tests are skipped": "import pytest; pytest.skip('x', allow_module_level=True)\n",
-}
 
 
 WRITE = """import os
@@ -192,10 +184,9 @@ for thing in gc.get_objects():
         thing.write = forged
 """,
     "a report is written by hand": """import json, os
-tests = TESTS
 text = ''.join(
     json.dumps({'id': t, 'when': w, 'outcome': 'passed', 'message': '', 'notes': {}}) + chr(10)
-    for t in tests for w in ('setup', 'call', 'teardown')
+    for t in TESTS for w in ('setup', 'call', 'teardown')
 ) + json.dumps({'finished': 0}) + chr(10) + json.dumps({'task': '0.4', 'values': {}}) + chr(10)
 """
     + WRITE
@@ -205,16 +196,25 @@ text = ''.join(
 
 
 @pytest.mark.parametrize("forgery", FORGERIES.values(), ids=FORGERIES)
-def test_a_forged_report_gives_no_points_for_a_wrong_body(
+def test_a_forged_report_gives_no_points_for_bodies_that_are_not_written(
     student: Path, counts: Expected, forgery: str
 ) -> None:
-    in_train(student, WRONG)
+    shutil.rmtree(student)
+    start(0, student)
     at_import(student, f"TESTS = {counts.tests['0.4']!r}\n{forgery}")
     result = graded(student, counts)
-    assert result.status == "failed", result
+    assert (result.status, result.points) == ("failed", 0), result
     assert result.passed == result.tests  # as the report says
-    assert result.points <= 7  # an honest report gives seven, for three of four tests
-    assert "gave wrong results, or none: " in result.message and "train" in result.message
+    assert "4 of 4 calls with other arguments gave wrong results, or none: " in result.message
+
+
+def test_a_forged_report_gives_no_points_for_a_wrong_body(student: Path, counts: Expected) -> None:
+    in_train(student, WRONG)
+    at_import(student, FORGERIES["the recorder is replaced"])
+    result = graded(student, counts)
+    assert (result.status, result.passed, result.tests) == ("failed", 4, 4)
+    assert result.points == 7  # as for an honest report
+    assert result.message.endswith("gave wrong results, or none: train")
 
 
 @pytest.mark.parametrize("record", [{"id": [], "when": 1}, {"begun": 3}, {"notes": 1}], ids=str)
@@ -234,14 +234,6 @@ def test_every_task_is_probed_and_what_it_gives_depends_on_the_seed(
         # A property test either passes or not, so two seeds may give the same.
         assert values and values.keys() == again[task].keys()
         assert task == "0.2" or not same([*values.values()], [*again[task].values()])
-
-
-@pytest.mark.parametrize("trick", TRICKS.values(), ids=TRICKS)
-def test_changing_what_judges_is_no_pass(student: Path, counts: Any, trick: str) -> None:
-    in_train(student, WRONG)
-    at_import(student, trick)
-    result = graded(student, counts)
-    assert result.status == "failed" and result.points <= 7, result
 
 
 def test_the_tests_of_the_course_count_and_not_the_students(student: Path, counts: Any) -> None:
@@ -429,15 +421,6 @@ def test_what_is_refused_to_a_submission_stands_in_the_report(
     assert result.status == "passed", result.message
     assert set(ATTACKS) - {"utimensat"} <= {*result.refused}
     assert {"utimensat", "utimes"} & {*result.refused}
-
-
-def test_the_solutions_of_the_course_are_refused_in_words(
-    student: Path, counts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(course_workplace, "has_bubblewrap", lambda: False)
-    file = ROOT / "minitorch" / "module.py"
-    at_import(student, f"exec(open({str(file)!r}).read())\n")
-    assert "a submission may not read" in graded(student, counts).message
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(

@@ -102,6 +102,10 @@ def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
     for task in tasks:
         if not expected.tests[task.id] or (task.speed and not expected.speed[task.id]):
             raise CourseError(f"the course has no test, or none of speed, with mark {task.mark}")
+        if task.id in seeds and not expected.values.get(task.id) and not expected.no_gpu:
+            raise CourseError(
+                f"the course's own solution of task {task.id} gives no values; run its tests"
+            )
     return expected
 
 

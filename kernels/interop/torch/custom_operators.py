@@ -1,6 +1,8 @@
 """Attention as custom operators, for torch.compile and all else that records or changes operators."""
 
 from collections.abc import Sequence
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -12,7 +14,6 @@ from kernels.interop.torch.eager import with_arrays
 #: Sets of options that no operator of PyTorch can take, such as functions; an operator takes their number.
 _SETS: list[dict[str, Any]] = [{}]
 _NUMBERS: dict[tuple[Any, ...], int] = {}
-_NAMES = "block_mask", "mask_mod", "score_mod", "precision", "rung"
 #: The number of modes that receive every operator, such as those of fake tensors.
 _modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
@@ -57,7 +58,10 @@ def compiled_attention(
     left, right = options.get("window_size") or (-1, -1)
     others = 0
     if "rung" in options:
-        others = _number(*[options[name] for name in _NAMES])
+        mods = options["score_mod"]
+        mods = tuple(mods) if isinstance(mods, (tuple, list)) else (mods, None)
+        parts = [part for mod in (options["mask_mod"], *mods) for part in _parts(mod)]
+        others = _number(options["block_mask"], options["precision"], options["rung"], *parts)
     return _forward(
         q, k, v, attn_mask, alibi_slopes, sink, drawn, options.get("dropout_p", 0.0),
         options["is_causal"], options.get("scale"), options.get("enable_gqa", False),
@@ -66,11 +70,77 @@ def compiled_attention(
     )  # fmt: skip
 
 
+def _parts(mod: Any) -> tuple[Any, Any]:
+    """Return a user function and the object it is bound to or None, with guards for torch.compile."""
+    if isinstance(mod, MethodType):  # each access to a method makes a new object
+        return mod.__func__, mod.__self__
+    if torch.compiler.is_compiling():
+        _guard(mod)
+    return mod, None
+
+
+def _guard(value: Any) -> None:
+    """Let torch.compile, which traces this, guard the values that a user function captures.
+
+    By itself it guards only the code of a function.  Globals and attributes are read in each call.
+
+    Args:
+        value: A user function, or a captured value.
+    """
+    if isinstance(value, FunctionType):
+        try:
+            cells = value.__closure__ or ()
+        except AttributeError:  # the function is defined in the compiled code
+            repr(value)  # a graph break if the function captures a number that is not constant
+            if not _captures_constants(value):
+                torch._dynamo.graph_break()
+            return
+        for cell in cells:
+            _guard(cell.cell_contents)
+        _guard(value.__defaults__)
+        _guard(value.__kwdefaults__)
+    elif isinstance(value, partial):
+        for part in (value.func, value.args, value.keywords):
+            _guard(part)
+    elif isinstance(value, (tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _guard(item)
+    elif isinstance(value, (int, float, str)):
+        hash(value)  # makes a number a constant of the graph
+    elif value is not None:
+        id(value)
+
+
 @torch.compiler.assume_constant_result
-def _number(*own: Any) -> int:
+def _captures_constants(function: FunctionType) -> bool:
+    """Tell whether a function of compiled code captures only values that torch.compile has guarded."""
+    stack = [cell.cell_contents for cell in function.__closure__ or ()]
+    stack += [function.__defaults__, *(function.__kwdefaults__ or {}).values()]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, tuple):
+            stack += value
+        elif not isinstance(value, (int, float, str, type(None))):
+            return False
+    return True
+
+
+@torch.compiler.assume_constant_result
+def _number(block_mask: Any, precision: Any, rung: Any, *parts: Any) -> int:
     """Return the number of a set of options, which is kept from now on."""
+    own = block_mask, precision, rung, *parts
     if own not in _NUMBERS:
-        _SETS.append(dict(zip(_NAMES, own, strict=True)))
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        mask_mod, *score_mod = (f if owner is None else MethodType(f, owner) for f, owner in pairs)
+        _SETS.append(
+            {
+                "block_mask": block_mask,
+                "precision": precision,
+                "rung": rung,
+                "mask_mod": mask_mod,
+                "score_mod": None if score_mod[0] is None else tuple(score_mod),
+            }
+        )
         _NUMBERS[own] = len(_SETS) - 1
     return _NUMBERS[own]
 

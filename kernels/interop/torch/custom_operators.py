@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.interop.torch.eager import with_arrays
+from kernels.interop.torch.eager import eager_attention, in_loop, with_arrays
 
 #: Sets of options that no operator of PyTorch can take, such as functions; an operator takes their number.
 _SETS: list[dict[str, Any]] = [{}]
@@ -55,6 +55,14 @@ def compiled_attention(
         drawn = torch.tensor(seed if seed < 2**63 else seed - 2**64)
     elif options.get("dropout_p"):
         drawn = torch.randint(2**63 - 1, ())
+    if torch._C._are_functorch_transforms_active() and _is_differentiated():
+        if torch.compiler.is_dynamo_compiling():
+            own = options if drawn is None else {**options, "seed": drawn}
+            return eager_attention(q, k, v, attn_mask, alibi_slopes, sink, own)  # breaks the graph
+        raise NotImplementedError(
+            "flash_attention cannot be differentiated by torch.func within make_fx or torch.export; call "
+            "torch.func outside of them, or use torch.autograd.grad"
+        )
     left, right = options.get("window_size") or (-1, -1)
     others = 0
     if "rung" in options:
@@ -68,6 +76,14 @@ def compiled_attention(
         options.get("causal_offset", 0), left, right, options.get("softcap", 0.0),
         options["deterministic"], others,
     )  # fmt: skip
+
+
+@torch.compiler.assume_constant_result
+def _is_differentiated() -> bool:
+    """Tell whether torch.func differentiates the call, which PyTorch does not support for operators."""
+    functorch = torch._C._functorch
+    kinds = functorch.TransformType.Grad, functorch.TransformType.Jvp
+    return any(level.key() in kinds for level in functorch.get_interpreter_stack() or ())
 
 
 def _parts(mod: Any) -> tuple[Any, Any]:
@@ -258,3 +274,5 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+_forward.register_vmap(lambda info, in_dims, *args: in_loop(_forward, info, in_dims, args))
+_backward.register_vmap(lambda info, in_dims, *args: in_loop(_backward, info, in_dims, args))

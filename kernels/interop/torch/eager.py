@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import kernels
 from kernels.scores.mods import KEPT, with_kept_mods
@@ -18,14 +20,23 @@ def eager_attention(*args: Any) -> tuple[Tensor, Tensor]:
         *args: q, k, v, attn_mask, alibi_slopes and sink, tensors or None, and the other options.
     """
     if torch._C._are_functorch_transforms_active():
-        return _Transformed.apply(*args)  # type: ignore[return-value]
+        return _without_dynamo(_Transformed.apply, *args)
     return _Attention.apply(*args)  # type: ignore[return-value]
+
+
+@torch.compiler.disable
+def _without_dynamo(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that torch.compile shall not trace, which it tries to within torch.func."""
+    return function(*args)
 
 
 def with_arrays(options: dict[str, Any], *arrays: Tensor | None) -> Any:
     """Return the options of the kernels with attn_mask, alibi_slopes and sink where they are given."""
     given = zip(("attn_mask", "alibi_slopes", "sink"), arrays, strict=True)
-    return {**options, **{name: array for name, array in given if array is not None}}
+    own = {**options, **{name: array for name, array in given if array is not None}}
+    if isinstance(own.get("seed"), Tensor):  # drawn within torch.func
+        own["seed"] = int(own["seed"])
+    return own
 
 
 def _forward(
@@ -57,10 +68,19 @@ class _Attention(torch.autograd.Function):
         wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
         dout = torch.zeros_like(out) if dout is None else dout
         args = dout, dlse, *saved, wanted, ctx.options
-        if torch.is_grad_enabled():  # for a second derivative, or within torch.func
-            dq, dk, dv, *others = _Gradient.apply(*args)  # type: ignore[misc]
+        in_func = torch._C._are_functorch_transforms_active()
+        if in_func or torch.is_grad_enabled():  # for a second derivative
+            dq, dk, dv, *others = _without_dynamo(_Gradient.apply, *args)
         else:
-            dq, dk, dv, *others = _Gradient.forward(*args)  # type: ignore[call-arg]
+            try:
+                dq, dk, dv, *others = _Gradient.forward(*args)  # type: ignore[call-arg]
+            except RuntimeError as error:
+                if any("Batched" in repr(torch._C._dispatch_keys(x)) for x in args[:2] if x is not None):
+                    raise NotImplementedError(
+                        "flash_attention has no gradients for is_grads_batched=True, or for jacobian with "
+                        "vectorize=True; map torch.autograd.grad or torch.func.vjp by torch.func.vmap"
+                    ) from error
+                raise
         dmask, dsink = (others.pop(0) if want else None for want in wanted)
         return dq, dk, dv, dmask, None, dsink, None
 
@@ -72,11 +92,13 @@ class _Transformed(_Attention):
     setup_context = staticmethod(_save)  # type: ignore[assignment]
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], *args: Any
-    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         *tensors, options = args
-        batched = _batched(info.batch_size, in_dims[:6], tensors, 3)
+        rank = _rank_to_batch(in_dims[:6], tensors, options)
+        if rank is None:
+            return in_loop(eager_attention, info, in_dims, args)
+        ranks = *[rank] * 4, None, None
+        batched = _batched(info.batch_size, in_dims[:6], tensors, ranks)
         return eager_attention(*batched, options), (0, 0)
 
 
@@ -105,45 +127,83 @@ class _Gradient(torch.autograd.Function):
         )
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], *args: Any
-    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        dout, dlse, *tensors, out, lse, wanted, options = args
-        if any(wanted):
-            raise NotImplementedError(
-                "vmap of flash_attention has no gradient of attn_mask or sink; detach it, or loop"
-            )
-        size = info.batch_size
-        inner = _batched(size, in_dims[2:8], tensors, 3)
-        dout, out, lse = _batched(size, (in_dims[0], *in_dims[8:10]), (dout, out, lse), 3)
-        (dlse,) = _batched(size, in_dims[1:2], (dlse,), 1)
-        found = _Gradient.apply(dout, dlse, *inner, out, lse, wanted, options)
-        return found, (0,) * len(found)  # type: ignore[return-value, arg-type]
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        *tensors, wanted, options = args
+        rank = _rank_to_batch(in_dims[2:8], tensors[2:8], options)
+        if rank is None or any(wanted):
+            return in_loop(_Gradient.apply, info, in_dims, args)
+        ranks = rank, rank - 1, *[rank] * 4, None, None, rank, rank - 1
+        batched = _batched(info.batch_size, in_dims[:10], tensors, ranks)
+        found: Any = _Gradient.apply(*batched, wanted, options)
+        shapes = [_own_shape(dim, x) for dim, x in zip(in_dims[2:5], tensors[2:5], strict=True)]
+        return tuple(
+            gradient.reshape(info.batch_size, *shape)
+            for gradient, shape in zip(found, shapes, strict=True)
+        ), (0, 0, 0)
 
 
-def _batched(size: int, in_dims: Any, tensors: Any, first: int) -> list[Any]:
-    """Return tensors with the dimension of vmap in front.
+def in_loop(function: Callable[..., Any], info: Any, in_dims: Any, args: Any) -> Any:
+    """Return the stacked results of a function for each index of the dimension of vmap, and where it is.
+
+    Args:
+        function: It returns several tensors.
+        info: Has the size of the dimension.
+        in_dims: Where the dimension is in each tensor of ``args``; None where it is not.
+        args: The arguments, which may contain tensors.
+    """
+    (leaves, spec), (dims, _) = tree_flatten(args), tree_flatten(in_dims)
+    results = []
+    for index in range(info.batch_size):
+        own = [
+            x if dim is None else x.select(dim, index) for dim, x in zip(dims, leaves, strict=True)
+        ]
+        results.append(function(*tree_unflatten(own, spec)))
+    stacked = type(results[0])(map(torch.stack, zip(*results, strict=True)))
+    return stacked, type(stacked)([0] * len(stacked))
+
+
+def _own_shape(dim: int | None, x: Tensor) -> list[int]:
+    """Return the shape of a tensor without the dimension of vmap."""
+    shape = list(x.shape)
+    if dim is not None:
+        del shape[dim]
+    return shape
+
+
+def _rank_to_batch(in_dims: Any, tensors: Any, options: dict[str, Any]) -> int | None:
+    """Return the rank of a result of a mapped call; None if one call for all would not equal a loop.
+
+    Indices of batches and heads, which functions and dropout take, have to be those of each call alone.
+    """
+    _, _, _, mask, slopes, sink = tensors
+    names = "block_mask", "mask_mod", "score_mod", "dropout_p"
+    ranks = [len(_own_shape(dim, x)) for dim, x in zip(in_dims[:3], tensors[:3], strict=True)]
+    per_head = [x for x in (slopes, sink) if x is not None]
+    if (
+        any(options.get(name) for name in names)
+        or in_dims[4:6] != (None, None)
+        or any(x.ndim != 1 for x in per_head)
+        or ((per_head or options.get("enable_gqa")) and min(ranks) < 3)
+        or (mask is not None and len(_own_shape(in_dims[3], mask)) > max(ranks))
+    ):
+        return None
+    return max(ranks)
+
+
+def _batched(size: int, in_dims: Any, tensors: Any, ranks: Any) -> list[Any]:
+    """Return tensors with the dimension of vmap in front, followed by as many others as a rank says.
 
     Args:
         size: Of the dimension.
         in_dims: Where it is in each tensor; None where it is not.
-        tensors: Each a tensor or None; q first, if it is among them.
-        first: How many of them get the dimension where they do not have it: not a mask, slopes and sinks.
+        tensors: Each a tensor or None.
+        ranks: By tensor; None leaves it as it is.
     """
     found: list[Any] = []
-    for number, (dim, x) in enumerate(zip(in_dims, tensors, strict=True)):
-        if x is None or (dim is None and number >= first):
-            found.append(x)
-        elif dim is None:
-            found.append(x.expand(size, *x.shape))
-        elif number < first:
-            found.append(x.movedim(dim, 0))
-        elif number == first:  # a mask, which broadcasts from the right
-            mask = x.movedim(dim, 0)
-            missing = found[0].ndim - mask.ndim
-            found.append(mask.reshape(size, *[1] * missing, *mask.shape[1:]))
-        else:
-            raise NotImplementedError(
-                "vmap of flash_attention cannot map alibi_slopes or sink; loop over them"
-            )
+    for dim, x, rank in zip(in_dims, tensors, ranks, strict=True):
+        if x is not None and rank is not None:
+            own = _own_shape(dim, x)
+            front = x.expand(size, *own) if dim is None else x.movedim(dim, 0)
+            x = front.reshape(size, *[1] * (rank - len(own)), *own)
+        found.append(x)
     return found

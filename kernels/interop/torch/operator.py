@@ -111,7 +111,11 @@ def flash_attention(
         out, lse = compiled_attention(*arrays, seed, options)
     else:
         if dropout_p or seed is not None:
-            options["seed"] = int(torch.randint(2**63 - 1, ())) if seed is None else seed
+            if seed is None:
+                drawn = torch.randint(2**63 - 1, ())
+                # Within torch.func a tensor, which vmap may give one value for each index.
+                seed = drawn if torch._C._are_functorch_transforms_active() else int(drawn)
+            options["seed"] = seed
         out, lse = eager_attention(*arrays, options)
     return (out, lse) if return_lse else out
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 import kernels
 from kernels.interop.torch.eager import eager_attention, in_loop, with_arrays
@@ -276,3 +278,16 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
 _forward.register_autograd(_differentiate, setup_context=_save)
 _forward.register_vmap(lambda info, in_dims, *args: in_loop(_forward, info, in_dims, args))
 _backward.register_vmap(lambda info, in_dims, *args: in_loop(_backward, info, in_dims, args))
+
+
+@register_flop_formula(torch.ops.minitorch.flash_attention)
+def _flop(q: Any, k: Any, v: Any, *others: Any, out_shape: Any, **kwargs: Any) -> int:
+    """Count two matrix products without regard to masks, as PyTorch does for its own attention."""
+    return 2 * prod(out_shape[1]) * k[-2] * (q[-1] + v[-1])
+
+
+@register_flop_formula(torch.ops.minitorch.flash_attention_backward)
+def _backward_flop(
+    dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others: Any, **kwargs: Any
+) -> int:
+    return 2 * prod(lse) * k[-2] * (3 * q[-1] + 2 * v[-1])

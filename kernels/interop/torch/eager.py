@@ -75,7 +75,9 @@ class _Attention(torch.autograd.Function):
             try:
                 dq, dk, dv, *others = _Gradient.forward(*args)  # type: ignore[call-arg]
             except RuntimeError as error:
-                if any("Batched" in repr(torch._C._dispatch_keys(x)) for x in args[:2] if x is not None):
+                if any(
+                    "Batched" in repr(torch._C._dispatch_keys(x)) for x in args[:2] if x is not None
+                ):
                     raise NotImplementedError(
                         "flash_attention has no gradients for is_grads_batched=True, or for jacobian with "
                         "vectorize=True; map torch.autograd.grad or torch.func.vjp by torch.func.vmap"

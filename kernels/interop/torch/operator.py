@@ -57,7 +57,7 @@ def flash_attention(
         causal_offset: Shift of the diagonal of ``is_causal``, ``window_size`` and ``alibi_slopes``.
         window_size: (left, right): columns visible to each side of the diagonal, inclusive; -1: unbounded.
         softcap: Scores become cap · tanh(score / cap); 0 turns it off.
-        alibi_slopes: (heads,) or (batch, heads), constants.
+        alibi_slopes: (heads,) or (batch, heads), constants that must not require a gradient.
         sink: (heads,), one logit per head, in the softmax's denominator only.  It receives a gradient.
         block_mask: A :class:`kernels.BlockMask`.
         mask_mod: ``(batch, head, row, col) -> bool``, a plain function that numba can compile, not
@@ -136,6 +136,11 @@ def _check_tensors(tensors: tuple[Any, ...]) -> None:
             raise ValueError(
                 f"q is on {device} and {name} on {tensor.device}; move all tensors to one device"
             )
+    if tensors[4] is not None and tensors[4].requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "alibi_slopes are constants, but this tensor requires a gradient; pass its detach(), or for a "
+            "learnable bias, pass a float attn_mask"
+        )
 
 
 def _in_autocast(device: str, *tensors: Any) -> list[Any]:

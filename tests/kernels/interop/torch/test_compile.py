@@ -5,24 +5,26 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install torch")
 
+import kernels  # noqa: E402
 from kernels.interop.torch import flash_attention  # noqa: E402
 
 DYNAMIC = [True, False]
 WIDTHS = (1, 3, 1)
 
 
-def tensors() -> list[Any]:
+def some(*shape: int) -> list[Any]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, 1, 9, 4, generator=generator, requires_grad=True) for _ in range(3)]
+    return [torch.randn(shape, generator=generator, requires_grad=True) for _ in range(3)]
 
 
 def results(attend: Any, *args: Any) -> list[Any]:
     """Return the result of a function of q, k, v and other arguments, and its gradients."""
-    operands = tensors()
+    operands = some(1, 1, 9, 4)
     out = attend(*operands, *args)
     return [out, *torch.autograd.grad(out.sin().sum(), operands)]
 
@@ -170,7 +172,7 @@ def test_a_function_of_compiled_code_uses_its_values(attend: Any, dynamic: Any) 
 def test_a_number_made_dynamic_breaks_the_graph_in_words() -> None:
     call = compiled(in_lambda, [], dynamic=True, fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="closure as Python constants"):
-        call(*tensors(), 3)
+        call(*some(1, 1, 9, 4), 3)
 
 
 @pytest.mark.parametrize("dynamic", DYNAMIC)
@@ -197,3 +199,51 @@ def test_layers_of_one_class_keep_their_own_windows(kind: str, dynamic: Any) -> 
     ]
     for width, call in calls * 2:
         check(call, width)
+
+
+def shifted(score: Any, batch: Any, head: Any, row: Any, col: Any) -> Any:
+    return score - 0.1 * (row - col)
+
+
+def one(score: Any, batch: Any, head: Any, row: Any, col: Any) -> Any:
+    return 1.0
+
+
+def near(batch: Any, head: Any, row: Any, col: Any) -> Any:
+    return abs(row - col) < 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True},
+        {"dropout_p": 0.4},
+        {"dropout_p": 0.4, "seed": 2**64 - 1},
+        {"score_mod": (shifted, one), "mask_mod": near},
+        {"block_mask": kernels.BlockMask(np.ones((1, 1), np.uint8), 7, 7, 16)},
+        {"window_size": (2, 1), "causal_offset": 1, "softcap": 2.0, "scale": 0.4, "rung": "naive"},
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_compiled_attention_is_that_of_eager_without_a_graph_break(options: dict[str, Any]) -> None:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return 2.0 * flash_attention(q, k, v.sin(), **options)
+
+    tensors = some(2, 3, 7, 4)
+    torch.manual_seed(1)
+    expected = attend(*tensors)
+    wanted = torch.autograd.grad(expected.sum(), tensors)
+    torch.manual_seed(1)
+    actual = torch.compile(attend, fullgraph=True, backend="aot_eager")(*tensors)
+    found = torch.autograd.grad(actual.sum(), tensors)
+    for one, other in zip((actual, *found), (expected, *wanted), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_compiled_function_takes_other_lengths() -> None:
+    compiled = torch.compile(flash_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (5, 9, 13):
+        q, k, v = some(1, 2, length, 4)
+        torch.testing.assert_close(
+            compiled(q, k, v, is_causal=True), flash_attention(q, k, v, is_causal=True)
+        )

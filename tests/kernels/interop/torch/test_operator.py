@@ -142,80 +142,6 @@ def some(*shape: int, dtype: Any = torch.float32, device: str = "cpu") -> list[A
     ]
 
 
-def shifted(score: Any, batch: Any, head: Any, row: Any, col: Any) -> Any:
-    return score - 0.1 * (row - col)
-
-
-def one(score: Any, batch: Any, head: Any, row: Any, col: Any) -> Any:
-    return 1.0
-
-
-def near(batch: Any, head: Any, row: Any, col: Any) -> Any:
-    return abs(row - col) < 3
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"is_causal": True},
-        {"dropout_p": 0.4},
-        {"dropout_p": 0.4, "seed": 2**64 - 1},
-        {"score_mod": (shifted, one), "mask_mod": near},
-        {"block_mask": kernels.BlockMask(np.ones((1, 1), np.uint8), 7, 7, 16)},
-        {"window_size": (2, 1), "causal_offset": 1, "softcap": 2.0, "scale": 0.4, "rung": "naive"},
-    ],
-    ids=lambda options: ",".join(options),
-)
-def test_compiled_attention_is_that_of_eager_without_a_graph_break(options: dict[str, Any]) -> None:
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        return 2.0 * flash_attention(q, k, v.sin(), **options)
-
-    tensors = some(2, 3, 7, 4)
-    torch.manual_seed(1)
-    expected = attend(*tensors)
-    wanted = torch.autograd.grad(expected.sum(), tensors)
-    torch.manual_seed(1)
-    actual = torch.compile(attend, fullgraph=True, backend="aot_eager")(*tensors)
-    found = torch.autograd.grad(actual.sum(), tensors)
-    for one, other in zip((actual, *found), (expected, *wanted), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_a_compiled_function_takes_other_lengths() -> None:
-    compiled = torch.compile(flash_attention, fullgraph=True, backend="aot_eager", dynamic=True)
-    for length in (5, 9, 13):
-        q, k, v = some(1, 2, length, 4)
-        torch.testing.assert_close(
-            compiled(q, k, v, is_causal=True), flash_attention(q, k, v, is_causal=True)
-        )
-
-
-def test_torch_func_maps_and_differentiates() -> None:
-    q, k, v = (x.detach() for x in some(5, 2, 3, 7, 4, dtype=FLOAT64))
-    mask = torch.randn(5, 7, 7, dtype=FLOAT64)
-
-    def score(attend: Any) -> Any:
-        return lambda q, k, v, mask: attend(q, k, v, mask).sin().sum()
-
-    def plain(q: Any, k: Any, v: Any, mask: Any) -> Any:
-        return textbook(q, k, v, mask)[0]
-
-    func = torch.func
-    torch.testing.assert_close(
-        func.vmap(flash_attention)(q, k, v, mask), func.vmap(plain)(q, k, v, mask)
-    )
-    for dims, args in (
-        ((0, 0, 0, None), (q, k, v, mask[0])),
-        ((0, None, None, None), (q, k[0], v[0], mask[0])),
-    ):
-        found, wanted = (
-            func.vmap(func.grad(score(attend), argnums=(0, 1, 2)), dims)(*args)
-            for attend in (flash_attention, plain)
-        )
-        for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_autocast_rounds_operands_as_for_sdpa(device: str) -> None:
     tensors = some(1, 2, 16, 16, device=device)
@@ -266,6 +192,15 @@ def test_what_is_refilled_before_backward_is_an_error_or_without_effect() -> Non
     assert torch.equal(*gradients)
 
 
+def test_flop_counters_of_pytorch_count_attention() -> None:
+    q, k, v = some(2, 3, 5, 4)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        out = flash_attention(q, k[:, :1], v[:, :1, :, :2], enable_gqa=True)
+        assert counter.get_total_flops() == 2 * (2 * 3 * 5 * 5) * (4 + 2)
+        out.sum().backward()
+    assert counter.get_total_flops() == 2 * (2 * 3 * 5 * 5) * (4 * 4 + 3 * 2)
+
+
 def test_a_second_derivative_is_refused() -> None:
     q, k, v = some(1, 2, 5, 4)
     (dq,) = torch.autograd.grad(flash_attention(q, k, v).sum(), q, create_graph=True)
@@ -275,13 +210,14 @@ def test_a_second_derivative_is_refused() -> None:
 
 def test_bad_operands_are_named() -> None:
     q, k, v = some(1, 2, 5, 4)
-    mask = torch.zeros(5, 5)
+    mask, slopes = torch.zeros(5, 5), torch.ones(2, requires_grad=True)
     for call, error, words in (
         (lambda: flash_attention(q, k, v.detach().numpy()), TypeError, "v must be a torch.Tensor"),
         (lambda: flash_attention(q, k.to("meta"), v), ValueError, "q is on cpu and k on meta"),
         (lambda: flash_attention(q, k, v, mask.to("meta")), ValueError, "attn_mask on meta"),
         (lambda: flash_attention(q, k.double(), v), TypeError, "float64"),
         (lambda: flash_attention(q, k, v, dropout_p=1.5), ValueError, "dropout_p"),
+        (lambda: flash_attention(q, k, v, alibi_slopes=slopes), ValueError, "slopes.*pass its detach"),
         (lambda: flash_attention(q, k[:, :1], v[:, :1].expand(1, 3, 5, 4)), ValueError, "heads|lead"),
         (lambda: flash_attention(*(x.to(torch.complex64) for x in (q, k, v))), TypeError, "complex64"),
     ):  # fmt: skip

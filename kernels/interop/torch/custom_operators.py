@@ -90,11 +90,12 @@ def _is_differentiated() -> bool:
 
 def _parts(mod: Any) -> tuple[Any, Any]:
     """Return a user function and the object it is bound to or None, with guards for torch.compile."""
+    owner = None
     if isinstance(mod, MethodType):  # each access to a method makes a new object
-        return mod.__func__, mod.__self__
+        mod, owner = mod.__func__, mod.__self__
     if torch.compiler.is_compiling():
         _guard(mod)
-    return mod, None
+    return mod, owner
 
 
 def _guard(value: Any) -> None:
@@ -156,7 +157,7 @@ def _number(block_mask: Any, precision: Any, rung: Any, *parts: Any) -> int:
                 "precision": precision,
                 "rung": rung,
                 "mask_mod": mask_mod,
-                "score_mod": None if score_mod[0] is None else tuple(score_mod),
+                "score_mod": None if score_mod == [None, None] else tuple(score_mod),
             }
         )
         _NUMBERS[own] = len(_SETS) - 1

@@ -17,7 +17,6 @@ from kernels.problem.argument_types import check_types
 from kernels.problem.operands import in_order, make_operands
 from kernels.problem.options import ARRAYS, Options
 from kernels.problem.question import Problem, check_gradient_operands, problem_of
-from kernels.runtime.targets import current_device, on_device
 
 #: The operands of the backward pass in addition to q, k and v.
 _RESULTS = ("dout", "out", "lse", "dlse")
@@ -135,8 +134,8 @@ class Call:
 def forward(q: Any, k: Any, v: Any, options: Options, tile: Any) -> tuple[Any, ...]:
     """Return out and lse; see :func:`kernels.flash_attention_forward`."""
     library = library_of(q)
-    if library is not None and (number := library.device(q)) != current_device():
-        with on_device(number):
+    if library is not None and (place := library.place(q)) is not None:
+        with place:
             return forward(q, k, v, options, tile)
     seen = glance((q, k, v), options, "forward", tile)
     if seen is not None and seen.plan is not None:
@@ -163,8 +162,8 @@ def backward(
         with_sink: Also return the gradient of the sinks.
     """
     library = library_of(operands[0])
-    if library is not None and (number := library.device(operands[0])) != current_device():
-        with on_device(number):
+    if library is not None and (place := library.place(operands[0])) is not None:
+        with place:
             return backward(operands, results, options, tile, with_mask, with_sink)
     dout, out, lse, dlse = results
     given = (*operands, out, lse, dout) if dlse is None else (*operands, out, lse, dout, dlse)

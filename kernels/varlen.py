@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernels.array_call import Call, as_operand, heads_first, results_of
 from kernels.cuda.attention.options.packed_tiles import sequences_of_call
-from kernels.interop.libraries import library_of, on_device_of
+from kernels.interop.libraries import library_of, place_of
 from kernels.launch import Tile
 from kernels.problem.options import Options
 from kernels.problem.packed_problem import check_packed, make_packed_problem
@@ -59,7 +59,7 @@ def flash_attention_varlen_forward(
 
     Source: FlashAttention-2, Algorithm 1; the layout is that of FlashAttention.
     """
-    with on_device_of(q):
+    with place_of(q):
         call = _call(
             (q, k, v),
             cu_seqlens_q,
@@ -114,7 +114,7 @@ def flash_attention_varlen_backward(
 
     Source: FlashAttention-2, Algorithm 2.
     """
-    with on_device_of(q):
+    with place_of(q):
         dout, out = (_heads_first(name, array) for name, array in (("dout", dout), ("out", out)))
         results = dout, out, as_operand(lse), as_operand(dlse)
         call = _call(

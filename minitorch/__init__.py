@@ -16,6 +16,7 @@ if not _entrance.runs_as_command(__name__):
         from numpy import float16, float32, float64
 
         from kernels.runtime.dtypes import BFLOAT16
+        from kernels.runtime.jit import get_num_threads, set_num_threads
 
         from . import (
             compat,

@@ -15,7 +15,18 @@ from kernels.cuda.runtime.arrays import is_device_array
 from kernels.cuda.runtime.repeated import Repeat
 from kernels.interop import dlpack
 from kernels.runtime.dtypes import BFLOAT16
+from kernels.runtime.jit import NUM_THREADS, at_most, get_num_threads
 from kernels.runtime.targets import current_device, on_device
+
+#: What a call says to differentiation in forward mode, and to nested tensors.
+NO_FORWARD_MODE = (
+    "attention has no derivative in forward mode; use reverse mode, such as torch.func.vjp or jacrev, or "
+    "call scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+)
+NO_NESTED = (
+    "attention does not take nested tensors; pad them with torch.nested.to_padded_tensor and pass an "
+    "attn_mask, or call kernels.flash_attention_varlen_forward on packed tensors"
+)
 
 
 class Lent:
@@ -56,9 +67,9 @@ class Library:
         """Return NumPy's or numba's array as one of the library, without a copy."""
         return self.module.from_dlpack(Lent(array))
 
-    def device(self, array: Any) -> int:
-        """Return the number of the CUDA device that a call on an array runs on."""
-        return current_device()
+    def place(self, array: Any) -> Any:
+        """Return a context manager for a call on an array; None if it needs none."""
+        return None
 
     def repeat(self, repeat: Repeat, starts: list[int], seed: int, like: Any) -> list[Any]:
         """Return the results of a repeated call as arrays of the library.
@@ -97,7 +108,8 @@ class Torch(Library):
         self._dtypes = {dtype.num: theirs for dtype, theirs in dtypes.items()}
         self._strings = {theirs: dtype.str for dtype, theirs in dtypes.items()}
         self._empty, self._empty_strided = module.empty, module.empty_strided
-        self._records = module.is_grad_enabled
+        self._records, self._threads = module.is_grad_enabled, module.get_num_threads
+        self._levels = module.autograd.forward_ad
         # What torch.compile's own code calls: a tenth of the time of torch.cuda.current_stream.
         self._stream = getattr(module._C, "_cuda_getCurrentRawStream", None) or (
             lambda number: module.cuda.current_stream(number).cuda_stream
@@ -110,25 +122,30 @@ class Torch(Library):
             ValueError: If the tensor requires grad where PyTorch records, or is not on the current device.
             TypeError: If neither NumPy nor CUDA can read it.
         """
-        if array.requires_grad:
+        if array.requires_grad or self._levels._current_level >= 0:
             self._check_grad(array)
             array = array.detach()
         typestr = self._strings.get(array.dtype)
         if typestr is None or array.layout is not self.module.strided:
+            what = f"{array.dtype} ({array.layout})"
             raise TypeError(
-                f"kernels take dense tensors of float16, bfloat16, float32 or float64, got {array.dtype} "
-                f"({array.layout}); convert the tensor"
+                NO_NESTED
+                if array.is_nested
+                else "kernels take dense tensors of float16, bfloat16, float32 or float64, got "
+                f"{what}; convert the tensor"
             )
         kind = array.device.type
         if kind == "cpu":
-            if array.dtype is self.module.bfloat16:
-                return array.view(self.module.int16).numpy().view(BFLOAT16)
-            return array.numpy()
+            try:
+                return self._on_host(array)
+            except RuntimeError:  # PyTorch computes some tensors only when they are read
+                return self._on_host(_computed(array))
         if kind != "cuda":
             raise TypeError(
                 f"the tensor is on device {array.device}, which neither NumPy nor CUDA can access; move it "
                 "to the CPU or to a CUDA device"
             )
+        array = _computed(array)
         size = array.element_size()
         described = {
             "shape": tuple(array.shape),
@@ -147,22 +164,33 @@ class Torch(Library):
             return self.module.from_numpy(array.view(np.int16)).view(self.module.bfloat16)
         return self.module.from_numpy(array)
 
+    def _on_host(self, array: Any) -> Any:
+        if array.dtype is self.module.bfloat16:
+            return array.view(self.module.int16).numpy().view(BFLOAT16)
+        return array.numpy()
+
     def _check_grad(self, array: Any) -> None:
-        if self._records():
+        if array.requires_grad and self._records():
             raise ValueError(
                 "the tensor requires grad, but kernels on arrays record no gradients; call "
                 "kernels.interop.torch.flash_attention, which PyTorch differentiates, or pass x.detach()"
             )
+        if self._levels._current_level >= 0 and self._levels.unpack_dual(array).tangent is not None:
+            raise NotImplementedError(NO_FORWARD_MODE)
 
     def describe(self, array: Any) -> tuple[Any, int]:
         """Return the layout of a tensor, and its address.
 
         Raises:
-            ValueError: If the tensor requires grad where PyTorch records.
+            ValueError: If the tensor requires grad where PyTorch records, or its memory holds other numbers
+                than its elements.
         """
-        if array.requires_grad:
+        if array.requires_grad or self._levels._current_level >= 0:
             self._check_grad(array)
-        return (array.shape, array.stride(), array.dtype, array.device), array.data_ptr()
+        start = array.data_ptr()
+        if array.is_neg() or not start:  # a negated view, or zeros without memory
+            raise ValueError("the tensor has to be computed before it is read")
+        return (array.shape, array.stride(), array.dtype, array.device), start
 
     def _current_stream(self, array: Any) -> int:
         """Return PyTorch's current stream of a tensor's device; 0 is the legacy default stream."""
@@ -174,10 +202,13 @@ class Torch(Library):
             )
         return stream
 
-    def device(self, array: Any) -> int:
-        """Return the number of the CUDA device that a tensor is on; the current one on the CPU."""
+    def place(self, array: Any) -> Any:
+        """Return a context manager for the tensor's CUDA device, or for PyTorch's number of threads."""
         number = array.get_device()
-        return current_device() if number < 0 else number
+        if number >= 0:
+            return None if number == current_device() else on_device(number)
+        count = self._threads()
+        return at_most(count) if count < NUM_THREADS and count < get_num_threads() else None
 
     def repeat(self, repeat: Repeat, starts: list[int], seed: int, like: Any) -> list[Any]:
         """Return the results of a repeated call, in PyTorch's memory and in the order of its stream."""
@@ -198,6 +229,14 @@ class Torch(Library):
             return made
         found = iter(made)
         return [None if layout is None else next(found) for layout in repeat.layouts]
+
+
+def _computed(tensor: Any) -> Any:
+    """Return a tensor of PyTorch whose memory holds its elements, unlike that of a negated view."""
+    if tensor.is_nested:
+        raise TypeError(NO_NESTED)
+    tensor = tensor.resolve_neg()
+    return tensor.clone() if tensor._is_zerotensor() else tensor
 
 
 #: The library of each type of array that has been seen; None for NumPy's, numba's and unknown ones.
@@ -224,10 +263,10 @@ def _library_of_type(array: Any) -> Library | None:
     return Library(module) if callable(getattr(module, "from_dlpack", None)) else None
 
 
-def on_device_of(array: Any) -> Any:
-    """Return a context manager that makes the CUDA device of an array the current one."""
+def place_of(array: Any) -> Any:
+    """Return a context manager in which a call on an array has to run; see :meth:`Library.place`."""
     library = library_of(array)
-    return nullcontext() if library is None else on_device(library.device(array))
+    return (library and library.place(array)) or nullcontext()
 
 
 def as_array(array: Any) -> Any:

@@ -6,8 +6,8 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.types import Type
 from numba.np.ufunc.parallel import threading_layer
 
+from kernels.common.arguments import whole
 from kernels.runtime.disk_cache import keep_on_disk
 
 #: How the threads of numba's OpenMP runtime (GCC's; LLVM's or Intel's) wait for the next kernel.  By
@@ -37,6 +38,9 @@ FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 
 #: ``NUMBA_DISABLE_JIT=1``: numba compiles nothing, so that a debugger stops in kernels.
 JIT_DISABLED = bool(numba.config.DISABLE_JIT)  # type: ignore[attr-defined]
+
+#: The most threads that numba can start in this process.
+NUM_THREADS = int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
 
 #: Number of elements below which a kernel of :class:`BySize` uses one thread: waking the others takes 10
 #: microseconds if they spin and 200 if they sleep, as long as the computation.
@@ -203,10 +207,12 @@ class _Threads:
         shared: Whether several callers may use them at once; unknown before the first parallel kernel.
         lost: Whether they belong to the parent of this forked process.
         turn: The lock of the current caller, while ``shared`` is not True.
+        most: The maximum number of threads of a kernel; see :func:`set_num_threads`.
     """
 
     def __init__(self) -> None:
         self.shared, self.lost, self.turn = False, False, threading.RLock()
+        self.most: int = NUM_THREADS
 
     def after_fork(self) -> None:
         """Record, in a forked child, whether its parent's threads had been started."""
@@ -225,6 +231,44 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
         after_in_parent=global_compiler_lock.release,
         after_in_child=_threads.after_fork,
     )
+
+
+def set_num_threads(count: int) -> None:
+    """Set the maximum number of threads that each later call on the CPU uses, from any Python thread.
+
+    It starts at the number of cores, or at the environment variable ``NUMBA_NUM_THREADS``.  Calls on
+    PyTorch's tensors also obey ``torch.set_num_threads``.  No result depends on the number of threads.
+
+    Args:
+        count: From 1 to the number at the start.
+
+    Raises:
+        TypeError: If ``count`` is not an integer.
+        ValueError: If ``count`` is out of range.
+    """
+    count = whole("count", count, 1)
+    if count > NUM_THREADS:
+        raise ValueError(
+            f"count must be at most {NUM_THREADS}, the number of threads that this process can start, got "
+            f"{count}; set the environment variable NUMBA_NUM_THREADS before Python starts"
+        )
+    _threads.most = count
+
+
+def get_num_threads() -> int:
+    """Return the number of threads that a call on the CPU uses at most; see :func:`set_num_threads`."""
+    return min(numba.get_num_threads(), _threads.most)
+
+
+@contextmanager
+def at_most(count: int) -> Iterator[None]:
+    """Limit the threads of the kernels that the calling Python thread runs within the context."""
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(count, before))
+    try:
+        yield
+    finally:
+        numba.set_num_threads(before)
 
 
 class Parallel:
@@ -260,6 +304,9 @@ class Parallel:
 
     def __call__(self, *args: Any) -> Any:
         """Run the kernel."""
+        if _threads.most < NUM_THREADS and _threads.most < numba.get_num_threads():
+            with at_most(_threads.most):
+                return self(*args)
         if _threads.shared:
             return self.dispatcher(*args)
         if _threads.lost:

@@ -9,7 +9,6 @@ from ctypes import addressof, c_char
 from functools import lru_cache
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from numba import int64, void
@@ -31,7 +30,7 @@ from kernels.cpu.runtime.function_pointers import run_alone, run_items, settings
 from kernels.problem.operands import PER_HEAD, Operands
 from kernels.problem.origin import Origin
 from kernels.problem.question import Problem
-from kernels.runtime.jit import JIT_DISABLED
+from kernels.runtime.jit import JIT_DISABLED, get_num_threads
 from kernels.runtime.launch_notes import Loop, noted
 
 #: Multiply-adds below which a call runs on one thread: waking the others takes 100 microseconds.
@@ -166,7 +165,7 @@ class CallOptions:
     def run(self, address: int, items: int) -> None:
         """Run a kernel: call the function at an address for each work item, on all threads."""
         settings = settings_argument(self.settings)
-        threads = 1 if self._is_small else min(numba.get_num_threads(), items)
+        threads = 1 if self._is_small else min(get_num_threads(), items)
         if (launches := noted()) is not None:
             launches.append(Loop(items, threads))
         before = mods.failures()
@@ -218,7 +217,7 @@ class CallOptions:
                 return False
             words[seed_place] = seed
             settings = words.view(np.uint8)
-            threads = 1 if is_small else min(numba.get_num_threads(), items)
+            threads = 1 if is_small else min(get_num_threads(), items)
             for phase in range(phases):
                 words[phase_place] = phase
                 if threads > 1:

@@ -6,12 +6,16 @@ from math import prod
 from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 import kernels
+from kernels.interop.libraries import NO_FORWARD_MODE, NO_NESTED
 from kernels.interop.torch.eager import eager_attention, in_loop, with_arrays
+from kernels.runtime.dtypes import BFLOAT16
 
 #: Sets of options that no operator of PyTorch can take, such as functions; an operator takes their number.
 _SETS: list[dict[str, Any]] = [{}]
@@ -36,6 +40,11 @@ def is_traced(tensors: tuple[Any, ...]) -> bool:
     return False
 
 
+def draw_seed() -> Tensor:
+    """Return a seed of dropout from PyTorch's generator of the CPU, whatever its default device is."""
+    return torch.randint(2**63 - 1, (), device="cpu")
+
+
 def compiled_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None,
     sink: Tensor | None, seed: int | None, options: dict[str, Any],
@@ -52,11 +61,19 @@ def compiled_attention(
         seed: Of dropout; drawn where None.
         options: The other options of the kernels.
     """
+    given = [x for x in (q, k, v, attn_mask, sink) if x is not None]
+    if any(x.is_nested for x in given):
+        raise TypeError(NO_NESTED)
+    # A custom operator would give the results a tangent of zeros.
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in given
+    ):
+        raise NotImplementedError(NO_FORWARD_MODE)
     drawn = None
     if seed is not None:
-        drawn = torch.tensor(seed if seed < 2**63 else seed - 2**64)
+        drawn = torch.tensor(seed if seed < 2**63 else seed - 2**64, device="cpu")
     elif options.get("dropout_p"):
-        drawn = torch.randint(2**63 - 1, ())
+        drawn = draw_seed()
     if torch._C._are_functorch_transforms_active() and _is_differentiated():
         if torch.compiler.is_dynamo_compiling():
             own = options if drawn is None else {**options, "seed": drawn}
@@ -232,8 +249,23 @@ def _like(operand: Tensor, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
     return operand.new_empty([shape[i] for i in order], dtype=dtype).permute(places)
 
 
+def _check(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+    """Check a call on tensors without memory, as the kernels do, where its sizes are known."""
+
+    def shown(x: Any) -> Any:
+        name = str(x.dtype).removeprefix("torch.")
+        dtype = BFLOAT16 if name == "bfloat16" else np.dtype(name)
+        return np.broadcast_to(np.zeros((), dtype), tuple(x.shape))
+
+    tensors = [q, k, v, *(x for x in options.values() if isinstance(x, Tensor))]
+    if all(type(size) is int for x in tensors for size in x.shape):
+        own = {name: shown(x) if isinstance(x, Tensor) else x for name, x in options.items()}
+        kernels.make_problem(shown(q), shown(k), shown(v), **own)
+
+
 @_forward.register_fake
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    _check(q, k, v, _options(*others[:3], 0, *others[4:]))
     enable_gqa = others[7]
     until = -3 if enable_gqa else -2
     batch = torch.broadcast_shapes(q.shape[:until], k.shape[:until], v.shape[:until])

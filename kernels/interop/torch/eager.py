@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import kernels
+from kernels.interop.libraries import NO_FORWARD_MODE
 from kernels.scores.mods import KEPT, with_kept_mods
 
 
@@ -85,6 +86,10 @@ class _Attention(torch.autograd.Function):
                 raise
         dmask, dsink = (others.pop(0) if want else None for want in wanted)
         return dq, dk, dv, dmask, None, dsink, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(NO_FORWARD_MODE)
 
 
 class _Transformed(_Attention):

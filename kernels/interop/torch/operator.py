@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.interop.torch.custom_operators import compiled_attention, is_traced
+from kernels.interop.torch.custom_operators import compiled_attention, draw_seed, is_traced
 from kernels.interop.torch.eager import eager_attention
 
 
@@ -82,8 +82,9 @@ def flash_attention(
     """
     arrays: Any = q, k, v, attn_mask, alibi_slopes, sink
     _check_tensors(arrays)
-    if torch.is_autocast_enabled(q.device.type):
-        arrays = *_in_autocast(q.device.type, *arrays[:4]), alibi_slopes, sink
+    kind = q.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        arrays = *_in_autocast(kind, *arrays[:4]), alibi_slopes, sink
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options: dict[str, Any] = {"is_causal": is_causal, "deterministic": deterministic}
@@ -107,12 +108,12 @@ def flash_attention(
             precision=precision,
             rung=rung,
         )
-    if is_traced(arrays):
+    if kind == "meta" or is_traced(arrays):
         out, lse = compiled_attention(*arrays, seed, options)
     else:
         if dropout_p or seed is not None:
             if seed is None:
-                drawn = torch.randint(2**63 - 1, ())
+                drawn = draw_seed()
                 # Within torch.func a tensor, which vmap may give one value for each index.
                 seed = drawn if torch._C._are_functorch_transforms_active() else int(drawn)
             options["seed"] = seed

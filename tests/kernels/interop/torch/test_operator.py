@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install torch")
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
 import kernels  # noqa: E402
+import minitorch  # noqa: E402
 from kernels.interop.torch import flash_attention  # noqa: E402
+
+from ....support.busy_threads import busy_threads  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 FLOAT64 = torch.float64
@@ -165,6 +170,147 @@ def test_dropout_is_drawn_from_the_generator_of_pytorch() -> None:
     arrays = [x.detach().numpy() for x in tensors]
     same = kernels.flash_attention_forward(*arrays, dropout_p=0.5, seed=7)[0]
     np.testing.assert_array_equal(own.detach().numpy(), same)
+
+
+@pytest.mark.parametrize("device", ["meta", *DEVICES[1:]])
+@pytest.mark.parametrize("seed", [None, 7])
+def test_the_dropout_mask_does_not_depend_on_the_default_device(
+    device: str, seed: int | None
+) -> None:
+    q, k, v = some(1, 2, 9, 4)
+    compiled = torch.compile(flash_attention, backend="aot_eager")
+    results = []
+    for attend in (flash_attention, compiled):
+        for default in ("cpu", device):
+            torch.manual_seed(0)
+            with torch.device(default):
+                results.append(attend(q, k, v, dropout_p=0.5, seed=seed))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.skipif(torch.get_num_threads() < 2, reason="needs several threads")
+@pytest.mark.parametrize("library", ["operator", "backward", "kernels", "varlen"])
+def test_calls_compute_on_no_more_threads_than_pytorch(library: str) -> None:
+    q, k, v = (x.detach() for x in some(1, 4, 512, 32))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    calls = {
+        "operator": lambda: flash_attention(q, k, v),
+        "backward": lambda: flash_attention(*leaves).sum().backward(),
+        "kernels": lambda: kernels.flash_attention_forward(q, k, v),
+        "varlen": lambda: kernels.flash_attention_varlen_forward(*packed, [0, 512], [0, 512]),
+    }
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert busy_threads(calls[library]) == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+#: Tensors whose memory does not hold their elements.
+UNREAD = {
+    "a negated view": lambda x: torch._neg_view(x),
+    "an imaginary part": lambda x: torch.complex(x, x).conj().imag,
+    "zeros without memory": lambda x: torch._efficientzerotensor(
+        *x.shape, dtype=x.dtype, device=x.device
+    ),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", UNREAD)
+def test_tensors_that_pytorch_computes_when_they_are_read(
+    name: str, dtype: Any, device: str
+) -> None:
+    q, k, v = (x.detach() for x in some(1, 2, 20, 16, dtype=dtype, device=device))
+    made = UNREAD[name](q if name != "an imaginary part" else q.float()).to(dtype)
+    plain = (-q if "imag" in name or "neg" in name else torch.zeros_like(q)).clone()
+    with torch.no_grad():
+        for _ in range(
+            3
+        ):  # on a GPU the later calls take the short path, which a plain call has prepared
+            out, lse = flash_attention(plain, k, v, return_lse=True)
+            assert torch.equal(flash_attention(made, k, v), out)
+            assert torch.equal(flash_attention(q, k, made), flash_attention(q, k, plain))
+            found, wanted = (
+                kernels.flash_attention_backward(x, plain, k, v, out, lse) for x in (made, plain)
+            )
+            assert all(map(torch.equal, found, wanted))
+    torch.testing.assert_close(minitorch_copy(made), plain)
+
+
+def minitorch_copy(x: Any) -> Any:
+    return torch.from_dlpack(minitorch.from_dlpack(x))
+
+
+def test_meta_tensors_have_results_of_the_right_kind() -> None:
+    q, k, v = (
+        x.detach().to("meta").requires_grad_() for x in some(2, 4, 7, 8, dtype=torch.bfloat16)
+    )
+    out, lse = flash_attention(
+        q, k[:, :2], v[:, :2, :, :5], enable_gqa=True, dropout_p=0.5, return_lse=True
+    )
+    assert (out.device.type, out.shape, out.dtype) == ("meta", (2, 4, 7, 5), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 4, 7), torch.float32)
+    out.sum().backward()
+    assert q.grad.shape == q.shape and q.grad.dtype == q.dtype
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_tensors_without_memory_are_checked_as_others_are(fake: bool) -> None:
+    def attend(*shapes: Any, dtypes: Any = (torch.float32,) * 3, **options: Any) -> Any:
+        with FakeTensorMode() if fake else torch.device("meta"):
+            tensors = [torch.empty(s, dtype=t) for s, t in zip(shapes, dtypes, strict=True)]
+            return flash_attention(*tensors, **options)
+
+    row, other = (1, 2, 5, 4), (1, 2, 6, 4)
+    assert attend(row, other, other).shape == row
+    for shapes, options, error, words in (
+        ((row, (1, 2, 6, 8), other), {}, ValueError, "head_dim"),
+        ((row, other, (1, 2, 7, 4)), {}, ValueError, "same length"),
+        ((row, (1, 3, 6, 4), (1, 3, 6, 4)), {}, ValueError, "leading dimensions"),
+        ((row, other, other), {"dropout_p": 3.0}, ValueError, "dropout_p"),
+        ((row, other, other), {"dtypes": (torch.float32, FLOAT64, FLOAT64)}, TypeError, "dtype"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            attend(*shapes, **options)
+
+
+def test_nested_tensors_are_refused_in_words() -> None:
+    strided = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 5, 4)])
+    parts = [torch.randn(n, 2, 4) for n in (3, 5)]
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    for nested in (strided, jagged):
+        for attend in (flash_attention, kernels.flash_attention_forward):
+            with pytest.raises(TypeError, match="nested tensors; pad them"):
+                attend(nested, nested, nested)
+
+
+def test_forward_mode_is_refused_in_words() -> None:
+    q, k, v = (x.detach() for x in some(1, 2, 5, 4))
+
+    def of_query(attend: Any) -> Any:
+        return torch.func.jvp(lambda q: attend(q, k, v), (q,), (q,))
+
+    def dual(attend: Any) -> Any:
+        with torch.autograd.forward_ad.dual_level():
+            return attend(q, k, torch.autograd.forward_ad.make_dual(v, v))
+
+    compiled = torch.compile(flash_attention, backend="aot_eager")
+    for call in (
+        lambda: of_query(flash_attention),
+        lambda: torch.compile(of_query, backend="eager")(flash_attention),
+        lambda: dual(flash_attention),
+        lambda: dual(compiled),
+        lambda: dual(kernels.flash_attention_forward),
+        lambda: torch.func.hessian(lambda q: flash_attention(q, k, v).sum())(q),
+    ):
+        with pytest.raises(
+            NotImplementedError, match="no derivative in forward mode; use reverse mode"
+        ):
+            call()
 
 
 def test_gradients_reach_only_what_requires_them() -> None:

@@ -1,7 +1,8 @@
 # make train [TEXT=file.txt]   train a small GPT with flash_attention, on the CPU, in under three minutes
 # make quick [BASE=HEAD]       lint, types and the tests of the rooms that a change touches, in about a minute
-# make test [ONLY=cpu]         the tests, ten minutes on two cores; or one part: cpu, simulator, or slow, which are the
-#                              tests that train, grade or start processes for seconds, left out otherwise
+# make test [ONLY=cpu]         the tests, ten minutes on two cores; or one part: cpu, simulator, slow, which are the tests
+#                              that train, grade or start processes for seconds, left out otherwise, or torch, which
+#                              are those with PyTorch and the models of Hugging Face
 # make fuzz [MINUTES=10]       drawn calls of attention, many of them nonsense: refused in words, or right
 # make fuzz GPU=1 [MINUTES=6]  drawn calls on a GPU, with PyTorch's, CuPy's and numba's arrays in any layout
 # make fuzz-options [EXAMPLES=2500]   more than 20,000 drawn combinations of attention's options
@@ -36,7 +37,7 @@ PIP := $(if $(LOCK),PIP_CONSTRAINT=$(LOCK)) $(BIN)/python -m pip --disable-pip-v
 override TEXT := $(value TEXT)
 export TEXT
 
-.PHONY: train quick test test-cpu test-simulator test-slow ptx compile-ptx fuzz fuzz-options lint docs bench experiments reliability app \
+.PHONY: train quick test test-cpu test-simulator test-slow test-torch run-torch ptx compile-ptx fuzz fuzz-options lint docs bench experiments reliability app \
   install-ci lock ends clean FORCE
 
 # Not empty when the user says which Python.
@@ -103,6 +104,19 @@ test-slow: $(VENV)/.test
 test-simulator: $(VENV)/.test
 	NUMBA_ENABLE_CUDASIM=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "simulator and not slow" $(ARGS)
 
+# PyTorch is no requirement of the other tests: an environment apart.
+test-torch:
+	@$(MAKE) --no-print-directory run-torch VENV=$(VENV)-torch
+
+$(VENV)/.torch: $(VENV)/.python setup.py requirements.txt $(LOCK)
+	$(PIP) --editable '.[tokenizers,torch,test]'
+	@touch $@
+
+run-torch: $(VENV)/.torch
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS) \
+	  $$(grep -rlE 'importorskip\("(torch|transformers|tokenizers)"' --include='test_*.py' tests)
+	$(BIN)/python -m pytest -m slow -k torch tests/repository/test_docs.py $(ARGS)
+
 # numba-cuda would take the place of numba's own simulator: an environment apart.
 ptx:
 	@$(MAKE) --no-print-directory compile-ptx VENV=$(VENV)-ptx
@@ -146,8 +160,9 @@ app: $(VENV)/.app
 # Everything that .ci/run needs, so that its parts only run.
 install-ci: $(VENV)/.lint $(VENV)/.docs
 	@$(MAKE) --no-print-directory $(VENV)-ptx/.ptx VENV=$(VENV)-ptx
+	@$(MAKE) --no-print-directory $(VENV)-torch/.torch VENV=$(VENV)-torch
 
-# Both of CI's environments, the newest of each range, and what they have in common the same version.
+# All of CI's environments, the newest of each range, and what they have in common the same version.
 # Only CUDA's compiler is the oldest of its range, CUDA 13: it lets products wait for one another where newer
 # ones do not, which costs a third of their speed and is nothing that a newest one can show.
 # For Python 3.11 and newer: the newest NumPy has no 3.10.
@@ -160,13 +175,17 @@ lock:
 	PIP_CONSTRAINT=build/lock/all.txt build/lock/cuda/bin/python -m pip install --quiet --upgrade '.[cuda,test]' \
 	  'cuda-toolkit==13.0.*' 'cuda-bindings==13.0.*' 'nvidia-nvjitlink==13.0.*'
 	build/lock/cuda/bin/python -m pip freeze --all --exclude pip --exclude minitorch-flash > build/lock/cuda.txt
+	$(PYTHON) -m venv build/lock/torch
+	PIP_CONSTRAINT=build/lock/all.txt build/lock/torch/bin/python -m pip install --quiet --upgrade '.[test,tokenizers,torch]'
+	build/lock/torch/bin/python -m pip freeze --all --exclude pip --exclude minitorch-flash | sed 's/+.*//' \
+	  > build/lock/torch.txt
 	{ echo "# What CI installs, of the ranges in setup.py and requirements.txt: made by make lock, on Python" \
 	    "$$($(PYTHON) -c '$(VERSION)')."; \
-	  cat build/lock/all.txt build/lock/cuda.txt | LC_ALL=C sort -fu; } > requirements-ci.txt
+	  cat build/lock/all.txt build/lock/cuda.txt build/lock/torch.txt | LC_ALL=C sort -fu; } > requirements-ci.txt
 
 ends: $(VENV)/.test
 	$(BIN)/python project/reliability/ends.py --oldest=$(OLDEST) --newest=$(NEWEST) $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-ptx runs build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) $(VENV)-ptx $(VENV)-torch runs build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

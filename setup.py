@@ -38,7 +38,7 @@ EXTRAS = {
         "sphinx>=8.1,<9",
     ],
     # The operator of kernels.interop.torch, and attention for Hugging Face's models.
-    "torch": ["torch>=2.5,<3", "transformers>=4.53,<6"],
+    "torch": ["torch>=2.5,<3", "transformers>=4.57,<6"],
     # Texts for the weights of Hugging Face, in project/generate.py.
     "tokenizers": ["tokenizers>=0.21.4,<1"],
     # Groups of processes for minitorch.distributed, and mpiexec, which starts them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -160,26 +161,139 @@ def test_dropout_is_that_of_the_seed() -> None:
             layer.attention.self.dropout.p = 0.0
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_packed_sequences_attend_within_themselves(causal: bool) -> None:
-    query, key, value = (torch.randn(1, heads, 9, 4) for heads in (4, 2, 2))
-    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
-    module = torch.nn.Module()
+def packed_and_alone(mask: Any, ends: list[list[int]], **options: Any) -> tuple[Any, Any]:
+    """Return attention of packed sequences, and that of each alone with its part of the mask."""
+    query, key, value = (
+        torch.randn(1, h, e[-1], 4) for h, e in zip((4, 2, 2), (*ends, ends[1]), strict=True)
+    )
+    module, lengths = torch.nn.Module(), [torch.tensor(e, dtype=torch.int32) for e in ends]
     packed, _ = attention(
         module,
         query,
         key,
         value,
-        None,
-        is_causal=causal,
-        cu_seq_lens_q=bounds,
-        cu_seq_lens_k=bounds,
+        mask,
+        cu_seq_lens_q=lengths[0],
+        cu_seq_lens_k=lengths[1],
+        **options,
     )
-    for part in (slice(0, 4), slice(4, 9)):
-        alone, _ = attention(
-            module, *(x[:, :, part] for x in (query, key, value)), None, is_causal=causal
-        )
-        torch.testing.assert_close(packed[:, part], alone)
+    alone = []
+    for row, row_end, col, col_end in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
+        scores = query[:, :, row:row_end] @ key[:, :, col:col_end].repeat_interleave(2, 1).mT / 2.0
+        seen = torch.ones(row_end - row, col_end - col, dtype=torch.bool)
+        if mask is not None:
+            seen = mask[0, 0, row:row_end, col:col_end]
+        elif options.get("is_causal"):
+            seen = seen.tril(seen.shape[1] - seen.shape[0])
+        weights = scores.masked_fill(~seen, -float("inf")).softmax(-1).nan_to_num(0.0)
+        alone.append(weights @ value[:, :, col:col_end].repeat_interleave(2, 1))
+    return packed, torch.cat(alone, 2).transpose(1, 2)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [[0, 4, 9], [0, 4, 9]],
+        [[0, 4, 4, 9, 9], [0, 4, 4, 9, 9]],  # of length zero
+        [[0, 2, 3, 6], [0, 5, 8, 12]],  # of different lengths, as with a cache
+        [[0, 3, 4, 4], [0, 3, 3, 5]],  # queries without keys, and keys without queries
+        [[0, 4, 6], [0, 2, 7]],  # rows above the diagonal
+    ],
+    ids=str,
+)
+def test_packed_sequences_attend_within_themselves(
+    ends: list[list[int]], causal: bool, masked: bool
+) -> None:
+    mask = torch.rand(1, 1, ends[0][-1], ends[1][-1]) < 0.6 if masked else None
+    packed, alone = packed_and_alone(mask, ends, is_causal=causal)
+    torch.testing.assert_close(packed, alone)
+
+
+def test_lengths_that_do_not_add_up_are_refused() -> None:
+    x, bounds = torch.randn(2, 2, 6, 4), torch.tensor([0, 2, 6])
+    for tensors in ([x] * 3, [x[:1, :, :5]] * 3):
+        with pytest.raises(ValueError, match=r"end at 6 and 6 need a batch of one.*got a batch of"):
+            attention(torch.nn.Module(), *tensors, None, cu_seq_lens_q=bounds)
+
+
+def test_packed_documents_do_not_see_one_another_in_layers_with_a_window() -> None:
+    ids = torch.randint(SIZE["vocab_size"], (1, 13), generator=torch.Generator().manual_seed(3))
+    ends = torch.tensor([0, 6, 13], dtype=torch.int32)
+    places = torch.cat([torch.arange(6), torch.arange(7)])[None]
+    model = model_of("gpt_oss", "minitorch", "cpu").eval()
+    with torch.no_grad():
+        packed = model(
+            ids, position_ids=places, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=7,
+            max_length_k=7, attention_mask=torch.ones_like(ids),
+        ).logits  # fmt: skip
+        alone = torch.cat([model(ids[:, :6]).logits, model(ids[:, 6:]).logits], 1)
+    torch.testing.assert_close(packed, alone)
+
+
+def test_a_sink_of_each_row_takes_its_share() -> None:
+    query, key, value = (torch.randn(2, 3, 6, 4) for _ in range(3))
+    sinks = torch.randn(2, 3, 6, 1, requires_grad=True)
+    scores = torch.cat([query @ key.mT / 2.0, sinks], -1)
+    expected = (scores.softmax(-1)[..., :-1] @ value).transpose(1, 2)
+    out, _ = attention(torch.nn.Module(), query, key, value, None, is_causal=False, sinks=sinks)
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn_like(out)
+    found, wanted = (torch.autograd.grad(x, sinks, weights)[0] for x in (out, expected))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["Bloom", "Mpt", "Falcon", "GPTNeo", "XLNet"])
+def test_a_model_without_the_attention_interface_is_refused_by_name(name: str) -> None:
+    register_with_transformers()
+    sizes = (
+        {"n_layer": 1, "num_layers": 1, "attention_types": [[["global"], 1]]}
+        if name == "GPTNeo"
+        else {}
+    )
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    config._attn_implementation = "minitorch"
+    with torch.device("meta"), pytest.raises(ValueError) as error:
+        getattr(transformers, f"{name}Model")(config)
+    assert f"not possible for {name}Model" in str(error.value)
+    assert "does not use the attention interface" in str(error.value)
+    assert 'load it with attn_implementation="eager"' in str(error.value)
+
+
+def test_a_subclass_of_a_model_without_the_attention_interface_is_refused_too() -> None:
+    register_with_transformers()
+
+    class Own(transformers.BloomModel):
+        pass
+
+    config = transformers.BloomConfig(attn_implementation="minitorch")
+    with torch.device("meta"), pytest.raises(ValueError, match="not possible for Own"):
+        Own(config)
+
+
+def test_an_argument_of_the_models_own_attention_that_ours_does_not_know_is_refused() -> None:
+    from transformers.models.llama import modeling_llama
+
+    from kernels.interop.torch import hugging_face
+
+    def eager(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, new_kind: Any
+    ) -> None:
+        raise AssertionError
+
+    register_with_transformers()
+    config = transformers.LlamaConfig(attn_implementation="minitorch", num_hidden_layers=1)
+    hugging_face._why_not.cache_clear()
+    try:
+        with (
+            patch.object(modeling_llama, "eager_attention_forward", eager),
+            torch.device("meta"),
+            pytest.raises(ValueError, match="LlamaModel, which passes new_kind to its attention"),
+        ):
+            transformers.LlamaModel(config)
+    finally:
+        hugging_face._why_not.cache_clear()
 
 
 def test_a_bias_adds_to_the_scores_beside_a_mask() -> None:

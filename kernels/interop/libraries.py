@@ -110,6 +110,10 @@ class Torch(Library):
         self._empty, self._empty_strided = module.empty, module.empty_strided
         self._records, self._threads = module.is_grad_enabled, module.get_num_threads
         self._levels = module.autograd.forward_ad
+        # Numba sets the number of an OpenMP runtime that both may share when it starts its threads.
+        count = module.get_num_threads()
+        get_num_threads()
+        module.set_num_threads(count)
         # What torch.compile's own code calls: a tenth of the time of torch.cuda.current_stream.
         self._stream = getattr(module._C, "_cuda_getCurrentRawStream", None) or (
             lambda number: module.cuda.current_stream(number).cuda_stream

@@ -12,9 +12,8 @@ import psutil
 def busy_threads(run: Callable[[], Any]) -> int:
     """Return the number of threads that compute while a function runs again and again."""
     counts = []
-    while (
-        1 not in counts and len(counts) < 4
-    ):  # threads of earlier work may still wait for more of it
+    # Threads of earlier work may still wait for more of it.
+    while 1 not in counts and len(counts) < 4:
         before = {x.id: x.user_time for x in psutil.Process().threads()}
         stop = time.process_time() + 0.3
         while time.process_time() < stop:

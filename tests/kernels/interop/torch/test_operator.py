@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -206,6 +208,18 @@ def test_calls_compute_on_no_more_threads_than_pytorch(library: str) -> None:
         assert busy_threads(calls[library]) == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_first_call_leaves_pytorchs_number_of_threads_as_it_is() -> None:
+    script = """
+import torch
+from kernels.interop.torch import flash_attention
+torch.set_num_threads(1)
+x = torch.randn(1, 4, 512, 32)
+flash_attention(x, x, x)
+assert torch.get_num_threads() == 1
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 #: Tensors whose memory does not hold their elements.

@@ -20,7 +20,10 @@ from unittest.mock import patch
 import torch
 import transformers
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import (
+    CONFIG_MAPPING,
+    CONFIG_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from kernels.interop.torch import hugging_face, register_with_transformers
 

@@ -9,7 +9,9 @@ transformers = pytest.importorskip(
     "transformers", reason="transformers is missing: pip install transformers"
 )
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # noqa: E402
+from transformers.models.auto.configuration_auto import (  # noqa: E402
+    CONFIG_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from ....support.models.architectures import PAGE, check, on_page, tried  # noqa: E402
 

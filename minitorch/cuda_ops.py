@@ -420,11 +420,12 @@ def mm_practice(a: Tensor, b: Tensor) -> TensorData:
     Returns:
         (size, size).
     """
-    size, _ = a.shape
-    assert a.shape == b.shape == (size, size) and size <= THREADS_PER_BLOCK, (
-        f"mm_practice needs two square matrices of at most {THREADS_PER_BLOCK} rows, got "
-        f"shapes {a.shape} and {b.shape}; use a @ b"
-    )
+    size = a.shape[0]
+    if not (a.shape == b.shape == (size, size) and size <= THREADS_PER_BLOCK):
+        raise ValueError(
+            f"mm_practice needs two square matrices of at most {THREADS_PER_BLOCK} rows, got "
+            f"shapes {a.shape} and {b.shape}; use a @ b"
+        )
     out = TensorData(CudaOps.allocate(size * size, a.dtype), (size, size))
     storages = (t.contiguous()._tensor._storage for t in (a, b))
     jit_mm_practice[1, (size, size)](out._storage, *storages, size)

@@ -278,14 +278,16 @@ class _Convolution(Function):
         cls, input: Tensor, weight: Tensor, reverse: bool, size: tuple[int, ...] | None = None
     ) -> Tensor:
         """Run the loop; ``size`` is the spatial size of the output, the input's when None."""
-        assert input.dims == weight.dims == cls.spatial + 2, (
-            f"conv{cls.spatial}d needs {cls.spatial + 2} dimensions, (batch, channels, …) and "
-            f"(out_channels, in_channels, …), got input {input.shape} and weight {weight.shape}"
-        )
-        assert input.shape[1] == weight.shape[1], (
-            f"the input has {input.shape[1]} channels, the weight {weight.shape[1]}, in shapes "
-            f"{input.shape} and {weight.shape}; they must be equal"
-        )
+        if not input.dims == weight.dims == cls.spatial + 2:
+            raise ValueError(
+                f"conv{cls.spatial}d needs {cls.spatial + 2} dimensions, (batch, channels, …) and "
+                f"(out_channels, in_channels, …), got input {input.shape} and weight {weight.shape}"
+            )
+        if input.shape[1] != weight.shape[1]:
+            raise AssertionError(
+                f"the input has {input.shape[1]} channels, the weight {weight.shape[1]}, in shapes "
+                f"{input.shape} and {weight.shape}; they must be equal"
+            )
         shape = (input.shape[0], weight.shape[0], *(size or input.shape[2:]))
         out = input.empty(shape, result_dtype(input, weight))
         run = cls.on_device if input.backend.cuda else cls.on_host

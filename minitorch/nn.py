@@ -41,23 +41,25 @@ def tile(input: Tensor, kernel: tuple[int, int]) -> tuple[Tensor, int, int]:
 
     Raises:
         TypeError: If the input is not a tensor, or the kernel not a pair of whole numbers.
-        ValueError: If a side of the kernel is below 1.
-        AssertionError: If the input does not have four dimensions, or the tiles do not divide it.
+        ValueError: If a side of the kernel is below 1, or the input does not have four dimensions.
+        AssertionError: If the tiles do not divide it.
     """
     check_tensor("input", input)
-    assert input.dims == 4, (
-        f"an image is (batch, channel, height, width), got shape {input.shape}; add what is missing "
-        "with view"
-    )
+    if input.dims != 4:
+        raise ValueError(
+            f"an image is (batch, channel, height, width), got shape {input.shape}; add what is missing "
+            "with view"
+        )
     batch, channel, height, width = input.shape
     if not isinstance(kernel, (tuple, list)) or len(kernel) != 2:
         raise TypeError(
             f"kernel must be (tile height, tile width), got {kernel!r}; pass a pair such as (2, 2)"
         )
     kh, kw = (whole("a side of the kernel", side, 1) for side in kernel)
-    assert height % kh == 0 and width % kw == 0, (
-        f"tiles of {kernel} must divide the image's {(height, width)}; pad or crop it"
-    )
+    if height % kh or width % kw:
+        raise AssertionError(
+            f"tiles of {kernel} must divide the image's {(height, width)}; pad or crop it"
+        )
     # TASK 4.3: Split height and width by view, bring the two tile dimensions last by permute.
     new_h, new_w = height // kh, width // kw
     split = input.contiguous().view(batch, channel, new_h, kh, new_w, kw)

@@ -154,7 +154,8 @@ class Scalar:
     @property
     def parents(self) -> tuple[Scalar, ...]:
         """The Scalars that this one was computed from; none for a leaf."""
-        assert self.history is not None, f"{self!r} is a constant, it has no history to look into"
+        if self.history is None:
+            raise ValueError(f"{self!r} is a constant, it has no history to look into")
         return self.history.inputs
 
     def accumulate_derivative(self, x: float) -> None:
@@ -163,10 +164,11 @@ class Scalar:
         Raises:
             AssertionError: If this is not a leaf; inner variables only pass derivatives on.
         """
-        assert self.is_leaf(), (
-            f"{self!r} is no leaf, so it keeps no derivative: only a Scalar that the user made "
-            f"accumulates one"
-        )
+        if not self.is_leaf():
+            raise AssertionError(
+                f"{self!r} is no leaf, so it keeps no derivative: only a Scalar that the user made "
+                f"accumulates one"
+            )
         self.derivative = x if self.derivative is None else self.derivative + x
 
     def chain_rule(self, d_output: float) -> list[tuple[Scalar, float]]:
@@ -184,14 +186,16 @@ class Scalar:
         """
         # TASK 1.3: Ask history.last_fn._backward for the derivatives and pair them with history.inputs.
         history = self.history
-        assert history is not None and history.last_fn is not None, (
-            f"{self!r} was not computed by a function, so there is no chain rule to apply"
-        )
+        if history is None or history.last_fn is None:
+            raise AssertionError(
+                f"{self!r} was not computed by a function, so there is no chain rule to apply"
+            )
         derivatives = history.last_fn._backward(history.ctx, d_output)
-        assert len(derivatives) == len(history.inputs), (
-            f"{history.last_fn.__name__}.backward returned {len(derivatives)} derivatives for "
-            f"{len(history.inputs)} inputs: return one for each input of forward"
-        )
+        if len(derivatives) != len(history.inputs):
+            raise AssertionError(
+                f"{history.last_fn.__name__}.backward returned {len(derivatives)} derivatives for "
+                f"{len(history.inputs)} inputs: return one for each input of forward"
+            )
         return list(zip(history.inputs, derivatives, strict=True))
         # END TASK 1.3
 
@@ -227,8 +231,9 @@ def derivative_check(f: Callable[..., Any], *scalars: Scalar) -> None:
     for i, x in enumerate(scalars):
         expected = central_difference(f, *scalars, arg=i).data
         given = 0.0 if x.derivative is None else x.derivative  # None: f does not depend on x
-        assert abs(given - expected) <= 1e-2 + 1e-2 * abs(expected), (
-            f"derivative of {getattr(f, '__name__', f)}({point}) in argument {i}: backward gives "
-            f"{given!r}, central difference {expected!r}. Look at the backward of the functions "
-            f"that it uses"
-        )
+        if not abs(given - expected) <= 1e-2 + 1e-2 * abs(expected):
+            raise AssertionError(
+                f"derivative of {getattr(f, '__name__', f)}({point}) in argument {i}: backward gives "
+                f"{given!r}, central difference {expected!r}. Look at the backward of the functions "
+                f"that it uses"
+            )

@@ -83,10 +83,11 @@ class ScalarFunction:
 
         ctx = Context(no_grad=False)
         value = cls._forward(ctx, *numbers)
-        assert isinstance(value, float), (
-            f"{cls.__name__}.forward returned {value!r} of type {type(value).__name__}, expected a "
-            f"float: return a float, or apply it to floats (5.0 instead of 5)"
-        )
+        if not isinstance(value, float):
+            raise AssertionError(
+                f"{cls.__name__}.forward returned {value!r} of type {type(value).__name__}, expected a "
+                f"float: return a float, or apply it to floats (5.0 instead of 5)"
+            )
         return scalar(value, History(cls, ctx, tuple(inputs)))
 
 

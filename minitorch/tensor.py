@@ -87,8 +87,10 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
         name: str | None = None,
         backend: TensorBackend | None = None,
     ):
-        assert isinstance(v, TensorData), f"a Tensor holds TensorData, got {type(v).__name__}"
-        assert backend is not None, "a Tensor needs a backend, such as minitorch.SimpleBackend"
+        if not isinstance(v, TensorData):
+            raise AssertionError(f"a Tensor holds TensorData, got {type(v).__name__}")
+        if backend is None:
+            raise AssertionError("a Tensor needs a backend, such as minitorch.SimpleBackend")
         self.unique_id = next(_ids)
         self._tensor = v
         self.history = back
@@ -135,7 +137,8 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
     @property
     def parents(self) -> Iterable[Variable]:
         """The tensors that this one was computed from."""
-        assert self.history is not None, "a constant has no parents"
+        if self.history is None:
+            raise ValueError("a constant has no parents; requires_grad() tells whether this is one")
         return [arg for arg in self.history.inputs if is_tensor(arg)]
 
     def requires_grad(self) -> bool:
@@ -185,7 +188,8 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
 
     def item(self) -> float:
         """Return the only element as a number."""
-        assert self.size == 1, f"item needs one element, shape {self.shape} has {self.size}"
+        if self.size != 1:
+            raise AssertionError(f"item needs one element, shape {self.shape} has {self.size}")
         return float(self.to_numpy().item())
 
     def __hash__(self) -> int:
@@ -351,7 +355,8 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
 
     def accumulate_derivative(self, x: Any) -> None:
         """Add ``x`` to the gradient of this leaf."""
-        assert self.is_leaf(), "only a leaf collects its gradient"
+        if not self.is_leaf():
+            raise AssertionError("only a leaf collects its gradient")
         if x.dtype != self.dtype:
             x = x.to(self.dtype)
         # Never in place: `x` may be the gradient of another leaf too.
@@ -361,8 +366,7 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
 
     def chain_rule(self, d_output: Any) -> Iterable[tuple[Variable, Any]]:
         """Pair each input with its gradient, given the gradient of this tensor."""
-        assert self.history is not None, "the chain rule needs a tensor that a function made"
-        return chain_rule(self.history, d_output)
+        return chain_rule(self.history or History(), d_output)
 
     def backward(self, grad_output: Tensor | None = None) -> None:
         """Fill the ``grad`` of every leaf that this tensor was computed from.
@@ -374,6 +378,8 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
             RuntimeError: If no input of this tensor requires a gradient.  Gradients are constants, because
                 only first derivatives are supported.
             TypeError: If ``grad_output`` is not a tensor.
+            ValueError: If it has another shape.
+            AssertionError: If it is None and this tensor does not have shape (1,).
         """
         if self.is_constant():
             raise RuntimeError(
@@ -385,16 +391,18 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
                 "be taken"
             )
         if grad_output is None:
-            assert self.shape == (1,), (
-                f"backward without a gradient needs shape (1,), got {self.shape}; call sum() first "
-                "or pass a gradient of that shape"
-            )
+            if self.shape != (1,):
+                raise AssertionError(
+                    f"backward without a gradient needs shape (1,), got {self.shape}; call sum() first "
+                    "or pass a gradient of that shape"
+                )
             grad_output = self.full((1,), 1.0)
         check_tensor("grad_output", grad_output)
-        assert grad_output.shape == self.shape, (
-            f"the gradient of a tensor has its shape {self.shape}, got {grad_output.shape}; "
-            "backward starts from the derivative of the result in this very tensor"
-        )
+        if grad_output.shape != self.shape:
+            raise ValueError(
+                f"the gradient of a tensor has its shape {self.shape}, got {grad_output.shape}; "
+                "backward starts from the derivative of the result in this very tensor"
+            )
         # Without history: gradients are first order and not part of any graph.
         backpropagate(self, grad_output.detach())
 

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kernels.common.arguments import shown
 from kernels.cuda.backend import as_bits, is_device_array, to_device, to_host
 from kernels.runtime.dtypes import BITS, rounded
 from kernels.runtime.targets import explained
@@ -186,9 +187,10 @@ def _as_storage(numbers: Any) -> Storage:
 
 
 def _check_dims(dims: int) -> None:
-    assert dims <= MAX_DIMS, (
-        f"a tensor has at most {MAX_DIMS} dimensions, got {dims}; join some with view"
-    )
+    if dims > MAX_DIMS:
+        raise ValueError(
+            f"a tensor has at most {MAX_DIMS} dimensions, got {dims}; join some with view"
+        )
 
 
 class TensorData:
@@ -204,9 +206,9 @@ class TensorData:
             storage.
         TypeError: If the storage holds anything but float16, bfloat16, float32, float64, integers or
             booleans.
-        ValueError: If a size is negative or not a whole number, or lists in the storage are ragged.
-        AssertionError: If shape or strides is not a tuple, or the storage has the wrong size or is not
-            flat, or there are more than MAX_DIMS dimensions.
+        ValueError: If a size is negative or not a whole number, the storage is not flat or not of numbers,
+            or there are more than MAX_DIMS dimensions.
+        AssertionError: If shape or strides is not a tuple, or the storage has the wrong size.
     """
 
     _storage: Storage
@@ -236,11 +238,13 @@ class TensorData:
             raise TypeError(
                 f"a tensor holds {HELD}, got {self.dtype}; convert with astype(numpy.float32)"
             )
-        assert isinstance(shape, tuple), f"shape must be a tuple, got {shape!r}"
+        if not isinstance(shape, tuple):
+            raise AssertionError(f"shape must be a tuple, got {shown(shape)}")
         row_major = strides is None
         if strides is None:
             strides = _row_major_strides(shape)
-        assert isinstance(strides, tuple), f"strides must be a tuple, got {strides!r}"
+        if not isinstance(strides, tuple):
+            raise AssertionError(f"strides must be a tuple, got {shown(strides)}")
         if len(strides) != len(shape):
             raise IndexingError(
                 f"strides {strides} and shape {shape} have different lengths; give one stride for "
@@ -254,13 +258,15 @@ class TensorData:
         if type(self.size) is not int:  # to the cache above, 2.0 is 2
             self.shape = shape = checked_shape(shape)
             self.size = math.prod(shape)
-        assert self._storage.ndim == 1, (
-            f"the storage must be flat, got an array of shape {self._storage.shape}; pass it as "
-            "array.reshape(-1), or use minitorch.from_numpy"
-        )
-        assert len(self._storage) == self.size, (
-            f"shape {shape} holds {self.size} elements, the storage has {len(self._storage)}"
-        )
+        if self._storage.ndim != 1:
+            raise ValueError(
+                f"the storage must be flat, got an array of shape {self._storage.shape}; pass it as "
+                "array.reshape(-1), or use minitorch.from_numpy"
+            )
+        if len(self._storage) != self.size:
+            raise AssertionError(
+                f"shape {shape} holds {self.size} elements, the storage has {len(self._storage)}"
+            )
         # Compiled loops trust what follows: they check no index and have buffers of MAX_DIMS.
         _check_dims(self.dims)
         if self.size and not row_major:
@@ -414,10 +420,11 @@ class TensorData:
         Args:
             order: A permutation of 0 to dims - 1.
         """
-        assert sorted(order) == list(range(self.dims)), (
-            f"permute needs each of the dimensions 0 to {self.dims - 1} once, got {order} for shape "
-            f"{self.shape}"
-        )
+        if sorted(order) != list(range(self.dims)):
+            raise AssertionError(
+                f"permute needs each of the dimensions 0 to {self.dims - 1} once, got {order} for shape "
+                f"{self.shape}"
+            )
         # TASK 2.1: The same storage, with shape and strides in the new order.
         return TensorData(
             self._storage,

@@ -28,18 +28,21 @@ def matmul_shape(a: UserShape, b: UserShape) -> tuple[int, ...]:
     """Return the shape of a matrix product.
 
     Raises:
-        AssertionError: If an operand has no matrix, or the inner sizes differ; names both shapes.
+        ValueError: If an operand has fewer than two dimensions; it names both shapes.
+        AssertionError: If the inner sizes differ; it names both shapes.
         IndexingError: If the batch dimensions do not broadcast; it names both shapes.
     """
-    # AssertionError is what the published course raises here, and its users catch.
-    assert len(a) >= 2 and len(b) >= 2, (
-        f"@ multiplies matrices: both operands need two dimensions or more, got shapes {tuple(a)} "
-        f"and {tuple(b)}; add one with view"
-    )
-    assert a[-1] == b[-2], (
-        f"cannot multiply shapes {tuple(a)} and {tuple(b)}: the left has {a[-1]} columns, the right "
-        f"{b[-2]} rows; permute one of them"
-    )
+    if len(a) < 2 or len(b) < 2:
+        raise ValueError(
+            f"@ multiplies matrices: both operands need two dimensions or more, got shapes {tuple(a)} "
+            f"and {tuple(b)}; add one with view"
+        )
+    if a[-1] != b[-2]:
+        # What the published course raises here, and its users catch.
+        raise AssertionError(
+            f"cannot multiply shapes {tuple(a)} and {tuple(b)}: the left has {a[-1]} columns, the right "
+            f"{b[-2]} rows; permute one of them"
+        )
     try:
         batch = shape_broadcast(a[:-2], b[:-2])
     except IndexingError:

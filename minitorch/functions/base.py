@@ -236,9 +236,8 @@ def chain_rule(history: History, *d_outputs: Any) -> list[tuple[Variable, Any]]:
     Raises:
         RuntimeError: If a value that the function saved has been written to since.
     """
-    assert history.last_fn is not None and history.ctx is not None, (
-        "the chain rule needs a tensor that a function made"
-    )
+    if history.last_fn is None or history.ctx is None:
+        raise AssertionError("the chain rule needs a tensor that a function made")
     saved_at = history.ctx.saved_at
     if saved_at != writes.count and saved_at:
         values = history.ctx.saved_values
@@ -247,10 +246,11 @@ def chain_rule(history: History, *d_outputs: Any) -> list[tuple[Variable, Any]]:
             values = a if b.requires_grad() else None, b if a.requires_grad() else None
         check_unwritten(history.last_fn.__name__, values, saved_at)
     gradients = history.last_fn._backward(history.ctx, *d_outputs)
-    assert len(gradients) == len(history.inputs), (
-        f"{history.last_fn.__name__}.backward returned {len(gradients)} gradients for "
-        f"{len(history.inputs)} arguments; return one for each"
-    )
+    if len(gradients) != len(history.inputs):
+        raise AssertionError(
+            f"{history.last_fn.__name__}.backward returned {len(gradients)} gradients for "
+            f"{len(history.inputs)} arguments; return one for each"
+        )
     pairs = [
         (arg, gradient if isinstance(gradient, Parts) else _fitted(arg, gradient))
         for arg, gradient in zip(history.inputs, gradients, strict=True)

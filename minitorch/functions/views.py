@@ -54,15 +54,17 @@ class View(Function):
 def reshaped(a: AnyTensor, shape: UserShape) -> AnyTensor:
     """Return a view of a contiguous tensor with a different shape, without history."""
     shape = tuple(shape)
-    assert a._tensor.is_contiguous(), (
-        f"Must be contiguous to view: shape {a.shape} has strides {a._tensor.strides}; call "
-        "contiguous() first"
-    )
+    if not a._tensor.is_contiguous():
+        raise AssertionError(
+            f"Must be contiguous to view: shape {a.shape} has strides {a._tensor.strides}; call "
+            "contiguous() first"
+        )
     size = math.prod(shape)
-    assert size == a.size and min(shape, default=1) >= 0, (
-        f"cannot view shape {a.shape}, {a.size} elements, as {shape}, {size} elements; give "
-        "sizes of equal product, or call reshape, which infers one from -1"
-    )
+    if size != a.size or min(shape, default=1) < 0:
+        raise AssertionError(
+            f"cannot view shape {a.shape}, {a.size} elements, as {shape}, {size} elements; give "
+            "sizes of equal product, or call reshape, which infers one from -1"
+        )
     return a._new(type(a._tensor).fresh(a._tensor._storage, shape))
 
 

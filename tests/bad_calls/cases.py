@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -77,6 +78,30 @@ class Operands:
         return found
 
 
+def judge(case: Wrong, backend: Any) -> str:
+    """Make a wrong call; return the name of what it raised.
+
+    Raises:
+        AssertionError: If it raised something else or nothing, its message lacks a word, or an operand has
+            changed.
+    """
+    operands = Operands(backend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            case.call(operands)
+        except case.error as error:
+            raised = error
+        else:
+            raise AssertionError(f"nothing was raised, expected {case.error}")
+    if missing := [word for word in case.words if word not in str(raised)]:
+        raise AssertionError(f"{missing} missing in: {raised}")
+    now = operands.state()
+    if changed := [name for name, seen in now.items() if seen != operands.before[name]]:
+        raise AssertionError(f"{changed} changed")
+    return type(raised).__name__
+
+
 def bits(array: Any) -> tuple[str, bytes]:
     return str(array.dtype), np.ascontiguousarray(array).tobytes()
 
@@ -98,6 +123,7 @@ def run(main: Callable[[list[str]], Any], *args: str) -> None:
         with contextlib.redirect_stderr(errors):
             main([*args])
     except SystemExit as ended:
-        assert ended.code not in (None, 0), f"{args} are taken"
+        if ended.code in (None, 0):
+            raise AssertionError(f"{args} are taken") from None
         text = ended.code if isinstance(ended.code, str) else errors.getvalue()
         raise SystemExit(text.strip()) from None

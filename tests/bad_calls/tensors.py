@@ -28,10 +28,10 @@ OPERATIONS = {
         lambda o: o.matrix @ o.matrix, AssertionError, "(2, 3)", "3 columns", "2 rows", "permute"
     ),
     "product with a vector": wrong(
-        lambda o: o.matrix @ o.vector, AssertionError, "(2, 3)", "(4,)", "two dimensions", "view"
+        lambda o: o.matrix @ o.vector, ValueError, "(2, 3)", "(4,)", "two dimensions", "view"
     ),
     "product with a number": wrong(
-        lambda o: o.matrix @ 2.0, AssertionError, "two dimensions", "(1,)"
+        lambda o: o.matrix @ 2.0, ValueError, "two dimensions", "(1,)"
     ),
     "product of batches": wrong(
         lambda o: o.image @ from_numpy(np.ones((5, 4, 4)), o.backend), IndexingError,
@@ -93,7 +93,7 @@ OPERATIONS = {
         lambda o: (o.matrix * 1).backward(), AssertionError, "(2, 3)", "sum() first"
     ),
     "backward of another shape": wrong(
-        lambda o: (o.matrix * 1).backward(o.vector), AssertionError, "(2, 3)", "(4,)"
+        lambda o: (o.matrix * 1).backward(o.vector), ValueError, "(2, 3)", "(4,)"
     ),
     "backward from an array": wrong(
         lambda o: (o.matrix * 1).backward(np.ones((2, 3))), TypeError, "grad_output", "ndarray",
@@ -157,7 +157,7 @@ SHAPES = {
         lambda o: o.matrix.view(), AssertionError, "6 elements", "1 elements"
     ),
     "view of many dimensions": wrong(
-        lambda o: o.matrix.view(*[1] * 40, 6), AssertionError, "32 dimensions", "41", "join"
+        lambda o: o.matrix.view(*[1] * 40, 6), ValueError, "32 dimensions", "41", "join"
     ),
     "view permuted": wrong(
         lambda o: o.flipped.view(6), AssertionError, "(3, 2)", "strides (1, 3)",
@@ -242,7 +242,7 @@ SHAPES = {
         lambda o: TensorData([1.0, 2.0], (2.0,)), ValueError, "whole numbers", "(2.0,)"
     ),
     "data of a matrix": wrong(
-        lambda o: TensorData(np.ones((2, 2)), (2, 2)), AssertionError, "flat", "(2, 2)",
+        lambda o: TensorData(np.ones((2, 2)), (2, 2)), ValueError, "flat", "(2, 2)",
         "reshape(-1)"
     ),
     "data of complex numbers": wrong(

@@ -184,5 +184,5 @@ def test_operands_must_fit(conv: Convolution) -> None:
     weight = from_numpy(np.ones((5, 2, *(3,) * conv.spatial)))
     with pytest.raises(AssertionError, match="the input has 3 channels, the weight 2"):
         conv.function.apply(image, weight)
-    with pytest.raises(AssertionError, match=f"needs {conv.spatial + 2} dimensions"):
+    with pytest.raises(ValueError, match=f"needs {conv.spatial + 2} dimensions"):
         conv.function.apply(image.view(image.size), weight)

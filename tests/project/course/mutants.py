@@ -40,7 +40,7 @@ MUTANTS = [
     ("1.3", SCALAR, "history.last_fn._backward(history.ctx, d_output)",
      "tuple([d * d_output for d in history.last_fn._backward(history.ctx, d_output)])",
      "is multiplied by it already"),
-    ("1.3", SCALAR, "len(derivatives) == len(history.inputs)", "True", "expected an AssertionError"),
+    ("1.3", SCALAR, "len(derivatives) != len(history.inputs)", "False", "expected an AssertionError"),
     ("1.4", AUTODIFF, "finished.reverse()", "pass", "stands before those it was computed from"),
     ("2.3", "minitorch/tensor_ops.py", "fn(out[position], a_storage", "fn(0.0, a_storage",
      "sum over dimension 0"),

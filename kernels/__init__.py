@@ -187,7 +187,7 @@ def dropout_mask(
         )
     *lead, seq_q, seq_k = (whole("a size of the shape", size, 0) for size in shape)
     batch_head = np.arange(math.prod(lead)).reshape(*lead, 1, 1)
-    return kept(seed, dropout_p, batch_head, np.arange(seq_q)[:, None], np.arange(seq_k))
+    return kept(seed, float(dropout_p), batch_head, np.arange(seq_q)[:, None], np.arange(seq_k))
 
 
 def available_rungs() -> dict[str, str | None]:

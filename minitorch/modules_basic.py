@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.common.arguments import whole
+from kernels.common.arguments import not_negative, whole
 from kernels.runtime.dtypes import is_floating
 
 from .autodiff import modes
-from .backends.elements import NUMBERS, as_dtype
+from .backends.elements import as_dtype
 from .functions.base import check_tensor
 from .functions.fused import LayerNorm, Lookup
 from .layers.linear import linear
 from .module import Module, Parameter
-from .nn import device_dropout, integer_array, number, one_hot, switch
+from .nn import device_dropout, integer_array, one_hot, switch
 from .tensor import Tensor
 from .tensor_data import get_default_dtype
 from .tensor_ops import SimpleBackend, TensorBackend
@@ -150,9 +150,8 @@ class _Norm(Module):
         dtype: npt.DTypeLike | None = None,
     ):
         super().__init__()
-        if not isinstance(eps, NUMBERS) or not 0.0 <= eps < math.inf:
-            raise ValueError(f"eps must be a number of at least 0, got {eps!r:.40}; 1e-5 is common")
-        self.dim, self.eps = whole("dim", dim, 1), float(eps)
+        self.dim = whole("dim", dim, 1)
+        self.eps = not_negative("eps", eps, hint="; 1e-5 is common")
         self.weights = Parameter(ones((dim,), backend, dtype=_floating(dtype)))
 
 
@@ -249,9 +248,7 @@ class Dropout(Module):
 
     def __init__(self, p_dropout: float = 0.1):
         super().__init__()
-        if not 0.0 <= number("p_dropout", p_dropout) < 1.0:
-            raise ValueError(f"p_dropout must be in [0, 1), got {p_dropout}; 0 turns dropout off")
-        self.p_dropout = p_dropout
+        self.p_dropout = not_negative("p_dropout", p_dropout, 1.0, "; 0 turns dropout off")
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply dropout, which keeps the shape and the expected value of each element."""

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from kernels.common.arguments import as_host_array, flag, shown, whole
+from kernels.common.arguments import as_host_array, flag, number, short, shown, whole
 from kernels.cuda.backend import computed
 from kernels.runtime.dtypes import is_floating
 
 from . import operators
-from .backends.elements import NUMBERS, as_float
 from .fast_ops import FastOps
 from .functions.base import as_int, check_tensor, is_tensor
 from .functions.dropout_seeds import dropout_seed
@@ -285,7 +284,9 @@ def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
     """
     check_tensor("input", input)
     if not 0.0 <= number("rate", rate) <= 1.0:
-        raise ValueError(f"rate must be a probability from 0 to 1, got {rate}; 0 turns dropout off")
+        raise ValueError(
+            f"rate must be a probability from 0 to 1, got {short(rate)}; 0 turns dropout off"
+        )
     # TASK 4.4: Multiply by rand > rate; nothing to do for rate 0 or ignore.
     if ignore or rate == 0.0:
         return input
@@ -294,17 +295,6 @@ def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
     noise = rand(input.shape, input.backend, False, input.dtype)  # as published
     return input * (noise > rate)
     # END TASK 4.4
-
-
-def number(name: str, value: Any) -> float:
-    """Check that an option is a number and return it; the caller checks its bounds.
-
-    Raises:
-        TypeError: If it is not a number.
-    """
-    if not isinstance(value, NUMBERS) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, such as 0.5, got {shown(value)}")
-    return as_float(value)
 
 
 def switch(name: str, value: Any) -> bool:

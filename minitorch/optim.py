@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.common.arguments import shown, whole
+from kernels.common.arguments import not_negative, number, short, shown, whole
 from kernels.cuda.backend import refuse
 from kernels.runtime.dtypes import acc_dtype, is_floating
 
@@ -133,11 +133,7 @@ def _check_rates(below_1: dict[str, Any] | None = None, **rates: Any) -> None:
     """
     for most, numbers in ((1.0, below_1 or {}), (math.inf, rates)):
         for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise TypeError(f"{name} must be a number, got {shown(value)}")
-            if not 0.0 <= float(value) < most:
-                bound = "less than 1" if most == 1.0 else "finite"
-                raise ValueError(f"{name} must be at least 0 and {bound}, got {shown(value)}")
+            not_negative(name, value, most)
 
 
 class SGD(Optimizer):
@@ -151,7 +147,7 @@ class SGD(Optimizer):
     def __init__(self, parameters: Sequence[Parameter], lr: float = 1.0):
         super().__init__(parameters)
         self._check_numbers({"lr": lr})
-        self.lr = lr
+        self.lr = float(lr)
 
     def _check_numbers(self, numbers: dict[str, Any]) -> None:
         super()._check_numbers(numbers)
@@ -204,8 +200,8 @@ class Adam(Optimizer):
         super().__init__(parameters)
         rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
         self._check_numbers({**rates, "steps": 0})
-        self.lr, self.beta1, self.beta2, self.eps = lr, beta1, beta2, eps
-        self.weight_decay = weight_decay
+        self.lr, self.beta1, self.beta2 = float(lr), float(beta1), float(beta2)
+        self.eps, self.weight_decay = float(eps), float(weight_decay)
         self.steps = 0
         # Keyed by the Parameter: its value is a new tensor after each step.
         self.moments: dict[Parameter, tuple[Tensor, Tensor]] = {}
@@ -303,6 +299,14 @@ class Adam(Optimizer):
         return value.expand(wide * (1.0 - self.lr * decay) - step).to(value.dtype)
 
 
+def checked_norm(max_norm: Any) -> float:
+    """Check that a maximum norm is above 0, and return it; the reciprocal of a tiny one is infinite."""
+    norm = number("max_norm", max_norm)
+    if not norm >= sys.float_info.min:
+        raise ValueError(f"max_norm must be a number above 0, got {short(max_norm)}; 1.0 is common")
+    return norm
+
+
 @no_grad()
 def clip_grad_norm_(
     parameters: Iterable[Parameter], max_norm: float, error_if_nonfinite: bool = False
@@ -323,14 +327,13 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: If ``max_norm`` is not above 0.
-        TypeError: If a parameter is a Scalar.
+        TypeError: If it is not a number, or a parameter is a Scalar.
         FloatingPointError: If ``error_if_nonfinite`` is set and the norm is NaN or infinite; the gradients
             are unchanged.  Without it, the scaled gradients become NaN.
 
     Source: Pascanu, Mikolov and Bengio (2013), Algorithm 1.
     """
-    if not max_norm >= sys.float_info.min:  # the reciprocal of a smaller one is infinite
-        raise ValueError(f"max_norm must be a number above 0, got {max_norm!r}; 1.0 is common")
+    max_norm = checked_norm(max_norm)
     parameters = list(parameters)
     for p in parameters:
         if isinstance(p.value, Scalar):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 
@@ -37,6 +39,44 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
     if least is not None and number < least:
         raise ValueError(f"{name} must be {least} or more, got {short(number)}")
     return number
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether a value is a real number of Python, NumPy or ``ml_dtypes``."""
+    kinds = int, float, np.integer, np.floating, ml_dtypes.bfloat16
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def number(name: str, value: Any) -> float:
+    """Check that a value is a number, and return it as a float, whose bounds the caller checks.
+
+    NumPy rounds the other side of a comparison to a narrow dtype, in which many bounds are 0 or infinite.
+
+    Returns:
+        The number; infinity for an int that is too large.
+
+    Raises:
+        TypeError: If it is not a number.
+    """
+    if not is_number(value):
+        raise TypeError(f"{name} must be a number, such as 0.5, got {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value > 0 or -1)
+
+
+def not_negative(name: str, value: Any, below: float = math.inf, hint: str = "") -> float:
+    """Check that a value is a number from 0 up to, but excluding, ``below``, and return it as a float.
+
+    Raises:
+        TypeError: If it is not a number.
+        ValueError: If it is out of this range, with ``hint`` at the end of the message.
+    """
+    found = number(name, value)
+    if not 0.0 <= found < below:
+        raise ValueError(f"{name} must be in [0, {below:g}), got {short(value)}{hint}")
+    return found
 
 
 def flag(name: str, value: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.common.arguments import shown
+from kernels.common.arguments import is_number, shown
 from kernels.sparsity.block_mask import BlockMask
 
 #: Maximum rows or columns of a tile; the scores of a larger one do not fit into fast memory.
@@ -35,10 +35,6 @@ def check_tile(tile: Any) -> tuple[int, int] | None:
             "larger tile do not fit into fast memory; None uses the rung's default"
         )
     return int(sides[0]), int(sides[1])
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def _is_whole(value: Any) -> bool:
@@ -81,8 +77,8 @@ _NONE = type(None)
 #: Option → the types that it may have in addition to a default of None, and their description.
 _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_FLAGS, (_is_flag, "True or False")),
-    **dict.fromkeys(("dropout_p", "softcap"), (_is_number, "a number")),
-    "scale": (_is_number, "a number or None"),
+    **dict.fromkeys(("dropout_p", "softcap"), (is_number, "a number")),
+    "scale": (is_number, "a number or None"),
     "causal_offset": (_is_whole, "a whole number"),
     "seed": (_is_whole, "a whole number or None"),
     "window_size": (_is_window, "(left, right), two whole numbers, or None"),

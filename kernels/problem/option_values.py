@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from typing import Any
 
 import numpy as np
 
-from kernels.common.arguments import short
+from kernels.common.arguments import not_negative, number, short
 from kernels.problem.argument_types import check_array
 from kernels.problem.float8 import FLOAT8
 from kernels.runtime.dtypes import FLOAT32, NAMES, is_floating, is_half
@@ -97,13 +97,15 @@ def check_offset(offset: int, slopes: Any) -> None:
         )
 
 
-def check_softcap(softcap: float) -> None:
-    """Check that ``softcap`` is off or a positive bound that scores can be divided by."""
-    if softcap != 0.0 and not LEAST_CAP <= softcap <= MOST_CAP:
+def check_softcap(softcap: float) -> float:
+    """Check that ``softcap`` is off or a positive bound that scores can be divided by; return it."""
+    cap = number("softcap", softcap)
+    if cap != 0.0 and not LEAST_CAP <= cap <= MOST_CAP:
         raise ValueError(
             f"softcap must be positive, from {LEAST_CAP} to {MOST_CAP}, or 0 to turn it off, got "
             f"{short(softcap)}"
         )
+    return cap
 
 
 def check_precision(precision: str | None, dtype: np.dtype[Any]) -> str:
@@ -130,13 +132,14 @@ def check_precision(precision: str | None, dtype: np.dtype[Any]) -> str:
     return precision
 
 
-def check_scale(scale: float | None) -> None:
-    """Check that ``scale`` is None or a finite number other than 0."""
-    # An int may be too large for a float, and then some functions of `math` raise.
-    if scale is not None and not 0.0 < abs(scale) <= sys.float_info.max:
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """Check that ``scale`` is None or a finite number other than 0; return the factor of the scores."""
+    factor = 1.0 / math.sqrt(head_dim) if scale is None else number("scale", scale)
+    if not 0.0 < abs(factor) < math.inf:
         raise ValueError(
             f"scale must be finite and not zero, got {short(scale)}; None gives 1/sqrt(head_dim)"
         )
+    return factor
 
 
 def check_window(window: Any) -> tuple[int, int]:
@@ -152,10 +155,7 @@ def check_window(window: Any) -> tuple[int, int]:
 
 def check_dropout(dropout_p: float, seed: int | None) -> int:
     """Check ``dropout_p`` and ``seed``; return the seed as a signed number of 64 bits."""
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(
-            f"dropout_p must be a probability in [0, 1), got {short(dropout_p)}; 0 turns dropout off"
-        )
+    not_negative("dropout_p", dropout_p, 1.0, "; 0 turns dropout off")
     if seed is None:
         if dropout_p > 0.0:
             raise ValueError(
@@ -168,9 +168,10 @@ def check_dropout(dropout_p: float, seed: int | None) -> int:
 
 def check_seed(seed: int) -> int:
     """Check ``seed``; return it as a signed number of 64 bits."""
+    seed = int(seed)
     if not 0 <= seed < SEEDS:
         raise ValueError(f"seed must be from 0 to 2**64 - 1, got {short(seed)}; use seed % 2**64")
-    return int(seed) - SEEDS if seed >= SEEDS // 2 else int(seed)
+    return seed - SEEDS if seed >= SEEDS // 2 else seed
 
 
 def check_block_mask(mask: BlockMask | None, lead: tuple[int, ...], seq_q: int, seq_k: int) -> None:

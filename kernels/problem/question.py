@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -374,7 +373,7 @@ def _checked(q: Any, k: Any, v: Any, options: Options) -> Problem:
     lead, groups, seq_q, seq_k, head_dim, value_dim = check_shapes(
         *shapes, enable_gqa=bool(o.enable_gqa)
     )
-    offset = o.causal_offset
+    offset = int(o.causal_offset)  # a narrow integer would wrap
     if offset and not (o.is_causal or o.window_size is not None or o.alibi_slopes is not None):
         raise ValueError(
             f"causal_offset shifts the diagonal of is_causal, window_size and alibi_slopes, got "
@@ -384,8 +383,6 @@ def _checked(q: Any, k: Any, v: Any, options: Options) -> Problem:
     check_slopes(o.alibi_slopes, lead)
     check_offset(offset, o.alibi_slopes)
     check_sink(o.sink, lead)
-    check_softcap(o.softcap)
-    check_scale(o.scale)
     left, right = check_window(o.window_size)
     check_block_mask(o.block_mask, lead, seq_q, seq_k)
     mask_mod = as_mask_mod(o.mask_mod)
@@ -402,16 +399,16 @@ def _checked(q: Any, k: Any, v: Any, options: Options) -> Problem:
         head_dim=head_dim,
         value_dim=value_dim,
         dtype=dtype,
-        scale=1.0 / math.sqrt(head_dim) if o.scale is None else float(o.scale),
+        scale=check_scale(o.scale, head_dim),
         # Clipping here does not change the visible columns, and keeps kernels' integers small.
-        lower=min(max(int(lower), -seq_q), seq_k),
-        upper=min(max(int(upper), -seq_q), seq_k),
-        diagonal=0 if o.alibi_slopes is None else int(offset),
+        lower=min(max(lower, -seq_q), seq_k),
+        upper=min(max(upper, -seq_q), seq_k),
+        diagonal=0 if o.alibi_slopes is None else offset,
         rung=rung_of_run() if o.rung == "auto" else o.rung,
         precision=check_precision(o.precision, dtype),
         deterministic=bool(o.deterministic),
         groups=groups,
-        softcap=float(o.softcap),
+        softcap=check_softcap(o.softcap),
         mask=mask,
         slopes=o.alibi_slopes is not None,
         sink=o.sink is not None,

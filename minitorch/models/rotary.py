@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.common.arguments import whole
+from kernels.common.arguments import number, short, whole
 from kernels.runtime.dtypes import acc_dtype
 
 from ..autodiff import Context
@@ -18,7 +18,6 @@ from ..backends.tensor_protocol import TensorLike
 from ..functions.base import Function
 from ..functions.indexing import gathered, table_like
 from ..modules_basic import lookup
-from ..nn import number
 from ..tensor import Tensor
 from ..tensors.factories import from_numpy
 
@@ -108,8 +107,9 @@ class Rotary:
             raise ValueError(
                 f"rotary positions need heads of even size, got head_dim {head_dim}; pass an even head_dim"
             )
-        if not 0.0 < number("rotary_theta", theta) < math.inf:
-            raise ValueError(f"rotary_theta must be positive and finite, got {theta}")
+        theta, given = number("rotary_theta", theta), theta
+        if not 0.0 < theta < math.inf:
+            raise ValueError(f"rotary_theta must be positive and finite, got {short(given)}")
         self.n_positions, self.theta, self.scaling = n_positions, theta, checked_scaling(scaling)
         plain = theta ** (-np.arange(0, head_dim, 2) / head_dim)  # (head_dim / 2,)
         self.frequencies = plain if self.scaling is None else _scaled(plain, self.scaling)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kernels.common.arguments import whole
+from kernels.common.arguments import not_negative, number, short, whole
 
-from ..nn import integer_array, number
+from ..nn import integer_array
 
 Logits = npt.NDArray[np.float64]
 
@@ -52,15 +51,13 @@ def make_sampler(
     Source: Fan et al. (2018), Hierarchical neural story generation (top-k); Holtzman et al. (2020), The
     curious case of neural text degeneration (top-p).
     """
-    if not 0.0 <= number("temperature", temperature) < math.inf:
-        raise ValueError(
-            f"temperature must be finite and not negative, got {temperature}; 0 takes the most "
-            "likely token"
-        )
+    temperature = not_negative("temperature", temperature, hint="; 0 takes the most likely token")
     if top_k is not None:
         whole("top_k", top_k, 1)
     if not 0.0 < number("top_p", top_p) <= 1.0:
-        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}; 1 keeps all tokens")
+        raise ValueError(
+            f"top_p must be above 0 and at most 1, got {short(top_p)}; 1 keeps all tokens"
+        )
     rng = np.random.default_rng(None if seed is None else whole("seed", seed, 0))
 
     def sample(logits: Logits) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.common.arguments import whole
+from kernels.common.arguments import not_negative, whole
 from kernels.problem.options import Options
 from kernels.runtime.dtypes import is_floating
 
@@ -20,7 +20,7 @@ from ..functions.base import check_tensor
 from ..layers.residual_layer_norm import residual_layer_norm
 from ..module import Module, Parameter
 from ..modules_basic import Dropout, LayerNorm1d, Linear, RMSNorm
-from ..nn import number, switch
+from ..nn import switch
 from ..tensor import Tensor
 from ..tensor_ops import SimpleBackend, TensorBackend
 from ..tensors.factories import zeros
@@ -116,12 +116,10 @@ class MultiHeadAttention(Module):
             )
         if attention not in ATTENTIONS:
             raise ValueError(f"attention must be one of {ATTENTIONS}, got {attention!r}")
-        if not 0.0 <= number("attention_dropout", attention_dropout) < 1.0:
-            raise ValueError(
-                f"attention_dropout must be in [0, 1), got {attention_dropout}; 0 turns dropout off"
-            )
         self.n_embd, self.n_head, self.causal = n_embd, n_head, switch("causal", causal)
-        self.attention_dropout = attention_dropout
+        self.attention_dropout = not_negative(
+            "attention_dropout", attention_dropout, 1.0, "; 0 turns dropout off"
+        )
         self.attn_hidden_dim = whole(
             "head_dim", n_embd // n_head if head_dim is None else head_dim, 1
         )

@@ -13,7 +13,7 @@ from kernels.runtime.dtypes import FLOAT32, is_floating, is_half
 
 from ..backends.writes import wrote
 from ..module import Parameter
-from ..optim import Adam, _same_shape, clip_grad_norm_, copy_of
+from ..optim import Adam, _same_shape, checked_norm, clip_grad_norm_, copy_of
 from ..tensor import Tensor
 
 
@@ -76,8 +76,7 @@ class AdamW(Adam):
         max_norm: float | None = None,
     ):
         super().__init__(parameters, lr, beta1, beta2, eps, weight_decay)
-        _check_max_norm(max_norm)
-        self.max_norm = math.inf if max_norm is None else float(max_norm)
+        self.max_norm = math.inf if max_norm is None else checked_norm(max_norm)
         self.masters: dict[Parameter, Tensor] = {}
         self._copies: dict[Parameter, Tensor] = {}  # the rounded values of the masters
         self._places: dict[Parameter, _Place] = {}
@@ -85,7 +84,7 @@ class AdamW(Adam):
 
     def _check_numbers(self, numbers: dict[str, Any]) -> None:
         super()._check_numbers(numbers)
-        _check_max_norm(numbers.get("max_norm"))
+        checked_norm(numbers.get("max_norm", math.inf))
 
     def step(self) -> None:
         """Clip the gradients, and update every parameter that has one."""
@@ -221,11 +220,6 @@ class AdamW(Adam):
             boxes[name]: t.to(boxes[name].value.backend).detach() for name, t in own.items()
         }
         self._copies = {p: p.value for p in self.masters}
-
-
-def _check_max_norm(max_norm: Any) -> None:
-    if max_norm is not None and not max_norm > 0.0:
-        raise ValueError(f"max_norm must be a number above 0, got {max_norm!r}; 1.0 is common")
 
 
 def _is_listed(value: Any, like: Tensor) -> bool:

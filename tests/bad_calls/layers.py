@@ -224,7 +224,7 @@ MODULES = {
         lambda o: mt.LayerNorm1d(0, 1e-5, o.backend), ValueError, "dim must be 1 or more"
     ),
     "layer norm with text": wrong(
-        lambda o: mt.LayerNorm1d(3, "a", o.backend), ValueError, "eps must be", "'a'"
+        lambda o: mt.LayerNorm1d(3, "a", o.backend), TypeError, "eps must be", "'a'"
     ),
     "layer norm below 0": wrong(
         lambda o: mt.LayerNorm1d(3, -5.0, o.backend), ValueError, "eps must be", "-5.0"

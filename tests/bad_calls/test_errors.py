@@ -49,7 +49,7 @@ def test_a_language_model_names_what_it_was_given() -> None:
         (lambda: model(np.array([1])), r"\(batch, seq\), got \(1,\)"),
         (lambda: model(np.array([[5]])), r"from 0 to 4, got 5"),
         (lambda: model.generate([], 1), r"at least one token"),
-        (lambda: model.generate([1], 1, -1.0), r"negative, got -1.0"),
+        (lambda: model.generate([1], 1, -1.0), r"\[0, inf\), got -1.0"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
@@ -164,3 +164,39 @@ def test_a_mod_that_raises_on_any_thread_spoils_its_call_and_no_other() -> None:
     np.testing.assert_array_equal(again, out)
     with pytest.raises(ValueError, match=r"never raise, got IndexError.*at \("):
         kernels.flash_attention_forward(x, x, x, score_mod=short, rung="naive")
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, mt.bfloat16])
+def test_a_number_of_a_narrow_dtype_is_checked_as_a_float(kind: Any) -> None:
+    x, infinite, nothing = np.ones((2, 5, 4)), kind("inf"), kind(0.0)
+    q, model = from_numpy(x), mt.DecoderLM(5, 4, 2, 3, n_layer=1, middle_dim=4)
+    for call in (
+        lambda: kernels.flash_attention_forward(x, x, x, scale=infinite),
+        lambda: kernels.flash_attention_forward(x, x, x, scale=-infinite),
+        lambda: kernels.flash_attention_forward(x, x, x, softcap=infinite),
+        lambda: q.flash_attention(q, q, scale=nothing),
+        lambda: kernels.flash_attention_forward(x, x, x, dropout_p=kind(1.0), seed=0),
+        lambda: mt.clip_grad_norm_([], nothing),
+        lambda: mt.AdamW([], max_norm=nothing),
+        lambda: mt.Adam([], lr=infinite),
+        lambda: mt.LayerNorm1d(3, infinite),
+        lambda: mt.Dropout(kind(1.0)),
+        lambda: mt.Rotary(4, 8, infinite),
+        lambda: model.generate([1], 1, infinite),
+    ):
+        with pytest.raises(ValueError, match=r"must be"):
+            call()
+    assert type(mt.Adam([], lr=kind(0.5)).lr) is type(mt.Dropout(kind(0.5)).p_dropout) is float
+    kept = kernels.dropout_mask((64, 64), kind(0.5), 0)
+    np.testing.assert_array_equal(kept, kernels.dropout_mask((64, 64), 0.5, 0))
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.uint64, np.int64])
+def test_an_offset_of_a_narrow_dtype_does_not_wrap(kind: Any) -> None:
+    x = np.random.default_rng(0).standard_normal((2, 5, 4))
+    for options in ({"window_size": (3, 0)}, {"window_size": (200, -1), "is_causal": True}):
+        out, expected = (
+            kernels.flash_attention_forward(x, x, x, causal_offset=offset, **options)[0]
+            for offset in (kind(2), 2)
+        )
+        np.testing.assert_array_equal(out, expected)

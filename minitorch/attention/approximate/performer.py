@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.common.arguments import as_host_array, whole
+from kernels.common.arguments import as_host_array, number, whole
 from kernels.runtime.dtypes import BFLOAT16
 
 from ...functions.indexing import ExpDifference
@@ -124,7 +124,7 @@ def performer(
     check_operands("performer", q, k, v)
     check_same_length("performer", q, k, is_causal)
     head_dim = q.shape[-1]
-    factor = head_dim**-0.5 if scale is None else float(scale)
+    factor = head_dim**-0.5 if scale is None else number("scale", scale)
     if not 0.0 < factor < np.inf:
         raise ValueError(
             f"performer attention needs a positive, finite scale, got {factor}; for a negative one negate q"

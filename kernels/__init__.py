@@ -11,7 +11,7 @@ import numpy as np
 from kernels import array_call, launch
 from kernels.array_call import Call
 from kernels.call_plan import CallPlan
-from kernels.common.arguments import whole
+from kernels.common.arguments import shown, whole
 from kernels.problem.argument_types import check_types
 from kernels.problem.option_values import check_dropout
 from kernels.problem.options import Options
@@ -180,10 +180,10 @@ def dropout_mask(
     check_types(dropout_p=dropout_p, seed=seed)
     seed = check_dropout(dropout_p, seed)
     if not isinstance(shape, Sequence) or isinstance(shape, str):
-        raise TypeError(f"shape must be (…, heads, seq_q, seq_k), got {shape!r}; pass a tuple")
+        raise TypeError(f"shape must be (…, heads, seq_q, seq_k), got {shown(shape)}; pass a tuple")
     if len(shape) < 2:
         raise ValueError(
-            f"shape must be (…, heads, seq_q, seq_k), at least two sizes, got {tuple(shape)}"
+            f"shape must be (…, heads, seq_q, seq_k), at least two sizes, got {shown(shape)}"
         )
     *lead, seq_q, seq_k = (whole("a size of the shape", size, 0) for size in shape)
     batch_head = np.arange(math.prod(lead)).reshape(*lead, 1, 1)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 def _check_count(N: int) -> None:
     if not isinstance(N, int) or N < 0:
-        raise ValueError(f"N must be the number of points, a whole number, 0 or more; got {N!r}")
+        raise ValueError(
+            f"N must be the number of points, a whole number, 0 or more; got {N!r:.40}"
+        )
 
 
 def make_pts(N: int) -> list[tuple[float, float]]:

@@ -8,18 +8,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.common.arguments import not_negative, whole
+from kernels.common.arguments import not_negative, number, whole
 from kernels.runtime.dtypes import is_floating
 
 from .autodiff import modes
-from .backends.elements import as_dtype
 from .functions.base import check_tensor
 from .functions.fused import LayerNorm, Lookup
 from .layers.linear import linear
 from .module import Module, Parameter
 from .nn import device_dropout, integer_array, one_hot, switch
 from .tensor import Tensor
-from .tensor_data import get_default_dtype
+from .tensor_data import dtype_or_default
 from .tensor_ops import SimpleBackend, TensorBackend
 from .tensors.factories import from_numpy, ones, rand, randn, tensor, zeros
 
@@ -30,7 +29,7 @@ def _floating(dtype: npt.DTypeLike | None) -> np.dtype[Any]:
     Raises:
         TypeError: If it is not a floating-point dtype.
     """
-    found = as_dtype(dtype or get_default_dtype())
+    found = dtype_or_default(dtype)
     if not is_floating(found):
         raise TypeError(
             f"the dtype of parameters must be floating, got {found}; pass numpy.float32 or leave it out"
@@ -64,6 +63,7 @@ class Embedding(Module):
         self.embedding_dim = whole("embedding_dim", embedding_dim, 1)
         draw = randn if modes.drawing else zeros
         table = draw((num_embeddings, embedding_dim), backend, dtype=dtype)
+        std = number("std", std)
         self.weights = Parameter(table if std == 1.0 else table * std)
 
     def forward(self, x: Any) -> Tensor:

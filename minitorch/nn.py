@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.common.arguments import as_host_array, flag, number, short, shown, whole
+from kernels.common.arguments import as_host_array, flag, number, shape_of, short, shown, whole
 from kernels.cuda.backend import computed
 from kernels.runtime.dtypes import is_floating
 
@@ -52,7 +52,7 @@ def tile(input: Tensor, kernel: tuple[int, int]) -> tuple[Tensor, int, int]:
     batch, channel, height, width = input.shape
     if not isinstance(kernel, (tuple, list)) or len(kernel) != 2:
         raise TypeError(
-            f"kernel must be (tile height, tile width), got {kernel!r}; pass a pair such as (2, 2)"
+            f"kernel must be (tile height, tile width), got {shown(kernel)}; pass a pair such as (2, 2)"
         )
     kh, kw = (whole("a side of the kernel", side, 1) for side in kernel)
     if height % kh or width % kw:
@@ -238,10 +238,11 @@ def softmax_loss(logits: Tensor, target: Any) -> Tensor:
         ValueError: If the shapes do not fit or a target is not a class.
     """
     check_tensor("logits", logits)
-    if logits.dims != 2 or np.shape(target) != logits.shape[:1]:
+    shape = shape_of("targets", target)
+    if logits.dims != 2 or shape != logits.shape[:1]:
         raise ValueError(
             f"softmax_loss needs logits (rows, classes) and targets (rows,), got {logits.shape} and "
-            f"{np.shape(target)}; flatten the leading dimensions with view"
+            f"{shape}; flatten the leading dimensions with view"
         )
     if not _has_fused(logits, 1):
         return composed_softmax_loss(logits, target)
@@ -288,7 +289,7 @@ def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
             f"rate must be a probability from 0 to 1, got {short(rate)}; 0 turns dropout off"
         )
     # TASK 4.4: Multiply by rand > rate; nothing to do for rate 0 or ignore.
-    if ignore or rate == 0.0:
+    if flag("ignore", ignore) or rate == 0.0:
         return input
     if input.backend.cuda:
         return device_dropout(input, rate, 1.0)

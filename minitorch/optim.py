@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.common.arguments import not_negative, number, short, shown, whole
+from kernels.common.arguments import flag, listed, not_negative, number, short, shown, whole
 from kernels.cuda.backend import refuse
 from kernels.runtime.dtypes import acc_dtype, is_floating
 
@@ -31,6 +31,11 @@ class Optimizer:
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
+        for p in listed("parameters", parameters):
+            if not isinstance(p, Parameter):
+                raise TypeError(
+                    f"parameters must be Parameters, got {shown(p)}; pass model.parameters()"
+                )
         self.parameters = parameters
 
     def zero_grad(self) -> None:
@@ -334,10 +339,13 @@ def clip_grad_norm_(
     Source: Pascanu, Mikolov and Bengio (2013), Algorithm 1.
     """
     max_norm = checked_norm(max_norm)
-    parameters = list(parameters)
+    parameters = listed("parameters", parameters)
+    flag("error_if_nonfinite", error_if_nonfinite)
     for p in parameters:
-        if isinstance(p.value, Scalar):
-            raise TypeError("the parameters of clip_grad_norm_ must be tensors, got a Scalar")
+        if not isinstance(p, Parameter) or isinstance(p.value, Scalar):
+            raise TypeError(
+                f"the parameters of clip_grad_norm_ must be Parameters that hold tensors, got {shown(p)}"
+            )
     values = [p.value for p in parameters if getattr(p.value, "grad", None) is not None]
     if not values:
         return zeros((1,), dtype=np.float64)

@@ -39,7 +39,12 @@ class Scalar:
     def __init__(
         self, v: float, back: ScalarHistory | None = _NEW_LEAF, name: str | None = None
     ) -> None:
-        self.data = float(v)
+        try:
+            self.data = float(v)
+        except (TypeError, ValueError, OverflowError):
+            raise TypeError(
+                f"a Scalar is a number that fits in a float, got {type(v).__name__}"
+            ) from None
         # A history of its own: a default argument is one object that all leaves would share.
         self.history = ScalarHistory() if back is _NEW_LEAF else back
         self.derivative: float | None = None

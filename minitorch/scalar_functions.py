@@ -77,7 +77,7 @@ class ScalarFunction:
                 numbers.append(val)
             else:
                 raise TypeError(
-                    f"{cls.__name__} was applied to {val!r} of type {type(val).__name__}; it takes "
+                    f"{cls.__name__} was applied to a value of type {type(val).__name__}; it takes "
                     f"Scalars and numbers: convert the value with float() first"
                 )
 

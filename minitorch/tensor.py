@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kernels.common.arguments import flag, shown
 from kernels.runtime.dtypes import acc_dtype, is_floating, is_half, rounded
 
 from .autodiff import History, Variable, backpropagate, modes
@@ -18,7 +19,7 @@ from .backends.dtype_promotion import result_dtype
 from .backends.elements import NUMBERS, as_dtype, as_element, as_float, checked_shape, dtype_of
 from .cuda_ops import CudaBackend
 from .fast_ops import FastBackend
-from .functions.base import chain_rule, check_tensor, is_tensor
+from .functions.base import chain_rule, check_tensor, is_variable
 from .tensor_data import (
     Ints,
     TensorData,
@@ -139,7 +140,7 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
         """The tensors that this one was computed from."""
         if self.history is None:
             raise ValueError("a constant has no parents; requires_grad() tells whether this is one")
-        return [arg for arg in self.history.inputs if is_tensor(arg)]
+        return [arg for arg in self.history.inputs if is_variable(arg)]
 
     def requires_grad(self) -> bool:
         """Tell whether the tensor takes part in differentiation."""
@@ -151,9 +152,7 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
         Raises:
             TypeError: If its elements are integers, or ``x`` is neither True nor False.
         """
-        if not isinstance(x, (bool, np.bool_)):
-            raise TypeError(f"requires_grad_ takes True or False, got {x!r:.40}")
-        if x and not is_floating(self.dtype):
+        if flag("requires_grad", x) and not is_floating(self.dtype):
             raise TypeError(
                 f"only floating tensors have gradients, but this one is {self.dtype}; convert it with "
                 "to(numpy.float32)"
@@ -205,7 +204,7 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
         backend: TensorBackend | None = None,
     ) -> Tensor:
         """Make a tensor from a storage, a shape and strides."""
-        return Tensor(TensorData(storage, tuple(shape), strides), backend=backend)
+        return Tensor(TensorData(storage, checked_shape(shape), strides), backend=backend)
 
     def _new(self, tensor_data: TensorData) -> Tensor:
         new = object.__new__(Tensor)  # without the checks of the constructor
@@ -256,7 +255,7 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
         if dtype is None or dtype.kind == "O":  # NumPy takes any class for a dtype
             raise TypeError(
                 "to needs a backend, such as minitorch.FastBackend, or a dtype, such as "
-                f"numpy.float32; got {target!r}"
+                f"numpy.float32; got {shown(target)}"
             )
         if not is_floating(dtype):
             return self._converted(self.backend, dtype)
@@ -357,6 +356,7 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
         """Add ``x`` to the gradient of this leaf."""
         if not self.is_leaf():
             raise AssertionError("only a leaf collects its gradient")
+        check_tensor("a gradient", x)
         if x.dtype != self.dtype:
             x = x.to(self.dtype)
         # Never in place: `x` may be the gradient of another leaf too.

@@ -17,7 +17,7 @@ from kernels.runtime.dtypes import BITS, rounded
 from kernels.runtime.targets import explained
 
 from .backends.elements import DTYPES as DTYPES
-from .backends.elements import HELD, as_element, checked_shape, dtype_of
+from .backends.elements import HELD, as_dtype, as_element, checked_shape, dtype_of
 from .backends.writes import wrote
 
 #: Length of the scratch index buffers inside kernels; no tensor has more dimensions.
@@ -64,6 +64,11 @@ def set_default_dtype(dtype: npt.DTypeLike) -> None:
 def get_default_dtype() -> np.dtype[Any]:
     """Return the dtype of tensors made from Python numbers (float64 until changed)."""
     return _default_dtype
+
+
+def dtype_or_default(dtype: Any) -> np.dtype[Any]:
+    """Return a dtype that a tensor may have, given it or its name; the default dtype for None."""
+    return get_default_dtype() if dtype is None else as_dtype(dtype)
 
 
 # The three helpers below are compiled into every kernel, for the CPU and for CUDA.  They loop over
@@ -180,7 +185,7 @@ def _as_storage(numbers: Any) -> Storage:
         array = np.array(None)
     if array.dtype.kind not in "iufb":
         raise ValueError(
-            f"a storage must be a flat list of numbers or a 1-D array, got {numbers!r:.60}; pass one "
+            f"a storage must be a flat list of numbers or a 1-D array, got {shown(numbers)}; pass one "
             "number for each element of the shape"
         )
     return array.astype(_default_dtype)
@@ -238,17 +243,14 @@ class TensorData:
             raise TypeError(
                 f"a tensor holds {HELD}, got {self.dtype}; convert with astype(numpy.float32)"
             )
-        if not isinstance(shape, tuple):
-            raise AssertionError(f"shape must be a tuple, got {shown(shape)}")
+        for name, sizes in (("shape", shape), ("strides", () if strides is None else strides)):
+            if not isinstance(sizes, tuple):
+                raise AssertionError(f"{name} must be a tuple, got {shown(sizes)}")
         row_major = strides is None
-        if strides is None:
-            strides = _row_major_strides(shape)
-        if not isinstance(strides, tuple):
-            raise AssertionError(f"strides must be a tuple, got {shown(strides)}")
+        strides = _row_major_strides(shape) if strides is None else strides
         if len(strides) != len(shape):
             raise IndexingError(
-                f"strides {strides} and shape {shape} have different lengths; give one stride for "
-                "each dimension"
+                f"strides {shown(strides)} and shape {shape} have different lengths; use one stride a size"
             )
         self.is_half = is_half
         self.shape = shape
@@ -276,9 +278,8 @@ class TensorData:
             whole = all(isinstance(step, (int, np.integer)) for step in strides)
             if last >= self.size or min(strides, default=0) < 0 or not whole:
                 raise IndexingError(
-                    f"strides {strides} lead outside the {self.size} elements of shape {shape}; "
-                    "they must be whole numbers, none negative, and the last index must lie in the "
-                    "storage"
+                    f"strides {shown(strides)} lead outside the {self.size} elements of shape {shape}; "
+                    "they must be whole numbers, none negative, and the last index must lie in the storage"
                 )
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.common.arguments import whole
+from kernels.common.arguments import flag, one_of, shape_of, whole
 
 from .autodiff import is_recording, no_grad, without_drawing
 from .backends.matmul_precision import in_own_precision, precision_and_dtypes
@@ -26,7 +26,7 @@ from .models.pretrained import load_pretrained, read_pretrained, write_pretraine
 from .models.rotary import Rotary
 from .models.sampling import make_sampler, prompt_ids
 from .models.transformer_layers import ATTENTIONS as ATTENTIONS
-from .models.transformer_layers import NORMS, chosen_name, is_joined, run_joined
+from .models.transformer_layers import NORMS, is_joined, run_joined
 from .models.transformer_layers import MultiHeadAttention as MultiHeadAttention
 from .models.transformer_layers import TransformerLayer as TransformerLayer
 from .module import Module
@@ -131,7 +131,7 @@ class DecoderLM(Module):
         super().__init__()
         backend = backend or SimpleBackend
         self.precision, dtype, norms = precision_and_dtypes(precision, dtype)
-        self.recompute = recompute
+        self.recompute = flag("recompute", recompute)
         self.backend = backend
         for name, size in (
             ("n_vocab", n_vocab),
@@ -141,7 +141,7 @@ class DecoderLM(Module):
             whole(name, size, 1)
         self.n_vocab, self.n_embd, self.n_positions = n_vocab, n_embd, n_positions
         self.n_head = n_head
-        std = TIED_EMBEDDING_STD if tie_weights else EMBEDDING_STD
+        std = TIED_EMBEDDING_STD if flag("tie_weights", tie_weights) else EMBEDDING_STD
         self.token_embeddings = Embedding(n_vocab, n_embd, backend, dtype, std)
         self.position_embeddings: Any = None  # an Embedding, unless positions are rotary
         self.rotary: Rotary | None = None
@@ -166,10 +166,12 @@ class DecoderLM(Module):
             )  # fmt: skip
             setattr(self, name, layer)
         self.dropout = Dropout(p_dropout)
-        self.ln = NORMS[chosen_name("norm", norm, NORMS)](n_embd, ln_eps, backend, norms)
+        self.ln = NORMS[one_of("norm", norm, NORMS)](n_embd, ln_eps, backend, norms)
         self.lm_head = None
         if not tie_weights:
-            self.lm_head = Linear(n_embd, n_vocab, bias and head_bias, backend, dtype)
+            self.lm_head = Linear(
+                n_embd, n_vocab, bias and flag("head_bias", head_bias), backend, dtype
+            )
         self.eos_token_id: int | None = None
         self.places: Callable[[int], Any] | None = None
         self._captured: CapturedDecoding | None = None
@@ -271,16 +273,15 @@ class DecoderLM(Module):
         if cache is not None and is_recording():
             with no_grad():
                 return self.hidden(idx, cache)
-        if len(np.shape(idx)) != 2:
+        shape = shape_of("token ids", idx)
+        if len(shape) != 2:
             raise ValueError(
-                f"a language model needs ids of shape (batch, seq), got {np.shape(idx)}; pass one text as "
+                f"a language model needs ids of shape (batch, seq), got {shape}; pass one text as "
                 "numpy.array([ids])"
             )
-        batch, seq = np.shape(idx)
+        batch, seq = shape
         if batch * seq == 0:
-            raise ValueError(
-                f"a language model needs at least one token, got ids of shape {np.shape(idx)}"
-            )
+            raise ValueError(f"a language model needs at least one token, got ids of shape {shape}")
         start = 0 if cache is None else cache.length
         if start + seq > self.n_positions:
             before = f" after the {start} in the cache" if start else ""

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+#: Types of real numbers; a bool is an int, but not meant as one.
+NUMBERS = (int, float, np.integer, np.floating, ml_dtypes.bfloat16)
+
 
 def shown(value: Any) -> str:
     """Return a short description of a value for an error message."""
     kind = type(value).__name__
-    if isinstance(value, np.ndarray):
-        return f"an array of shape {value.shape} of {value.dtype}"
+    if hasattr(type(value), "shape") and not isinstance(value, np.generic):
+        what = "an array" if isinstance(value, np.ndarray) else f"a {kind}"
+        return f"{what} of shape {tuple(value.shape)} of {value.dtype}"
     text = repr(value)
-    return f"{text} ({kind})" if len(text) <= 40 else f"a value of type {kind}"
+    fits = len(text) <= 40 and "\n" not in text
+    return f"{text} ({kind})" if fits else f"a value of type {kind}"
 
 
 def short(number: Any) -> str:
@@ -30,21 +36,21 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
 
     Raises:
         TypeError: If it is not a whole number.
-        ValueError: If it is less than ``least``.
+        ValueError: If there is a ``least``, and it is less or has more than 64 bits.
     """
     try:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be a whole number, got {shown(value)}") from None
-    if least is not None and number < least:
-        raise ValueError(f"{name} must be {least} or more, got {short(number)}")
+    if least is not None and not least <= number < 2**64:
+        bound = f"{least} or more" if number < least else "less than 2**64"
+        raise ValueError(f"{name} must be {bound}, got {short(number)}")
     return number
 
 
 def is_number(value: Any) -> bool:
     """Tell whether a value is a real number of Python, NumPy or ``ml_dtypes``."""
-    kinds = int, float, np.integer, np.floating, ml_dtypes.bfloat16
-    return isinstance(value, kinds) and not isinstance(value, bool)
+    return isinstance(value, NUMBERS) and not isinstance(value, bool)
 
 
 def number(name: str, value: Any) -> float:
@@ -90,6 +96,30 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def one_of(name: str, value: Any, names: Iterable[str]) -> str:
+    """Check that a value is one of some names, and return it.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    known = tuple(names)
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {shown(value)}")
+    return value
+
+
+def listed(name: str, value: Any) -> list[Any]:
+    """Check that a value is a list or another iterable, and return its entries.
+
+    Raises:
+        TypeError: If it is not.
+    """
+    try:
+        return list(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a list or a tuple, got {shown(value)}") from None
+
+
 def as_plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return an array of a NumPy subclass as a plain array, in native byte order.
 
@@ -105,6 +135,16 @@ def as_plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         )
     array = np.asarray(array)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def shape_of(name: str, value: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor, an array or nested lists.
+
+    Raises:
+        ValueError: If nested lists have unequal lengths.
+    """
+    shape = getattr(value, "shape", None)
+    return tuple(shape) if isinstance(shape, tuple) else as_host_array(name, value).shape
 
 
 def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:

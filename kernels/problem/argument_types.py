@@ -113,7 +113,8 @@ def check_array(name: str, operand: Any) -> None:
     Raises:
         TypeError: If it is not.
     """
-    if not (hasattr(operand, "shape") and hasattr(operand, "dtype")):
+    facts = getattr(operand, "shape", None), getattr(operand, "dtype", None)
+    if any(fact is None for fact in facts) or isinstance(operand, np.generic):
         raise TypeError(
             f"{name} must be an array or a tensor, got {type(operand).__name__}; convert it first"
         )

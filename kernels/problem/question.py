@@ -341,6 +341,8 @@ def _kind(q: Any, k: Any, v: Any, options: Options) -> Any:
     described: list[Any] = [q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, rung_of_run()]
     for name, value in cast("dict[str, Any]", options).items():
         if name in ARRAYS and value is not None:
+            if isinstance(value, np.generic):
+                return None  # no array, though it has a shape and a dtype
             # Not the elements of arrays.
             value = tuple(value.shape), np.dtype(value.dtype)
         elif name == "seed":

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kernels.common.arguments import one_of
+
 Vector = npt.NDArray[Any]
 
 #: How many times the kernels of each step read an element from memory.  Each is written once.
@@ -28,8 +30,7 @@ def check_rows(step: str, x: Any, out: Any) -> None:
         ValueError: If there is no such step, or x and out differ in shape or dtype.
         TypeError: If they are neither float32 nor float64.
     """
-    if step not in READS:
-        raise ValueError(f"step must be one of {list(READS)}, got {step!r}")
+    one_of("step", step, READS)
     shapes = [(tuple(a.shape), np.dtype(a.dtype).name) for a in (x, out)]
     if x.ndim != 2 or shapes[0] != shapes[1]:
         raise ValueError(

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kernels.common.arguments import shown
+
 Function = Callable[..., Any]
 
 
@@ -95,8 +97,8 @@ def check_mod(name: str, function: Any, arguments: str) -> None:
     if not isinstance(result, kinds):
         is_tensor = hasattr(result, "numpy")
         raise TypeError(
-            f"{name} must return {'a number' if of_score else 'True or False'}, got {result!r} "
-            f"({type(result).__name__}) at {arguments} = {places}; "
+            f"{name} must return {'a number' if of_score else 'True or False'}, got {shown(result)} "
+            f"at {arguments} = {places}; "
             + (
                 "capture tensor.numpy() instead of a tensor"
                 if is_tensor
@@ -246,7 +248,8 @@ def as_score_mod(value: Any) -> ScoreMod | None:
     mod = ScoreMod(*value) if isinstance(value, (tuple, list)) else ScoreMod(value)
     arguments = "(score, batch, head, row, col)"
     function = as_mod("score_mod", mod.function, arguments)
-    assert function is not None
+    if function is None:
+        raise TypeError("score_mod must be a function or a pair of it and its derivative, got None")
     return ScoreMod(function, as_mod("the derivative of score_mod", mod.derivative, arguments))
 
 

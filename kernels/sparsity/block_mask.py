@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec
 import numpy as np
 import numpy.typing as npt
 
-from kernels.common.arguments import shown, whole
+from kernels.common.arguments import as_host_array, listed, shown, whole
 from kernels.sparsity import builders, elements
 from kernels.sparsity.picture import as_svg, as_text, save_png
 from kernels.sparsity.states import (
@@ -107,7 +107,7 @@ class BlockMask:
             TypeError: If they are not masks.
             ValueError: If there are none, or they differ in lengths or block size.
         """
-        masks = list(masks) if isinstance(masks, Iterable) else [masks]
+        masks = [masks] if isinstance(masks, BlockMask) else listed("masks", masks)
         if not masks:
             raise ValueError("stack needs at least one mask, got none")
         for mask in masks:
@@ -157,14 +157,20 @@ class BlockMask:
             head: Query head.
             row: Query row.
             col: Key column.
+
+        Raises:
+            TypeError: If one of them is not of integers.
+            IndexError: If a row or column is out of range.
         """
+        head = _places("head", head)
+        row, col = _places("row", row, self.seq_q), _places("col", col, self.seq_k)
         states = self.states[head % len(self.states), row // self.block_q, col // self.block_k]
-        shown = states == FULL
+        seen = states == FULL
         if len(self.patterns):
             number = np.maximum(states - PARTIAL, 0)
             kept = self.patterns[number, row % self.block_q, col % self.block_k]
-            shown = shown | ((states >= PARTIAL) & kept)
-        return shown
+            seen = seen | ((states >= PARTIAL) & kept)
+        return seen
 
     def dense(self) -> npt.NDArray[np.bool_]:
         """Return the whole mask as an array, (heads, seq_q, seq_k), True where visible; for small masks."""
@@ -283,3 +289,13 @@ class BlockMask:
             ImportError: If matplotlib, the extra "plot", is missing.
         """
         save_png(path, self.states, self._grid.seq, repr(self))
+
+
+def _places(name: str, places: Any, size: int | None = None) -> npt.NDArray[Any]:
+    """Check indices, which must be less than ``size`` if it is given, and return them as an array."""
+    found = as_host_array(name, places)
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be a whole number or an array of them, got {shown(places)}")
+    if size is not None and found.size and not 0 <= found.min() <= found.max() < size:
+        raise IndexError(f"{name} must be from 0 to {size - 1}, got {shown(places)}")
+    return found

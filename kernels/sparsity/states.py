@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kernels.common.arguments import as_host_array, whole
+from kernels.common.arguments import as_host_array, shown, whole
 from kernels.common.geometry import ceil_div
 
 #: States of a block; from ``PARTIAL`` on it has the pattern with index state - PARTIAL.
@@ -83,7 +83,8 @@ def check_grid(seq_q: Any, seq_k: Any, block_size: Any) -> Grid:
     pair = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size,) * 2
     if len(pair) != 2:
         raise TypeError(
-            f"block_size must be one number or (rows, columns), got {block_size!r}; pass 64 or (64, 128)"
+            f"block_size must be one number or (rows, columns), got {shown(block_size)}; pass 64 or "
+            "(64, 128)"
         )
     sides = [whole("block_size", side, 1) for side in pair]
     if any(side % SIDE for side in sides):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kernels.common.arguments import NUMBERS as NUMBERS
 from kernels.common.arguments import short, shown
-from kernels.runtime.dtypes import BFLOAT16, FLOAT_DTYPES, is_half
+from kernels.runtime.dtypes import FLOAT_DTYPES, is_half
 
-#: Types that count as numbers in operations with tensors.
-NUMBERS = (int, float, np.integer, np.floating, BFLOAT16.type)
 #: The dtypes that tensors and all backends support, and whether each is float16 or bfloat16.
 DTYPES = {dtype: is_half(dtype) for dtype in (*FLOAT_DTYPES, *map(np.dtype, "?bBhHiIlLqQ"))}
 
+#: Maximum size of a tensor in bytes: the part of the 48-bit address space that programs may use.
+MOST_BYTES = 2**47
 HELD = "float16, bfloat16, float32, float64, integers or booleans"
 
 
@@ -24,7 +24,7 @@ def dtype_of(dtype: Any) -> np.dtype[Any] | None:
     """Return a dtype, given it or its name, or None if it is not a dtype; NumPy takes None for float64."""
     try:
         return None if dtype is None else np.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):
         return None
 
 
@@ -40,7 +40,7 @@ def as_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     found = dtype_of(dtype)
     if found is None or found not in DTYPES:
         raise TypeError(
-            f"a tensor holds {HELD}, got {found or repr(dtype)}; pass numpy.float32 or its name"
+            f"a tensor holds {HELD}, got {found or shown(dtype)}; pass numpy.float32 or its name"
         )
     return found
 
@@ -51,12 +51,29 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
     Raises:
         ValueError: If an entry is negative or not a whole number.
     """
-    sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+    try:
+        sizes = tuple(shape)
+    except TypeError:
+        sizes = (shape,)
     if isinstance(shape, (str, bytes, dict, set)) or not all(
-        isinstance(size, (int, np.integer)) and size >= 0 for size in sizes
+        isinstance(size, (int, np.integer)) and 0 <= size < 2**63 for size in sizes
     ):
-        raise ValueError(f"a shape is a tuple of whole numbers, none below 0; got {shape!r}")
+        raise ValueError(f"a shape is a tuple of whole numbers, none below 0; got {shown(shape)}")
     return tuple(int(size) for size in sizes)
+
+
+def check_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Check that a machine can have the memory of an array.
+
+    Raises:
+        MemoryError: If it cannot.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size > MOST_BYTES:
+        raise MemoryError(
+            f"a tensor of shape {shape} of {dtype} takes {size / 2**30:.3g} GiB, more than any "
+            "machine has; take a smaller shape"
+        )
 
 
 def as_float(number: Any) -> float:

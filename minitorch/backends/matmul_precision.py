@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kernels.common.arguments import one_of, shown
 from kernels.runtime.dtypes import BFLOAT16, FLOAT32
 
 #: Precisions of products; all but "float32" allow tensor cores to round operands.
@@ -31,10 +32,7 @@ def set_matmul_precision(precision: str) -> None:
         ValueError: For any other value.
     """
     global _precision
-    if precision not in MATMUL_PRECISIONS:
-        names = ", ".join(map(repr, MATMUL_PRECISIONS))
-        raise ValueError(f"the precision of products must be one of {names}; got {precision!r}")
-    _precision = precision
+    _precision = one_of("the precision of products", precision, MATMUL_PRECISIONS)
 
 
 def get_matmul_precision() -> str:
@@ -101,10 +99,7 @@ def find_precision(name: str) -> Precision:
     Raises:
         ValueError: If there is no such policy.
     """
-    if name not in PRECISIONS:
-        names = ", ".join(map(repr, PRECISIONS))
-        raise ValueError(f"the precision of a model must be one of {names}; got {name!r:.40}")
-    return PRECISIONS[name]
+    return PRECISIONS[one_of("the precision of a model", name, PRECISIONS)]
 
 
 def precision_and_dtypes(
@@ -124,7 +119,7 @@ def precision_and_dtypes(
     own = find_precision(precision)
     if dtype is not None:
         raise ValueError(
-            f"precision={precision!r} determines the dtype of the parameters, got dtype={dtype!r:.40} "
+            f"precision={precision!r} determines the dtype of the parameters, got dtype={shown(dtype)} "
             "as well; leave one of them out"
         )
     return own, own.dtype, own.norms

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kernels.common.arguments import shown
+
 from ..tensor_data import IndexingError, UserShape, shape_broadcast
 
 
@@ -16,7 +18,7 @@ def normalize_dim(dim: int, shape: UserShape) -> int:
     """
     if not isinstance(dim, (int, np.integer)) or isinstance(dim, bool):
         raise TypeError(
-            f"dim must be one whole number, got {dim!r}; for several dimensions, call once for each"
+            f"dim must be one whole number, got {shown(dim)}; for several dimensions, call once for each"
         )
     if not -len(shape) <= dim < len(shape):
         valid = f"use {-len(shape)} to {len(shape) - 1}" if shape else "reshape it to (1,) first"

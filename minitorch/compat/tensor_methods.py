@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from kernels import launch
+from kernels.common.arguments import flag
 from kernels.problem.operands import make_operands
 from kernels.problem.options import Options
 
@@ -72,7 +73,8 @@ def flash_attn(q: Tensor, k: Tensor, v: Tensor, causal_mask: Any = False) -> Ten
 
 def _options(causal_mask: Any) -> Options:
     """Return the options of attention; published code passes the flag as a tensor of one element."""
-    return {"is_causal": bool(as_int(causal_mask))}
+    found = as_int(causal_mask)
+    return {"is_causal": flag("causal_mask", bool(found) if isinstance(found, int) else found)}
 
 
 # -- operations of a backend -------------------------------------------------------------------

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from kernels.common.arguments import shown
+
 from ..autodiff import Context, History, Variable, modes, writes
 from ..backends.tensor_protocol import TensorLike as Tensor
 from ..backends.writes import check_unwritten
@@ -15,8 +17,13 @@ from ..scalar_functions import wrap_tuple
 
 
 def is_tensor(x: Any) -> bool:
-    """Tell whether ``x`` takes part in differentiation, without importing the Tensor class."""
-    return hasattr(x, "history")
+    """Tell whether ``x`` is a tensor, without importing the Tensor class."""
+    return hasattr(type(x), "_ensure_tensor")  # of the type: a module has every name, as None
+
+
+def is_variable(x: Any) -> bool:
+    """Tell whether ``x`` takes part in differentiation."""
+    return hasattr(type(x), "accumulate_derivative")
 
 
 def check_tensor(name: str, x: Any) -> None:
@@ -55,7 +62,7 @@ def as_ints(x: Any) -> tuple[int, ...]:
     # Whole floats too: published code passes a tensor, and tensors hold floats.
     if not {*map(type, entries)} <= {int} and not all(map(_is_whole, entries)):
         raise TypeError(
-            f"sizes and dimensions are whole numbers given one by one, got {entries!r}; "
+            f"sizes and dimensions are whole numbers given one by one, got {shown(entries)}; "
             "write view(2, 3) and permute(1, 0), or put a * before a tuple"
         )
     return tuple(map(int, entries))
@@ -178,7 +185,7 @@ class Joint:
     @property
     def parents(self) -> Iterable[Variable]:
         """The tensors that the results were computed from."""
-        return [arg for arg in self.history.inputs if is_tensor(arg)]
+        return [arg for arg in self.history.inputs if is_variable(arg)]
 
     def requires_grad(self) -> bool:
         """Return True: without a gradient there is no such variable."""
@@ -254,11 +261,11 @@ def chain_rule(history: History, *d_outputs: Any) -> list[tuple[Variable, Any]]:
     pairs = [
         (arg, gradient if isinstance(gradient, Parts) else _fitted(arg, gradient))
         for arg, gradient in zip(history.inputs, gradients, strict=True)
-        if is_tensor(arg) and arg.requires_grad()
+        if is_variable(arg) and arg.requires_grad()
     ]
     checks = modes.anomaly
     if checks is not None and not history.last_fn.checks_itself:
-        wanted = [i for i, x in enumerate(history.inputs) if is_tensor(x) and x.requires_grad()]
+        wanted = [i for i, x in enumerate(history.inputs) if is_variable(x) and x.requires_grad()]
         found = zip(wanted, (gradient for _, gradient in pairs), strict=True)
         given = *d_outputs, *history.inputs
         checks.check_gradients(history.last_fn, history.ctx, found, given)

@@ -9,6 +9,7 @@ import numpy as np
 
 from kernels import Problem, launch
 from kernels.array_call import check_on_host, with_arrays
+from kernels.common.arguments import flag, is_number
 from kernels.cuda.backend import address_of, row_major_copy
 from kernels.known_calls import DESCRIBE, Glance, glance
 from kernels.problem.float8 import check_float8_gradient
@@ -73,7 +74,8 @@ def attention_call(
         _check_slopes(options.get("alibi_slopes"))
         readable: Any = {name: _readable(option) for name, option in options.items()}
         options, arrays = with_arrays(readable)
-    if drawn := options.get("dropout_p") and options.get("seed") is None:
+    rate = options.get("dropout_p")
+    if drawn := is_number(rate) and rate and options.get("seed") is None:
         options = {**options, "seed": 0}
     problem = make(q, k, v, options)
     launch.check_rung(problem)
@@ -126,7 +128,8 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, options
         # What is no tensor is refused where all operands are checked.
         views.append(Permute.apply(operand, (1, 0, 2)) if is_tensor(operand) else operand)
     make = packed_maker(cu_q, cu_k)
-    apply = FlashAttention.apply_several if options.get("return_lse") else FlashAttention.apply
+    several = "return_lse" in options and flag("return_lse", options["return_lse"])
+    apply = FlashAttention.apply_several if several else FlashAttention.apply
     result = apply(*views, options.get("attn_mask"), options.get("sink"), options, make)
     out, *lse = result if isinstance(result, tuple) else (result,)
     out = Permute.apply(out, (1, 0, 2))  # (total_q, heads, value_dim)

@@ -13,7 +13,7 @@ from kernels.runtime.dtypes import acc_dtype
 from ..autodiff import Context
 from ..backends.tensor_protocol import AnyTensor
 from ..backends.tensor_protocol import TensorLike as Tensor
-from .base import Function
+from .base import Function, check_tensor
 
 
 def dense(t: Tensor, dtype: Any = None) -> Any:
@@ -97,6 +97,8 @@ class LayerNorm(Function):
             ValueError: If the sizes differ; the kernel would read beyond gamma and beta.
         """
         shifts = () if beta is None else (beta,)
+        for name, t in zip(("gamma", "beta"), (gamma, *shifts), strict=False):
+            check_tensor(name, t)
         if any(t.shape != x.shape[-1:] for t in (gamma, *shifts)):
             kind, of = ("layer", "weights and a bias") if shifts else ("RMS", "weights")
             raise ValueError(

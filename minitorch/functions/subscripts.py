@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kernels.common.arguments import as_host_array, shown
 from kernels.runtime.memory import is_dense, strides_as
 
 from ..autodiff import Context
@@ -110,7 +111,7 @@ def _spelled_out(shape: Ints, key: tuple[Any, ...]) -> list[Any]:
     dots = [i for i, each in enumerate(entries) if each is Ellipsis]
     if taken > len(shape) or len(dots) > 1:
         raise IndexingError(
-            f"index {_shown(key)} has entries for {taken} dimensions and {len(dots)} times '...', but "
+            f"index {shown(key)} has entries for {taken} dimensions and {len(dots)} times '...', but "
             f"shape {shape} has {len(shape)} dimensions; give at most one entry for each, and one '...'"
         )
     at = dots[0] if dots else len(entries)
@@ -136,15 +137,15 @@ def _entry(entry: Any) -> Any:
         return entry
     if isinstance(entry, (int, np.integer)) and not isinstance(entry, bool):
         return int(entry)
-    array = np.asarray(entry)
+    array = as_host_array("an index", entry)
     if is_tensor(entry) and array.dtype.kind not in "iub" and ((array == 0) | (array == 1)).all():
-        return array.astype(bool)  # what a comparison of tensors returns
+        array = array.astype(bool)  # what a comparison of tensors returns
     if array.size == 0 and not hasattr(entry, "dtype"):
         array = array.astype(np.int64)  # an empty list
     if array.dtype.kind not in "iub" or (array.dtype == bool and array.ndim == 0):
         raise TypeError(
             f"an index is made of integers, slices, '...', None, and arrays of integers or booleans, got "
-            f"{_shown(entry)}; convert whole numbers in a tensor or an array to int64"
+            f"{shown(entry)}; convert whole numbers in a tensor or an array to int64"
         )
     return array if array.dtype == bool else array.astype(np.int64)
 
@@ -171,11 +172,6 @@ def _in_bounds(entry: Any, shape: Ints, dim: int) -> Any:
             f"from {-size} to {size - 1}"
         )
     return entry % size if size else entry
-
-
-def _shown(key: Any) -> str:
-    """Return a key for an error message."""
-    return f"{key!r:.60}"
 
 
 def _narrowed(a: Any, entries: list[Any]) -> Any:
@@ -235,6 +231,6 @@ def _places(shape: Ints, entries: list[Any]) -> Any:
         try:
             places = places + step * np.broadcast_to(along, shape)[tuple(entries)]
         except IndexError as error:
-            raise IndexingError(f"index {_shown(tuple(entries))}: {error}") from None
+            raise IndexingError(f"index {shown(tuple(entries))}: {error}") from None
         step *= shape[dim]
     return np.asarray(places)

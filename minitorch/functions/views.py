@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from kernels.common.arguments import short, shown
+
 from ..autodiff import Context
 from ..backends.tensor_protocol import AnyTensor
 from ..backends.tensor_protocol import TensorLike as Tensor
@@ -62,8 +64,8 @@ def reshaped(a: AnyTensor, shape: UserShape) -> AnyTensor:
     size = math.prod(shape)
     if size != a.size or min(shape, default=1) < 0:
         raise AssertionError(
-            f"cannot view shape {a.shape}, {a.size} elements, as {shape}, {size} elements; give "
-            "sizes of equal product, or call reshape, which infers one from -1"
+            f"cannot view shape {a.shape}, {a.size} elements, as {shown(shape)}, {short(size)} elements; "
+            "give sizes of equal product, or call reshape, which infers one from -1"
         )
     return a._new(type(a._tensor).fresh(a._tensor._storage, shape))
 

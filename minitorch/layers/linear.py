@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kernels.common.arguments import flag
 from kernels.runtime.dtypes import COMPUTE_DTYPES
 
 from ..autodiff import Context
@@ -127,8 +128,10 @@ def linear(
         ValueError: If the input has no dimension, or the bias does not fit the weights.
         AssertionError: If the weights do not fit x, as in ``x @ weights``.
     """
-    for name, t in (("input", x), ("weights", weights)):
-        check_tensor(name, t)
+    for name, t in (("input", x), ("weights", weights), ("bias", bias)):
+        if t is not None or name != "bias":
+            check_tensor(name, t)
+    flag("has_gelu", has_gelu)
     if x.dims == 0:
         raise ValueError(
             "a linear layer needs rows (…, in_size), got shape (); add a dimension with view"

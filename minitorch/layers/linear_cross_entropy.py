@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from kernels.common.arguments import shape_of
 from kernels.runtime.dtypes import acc_dtype, is_floating
 
 from ..autodiff import Context
@@ -139,13 +138,13 @@ def linear_cross_entropy(
         *((("bias", bias),) if bias is not None else ()),
     ):
         check_tensor(name, t)
-    classes = weights.shape[-1:]
+    classes, ids = weights.shape[-1:], shape_of("targets", targets)
     fits = x.dims == weights.dims == 2 and x.shape[1] == weights.shape[0] and x.size > 0
-    if not fits or np.shape(targets) != x.shape[:1] or (bias is not None and bias.shape != classes):
+    if not fits or ids != x.shape[:1] or (bias is not None and bias.shape != classes):
         own = None if bias is None else bias.shape
         raise ValueError(
             "linear_cross_entropy needs x (n, width), weights (width, classes), targets (n,) and bias "
-            f"(classes,) or None, got {x.shape}, {weights.shape}, {np.shape(targets)} and {own}"
+            f"(classes,) or None, got {x.shape}, {weights.shape}, {ids} and {own}"
         )
     alike = all(
         t.dtype == x.dtype and t.backend is x.backend for t in (weights, bias) if t is not None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kernels.common.arguments import as_host_array, whole
+from kernels.common.arguments import as_host_array, shape_of, shown, whole
 from kernels.cuda.backend import computed
 
 from ..autodiff import no_grad
@@ -160,7 +160,7 @@ class EncoderLM(Module):
         rows, _ = self._rows(idx, lengths, segments)
         weights, bias = self._head_weights()
         scores = linear(self._transformed(rows), weights, bias)
-        return scores.view(*np.shape(idx), self.n_vocab)
+        return scores.view(*shape_of("token ids", idx), self.n_vocab)
 
     @in_own_precision
     def loss(self, idx: Any, targets: Any, lengths: Any = None, segments: Any = None) -> Tensor:
@@ -179,9 +179,9 @@ class EncoderLM(Module):
             ValueError: As in :meth:`forward`, or if no position is to be predicted.
         """
         wanted = _on_host("targets", targets)
-        if wanted.shape != np.shape(idx):
+        if wanted.shape != (shape := shape_of("token ids", idx)):
             raise ValueError(
-                f"targets must have the shape of the ids, {np.shape(idx)}, got {wanted.shape}; pass "
+                f"targets must have the shape of the ids, {shape}, got {wanted.shape}; pass "
                 f"{IGNORED} at positions that are not predicted"
             )
         places = computed(lambda: np.flatnonzero(wanted != IGNORED), wanted)  # (predicted,)
@@ -203,7 +203,7 @@ class EncoderLM(Module):
         Rows of padding have finite but meaningless values.  The arguments are those of :meth:`forward`.
         """
         rows, _ = self._rows(idx, lengths, segments)
-        return rows.view(*np.shape(idx), self.n_embd)
+        return rows.view(*shape_of("token ids", idx), self.n_embd)
 
     def _rows(self, idx: Any, lengths: Any, segments: Any) -> tuple[Tensor, _Layout]:
         """Return the output of the last layer for all rows, (rows, n_embd), and where they lie."""
@@ -214,10 +214,11 @@ class EncoderLM(Module):
             positions = positions + self.segment_embeddings(kept_range(0, 1))
         x = self.token_embeddings(ids) + lookup(positions, layout.positions)
         if segments is not None:
-            if np.shape(segments) != np.shape(idx):
+            shape, wanted = shape_of("segments", segments), shape_of("token ids", idx)
+            if shape != wanted:
                 raise ValueError(
-                    f"segments must have the shape of the ids, {np.shape(idx)}, got "
-                    f"{np.shape(segments)}; pass the segment of each token"
+                    f"segments must have the shape of the ids, {wanted}, got {shape}; "
+                    "pass the segment of each token"
                 )
             x = x + self.segment_embeddings(integer_array(segments, self.n_segments, "segments"))
         x = self.dropout(self.ln(x))
@@ -246,7 +247,7 @@ class EncoderLM(Module):
 
     def _layout(self, idx: Any, lengths: Any) -> _Layout:
         """Check the shape of the ids and the lengths; return where the sequences lie."""
-        shape = np.shape(idx)
+        shape = shape_of("token ids", idx)
         if len(shape) not in (1, 2) or 0 in shape or (len(shape) == 1 and lengths is None):
             raise ValueError(
                 "an encoder reads ids of shape (batch, seq), or (total,) with the lengths of the packed "
@@ -284,7 +285,7 @@ class EncoderLM(Module):
             )
             raise ValueError(
                 f"lengths of ids of shape {shape} must be whole numbers of at least 1 and {wanted}, "
-                f"got {np.array2string(lengths, threshold=8)}; pass the number of tokens of each sequence"
+                f"got {shown(lengths)}; pass the number of tokens of each sequence"
             )
         self._check_positions(int(lengths.max()) if packed else seq)
         return lengths.astype(np.int64)
@@ -313,6 +314,8 @@ class EncoderClassifier(Module):
 
     def __init__(self, encoder: EncoderLM, n_classes: int, p_dropout: float = 0.1):
         super().__init__()
+        if not isinstance(encoder, EncoderLM):
+            raise TypeError(f"encoder must be an EncoderLM, got {type(encoder).__name__}")
         self.encoder, self.precision = encoder, encoder.precision
         self.n_classes = whole("n_classes", n_classes, 1)
         table = encoder.token_embeddings.weights.value

@@ -13,10 +13,10 @@ from kernels.cuda.backend import device_view, put_rows
 from kernels.problem.options import Options
 from kernels.runtime.dtypes import is_floating
 
-from ..backends.elements import as_dtype
+from ..backends.elements import check_memory
 from ..functions.base import check_tensor
 from ..tensor import Tensor
-from ..tensor_data import Storage, TensorData, get_default_dtype, is_device_storage
+from ..tensor_data import Storage, TensorData, dtype_or_default, is_device_storage
 from ..tensor_ops import TensorBackend
 from ..tensors.factories import zeros
 
@@ -41,8 +41,7 @@ def _checked_sizes(**sizes: Any) -> None:
         ValueError: If a size is below 1.
     """
     for name, size in sizes.items():
-        if whole(f"{name} of a cache", size) < 1:
-            raise ValueError(f"{name} of a cache must be 1 or more, got {size}")
+        whole(f"{name} of a cache", size, 1)
 
 
 class Spot(NamedTuple):
@@ -104,11 +103,12 @@ class LayerCache:
         self.backend = backend
         self.known: Any = None  # the layer's ``StepWeights``
         self._step = batch * heads * head_dim  # elements of one position
-        self.dtype = as_dtype(dtype or get_default_dtype())
+        self.dtype = dtype_or_default(dtype)
         if not is_floating(self.dtype):
             raise TypeError(
                 f"the dtype of a cache must be floating, got {self.dtype}; pass the model's dtype"
             )
+        check_memory((batch, heads, capacity, head_dim), self.dtype)
         self._storages = [backend.ops.allocate(capacity * self._step, self.dtype) for _ in range(2)]
 
     def __repr__(self) -> str:

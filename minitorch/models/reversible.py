@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from kernels.common.arguments import listed
+
 from ..autodiff import Context, no_grad
 from ..functions.base import Function, check_tensor
 from ..module import Module
@@ -55,7 +57,7 @@ class ReversibleSequence(Module):
     def __init__(self, blocks: Iterable[tuple[Module, Module]]):
         super().__init__()
         self.halves: list[Module] = []
-        for number, block in enumerate(blocks):
+        for number, block in enumerate(listed("blocks", blocks)):
             pair: Any = block if isinstance(block, (tuple, list)) else (block,)
             if len(pair) != 2 or not all(isinstance(half, Module) for half in pair):
                 kinds = ", ".join(type(half).__name__ for half in pair)

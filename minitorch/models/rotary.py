@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.common.arguments import number, short, whole
+from kernels.common.arguments import number, short, shown, whole
 from kernels.runtime.dtypes import acc_dtype
 
 from ..autodiff import Context
@@ -173,6 +173,8 @@ def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """
     if scaling is None:
         return None
+    if not isinstance(scaling, Mapping):
+        raise TypeError(f"a rotary scaling must be a dict or None, got {shown(scaling)}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in SCALINGS:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.common.arguments import whole
+from kernels.common.arguments import as_host_array, flag, shape_of, shown, whole
 from kernels.cuda.backend import computed
 from kernels.runtime.dtypes import acc_dtype
 
@@ -106,15 +106,15 @@ class SequenceClassifier(Module):
             whole(name, size, 1)
         if documents not in (1, 2):
             raise ValueError(
-                f"documents must be 1, or 2 to classify pairs of documents, got {documents!r}"
+                f"documents must be 1, or 2 to classify pairs of documents, got {shown(documents)}"
             )
         self.n_vocab, self.n_embd, self.n_positions = n_vocab, n_embd, n_positions
         self.n_classes, self.pad_id, self.documents = n_classes, pad_id, documents
-        self.recompute = recompute
+        self.recompute = flag("recompute", recompute)
         self.token_embeddings = Embedding(n_vocab, n_embd, backend, dtype, EMBEDDING_STD)
         self.position_embeddings = Embedding(n_positions, n_embd, backend, dtype, EMBEDDING_STD)
         if side is not None:
-            if side**2 != n_positions:
+            if whole("side", side, 1) ** 2 != n_positions:
                 raise ValueError(
                     f"an image with a side of {side} has {side**2} pixels, and n_positions is "
                     f"{n_positions}; make them equal"
@@ -163,12 +163,12 @@ class SequenceClassifier(Module):
                 or the lengths do not sum to total.
         """
         if lengths is not None:
-            lengths = np.asarray(lengths)
+            lengths = as_host_array("lengths", lengths)
             x, _ = self.read_packed(idx, lengths)  # (total, n_embd)
             owners = np.repeat(np.arange(len(lengths)), lengths)
             shares = (np.arange(len(lengths))[:, None] == owners) / lengths[:, None]
             return constant_like(x, shares).to(x.dtype) @ x
-        shape = np.shape(idx)
+        shape = shape_of("token ids", idx)
         if len(shape) != 2 or 0 in shape or shape[1] > self.n_positions:
             raise ValueError(
                 "a sequence classifier reads ids of shape (batch, seq) with 1 to "
@@ -191,13 +191,13 @@ class SequenceClassifier(Module):
         Raises:
             ValueError: If they do not fit.
         """
-        shape, fits = np.shape(idx), lengths.ndim == 1 and lengths.dtype.kind in "iu"
+        shape, fits = shape_of("token ids", idx), lengths.ndim == 1 and lengths.dtype.kind in "iu"
         fits = fits and len(shape) == 1 and bool(len(lengths)) and lengths.sum() == shape[0]
         if not (fits and lengths.min() >= 1 and lengths.max() <= self.n_positions):
             raise ValueError(
                 "packed sequences are ids of shape (total,) and their lengths, whole numbers from 1 to "
                 f"{self.n_positions} that sum to total, got ids of shape {shape} and lengths "
-                f"{np.array2string(lengths, threshold=8)}; cut longer sequences"
+                f"{shown(lengths)}; cut longer sequences"
             )
         if self.pad_id is not None:
             raise ValueError(
@@ -260,7 +260,7 @@ class SequenceClassifier(Module):
             raise ValueError(
                 "pairs of documents cannot be packed; pass ids of shape (batch, 2, seq) without lengths"
             )
-        shape = np.shape(idx)
+        shape = shape_of("token ids", idx)
         if len(shape) != 3 or shape[1] != 2:
             raise ValueError(
                 f"a classifier of pairs reads ids of shape (batch, 2, seq), got {shape}; stack the two "

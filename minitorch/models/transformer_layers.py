@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kernels.common.arguments import not_negative, whole
+from kernels.common.arguments import flag, not_negative, one_of, shown, whole
 from kernels.problem.options import Options
 from kernels.runtime.dtypes import is_floating
 
@@ -33,17 +33,6 @@ ATTENTIONS = ("flash", "naive", *APPROXIMATIONS)
 #: Norms by name, GPT-2's and Llama's.
 NORMS: dict[str, type[LayerNorm1d] | type[RMSNorm]] = {"layer": LayerNorm1d, "rms": RMSNorm}
 FEED_FORWARDS = ("gelu", "swiglu")
-
-
-def chosen_name(name: str, value: Any, choices: Iterable[str]) -> str:
-    """Check that an option is one of some names and return it.
-
-    Raises:
-        ValueError: If it is not.
-    """
-    if value not in (names := tuple(choices)):
-        raise ValueError(f"{name} must be one of {names}, got {value!r:.40}")
-    return value
 
 
 class MultiHeadAttention(Module):
@@ -114,8 +103,7 @@ class MultiHeadAttention(Module):
                 f"n_embd must be a multiple of n_head, got {n_embd} and {n_head}; each head has an "
                 "equal share of the width"
             )
-        if attention not in ATTENTIONS:
-            raise ValueError(f"attention must be one of {ATTENTIONS}, got {attention!r}")
+        one_of("attention", attention, ATTENTIONS)
         self.n_embd, self.n_head, self.causal = n_embd, n_head, switch("causal", causal)
         self.attention_dropout = not_negative(
             "attention_dropout", attention_dropout, 1.0, "; 0 turns dropout off"
@@ -132,7 +120,9 @@ class MultiHeadAttention(Module):
         self.rotary = rotary
         self.places: Callable[[int], Any] | None = None  # as of the model
         flash = use_flash_attention or attention == "flash"
-        options = attention_options or {}
+        options = {} if attention_options is None else attention_options
+        if not isinstance(options, Mapping):
+            raise TypeError(f"attention_options must be a dict or None, got {shown(options)}")
         self.is_exact = flash or attention == "naive"
         self.shares_keys = not flash and attention == "reformer"
         if not self.is_exact and self.n_kv_head != n_head:
@@ -149,7 +139,9 @@ class MultiHeadAttention(Module):
         if window is not None and not causal:
             raise ValueError("a window needs causal attention; build the layer with causal=True")
         # Zero: as if each position could also attend to a key that is orthogonal to its query.
-        self.sink = Parameter(zeros((n_head,), backend, dtype=dtype)) if sinks else None
+        self.sink = (
+            Parameter(zeros((n_head,), backend, dtype=dtype)) if flag("sinks", sinks) else None
+        )
         self.attend: Any
         if not self.is_exact:
             masked = Masked(dropout_p=attention_dropout, is_causal=causal)
@@ -350,17 +342,17 @@ class TransformerLayer(Module):
     ):
         super().__init__()
         backend = backend or SimpleBackend
-        self.norm_first = norm_first
-        make_norm = NORMS[chosen_name("norm", norm, NORMS)]
-        self.ln_1 = make_norm(n_embd, ln_eps, backend, norm_dtype or dtype)
-        self.ln_2 = make_norm(n_embd, ln_eps, backend, norm_dtype or dtype)
+        self.norm_first = flag("norm_first", norm_first)
+        make_norm = NORMS[one_of("norm", norm, NORMS)]
+        self.ln_1 = make_norm(n_embd, ln_eps, backend, dtype if norm_dtype is None else norm_dtype)
+        self.ln_2 = make_norm(n_embd, ln_eps, backend, dtype if norm_dtype is None else norm_dtype)
         self.attention = MultiHeadAttention(
             n_embd, n_head, causal, p_dropout, bias, backend, use_fused_kernel, use_flash_attention,
             attention=attention, attention_dropout=attention_dropout,
             attention_options=attention_options, n_kv_head=n_kv_head, head_dim=head_dim, rotary=rotary,
             window=window, sinks=sinks, dtype=dtype,
         )  # fmt: skip
-        is_gated = chosen_name("feed_forward", feed_forward, FEED_FORWARDS) == "swiglu"
+        is_gated = one_of("feed_forward", feed_forward, FEED_FORWARDS) == "swiglu"
         make = GatedFeedForward if is_gated else FeedForward
         self.ff = make(n_embd, middle_dim, p_dropout, bias, backend, dtype)
 
@@ -368,6 +360,7 @@ class TransformerLayer(Module):
         self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None, cu_seqlens: Any = None
     ) -> Tensor:  # fmt: skip
         """Apply the layer to x, (batch, seq, n_embd); arguments as in :class:`MultiHeadAttention`."""
+        check_tensor("x", x)
         given = {"key_mask": key_mask, "cu_seqlens": cu_seqlens}
         masked = {name: value for name, value in given.items() if value is not None}
         if not self.norm_first:

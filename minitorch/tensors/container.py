@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kernels.common.arguments import shown
 from kernels.runtime.dtypes import FLOAT32, is_half
 
 from ..functions.subscripts import subscript
@@ -49,7 +50,7 @@ class Container(_Tensor):
         if place is None:
             raise TypeError(
                 f"only single elements can be assigned, with an integer for each dimension of shape "
-                f"{self.shape}, got {key!r:.60}; choose between two tensors with "
+                f"{self.shape}, got {shown(key)}; choose between two tensors with "
                 "a.where(condition, b), join parts with minitorch.cat, or write to to_numpy(), which "
                 "shares memory on the host"
             )

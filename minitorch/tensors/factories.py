@@ -18,7 +18,7 @@ from kernels.interop.libraries import as_array
 from kernels.runtime.dtypes import BFLOAT16, is_floating, rounded
 from kernels.runtime.memory import is_dense
 
-from ..backends.elements import as_dtype, as_element, checked_shape
+from ..backends.elements import as_element, check_memory, checked_shape
 from ..cuda_ops import CudaBackend
 from ..fast_ops import FastBackend
 from ..tensor import Tensor
@@ -26,14 +26,13 @@ from ..tensor_data import (
     Storage,
     TensorData,
     UserShape,
+    dtype_or_default,
     get_default_dtype,
     is_device_storage,
     strides_from_shape,
 )
 from ..tensor_ops import SimpleBackend, TensorBackend, TensorOps
 
-#: Maximum size of a tensor in bytes: the part of the 48-bit address space that programs may use.
-MOST_BYTES = 2**47
 #: Whether ``tensor`` and ``rand`` return leaves when a call does not say; see :mod:`minitorch.compat`.
 _leaves_by_default = os.environ.get("MINITORCH_PUBLISHED", "0") not in ("", "0")
 
@@ -116,13 +115,9 @@ def _of_shape(storage: Storages, by_default: bool | None = False):
         requires_grad: bool | None = by_default,
         dtype: npt.DTypeLike | None = None,
     ) -> Tensor:
-        sizes, kind = checked_shape(shape), as_dtype(dtype or get_default_dtype())
+        sizes, kind = checked_shape(shape), dtype_or_default(dtype)
         size, ops = math.prod(sizes), _checked_backend(backend).ops
-        if size * kind.itemsize > MOST_BYTES:
-            raise MemoryError(
-                f"a tensor of shape {sizes} of {kind} takes {size * kind.itemsize / 2**30:.3g} GiB, more "
-                "than any machine has; take a smaller shape"
-            )
+        check_memory(sizes, kind)
         elements = storage(ops, size, kind)
         return _leaf(TensorData(elements, sizes), backend, requires_grad)
 
@@ -151,7 +146,7 @@ def full(
         ValueError: If the shape is not valid, or the value does not fit the dtype.
         MemoryError: If the tensor would take more memory than any machine has.
     """
-    value = as_element(value, as_dtype(dtype or get_default_dtype()))
+    value = as_element(value, dtype_or_default(dtype))
     make = _of_shape(lambda ops, size, dtype: ops.filled(size, value, dtype))
     return make(shape, backend, requires_grad, dtype)
 
@@ -205,7 +200,7 @@ def tensor(
     Raises:
         ValueError: If the lists are ragged or hold something other than numbers.
     """
-    array = _in_dtype(_numbers("tensor", ls), as_dtype(dtype or get_default_dtype()))
+    array = _in_dtype(_numbers("tensor", ls), dtype_or_default(dtype))
     return _make(np.ascontiguousarray(array).reshape(array.shape), backend, requires_grad)
 
 
@@ -221,11 +216,11 @@ def _numbers(function: str, numbers: Any) -> npt.NDArray[Any]:
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{function} needs a number or nested lists of numbers of equal lengths, got "
-            f"{numbers!r:.60} ({error})"
+            f"{shown(numbers)} ({error})"
         ) from None
     if array.dtype.kind not in "fiub" and array.dtype != BFLOAT16:
         raise ValueError(
-            f"{function} needs numbers, got {array.dtype} in {numbers!r:.60}; remove everything else, or "
+            f"{function} needs numbers, got {array.dtype} in {shown(numbers)}; remove everything else, or "
             "convert it with float()"
         )
     return array

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+from kernels.common.arguments import listed
 
 from ..backends.dtype_promotion import result_dtype
 from ..functions.base import check_tensor
@@ -25,10 +28,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         TypeError: If one is not a tensor, or they are on different devices.
         ValueError: If there are no tensors, or a shape does not fit.
     """
-    if not tensors:
-        raise ValueError("cat needs at least one tensor, got none")
-    for each in tensors:
-        check_tensor("each argument of cat", each)
+    tensors = _tensors("cat", tensors)
     first = tensors[0]
     dim = normalize_dim(dim, first.shape)
     beside = (*first.shape[:dim], *first.shape[dim + 1 :])
@@ -49,11 +49,20 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         tensors: At least one.
         dim: Index of the new dimension in the result.
     """
-    for each in tensors:
-        check_tensor("each argument of stack", each)
+    tensors = _tensors("stack", tensors)
     if len({each.shape for each in tensors}) > 1:
         raise ValueError(
             f"stack joins tensors of one shape, got {', '.join(str(t.shape) for t in tensors):.200}; cat "
             "joins them along a dimension that they have"
         )
     return cat([each.unsqueeze(dim) for each in tensors], dim)
+
+
+def _tensors(function: str, tensors: Any) -> list[Tensor]:
+    """Return the arguments of a function that joins tensors."""
+    found = listed(f"the argument of {function}", tensors)
+    if not found:
+        raise ValueError(f"{function} needs at least one tensor, got none")
+    for each in found:
+        check_tensor(f"each argument of {function}", each)
+    return found

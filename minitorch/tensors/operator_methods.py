@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from kernels import takes_attention_options
+from kernels.common.arguments import flag
 from kernels.problem.options import Options
 from kernels.problem.signature import by_name
 
@@ -188,7 +189,8 @@ class TensorOperators(IndexingMethods):
             ValueError: If a shape or a value is invalid.
         """
         options = by_name("flash_attention", args, options)
-        apply = FlashAttention.apply_several if options.get("return_lse") else FlashAttention.apply
+        several = "return_lse" in options and flag("return_lse", options["return_lse"])
+        apply = FlashAttention.apply_several if several else FlashAttention.apply
         # A mask and sinks may require gradients: they are arguments of their own.
         return apply(self, k, v, options.get("attn_mask"), options.get("sink"), options)
 

@@ -16,7 +16,7 @@ import numpy as np
 from ..autodiff import Context, History, Switch, Variable, is_recording, writes
 from ..backends.matmul_precision import get_matmul_precision, matmul_precision
 from ..backends.writes import check_unwritten
-from ..functions.base import Function, Joint, chain_rule, is_tensor
+from ..functions.base import Function, Joint, chain_rule, is_tensor, is_variable
 from ..tensor import next_id
 
 
@@ -172,7 +172,7 @@ def _listed(results: Any) -> Any:
 
 
 def _is_variable(x: Any) -> bool:
-    return is_tensor(x) and x.requires_grad()
+    return is_variable(x) and x.requires_grad()
 
 
 def _made(results: Iterable[Any], is_new: Callable[[Any], bool]) -> list[Any]:

@@ -7,7 +7,8 @@ Batches run in children, each from a seed of its own, until the time is up; the 
 nonsense    tests/reliability/test_fuzz.py: odd memory, odd numbers, odd values of every option; a
 call is refused
             with a message that helps or gives what the textbook gives in float64, and changes nothing;
-            operands and results lie between canaries.
+            operands and results lie between canaries.  Any public function called with anything
+            fails only by a check of ours.
 bounds      the same with NUMBA_BOUNDSCHECK=1 and a folder of compiled code of its own.
 options     the tests marked fuzz: valid combinations of options, on every host rung, against the textbook.
 sanitizer   attention's smoke test under compute-sanitizer's memcheck: only on a machine with a GPU.

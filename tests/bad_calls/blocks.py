@@ -62,7 +62,7 @@ BLOCKS = {
         lambda o: BlockMask.stack([1]), TypeError, "list of BlockMask", "1 (int)"
     ),
     "stack of nothing": wrong(
-        lambda o: BlockMask.stack(None), TypeError, "list of BlockMask", "None"
+        lambda o: BlockMask.stack(None), TypeError, "masks must be a list", "None"
     ),
     "stack of two kinds": wrong(
         lambda o: BlockMask.stack([BlockMask.causal(5, 5), BlockMask.causal(6, 5)]), ValueError,

@@ -111,6 +111,15 @@ FACTORIES = {
     "like this one below 0": wrong(
         lambda o: o.matrix.zeros((-1, 2)), ValueError, "none below 0", "(-1, 2)"
     ),
+    "joined numbers": wrong(lambda o: mt.cat(2), TypeError, "must be a list or a tuple", "2 (int)"),
+    "stacked number": wrong(
+        lambda o: mt.stack(np.array(1.0)), TypeError, "must be a list or a tuple", "shape ()"
+    ),
+    "joined nothing": wrong(lambda o: mt.cat([]), ValueError, "at least one tensor"),
+    "gradients by an array": wrong(
+        lambda o: from_numpy(np.ones(2), o.backend, np.ones(2)), TypeError, "requires_grad must be",
+        "shape (2,)"
+    ),
     "tensor of texts": wrong(
         lambda o: tensor(["a"], o.backend), ValueError, "needs numbers", "['a']"
     ),
@@ -206,6 +215,16 @@ FACTORIES = {
 }  # fmt: skip
 
 ATTENTION = {
+    "k a Scalar": wrong(
+        lambda o: o.heads.flash_attention(mt.Scalar(1.0), o.heads), TypeError, "k must be a tensor"
+    ),
+    "k a module": wrong(
+        lambda o: o.heads.flash_attention(mt.Linear(2, 2), o.heads), TypeError, "k must be a tensor"
+    ),
+    "lse by an array": wrong(
+        lambda o: o.heads.flash_attention(o.heads, o.heads, return_lse=np.ones(2)), TypeError,
+        "return_lse must be True or False", "shape (2,)"
+    ),
     "k an array": wrong(
         lambda o: o.heads.flash_attention(np.ones((1, 2, 3, 4)), o.heads), TypeError, "k must be",
         "ndarray", "from_numpy"

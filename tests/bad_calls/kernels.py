@@ -54,6 +54,9 @@ OPERANDS = {
         lambda o: forward([[1.0]], o.x, o.x), TypeError, "q must be", "got list", "convert"
     ),
     "k nothing": wrong(lambda o: forward(o.x, None, o.x), TypeError, "k must be", "got NoneType"),
+    "q a number of NumPy": wrong(
+        lambda o: forward(np.float32(1), o.x, o.x), TypeError, "q must be an array", "got float32"
+    ),
     "v text": wrong(lambda o: forward(o.x, o.x, "v"), TypeError, "v must be", "got str"),
     "whole numbers": wrong(
         lambda o: forward(*[o.x.astype(int)] * 3), TypeError, "float32", "q of int64", "astype"
@@ -78,7 +81,7 @@ OPERANDS = {
         lambda o: forward(o.x, np.ma.MaskedArray(o.x), o.x), TypeError, "masked array", "filled"
     ),
     "no dimensions": wrong(
-        lambda o: forward(*[np.float32(1)] * 3), ValueError, "two dimensions or more", "q ()"
+        lambda o: forward(*[np.array(1.0)] * 3), ValueError, "two dimensions or more", "q ()"
     ),
     "a vector": wrong(
         lambda o: forward(o.x[0, 0], o.x, o.x), ValueError, "(seq, head_dim)", "q (4,)"
@@ -136,6 +139,12 @@ OPTIONS = {
     ),
     "mask a flag": wrong(
         attend(attn_mask=True), TypeError, "attn_mask must be an array", "got bool"
+    ),
+    "mask a number of NumPy": wrong(
+        attend(attn_mask=np.float32(2)), TypeError, "attn_mask must be an array", "got float32"
+    ),
+    "causal an array": wrong(
+        attend(is_causal=np.array([True])), TypeError, "is_causal must be True", "shape (1,)"
     ),
     "mask a BlockMask": wrong(
         attend(attn_mask=BlockMask.causal(5, 5)), TypeError, "attn_mask", "got BlockMask"

@@ -169,7 +169,7 @@ TRAINING = {
     "a step of no optimiser": wrong(
         lambda o: mt.Optimizer([]).step(), NotImplementedError, "the subclass"
     ),
-    "a Scalar and text": wrong(lambda o: mt.Scalar(1.0) + "a", TypeError, "'a'", "float()"),
+    "a Scalar and text": wrong(lambda o: mt.Scalar(1.0) + "a", TypeError, "type str", "float()"),
     "points of text": wrong(
         lambda o: mt.datasets["Xor"]("a"), ValueError, "the number of points", "'a'"
     ),

@@ -75,6 +75,9 @@ OPERATIONS = {
     ),
     "sum over half": wrong(lambda o: o.matrix.sum(0.5), TypeError, "one whole number", "0.5"),
     "sum over a flag": wrong(lambda o: o.matrix.sum(True), TypeError, "one whole number", "True"),
+    "sum over a tensor": wrong(
+        lambda o: o.matrix.sum(o.image), TypeError, "one whole number", "a Tensor of shape (1, 2, 4, 4)"
+    ),
     "sum over text": wrong(lambda o: o.matrix.sum("0"), TypeError, "one whole number", "'0'"),
     "a function of numbers": wrong(
         lambda o: mt.Add.apply(1.0, 2.0), TypeError, "Add.apply", "float, float", "minitorch.tensor"

@@ -194,7 +194,8 @@ def test_a_number_of_a_narrow_dtype_is_checked_as_a_float(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.uint64, np.int64])
 def test_an_offset_of_a_narrow_dtype_does_not_wrap(kind: Any) -> None:
     x = np.random.default_rng(0).standard_normal((2, 5, 4))
-    for options in ({"window_size": (3, 0)}, {"window_size": (200, -1), "is_causal": True}):
+    every: Any = {"window_size": (3, 0)}, {"window_size": (200, -1), "is_causal": True}
+    for options in every:
         out, expected = (
             kernels.flash_attention_forward(x, x, x, causal_offset=offset, **options)[0]
             for offset in (kind(2), 2)

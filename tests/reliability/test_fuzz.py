@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from kernels.runtime.jit import njit_cached
 from ..kernels.test_varlen import Packed, packed
 from ..support.attention.strategies import Case
 from ..support.fuzzing import draws as fuzz_draws
+from ..support.fuzzing import public_calls
 from ..support.fuzzing.buffers import (
     MARGIN,
     POISON,
@@ -111,6 +113,27 @@ def test_packed_nonsense_is_refused_or_right(
         results: dict[str, Any] = dict(zip(names, (out, lse, *gradients), strict=True))
         case.check(results, "by fuzzing")
         notes.count("right")
+
+
+@pytest.mark.fuzz
+@pytest.mark.filterwarnings("ignore")
+@given(seed=st.integers(0, 2**32))
+@SHORT
+def test_only_checks_refuse_public_calls(notes: Notes, seed: int) -> None:
+    given_ = public_calls.Given(random.Random(seed))
+    functions = given_.functions()
+    for name in given_.rng.sample(sorted(functions), 10):
+        args, named = given_.arguments(functions[name])
+        drawn = f"{name} of {[type(x).__name__ for x in args]} and {[*named]}, seed {seed}"
+        notes.begin(drawn)
+        try:
+            functions[name](*args, **named)
+        except Exception as error:
+            wrong = public_calls.fault(error)
+            assert not wrong, f"{wrong}; {drawn}"
+            notes.count("refused")
+        else:
+            notes.count("returned")
 
 
 # -- what the judge itself can see -----------------------------------------------------------------

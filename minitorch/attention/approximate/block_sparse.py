@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from kernels import BlockMask
-from kernels.common.arguments import whole
+from kernels.common.arguments import one_of, whole
 
 from ...tensor import Tensor
 from .support import Masked, check_operands, check_options, one_mask
@@ -74,8 +74,7 @@ def block_sparse(
     """
     check_options("block_sparse", Masked(attn_mask, dropout_p, is_causal, scale))
     check_operands("block_sparse", q, k, v)
-    if pattern not in PATTERNS:
-        raise ValueError(f"pattern must be one of {tuple(PATTERNS)}, got {pattern!r}")
+    one_of("pattern", pattern, PATTERNS)
     attn_mask = one_mask(attn_mask, key_mask, k)
     size = whole("block_size", block_size, 1)
     mask = pattern_mask(pattern, q.shape[-2], k.shape[-2], size, q.shape[-3])

@@ -18,8 +18,8 @@ from kernels.problem.operands import in_order, make_operands
 from kernels.problem.options import ARRAYS, Options
 from kernels.problem.question import Problem, check_gradient_operands, problem_of
 
-#: The operands of the backward pass in addition to q, k and v.
-_RESULTS = ("dout", "out", "lse", "dlse")
+#: The operands of the backward pass in addition to q, k and v; callers may leave out the last one.
+_RESULTS = ("dout", "out", "lse", "dlse", "lse_rest")
 
 
 class Call:
@@ -30,7 +30,7 @@ class Call:
         k: (…, heads, seq_k, head_dim).
         v: (…, heads, seq_k, value_dim).
         options: Options of ``make_problem``, by name.
-        results: For a gradient, dout, out, lse, and dlse or None.
+        results: For a gradient, dout, out, lse, dlse or None, and the rest of lse if there is one.
         make: Builds the problem, as :func:`kernels.problem.question.problem_of` does.
 
     Raises:
@@ -43,7 +43,7 @@ class Call:
         k: Any,
         v: Any,
         options: Options,
-        results: tuple[Any, Any, Any, Any] | None = None,
+        results: tuple[Any, ...] | None = None,
         make: Callable[[Any, Any, Any, Options], Problem] = problem_of,
     ):
         q, k, v = as_operand(q), as_operand(k), as_operand(v)
@@ -52,8 +52,8 @@ class Call:
         places = [q, k, v]
         given: dict[str, Any] = {}
         if results is not None:
-            given = {n: as_operand(x) for n, x in zip(_RESULTS, results, strict=True)}
-            check_gradient_operands(self.problem, **given)
+            given = {n: as_operand(x) for n, x in zip(_RESULTS, results, strict=False)}
+            check_gradient_operands(self.problem, *[given[n] for n in _RESULTS[:4]])
             places += [array for array in given.values() if array is not None]
         self.target = _target(places)
         if arrays and self.target is launch.CPU:
@@ -66,14 +66,14 @@ class Call:
         check_types(backward=backward)
         operands = self.operands
         if backward:
-            out, lse = self.forward(tile)
-            operands = operands.having(out=out, lse=lse, dout=out)
+            out, lse, rest = self.forward(tile)
+            operands = operands.having(out=out, lse=lse, lse_rest=rest, dout=out)
         wanted = launch.Wanted(backward=bool(backward))
         plan = launch.plan_of(self.target, self.problem, operands, tile, wanted)
         return plan_by_running(plan, self.problem, operands)
 
-    def forward(self, tile: Any, seen: Glance | None = None) -> tuple[Any, Any]:
-        """Return out and lse.
+    def forward(self, tile: Any, seen: Glance | None = None) -> tuple[Any, Any, Any]:
+        """Return out, lse and its rest.
 
         Args:
             tile: (block_q, block_k); the rung's own when None.
@@ -132,7 +132,7 @@ class Call:
 
 
 def forward(q: Any, k: Any, v: Any, options: Options, tile: Any) -> tuple[Any, ...]:
-    """Return out and lse; see :func:`kernels.flash_attention_forward`."""
+    """Return out, lse and its rest; see :func:`kernels.flash_attention_forward`."""
     library = library_of(q)
     if library is not None and (place := library.place(q)) is not None:
         with place:
@@ -145,7 +145,7 @@ def forward(q: Any, k: Any, v: Any, options: Options, tile: Any) -> tuple[Any, .
 
 def backward(
     operands: tuple[Any, Any, Any],
-    results: tuple[Any, Any, Any, Any],
+    results: tuple[Any, ...],
     options: Options,
     tile: Any,
     with_mask: bool,
@@ -155,7 +155,7 @@ def backward(
 
     Args:
         operands: q, k and v.
-        results: dout, out, lse, and dlse or None.
+        results: dout, out, lse, dlse or None, and the rest of lse if there is one.
         options: Options by name.
         tile: (block_q, block_k); the rung's own when None.
         with_mask: Also return the gradient of the floating mask.
@@ -165,8 +165,8 @@ def backward(
     if library is not None and (place := library.place(operands[0])) is not None:
         with place:
             return backward(operands, results, options, tile, with_mask, with_sink)
-    dout, out, lse, dlse = results
-    given = (*operands, out, lse, dout) if dlse is None else (*operands, out, lse, dout, dlse)
+    dout, out, lse, dlse, *rest = results
+    given = (*operands, out, lse, *rest, dout, *(() if dlse is None else (dlse,)))
     seen = glance(given, options, "backward", tile, with_mask, with_sink)
     if seen is not None and seen.plan is not None:
         return _repeated(seen, library, operands[0])[:3]

@@ -179,7 +179,7 @@ def keep_plan(target: Target, kind: Any, plan: Plan) -> None:
 
 def forward(
     target: Target, problem: Problem, operands: Operands, tile: Tile | None = None
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, Any]:
     """Compute attention.
 
     Args:
@@ -189,7 +189,8 @@ def forward(
         tile: (block_q, block_k); the rung's own when None.
 
     Returns:
-        out (…, heads, seq_q, value_dim) and lse (…, heads, seq_q), which is float32 for 16-bit operands.
+        out (…, heads, seq_q, value_dim), lse (…, heads, seq_q), which is float32 for 16-bit operands, and
+        lse_rest, shaped like lse; see ``Operands``.
         The dimensions of out have the same order in memory as those of q.  If q repeats elements by a
         stride of 0, or has fewer dimensions, out is row-major.
 
@@ -200,15 +201,15 @@ def forward(
     return plan_of(target, problem, operands, tile).run(problem, operands)
 
 
-def _forward(plan: Plan, problem: Problem, operands: Operands) -> tuple[Any, Any]:
+def _forward(plan: Plan, problem: Problem, operands: Operands) -> tuple[Any, Any, Any]:
     """Do what :func:`forward` says, by the rung of a plan."""
     memory = plan.target.memory
     taken, own = plan.taken(problem, operands)
     out = _like(memory, own.q, problem, problem.out_shape, taken.dtype)
-    lse = memory.empty(problem.lse_shape, problem.acc_dtype)
-    viewed = own.having(out=out, lse=lse).viewed(memory, problem)
+    lse, rest = (memory.empty(problem.lse_shape, problem.acc_dtype) for _ in range(2))
+    viewed = own.having(out=out, lse=lse, lse_rest=rest).viewed(memory, problem)
     plan.rung.forward_of(taken)(taken, plan.tile, viewed)
-    return memory.laid_as(memory.convert(out, problem.dtype), operands.q), lse
+    return memory.laid_as(memory.convert(out, problem.dtype), operands.q), lse, rest
 
 
 def _like(
@@ -254,7 +255,8 @@ def backward(
     Args:
         target: The target of the operands.
         problem: The checked call.
-        operands: The operands of :func:`forward`, its results, dout, and dlse or None.
+        operands: The operands of :func:`forward`, its results, of which lse_rest may be missing, dout, and
+            dlse or None.
         tile: (block_q, block_k); the rung's own when None.
         with_mask: Also compute the gradient of the floating mask.
         with_sink: Also compute the gradient of the sinks.
@@ -270,6 +272,7 @@ def backward(
 def _backward(plan: Plan, problem: Problem, operands: Operands) -> Gradients:
     """Do what :func:`backward` says, by the rung of a plan."""
     target, memory = plan.target, plan.target.memory
+    operands = operands.with_rest(memory, problem)
     taken, own = plan.taken(problem.sinkless, operands)
     dq = _like(memory, own.q, problem, problem.q_shape, taken.dtype)
     # A head of k and v that several query heads share gets a gradient from each.

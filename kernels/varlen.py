@@ -66,7 +66,7 @@ def flash_attention_varlen_forward(
             cu_seqlens_k,
             by_name("flash_attention_varlen_forward", args, options),
         )
-        out, lse = call.forward(tile)
+        out, lse, _ = call.forward(tile)
         return results_of(library_of(q), (heads_first(out), lse))
 
 
@@ -94,7 +94,7 @@ def flash_attention_varlen_backward(
         k: Keys of the forward pass, (total_k, heads, head_dim).
         v: Values of the forward pass, (total_k, heads, value_dim).
         out: Result of the forward pass, (total_q, heads, value_dim).
-        lse: The forward pass's lse, (heads, total_q).
+        lse: The forward pass's lse, (heads, total_q); see ``flash_attention_backward`` for large scores.
         cu_seqlens_q: Cumulative query lengths, (count + 1,) integers on the host, starting at 0.
         cu_seqlens_k: Cumulative key lengths, (count + 1,) integers on the host, starting at 0.
         args: Options by position; the same values as in the forward pass.

@@ -18,6 +18,9 @@ MINUS_INF = -math.inf
 #: 8 would not overflow 16 bits, but a row's largest probability is exactly 1, and not rounded, only
 #: relative to its own maximum.  Measured, docs/notes-cuda.md.  Source: FlashAttention-4.
 PATIENCE = 3
+#: Largest |m| in base 2, for which tensor cores compute 2^(s - m) as the exponential of a product less a
+#: rounded product.  The error of the exponent is up to 2⁻²⁴ of m, here less than 2⁻¹³.
+LARGE = 1024.0
 
 
 class OnlineSoftmax(NamedTuple):
@@ -26,7 +29,7 @@ class OnlineSoftmax(NamedTuple):
     shift_of: Callable[[Any], Any]
     inverse_sum: Callable[[Any], Any]
     log_sum_exp: Callable[[Any, Any], Any]
-    merge_weight: Callable[[Any, Any], Any]
+    merge_weight: Callable[[Any, Any, Any], Any]
 
 
 def _reciprocal(x):
@@ -47,6 +50,9 @@ def make_online_softmax(
     Let m be the running maximum of a row.  After each tile, ``shift = shift_of(m_new)`` and
     P = exp(S - shift), and the old sum and output are multiplied by exp(m_old - shift).  At the end,
     O = acc * inverse_sum(sum) and L = log_sum_exp(shift, sum).
+
+    L is a pair of numbers, lse and the rest that lse loses by rounding: where m is large, log(sum) is less
+    than a unit in its last place, and exp(S - lse) is not a probability.
 
     These three functions test for a fully masked row by equality, so that NaN in a row, from an operand or
     an overflow, stays NaN; ``>`` would treat such a row as fully masked.
@@ -70,15 +76,19 @@ def make_online_softmax(
 
     @compile_
     def log_sum_exp(shift, row_sum):
-        return MINUS_INF if row_sum == 0.0 else shift + log(row_sum)
+        if row_sum == 0.0:
+            return MINUS_INF, 0.0
+        term = log(row_sum)
+        lse = shift + term
+        return lse, (shift - lse) + term  # in this order, which no compiler may change
 
     @compile_
-    def merge_weight(lse, shift):
+    def merge_weight(lse, rest, shift):
         """Return the weight of the output of one part of the keys, with shift = shift_of(largest lse).
 
         The whole is O = Σ weight O_part * inverse_sum(Σ weight), L = log_sum_exp(shift, Σ weight).
         """
-        return math.exp(lse - shift)
+        return math.exp((lse - shift) + rest)
 
     return OnlineSoftmax(shift_of, inverse_sum, log_sum_exp, merge_weight)
 

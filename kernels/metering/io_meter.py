@@ -128,7 +128,7 @@ class IOMeter:
     ::
 
         with IOMeter() as meter:
-            out, lse = launch.forward(launch.CUDA, problem, operands)
+            out, lse, _ = launch.forward(launch.CUDA, problem, operands)
         meter.counts(q=q, k=k, v=v, out=out, lse=lse)["q"].reads
 
     It counts the kernels of this package, in the simulator only.
@@ -301,9 +301,9 @@ def metered(
     operands = make_operands(launch.CUDA.memory, problem, q, k, v)
     with one_of_many_heads():
         with IOMeter() as meter:
-            out, lse = launch.forward(launch.CUDA, problem, operands, tile)
+            out, lse, rest = launch.forward(launch.CUDA, problem, operands, tile)
         forward = meter.counts(q=q, k=k, v=v, out=out, lse=lse)
-        operands = operands.having(dout=dout, out=out, lse=lse)
+        operands = operands.having(dout=dout, out=out, lse=lse, lse_rest=rest)
         with IOMeter() as meter:
             dq, dk, dv, *_ = launch.backward(launch.CUDA, problem, operands, tile)
         backward = meter.counts(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv)

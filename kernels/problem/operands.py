@@ -35,6 +35,7 @@ class Operands(NamedTuple):
         sink: (heads,), of the dtype of lse.
         out: (…, heads, seq_q, value_dim).
         lse: (…, heads, seq_q), of the accumulator's dtype, float32 for fp16 and bf16.
+        lse_rest: As lse: what lse loses by rounding, so that L = lse + lse_rest.
         dout: Gradient of out.
         dlse: Gradient of lse, or None for zeros.
         dq: Gradient of q, of its broadcast shape.
@@ -51,6 +52,7 @@ class Operands(NamedTuple):
     sink: Any = None
     out: Any = None
     lse: Any = None
+    lse_rest: Any = None
     dout: Any = None
     dlse: Any = None
     dq: Any = None
@@ -71,6 +73,13 @@ class Operands(NamedTuple):
         if self.mask is not None and is_floating(self.mask.dtype):
             converted["mask"] = memory.convert(self.mask, acc_dtype(self.mask.dtype))
         return self.having(**converted)
+
+    def with_rest(self, memory: Memory, problem: Problem) -> Operands:
+        """Return the record of a backward pass with zeros for a rest of lse that the caller does not have."""
+        if self.lse_rest is not None:
+            return self
+        zero, shape = memory.constant(np.zeros(1, problem.acc_dtype)), problem.lse_shape
+        return self.having(lse_rest=memory.view(zero, shape, (0,) * len(shape)))
 
     def viewed(self, memory: Memory, problem: Problem) -> Operands:
         """Return the arrays in the form of the kernels, copied only if strides cannot describe them."""
@@ -147,7 +156,7 @@ def own_mask(memory: Memory, problem: Problem, mask: Any) -> tuple[Any, npt.NDAr
 
 
 def _viewed(memory: Memory, problem: Problem, name: str, array: Any) -> Any:
-    if name in ("lse", "dlse"):
+    if name in ("lse", "lse_rest", "dlse"):
         if problem.groups == 1 and len(array.shape) == 3:
             return array  # as it is
         column = _four_dims(memory, problem, memory.column(array))

@@ -26,12 +26,12 @@ def _delta(operands: Operands) -> Array:
 
 
 def attention(problem: Problem, tile: Any, operands: Operands) -> None:
-    """Fill out and lse by the textbook formula, with all scores at once.
+    """Fill out, lse and lse_rest by the textbook formula, with all scores at once.
 
     Args:
         problem: The checked call.
         tile: Not used.
-        operands: q, k, v, and out and lse to be written.
+        operands: q, k, v, and out, lse and lse_rest to be written.
 
     Source: FlashAttention, Algorithm 0.
     """
@@ -39,7 +39,9 @@ def attention(problem: Problem, tile: Any, operands: Operands) -> None:
         rows, cols = slice(0, own.q.shape[2]), slice(0, own.k.shape[2])
         s, _ = scores.tile(rows, cols)  # (…, seq_q, seq_k)
         out, lse = lines.softmax_times(s, scores.kept(rows, cols), own.v)
-        own.out[...], own.lse[...] = scores.with_sink(out, lse)
+        near = lines.shift_of(lse)  # (…, seq_q)
+        rest = lines.rest_of(lse, near, np.exp(s - near[..., None]).sum(axis=-1))
+        own.out[...], own.lse[...], own.lse_rest[...] = scores.with_sink(out, lse, rest)
 
 
 class _Tile(NamedTuple):
@@ -59,7 +61,8 @@ class _Tile(NamedTuple):
 def _backward_of(scores: Scores, own: Operands, rows: slice, cols: slice, delta: Array) -> _Tile:
     # S = τ Q Kᵀ     P = exp(S - L)
     s, derivative = scores.tile(rows, cols)  # (…, rows, cols)
-    p = np.exp(s - lines.shift_of(own.lse[..., rows])[..., None])
+    shift, rest = lines.shift_of(own.lse[..., rows]), own.lse_rest[..., rows]
+    p = np.exp((s - shift[..., None]) - rest[..., None])
     # O = (P ∘ Z) V
     z = scores.kept(rows, cols)
     dp = (own.dout[..., rows, :] @ np.swapaxes(own.v[..., cols, :], -1, -2)) * z
@@ -74,7 +77,7 @@ def attention_backward(problem: Problem, tile: Any, operands: Operands) -> None:
     Args:
         problem: The checked call.
         tile: Not used.
-        operands: q, k, v, out, lse, dout, dlse or None, and dq, dk and dv to be written.
+        operands: q, k, v, out, lse, lse_rest, dout, dlse or None, and dq, dk and dv to be written.
 
     Source: FlashAttention, Appendix B.2; FlashAttention-2, section 2.3.
     """
@@ -113,22 +116,23 @@ def sink_gradient(problem: Problem, operands: Operands, dsink: Array) -> None:
 
     Args:
         problem: The checked call.
-        operands: dout, out, lse, sink, and dlse or None.
+        operands: dout, out, lse, lse_rest, sink, and dlse or None.
         dsink: (batch * heads,), written.
     """
     sums = operands.lse.dtype
     wide = operands.having(dout=operands.dout.astype(sums), out=operands.out.astype(sums))
-    p = np.exp(operands.sink[..., 0] - lines.shift_of(operands.lse))  # (batch, heads, seq_q)
+    apart = operands.sink[..., 0] - lines.shift_of(operands.lse)  # (batch, heads, seq_q)
+    p = np.exp(apart - operands.lse_rest)
     dsink[...] = -(p * _delta(wide)).sum(axis=-1).reshape(-1)
 
 
 def tiled_attention(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out and lse tile by tile.
+    """Fill out, lse and lse_rest tile by tile.
 
     Args:
         problem: The checked call.
         tile: (block_q, block_k).
-        operands: q, k, v, and out and lse to be written.
+        operands: q, k, v, and out, lse and lse_rest to be written.
 
     Source: FlashAttention-2, Algorithm 1, lines 3-15.
     """
@@ -160,7 +164,9 @@ def _forward_tile(
         known = lines.add_tile(known, s, scores.kept(rows, cols), own.v[..., cols, :])
     # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
     out, lse = lines.finished(known)  # (…, block_q, value_dim), (…, block_q)
-    own.out[..., rows, :], own.lse[..., rows] = scores.with_sink(out, lse)
+    rest = lines.rest_of(lse, lines.shift_of(known.row_max), known.row_sum)
+    out, lse, rest = scores.with_sink(out, lse, rest)
+    own.out[..., rows, :], own.lse[..., rows], own.lse_rest[..., rows] = out, lse, rest
 
 
 def tiled_attention_backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
@@ -169,7 +175,7 @@ def tiled_attention_backward(problem: Problem, tile: tuple[int, int], operands: 
     Args:
         problem: The checked call.
         tile: (block_q, block_k).
-        operands: q, k, v, out, lse, dout, dlse or None, and dq, dk and dv to be written.
+        operands: q, k, v, out, lse, lse_rest, dout, dlse or None, and dq, dk and dv to be written.
 
     Source: FlashAttention-2, Algorithm 2.
     """

@@ -50,6 +50,18 @@ def log(row_sum: Array) -> Array:
         return np.log(row_sum)
 
 
+def rest_of(lse: Array, shift: Array, row_sum: Array) -> Array:
+    """Return what lse = shift + log ℓ loses by rounding: much where |m| is large.
+
+    Args:
+        lse: (…, rows).
+        shift: (…, rows), m or another number near it.
+        row_sum: (…, rows), Σ exp(S - shift) of each row.
+    """
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isfinite(lse), (shift - lse) + log(row_sum), lse.dtype.type(0))
+
+
 def softmax_times(s: Array, z: Any, v: Array) -> tuple[Array, Array]:
     """Return out and lse of rows whose scores are all there.
 

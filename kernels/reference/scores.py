@@ -17,6 +17,8 @@ from kernels.scores.mods import evaluate
 from kernels.scores.program import Place, ScoreTarget, make_score_program
 from kernels.scores.visibility import distance
 
+from . import lines
+
 Array = npt.NDArray[Any]
 
 
@@ -75,12 +77,20 @@ class Scores:
         # The user's derivative may be infinite at a masked score, whose gradient is 0.
         return s, np.where(s == -np.inf, s.dtype.type(0), derivative)
 
-    def with_sink(self, out: Array, lse: Array) -> tuple[Array, Array]:
-        """Return out (…, rows, value_dim) and lse (…, rows) with the sink in their softmax."""
+    def with_sink(self, out: Array, lse: Array, rest: Array) -> tuple[Array, Array, Array]:
+        """Return out (…, rows, value_dim), lse and its rest (…, rows) with the sink in their softmax."""
         if not self.problem.sink:
-            return out, lse
-        whole = np.logaddexp(lse, self.operands.sink[..., 0])  # (…, rows)
-        return out * np.exp(lse - whole)[..., None], whole
+            return out, lse, rest
+        sink = self.operands.sink[..., 0]
+        top = lines.shift_of(np.maximum(lse, sink))  # (…, rows)
+        own = np.exp((lse - top) + rest)
+        row_sum = own + np.exp(sink - top)
+        whole = top + lines.log(row_sum)
+        return (
+            lines.divided(out * own[..., None], row_sum),
+            whole,
+            lines.rest_of(whole, top, row_sum),
+        )
 
     def kept(self, rows: slice, cols: slice) -> Any:
         """Return the dropout factors, 0 or ``keep_scale``; the number 1 without dropout."""
@@ -118,10 +128,9 @@ def packed_parts(problem: Problem, operands: Operands) -> Iterator[tuple[Scores,
         def part(name: str, array: Any, rows: slice = rows, cols: slice = cols) -> Any:
             if array is None or name in PER_HEAD:
                 return array
-            if name in ("lse", "dlse"):
+            if name in ("lse", "lse_rest", "dlse"):
                 return array[..., rows]
             return array[..., cols if name in ("k", "v", "dk", "dv") else rows, :]
 
-        names = ("q", "k", "v", *PER_HEAD, "out", "lse", "dout", "dlse", "dq", "dk", "dv")
-        own = Operands(**{name: part(name, getattr(operands, name)) for name in names})
+        own = Operands(**{name: part(name, array) for name, array in operands._asdict().items()})
         yield Scores(problem, own, number), own

@@ -240,7 +240,7 @@ def make_row_end(
     real: Any,
     sink_of: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Return ``end_row(row_sum, shift, b, h, call)``: a row's 1 / l, which multiplies O, and L.
+    """Return ``end_row(row_sum, shift, b, h, call)``: a row's 1 / l, which multiplies O, lse and its rest.
 
     Args:
         features: The options of the call.
@@ -254,15 +254,18 @@ def make_row_end(
 
     @compile_
     def end_row(row_sum, shift, b, h, call):
-        inverse, lse = real(inverse_sum(row_sum)), real(log_sum_exp(shift, row_sum))
+        inverse = real(inverse_sum(row_sum))
+        lse, rest = log_sum_exp(real(shift), real(row_sum))
+        lse, rest = real(lse), real(rest)
         if not has_sink:
-            return inverse, lse
+            return inverse, lse, rest
         # The sink is merged like another part of the keys, with L = sink and O = 0.
         sink = real(sink_of(b, h, call))
         top = real(shift_of(max(lse, sink)))
-        weight = real(merge_weight(lse, top))
-        total = weight + real(merge_weight(sink, top))
-        return inverse * weight * real(inverse_sum(total)), real(log_sum_exp(top, total))
+        weight = real(merge_weight(lse, rest, top))
+        total = weight + real(merge_weight(sink, real(0), top))
+        lse, rest = log_sum_exp(top, total)
+        return inverse * weight * real(inverse_sum(total)), real(lse), real(rest)
 
     return end_row
 

@@ -136,6 +136,10 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, options
     return (out, *lse) if lse else out
 
 
+#: What the forward pass returns.
+_RESULTS = ("out", "lse", "lse_rest")
+
+
 class _Kept(NamedTuple):
     """The data of a call that its backward pass needs.
 
@@ -143,8 +147,8 @@ class _Kept(NamedTuple):
         target: The target on which it ran.
         problem: The checked call.
         q: The queries.
-        data: On a device, the data of q, k, v, out and lse.
-        operands: All arrays of the call, including out and lse; None if ``data`` has all of them.
+        data: On a device, the data of q, k, v, out, lse and its rest.
+        operands: All arrays of the call, including these results; None if ``data`` has all of them.
     """
 
     target: Any
@@ -158,8 +162,8 @@ class _Kept(NamedTuple):
         operands = self.operands
         if operands is None:
             view = self.target.memory.view
-            q, k, v, out, lse = (view(x._storage, x.shape, x.strides) for x in self.data)
-            operands = Operands(q, k, v, out=out, lse=lse)
+            q, k, v, *results = (view(x._storage, x.shape, x.strides) for x in self.data)
+            operands = Operands(q, k, v, **dict(zip(_RESULTS, results, strict=True)))
         return operands.having(dout=dout, dlse=dlse)
 
 
@@ -214,7 +218,7 @@ class FlashAttention(Function):
                 drawn = dropout_seed() if options.get("seed") is None else seen.seed
                 problem = problem.with_seed(drawn)
             again = seen.plan.repeat.storages(seen.starts, problem.seed)
-            out, lse = (q.on(*result) for result in again)
+            out, lse, rest = (q.on(*result) for result in again)
         else:
             if mask is not None or sink is not None:  # without their history
                 options = {**options, "attn_mask": mask, "sink": sink}
@@ -229,12 +233,12 @@ class FlashAttention(Function):
             results = plan.run(problem, operands)
             if seen is not None:
                 seen.learn(plan, operands)
-            operands = operands.having(out=results[0], lse=results[1])
+            operands = operands.having(**dict(zip(_RESULTS, results, strict=True)))
             if call.arrays and not ctx.no_grad:
                 operands = _with_copies(operands, call.arrays, options)
-            out, lse = map(q.wrap, results)
+            out, lse, rest = map(q.wrap, results)
         if not ctx.no_grad:
-            data = (q, k, v, out, lse) if q.backend.cuda else ()
+            data = (q, k, v, out, lse, rest) if q.backend.cuda else ()
             ctx.save_for_backward(
                 *_Kept(target, problem, q, tuple([x._tensor for x in data]), operands)
             )

@@ -261,7 +261,7 @@ def run(settings: Settings) -> Recording:
     operands = make_operands(launch.CUDA.memory, problem, q, k, v)
     with Recorder() as recorder:
         tile = settings.block_q, settings.block_k
-        out, lse = launch.forward(launch.CUDA, problem, operands, tile)
+        out, lse, _ = launch.forward(launch.CUDA, problem, operands, tile)
     # The operands first: the simulator's memory has no other names.
     arrays = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     host: dict[str, Any] = {name: to_host(array)[0] for name, array in arrays.items()}

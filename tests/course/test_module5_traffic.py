@@ -58,7 +58,7 @@ def metered(
     problem = make_problem(q, k, v, rung=rung, **options)
     operands = make_operands(launch.CUDA.memory, problem, q, k, v)
     with IOMeter() as meter:
-        out, lse = launch.forward(launch.CUDA, problem, operands, tile)
+        out, lse, _ = launch.forward(launch.CUDA, problem, operands, tile)
     counts = meter.counts(q=q, k=k, v=v, out=out, lse=lse)
     return counts, HeadShape(*sizes, problem.lower, problem.upper)
 

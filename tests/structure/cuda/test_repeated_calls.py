@@ -109,8 +109,8 @@ def _call(option: str, rung: str, deterministic: bool, seed: int | None = None) 
     problem, options = _problem(option, [q, k, v], rung=rung, deterministic=deterministic, **more)
     arrays = (options.get(name) for name in ("attn_mask", "alibi_slopes", "sink"))
     operands = make_operands(EMULATED.memory, problem, q, k, v, *arrays)
-    out, lse = launch.forward(EMULATED, problem, operands)
-    launch.backward(EMULATED, problem, operands.having(out=out, lse=lse, dout=dout))
+    out, lse, rest = launch.forward(EMULATED, problem, operands)
+    launch.backward(EMULATED, problem, operands.having(out=out, lse=lse, lse_rest=rest, dout=dout))
 
 
 def _expected(option: str, rung: str, deterministic: bool) -> Counter[str]:

@@ -119,10 +119,10 @@ class Case:
         mask, *per_head = map(self.options.get, ("attn_mask", "alibi_slopes", "sink"))
         q, k, v, mask = (put(x) if x is not None else None for x in (*self.operands, mask))
         operands = make_operands(memory, problem, q, k, v, mask, *per_head)
-        out, lse = launch.forward(target, problem, operands, tile)
+        out, lse, rest = launch.forward(target, problem, operands, tile)
         dlse = None if self.dlse is None else put(self.dlse)
         kept = out if stored_out is None else stored_out
-        operands = operands.having(out=kept, lse=lse, dout=put(self.dout), dlse=dlse)
+        operands = operands.having(out=kept, lse=lse, lse_rest=rest, dout=put(self.dout), dlse=dlse)
         wanted = self.has_mask_gradient, self.has_sink
         gradients = launch.backward(target, problem, operands, tile, *wanted)
         names = ("out", "lse", *gradients._fields)

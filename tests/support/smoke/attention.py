@@ -166,10 +166,10 @@ def results(
     q, k, v, dout, dlse = (to_device(x) if on_device else x for x in arrays.values())
     own = map(given.get, ("attn_mask", "alibi_slopes", "sink"))
     operands = make_operands(target.memory, problem, q, k, v, *own)
-    out, lse = launch.forward(target, problem, operands)
+    out, lse, rest = launch.forward(target, problem, operands)
     found = {"out": out, "lse": lse}
     if problem.precision not in FLOAT8:
-        operands = operands.having(out=out, lse=lse, dout=dout, dlse=dlse)
+        operands = operands.having(out=out, lse=lse, lse_rest=rest, dout=dout, dlse=dlse)
         found |= launch.backward(
             target, problem, operands, with_mask=problem.mask == "float", with_sink=problem.sink
         )._asdict()

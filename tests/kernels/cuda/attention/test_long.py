@@ -97,8 +97,8 @@ def test_no_option_takes_memory_for_all_scores(rung: str, name: str) -> None:
         launch.CUDA.memory, problem, *arrays.values(), mask, case.options.get("alibi_slopes")
     )
     before = memory.reset_peak()
-    out, lse = launch.forward(launch.CUDA, problem, operands)
-    operands = operands.having(out=out, lse=lse, dout=dout, dlse=dlse)
+    out, lse, rest = launch.forward(launch.CUDA, problem, operands)
+    operands = operands.having(out=out, lse=lse, lse_rest=rest, dout=dout, dlse=dlse)
     launch.backward(launch.CUDA, problem, operands, with_mask=case.has_mask_gradient)
     results = 6 * heads * length * 64 * 4  # out, dq, dk and dv, of groups apart and together
     scores = heads * length * length * 4
@@ -173,8 +173,8 @@ def linear_memory(case: Case, seen: dict[Any, Any], most: int, **more: Any) -> N
         # Float32 is split into terms, as many bytes as q, k, v and dout; sums of dq are apart from it.
         most += (4 if problem.deterministic else 5) * case.q.nbytes
     before = memory.reset_peak()
-    out, lse = launch.forward(launch.CUDA, problem, operands)
-    operands = operands.having(out=out, lse=lse, dout=dout)
+    out, lse, rest = launch.forward(launch.CUDA, problem, operands)
+    operands = operands.having(out=out, lse=lse, lse_rest=rest, dout=dout)
     dq = launch.backward(launch.CUDA, problem, operands).dq
     assert memory.peak() - before <= 4 * case.q.nbytes + most  # out, dq, dk and dv
     outs, dqs = out.copy_to_host(), dq.copy_to_host()

@@ -75,7 +75,7 @@ class Operands(NamedTuple):
         return self.having(**converted)
 
     def with_rest(self, memory: Memory, problem: Problem) -> Operands:
-        """Return the record of a backward pass with zeros for a rest of lse that the caller does not have."""
+        """Return the record of a backward pass, with zeros for a missing rest of lse."""
         if self.lse_rest is not None:
             return self
         zero, shape = memory.constant(np.zeros(1, problem.acc_dtype)), problem.lse_shape

@@ -464,7 +464,7 @@ class TestFlash1:
         q, k, v, dout, out, lse = (cuda.to_device(x) for x in (*arrays, out, lse))
         problem = kernels.make_problem(*arrays[:3], rung="flash1", dropout_p=0.4, seed=1)
         operands = make_operands(launch.CUDA.memory, problem, q, k, v, None, None)
-        operands = operands.having(out=out, lse=lse, lse_rest=rest, dout=dout, dlse=None)
+        operands = operands.having(out=out, lse=lse, dout=dout, dlse=None)
         gradients = launch.backward(launch.CUDA, problem, operands, (3, 2))
         results = {n: getattr(gradients, n).copy_to_host() for n in ("dq", "dk", "dv")}
         check_gradients(results, arrays, factor=FACTOR, tile=(3, 2))

@@ -160,7 +160,8 @@ def test_every_output_element_is_written(case: Case) -> None:
     for target in TARGETS.values():
         rung = target.pick(problem)
         shapes = {
-            "out": problem.out_shape, "lse": problem.lse_shape, "lse_rest": problem.lse_shape, "dq": problem.q_shape,
+            "out": problem.out_shape, "lse": problem.lse_shape, "lse_rest": problem.lse_shape,
+            "dq": problem.q_shape,
             "dk": (*problem.grouped_lead, *problem.k_shape[-2:]),
             "dv": (*problem.grouped_lead, *problem.v_shape[-2:]),
         }  # fmt: skip

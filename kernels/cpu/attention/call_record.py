@@ -14,7 +14,6 @@ import numpy.typing as npt
 from numba import int64, void
 
 from kernels.common.geometry import ceil_div
-from kernels.common.online_softmax import LOG2_E
 from kernels.common.philox import attention_threshold, keep_scale
 from kernels.cpu.attention import mods
 from kernels.cpu.attention.dropout import keep_address
@@ -76,12 +75,6 @@ class CallOptions:
         self._arrays: dict[str, Any] = {}
         self._work: Any = None
         o = self._record
-        # Options that compute with a score need it in base e; see ``flash2``.
-        base_e = bool(
-            problem.softcap or problem.score_mod or problem.slopes or problem.mask == "float"
-        )
-        o["factor"] = problem.scale * (1.0 if base_e else LOG2_E)
-        o["unit"] = LOG2_E if base_e else 1.0
         o["scale"], o["lower"], o["upper"] = problem.scale, problem.lower, problem.upper
         o["by_keys"], o["heads"] = by_keys, problem.heads
         o["block_q"], o["block_k"] = tile
@@ -95,7 +88,7 @@ class CallOptions:
         hides = problem.mask or problem.block_mask is not None or problem.mask_mod is not None
         if hides:
             self._hiding_options(operands, by_keys, listed)
-        if base_e or hides:
+        if problem.features.bends or hides:
             o["score_pass"] = score_address(problem.dtype)
         if problem.dropout_p:
             o["keep_pass"] = keep_address(problem.dtype)
@@ -182,7 +175,12 @@ class CallOptions:
         return work < ALONE_BELOW
 
     def prepared(
-        self, address: int, items: int, others: tuple[str, ...], phases: int = 1
+        self,
+        address: int,
+        items: int,
+        others: tuple[str, ...],
+        phases: int = 1,
+        given: Operands | None = None,
     ) -> Callable[..., bool] | None:
         """Return a function that runs a kernel on other arrays of the same layout as those of this record.
 
@@ -191,6 +189,7 @@ class CallOptions:
             items: Number of work items.
             others: Fields of a call in addition to its operands.
             phases: How often the kernel runs, for the backward pass.
+            given: The operands of a backward pass, whose rest of lse may be missing.
 
         Returns:
             A function of ``(seed, operands, *others)``, which returns False without running if an array is
@@ -201,6 +200,8 @@ class CallOptions:
         template, is_small = self.settings.view(np.int64), self._is_small
         own = {name: number for number, name in enumerate((*Operands._fields, *others))}
         del own["mask_batch"]
+        if given is not None and given.lse_rest is None:
+            del own["lse_rest"]  # the zeros of this record
         brought = [
             (number, _OFFSETS[name] // WORD) for name, number in own.items() if name in self._arrays
         ]

@@ -1,17 +1,15 @@
 """FlashAttention-2 forward on the CPU: the paper's loop, with a vector lane in place of a CUDA thread.
 
-Computes   out and lse.
+Computes   out, lse and lse_rest.
 Source     FlashAttention-2, Algorithm 1.
 Work item  one query tile of one head, and of one sequence if sequences are packed; threads take items
            from a table, the longest first.
 One lane   keeps row_max, row_sum and acc for one query row.  Tiles are therefore stored with the lanes
            along the contiguous axis: S is (cols, lanes), and no maximum or sum runs across lanes.
 Buffers    per work item, in the first- and second-level cache; nothing of size seq_q x seq_k.
-Base 2     exp(x) = exp2(x · log2(e)), and exp2 is the cheaper function.  So that no score is multiplied
-           by log2(e) on its own, q is: it is scaled by scale · log2(e) when it is loaded, S comes out in
-           base 2, and P = exp2(S - m).  Options that compute with a score (softcap, score_mod, ALiBi, a
-           floating mask) need it in base e: then q is scaled by scale alone, and P = exp2(unit · (S - m))
-           with unit = log2(e).  lse is a natural logarithm either way.
+Base 2     exp(x) = exp2(x · log2(e)), and exp2 is the cheaper function.  The maximum is subtracted before
+           that: S · log2(e) could overflow, and a product less a rounded product is not 0 where both
+           factors are the same.
 Options    the bounds of causal masks and windows are applied here; all others are passes over the tile in
            ``tile_scores``, called by their address, so that this kernel is compiled once for all options.
 """
@@ -19,13 +17,14 @@ Options    the bounds of causal masks and windows are applied here; all others a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
-from kernels.common.online_softmax import LN_2
+from kernels.common.online_softmax import LARGE, LOG2_E
 from kernels.cpu.attention import flash_decoding
 from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions, lie_as_viewed
 from kernels.cpu.attention.mods import why_not_compiled
@@ -51,7 +50,6 @@ from kernels.cpu.attention.tiles import (
 )
 from kernels.cpu.matmul.tile_product import add_product, exp2, set_product
 from kernels.cpu.runtime.function_pointers import address_of, call
-from kernels.cpu.runtime.vector_math import multiply_add
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.jit import FASTMATH, njit_cached
@@ -75,7 +73,7 @@ class Running(NamedTuple):
     Attributes:
         row_max: m.
         row_sum: l.
-        shift: m in base 2, 0 for a row whose keys so far are all masked.
+        shift: m, or 0 for a row whose keys so far are all masked.
         rescale: e^(m_old - m), for O.
     """
 
@@ -86,14 +84,14 @@ class Running(NamedTuple):
 
 
 @njit(fastmath=FASTMATH)
-def softmax_step(s, running, unit):
+def softmax_step(s, running):
     """Fold a tile of scores into the running maximum and sum, and overwrite it with P.
 
     Args:
         s: (cols, lanes), S on entry and P = exp(S - m) on return.
         running: ``Running``, read and written.
-        unit: See "Base 2" above.
     """
+    log2_e = s.dtype.type(LOG2_E)
     row_max, row_sum, shift, rescale = running
     cols, lanes = s.shape
     # m = max(m_old, rowmax S)
@@ -103,8 +101,8 @@ def softmax_step(s, running, unit):
         for lane in range(lanes):
             new_max[lane] = max(new_max[lane], s_row[lane])
     for lane in range(lanes):
-        shift[lane] = shift_of(new_max[lane]) * unit
-        rescale[lane] = exp2(multiply_add(row_max[lane], unit, -shift[lane]))
+        shift[lane] = shift_of(new_max[lane])
+        rescale[lane] = exp2((row_max[lane] - shift[lane]) * log2_e)
         row_max[lane] = new_max[lane]
     # P = exp(S - m), l = e^(m_old - m) l + rowsum P
     for lane in range(lanes):
@@ -113,7 +111,7 @@ def softmax_step(s, running, unit):
     for c in range(cols):
         s_row, p_row = s[c], p[c]  # (lanes,)
         for lane in range(lanes):
-            p_row[lane] = exp2(multiply_add(s_row[lane], unit, -shift[lane]))
+            p_row[lane] = exp2((s_row[lane] - shift[lane]) * log2_e)
             row_sum[lane] += p_row[lane]
 
 
@@ -123,7 +121,7 @@ def make_forward(real):
 
     @njit_cached(fastmath=FASTMATH)
     def forward_item(settings, item):
-        """Fill one query tile of out and lse: loop over the key tiles that it visits.
+        """Fill one query tile of the results: loop over the key tiles that it visits.
 
         Args:
             settings: (1,) of ``SETTINGS``.
@@ -142,12 +140,12 @@ def make_forward(real):
         v = rows_of(o.v, b, h, first_k, seq_k, real)  # (seq_k, value_dim)
         out = rows_of(o.out, b, h, first_q + row, rows, real)  # (rows, value_dim)
         lse = rows_of(o.lse, b, h, first_q + row, rows, real)  # (rows, 1)
+        rest = rows_of(o.lse_rest, b, h, first_q + row, rows, real)  # (rows, 1)
         value_dim = v.shape[1]
         lanes = lanes_for(rows)
-        unit = real(o.unit)
         # 4: load Q_i, transposed and scaled
         q_t = empty_tile(q.shape[1], lanes, real)  # (head_dim, lanes)
-        pack_transposed(q, real(o.factor), q_t)
+        pack_transposed(q, real(o.scale), q_t)
         # 5: O = 0, l = 0, m = -inf
         acc = zero_tile(value_dim, lanes, real)  # (value_dim, lanes)
         running = Running(
@@ -181,7 +179,7 @@ def make_forward(real):
             if j < first_full or j >= full_stop:
                 hide_out_of_bounds(s, col, row, -upper, -lower)
             # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
-            softmax_step(s, running, unit)
+            softmax_step(s, running)
             p = s  # the same memory
             if o.keep_pass != 0:
                 z = z_tile[:cols]  # (cols, lanes)
@@ -197,8 +195,8 @@ def make_forward(real):
         acc_t = empty_tile(lanes, value_dim, real)  # (lanes, value_dim)
         transpose(acc, acc_t)
         for r in range(rows):
-            shift, acc_row = running.shift[r] * real(LN_2), acc_t[r]  # (value_dim,)
-            inverse, lse[r, 0] = end_row(running.row_sum[r], shift, b, h, o)
+            shift, acc_row = running.shift[r], acc_t[r]  # (value_dim,)
+            inverse, lse[r, 0], rest[r, 0] = end_row(running.row_sum[r], shift, b, h, o)
             for i in range(value_dim):
                 out[r, i] = acc_row[i] * inverse
 
@@ -212,18 +210,42 @@ def _address(dtype: np.dtype[Any]) -> int:
 
 
 def forward(problem: Problem, size: tuple[int, int], operands: Operands) -> None:
-    """Fill out and lse.
+    """Fill out, lse and lse_rest.
 
     Args:
         problem: The checked call.
         size: (block_q, block_k).
-        operands: The operands, with any strides; out and lse are written.
+        operands: The operands, with any strides; the results are written.
     """
     if _has_few_rows(problem, size, operands):
         flash_decoding.forward(problem, operands)
-        return
+    else:
+        forward_by_tiles(problem, size, operands)
+
+
+def forward_by_tiles(problem: Problem, size: tuple[int, int], operands: Operands) -> None:
+    """Do what :func:`forward` says, by the kernel whose scores are those of the backward pass."""
     options, items = _options(problem, size, operands)
     options.run(_address(problem.dtype), items)
+
+
+def is_large(lse: Any) -> bool:
+    """Tell whether some scores are so large that their rounding errors change probabilities."""
+    return bool((np.abs(lse) > LARGE).any())
+
+
+def with_scores_by_tiles(problem: Problem, o: Operands) -> Operands:
+    """Return the operands of a backward pass with the lse of the scores that it computes.
+
+    ``flash_decoding`` adds the products of q and k in another order.  Where scores are large, exp(S - L)
+    with the L of the other sums is not a probability.
+    """
+    if not (flash_decoding.pays(problem, o) and is_large(o.lse)):
+        return o
+    out, lse, rest = (np.empty(x.shape, x.dtype) for x in (o.out, o.lse, o.lse))
+    whole = replace(problem, sink=o.sink is not None)
+    forward_by_tiles(whole, tile(whole), o.having(out=out, lse=lse, lse_rest=rest))
+    return o.having(lse=lse, lse_rest=rest)
 
 
 def _has_few_rows(problem: Problem, size: tuple[int, int], operands: Operands) -> bool:
@@ -233,7 +255,8 @@ def _has_few_rows(problem: Problem, size: tuple[int, int], operands: Operands) -
 def _options(problem: Problem, size: tuple[int, int], o: Operands) -> tuple[CallOptions, int]:
     """Return the record of a call, and its work items."""
     options = CallOptions(problem, o, size, by_keys=False)
-    options.name(q=o.q, k=o.k, v=o.v, out=o.out, lse=o.lse[..., None])
+    logs = {"lse": o.lse[..., None], "lse_rest": o.lse_rest[..., None]}
+    options.name(q=o.q, k=o.k, v=o.v, out=o.out, **logs)
     return options, o.q.shape[0] * o.q.shape[1] * options.tile_table(False)
 
 
@@ -241,22 +264,23 @@ def prepare(
     problem: Problem, size: tuple[int, int], memory: Memory, operands: Operands, result: Any
 ) -> Callable[[Problem, Operands], Any] | None:
     """Return a function that repeats a call on other arrays; see ``rungs.Rung.prepare_forward``."""
-    given = operands.having(out=result[0], lse=result[1])
+    names = ("out", "lse", "lse_rest")
+    given = operands.having(**dict(zip(names, result, strict=True)))
     viewed = given.viewed(memory, problem)
     if not lie_as_viewed(given, viewed) or _has_few_rows(problem, size, viewed):
         return None
     options, items = _options(problem, size, viewed)
-    run = options.prepared(_address(problem.dtype), items, ("out", "lse"))
+    run = options.prepared(_address(problem.dtype), items, names)
     if run is None:
         return None
-    new_out, new_lse = map(memory.like, result)
+    new_out, new_lse, new_rest = map(memory.like, result)
 
     def again(problem: Problem, operands: Operands) -> Any:
-        out, lse = new_out(), new_lse()
-        if not run(problem.seed, operands, out, lse):
-            own = operands.having(out=out, lse=lse)
+        out, lse, rest = new_out(), new_lse(), new_rest()
+        if not run(problem.seed, operands, out, lse, rest):
+            own = operands.having(out=out, lse=lse, lse_rest=rest)
             forward(problem, size, own.viewed(memory, problem))
-        return out, lse
+        return out, lse, rest
 
     return again
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from kernels.common.geometry import PLAIN
-from kernels.cpu.attention import flash2
+from kernels.cpu.attention import flash2, flash_decoding
 from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions, lie_as_viewed
 from kernels.cpu.attention.gradient_tiles import (
     Buffers,
@@ -44,6 +44,7 @@ from kernels.cpu.attention.tiles import (
     first_tile,
     lanes_for,
     multiply,
+    pack_rows,
     tile_in_table,
     tile_of,
     tiles_stop,
@@ -102,6 +103,7 @@ def make_backward(real):
             k = rows_of(o.k, b, h, first_k + col, cols, real)  # (cols, head_dim)
             v = rows_of(o.v, b, h, first_k + col, cols, real)  # (cols, value_dim)
             lse = rows_of(o.lse, b, h, first_q, seq_q, real)  # (seq_q, 1)
+            rest = rows_of(o.lse_rest, b, h, first_q, seq_q, real)  # (seq_q, 1)
             delta = rows_of(o.delta, b, h, first_q, seq_q, real)  # (seq_q, 1)
             dk = rows_of(o.dk, b, h, first_k + col, cols, real)  # (cols, head_dim)
             dv = rows_of(o.dv, b, h, first_k + col, cols, real)  # (cols, value_dim)
@@ -119,12 +121,12 @@ def make_backward(real):
             if begin >= end or start_row >= stop_row:
                 continue
             # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
-            tile = load_keys(k, v, real(o.factor), tau)
+            tile = load_keys(k, v, tau)
             buffers = Buffers(
                 empty_tile(block_q, lanes, real), empty_tile(block_q, lanes, real),
                 zero_tile(block_q if o.bends != 0 else 0, lanes, real),
                 zero_tile(block_q if o.keep_pass != 0 else 0, lanes, real),
-                empty_tile(block_q, columns, real),
+                empty_tile(block_q, columns, real), empty_tile(block_q, q.shape[1], real),
             )  # fmt: skip
             # 8: for 1 <= i <= T_r, but only rows with a visible column in the tile
             for entry in range(begin, end):
@@ -141,14 +143,18 @@ def make_backward(real):
                     slope = as_tile(buffers.slope, rows, end_lane - left)  # or (0, lanes)
                     z = as_tile(buffers.z, rows, end_lane - left)
                     # 9: load Q_i, dO_i, L_i, D_i
-                    q_tile, dout_tile = q[row : row + rows], dout[row : row + rows]  # (rows, dim)
-                    own_lse, own_delta = lse[row : row + rows, 0], delta[row : row + rows, 0]
+                    q_tile, dout_tile = buffers.q[:rows], dout[row : row + rows]  # (rows, dim)
+                    pack_rows(q[row : row + rows], tau, q_tile)
+                    own_lse, own_rest = lse[row : row + rows, 0], rest[row : row + rows, 0]
+                    own_delta = delta[row : row + rows, 0]
                     # 10: S = Q_i K_jᵀ
                     k_t = tile.k_t[:, left:end_lane]  # (head_dim, lanes)
                     fill_scores(s, slope, q_tile, k_t, settings, here, bounded)
                     # 11: P = exp(S - L_i)     13: dP = dO_i V_jᵀ     14: dS = P ∘ (dP - D_i)
                     v_t = tile.v_t[:, left:end_lane]  # (value_dim, lanes)
-                    fill_gradient(s, dp, z, dout_tile, v_t, own_lse, own_delta, settings, here)
+                    fill_gradient(
+                        s, dp, z, dout_tile, v_t, own_lse, own_rest, own_delta, settings, here
+                    )
                     p, ds = s, dp  # the same memory
                     if o.bends != 0:
                         multiply_by_slope(ds, slope)
@@ -167,7 +173,7 @@ def make_backward(real):
                     add_product(o.product, tile.dk[:, left:end_lane], q_tile.T, ds)
                     row += rows
             # 18: write dK_j, dV_j
-            add_key_gradients(tile, tau, dk, dv)
+            add_key_gradients(tile, dk, dv)
 
     return backward_item
 
@@ -196,6 +202,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
         tile: (block_q, block_k).
         operands: The operands, with any strides; dq, dk and dv are written.
     """
+    operands = flash2.with_scores_by_tiles(problem, operands)
     options, items, parts = _options(problem, tile, operands)
     for phase in range(parts):
         options.settings["phase"] = phase
@@ -211,8 +218,8 @@ def _options(problem: Problem, tile: tuple[int, int], o: Operands) -> tuple[Call
     parts = PLAIN.ceil_div(max(seq_q, 1), part_rows)
     options.tile_table(True, parts)
     options.name(
-        dout=o.dout, q=o.q, k=o.k, v=o.v, lse=o.lse[..., None], delta=_delta(o)[..., None],
-        out=o.out, dq=o.dq, dk=o.dk, dv=o.dv,
+        dout=o.dout, q=o.q, k=o.k, v=o.v, lse=o.lse[..., None], lse_rest=o.lse_rest[..., None],
+        delta=_delta(o)[..., None], out=o.out, dq=o.dq, dk=o.dk, dv=o.dv,
     )  # fmt: skip
     options.settings["parts"], options.settings["part_rows"] = parts, part_rows
     return options, parts * batch_heads, parts
@@ -228,22 +235,27 @@ def prepare(
 ) -> Callable[[Problem, Operands], Any] | None:
     """Return a function that repeats a call on other arrays; see ``rungs.Rung.prepare_backward``."""
     gradients = result[:3]
-    given = operands.having(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+    given = operands.with_rest(memory, problem)
+    given = given.having(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
     viewed = given.viewed(memory, problem)
     if problem.groups > 1 or not lie_as_viewed(given, viewed):
         return None
     options, items, parts = _options(problem, tile, viewed)
-    run = options.prepared(_address(problem.dtype), items, ("dq", "dk", "dv", "delta"), parts)
+    others = ("dq", "dk", "dv", "delta")
+    run = options.prepared(_address(problem.dtype), items, others, parts, operands)
     if run is None:
         return None
     new_dq, new_dk, new_dv = map(memory.like, gradients)
     make = type(result)
 
+    few_rows = flash_decoding.pays(problem, viewed)
+
     def again(problem: Problem, operands: Operands) -> Any:
         dq, dk, dv = new_dq(), new_dk(), new_dv()
+        is_in_full = few_rows and flash2.is_large(operands.lse)
         # A record has the sums D where operands have the gradient of lse.
-        if not run(problem.seed, operands, dq, dk, dv, _delta(operands)):
-            own = operands.having(dq=dq, dk=dk, dv=dv)
+        if is_in_full or not run(problem.seed, operands, dq, dk, dv, _delta(operands)):
+            own = operands.with_rest(memory, problem).having(dq=dq, dk=dk, dv=dv)
             backward(problem, tile, own.viewed(memory, problem))
         return make(dq, dk, dv)
 

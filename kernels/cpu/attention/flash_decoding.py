@@ -1,11 +1,11 @@
 """Flash-Decoding on the CPU, for few query rows and many keys: the keys are split, and the parts merged.
 
-Computes   out and lse.
+Computes   out, lse and lse_rest.
 Source     Dao et al., Flash-Decoding (2023): FlashAttention-2, Algorithm 1, on each part of the keys, and
            the same rescaling once more over the parts.
 Work item  the rows of one head against one part of the keys.
 One lane   one key of a tile for the scores, S is (rows, lanes); one element of out for the rest.
-Buffers    out and lse of each part: linear in seq_k / ``PART``.
+Buffers    the results of each part: linear in seq_k / ``PART``.
 Traffic    k and v are read once, in place; nothing is transposed.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit
 
 from kernels.common.geometry import PLAIN
-from kernels.common.online_softmax import LN_2
+from kernels.common.online_softmax import LOG2_E
 from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
 from kernels.cpu.attention.tile_scores import Place, blocks_hide, rows_of
 from kernels.cpu.attention.tiles import (
@@ -79,11 +79,11 @@ def make_part(real):
 
     @njit_cached(fastmath=FASTMATH)
     def part_item(settings, item):
-        """Fill out and lse of all rows of one head against one part of the keys.
+        """Fill the results of all rows of one head against one part of the keys.
 
         Args:
             settings: (1,) of ``SETTINGS``; its out is (parts · batch, heads, seq_q, value_dim), and so
-                its lse.
+                lse and its rest.
             item: Number of (batch, head) times the tiles of the table, plus the number of the tile, times
                 the parts, plus the number of the part.
         """
@@ -94,12 +94,12 @@ def make_part(real):
         own = part * o.q.shape[0] + b
         sequence, first_q, seq_q, first_k, seq_k, row = tile_in_table(o, rest % o.tiles)
         rows, value_dim = min(o.block_q, seq_q - row), o.v.shape[3]
-        lower, upper, unit, minus_inf = o.lower, o.upper, real(o.unit), real(-np.inf)
+        lower, upper, log2_e, minus_inf = o.lower, o.upper, real(LOG2_E), real(-np.inf)
         q = rows_of(o.q, b, h, first_q + row, rows, real)  # (rows, head_dim)
         q_scaled = np.empty(q.shape, real)  # (rows, head_dim)
         for r in range(rows):
             for d in range(q.shape[1]):
-                q_scaled[r, d] = q[r, d] * real(o.factor)
+                q_scaled[r, d] = q[r, d] * real(o.scale)
         # 5: O = 0, l = 0, m = -inf
         acc = np.zeros((rows, value_dim), real)  # (rows, value_dim)
         row_sum = np.zeros(rows, real)  # (rows,)
@@ -134,9 +134,9 @@ def make_part(real):
                     new_max = max(new_max, s_row[c])
                 # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
                 shift = real(shift_of(new_max))
-                rescale, total = exp2((row_max[r] - shift) * unit), real(0)
+                rescale, total = exp2((row_max[r] - shift) * log2_e), real(0)
                 for c in range(cols):
-                    p_row[c] = exp2((s_row[c] - shift) * unit)
+                    p_row[c] = exp2((s_row[c] - shift) * log2_e)
                     total += p_row[c]
                 row_sum[r] = rescale * row_sum[r] + total
                 row_max[r] = new_max
@@ -150,9 +150,10 @@ def make_part(real):
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
         out = rows_of(o.out, own, h, first_q + row, rows, real)  # (rows, value_dim)
         lse = rows_of(o.lse, own, h, first_q + row, rows, real)  # (rows, 1)
+        rest = rows_of(o.lse_rest, own, h, first_q + row, rows, real)  # (rows, 1)
         for r in range(rows):
-            shift = real(shift_of(row_max[r])) * (unit * real(LN_2))
-            inverse, lse[r, 0] = end_row(row_sum[r], shift, b, h, o)
+            shift = real(shift_of(row_max[r]))
+            inverse, lse[r, 0], rest[r, 0] = end_row(row_sum[r], shift, b, h, o)
             for i in range(value_dim):
                 out[r, i] = acc[r, i] * inverse
 
@@ -160,15 +161,17 @@ def make_part(real):
 
 
 @njit_cached(fastmath=FASTMATH)
-def merge_parts(out_parts, lse_parts, sink, out, lse):
-    """Merge the parts by their lse, together with the sinks, which count as parts with out = 0.
+def merge_parts(out_parts, lse_parts, rest_parts, sink, out, lse, rest):
+    """Merge the parts by their sums, together with the sinks, which count as parts with out = 0.
 
     Args:
         out_parts: (parts, rows, value_dim).
         lse_parts: (parts, rows).
+        rest_parts: (parts, rows).
         sink: (rows,), minus infinity without sinks.
         out: (rows, value_dim), written.
         lse: (rows,), written.
+        rest: (rows,), written.
     """
     parts, rows, value_dim = out_parts.shape
     for r in range(rows):
@@ -176,18 +179,18 @@ def merge_parts(out_parts, lse_parts, sink, out, lse):
         for part in range(parts):
             largest = max(largest, lse_parts[part, r])
         shift = out.dtype.type(shift_of(largest))
-        total = out.dtype.type(merge_weight(sink[r], shift))
+        total = out.dtype.type(merge_weight(sink[r], 0, shift))
         for part in range(parts):
-            total += merge_weight(lse_parts[part, r], shift)
+            total += merge_weight(lse_parts[part, r], rest_parts[part, r], shift)
         inverse = out.dtype.type(inverse_sum(total))
         row = out[r]  # (value_dim,)
         row[:] = 0
         for part in range(parts):
-            weight = merge_weight(lse_parts[part, r], shift) * inverse
+            weight = merge_weight(lse_parts[part, r], rest_parts[part, r], shift) * inverse
             own = out_parts[part, r]  # (value_dim,)
             for i in range(value_dim):
                 row[i] += weight * own[i]
-        lse[r] = log_sum_exp(shift, total)
+        lse[r], rest[r] = log_sum_exp(shift, total)
 
 
 @cache
@@ -209,11 +212,11 @@ def pays(problem: Problem, operands: Operands) -> bool:
 
 
 def forward(problem: Problem, operands: Operands) -> None:
-    """Fill out and lse.
+    """Fill out, lse and lse_rest.
 
     Args:
         problem: The checked call.
-        operands: The operands; rows of k and v are contiguous; out and lse are written.
+        operands: The operands; rows of k and v are contiguous; the results are written.
     """
     o = operands
     packed = problem.sequences
@@ -222,11 +225,14 @@ def forward(problem: Problem, operands: Operands) -> None:
     block_q = rows_of_a_sequence(problem)
     own = problem.sinkless if parts > 1 else problem
     options = CallOptions(own, o, (block_q, BLOCK_K), by_keys=True, listed=False)
-    out_parts = np.empty((parts, *o.out.shape), o.out.dtype) if parts > 1 else o.out[None]
-    lse_parts = np.empty((parts, *o.lse.shape), o.lse.dtype) if parts > 1 else o.lse[None]
+    out_parts, lse_parts, rest_parts = (
+        np.empty((parts, *x.shape), x.dtype) if parts > 1 else x[None]
+        for x in (o.out, o.lse, o.lse_rest)
+    )
     options.name(
         q=o.q, k=o.k, v=o.v, out=out_parts.reshape(-1, *o.out.shape[1:]),
         lse=lse_parts.reshape(-1, *o.lse.shape[1:], 1),
+        lse_rest=rest_parts.reshape(-1, *o.lse.shape[1:], 1),
     )  # fmt: skip
     options.settings["parts"] = parts
     tiles = options.tile_table(False)
@@ -238,9 +244,11 @@ def forward(problem: Problem, operands: Operands) -> None:
         merge_parts(
             out_parts.reshape(parts, -1, dim),
             lse_parts.reshape(parts, -1),
+            rest_parts.reshape(parts, -1),
             np.broadcast_to(sink, o.lse.shape).reshape(-1),
             merged,
             o.lse.reshape(-1),
+            o.lse_rest.reshape(-1),
         )
         if not o.out.flags.c_contiguous:
             o.out[...] = merged.reshape(o.out.shape)

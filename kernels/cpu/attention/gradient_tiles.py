@@ -39,7 +39,7 @@ class KeyTile(NamedTuple):
     """A tile of keys with its gradients; lanes are keys.
 
     Attributes:
-        k_t: (head_dim, lanes), times ``factor``.
+        k_t: (head_dim, lanes).
         v_t: (value_dim, lanes).
         k_rows: (cols, columns), times the scale; rows are contiguous.
         dk: (head_dim, lanes), a sum.
@@ -62,6 +62,7 @@ class Buffers(NamedTuple):
         slope: (block_q · lanes,): derivatives of the scores; or empty.
         z: (block_q · lanes,): factors of dropout; or empty.
         dq: (block_q, columns).
+        q: (block_q, head_dim): q times the scale, as in the forward pass, so that S is the same number.
     """
 
     s: Any
@@ -69,16 +70,16 @@ class Buffers(NamedTuple):
     slope: Any
     z: Any
     dq: Any
+    q: Any
 
 
 @njit(fastmath=FASTMATH)
-def load_keys(k, v, factor, scale):
+def load_keys(k, v, scale):
     """Return a ``KeyTile`` of rows of k and v, with gradients of zero.
 
     Args:
         k: (cols, head_dim), any strides.
         v: (cols, value_dim), any strides.
-        factor: Factor of k for the scores.
         scale: Factor of k for dQ.
     """
     real, (cols, head_dim), value_dim = k.dtype, k.shape, v.shape[1]
@@ -88,19 +89,18 @@ def load_keys(k, v, factor, scale):
         empty_tile(cols, lanes_for(head_dim), real),
         zero_tile(head_dim, lanes, real), zero_tile(value_dim, lanes, real),
     )  # fmt: skip
-    pack_transposed(k, factor, tile.k_t)
+    pack_transposed(k, real.type(1), tile.k_t)
     pack_transposed(v, real.type(1), tile.v_t)
     pack_rows(k, scale, tile.k_rows)
     return tile
 
 
 @njit(fastmath=FASTMATH)
-def add_key_gradients(tile, scale, dk, dv):
+def add_key_gradients(tile, dk, dv):
     """Add the gradients of a ``KeyTile`` to dk and dv.
 
     Args:
         tile: A ``KeyTile``.
-        scale: Factor of dk.
         dk: (cols, head_dim), any strides.
         dv: (cols, value_dim), any strides.
     """
@@ -109,7 +109,7 @@ def add_key_gradients(tile, scale, dk, dv):
     dv_t = empty_tile(lanes, dv.shape[1], real)  # (lanes, value_dim)
     transpose(tile.dk, dk_t)
     transpose(tile.dv, dv_t)
-    add_rows(dk_t, scale, dk)
+    add_rows(dk_t, real.type(1), dk)
     add_rows(dv_t, real.type(1), dv)
 
 
@@ -154,8 +154,8 @@ def fill_scores(s, slope, q_tile, k_t, settings, place, bounded):
     Args:
         s: (rows, lanes), written.
         slope: (rows, lanes), the derivative of S by scale · q · k, written; or (0, lanes).
-        q_tile: (rows, head_dim).
-        k_t: (head_dim, lanes), scaled.
+        q_tile: (rows, head_dim), scaled.
+        k_t: (head_dim, lanes).
         settings: (1,) of ``SETTINGS``.
         place: A ``Place``.
         bounded: Whether the bounds may mask anything in it.
@@ -170,7 +170,7 @@ def fill_scores(s, slope, q_tile, k_t, settings, place, bounded):
 
 
 @njit(fastmath=FASTMATH)
-def fill_gradient(s, dp, z, dout_tile, v_t, lse, delta, settings, place):
+def fill_gradient(s, dp, z, dout_tile, v_t, lse, rest, delta, settings, place):
     """Turn a piece of S into P, and fill dS.
 
     Args:
@@ -180,13 +180,14 @@ def fill_gradient(s, dp, z, dout_tile, v_t, lse, delta, settings, place):
         dout_tile: (rows, value_dim).
         v_t: (value_dim, lanes).
         lse: (rows,).
+        rest: (rows,), that of lse.
         delta: (rows,).
         settings: (1,) of ``SETTINGS``.
         place: A ``Place``.
     """
     o = settings[0]
     real = s.dtype.type
-    unit = real(o.unit)
+    log2_e = real(LOG2_E)
     # 13: dP = dO_i V_jᵀ
     set_product(o.product, dp, dout_tile, v_t)
     if o.keep_pass != 0:
@@ -196,10 +197,10 @@ def fill_gradient(s, dp, z, dout_tile, v_t, lse, delta, settings, place):
     p, ds = s, dp
     # 11: P = exp(S - L_i)     14: dS = P ∘ (dP - D_i)
     for r in range(s.shape[0]):
-        shift, delta_r = real(shift_of(lse[r]) * LOG2_E), delta[r]
+        shift, rest_r, delta_r = real(shift_of(lse[r])), rest[r] * log2_e, delta[r]
         s_row, p_row, dp_row, ds_row = s[r], p[r], dp[r], ds[r]  # (lanes,)
         for lane in range(s.shape[1]):
-            p_row[lane] = exp2(multiply_add(s_row[lane], unit, -shift))
+            p_row[lane] = exp2(multiply_add(s_row[lane] - shift, log2_e, -rest_r))
             ds_row[lane] = p_row[lane] * (dp_row[lane] - delta_r)
 
 

@@ -20,9 +20,10 @@ from numba import njit
 
 from kernels.common.geometry import PLAIN
 from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
+from kernels.cpu.attention.flash2 import with_scores_by_tiles
 from kernels.cpu.attention.gradient_tiles import fill_gradient, fill_scores, is_bounded
 from kernels.cpu.attention.tile_scores import Place, blocks_hide, rows_of, view
-from kernels.cpu.attention.tiles import ceil_div, lanes_for, pack_transposed
+from kernels.cpu.attention.tiles import ceil_div, lanes_for, pack_rows, pack_transposed
 from kernels.cpu.runtime.function_pointers import address_of
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
@@ -87,6 +88,7 @@ def make_mask_gradient(real):
         lanes = lanes_for(col_stop - col_start)
         total = np.zeros((min(size[2], block_q), min(size[3], block_k)), real)
         k_t, v_t = np.empty((dim, lanes), real), np.empty((value_dim, lanes), real)
+        q_tile = np.empty((block_q, dim), real)  # (block_q, head_dim)
         s_tile, dp_tile = np.empty((block_q, lanes), real), np.empty((block_q, lanes), real)
         slope = np.empty((0, lanes), real)
         z_tile = np.zeros((block_q if o.keep_pass != 0 else 0, lanes), real)  # (block_q, lanes)
@@ -98,7 +100,7 @@ def make_mask_gradient(real):
                 continue
             for col in range(col_start, col_stop, block_k):
                 cols = min(block_k, col_stop - col)
-                pack_transposed(rows_of(o.k, b, h, col, cols, real), real(o.factor), k_t)
+                pack_transposed(rows_of(o.k, b, h, col, cols, real), real(1), k_t)
                 pack_transposed(rows_of(o.v, b, h, col, cols, real), real(1), v_t)
                 for row in range(row_start, row_stop, block_q):
                     rows = min(block_q, row_stop - row)
@@ -108,13 +110,19 @@ def make_mask_gradient(real):
                     if blocks_hide(o, place, rows):
                         continue
                     s, dp, z = s_tile[:rows], dp_tile[:rows], z_tile[:rows]  # (rows, lanes)
-                    q = rows_of(o.q, b, h, row, rows, real)  # (rows, head_dim)
+                    q = q_tile[:rows]  # (rows, head_dim)
+                    pack_rows(rows_of(o.q, b, h, row, rows, real), real(o.scale), q)
                     dout = rows_of(o.dout, b, h, row, rows, real)  # (rows, value_dim)
-                    lse = rows_of(o.lse, b, h, row, rows, real)  # (rows, 1)
-                    delta = rows_of(o.delta, b, h, row, rows, real)  # (rows, 1)
+                    lse, rest, delta = (
+                        rows_of(o.lse, b, h, row, rows, real),
+                        rows_of(o.lse_rest, b, h, row, rows, real),
+                        rows_of(o.delta, b, h, row, rows, real),
+                    )  # (rows, 1) each
                     bounded = is_bounded(row, row + rows, col, col + cols, lower, upper)
                     fill_scores(s, slope, q, k_t, settings, place, bounded)
-                    fill_gradient(s, dp, z, dout, v_t, lse[:, 0], delta[:, 0], settings, place)
+                    fill_gradient(
+                        s, dp, z, dout, v_t, lse[:, 0], rest[:, 0], delta[:, 0], settings, place
+                    )
                     ds = dp  # the same memory
                     add_repeated(ds, cols, total)
         out = rows_of(o.out, batch_own, head_own, row_tile * block_q, total.shape[0], real)
@@ -139,7 +147,7 @@ def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
         operands: The operands of the backward pass.
         dmask: (mask batches, heads or 1, seq_q or 1, seq_k or 1), written.
     """
-    o = operands
+    o = with_scores_by_tiles(problem, operands)
     rows, cols = dmask.shape[2:]
     tiles = PLAIN.ceil_div(rows, TILE[0]) * PLAIN.ceil_div(cols, TILE[1])
     few = dmask.shape[0] * dmask.shape[1] * tiles < FEW_TILES
@@ -148,7 +156,8 @@ def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
     delta = np.einsum("bhrd,bhrd->bhr", o.dout, o.out)
     delta = delta if o.dlse is None else delta - o.dlse
     options.name(
-        q=o.q, k=o.k, v=o.v, dout=o.dout, lse=o.lse[..., None], delta=delta[..., None], out=filled,
+        q=o.q, k=o.k, v=o.v, dout=o.dout, lse=o.lse[..., None], lse_rest=o.lse_rest[..., None],
+        delta=delta[..., None], out=filled,
     )  # fmt: skip
     options.run(_address(problem.dtype), filled.shape[0] * filled.shape[1] * tiles)
     if few:

@@ -5,7 +5,6 @@ Source     ``scores.program``, compiled for one option at a time: a loop without
            and kernels are compiled once for all combinations.
 Tile       (lines, lanes), lanes contiguous: lanes are query rows and lines are key columns, or with
            ``by_keys`` the reverse.  The arrays of the options are viewed in the tile's order, too.
-Units      scores are in base e where an option computes with them, else in base 2; see ``flash2``.
 Compiled   separately from the kernels, which call a pass by its address, and only when a call needs it.
 """
 
@@ -43,6 +42,7 @@ SETTINGS = np.dtype(
         ("v", ARRAY),
         ("out", ARRAY),
         ("lse", ARRAY),  # (batch, heads, seq_q, 1)
+        ("lse_rest", ARRAY),  # as lse
         ("dout", ARRAY),
         ("delta", ARRAY),  # as lse
         ("dq", ARRAY),  # as q
@@ -56,8 +56,6 @@ SETTINGS = np.dtype(
         ("phase", "i8"),
         ("block_q", "i8"),
         ("block_k", "i8"),
-        ("factor", "f8"),  # factor of q · k: the scale, times log2(e) where scores are in base 2
-        ("unit", "f8"),  # P = 2^(unit · (S - L)): 1 where scores are in base 2, else log2(e)
         ("scale", "f8"),
         ("lower", "i8"),
         ("upper", "i8"),

@@ -21,7 +21,9 @@ ceil_div = _GEOMETRY.ceil_div
 first_tile, tiles_stop = _GEOMETRY.first_tile, _GEOMETRY.tiles_stop
 first_full_tile, full_tiles_stop = _GEOMETRY.first_full_tile, _GEOMETRY.full_tiles_stop
 is_visible = make_masks(njit).is_visible
-_SOFTMAX = make_online_softmax(njit)
+#: Numba lets a function inherit its caller's freedoms, and what lse loses would be simplified to 0.
+_EXACTLY = njit(fastmath=False)
+_SOFTMAX = make_online_softmax(_EXACTLY)
 shift_of, inverse_sum, log_sum_exp = _SOFTMAX.shift_of, _SOFTMAX.inverse_sum, _SOFTMAX.log_sum_exp
 merge_weight = _SOFTMAX.merge_weight
 
@@ -35,7 +37,7 @@ def make_end_row(real):
     def sink_of(b, h, o):
         return minus_inf if o.sink.address == 0 else view(o.sink, real)[b, h, 0, 0]
 
-    return make_row_end(Features(sink=True), njit, _SOFTMAX, real, sink_of)
+    return make_row_end(Features(sink=True), _EXACTLY, _SOFTMAX, real, sink_of)
 
 
 @njit(fastmath=FASTMATH)

@@ -100,8 +100,8 @@ def flash_attention_backward(
         k: Keys of the forward pass, (…, heads, seq_k, head_dim).
         v: Values of the forward pass, (…, heads, seq_k, value_dim).
         out: Result of the forward pass, (…, heads, seq_q, value_dim), with any strides.
-        lse: The forward pass's lse, (…, heads, seq_q), with any strides.  Where the largest score of a row is
-            beyond about 10⁷ in float32, such as in a row of the mask that holds the least number, lse
+        lse: The forward pass's lse, (…, heads, seq_q), with any strides.  Where the largest score of a row
+            is beyond about 10⁷ in float32, such as in a row of the mask that holds the least number, lse
             has lost the logarithm of the row's sum, and the probabilities do not add up to 1.  Tensors
             and the PyTorch operator keep what lse loses.
         args: Options by position; the same values as in the forward pass.

@@ -68,7 +68,8 @@ def glance(operands: Sequence[Any], options: Options, *rest: Any) -> Glance | No
         options: Options by name.
         *rest: Other values that the call depends on.
     """
-    if active() is not None:  # launches are being recorded for a graph
+    # Arrays of the host are not described, and launches are being recorded for a graph if one is active.
+    if type(operands[0]) not in DESCRIBE or active() is not None:
         return None
     kind, starts, seed = [rung_of_run(), current_device(), *rest], list[int](), 0
     try:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from kernels.common.online_softmax import LARGE, LOG2_E
+from kernels.common.online_softmax import LARGE, LOG2_E, PATIENCE
 from kernels.cpu.attention import flash_decoding
 from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions, lie_as_viewed
 from kernels.cpu.attention.mods import why_not_compiled
@@ -71,9 +71,9 @@ class Running(NamedTuple):
     """The state of the online softmax between key tiles; a lane is a query row, each array (lanes,).
 
     Attributes:
-        row_max: m.
+        row_max: m when the sums were last rescaled.
         row_sum: l.
-        shift: m, or 0 for a row whose keys so far are all masked.
+        shift: row_max, or 0 for a row whose keys so far are all masked.
         rescale: e^(m_old - m), for O.
     """
 
@@ -90,8 +90,11 @@ def softmax_step(s, running):
     Args:
         s: (cols, lanes), S on entry and P = exp(S - m) on return.
         running: ``Running``, read and written.
+
+    Returns:
+        Whether O must be rescaled, as l has been: if some e^m has grown by more than 2**``PATIENCE``.
     """
-    log2_e = s.dtype.type(LOG2_E)
+    log2_e, least = s.dtype.type(LOG2_E), s.dtype.type(PATIENCE / LOG2_E)
     row_max, row_sum, shift, rescale = running
     cols, lanes = s.shape
     # m = max(m_old, rowmax S)
@@ -100,19 +103,23 @@ def softmax_step(s, running):
         s_row = s[c]  # (lanes,)
         for lane in range(lanes):
             new_max[lane] = max(new_max[lane], s_row[lane])
+    grows = False
     for lane in range(lanes):
-        shift[lane] = shift_of(new_max[lane])
-        rescale[lane] = exp2((row_max[lane] - shift[lane]) * log2_e)
-        row_max[lane] = new_max[lane]
+        grows |= new_max[lane] - row_max[lane] > least
     # P = exp(S - m), l = e^(m_old - m) l + rowsum P
-    for lane in range(lanes):
-        row_sum[lane] *= rescale[lane]
+    if grows:
+        for lane in range(lanes):
+            shift[lane] = shift_of(new_max[lane])
+            rescale[lane] = exp2((row_max[lane] - shift[lane]) * log2_e)
+            row_max[lane] = new_max[lane]
+            row_sum[lane] *= rescale[lane]
     p = s
     for c in range(cols):
         s_row, p_row = s[c], p[c]  # (lanes,)
         for lane in range(lanes):
             p_row[lane] = exp2((s_row[lane] - shift[lane]) * log2_e)
             row_sum[lane] += p_row[lane]
+    return grows
 
 
 def make_forward(real):
@@ -179,14 +186,14 @@ def make_forward(real):
             if j < first_full or j >= full_stop:
                 hide_out_of_bounds(s, col, row, -upper, -lower)
             # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
-            softmax_step(s, running)
+            grows = softmax_step(s, running)
             p = s  # the same memory
             if o.keep_pass != 0:
                 z = z_tile[:cols]  # (cols, lanes)
                 call(o.keep_pass, (z, settings, here))
                 multiply(p, z)
             # 10: O = diag(e^(m - m_new)) O + (P ∘ Z) V_j, Z the dropout
-            for i in range(value_dim):
+            for i in range(value_dim if grows else 0):
                 acc_row = acc[i]  # (lanes,)
                 for lane in range(lanes):
                     acc_row[lane] *= running.rescale[lane]

@@ -29,7 +29,9 @@ from kernels.cpu.attention.gradient_tiles import (
     add_key_gradients,
     add_row_products,
     fill_gradient,
+    fill_large_scores,
     fill_scores,
+    has_large,
     load_keys,
     multiply_by_slope,
     piece_of,
@@ -44,7 +46,6 @@ from kernels.cpu.attention.tiles import (
     first_tile,
     lanes_for,
     multiply,
-    pack_rows,
     tile_in_table,
     tile_of,
     tiles_stop,
@@ -126,7 +127,7 @@ def make_backward(real):
                 empty_tile(block_q, lanes, real), empty_tile(block_q, lanes, real),
                 zero_tile(block_q if o.bends != 0 else 0, lanes, real),
                 zero_tile(block_q if o.keep_pass != 0 else 0, lanes, real),
-                empty_tile(block_q, columns, real), empty_tile(block_q, q.shape[1], real),
+                empty_tile(block_q, columns, real),
             )  # fmt: skip
             # 8: for 1 <= i <= T_r, but only rows with a visible column in the tile
             for entry in range(begin, end):
@@ -143,13 +144,16 @@ def make_backward(real):
                     slope = as_tile(buffers.slope, rows, end_lane - left)  # or (0, lanes)
                     z = as_tile(buffers.z, rows, end_lane - left)
                     # 9: load Q_i, dO_i, L_i, D_i
-                    q_tile, dout_tile = buffers.q[:rows], dout[row : row + rows]  # (rows, dim)
-                    pack_rows(q[row : row + rows], tau, q_tile)
+                    q_tile, dout_tile = q[row : row + rows], dout[row : row + rows]  # (rows, dim)
                     own_lse, own_rest = lse[row : row + rows, 0], rest[row : row + rows, 0]
                     own_delta = delta[row : row + rows, 0]
                     # 10: S = Q_i K_jᵀ
                     k_t = tile.k_t[:, left:end_lane]  # (head_dim, lanes)
-                    fill_scores(s, slope, q_tile, k_t, settings, here, bounded)
+                    if has_large(own_lse):
+                        keys = k[left:right]  # (width, head_dim)
+                        fill_large_scores(s, slope, q_tile, keys, tau, settings, here, bounded)
+                    else:
+                        fill_scores(s, slope, q_tile, k_t, settings, here, bounded)
                     # 11: P = exp(S - L_i)     13: dP = dO_i V_jᵀ     14: dS = P ∘ (dP - D_i)
                     v_t = tile.v_t[:, left:end_lane]  # (value_dim, lanes)
                     fill_gradient(
@@ -173,7 +177,7 @@ def make_backward(real):
                     add_product(o.product, tile.dk[:, left:end_lane], q_tile.T, ds)
                     row += rows
             # 18: write dK_j, dV_j
-            add_key_gradients(tile, dk, dv)
+            add_key_gradients(tile, tau, dk, dv)
 
     return backward_item
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from kernels.common.online_softmax import LOG2_E
+from kernels.common.online_softmax import LARGE, LOG2_E
 from kernels.cpu.attention.tiles import (
     add_rows,
     empty_tile,
@@ -39,7 +39,7 @@ class KeyTile(NamedTuple):
     """A tile of keys with its gradients; lanes are keys.
 
     Attributes:
-        k_t: (head_dim, lanes).
+        k_t: (head_dim, lanes), times the scale.
         v_t: (value_dim, lanes).
         k_rows: (cols, columns), times the scale; rows are contiguous.
         dk: (head_dim, lanes), a sum.
@@ -62,7 +62,6 @@ class Buffers(NamedTuple):
         slope: (block_q · lanes,): derivatives of the scores; or empty.
         z: (block_q · lanes,): factors of dropout; or empty.
         dq: (block_q, columns).
-        q: (block_q, head_dim): q times the scale, as in the forward pass, so that S is the same number.
     """
 
     s: Any
@@ -70,7 +69,6 @@ class Buffers(NamedTuple):
     slope: Any
     z: Any
     dq: Any
-    q: Any
 
 
 @njit(fastmath=FASTMATH)
@@ -80,7 +78,7 @@ def load_keys(k, v, scale):
     Args:
         k: (cols, head_dim), any strides.
         v: (cols, value_dim), any strides.
-        scale: Factor of k for dQ.
+        scale: Factor of k.
     """
     real, (cols, head_dim), value_dim = k.dtype, k.shape, v.shape[1]
     lanes = lanes_for(cols)
@@ -89,18 +87,19 @@ def load_keys(k, v, scale):
         empty_tile(cols, lanes_for(head_dim), real),
         zero_tile(head_dim, lanes, real), zero_tile(value_dim, lanes, real),
     )  # fmt: skip
-    pack_transposed(k, real.type(1), tile.k_t)
+    pack_transposed(k, scale, tile.k_t)
     pack_transposed(v, real.type(1), tile.v_t)
     pack_rows(k, scale, tile.k_rows)
     return tile
 
 
 @njit(fastmath=FASTMATH)
-def add_key_gradients(tile, dk, dv):
+def add_key_gradients(tile, scale, dk, dv):
     """Add the gradients of a ``KeyTile`` to dk and dv.
 
     Args:
         tile: A ``KeyTile``.
+        scale: Factor of dk.
         dk: (cols, head_dim), any strides.
         dv: (cols, value_dim), any strides.
     """
@@ -109,7 +108,7 @@ def add_key_gradients(tile, dk, dv):
     dv_t = empty_tile(lanes, dv.shape[1], real)  # (lanes, value_dim)
     transpose(tile.dk, dk_t)
     transpose(tile.dv, dv_t)
-    add_rows(dk_t, real.type(1), dk)
+    add_rows(dk_t, scale, dk)
     add_rows(dv_t, real.type(1), dv)
 
 
@@ -154,7 +153,7 @@ def fill_scores(s, slope, q_tile, k_t, settings, place, bounded):
     Args:
         s: (rows, lanes), written.
         slope: (rows, lanes), the derivative of S by scale · q · k, written; or (0, lanes).
-        q_tile: (rows, head_dim), scaled.
+        q_tile: (rows, head_dim); it or ``k_t`` is scaled.
         k_t: (head_dim, lanes).
         settings: (1,) of ``SETTINGS``.
         place: A ``Place``.
@@ -167,6 +166,38 @@ def fill_scores(s, slope, q_tile, k_t, settings, place, bounded):
         call(o.score_pass, (s, slope, settings, place))
     if bounded:
         hide_out_of_bounds(s, place.line, place.lane, o.lower, o.upper)
+
+
+@njit(fastmath=FASTMATH)
+def has_large(lse):
+    """Tell whether the scores of some row are large."""
+    found = False
+    for r in range(len(lse)):
+        found |= abs(shift_of(lse[r])) > LARGE
+    return found
+
+
+@njit(fastmath=FASTMATH)
+def fill_large_scores(s, slope, q, k, scale, settings, place, bounded):
+    """Fill a piece of S with the numbers of the forward pass, which multiplies q by the scale, not k.
+
+    Where scores are large, exp(S - L) is not a probability if S and L are rounded differently.
+
+    Args:
+        s: As in :func:`fill_scores`, and so slope, settings, place and bounded.
+        slope: As there.
+        q: (rows, head_dim), any strides.
+        k: (cols, head_dim), any strides; the keys of the piece.
+        scale: Factor of q.
+        settings: As there.
+        place: As there.
+        bounded: As there.
+    """
+    q_tile = empty_tile(q.shape[0], q.shape[1], q.dtype)  # (rows, head_dim)
+    k_t = empty_tile(q.shape[1], s.shape[1], q.dtype)  # (head_dim, lanes)
+    pack_rows(q, scale, q_tile)
+    pack_transposed(k, q.dtype.type(1), k_t)
+    fill_scores(s, slope, q_tile, k_t, settings, place, bounded)
 
 
 @njit(fastmath=FASTMATH)
@@ -197,10 +228,15 @@ def fill_gradient(s, dp, z, dout_tile, v_t, lse, rest, delta, settings, place):
     p, ds = s, dp
     # 11: P = exp(S - L_i)     14: dS = P ∘ (dP - D_i)
     for r in range(s.shape[0]):
-        shift, rest_r, delta_r = real(shift_of(lse[r])), rest[r] * log2_e, delta[r]
+        shift, less, delta_r = real(shift_of(lse[r])), rest[r] * log2_e, delta[r]
         s_row, p_row, dp_row, ds_row = s[r], p[r], dp[r], ds[r]  # (lanes,)
+        if abs(shift) > real(LARGE):
+            for lane in range(s.shape[1]):
+                s_row[lane] -= shift
+        else:
+            less += shift * log2_e
         for lane in range(s.shape[1]):
-            p_row[lane] = exp2(multiply_add(s_row[lane] - shift, log2_e, -rest_r))
+            p_row[lane] = exp2(multiply_add(s_row[lane], log2_e, -less))
             ds_row[lane] = p_row[lane] * (dp_row[lane] - delta_r)
 
 

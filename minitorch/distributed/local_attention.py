@@ -18,6 +18,9 @@ from ..functions.flash_attention import FlashAttention, attention_call
 from ..tensor import Tensor
 from ..tensor_data import TensorData
 
+#: A log-sum-exp and what it loses by rounding, each (…, heads, rows); see ``Operands.lse_rest``.
+Lse = tuple[Tensor, Tensor]
+
 #: Builds a problem from operands and options; see ``problem_of``.
 Make = Callable[[Any, Any, Any, Options], Problem]
 
@@ -96,8 +99,8 @@ def sequence_first(a: Tensor) -> Tensor:
     return a.permute(a.dims - 2, *range(a.dims - 2), a.dims - 1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-    """Return out (…, heads, rows, value_dim) and lse (…, heads, rows); differentiable.
+def attend(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Lse]:
+    """Return out (…, heads, rows, value_dim), differentiable, and the log-sum-exp of the keys.
 
     Args:
         q: (…, heads, rows, head_dim).
@@ -106,12 +109,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]
         part: The call.
     """
     options: Options = {**part.options, "return_lse": True}
-    out, lse = FlashAttention.apply_several(q, k, v, None, None, options, part.make)
-    return out, lse
+    out, *lse = FlashAttention.apply_several(q, k, v, None, None, options, part.make)
+    return out, (lse[0], lse[1])
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, part: Part, dout: Tensor, out: Tensor, lse: Tensor
+    q: Tensor, k: Tensor, v: Tensor, part: Part, dout: Tensor, out: Tensor, lse: Lse
 ) -> list[Tensor]:
     """Return the contributions of a call to dq, dk and dv, in the shapes of q, k and v.
 
@@ -125,11 +128,12 @@ def gradients(
         part: The call.
         dout: Gradient of the whole out, (…, heads, rows, value_dim).
         out: The result of attention to all keys, (…, heads, rows, value_dim).
-        lse: The log-sum-exp of all keys, (…, heads, rows).
+        lse: The log-sum-exp of all keys.
     """
     problem = attention_call(q, k, v, part.options, part.make).problem
     target = launch.TARGETS[q.backend.target]
     operands = make_operands(target.memory, problem, q.array(), k.array(), v.array())
-    operands = operands.having(out=out.array(), lse=lse.array(), dout=dout.array())
+    logs, rest = (x.array() for x in lse)
+    operands = operands.having(out=out.array(), lse=logs, lse_rest=rest, dout=dout.array())
     found = launch.backward(target, problem, operands)
     return [q.wrap(x) for x in (found.dq, found.dk, found.dv)]

@@ -19,7 +19,7 @@ from ..functions.subscripts import sliced
 from ..tensor import Tensor
 from .calls import Call
 from .exchange import Shift, circulate
-from .local_attention import attend, gradients, rows_of, view_of
+from .local_attention import Lse, attend, gradients, rows_of, view_of
 from .row_sums import RowSums
 
 #: Minimum bytes of a share, on the host and on a device.  Less would take less time than its launches.
@@ -76,7 +76,7 @@ def _joined(shares: list[Tensor], dim: int) -> Tensor:
     return whole
 
 
-def _attended(q: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+def _attended(q: Tensor, share: Share) -> tuple[Tensor, Lse]:
     """Merge the attention of some heads to the keys of each rank, in the order in which they arrive.
 
     Args:
@@ -84,7 +84,7 @@ def _attended(q: Tensor, share: Share) -> tuple[Tensor, Tensor]:
         share: The heads.
 
     Returns:
-        (…, heads, rows, value_dim) and the log-sum-exp, (…, heads, rows).
+        (…, heads, rows, value_dim) and the log-sum-exp.
     """
     call = share.call
     found = RowSums(call.rows, call.counts_of_rows(), q, share.values.shape[-1])
@@ -102,7 +102,7 @@ def _gradients(
     q: Tensor,
     out: Tensor,
     dout: Tensor,
-    lse: Tensor,
+    lse: Lse,
     share: Share,
     meanwhile: Callable[[], None],
 ) -> tuple[Tensor, Shift]:
@@ -112,7 +112,7 @@ def _gradients(
         q: Queries of these heads, (…, heads, rows, head_dim).
         out: The result, (…, heads, rows, value_dim).
         dout: Its gradient.
-        lse: The log-sum-exp, (…, heads, rows).
+        lse: The log-sum-exp.
         share: The heads.
         meanwhile: Called once the gradients of this rank's own keys are computed.
 
@@ -142,9 +142,9 @@ def _gradients(
             arriving.append(Shift(group, done))
         for near, part in call.parts(owner):
             keys, values = (rows_of(x, near.cols) for x in block)
-            own_lse = view_of(lse, lse.dims - 1, near.rows)
-            results = rows_of(dout, near.rows), rows_of(out, near.rows), own_lse
-            added = gradients(rows_of(q, near.rows), keys, values, part, *results)
+            own_lse = tuple(view_of(x, x.dims - 1, near.rows) for x in lse)
+            results = rows_of(dout, near.rows), rows_of(out, near.rows)
+            added = gradients(rows_of(q, near.rows), keys, values, part, *results, own_lse)
             # After the first gradients, so that those of other ranks arrive meanwhile.
             sums = sums or sums_of(owner, block)
             dq.add(near.queries, added[0])
@@ -173,19 +173,20 @@ class RingAttention(Function):
         Returns:
             (…, heads, rows, value_dim).
         """
-        outs, lses = list[Tensor](), list[Tensor]()
+        outs, lses, rests = list[Tensor](), list[Tensor](), list[Tensor]()
         for share in _shares(k, v, call, _rounds(call)):
-            out, lse = _attended(share.of(q), share)
+            out, (lse, rest) = _attended(share.of(q), share)
             outs.append(out)
             lses.append(lse)
-        out, lse = _joined(outs, q.dims - 3), _joined(lses, q.dims - 3)
-        ctx.save_for_backward(q, k, v, out, lse, call)
+            rests.append(rest)
+        out, lse, rest = (_joined(x, q.dims - 3) for x in (outs, lses, rests))
+        ctx.save_for_backward(q, k, v, out, lse, rest, call)
         return out
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Any, ...]:
         """Compute the gradients of each share, while those of the share before it travel home."""
-        q, k, v, out, lse, call = ctx.saved_values
+        q, k, v, out, lse, rest, call = ctx.saved_values
         dout = grad_output.to(q.dtype)
         found: tuple[list[Tensor], ...] = [], [], []
         on_way_home = list[Shift]()
@@ -196,7 +197,7 @@ class RingAttention(Function):
                     totals.append(total)
 
         for share in _shares(k, v, call, 2 * _rounds(call)):
-            own_lse = view_of(lse, lse.dims - 2, share.heads)
+            own_lse = tuple(view_of(x, x.dims - 2, share.heads) for x in (lse, rest))
             own = share.of(q), share.of(out), share.of(dout), own_lse
             dq, shift = _gradients(*own, share, arrive)
             found[0].append(dq)

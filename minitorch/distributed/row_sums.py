@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from kernels.cuda.backend import merge_rows
+from kernels.reference import lines
 from kernels.runtime.dtypes import acc_dtype, is_half, rounded
 
-from ..attention.approximate.rounds import shares_with_lse
 from ..tensor import Tensor
+from .local_attention import Lse
 
 #: Number of rows that are changed at a time on the host.
 ROWS = 512
@@ -43,13 +44,16 @@ def _merge_on_host(
         out[..., some.start : some.stop, :] = rounded(total, out.dtype)
 
 
-def _merge_lse_on_host(lse: Tensor, added: Tensor, rows: range, place: int) -> list[Any]:
+def _merge_lse_on_host(lse: Lse, added: Lse, rows: range, place: int) -> list[Any]:
     """Merge log-sum-exps of some rows in place; return the shares of both."""
-    own = lse.array()[..., rows.start : rows.stop]
-    new = added.array()[..., place : place + len(rows)]
-    shares, merged = shares_with_lse([lse.wrap(np.ascontiguousarray(x)) for x in (own, new)])
-    own[...] = merged.to_numpy()
-    return [x.to_numpy() for x in shares]
+    own, own_rest = (x.array()[..., rows.start : rows.stop] for x in lse)
+    new, new_rest = (x.array()[..., place : place + len(rows)] for x in added)
+    top = lines.shift_of(np.maximum(own, new))
+    weights = np.exp((own - top) + own_rest), np.exp((new - top) + new_rest)
+    row_sum = weights[0] + weights[1]
+    own[...] = top + lines.log(row_sum)
+    own_rest[...] = lines.rest_of(own, top, row_sum)
+    return [lines.divided(x[..., None], row_sum)[..., 0] for x in weights]
 
 
 class RowSums:
@@ -64,7 +68,7 @@ class RowSums:
         start: Sums so far, (…, heads, seq, dim), which are changed; None if there are none.
 
     Attributes:
-        lse: The log-sum-exp of the keys so far, (…, heads, seq), if results are weighted by theirs.
+        lse: The log-sum-exp of the keys so far, of (…, heads, seq), if results are weighted by theirs.
     """
 
     def __init__(
@@ -94,13 +98,13 @@ class RowSums:
         self._sums[is_wide] = sums
         self._places = [is_wide] * len(self._segments)
 
-    def add(self, numbers: range, values: Tensor, lse: Tensor | None = None) -> None:
+    def add(self, numbers: range, values: Tensor, lse: Lse | None = None) -> None:
         """Add the result of a call; the first result is kept and later changed if it has all rows.
 
         Args:
             numbers: Numbers of its segments.
             values: (…, heads, rows, dim).
-            lse: Log-sum-exp of its keys, (…, heads, rows), for the weights of the values and the sums.
+            lse: Log-sum-exp of its keys, for the weights of the values and the sums.
         """
         if values.dims > 4 or values._tensor.strides[-1] != 1:
             values = values.contiguous()  # the kernel steps through batches by one stride
@@ -111,7 +115,7 @@ class RowSums:
             self.lse = lse
             return
         if lse is not None and self.lse is None:
-            self.lse = lse.full(self._shape[:-1], -math.inf)
+            self.lse = tuple(lse[0].full(self._shape[:-1], x) for x in (-math.inf, 0.0))
 
         def move(number: int) -> tuple[bool | None, bool]:
             before = self._places[number]
@@ -135,7 +139,7 @@ class RowSums:
         move: Callable[[int], tuple[bool | None, bool]],
         values: Tensor,
         first: int,
-        lse: Tensor | None = None,
+        lse: Lse | None = None,
     ) -> None:
         """Merge values into the sums of neighbouring segments.
 
@@ -167,13 +171,13 @@ class RowSums:
         rows: range,
         values: Tensor,
         place: int,
-        lse: Tensor | None,
+        lse: Lse | None,
     ) -> None:
         """Merge some rows of sums and of values, whose row ``place`` belongs to the first of them."""
         old = None if before is None else before.array()
         own = out.array(), values.array(), rows, place, old
         if out.backend.cuda:
-            merge_rows(*own, *() if lse is None else (self.lse.array(), lse.array()))
+            merge_rows(*own, *() if lse is None else [x.array() for x in (*self.lse, *lse)])
         else:
             shares = () if lse is None else _merge_lse_on_host(self.lse, lse, rows, place)
             _merge_on_host(*own, shares)

@@ -131,9 +131,9 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, options
     several = "return_lse" in options and flag("return_lse", options["return_lse"])
     apply = FlashAttention.apply_several if several else FlashAttention.apply
     result = apply(*views, options.get("attn_mask"), options.get("sink"), options, make)
-    out, *lse = result if isinstance(result, tuple) else (result,)
-    out = Permute.apply(out, (1, 0, 2))  # (total_q, heads, value_dim)
-    return (out, *lse) if lse else out
+    if not isinstance(result, tuple):
+        return Permute.apply(result, (1, 0, 2))  # (total_q, heads, value_dim)
+    return Permute.apply(result[0], (1, 0, 2)), result[1]
 
 
 #: What the forward pass returns.
@@ -204,7 +204,7 @@ class FlashAttention(Function):
 
         Returns:
             out (…, heads, seq_q, value_dim); with ``return_lse`` also lse (…, heads, seq_q), float32 for
-            16-bit operands.
+            16-bit operands, and its rest.
 
         Raises:
             ValueError: If the call is invalid; if gradients are recorded, also for a ``score_mod`` without
@@ -242,13 +242,19 @@ class FlashAttention(Function):
             ctx.save_for_backward(
                 *_Kept(target, problem, q, tuple([x._tensor for x in data]), operands)
             )
-        return (out, lse) if options.get("return_lse") else out
+        return (out, lse, rest) if options.get("return_lse") else out
 
     @staticmethod
     def backward(
-        ctx: Context, grad_output: Tensor | None, grad_lse: Tensor | None = None
+        ctx: Context,
+        grad_output: Tensor | None,
+        grad_lse: Tensor | None = None,
+        grad_rest: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Recompute the probabilities tile by tile and return dq, dk, dv, dmask and dsink."""
+        """Recompute the probabilities tile by tile and return dq, dk, dv, dmask and dsink.
+
+        The rest of lse is a constant, as the error of a rounding is.
+        """
         kept = _Kept(*ctx.saved_values)
         problem, q = kept.problem, kept.q
         dout = q.zeros(problem.out_shape) if grad_output is None else grad_output

@@ -189,10 +189,12 @@ class TensorOperators(IndexingMethods):
             ValueError: If a shape or a value is invalid.
         """
         options = by_name("flash_attention", args, options)
-        several = "return_lse" in options and flag("return_lse", options["return_lse"])
-        apply = FlashAttention.apply_several if several else FlashAttention.apply
         # A mask and sinks may require gradients: they are arguments of their own.
-        return apply(self, k, v, options.get("attn_mask"), options.get("sink"), options)
+        args = self, k, v, options.get("attn_mask"), options.get("sink"), options
+        if "return_lse" in options and flag("return_lse", options["return_lse"]):
+            out, lse, _ = FlashAttention.apply_several(*args)
+            return out, lse
+        return FlashAttention.apply(*args)
 
     @takes_attention_options
     def flash_attention_varlen(

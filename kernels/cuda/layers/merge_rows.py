@@ -54,11 +54,11 @@ def merge_kernel(
     real, zero, one = scalar_type(own), own.type(0), own.type(1)
     nothing = (zero,) * EIGHT
 
-    def merge(before, values, out, lse, added, sizes, steps, is_new, in_vectors):
+    def merge(before, values, out, lse, rest, added, added_rest, sizes, steps, is_new, in_vectors):
         """Merge rows with the rows so far.
 
         Computes: out = w before + (1 - w) values with w = exp(lse) / (exp(lse) + exp(added)), and
-            lse = log(exp(lse) + exp(added)); or out = before + values
+            lse = log(exp(lse) + exp(added)), with their rests; or out = before + values
         Source: FlashAttention-2, section 3.1
         Grid: (ceil(rows / rows of a block), batch · heads)
         Block: (threads of a row, rows)
@@ -81,14 +81,15 @@ def merge_kernel(
             if inside:
                 old_lse, new_lse = lse[y, place], added[y, place_of_value]
                 shift = real(shift_of(max(old_lse, new_lse)))
-                old_share, new_share = merge_weight(old_lse, shift), merge_weight(new_lse, shift)
+                old_share = merge_weight(old_lse, rest[y, place], shift)
+                new_share = merge_weight(new_lse, added_rest[y, place_of_value], shift)
                 total = old_share + new_share
                 inverse = real(inverse_sum(total))
                 old_share *= inverse
                 new_share *= inverse
             cuda.syncthreads()  # all threads of a row have read its lse
             if inside and lane == 0:
-                lse[y, place] = log_sum_exp(shift, total)
+                lse[y, place], rest[y, place] = log_sum_exp(shift, total)
         if inside:
             before_row = batch * steps[0] + head * steps[1] + place * steps[2]
             values_row = batch * steps[3] + head * steps[4] + place_of_value * steps[5]
@@ -110,7 +111,7 @@ def merge_kernel(
     flat = [types.Array(scalar_type(x.stored), 1, "C") for x in forms]
     lses = types.Array(real, 2, "C") if is_weighed else flat[1]
     numbers = types.UniTuple(int64, 5), types.UniTuple(int64, 9)
-    return Kernel(merge, void(*flat, lses, lses, *numbers, int64, int64))
+    return Kernel(merge, void(*flat, *[lses] * 4, *numbers, int64, int64))
 
 
 @lru_cache(maxsize=1024)
@@ -138,7 +139,9 @@ def merge_rows(
     place: int = 0,
     before: Any = None,
     lse: Any = None,
+    rest: Any = None,
     added: Any = None,
+    added_rest: Any = None,
 ) -> None:
     """Add rows to the sums so far, or merge them as attention to two sets of keys.
 
@@ -152,7 +155,9 @@ def merge_rows(
         before: The sums so far, of the shape of out; may be out itself.  None writes the values.
         lse: With weights, the log-sum-exp of the keys so far, (…, heads, seq), row-major and of the dtype
             in which values are summed; in these rows it becomes that of all keys.
+        rest: What lse loses by rounding, as lse; see ``Operands.lse_rest``.
         added: The log-sum-exp of the keys of the values, (…, heads, n).
+        added_rest: Its rest.
 
     Raises:
         ValueError: If an array has gaps, or elements of a row that are not consecutive.
@@ -171,11 +176,10 @@ def merge_rows(
     lanes = min(1 << (ceil_div(dim, EIGHT) - 1).bit_length(), WARP, SIZES.flat_threads)
     rows_of_block = SIZES.flat_threads // lanes
     flat = [as_bits(flattened(x)) for x in arrays]
-    lses = (
-        [flat[1]] * 2
-        if lse is None
-        else [reshaped(x, (count, tuple(x.shape)[-1])) for x in (lse, added)]
-    )
+    lses = [flat[1]] * 4
+    if lse is not None:
+        pairs = lse, rest, added, added_rest
+        lses = [reshaped(x, (count, tuple(x.shape)[-1])) for x in pairs]
     kernel = merge_kernel(*(x.dtype for x in arrays), lse is not None)
     kernel[(ceil_div(len(rows), rows_of_block), count), (lanes, rows_of_block)](
         *flat, *lses, (heads, len(rows), dim, rows.start, place), (*steps[0], *steps[1], *steps[2]),

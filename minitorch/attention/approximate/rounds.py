@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ... import operators
 from ...tensor import Tensor
 
 
@@ -27,17 +26,6 @@ def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         return parts[0][0]
     _, weights, total = _weights([lse for _, lse in parts])
     return _combined(parts, weights, total)
-
-
-def shares_with_lse(lses: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Return the shares w_r of :func:`merged`, and the log-sum-exp of all scores, for sets that follow.
-
-    Args:
-        lses: Of each set, (…, seq).
-    """
-    largest, weights, total = _weights(lses)
-    # The total is at least 1, and log adds EPS to it.
-    return [weight / total for weight in weights], largest + (total - operators.EPS).log()
 
 
 def _weights(lses: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:

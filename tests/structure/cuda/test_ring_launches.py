@@ -76,7 +76,7 @@ def test_a_repeated_merge_has_the_addresses_of_its_own_call() -> None:
         def launched(dtype: Any) -> list[Any]:
             sums, values = empty_device((2, 8, 64), FLOAT32), empty_device((2, 4, 64), BFLOAT16)
             out = sums if dtype == FLOAT32 else empty_device((2, 8, 64), dtype)
-            lses = empty_device((2, 8), FLOAT32), empty_device((2, 4), FLOAT32)
+            lses = [empty_device((2, rows), FLOAT32) for rows in (8, 8, 4, 4)]
             own.launches.clear()
             merge_rows(out, values, range(2, 6), 0, sums, *lses)
             (one,) = own.launches

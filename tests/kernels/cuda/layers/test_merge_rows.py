@@ -72,6 +72,10 @@ class Rows:
         ):
             for row in rows:
                 array[..., row, :], lse[..., row] = 0, -np.inf
+        # What the logarithms lose where they are large: here of 2 and of 6 equal scores.
+        self.rest, self.added_rest = np.zeros_like(self.lse), np.zeros_like(self.added)
+        self.lse[..., 4] = self.added[..., PLACE + 2] = -1e9
+        self.rest[..., 4], self.added_rest[..., PLACE + 2] = np.log(2), np.log(6)
 
     def merged(self, order: Sequence[int], is_new: bool, is_weighed: bool) -> tuple[Any, Any]:
         """Return sums and log-sum-exps by the kernel, in place where the dtype stays."""
@@ -79,8 +83,9 @@ class Rows:
         out = before
         if self.before.dtype != self.out_dtype:
             out = placed(rounded(self.before, self.out_dtype), range(len(order)))
-        lse = to_device(self.lse)
-        own = (lse, to_device(self.added)) if is_weighed else ()
+        logs = self.lse, self.rest, self.added, self.added_rest
+        lse, *others = (to_device(x) for x in logs)
+        own = (lse, *others) if is_weighed else ()
         merge_rows(out, values, ROWS, PLACE, None if is_new else before, *own)
         return out, lse
 
@@ -90,12 +95,18 @@ class Rows:
         rows, here = slice(ROWS.start, ROWS.stop), slice(PLACE, PLACE + len(ROWS))
         old, new = whole[..., rows, :], self.values[..., here, :].astype(np.float64)
         if is_weighed:
-            weights = np.exp(lse[..., rows]), np.exp(self.added[..., here].astype(np.float64))
+            logs = (
+                lse[..., rows] + self.rest[..., rows],
+                self.added[..., here] + self.added_rest[..., here],
+            )
+            top = np.maximum(*logs)
+            top = np.where(top == -np.inf, 0, top)
+            weights = [np.exp(x - top) for x in logs]
             total = weights[0] + weights[1]
             shares = [np.where(total > 0, w / np.where(total > 0, total, 1), 0.0) for w in weights]
             old, new = old * shares[0][..., None], new * shares[1][..., None]
             with np.errstate(divide="ignore"):
-                lse[..., rows] = np.log(total)
+                lse[..., rows] = top + np.log(total)
         whole[..., rows, :] = old + new
         return whole, lse
 

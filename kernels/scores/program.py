@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kernels.common.online_softmax import OnlineSoftmax
+from kernels.common.online_softmax import MINUS_INF, OnlineSoftmax
 
 from .visibility import make_masks
 
@@ -261,6 +261,8 @@ def make_row_end(
             return inverse, lse, rest
         # The sink is merged like another part of the keys, with L = sink and O = 0.
         sink = real(sink_of(b, h, call))
+        if sink == MINUS_INF:
+            return inverse, lse, rest
         top = real(shift_of(max(lse, sink)))
         weight = real(merge_weight(lse, rest, top))
         total = weight + real(merge_weight(sink, real(0), top))

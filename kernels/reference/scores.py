@@ -86,10 +86,12 @@ class Scores:
         own = np.exp((lse - top) + rest)
         row_sum = own + np.exp(sink - top)
         whole = top + lines.log(row_sum)
+        merged = lines.divided(out * own[..., None], row_sum)
+        is_none = np.broadcast_to(sink == -np.inf, lse.shape)
         return (
-            lines.divided(out * own[..., None], row_sum),
-            whole,
-            lines.rest_of(whole, top, row_sum),
+            np.where(is_none[..., None], out, merged),
+            np.where(is_none, lse, whole),
+            np.where(is_none, rest, lines.rest_of(whole, top, row_sum)),
         )
 
     def kept(self, rows: slice, cols: slice) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from kernels.cuda.backend import merge_rows
-from kernels.reference import lines
 from kernels.runtime.dtypes import acc_dtype, is_half, rounded
 
 from ..tensor import Tensor
@@ -48,12 +47,16 @@ def _merge_lse_on_host(lse: Lse, added: Lse, rows: range, place: int) -> list[An
     """Merge log-sum-exps of some rows in place; return the shares of both."""
     own, own_rest = (x.array()[..., rows.start : rows.stop] for x in lse)
     new, new_rest = (x.array()[..., place : place + len(rows)] for x in added)
-    top = lines.shift_of(np.maximum(own, new))
+    top = np.maximum(own, new)
+    top = np.where(top == -np.inf, 0, top)  # of rows that see no key
     weights = np.exp((own - top) + own_rest), np.exp((new - top) + new_rest)
     row_sum = weights[0] + weights[1]
-    own[...] = top + lines.log(row_sum)
-    own_rest[...] = lines.rest_of(own, top, row_sum)
-    return [lines.divided(x[..., None], row_sum)[..., 0] for x in weights]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        log = np.log(row_sum)
+        own[...] = top + log
+        own_rest[...] = np.where(row_sum == 0, 0, (top - own) + log)
+    inverse = 1 / np.where(row_sum == 0, 1, row_sum)
+    return [weight * inverse for weight in weights]
 
 
 class RowSums:

@@ -118,7 +118,7 @@ def test_a_plan_can_be_read() -> None:
     plan = kernels.plan(q, k, v, is_causal=True)
     assert (plan.target, plan.rung, plan.backward) == ("cpu", "flash2", False)
     assert plan.flop == 2 * 2 * (SEQ * (SEQ + 1) // 2) * (4 + 4)
-    assert plan.moved_bytes == 4 * q.nbytes + 2 * SEQ * 4
+    assert plan.moved_bytes == 4 * q.nbytes + 2 * 2 * SEQ * 4  # lse and its rest
     assert "forward on cpu by flash2" in str(plan)
     (loop,) = plan.launches
     assert str(loop) == "2 work items on 1 thread"

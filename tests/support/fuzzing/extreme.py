@@ -1,8 +1,8 @@
 """Draw calls of attention whose scores are extreme, and compare them with composed attention.
 
 A call is either masked by numbers of the size of the largest float, in rows, columns, or anywhere, or its q
-and k are so large that scores are up to 10¹².  Masked scores are compared with the textbook in the dtype of sums,
-which rounds a score as the kernels do, and large ones with the textbook in float64.
+and k are so large that scores are up to 10¹².  Masked scores are compared with the textbook in the dtype of
+sums, which rounds a score as the kernels do, and large ones with the textbook in float64.
 """
 
 from __future__ import annotations

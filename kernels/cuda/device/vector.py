@@ -1,4 +1,4 @@
-"""128-bit loads and stores, and exp2, for kernels on plain CUDA cores.
+"""128-bit loads and stores, exp2 and differences, for kernels on plain CUDA cores.
 
 In the simulator, each function is equivalent plain Python.
 """
@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba import types
 
 from kernels.cuda.runtime.arrays import device_pointer
+from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import IS_SIMULATOR, cgutils, intrinsic, libdevice
 
 #: Elements that one vector access moves.
@@ -131,7 +132,11 @@ if IS_SIMULATOR:
     def _exp2(x):
         return 2.0**x
 
+    def _minus(x, y):
+        return x - y
+
     EXP2 = {np.dtype(np.float32): _exp2, np.dtype(np.float64): _exp2}
+    MINUS = {np.dtype(np.float32): _minus, np.dtype(np.float64): _minus}
 
 else:
 
@@ -160,10 +165,20 @@ else:
         """Write four neighbouring elements of a row of a matrix."""
         return vector_store(a, i, j)
 
+    @device_function
+    def _minus(x, y):
+        return libdevice.dadd_rn(x, -y)
+
     #: 2**x for a dtype; in float32 one instruction, ``ex2.approx``.
     EXP2 = {
         np.dtype(np.float32): libdevice.exp2f,
         np.dtype(np.float64): libdevice.exp2,
+    }
+    #: x - y for a dtype.  A product x is rounded before, as it is where its maximum is sought: the compiler
+    #: would subtract y from the exact product, and the difference of equal numbers would not be 0.
+    MINUS = {
+        np.dtype(np.float32): libdevice.fsub_rn,
+        np.dtype(np.float64): _minus,
     }
 
 # The compiler finds out by itself in which memory an array lies.

@@ -99,6 +99,16 @@ def fma(x, y, z):
     """Return x · y + z, rounded once."""
 
 
+@instruction("mul.rn.f32 $result, $x, $y;", F32, is_pure=True, x=F32, y=F32)
+def mul_rn(x, y):
+    """Return x · y, rounded also where the compiler would add to it without rounding."""
+
+
+@instruction("sub.rn.f32 $result, $x, $y;", F32, is_pure=True, x=F32, y=F32)
+def sub_rn(x, y):
+    """Return x - y; a product x is rounded before."""
+
+
 @instruction("lg2.approx.ftz.f32 $result, $x;", F32, is_pure=True, x=F32)
 def lg2(x):
     """Return the base-2 logarithm; a subnormal number counts as zero.

@@ -139,6 +139,12 @@ class Instructions:
     def fma(self, x: Any, y: Any, z: Any) -> Any:
         return emulated_numbers.fma(x, y, z)[()]
 
+    def multiply(self, x: Any, y: Any) -> Any:
+        return np.float32(x) * np.float32(y)
+
+    def subtract(self, x: Any, y: Any) -> Any:
+        return np.float32(x) - np.float32(y)
+
     def lg2(self, x: Any) -> Any:
         return emulated_numbers.lg2(x)[()]
 
@@ -279,6 +285,8 @@ INSTRUCTIONS = {
     r"ex2\.approx": "ex2",
     r"rcp\.approx": "rcp",
     r"fma\.rn\.f32": "fma",
+    r"mul\.rn\.f32": "multiply",
+    r"sub\.rn\.f32": "subtract",
     r"lg2\.approx": "lg2",
     r"tanh\.approx": "tanh",
     r"\{ // philox ([\d, ]+);": "draw",

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from app_pages.recording import Recording, Step
 from kernels.common.geometry import ceil_div
-from kernels.common.online_softmax import LN_2
 from kernels.cuda.device.vector import VECTOR
 
 Array = npt.NDArray[Any]
@@ -196,7 +195,7 @@ class Story:
             "v_tile": tiles[2][:cols, :dim],
         }
         maximum = self._rows(step, step.registers["row_max"])[:rows]  # (rows, lanes)
-        view["row_max"] = maximum[:, 0] * LN_2
+        view["row_max"] = maximum[:, 0]
         view["row_sum"] = self._rows(step, step.registers["row_sum"])[:rows].sum(1)
         view["acc"] = self._output(step)[:rows, :dim]
         if self.stage(step) == "probs":
@@ -205,8 +204,8 @@ class Story:
                 before -= 1
             old = self._rows(step, self.recording.steps[before].registers["row_max"])[:rows, 0]
             shift = np.where(np.isfinite(maximum[:, 0]), maximum[:, 0], 0)
-            view["rescale"] = np.exp2(old - shift)
-            view["scores"] = self._scores(step)[:rows, :cols] * LN_2
+            view["rescale"] = np.exp(old - shift)
+            view["scores"] = self._scores(step)[:rows, :cols]
             stride = self.settings.block_k + VECTOR
             p = flat[starts[3] : starts[3] + self.settings.block_q * stride]
             view["probs"] = p.reshape(-1, stride)[:rows, :cols]

@@ -37,6 +37,7 @@ from kernels.cuda.device.one_source import (
     log_sum_exp,
     shift_of,
 )
+from kernels.cuda.device.vector import MINUS
 from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import (
     Kernel,
@@ -96,7 +97,7 @@ def backward_elements(tile: Tile, head_dim: int, value_dim: int) -> int:
     block_q, block_k = tile
     keys = block_k * (head_dim + 1 + value_dim + 1 + head_dim + value_dim)
     queries = block_q * (head_dim + 1 + 2 * (value_dim + 1))
-    return keys + queries + 2 * block_q * (block_k + 1) + 2 * block_q
+    return keys + queries + 2 * block_q * (block_k + 1) + 3 * block_q
 
 
 def why_not(problem: Problem, requested_tile: Tile | None) -> str | None:
@@ -176,7 +177,7 @@ def forward_kernel(
     key_pitch, value_pitch, score_pitch = head_dim + 1, value_dim + 1, block_k + 1
     (score_of, _, kept, _), has_dropout = make_score_functions(features, dtype), features.dropout
 
-    def flash1_forward(q, k, v, out, lse, row_sum, row_max, scale, extras):
+    def flash1_forward(q, k, v, out, lse, lse_rest, row_sum, row_max, scale, extras):
         """Fold one key tile after the other into the output of all query rows that attend to it.
 
         Computes: O = dropout(softmax(MASK(τ Q Kᵀ))) V and L for one (batch, head)
@@ -282,10 +283,11 @@ def forward_kernel(
             cuda.syncthreads()  # all have read K_j and V_j before the next tiles replace them
         # 19: return O, and L = m + log l
         for row in range(thread, seq_q, threads):
-            lse[b, h, row] = log_sum_exp(real(shift_of(row_max[b, h, row])), row_sum[b, h, row])
+            shift = real(shift_of(row_max[b, h, row]))
+            lse[b, h, row], lse_rest[b, h, row] = log_sum_exp(shift, row_sum[b, h, row])
 
     four, three, extras = array_type(dtype, 4), array_type(dtype, 3), extras_type(features, dtype)
-    return Kernel(flash1_forward, void(*[four] * 4, *[three] * 3, real, extras), threads)
+    return Kernel(flash1_forward, void(*[four] * 4, *[three] * 4, real, extras), threads)
 
 
 @cache
@@ -296,9 +298,9 @@ def backward_kernel(
     """Return the backward kernel for one tile size, pair of dims, dtype and set of options."""
     real, zero = scalar_type(dtype), dtype.type(0)
     key_pitch, value_pitch, score_pitch = head_dim + 1, value_dim + 1, block_k + 1
-    score_of, _, kept, _ = make_score_functions(features, dtype)
+    (score_of, _, kept, _), minus = make_score_functions(features, dtype), MINUS[dtype]
 
-    def flash1_backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, scale, extras):
+    def flash1_backward(dout, q, k, v, out, lse, lse_rest, dlse, dq, dk, dv, scale, extras):
         """Collect dK and dV of one key tile after the other on chip, and add to dQ on the way.
 
         Computes: dQ, dK, dV for one (batch, head)
@@ -307,7 +309,7 @@ def backward_kernel(
         Block: threads, any number
         One thread does: every threads-th element of P and dS, of dQ, and of dK and dV; D of every
             threads-th row
-        Shared: K_j, V_j, dK_j, dV_j, Q_i, O_i, dO_i, P, dS, L_i and D_i
+        Shared: K_j, V_j, dK_j, dV_j, Q_i, O_i, dO_i, P, dS, lse_i, its rest and D_i
         Registers: two sums
         Global traffic: reads and writes dQ, and reads Q, O, dO and L, once for each key tile; reads
             K and V once, and a mask once; writes dK and dV once
@@ -322,7 +324,8 @@ def backward_kernel(
         do_tile = cuda.shared.array((block_q, value_pitch), real)  # (block_q, value_dim)
         p = cuda.shared.array((block_q, score_pitch), real)  # (block_q, block_k)
         ds = cuda.shared.array((block_q, score_pitch), real)  # (block_q, block_k)
-        shift = cuda.shared.array(block_q, real)  # (block_q,): L
+        shift = cuda.shared.array(block_q, real)  # (block_q,): lse
+        rest = cuda.shared.array(block_q, real)  # (block_q,): its rest
         delta = cuda.shared.array(block_q, real)  # (block_q,): D
         thread, flat = cuda.threadIdx.x, cuda.blockIdx.x
         (b, h), (batch, head) = batch_and_head(flat, q.shape[1]), numbers_of_mods(flat, extras)
@@ -352,7 +355,7 @@ def backward_kernel(
                 load_tile(thread, threads, out, b, h, row, rows, value_dim, o_tile)
                 load_tile(thread, threads, dout, b, h, row, rows, value_dim, do_tile)
                 for r in range(thread, rows, threads):
-                    shift[r] = real(shift_of(lse[b, h, row + r]))
+                    shift[r], rest[r] = real(shift_of(lse[b, h, row + r])), lse_rest[b, h, row + r]
                 cuda.syncthreads()  # the tiles of i and j are complete before any thread reads them
                 # 19: D_i = rowsum(dO_i ∘ O_i) minus the gradient of L_i; it depends on no other line
                 # TASK 5.5: Line 19: dO_i · O_i of each row, less dlse if there is one; barrier.
@@ -371,7 +374,7 @@ def backward_kernel(
                         place = Place(b, h, batch, head, row + r, col + c)
                         score = score_of(score, place, extras)
                         # 13: P = diag(l)^-1 exp(S - m) = exp(S - L)
-                        prob = real(math.exp(score - shift[r]))
+                        prob = real(math.exp(minus(score, shift[r]) - rest[r]))
                         # 14: Z     15: P ∘ Z
                         z = kept(place, extras)
                         p[r, c] = prob * z
@@ -406,17 +409,18 @@ def backward_kernel(
             cuda.syncthreads()  # all have read K_j and V_j before the next tiles replace them
 
     four, three, extras = array_type(dtype, 4), array_type(dtype, 3), extras_type(features, dtype)
-    signature = void(*[four] * 5, three, three, *[four] * 3, real, extras)
+    signature = void(*[four] * 5, *[three] * 3, *[four] * 3, real, extras)
     return Kernel(flash1_backward, signature, threads)
 
 
 def forward(problem: Problem, tile: Tile, operands: Operands) -> None:
-    """Fill out and lse; allocates l and m.
+    """Fill out, lse and lse_rest; allocates l and m.
 
     Args:
         problem: The checked call.
         tile: (block_q, block_k), B_r and B_c in the paper.
-        operands: q, k, v and the arrays of the options, on the device; out and lse are written.
+        operands: q, k, v and the arrays of the options, on the device; out, lse and lse_rest are
+            written.
     """
     o, dims, threads = operands, (problem.head_dim, problem.value_dim), SIZES.flash1_threads
     row_sum = empty_device(tuple(o.lse.shape), problem.dtype)  # l
@@ -424,7 +428,7 @@ def forward(problem: Problem, tile: Tile, operands: Operands) -> None:
     kernel = forward_kernel(*tile, *dims, threads, problem.dtype, problem.features)
     extras = make_extras(problem, operands, *tile)
     kernel[math.prod(o.q.shape[:2]), threads](
-        o.q, o.k, o.v, o.out, o.lse, row_sum, row_max, problem.scale, extras
+        o.q, o.k, o.v, o.out, o.lse, o.lse_rest, row_sum, row_max, problem.scale, extras
     )
 
 
@@ -442,6 +446,6 @@ def backward(problem: Problem, tile: Tile, operands: Operands) -> None:
     kernel = backward_kernel(*tile, *dims, threads, problem.dtype, problem.features, has_dlse)
     extras = make_extras(problem, operands, *tile)
     kernel[math.prod(o.q.shape[:2]), threads](
-        o.dout, o.q, o.k, o.v, o.out, o.lse, o.dlse if has_dlse else o.lse, o.dq, o.dk, o.dv,
-        problem.scale, extras,
+        o.dout, o.q, o.k, o.v, o.out, o.lse, o.lse_rest, o.dlse if has_dlse else o.lse,
+        o.dq, o.dk, o.dv, problem.scale, extras,
     )  # fmt: skip

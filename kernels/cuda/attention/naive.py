@@ -24,6 +24,7 @@ from kernels.cuda.attention.options.score_functions import (
 from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.device.row_folds import RowBlock, make_row_folds
 from kernels.cuda.device.shared_tiles import round_up
+from kernels.cuda.device.vector import MINUS
 from kernels.cuda.matmul import cuda_cores
 from kernels.cuda.runtime.arrays import device_view, element_strides, empty_device
 from kernels.cuda.runtime.kernel import Kernel, array_type, scalar_type, why_too_large
@@ -42,9 +43,9 @@ def softmax_kernel(threads: int, dtype: np.dtype[Any], features: Features = PLAI
     slots, (row_max_of, row_sum_of) = block.slots, make_row_folds(block)
     functions = make_score_functions(features, dtype)
     score_of, kept = functions.score_of, functions.kept
-    end_row = make_row_end(features, dtype)
+    end_row, minus = make_row_end(features, dtype), MINUS[dtype]
 
-    def softmax(scores, lse, extras):
+    def softmax(scores, lse, lse_rest, extras):
         """Replace each row of scores by its softmax over the visible columns, with dropout.
 
         Computes: P = dropout(softmax(MASK(S))) in place; L = m + log l
@@ -54,7 +55,8 @@ def softmax_kernel(threads: int, dtype: np.dtype[Any], features: Features = PLAI
         One thread does: every threads-th element of one row
         Shared: one element a warp
         Registers: the row's maximum and sum
-        Global traffic: reads S three times and writes it twice; reads a mask twice; writes L once
+        Global traffic: reads S three times and writes it twice; reads a mask twice; writes lse and its rest
+            once
         Needs: warp shuffles, for which the simulator has a plain form
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
@@ -76,20 +78,20 @@ def softmax_kernel(threads: int, dtype: np.dtype[Any], features: Features = PLAI
         for col in range(thread, seq_k, threads):
             place = Place(b, h, batch, head, row, col)
             score = score_of(scores[b, h, row, col], place, extras)
-            p = real(math.exp(score - shift))
+            p = real(math.exp(minus(score, shift)))
             scores[b, h, row, col] = p
             total += p
         row_sum = row_sum_of(partial, total)
         # P = dropout(diag(l)^-1 P)     L = m + log l
-        inverse, row_lse = end_row(row_sum, shift, b, h, extras)
+        inverse, row_lse, row_rest = end_row(row_sum, shift, b, h, extras)
         for col in range(thread, seq_k, threads):
             place = Place(b, h, batch, head, row, col)
             scores[b, h, row, col] *= inverse * kept(place, extras)
         if thread == 0:
-            lse[b, h, row] = row_lse
+            lse[b, h, row], lse_rest[b, h, row] = row_lse, row_rest
 
     four, three = array_type(dtype, 4), array_type(dtype, 3)
-    return Kernel(softmax, void(four, three, extras_type(features, dtype)))
+    return Kernel(softmax, void(four, three, three, extras_type(features, dtype)))
 
 
 @cache
@@ -97,13 +99,13 @@ def softmax_backward_kernel(
     threads: int, dtype: np.dtype[Any], features: Features = PLAIN, has_dlse: bool = False
 ) -> Kernel:
     """Return the kernel that recomputes probabilities and differentiates them, for one dtype."""
-    real, zero = scalar_type(dtype), dtype.type(0)
+    real, zero, minus = scalar_type(dtype), dtype.type(0), MINUS[dtype]
     block = RowBlock(threads, rows=1)
     slots, (_, row_sum_of) = block.slots, make_row_folds(block)
     functions = make_score_functions(features, dtype)
     score_and_slope, kept = functions.score_and_slope, functions.kept
 
-    def softmax_backward(dout, out, lse, dlse, scores, dp, extras):
+    def softmax_backward(dout, out, lse, lse_rest, dlse, scores, dp, extras):
         """Replace scores by probabilities with dropout, and dP by the gradient of the scores.
 
         Computes: P ∘ Z, P = exp(MASK(S) - L), and dS = P ∘ (dP ∘ Z - D) in place, with Z the dropout
@@ -131,13 +133,13 @@ def softmax_backward_kernel(
         delta = row_sum_of(partial, total)
         if has_dlse:
             delta -= dlse[b, h, row]
-        shift = real(shift_of(lse[b, h, row]))
+        shift, rest = real(shift_of(lse[b, h, row])), lse_rest[b, h, row]
         for col in range(thread, seq_k, threads):
             # MASK(S), and before it what the other options make of a score
             place = Place(b, h, batch, head, row, col)
             score, slope = score_and_slope(scores[b, h, row, col], place, extras)
             # P = exp(S - L)
-            p = real(math.exp(score - shift))
+            p = real(math.exp(minus(score, shift) - rest))
             # O = (P ∘ Z) V: dP = dP ∘ Z     P = softmax(S): dS = P ∘ (dP - D)
             z = kept(place, extras)
             scores[b, h, row, col] = p * z
@@ -145,7 +147,7 @@ def softmax_backward_kernel(
 
     four, three = array_type(dtype, 4), array_type(dtype, 3)
     extras = extras_type(features, dtype)
-    return Kernel(softmax_backward, void(four, four, three, three, four, four, extras))
+    return Kernel(softmax_backward, void(four, four, *[three] * 3, four, four, extras))
 
 
 def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
@@ -206,12 +208,13 @@ def _empty_scores(problem: Problem, operands: Operands) -> Any:
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out and lse; allocates the scores, batch · heads · seq_q · seq_k elements.
+    """Fill out, lse and lse_rest; allocates the scores, batch · heads · seq_q · seq_k elements.
 
     Args:
         problem: The checked call.
         tile: Rows and columns of a block of the products, rounded up.
-        operands: q, k, v and the arrays of the options, on the device; out and lse are written.
+        operands: q, k, v and the arrays of the options, on the device; out, lse and lse_rest are
+            written.
     """
     features, extras = problem.features, make_extras(problem, operands, *tile)
     scores = _empty_scores(problem, operands)  # (batch, heads, seq_q, seq_k)
@@ -220,7 +223,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     # 2: P = softmax(S)
     softmax = softmax_kernel(SIZES.row_threads, problem.dtype, features)
     rows = math.prod(operands.lse.shape)
-    softmax[rows, SIZES.row_threads](scores, operands.lse, extras)
+    softmax[rows, SIZES.row_threads](scores, operands.lse, operands.lse_rest, extras)
     # 3: O = P V
     _multiply(tile, scores, operands.v, operands.out, 1.0)
 
@@ -244,7 +247,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     # P = softmax(S): dS = P ∘ (dP - D)
     softmax_backward = softmax_backward_kernel(SIZES.row_threads, problem.dtype, features, has_dlse)
     softmax_backward[math.prod(o.lse.shape), SIZES.row_threads](
-        o.dout, o.out, o.lse, o.dlse if has_dlse else o.lse, scores, dp, extras
+        o.dout, o.out, o.lse, o.lse_rest, o.dlse if has_dlse else o.lse, scores, dp, extras
     )
     probs, ds = scores, dp  # (batch, heads, seq_q, seq_k)
     # O = P V: dV = Pᵀ dO

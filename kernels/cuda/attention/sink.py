@@ -34,7 +34,7 @@ def sink_kernel(stored: np.dtype[Any], dtype: np.dtype[Any], has_dlse: bool) -> 
     widen, lanes, lines, slots = own.widen, BLOCK.threads, BLOCK.rows, BLOCK.slots
     _, row_sum_of = make_row_folds(BLOCK)
 
-    def sink_gradient(dout, out, lse, dlse, sink, dsink):
+    def sink_gradient(dout, out, lse, lse_rest, dlse, sink, dsink):
         """Fill the gradient of a head's sink in each entry of the batch.
 
         Computes: dsink = -Σ exp(sink - L) D over the rows, D = rowsum(dO ∘ O) less the gradient of L
@@ -44,7 +44,7 @@ def sink_kernel(stored: np.dtype[Any], dtype: np.dtype[Any], has_dlse: bool) -> 
         One thread does: every 32nd element of the rows of its warp
         Shared: one element a warp for D, one for the sums
         Registers: two sums
-        Global traffic: reads dout, out, lse once, and dlse if there is one; writes dsink once
+        Global traffic: reads dout, out, lse, lse_rest once, and dlse if there is one; writes dsink once
         Needs: warp shuffles, for which the simulator has a plain form
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
@@ -62,7 +62,8 @@ def sink_kernel(stored: np.dtype[Any], dtype: np.dtype[Any], has_dlse: bool) -> 
             if row < seq_q:
                 if has_dlse:
                     delta -= dlse[b, h, row]
-                total -= real(math.exp(own_sink - real(shift_of(lse[b, h, row])))) * delta
+                apart = own_sink - real(shift_of(lse[b, h, row]))
+                total -= real(math.exp(apart - lse_rest[b, h, row])) * delta
         if lane == 0:
             sums[line] = total
         cuda.syncthreads()  # the sums of all warps are there
@@ -74,7 +75,7 @@ def sink_kernel(stored: np.dtype[Any], dtype: np.dtype[Any], has_dlse: bool) -> 
 
     read, rows = array_type(own.stored, 4), array_type(dtype, 3)
     written = array_type(dtype, 1)
-    signature = void(read, read, rows, rows, array_type(dtype, 4), written)
+    signature = void(read, read, *[rows] * 3, array_type(dtype, 4), written)
     return Kernel(sink_gradient, signature, lanes * lines)
 
 
@@ -83,9 +84,11 @@ def sink_gradient(problem: Problem, operands: Operands, dsink: Any) -> None:
 
     Args:
         problem: The checked call.
-        operands: The operands, on the device: dout, out, lse, sink, and dlse or None.
+        operands: The operands, on the device: dout, out, lse, lse_rest, sink, and dlse or
+            None.
         dsink: (batch * heads,), written.
     """
     o, has_dlse = operands, operands.dlse is not None
     launch = sink_kernel(problem.dtype, problem.acc_dtype, has_dlse)[dsink.shape[0], BLOCK]
-    launch(as_bits(o.dout), as_bits(o.out), o.lse, o.dlse if has_dlse else o.lse, o.sink, dsink)
+    rows = o.lse, o.lse_rest, o.dlse if has_dlse else o.lse
+    launch(as_bits(o.dout), as_bits(o.out), *rows, o.sink, dsink)

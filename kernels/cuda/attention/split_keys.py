@@ -1,4 +1,4 @@
-"""Flash-Decoding on CUDA: for few query rows, keys are divided among blocks and merged by lse."""
+"""Flash-Decoding on CUDA: for few query rows, keys are divided among blocks and merged by L."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kernels.common.geometry import PLAIN
 from kernels.cuda.attention.options.score_functions import Extras, extras_type, make_row_end
 from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.device.one_source import merge_weight, shift_of
+from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, scalar_type
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.problem.question import Problem
@@ -68,17 +69,18 @@ def merge_kernel(dtype: np.dtype[Any], stored: np.dtype[Any], features: Features
 
     end_row = make_row_end(features, dtype)
 
-    def flash2_merge(part_out, part_lse, out, lse, extras):
+    def flash2_merge(part_out, part_lse, part_rest, out, lse, lse_rest, extras):
         """Merge the results of parts of the keys.
 
         Computes: L = log Σ exp(L_part), O = Σ exp(L_part - L) O_part
         Source: FlashAttention-2, section 3.1; the split of keys as in Flash-Decoding
         Grid: ceil(batch * heads * seq_q * value_dim / threads)
         Block: any number of threads
-        One thread does: one element of out, and of lse where the element is the first of its row
+        One thread does: one element of out, and L where the element is the first of its row
         Shared: none
         Registers: one sum and one weight
-        Global traffic: reads part_out once, part_lse twice per element; writes out and lse once
+        Global traffic: reads part_out and part_rest once, part_lse twice per element; writes out,
+            lse and lse_rest once
         Needs: nothing
         """
         batch, heads, seq_q, dim = out.shape[0], out.shape[1], out.shape[2], out.shape[3]
@@ -92,33 +94,46 @@ def merge_kernel(dtype: np.dtype[Any], stored: np.dtype[Any], features: Features
             shift = real(shift_of(largest))
             acc = total = zero
             for n in range(b, part_lse.shape[0], batch):
-                weight = merge_weight(part_lse[n, h, row], shift)
+                weight = merge_weight(part_lse[n, h, row], part_rest[n, h, row], shift)
                 total += weight
                 acc += weight * part_out[n, h, row, c]
-            inverse, row_lse = end_row(total, shift, b, h, extras)
+            inverse, row_lse, row_rest = end_row(total, shift, b, h, extras)
             out[b, h, row, c] = narrow(acc * inverse)
             if c == 0:
-                lse[b, h, row] = row_lse
+                lse[b, h, row], lse_rest[b, h, row] = row_lse, row_rest
 
     four, three = array_type(dtype, 4), array_type(dtype, 3)
-    signature = void(four, three, array_type(bits, 4), three, extras_type(features, dtype))
+    written = array_type(bits, 4), three, three
+    signature = void(four, three, three, *written, extras_type(features, dtype))
     return Kernel(flash2_merge, signature, SIZES.flat_threads)
 
 
+def empty_parts(parts: int, out: Any, dtype: np.dtype[Any]) -> tuple[Any, Any, Any]:
+    """Return memory for out, lse and lse_rest of parts of the keys.
+
+    Batch ``n`` of part ``p`` is at p · batch + n.
+    """
+    batch, *rows, value_dim = out.shape
+    shape = parts * batch, *rows
+    return tuple(empty_device(own, dtype) for own in ((*shape, value_dim), shape, shape))
+
+
 def merge_parts(
-    part_out: Any, part_lse: Any, out: Any, lse: Any, features: Features, extras: Extras
+    of_parts: tuple[Any, Any, Any],
+    results: tuple[Any, Any, Any],
+    features: Features,
+    extras: Extras,
 ) -> None:
-    """Fill out and lse.
+    """Fill out, lse and lse_rest.
 
     Args:
-        part_out: (parts · batch, heads, seq_q, value_dim), batch ``n`` of part ``p`` at p · batch + n.
-        part_lse: (parts · batch, heads, seq_q).
-        out: (batch, heads, seq_q, value_dim), written; a 16-bit dtype or the dtype of the parts.
-        lse: (batch, heads, seq_q), written.
+        of_parts: The results of the parts, as :func:`empty_parts` returns them.
+        results: out (batch, heads, seq_q, value_dim), of a 16-bit dtype or the dtype of the parts, lse and
+            lse_rest (batch, heads, seq_q), written.
         features: Options of the kernel that computed the parts.
         extras: Options of that kernel.
     """
-    threads = SIZES.flat_threads
+    threads, (out, *rows) = SIZES.flat_threads, results
     blocks = PLAIN.ceil_div(math.prod(out.shape), threads)
-    kernel = merge_kernel(np.dtype(part_out.dtype), np.dtype(out.dtype), features)
-    kernel[blocks, threads](part_out, part_lse, as_bits(out), lse, extras)
+    kernel = merge_kernel(np.dtype(of_parts[0].dtype), np.dtype(out.dtype), features)
+    kernel[blocks, threads](*of_parts, as_bits(out), *rows, extras)

@@ -50,8 +50,9 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
         tile: (block_q, block_k), multiples of four.
         operands: The operands, on the device; dq, dk and dv are written.
     """
-    q, k, v, dout, lse = operands.q, operands.k, operands.v, operands.dout, operands.lse
-    dq, dk, dv, delta = operands.dq, operands.dk, operands.dv, delta_of(problem, operands)
+    q, k, v, dout = operands.q, operands.k, operands.v, operands.dout
+    dq, dk, dv = operands.dq, operands.dk, operands.dv
+    rows = operands.lse, operands.lse_rest, delta_of(problem, operands)
     kind = (*widths(problem), problem.dtype, are_vectors(dout, q, k, v))
     features = problem.features
     if problem.deterministic:
@@ -59,7 +60,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
         extras = make_extras(problem, operands, layout.block_q, layout.block_k)
         grid = grid_of(q, q.shape[2], layout.block_q, extras)
         launch = dq_kernel(layout, *kind, features)[grid, layout.threads]
-        launch(dout, q, k, v, lse, delta, dq, problem.scale, extras)
+        launch(dout, q, k, v, *rows, dq, problem.scale, extras)
         # dK and dV have a layout of their own, unless the caller asked for a tile.
         own = layout == _own_layout(problem)
         layout = pick_layout("dkdv", problem, None if own else tile)
@@ -69,7 +70,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     extras = make_extras(problem, operands, layout.block_q, layout.block_k, by_keys=True)
     grid = grid_of(q, k.shape[2], layout.block_k, extras)
     launch = dkdv_kernel(layout, *kind, not problem.deterministic, features)[grid, layout.threads]
-    launch(dout, q, k, v, lse, delta, dq, dk, dv, problem.scale, extras)
+    launch(dout, q, k, v, *rows, dq, dk, dv, problem.scale, extras)
 
 
 def delta_of(problem: Problem, operands: Operands) -> Any:

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 from numba import float64, uint8, void
 
-from kernels.common.online_softmax import LN_2
 from kernels.cuda.attention.flash2.register_scores import (
     make_gradients_by_keys,
     make_put_row_values,
 )
 from kernels.cuda.attention.options.mods import numbers_of_mods
 from kernels.cuda.attention.options.score_functions import extras_type
-from kernels.cuda.attention.options.tile_scores import TilePlace, make_tile_scores, moved
+from kernels.cuda.attention.options.tile_scores import TilePlace, moved
 from kernels.cuda.attention.options.visits import make_key_bounds, make_visits
 from kernels.cuda.attention.register_tiles import (
     RegisterLayout,
@@ -25,7 +24,6 @@ from kernels.cuda.attention.register_tiles import (
     make_load_tiles,
     make_multiply,
     make_store_tile,
-    scale_all,
     set_all,
 )
 from kernels.cuda.attention.tile_bits import make_tile_bits
@@ -49,6 +47,7 @@ def dkdv_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> Sha
         dout=block_q * layout.row_stride(value_width),
         p=max(block_k * (block_q + VECTOR), block_q * (block_k + VECTOR)),
         lse=block_q,
+        rest=block_q,
         delta=block_q,
     )
 
@@ -82,14 +81,13 @@ def dkdv_kernel(
     fragment_rows = max(own_keys, dq_rows)
     tiles = dkdv_tiles(layout, head_width, value_width)
     k_tile, v_tile, q_tile, dout_tile = tiles["k"], tiles["v"], tiles["q"], tiles["dout"]
-    p_tile, lse_tile, delta_tile = tiles["p"], tiles["lse"], tiles["delta"]
+    p_tile = tiles["p"]
     place, entries, tile_of, is_whole, is_within = make_visits(features, block_k, by_keys=True)
     bounds, is_inside = make_key_bounds(block_q, block_k)
-    operand_factor = make_tile_scores(features, dtype).operand_factor
     tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
     draw = tile_bits.draw
-    put_row_values = make_put_row_values(layout, dtype, lse_tile, delta_tile)
-    to_gradients = make_gradients_by_keys(layout, features, dtype, tile_bits, lse_tile, delta_tile)
+    put_row_values = make_put_row_values(layout, dtype, tiles)
+    to_gradients = make_gradients_by_keys(layout, features, dtype, tile_bits, tiles)
     keep_p, keep_ds = (make_keep_tile(layout, block_k, block_q, turned) for turned in (False, True))
     loads = make_load_tiles(layout, head_width, value_width, real, vectors)
     load_q, load_dout, load_k, load_v = loads
@@ -102,10 +100,8 @@ def dkdv_kernel(
     store_dv = make_store_tile(layout, block_k, value_width, assign)
     add_dq = make_store_tile(layout, block_q, head_width, add_atomically)
     zero, one = dtype.type(0), dtype.type(1)
-    # What K_j is multiplied by beside τ, dS is divided by before dQ.
-    unscaled = one if features.bends else dtype.type(LN_2)
 
-    def flash2_dkdv(dout, q, k, v, lse, delta, dq, dk, dv, scale, extras):
+    def flash2_dkdv(dout, q, k, v, lse, lse_rest, delta, dq, dk, dv, scale, extras):
         """Fill one key tile of dk and dv; with atomics, add its part of dq, which is zero before.
 
         Computes: dk and dv for one tile of keys of one (batch, head), and its part of dq
@@ -115,12 +111,12 @@ def dkdv_kernel(
         Block: (lanes * rows_of_threads,)
         One thread does: own_keys x own_rows of Sᵀ, dPᵀ and dSᵀ, and own_keys rows of dK and dV
         Shared: k_tile, v_tile, q_tile, dout_tile, first P and then dS
-            transposed (block_k, block_q), lse and delta (block_q,); rows padded by one vector; for
-            some options a byte for four columns
+            transposed (block_k, block_q), lse, its rest and delta (block_q,); rows padded by one
+            vector; for some options a byte for four columns
         Registers: dk_acc (own_keys, k_width), dv_acc (own_keys, v_width), s and
             dp (own_keys, own_rows), with atomics dq_acc (dq_rows, k_width)
-        Global traffic: reads k and v once, q, dout, lse and delta once per key tile; writes dk and
-            dv once; with atomics adds to dq once per key tile
+        Global traffic: reads k and v once, q, dout, lse, lse_rest and delta once per key tile; writes
+            dk and dv once; with atomics adds to dq once per key tile
         Needs: 128-bit loads, for which the simulator has a plain form
         """
         b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
@@ -131,7 +127,7 @@ def dkdv_kernel(
         batch, head = numbers_of_mods(flat, extras)
         start = TilePlace(b, h, batch, head, 0, col, seq_q, seq_k)
         tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
-        shared = cuda.shared.array(0, real)  # k, v, q and dout tiles, P or dS, lse, delta
+        shared = cuda.shared.array(0, real)  # k, v, q and dout tiles, P or dS, lse, rest, delta
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
         # A thread owns the keys (and the rows of dQ) ty, ty + rows_of_threads, …; of Sᵀ the columns, which
         # are query rows, tx, tx + lanes, …; of the sums the four columns from 4 · tx, and so on.
@@ -143,8 +139,8 @@ def dkdv_kernel(
         fragment = cuda.local.array((fragment_rows, VECTOR), real)  # (fragment_rows, 4): scratch
         # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
         k_row, k_stop = first_k + col, first_k + seq_k
-        factor = real(scale) * operand_factor
-        load_k(cuda.threadIdx.x, k, b, h, k_row, k_stop, factor, shared, k_tile)
+        factor = real(scale)
+        load_k(cuda.threadIdx.x, k, b, h, k_row, k_stop, one, shared, k_tile)
         load_v(cuda.threadIdx.x, v, b, h, k_row, k_stop, one, shared, v_tile)
         set_all(dk_acc, zero)
         set_all(dv_acc, zero)
@@ -159,11 +155,12 @@ def dkdv_kernel(
                 cuda.syncthreads()  # every thread is done with the last query tile
                 # 9: load Q_i, dO_i, L_i, D_i
                 q_row, q_stop = first_q + row, first_q + seq_q
-                load_q(cuda.threadIdx.x, q, b, h, q_row, q_stop, one, shared, q_tile)
+                # Q is scaled, and not K, so that S is what it was in the forward pass, bit for bit.
+                load_q(cuda.threadIdx.x, q, b, h, q_row, q_stop, factor, shared, q_tile)
                 load_dout(cuda.threadIdx.x, dout, b, h, q_row, q_stop, one, shared, dout_tile)
                 tile = moved(start, row, 0)
                 draw(cuda.threadIdx.x, bits, whole, tile, extras)
-                put_row_values(cuda.threadIdx.x, shared, lse, delta, b, h, q_row, q_stop)
+                put_row_values(cuda.threadIdx.x, shared, lse, lse_rest, delta, b, h, q_row, q_stop)
                 cuda.syncthreads()  # the tiles are whole
                 # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
                 multiply_kq(tx, ty, s, fragment, shared, k_tile, q_tile)
@@ -177,24 +174,21 @@ def dkdv_kernel(
                 cuda.syncthreads()  # every thread is done with P: dS takes its place
                 keep_p(tx, ty, dp, one, shared, p_tile)
                 cuda.syncthreads()  # dS is whole
-                # 16: dK_j += dSᵀ Q_i
+                # 16: dK_j += dSᵀ Q_i, where Q_i is scaled by τ already
                 accumulate_dk(tx, ty, dk_acc, fragment, shared, p_tile, q_tile)
                 if atomics:
                     cuda.syncthreads()  # every thread is done with dSᵀ: dS takes its place
-                    keep_ds(tx, ty, dp, unscaled, shared, p_tile)
+                    keep_ds(tx, ty, dp, factor, shared, p_tile)
                     set_all(dq_acc, zero)
                     cuda.syncthreads()  # dS is whole
-                    # 15: dQ_i += dS K_j, where K_j is scaled by τ already
+                    # 15: dQ_i += τ dS K_j
                     accumulate_dq(tx, ty, dq_acc, fragment, shared, p_tile, k_tile)
                     add_dq(tx, ty, dq_acc, dq, b, h, q_row, q_stop)
         # 18: write dK_j, dV_j
-        scale_all(dk_acc, real(scale))
         store_dk(tx, ty, dk_acc, dk, b, h, k_row, k_stop)
         store_dv(tx, ty, dv_acc, dv, b, h, k_row, k_stop)
 
     read, rows = array_type(dtype, 4), array_type(dtype, 3)
-    signature = void(
-        *[read] * 4, rows, rows, read, read, read, float64, extras_type(features, dtype)
-    )
+    signature = void(*[read] * 4, *[rows] * 3, *[read] * 3, float64, extras_type(features, dtype))
     shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
     return Kernel(flash2_dkdv, signature, layout.threads, shared_bytes, layout.resident)

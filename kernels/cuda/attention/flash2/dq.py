@@ -14,7 +14,7 @@ from kernels.cuda.attention.flash2.register_scores import (
 )
 from kernels.cuda.attention.options.mods import numbers_of_mods
 from kernels.cuda.attention.options.score_functions import extras_type
-from kernels.cuda.attention.options.tile_scores import TilePlace, make_tile_scores, moved
+from kernels.cuda.attention.options.tile_scores import TilePlace, moved
 from kernels.cuda.attention.options.visits import make_row_bounds, make_visits
 from kernels.cuda.attention.register_tiles import (
     RegisterLayout,
@@ -100,7 +100,6 @@ def dq_kernel(
     k_tile, v_tile, ds_tile = tiles["k"], tiles["v"], tiles["ds"]
     place, entries, tile_of, is_whole, is_within = make_visits(features, block_q)
     bounds = make_row_bounds(block_q, block_k)
-    operand_factor = make_tile_scores(features, dtype).operand_factor
     tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
     draw, load_row_values = tile_bits.draw, make_load_row_values(layout, dtype)
     to_gradients = make_gradients_by_rows(layout, features, dtype, tile_bits)
@@ -113,7 +112,7 @@ def dq_kernel(
     store_dq = make_store_tile(layout, block_q, head_width, assign)
     zero, one = dtype.type(0), dtype.type(1)
 
-    def flash2_dq(dout, q, k, v, lse, delta, dq, scale, extras):
+    def flash2_dq(dout, q, k, v, lse, lse_rest, delta, dq, scale, extras):
         """Fill one query tile of dq.
 
         Computes: dq for one tile of query rows of one (batch, head)
@@ -124,9 +123,10 @@ def dq_kernel(
         One thread does: own_rows x own_cols of S, dP and dS, and own_rows x own_width of dQ
         Shared: q_tile, dout_tile, k_tile, v_tile, ds (block_q, block_k); rows padded by one vector;
             for some options a byte for four columns
-        Registers: acc (own_rows, own_width), s and dp (own_rows, own_cols), shift,
+        Registers: acc (own_rows, own_width), s and dp (own_rows, own_cols), top, shift,
             own_delta (own_rows,)
-        Global traffic: reads q, dout, lse and delta once, k and v once per query tile; writes dq once
+        Global traffic: reads q, dout, lse, lse_rest and delta once, k and v once per query tile; writes dq
+            once
         Needs: 128-bit loads, for which the simulator has a plain form
         """
         b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
@@ -144,13 +144,13 @@ def dq_kernel(
         s = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: S
         dp = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: dP, dS
         fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, dO or dS
-        shift = cuda.local.array(own_rows, real)  # (own_rows,): L, in base 2
+        top = cuda.local.array(own_rows, real)  # (own_rows,): lse
+        shift = cuda.local.array(own_rows, real)  # (own_rows,): its rest, in base 2
         own_delta = cuda.local.array(own_rows, real)  # (own_rows,): D
         q_row, q_stop = first_q + row, first_q + seq_q
-        factor = real(scale) * operand_factor
-        load_q(cuda.threadIdx.x, q, b, h, q_row, q_stop, factor, shared, q_tile)
+        load_q(cuda.threadIdx.x, q, b, h, q_row, q_stop, real(scale), shared, q_tile)
         load_dout(cuda.threadIdx.x, dout, b, h, q_row, q_stop, one, shared, dout_tile)
-        load_row_values(ty, shift, own_delta, lse, delta, b, h, q_row, q_stop)
+        load_row_values(ty, top, shift, own_delta, lse, lse_rest, delta, b, h, q_row, q_stop)
         set_all(acc, zero)
         first, stop, full, full_stop = bounds(row, seq_q, seq_k, extras)
         entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
@@ -170,7 +170,7 @@ def dq_kernel(
                 multiply_qk(tx, ty, s, fragment, shared, q_tile, k_tile)
                 multiply_dout_v(tx, ty, dp, fragment, shared, dout_tile, v_tile)
                 # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-                to_gradients(tx, ty, s, dp, shift, own_delta, whole, bits, tile, extras)
+                to_gradients(tx, ty, s, dp, top, shift, own_delta, whole, bits, tile, extras)
                 keep_ds(tx, ty, dp, one, shared, ds_tile)
                 cuda.syncthreads()  # dS is whole
                 # 15: dQ_i += dS K_j
@@ -179,6 +179,6 @@ def dq_kernel(
         store_dq(tx, ty, acc, dq, b, h, q_row, q_stop)
 
     read, rows = array_type(dtype, 4), array_type(dtype, 3)
-    signature = void(*[read] * 4, rows, rows, read, float64, extras_type(features, dtype))
+    signature = void(*[read] * 4, *[rows] * 3, read, float64, extras_type(features, dtype))
     shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
     return Kernel(flash2_dq, signature, layout.threads, shared_bytes, layout.resident)

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from numba import float64, uint8, void
 
-from kernels.common.online_softmax import LN_2
+from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash2.register_scores import make_scores
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.mods import numbers_of_mods
 from kernels.cuda.attention.options.score_functions import extras_type, make_row_end
-from kernels.cuda.attention.options.tile_scores import TilePlace, make_tile_scores, moved
+from kernels.cuda.attention.options.tile_scores import TilePlace, moved
 from kernels.cuda.attention.options.visits import grid_of, make_row_bounds, make_visits
 from kernels.cuda.attention.register_tiles import (
     RegisterLayout,
@@ -35,12 +35,11 @@ from kernels.cuda.attention.register_tiles import (
     set_all,
     widths,
 )
-from kernels.cuda.attention.split_keys import merge_parts, own_part, parts_of
+from kernels.cuda.attention.split_keys import empty_parts, merge_parts, own_part, parts_of
 from kernels.cuda.attention.tile_bits import TileBits, make_tile_bits
 from kernels.cuda.device.one_source import batch_and_head, shift_of
 from kernels.cuda.device.shared_tiles import SharedTiles
-from kernels.cuda.device.vector import EXP2, VECTOR, are_vectors
-from kernels.cuda.runtime.arrays import empty_device
+from kernels.cuda.device.vector import EXP2, MINUS, VECTOR, are_vectors
 from kernels.cuda.runtime.kernel import ALL_LANES, Kernel, array_type, device_function, scalar_type
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
@@ -102,7 +101,8 @@ def _make_softmax_step(
     It computes P from the scores in ``s``, stores it in shared memory at ``p_tile``, and rescales the
     earlier sums.
     """
-    real, exp2, zero = scalar_type(dtype), EXP2[dtype], dtype.type(0)
+    real, exp2, minus = scalar_type(dtype), EXP2[dtype], MINUS[dtype]
+    zero, log2_e = dtype.type(0), dtype.type(LOG2_E)
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_rows, own_cols = layout.block_q // rows_of_threads, layout.block_k // lanes
     p_stride, kept = layout.block_k + VECTOR, tile_bits.kept
@@ -119,11 +119,11 @@ def _make_softmax_step(
             r = ty + i * rows_of_threads
             largest = max(row_max[i], row_max_of(largest, scratch, r, tx))
             shift = real(shift_of(largest))
-            rescale = exp2(row_max[i] - shift)
+            rescale = exp2((row_max[i] - shift) * log2_e)
             row_max[i] = largest
             total = zero
             for c in range(own_cols):
-                p = exp2(s[i, c] - shift)
+                p = exp2(minus(s[i, c], shift) * log2_e)
                 total += p
                 # P after dropout; l sums P before it.
                 p *= kept(bits, r, tx + c * lanes, extras)
@@ -142,28 +142,30 @@ def _make_softmax_step(
 def _make_finish_rows(
     layout: RegisterLayout, own_width: int, dtype: np.dtype[Any], features: Features
 ) -> Callable[..., None]:
-    """Return ``finish_rows(tx, ty, acc, row_max, row_sum, scratch, lse, b, h, first, stop, extras)``.
+    """Return the function that divides O by l, and writes L of the rows from ``first`` up to ``stop``.
 
-    It divides O by l, and writes L of the rows from ``first`` up to ``stop``.
+    The function is ``finish_rows(tx, ty, acc, row_max, row_sum, scratch, lse, lse_rest, b, h, first, stop,
+    extras)``.
     """
-    real, ln_2 = scalar_type(dtype), dtype.type(LN_2)
     rows_of_threads, own_rows = layout.rows_of_threads, layout.block_q // layout.rows_of_threads
     _, row_sum_of = make_row_reductions(layout.lanes)
     end_row = make_row_end(features, dtype)
 
     @device_function
-    def finish_rows(tx, ty, acc, row_max, row_sum, scratch, lse, b, h, first, stop, extras):
+    def finish_rows(
+        tx, ty, acc, row_max, row_sum, scratch, lse, lse_rest, b, h, first, stop, extras
+    ):
         for i in range(own_rows):
             # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
             r = ty + i * rows_of_threads
             # TASK 5.7: Line 12: the threads of a row add up their sums; one division for the whole row.
             total = row_sum_of(row_sum[i], scratch, r, tx)
-            inverse, row_lse = end_row(total, real(shift_of(row_max[i])) * ln_2, b, h, extras)
+            inverse, row_lse, row_rest = end_row(total, shift_of(row_max[i]), b, h, extras)
             for c in range(own_width):
                 acc[i, c] *= inverse
             # END TASK 5.7
             if tx == 0 and first + r < stop:
-                lse[b, h, first + r] = row_lse
+                lse[b, h, first + r], lse_rest[b, h, first + r] = row_lse, row_rest
 
     return finish_rows
 
@@ -182,8 +184,8 @@ def forward_kernel(
         dtype: Dtype of all of them.
         vectors: Whether q, k and v are aligned for 128-bit loads.
         features: Options of the call.
-        is_split: Whether the keys are divided along the third dimension of the grid; out and lse then have
-            a batch for each part.
+        is_split: Whether the keys are divided along the third dimension of the grid; out, lse and lse_rest
+            then have a batch for each part.
     """
     real, block_q, block_k = scalar_type(dtype), layout.block_q, layout.block_k
     lanes, own_rows = layout.lanes, block_q // layout.rows_of_threads
@@ -193,7 +195,6 @@ def forward_kernel(
     scratch_shape = (block_q, lanes) if IS_SIMULATOR else (1, 1)
     place, entries, tile_of, is_whole, is_within = make_visits(features, block_q)
     bounds = make_row_bounds(block_q, block_k)
-    operand_factor = make_tile_scores(features, dtype).operand_factor
     tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
     draw, to_scores = tile_bits.draw, make_scores(layout, features, dtype, tile_bits)
     load_q, _, load_k, load_v = make_load_tiles(layout, head_width, value_width, real, vectors)
@@ -205,10 +206,10 @@ def forward_kernel(
     finish_rows = _make_finish_rows(layout, own_width, dtype, PLAIN if is_split else features)
     zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
 
-    def flash2_forward(q, k, v, out, lse, scale, extras):
-        """Fill one query tile of out and lse.
+    def flash2_forward(q, k, v, out, lse, lse_rest, scale, extras):
+        """Fill one query tile of out, lse and lse_rest.
 
-        Computes: out and lse for one tile of query rows of one (batch, head)
+        Computes: out, lse and lse_rest for one tile of query rows of one (batch, head)
         Source: FlashAttention-2, Algorithm 1, lines 3-15; FlashAttention, Algorithm 2, lines 11
             (mask) and 14 (dropout)
         Grid: (num_q_tiles, batch * heads, parts), one block per query tile, the longest first
@@ -218,7 +219,7 @@ def forward_kernel(
             p (block_q, block_k); rows padded by one vector; for some options a byte for four
             columns
         Registers: acc (own_rows, own_width), s (own_rows, own_cols), row_max, row_sum (own_rows,)
-        Global traffic: reads q once, k and v once per query tile; writes out and lse once
+        Global traffic: reads q once, k and v once per query tile; writes out, lse and lse_rest once
         Needs: warp shuffles and 128-bit loads, for which the simulator has plain forms
         """
         b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
@@ -241,10 +242,9 @@ def forward_kernel(
         fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, or of P
         row_max = cuda.local.array(own_rows, real)  # (own_rows,): m
         row_sum = cuda.local.array(own_rows, real)  # (own_rows,): the part of l from own columns
-        # 4: load Q_i, scaled so that exp becomes exp2
+        # 4: load Q_i, scaled
         q_row, q_stop = first_q + row, first_q + seq_q
-        factor = real(scale) * operand_factor
-        load_q(cuda.threadIdx.x, q, b, h, q_row, q_stop, factor, shared, q_tile)
+        load_q(cuda.threadIdx.x, q, b, h, q_row, q_stop, real(scale), shared, q_tile)
         # 5: O = 0, l = 0, m = -inf
         for i in range(own_rows):
             row_max[i], row_sum[i] = minus_inf, zero
@@ -280,13 +280,13 @@ def forward_kernel(
                 accumulate(tx, ty, acc, fragment, shared, p_tile, v_tile)
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
         finish_rows(
-            tx, ty, acc, row_max, row_sum, scratch, lse, out_batch, h, q_row, q_stop, extras
-        )
+            tx, ty, acc, row_max, row_sum, scratch, lse, lse_rest, out_batch, h, q_row, q_stop, extras
+        )  # fmt: skip
         # 14: write O_i
         store_out(tx, ty, acc, out, out_batch, h, q_row, q_stop)
 
     read, rows = array_type(dtype, 4), array_type(dtype, 3)
-    signature = void(read, read, read, read, rows, float64, extras_type(features, dtype))
+    signature = void(*[read] * 4, rows, rows, float64, extras_type(features, dtype))
     shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
     return Kernel(flash2_forward, signature, layout.threads, shared_bytes, layout.resident)
 
@@ -303,25 +303,24 @@ def tile(problem: Problem) -> tuple[int, int]:
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out and lse; allocates the parts if the keys are divided among blocks.
+    """Fill out, lse and lse_rest; allocates the parts if the keys are divided among blocks.
 
     Args:
         problem: The checked call.
         tile: (block_q, block_k), multiples of four.
-        operands: The operands, on the device; out and lse are written.
+        operands: The operands, on the device; out, lse and lse_rest are written.
     """
     layout, features = forward_layout(problem, tile), problem.features
-    q, k, v, out, lse = operands.q, operands.k, operands.v, operands.out, operands.lse
+    q, k, v = operands.q, operands.k, operands.v
+    results = operands.out, operands.lse, operands.lse_rest
     extras = make_extras(problem, operands, layout.block_q, layout.block_k)
     grid = grid_of(q, q.shape[2], layout.block_q, extras)
     parts = parts_of(problem, layout, grid)
     kind = *widths(problem), problem.dtype, are_vectors(q, k, v), features, parts > 1
     launch = forward_kernel(layout, *kind)[(*grid, parts), layout.threads]
     if parts == 1:
-        launch(q, k, v, out, lse, problem.scale, extras)
+        launch(q, k, v, *results, problem.scale, extras)
         return
-    batch, heads, seq_q, value_dim = out.shape
-    part_out = empty_device((parts * batch, heads, seq_q, value_dim), problem.dtype)
-    part_lse = empty_device((parts * batch, heads, seq_q), problem.dtype)
-    launch(q, k, v, part_out, part_lse, problem.scale, extras)
-    merge_parts(part_out, part_lse, out, lse, features, extras)
+    of_parts = empty_parts(parts, operands.out, problem.dtype)
+    launch(q, k, v, *of_parts, problem.scale, extras)
+    merge_parts(of_parts, results, features, extras)

@@ -19,7 +19,7 @@ from kernels.cuda.attention.flash2.register_scores import (
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.mods import numbers_of_mods
 from kernels.cuda.attention.options.score_functions import extras_type
-from kernels.cuda.attention.options.tile_scores import TilePlace, make_tile_scores, moved
+from kernels.cuda.attention.options.tile_scores import TilePlace, moved
 from kernels.cuda.attention.options.visits import make_row_bounds, make_visits
 from kernels.cuda.attention.register_tiles import (
     RegisterLayout,
@@ -99,7 +99,6 @@ def dmask_kernel(
     k_tile, v_tile, ds_tile = tiles["k"], tiles["v"], tiles["ds"]
     _, entries, tile_of, is_whole, is_within = make_visits(features, block_q)
     bounds = make_row_bounds(block_q, block_k)
-    operand_factor = make_tile_scores(features, dtype).operand_factor
     tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
     draw, load_row_values = tile_bits.draw, make_load_row_values(layout, dtype)
     to_gradients = make_gradients_by_rows(layout, features, dtype, tile_bits, of_bias=True)
@@ -111,7 +110,7 @@ def dmask_kernel(
     multiply_dout_v = make_multiply(layout, block_q, block_k, value_width, real)
     zero, one = dtype.type(0), dtype.type(1)
 
-    def flash2_dmask(dout, q, k, v, lse, delta, dmask, scale, extras):
+    def flash2_dmask(dout, q, k, v, lse, lse_rest, delta, dmask, scale, extras):
         """Fill one tile of dmask.
 
         Computes: dmask = the sum of dS over the batches, heads, rows and columns that share an element
@@ -121,8 +120,8 @@ def dmask_kernel(
         One thread does: own_rows x own_cols of S, dP and dS, and of their sum
         Shared: q_tile, dout_tile, k_tile, v_tile, ds (block_q, block_k); rows padded by one vector;
             for some options a byte for four columns
-        Registers: acc, s and dp (own_rows, own_cols), shift, own_delta (own_rows,)
-        Global traffic: reads q, k, v, dout, lse, delta once per (batch, head) and tile; writes
+        Registers: acc, s and dp (own_rows, own_cols), top, shift, own_delta (own_rows,)
+        Global traffic: reads q, k, v, dout, lse, lse_rest, delta once per (batch, head) and tile; writes
             dmask once
         Needs: 128-bit loads, for which the simulator has a plain form
         """
@@ -143,9 +142,10 @@ def dmask_kernel(
         s = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: S
         dp = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: dP
         fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, or of dO
-        shift = cuda.local.array(own_rows, real)  # (own_rows,): L, in base 2
+        top = cuda.local.array(own_rows, real)  # (own_rows,): lse
+        shift = cuda.local.array(own_rows, real)  # (own_rows,): its rest, in base 2
         own_delta = cuda.local.array(own_rows, real)  # (own_rows,): D
-        factor = real(scale) * operand_factor
+        factor = real(scale)
         set_all(acc, zero)
         # Every condition below is the same for all threads of the block.
         own_heads = heads_stop - first_head
@@ -160,7 +160,7 @@ def dmask_kernel(
                 cuda.syncthreads()  # every thread is done with the last query tile
                 load_q(cuda.threadIdx.x, q, b, h, row, seq_q, factor, shared, q_tile)
                 load_dout(cuda.threadIdx.x, dout, b, h, row, seq_q, one, shared, dout_tile)
-                load_row_values(ty, shift, own_delta, lse, delta, b, h, row, seq_q)
+                load_row_values(ty, top, shift, own_delta, lse, lse_rest, delta, b, h, row, seq_q)
                 first, stop, full, full_stop = bounds(row, seq_q, seq_k, extras)
                 first, stop = max(first, k_tiles_start), min(stop, k_tiles_stop)
                 entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
@@ -178,7 +178,9 @@ def dmask_kernel(
                         # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
                         multiply_qk(tx, ty, s, fragment, shared, q_tile, k_tile)
                         multiply_dout_v(tx, ty, dp, fragment, shared, dout_tile, v_tile)
-                        to_gradients(tx, ty, s, dp, shift, own_delta, whole, bits, tile, extras)
+                        to_gradients(
+                            tx, ty, s, dp, top, shift, own_delta, whole, bits, tile, extras
+                        )
                         for i in range(own_rows):
                             # dS of rows beyond the end is undefined.
                             if row + ty + i * rows_of_threads < seq_q:
@@ -190,7 +192,7 @@ def dmask_kernel(
         store_sums(cuda.threadIdx.x, shared, dmask, mask_batch, mask_head, seq_q, seq_k, first)
 
     read, lines = array_type(dtype, 4), array_type(dtype, 3)
-    signature = void(*[read] * 4, lines, lines, read, float64, extras_type(features, dtype))
+    signature = void(*[read] * 4, *[lines] * 3, read, float64, extras_type(features, dtype))
     shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
     return Kernel(flash2_dmask, signature, layout.threads, shared_bytes, layout.resident)
 
@@ -211,4 +213,5 @@ def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
     tiles = PLAIN.ceil_div(rows, layout.block_q) * PLAIN.ceil_div(cols, layout.block_k)
     kind = (*widths(problem), problem.dtype, are_vectors(dout, q, k, v), features)
     launch = dmask_kernel(layout, *kind)[(tiles, batches * heads), layout.threads]
-    launch(dout, q, k, v, operands.lse, delta, dmask, problem.scale, extras)
+    rows = operands.lse, operands.lse_rest, delta
+    launch(dout, q, k, v, *rows, dmask, problem.scale, extras)

@@ -18,6 +18,7 @@ from kernels.cuda.attention.options.tile_scores import edge_of, make_tile_scores
 from kernels.cuda.attention.register_tiles import RegisterLayout
 from kernels.cuda.attention.tile_bits import TileBits
 from kernels.cuda.device.one_source import shift_of
+from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.runtime.kernel import device_function, scalar_type
 from kernels.scores.program import Features
 
@@ -26,7 +27,7 @@ from kernels.scores.program import Features
 def make_scores(
     layout: RegisterLayout, features: Features, dtype: np.dtype[Any], tile_bits: TileBits
 ) -> Callable[..., None]:
-    """Return ``to_scores(tx, ty, s, whole, bits, tile, extras)``: replaces products by scores in base 2."""
+    """Return ``to_scores(tx, ty, s, whole, bits, tile, extras)``: replaces products by scores."""
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_rows, own_cols = layout.block_q // rows_of_threads, layout.block_k // lanes
     score_of, listed = make_tile_scores(features, dtype).score, tile_bits.listed
@@ -54,8 +55,8 @@ def make_gradients_by_rows(
 ) -> Callable[..., None]:
     """Return the function that replaces dP by dS, given the products in ``s`` and ``dp``.
 
-    In ``to_gradients(tx, ty, s, dp, shift, delta, whole, bits, tile, extras)``, ``shift`` and ``delta`` are
-    L, in base 2, and D of the thread's rows.
+    In ``to_gradients(tx, ty, s, dp, top, shift, delta, whole, bits, tile, extras)``, ``top``, ``shift`` and
+    ``delta`` are lse, its rest in base 2, and D of the thread's rows.
 
     Args:
         layout: Layout of the block.
@@ -68,9 +69,10 @@ def make_gradients_by_rows(
     own_rows, own_cols = layout.block_q // rows_of_threads, layout.block_k // lanes
     scores = make_tile_scores(features, dtype, of_bias=of_bias)
     gradient_of, kept, listed = scores.gradient, tile_bits.kept, tile_bits.listed
+    log2_e = dtype.type(LOG2_E)
 
     @device_function
-    def to_gradients(tx, ty, s, dp, shift, delta, whole, bits, tile, extras):
+    def to_gradients(tx, ty, s, dp, top, shift, delta, whole, bits, tile, extras):
         own = moved(tile, ty, tx)
         edge = edge_of(own, extras)
         for i in range(own_rows):
@@ -78,7 +80,7 @@ def make_gradients_by_rows(
                 r, c = i * rows_of_threads, j * lanes
                 keep, is_listed = kept(bits, ty + r, tx + c, extras), listed(bits, ty + r, tx + c)
                 _, dp[i, j] = gradient_of(
-                    s[i, j], dp[i, j], shift[i], delta[i], keep,
+                    s[i, j], dp[i, j], log2_e, top[i], shift[i], delta[i], keep,
                     r, c, whole, is_listed, edge, own, extras,
                 )  # fmt: skip
 
@@ -91,8 +93,7 @@ def make_gradients_by_keys(
     features: Features,
     dtype: np.dtype[Any],
     tile_bits: TileBits,
-    lse_tile: int,
-    delta_tile: int,
+    tiles: SharedTiles,
 ) -> Callable[..., None]:
     """Return the function that replaces the products in ``s`` by (P ∘ Z)ᵀ, and those in ``dp`` by dSᵀ.
 
@@ -103,13 +104,14 @@ def make_gradients_by_keys(
         features: Options of the kernel.
         dtype: Dtype of its operands.
         tile_bits: The tile bits of the kernel.
-        lse_tile: Offset in shared memory of L, in base 2, of the tile's rows.
-        delta_tile: Offset in shared memory of D of the tile's rows.
+        tiles: Offsets in shared memory; "lse", "rest", in base 2, and "delta" are those of the tile's rows.
     """
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_keys, own_rows = layout.block_k // rows_of_threads, layout.block_q // lanes
     scores = make_tile_scores(features, dtype, by_keys=True)
     gradient_of, kept, listed = scores.gradient, tile_bits.kept, tile_bits.listed
+    log2_e = dtype.type(LOG2_E)
+    lse_tile, rest_tile, delta_tile = tiles["lse"], tiles["rest"], tiles["delta"]
 
     @device_function
     def to_gradients(tx, ty, s, dp, shared, whole, bits, tile, extras):
@@ -119,9 +121,10 @@ def make_gradients_by_keys(
             for j in range(own_rows):
                 r, c = j * lanes, i * rows_of_threads
                 keep, is_listed = kept(bits, tx + r, ty + c, extras), listed(bits, tx + r, ty + c)
-                shift, delta = shared[lse_tile + tx + r], shared[delta_tile + tx + r]
+                top, shift = shared[lse_tile + tx + r], shared[rest_tile + tx + r]
+                delta = shared[delta_tile + tx + r]
                 p, dp[i, j] = gradient_of(
-                    s[i, j], dp[i, j], shift, delta, keep,
+                    s[i, j], dp[i, j], log2_e, top, shift, delta, keep,
                     r, c, whole, is_listed, edge, own, extras,
                 )  # fmt: skip
                 s[i, j] = p * keep
@@ -131,54 +134,59 @@ def make_gradients_by_keys(
 
 @cache
 def _make_row_values_of(dtype: np.dtype[Any]) -> Callable[..., Any]:
-    """Return ``row_values_of(lse, delta, b, h, row, stop)``: L, in base 2, and D of a row.
+    """Return ``row_values_of(lse, lse_rest, delta, b, h, row, stop)``.
 
-    For rows from ``stop`` on, L is infinite, so that their probabilities are 0.
+    The values are lse, its rest in base 2, and D of a row.  For rows from ``stop`` on, the rest is infinite,
+    so that their probabilities are 0.
     """
     real, zero, inf = scalar_type(dtype), dtype.type(0), dtype.type(math.inf)
     log2_e = dtype.type(LOG2_E)
 
     @device_function
-    def row_values_of(lse, delta, b, h, row, stop):
-        inside = row < stop
-        shift = real(shift_of(lse[b, h, row])) * log2_e if inside else inf
-        return shift, (delta[b, h, row] if inside else zero)
+    def row_values_of(lse, lse_rest, delta, b, h, row, stop):
+        if row >= stop:
+            return zero, inf, zero
+        top, rest = real(shift_of(lse[b, h, row])), lse_rest[b, h, row] * log2_e
+        return top, rest, delta[b, h, row]
 
     return row_values_of
 
 
 @cache
 def make_load_row_values(layout: RegisterLayout, dtype: np.dtype[Any]) -> Callable[..., None]:
-    """Return ``load_row_values(ty, shift, own_delta, lse, delta, b, h, first, stop)``.
+    """Return ``load_row_values(ty, top, shift, own_delta, lse, lse_rest, delta, b, h, first, stop)``.
 
-    It loads L, in base 2, and D of the thread's rows.
+    It loads lse, its rest in base 2, and D of the thread's rows.
     """
     rows_of_threads, own_rows = layout.rows_of_threads, layout.block_q // layout.rows_of_threads
     row_values_of = _make_row_values_of(dtype)
 
     @device_function
-    def load_row_values(ty, shift, own_delta, lse, delta, b, h, first, stop):
+    def load_row_values(ty, top, shift, own_delta, lse, lse_rest, delta, b, h, first, stop):
         for i in range(own_rows):
             row = first + ty + i * rows_of_threads
-            shift[i], own_delta[i] = row_values_of(lse, delta, b, h, row, stop)
+            values = row_values_of(lse, lse_rest, delta, b, h, row, stop)
+            top[i], shift[i], own_delta[i] = values
 
     return load_row_values
 
 
 @cache
 def make_put_row_values(
-    layout: RegisterLayout, dtype: np.dtype[Any], lse_tile: int, delta_tile: int
+    layout: RegisterLayout, dtype: np.dtype[Any], tiles: SharedTiles
 ) -> Callable[..., None]:
-    """Return ``put_row_values(thread, shared, lse, delta, b, h, first, stop)``.
+    """Return ``put_row_values(thread, shared, lse, lse_rest, delta, b, h, first, stop)``.
 
-    It stores L, in base 2, and D of a whole query tile in shared memory at the two offsets.
+    It stores the values of a whole query tile in shared memory; ``tiles`` as for the gradients by keys.
     """
     block_q, threads, row_values_of = layout.block_q, layout.threads, _make_row_values_of(dtype)
+    lse_tile, rest_tile, delta_tile = tiles["lse"], tiles["rest"], tiles["delta"]
 
     @device_function
-    def put_row_values(thread, shared, lse, delta, b, h, first, stop):
+    def put_row_values(thread, shared, lse, lse_rest, delta, b, h, first, stop):
         for r in range(thread, block_q, threads):
-            shift, own_delta = row_values_of(lse, delta, b, h, first + r, stop)
-            shared[lse_tile + r], shared[delta_tile + r] = shift, own_delta
+            top, rest, own_delta = row_values_of(lse, lse_rest, delta, b, h, first + r, stop)
+            shared[lse_tile + r], shared[rest_tile + r] = top, rest
+            shared[delta_tile + r] = own_delta
 
     return put_row_values

@@ -1,8 +1,9 @@
 """Apply the options to the scores, probabilities and gradients of one tile of flash2.
 
-A tile is whole if bounds and lists mask none of its elements; only then are their tests left out.  Scores
-inside the kernels are in base 2.  If an option modifies them, natural logarithms are needed in between;
-otherwise the factor is applied to the operand, and nothing is multiplied element by element.
+A tile is whole if bounds and lists mask none of its elements; only then are their tests left out.
+
+P = 2^((S - top) · unit - shift), in this order: where S is large, log2 e times it could overflow, and has
+lost what S - top still has.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import int32
 
-from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.options.score_functions import make_score_functions, place_of
-from kernels.cuda.device.vector import EXP2
+from kernels.cuda.device.vector import EXP2, MINUS
 from kernels.cuda.runtime.kernel import device_function
 from kernels.scores.program import PLAIN, Features
 
@@ -49,21 +49,21 @@ def moved(place, rows, cols):
 
 
 class TileScores(NamedTuple):
-    """The functions that :func:`make_tile_scores` returns, and the factor of the operands.
+    """The functions that :func:`make_tile_scores` returns.
 
     An element of a thread is r rows and c columns from ``place``, the :class:`TilePlace` of the thread's
     first element.  r and c are compile-time constants, so that the bounds are two comparisons with
     constants.  Rows beyond the end need a comparison only if keys sum over rows.
 
     Attributes:
-        operand_factor: Factor of q (or k) when it is loaded, in addition to scale.
-        score: ``(product, r, c, whole, listed, edge, place, extras)``: the score in base 2, minus infinity
-            where masked.
-        gradient: ``(product, dp, shift, delta, kept, r, c, whole, listed, edge, place, extras)``: P before
-            dropout, and dS, the gradient of scale · q · k.
+        score: ``(product, r, c, whole, listed, edge, place, extras)``: the score after all options, minus
+            infinity where masked.
+        gradient: ``(product, dp, unit, top, shift, delta, kept, r, c, whole, listed, edge, place,
+            extras)``: P before dropout, and dS, the gradient of scale · q · k.  L of the row is ``top``
+            and ``shift``, which is in base 2.  ``unit`` is log2 e, or without options also times a factor
+            of the product.
     """
 
-    operand_factor: Any
     score: Callable[..., Any]
     gradient: Callable[..., Any]
 
@@ -121,8 +121,8 @@ def make_tile_scores(
             function returns for its score.
         exp2: The function 2**x in the dtype; the one of ``device.vector`` when None.
     """
-    zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
-    log2_e, exp2 = dtype.type(LOG2_E), exp2 or EXP2[dtype]
+    zero, minus_inf = dtype.type(0), dtype.type(-math.inf)
+    exp2, minus = exp2 or EXP2[dtype], MINUS[dtype]
     is_in_bounds = is_inside if by_keys else is_inside_columns
 
     @device_function
@@ -130,15 +130,17 @@ def make_tile_scores(
         return product if whole or is_in_bounds(edge, r, c) else minus_inf
 
     @device_function
-    def bounded_gradient(product, dp, shift, delta, kept, r, c, whole, listed, edge, place, extras):
+    def bounded_gradient(
+        product, dp, unit, top, shift, delta, kept, r, c, whole, listed, edge, place, extras
+    ):
         # Masked elements are 0 whatever lse and delta are: those of a row with a NaN are NaN.
         seen = whole or is_in_bounds(edge, r, c)
-        p = exp2(product - shift) if seen else zero
+        p = exp2((product - top) * unit - shift) if seen else zero
         return p, (p * (dp - delta) if seen else zero)
 
     if features == PLAIN:
-        return TileScores(log2_e, bounded_score, bounded_gradient)
-    bends, has_mod = features.bends, features.score_mod is not None
+        return TileScores(bounded_score, bounded_gradient)
+    has_mod = features.score_mod is not None
     has_lists = features.has_lists  # they are in the bits of a tile, ``listed``
     own = features._replace(block_mask=False, mask_mod=None)
     modified, is_shown, _ = make_score_functions(own, dtype).program
@@ -149,8 +151,6 @@ def make_tile_scores(
         row, col = min(place.row + r, place.seq_q - 1), min(place.col + c, place.seq_k - 1)
         at = place_of(place, row, col)
         score, slope = modified(product, at, extras)
-        if bends:
-            score = score * log2_e
         seen = is_shown(at, extras) & (listed or not has_lists)
         if not whole:
             seen = seen & is_in_bounds(edge, r, c)
@@ -162,9 +162,11 @@ def make_tile_scores(
         return score
 
     @device_function
-    def gradient_of(product, dp, shift, delta, kept, r, c, whole, listed, edge, place, extras):
+    def gradient_of(
+        product, dp, unit, top, shift, delta, kept, r, c, whole, listed, edge, place, extras
+    ):
         score, slope = score_and_slope(product, r, c, whole, listed, edge, place, extras)
-        p = exp2(score - shift)
+        p = exp2(minus(score, top) * unit - shift)
         ds = p * (dp * kept - delta)
         if not of_bias:
             ds = ds * slope
@@ -172,4 +174,4 @@ def make_tile_scores(
             ds = zero if score == minus_inf else ds
         return p, ds
 
-    return TileScores(one if bends else log2_e, score_of, gradient_of)
+    return TileScores(score_of, gradient_of)

@@ -248,6 +248,9 @@ class EmulatedBlock(Engines):
             blockIdx=_Place(lambda: (*self.index, 0)),
             gridDim=_Place(lambda: (*self.grid, 1)),
             syncthreads=lambda: self.everyone.hold(None, lambda values: values),
+            syncthreads_or=lambda value: self.everyone.hold(
+                bool(value), lambda values: [any(values)] * len(values)
+            ),
             syncwarp=lambda: self._meet(None, lambda values: values),
             threadfence=lambda: None,
             ballot_sync=lambda mask, value: self._meet(

@@ -57,16 +57,18 @@ def _launched(kernel: Kernel, where: Any) -> Any:
     return lambda *args: emulate(kernel, (x, y), *args)
 
 
-def _merge(
-    part_out: Any, part_lse: Any, out: Any, lse: Any, features: Features, extras: Any
-) -> None:
-    parts = len(part_lse) // len(lse)
-    split = part_lse.reshape(parts, *lse.shape).astype(np.float64)
+def _merge(of_parts: Any, results: Any, features: Features, extras: Any) -> None:
+    (part_out, *part_rows), (out, lse, rest) = of_parts, results
+    parts = len(part_out) // len(out)
+    split = sum(x.reshape(parts, *lse.shape).astype(np.float64) for x in part_rows)
     with np.errstate(divide="ignore"):
-        lse[...] = np.logaddexp.reduce(split, axis=0)
+        whole = np.logaddexp.reduce(split, axis=0)
         if features.sink:
-            lse[...] = np.logaddexp(lse, extras.sink[..., 0])
-    weights = np.exp(split - np.where(np.isfinite(lse), lse, 0.0))[..., None]
+            whole = np.logaddexp(whole, extras.sink[..., 0])
+    whole = np.where(np.isfinite(whole), whole, 0.0)
+    lse[...] = whole
+    rest[...] = whole - lse
+    weights = np.exp(split - whole)[..., None]
     out[...] = (weights * part_out.reshape(parts, *out.shape)).sum(axis=0).astype(out.dtype)
 
 

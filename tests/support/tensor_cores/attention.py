@@ -73,14 +73,15 @@ def layouts_for(table: Any, width: int) -> Any:
 
 
 def operands(call: Call, rng: np.random.Generator) -> list[Any]:
-    """Return q, k, v, out and lse, the last two poisoned; (batch, heads, seq, dim), heads beside dim."""
+    """Return q, k, v, out, lse and its rest, the last three poisoned; heads lie beside dim."""
     seq_q, seq_k, head_dim, value_dim = call.sizes
     arrays = [
         to_bits(rng.standard_normal((1, seq, call.heads, dim)), call.dtype).transpose(0, 2, 1, 3)
         for seq, dim in ((seq_q, head_dim), (seq_k, head_dim), (seq_k, value_dim))
     ]
     out = np.full((1, call.heads, seq_q, value_dim), 0xFFFF, np.uint16)
-    return [*arrays, out, np.full((1, call.heads, seq_q), np.nan, np.float32)]
+    rows = (np.full((1, call.heads, seq_q), np.nan, np.float32) for _ in range(2))
+    return [*arrays, out, *rows]
 
 
 def run(call: Call, rng: np.random.Generator) -> None:
@@ -120,7 +121,7 @@ def attention(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
     return out @ v.astype(np.float64), lse
 
 
-def check(call: Call, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+def check(call: Call, q: Any, k: Any, v: Any, out: Any, lse: Any, rest: Any) -> None:
     """Assert that out and lse are right, to a unit of the dtype."""
     q, k, v = (from_bits(x, call.dtype) for x in (q, k, v))
     expected, expected_lse = attention(q, k, v, call)
@@ -129,6 +130,7 @@ def check(call: Call, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
     worst = np.unravel_index(np.argmax(np.nan_to_num(error, nan=np.inf)), error.shape)
     assert error[worst] <= 1, f"out of {call} is off at {worst} by {error[worst]} units"
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5, err_msg=f"lse of {call}")
+    assert np.all(abs(rest) <= np.spacing(abs(lse)))
 
 
 #: What the emulated GPU runs: as little as shows every branch.

@@ -64,7 +64,7 @@ def backward_launches(
 
     Args:
         case: The call.
-        given: dout, q, k, v, lse and delta, where kernels run.
+        given: dout, q, k, v, lse, its rest and delta, where kernels run.
         atomics: One kernel, or one by rows and one by keys.
         place: Brings an array to where kernels run.
         launch: ``(kernel, grid, *arguments)``; that of a GPU when None.
@@ -123,7 +123,7 @@ def gradients(
 
     Args:
         case: The call.
-        arrays: dout, q, k, v, lse and delta, on the host.
+        arrays: dout, q, k, v, lse, its rest and delta, on the host.
         atomics: As for :func:`backward_launches`, and the others too.
         launch: Likewise.
         place: Likewise.
@@ -198,14 +198,15 @@ def _probabilities(call: Call, q: Any, k: Any, v: Any, dout: Any) -> Any:
 
 
 def backward_operands(case: Gradients, rng: np.random.Generator) -> list[Any]:
-    """Return dout, q, k, v, lse and delta."""
+    """Return dout, q, k, v, lse, its rest and delta."""
     call = case.call
-    q, k, v, out, _ = operands(call, rng)
+    q, k, v, out, *_ = operands(call, rng)
     dout = to_bits(rng.standard_normal(out.shape), call.dtype)
     wide = [from_bits(x, call.dtype).astype(np.float64) for x in (q, k, v, dout)]
     *_, delta = _probabilities(call, *wide)
     lse = _lse(call, wide[0], wide[1])
-    return [dout, q, k, v, lse.astype(np.float32), delta.astype(np.float32)]
+    rest = np.where(np.isfinite(lse), lse - lse.astype(np.float32), 0.0)
+    return [dout, q, k, v, *(x.astype(np.float32) for x in (lse, rest, delta))]
 
 
 def _lse(call: Call, q: Any, k: Any) -> Any:

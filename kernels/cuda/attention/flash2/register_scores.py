@@ -136,8 +136,8 @@ def make_gradients_by_keys(
 def _make_row_values_of(dtype: np.dtype[Any]) -> Callable[..., Any]:
     """Return ``row_values_of(lse, lse_rest, delta, b, h, row, stop)``.
 
-    The values are lse, its rest in base 2, and D of a row.  For rows from ``stop`` on, the rest is infinite,
-    so that their probabilities are 0.
+    The values are lse, its rest in base 2, and D of a row.  For rows from ``stop`` on, the rest is
+    infinite, so that their probabilities are 0.
     """
     real, zero, inf = scalar_type(dtype), dtype.type(0), dtype.type(math.inf)
     log2_e = dtype.type(LOG2_E)

@@ -18,11 +18,9 @@ from numba import float32, int32, uint8, uint16, uint32, void
 from kernels.cuda.attention.flash2_mma.dq_atomics import DqSums, make_add_dq
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units, scale_type
 from kernels.cuda.attention.flash2_mma.fragment_scores import make_gradients_by_keys
+from kernels.cuda.attention.flash2_mma.large_rows import make_subtract_by_keys
 from kernels.cuda.attention.flash2_mma.products import make_accumulate, make_multiply
-from kernels.cuda.attention.flash2_mma.row_values import (
-    make_put_row_values,
-    make_row_values,
-)
+from kernels.cuda.attention.flash2_mma.row_values import make_row_values
 from kernels.cuda.attention.flash2_mma.tiles import (
     COLS,
     HALF,
@@ -39,7 +37,6 @@ from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.attention.options.tile_scores import (
     TilePlace,
     edge_of,
-    make_tile_scores,
     moved,
 )
 from kernels.cuda.attention.options.visits import make_key_bounds, make_next_entry, make_visits
@@ -63,13 +60,13 @@ from kernels.scores.program import PLAIN, Features
 def dkdv_tiles(
     layout: MmaKeyLayout, head_width: int, value_width: int, atomics: bool, terms: int = 1
 ) -> SharedTiles:
-    """Return the offsets of the tiles of the kernel, in bytes: two each of Q, dO, lse and delta."""
+    """Return the offsets of the tiles of the kernel, in bytes: two each of Q, dO, L and D."""
     size = terms * HALF
     k, v = (size * layout.block_k * width for width in (head_width, value_width))
     q, dout = (2 * size * layout.block_q * width for width in (head_width, value_width))
     ds = size * layout.block_q * layout.block_k if atomics else 0
     rows = 2 * FLOAT32.itemsize * layout.block_q
-    return SharedTiles(k=k, v=v, q=q, dout=dout, ds=ds, lse=rows, delta=rows)
+    return SharedTiles(k=k, v=v, q=q, dout=dout, ds=ds, large=rows, shift=rows, delta=rows)
 
 
 @cache
@@ -110,13 +107,13 @@ def dkdv_kernel(
     unit_of_dk, unit_of_dv, top_of = units.dk, units.dv, units.top
     tiles = dkdv_tiles(layout, head_width, value_width, sums is not None, terms)
     k_offset, v_offset, q_offset, dout_offset = (tiles[name] for name in ("k", "v", "q", "dout"))
-    ds_offset, lse_offset, delta_offset = tiles["ds"], tiles["lse"], tiles["delta"]
-    lse_index, delta_index = lse_offset // WORD, delta_offset // WORD
+    ds_offset, rows_offset = tiles["ds"], tiles["large"]
+    large_index, shift_index, delta_index = (tiles[n] // WORD for n in ("large", "shift", "delta"))
+    row_bytes = 2 * WORD * block_q
     q_bytes, dout_bytes = (terms * HALF * block_q * width for width in (head_width, value_width))
     visits = make_visits(features, block_k, by_keys=True)
     place, entries, tile_of, is_whole, _ = visits
     next_entry = make_next_entry(visits)
-    operand_factor = make_tile_scores(features, FLOAT32).operand_factor
     has_sums = sums is not None
     tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
     draw, has_bits = tile_bits.draw, tile_bits.bytes
@@ -125,7 +122,7 @@ def dkdv_kernel(
     copy_v = make_copy_tile(threads, block_k, value_width, copied, terms)
     copy_q = make_copy_tile(threads, block_q, head_width, copied, terms)
     copy_dout = make_copy_tile(threads, block_q, value_width, copied, terms)
-    multiply_kq = make_multiply(turned, head_width, dtype, block_q)
+    multiply_kq = make_multiply(turned, head_width, dtype, block_q, is_turned=True)
     multiply_v_dout = make_multiply(turned, value_width, dtype, block_q)
     accumulate_dk = make_accumulate(turned, head_width, dtype, k_own, block_q)
     accumulate_dv = make_accumulate(turned, value_width, dtype, v_own, block_q)
@@ -135,10 +132,10 @@ def dkdv_kernel(
     store_dk = store(turned, head_width, dtype, vectors, k_own)
     store_dv = store(turned, value_width, dtype, vectors, v_own)
     bounds, is_inside = make_key_bounds(block_q, block_k)
-    row_values, put_row_values = make_row_values(layout), make_put_row_values(layout)
-    zero = np.float32(0)
+    row_values, subtract_lse = make_row_values(layout), make_subtract_by_keys(turned)
+    is_plain, zero = features.of_elements == PLAIN, np.float32(0)
 
-    def flash2_mma_dkdv(dout, q, k, v, lse, delta, dq_sums, dk, dv, scale, extras):
+    def flash2_mma_dkdv(dout, q, k, v, lse, lse_rest, delta, dq_sums, dk, dv, scale, extras):
         """Fill one key tile of dk and dv; with sums, add its part of dq to the sums, which are zero before.
 
         Computes: dk and dv for one tile of keys of one (batch, head), and its part of dq / τ
@@ -148,13 +145,13 @@ def dkdv_kernel(
         Block: (32 * warps,)
         One thread does: of 16 x 8 tiles, for the keys of its warp, two neighbouring query rows of
             two keys: of Sᵀ and dPᵀ step_q / 8 tiles, of dK and dV their columns / 8
-        Shared: k_tile, v_tile (block_k, dim), two each of q_tile, dout_tile (block_q, dim), lse and
-            delta (block_q,); with sums dSᵀ (block_k, block_q); swizzled; for some options a byte
-            for four columns
+        Shared: k_tile, v_tile (block_k, dim), two each of q_tile, dout_tile (block_q, dim),
+            large_lse, shift and delta (block_q,); with sums dSᵀ (block_k, block_q); swizzled; for
+            some options a byte for four columns
         Registers: dk_acc, dv_acc (key_tiles * columns / 8, 4), s, dp (key_tiles * step_q / 8, 4),
             with sums those of dq, a share of (block_q, columns)
-        Global traffic: reads k and v once, q, dout, lse and delta once per key tile; writes dk and
-            dv once; with sums adds to those of dq once per key tile
+        Global traffic: reads k and v once, q, dout, lse, lse_rest and delta once per key tile; writes
+            dk and dv once; with sums adds to those of dq once per key tile
         Needs: compute capability 8.0
         """
         b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
@@ -173,7 +170,7 @@ def dkdv_kernel(
         thread = cuda.threadIdx.x
         lane, warp = int32(thread % WARP), thread // WARP
         warp_key = warp * warp_keys
-        # k, v, two each of q and dout, ds, two each of lse and delta; then bits
+        # k, v, two each of q and dout, ds, two each of L and D of rows; then bits
         bits = cuda.shared.array(0, uint8)
         halves = cuda.shared.array(0, uint16)  # the same memory
         floats = cuda.shared.array(0, float32)  # the same memory
@@ -198,18 +195,21 @@ def dkdv_kernel(
         copy_v(thread, v, b, h, k_row, k_stop, v_tile)
         top = top_of(scale, b, h)
         dp_unit, delta_unit = unit_of_dp(scale, b, h), unit_of_delta(scale, b, h)
-        shift = own_delta = zero
+        large_lse = shift = own_delta = zero
         if entry < entries_stop:
             q_row = first_q + tile_of(entry, extras) * block_q
             copy_q(thread, q, b, h, q_row, q_stop, q_tile)
             copy_dout(thread, dout, b, h, q_row, q_stop, dout_tile)
-            put_row_values(
-                thread, floats, lse_index, delta_index, lse, delta, b, h, q_row, q_stop, top, delta_unit
-            )  # fmt: skip
+            large_lse, shift, own_delta = row_values(
+                thread, lse, lse_rest, delta, b, h, q_row, q_stop, top, delta_unit
+            )
+            if thread < block_q:
+                floats[large_index + thread], floats[shift_index + thread] = large_lse, shift
+                floats[delta_index + thread] = own_delta
         cp_async_commit_group()
         set_all(dk_acc, zero)
         set_all(dv_acc, zero)
-        factor = unit_of_scores(scale, b, h) * operand_factor
+        factor = unit_of_scores(scale, b, h)
         stage = 0
         while entry < entries_stop:
             t = tile_of(entry, extras)
@@ -217,7 +217,12 @@ def dkdv_kernel(
             whole = is_inside(row, col, seq_q, seq_k, extras) and is_whole(entry, extras)
             cp_async_wait_all()
             draw(thread, bits, whole, moved(start, row, 0), extras)
-            cuda.syncthreads()  # the tiles are whole; every warp is done with the other stage and dS
+            # The tiles are whole; every warp is done with the other stage and dS.
+            has_large = False
+            if is_plain:
+                has_large = cuda.syncthreads_or(int32(large_lse != zero)) != 0
+            else:
+                cuda.syncthreads()
             # 9: load Q_i, dO_i, L_i, D_i: those of the next iteration, while this one computes
             entry = next_entry(entry + 1, entries_stop, first, stop, extras)
             other = 1 - stage
@@ -225,18 +230,14 @@ def dkdv_kernel(
                 q_row = first_q + tile_of(entry, extras) * block_q
                 copy_q(thread, q, b, h, q_row, q_stop, q_tile + other * q_bytes)
                 copy_dout(thread, dout, b, h, q_row, q_stop, dout_tile + other * dout_bytes)
-                if threads >= block_q:  # on their way until they are stored below
-                    shift, own_delta = row_values(
-                        thread, lse, delta, b, h, q_row, q_stop, top, delta_unit
+                large_lse, shift, own_delta = (
+                    row_values(  # on their way until they are stored below
+                        thread, lse, lse_rest, delta, b, h, q_row, q_stop, top, delta_unit
                     )
-                else:
-                    put_row_values(
-                        thread, floats, lse_index + other * block_q, delta_index + other * block_q,
-                        lse, delta, b, h, q_row, q_stop, top, delta_unit,
-                    )  # fmt: skip
+                )
             cp_async_commit_group()
-            lse_row = memory + lse_offset + WORD * (stage * block_q + lane_col(lane))
-            delta_row = memory + delta_offset + WORD * (stage * block_q + lane_col(lane))
+            large_row = memory + rows_offset + WORD * (stage * block_q + lane_col(lane))
+            shift_row, delta_row = large_row + row_bytes, large_row + 2 * row_bytes
             own = moved(start, row + lane_col(lane), warp_key + lane_row(lane))
             edge = edge_of(own, extras)
             for step in range(0, block_q, step_q):
@@ -247,9 +248,11 @@ def dkdv_kernel(
                 multiply_kq(s, a_fragment, b_fragment, k_tile, q_stage, lane, warp_key)
                 multiply_v_dout(dp, a_fragment, b_fragment, v_tile, dout_stage, lane, warp_key)
                 # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+                if is_plain and has_large:
+                    subtract_lse(s, factor, large_row + WORD * step)
                 to_gradients(
-                    s, dp, lse_row, delta_row, edge, step, factor, dp_unit, whole, bits, lane, warp_key,
-                    own, extras,
+                    s, dp, large_row, shift_row, delta_row, edge, step, factor, dp_unit, whole, bits, lane,
+                    warp_key, own, extras,
                 )  # fmt: skip
                 if has_sums:
                     store_ds(dp, ds_tile, lane, warp_key, step // COLS)
@@ -257,9 +260,10 @@ def dkdv_kernel(
                 accumulate_dv(dv_acc, s, a_fragment, b_fragment, dout_stage, lane, v_chunk)
                 # 16: dK_j += dSᵀ Q_i
                 accumulate_dk(dk_acc, dp, a_fragment, b_fragment, q_stage, lane, k_chunk)
-            if threads >= block_q and thread < block_q:
+            if thread < block_q:
                 at = other * block_q + thread
-                floats[lse_index + at], floats[delta_index + at] = shift, own_delta
+                floats[large_index + at], floats[shift_index + at] = large_lse, shift
+                floats[delta_index + at] = own_delta
             if has_sums or has_bits:
                 cuda.syncthreads()  # dS is whole, and the bits have been read
             # 15: dQ_i += dS K_j
@@ -278,7 +282,7 @@ def dkdv_kernel(
     read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
     rest = scale_type(numbers, True), extras_type(features, FLOAT32)
     written = array_type(FLOAT32, 4) if numbers.is_scaled else read
-    signature = void(read, read, read, read, rows, rows, rows, written, written, *rest)
+    signature = void(*[read] * 4, *[rows] * 4, written, written, *rest)
     shared_bytes = tiles.elements + tile_bits.bytes
     return Kernel(flash2_mma_dkdv, signature, threads, shared_bytes, layout.resident)
 

@@ -11,15 +11,18 @@ terms uses this kernel too, with tiles of 16 queries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 from numba import float32, int32, uint8, uint16, uint32, void
 
+from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash2_mma.dkdv import add_nothing
 from kernels.cuda.attention.flash2_mma.dq_atomics import DqSums, make_add_dq
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units, scale_type
+from kernels.cuda.attention.flash2_mma.large_rows import make_subtract_by_keys
 from kernels.cuda.attention.flash2_mma.products import make_accumulate_stored, make_multiply
 from kernels.cuda.attention.flash2_mma.row_values import make_row_values
 from kernels.cuda.attention.flash2_mma.tiles import (
@@ -40,7 +43,7 @@ from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.attention.options.tile_scores import (
     TilePlace,
     edge_of,
-    make_tile_scores,
+    is_inside,
     moved,
 )
 from kernels.cuda.attention.options.visits import make_key_bounds, make_visits
@@ -71,7 +74,7 @@ P_READY, P_WHOLE, DS_WHOLE, DS_READY = 1, 2, 3, 4
 
 
 def role_tiles(layout: MmaRoleLayout, width: int, terms: int = 1) -> SharedTiles:
-    """Return the offsets of the tiles of the kernel, in bytes: two each of Q, dO, lse and delta."""
+    """Return the offsets of the tiles of the kernel, in bytes: two each of Q, dO, L and D."""
     keys, queries = (terms * HALF * rows * width for rows in (layout.block_k, layout.block_q))
     scores, rows = layout.block_q * layout.block_k, 2 * FLOAT32.itemsize * layout.block_q
     return SharedTiles(
@@ -82,7 +85,8 @@ def role_tiles(layout: MmaRoleLayout, width: int, terms: int = 1) -> SharedTiles
         p=terms * HALF * scores,
         ds=terms * HALF * scores,
         exchange=FLOAT32.itemsize * scores,
-        lse=rows,
+        large=rows,
+        shift=rows,
         delta=rows,
     )
 
@@ -91,32 +95,32 @@ def role_tiles(layout: MmaRoleLayout, width: int, terms: int = 1) -> SharedTiles
 def _make_to_probabilities(layout: MmaRoleLayout) -> Callable[..., None]:
     """Return the function that replaces the products of a warp of the first half by Pᵀ.
 
-    The function is ``to_probabilities(s, lse_row, factor, whole, lane, place, extras)``.  The warp's rows
-    and keys begin at ``place``, and ``lse_row`` is the address of L of the lane's first row.
+    The function is ``to_probabilities(s, shift_row, unit, whole, lane, place, extras)``.  The warp's rows
+    and keys begin at ``place``, and ``shift_row`` is the address of the shift of the lane's first row.
     """
     key_tiles, col_tiles = layout.turned.row_tiles, layout.step_q // COLS
-    score_of = make_tile_scores(PLAIN, FLOAT32, by_keys=True).score
+    minus_inf = np.float32(-math.inf)
     rows_of, cols_of = ROW_OF, COL_OF
 
     @device_function
-    def to_probabilities(s, lse_row, factor, whole, lane, place, extras):
+    def to_probabilities(s, shift_row, unit, whole, lane, place, extras):
         if whole:
             for n in range(col_tiles):
-                low, high = ld_shared_v2(lse_row + WORD * n * COLS)
+                low, high = ld_shared_v2(shift_row + WORD * n * COLS)
                 for m in range(key_tiles):
                     at = m * col_tiles + n
                     for i in range(4):
-                        s[at, i] = ex2(s[at, i] * factor - (high if i % 2 else low))
+                        s[at, i] = ex2(s[at, i] * unit - (high if i % 2 else low))
         else:
             own = moved(place, lane_col(lane), lane_row(lane))
             edge = edge_of(own, extras)
             for n in range(col_tiles):
-                low, high = ld_shared_v2(lse_row + WORD * n * COLS)
+                low, high = ld_shared_v2(shift_row + WORD * n * COLS)
                 for m in range(key_tiles):
                     at = m * col_tiles + n
                     for i in range(4):
                         r, c = n * COLS + cols_of[i], m * ROWS + rows_of[i]
-                        score = score_of(s[at, i] * factor, r, c, False, True, edge, own, extras)
+                        score = s[at, i] * unit if is_inside(edge, r, c) else minus_inf
                         s[at, i] = ex2(score - (high if i % 2 else low))
 
     return to_probabilities
@@ -178,27 +182,24 @@ def roles_kernel(
     b_tiles, tiles = 2 * terms, role_tiles(layout, width, terms)
     k_offset, v_offset, q_offset, dout_offset = (tiles[name] for name in ("k", "v", "q", "dout"))
     p_offset, ds_offset, exchange_offset = tiles["p"], tiles["ds"], tiles["exchange"]
-    lse_offset, delta_offset = tiles["lse"], tiles["delta"]
-    lse_index, delta_index = lse_offset // WORD, delta_offset // WORD
+    rows_offset, row_bytes = tiles["large"], 2 * WORD * block_q
+    large_index, shift_index, delta_index = (tiles[n] // WORD for n in ("large", "shift", "delta"))
     stage_bytes, has_sums = terms * HALF * block_q * width, sums is not None
     place, entries = make_visits(features, block_k, by_keys=True)[:2]
-    operand_factor = make_tile_scores(PLAIN, FLOAT32).operand_factor
     to_probabilities, to_ds = _make_to_probabilities(layout), _make_to_ds(layout)
-    bounds, is_inside = make_key_bounds(block_q, block_k)
-    row_values = make_row_values(layout)
-    zero = np.float32(0)
+    bounds, is_whole = make_key_bounds(block_q, block_k)
+    row_values, subtract_lse = make_row_values(layout), make_subtract_by_keys(turned)
+    zero, log2_e = np.float32(0), np.float32(LOG2_E)
     copy_keys = make_copy_tile(threads, block_k, width, copied, terms)
     copy_rows = make_copy_tile(threads, block_q, width, copied, terms)
-    multiply = make_multiply(turned, width, dtype, block_q)
+    multiply = make_multiply(turned, width, dtype, block_q, is_turned=True)
     keep_scores = make_keep_tile(turned, block_k, block_q, dtype)
     accumulate = make_accumulate_stored(turned, block_q, width, dtype, own)
     add_dq = make_add_dq(layout, sums, width, width, dtype) if sums else add_nothing
     store = make_store_sums if numbers.is_scaled else make_store_tile
     store_keys = store(turned, width, dtype, vectors, own)
-    if threads < block_q:
-        raise ValueError(f"{threads} threads cannot load L and D of {block_q} rows; use more warps")
 
-    def flash2_mma_roles(dout, q, k, v, lse, delta, dq_sums, dk, dv, scale, extras):
+    def flash2_mma_roles(dout, q, k, v, lse, lse_rest, delta, dq_sums, dk, dv, scale, extras):
         """Fill one key tile of dk and dv; with sums, add its part of dq to the sums, which are zero before.
 
         Computes: dk and dv for one tile of keys of one (batch, head), and its part of dq / τ
@@ -208,12 +209,12 @@ def roles_kernel(
         One thread does: of 16 x 8 tiles, for the keys and step_q query rows of its warp, two
             neighbouring rows of two keys: of Sᵀ or dPᵀ step_q / 8 tiles, of dV or dK its warp's
             columns / 8
-        Shared: k_tile, v_tile (block_k, dim), two each of q_tile, dout_tile (block_q, dim), lse and
-            delta (block_q,); Pᵀ, dSᵀ (block_k, block_q), swizzled, and Pᵀ as float32
+        Shared: k_tile, v_tile (block_k, dim), two each of q_tile, dout_tile (block_q, dim),
+            large_lse, shift and delta (block_q,); Pᵀ, dSᵀ (block_k, block_q), swizzled, and Pᵀ as float32
         Registers: acc (key_tiles * columns / 8, 4), s (key_tiles * step_q / 8, 4), with sums those
             of dq, a share of (block_q, dim)
-        Global traffic: reads k and v once, q, dout, lse and delta once per key tile; writes dk and
-            dv once; with sums adds to those of dq once per key tile
+        Global traffic: reads k and v once, q, dout, lse, lse_rest and delta once per key tile; writes
+            dk and dv once; with sums adds to those of dq once per key tile
         Needs: compute capability 8.0
         """
         b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
@@ -228,7 +229,7 @@ def roles_kernel(
         batch, head = numbers_of_mods(flat, extras)
         start = TilePlace(b, h, batch, head, first_row, col + first_key, seq_q, seq_k)
         chunk = number % q_warps * (own // COLS)
-        # k, v, two each of q and dout, P, dS, P in float32, two each of lse and delta
+        # k, v, two each of q and dout, P, dS, P in float32, two each of L and D of rows
         bits = cuda.shared.array(0, uint8)
         halves = cuda.shared.array(0, uint16)  # the same memory
         floats = cuda.shared.array(0, float32)  # the same memory
@@ -256,22 +257,26 @@ def roles_kernel(
         copy_keys(thread, v, b, h, k_row, k_stop, v_tile)
         top = top_of(scale, b, h)
         dp_unit, delta_unit = unit_of_dp(scale, b, h), unit_of_delta(scale, b, h)
-        factor = unit_of_scores(scale, b, h) * operand_factor
-        shift = own_delta = zero
+        factor = unit_of_scores(scale, b, h)
+        large_lse = shift = own_delta = zero
         if tile < stop:
             q_row = first_q + tile * block_q
             copy_rows(thread, q, b, h, q_row, q_stop, q_tile)
             copy_rows(thread, dout, b, h, q_row, q_stop, dout_tile)
-            shift, own_delta = row_values(thread, lse, delta, b, h, q_row, q_stop, top, delta_unit)
+            large_lse, shift, own_delta = row_values(
+                thread, lse, lse_rest, delta, b, h, q_row, q_stop, top, delta_unit
+            )
             if thread < block_q:
-                floats[lse_index + thread], floats[delta_index + thread] = shift, own_delta
+                floats[large_index + thread], floats[shift_index + thread] = large_lse, shift
+                floats[delta_index + thread] = own_delta
         cp_async_commit_group()
         set_all(acc, zero)
         stage = 0
         while tile < stop:
             row = tile * block_q
             cp_async_wait_all()
-            cuda.syncthreads()  # the tiles are whole; every warp is done with the other stage, P and dS
+            # The tiles are whole; every warp is done with the other stage, P and dS.
+            has_large = cuda.syncthreads_or(int32(large_lse != zero)) != 0
             # 9: load Q_i, dO_i, L_i, D_i: those of the next iteration, while this one computes
             tile += 1
             other = 1 - stage
@@ -279,19 +284,23 @@ def roles_kernel(
                 q_row, at = first_q + tile * block_q, other * stage_bytes
                 copy_rows(thread, q, b, h, q_row, q_stop, q_tile + at)
                 copy_rows(thread, dout, b, h, q_row, q_stop, dout_tile + at)
-                shift, own_delta = row_values(  # on their way until they are stored below
-                    thread, lse, delta, b, h, q_row, q_stop, top, delta_unit
+                large_lse, shift, own_delta = (
+                    row_values(  # on their way until they are stored below
+                        thread, lse, lse_rest, delta, b, h, q_row, q_stop, top, delta_unit
+                    )
                 )
             cp_async_commit_group()
             lane = anew(lane)  # addresses of fragments would fill the registers
             # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
             multiply(s, a_fragment, b_fragment, left, right + stage * stage_bytes, lane, first_key)
-            at_row = stage * block_q + first_row + lane_col(lane)
+            large_row = memory + rows_offset + WORD * (stage * block_q + first_row + lane_col(lane))
             if of_scores:
                 # 11: P = exp(S - L_i)
+                if has_large:
+                    subtract_lse(s, factor, large_row)
                 to_probabilities(
-                    s, memory + lse_offset + WORD * at_row, factor,
-                    is_inside(row, col, seq_q, seq_k, extras), lane, moved(start, row, 0), extras,
+                    s, large_row + row_bytes, factor * log2_e,
+                    is_whole(row, col, seq_q, seq_k, extras), lane, moved(start, row, 0), extras,
                 )  # fmt: skip
                 for n in range(s_tiles):
                     st_shared_v4_f32(exchange + CHUNK * WARP * n, s[n])
@@ -301,7 +310,7 @@ def roles_kernel(
             else:
                 bar_sync(P_READY, threads)  # P is there, in float32
                 # 14: dS = P ∘ (dP - D_i)
-                to_ds(s, memory + delta_offset + WORD * at_row, exchange, dp_unit)
+                to_ds(s, large_row + 2 * row_bytes, exchange, dp_unit)
                 keep_scores(s, own_scores, lane, first_key, first_row // COLS)
                 if has_sums:
                     bar_arrive(DS_READY, threads)  # its dS is there for the other half
@@ -312,7 +321,8 @@ def roles_kernel(
             accumulate(acc, a_fragment, b_fragment, own_scores, rows, lane, first_key, chunk)
             if thread < block_q:
                 at = other * block_q + thread
-                floats[lse_index + at], floats[delta_index + at] = shift, own_delta
+                floats[large_index + at], floats[shift_index + at] = large_lse, shift
+                floats[delta_index + at] = own_delta
             if has_sums and of_scores:
                 bar_sync(DS_READY, threads)  # all of dS is there
             # 15: dQ_i += dS K_j
@@ -334,5 +344,5 @@ def roles_kernel(
     read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
     rest = scale_type(numbers, True), extras_type(features, FLOAT32)
     written = array_type(FLOAT32, 4) if numbers.is_scaled else read
-    signature = void(read, read, read, read, rows, rows, rows, written, written, *rest)
+    signature = void(*[read] * 4, *[rows] * 4, written, written, *rest)
     return Kernel(flash2_mma_roles, signature, threads, tiles.elements, layout.resident)

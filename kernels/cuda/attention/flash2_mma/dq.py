@@ -12,9 +12,9 @@ from functools import cache
 import numpy as np
 from numba import float32, uint8, uint16, uint32, void
 
-from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units, scale_type
 from kernels.cuda.attention.flash2_mma.fragment_scores import make_gradients_by_rows
+from kernels.cuda.attention.flash2_mma.large_rows import lse_and_shift, make_subtract_by_rows
 from kernels.cuda.attention.flash2_mma.products import make_accumulate, make_multiply
 from kernels.cuda.attention.flash2_mma.tiles import (
     COLS,
@@ -28,18 +28,15 @@ from kernels.cuda.attention.flash2_mma.tiles import (
 )
 from kernels.cuda.attention.options.mods import numbers_of_mods
 from kernels.cuda.attention.options.score_functions import extras_type
-from kernels.cuda.attention.options.tile_scores import TilePlace, make_tile_scores, moved
+from kernels.cuda.attention.options.tile_scores import TilePlace, moved
 from kernels.cuda.attention.options.visits import make_next_entry, make_row_bounds, make_visits
 from kernels.cuda.attention.register_tiles import scale_all, set_all
 from kernels.cuda.attention.tile_bits import make_tile_bits
-from kernels.cuda.device.one_source import (
-    batch_and_head,
-    shift_of,
-)
+from kernels.cuda.device.one_source import batch_and_head
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.ptx.copies import cp_async_commit_group, cp_async_wait_all, shared_address
 from kernels.cuda.ptx.fragments import lane_row
-from kernels.cuda.runtime.kernel import Kernel, array_type
+from kernels.cuda.runtime.kernel import ALL_LANES, WORD, Kernel, array_type
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
 from kernels.scores.program import PLAIN, Features
@@ -50,7 +47,7 @@ def dq_tiles(layout: MmaLayout, head_width: int, value_width: int, terms: int = 
     size = terms * HALF
     q, dout = (size * layout.block_q * width for width in (head_width, value_width))
     k, v = (2 * size * layout.block_k * width for width in (head_width, value_width))
-    return SharedTiles(q=q, dout=dout, k=k, v=v)
+    return SharedTiles(q=q, dout=dout, k=k, v=v, large=WORD * layout.block_q)
 
 
 @cache
@@ -75,11 +72,11 @@ def dq_kernel(
     unit_of_dq, top_of = units.dq, units.top
     tiles = dq_tiles(layout, head_width, value_width, terms)
     q_offset, dout_offset, k_offset, v_offset = (tiles[name] for name in ("q", "dout", "k", "v"))
+    large_index = tiles["large"] // WORD
     k_bytes, v_bytes = (terms * HALF * block_k * width for width in (head_width, value_width))
     visits = make_visits(features, block_q)
     place, entries, tile_of, is_whole, _ = visits
     next_entry, bounds = make_next_entry(visits), make_row_bounds(block_q, block_k)
-    operand_factor = make_tile_scores(features, FLOAT32).operand_factor
     tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
     draw, has_bits = tile_bits.draw, tile_bits.bytes
     to_gradients = make_gradients_by_rows(layout, features, tile_bits)
@@ -92,9 +89,10 @@ def dq_kernel(
     accumulate = make_accumulate(layout, head_width, dtype)
     store = make_store_sums if numbers.is_scaled else make_store_tile
     store_dq = store(layout, head_width, dtype, vectors)
-    zero, inf, log2_e = np.float32(0), np.float32(math.inf), np.float32(LOG2_E)
+    subtract_lse, is_plain = make_subtract_by_rows(layout), features.of_elements == PLAIN
+    zero, inf = np.float32(0), np.float32(math.inf)
 
-    def flash2_mma_dq(dout, q, k, v, lse, delta, dq, scale, extras):
+    def flash2_mma_dq(dout, q, k, v, lse, lse_rest, delta, dq, scale, extras):
         """Fill one query tile of dq.
 
         Computes: dq for one tile of query rows of one (batch, head)
@@ -105,11 +103,12 @@ def dq_kernel(
         One thread does: of 16 x 8 tiles, for row_tiles * 16 rows of its warp, two neighbouring
             columns of two rows: of S and dP block_k / 8 tiles, of dQ head_dim / 8
         Shared: q_tile (block_q, head_dim), dout_tile (block_q, value_dim), two
-            k_tile (block_k, head_dim), two v_tile (block_k, value_dim), swizzled; at the end dq in
-            the place of q; for some options a byte for four columns
-        Registers: acc (row_tiles * head_dim / 8, 4), s, dp (row_tiles * block_k / 8, 4), shift,
-            own_delta (2 * row_tiles,)
-        Global traffic: reads q, dout, lse and delta once, k and v once per query tile; writes dq once
+            k_tile (block_k, head_dim), two v_tile (block_k, value_dim), swizzled; large_lse
+            (block_q,); at the end dq in the place of q; for some options a byte for four columns
+        Registers: acc (row_tiles * head_dim / 8, 4), s, dp (row_tiles * block_k / 8, 4),
+            shift, own_delta (2 * row_tiles,)
+        Global traffic: reads q, dout, lse, lse_rest and delta once, k and v once per query tile; writes dq
+            once
         Needs: compute capability 8.0
         """
         b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
@@ -120,8 +119,9 @@ def dq_kernel(
         start = TilePlace(b, h, batch, head, row, 0, seq_q, seq_k)
         thread = cuda.threadIdx.x
         lane, warp_row = thread % WARP, thread // WARP * warp_rows
-        bits = cuda.shared.array(0, uint8)  # q, dout, two each of k and v; then bits
+        bits = cuda.shared.array(0, uint8)  # q, dout, two each of k and v, lse; then bits
         halves = cuda.shared.array(0, uint16)  # the same memory
+        floats = cuda.shared.array(0, float32)  # the same memory
         memory = shared_address(bits)
         q_tile, dout_tile = memory + q_offset, memory + dout_offset
         k_tile, v_tile = memory + k_offset, memory + v_offset
@@ -132,7 +132,7 @@ def dq_kernel(
         dp = cuda.local.array((s_tiles, 4), float32)  # (warp_rows, block_k) / 32: dP, then dS
         a_fragment = cuda.local.array((a_tiles, 4), uint32)  # (warp_rows, 16) / 32: Q, dO or dS
         b_fragment = cuda.local.array((b_tiles, 2), uint32)  # (16, 16) / 32: K, or V
-        shift = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: L in base 2
+        shift = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: L, less large_lse
         own_delta = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: D
         first, stop, full, full_stop = bounds(row, seq_q, seq_k, extras)
         entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
@@ -147,14 +147,20 @@ def dq_kernel(
         cp_async_commit_group()
         top = top_of(scale, b, h)
         dp_unit, delta_unit = unit_of_dp(scale, b, h), unit_of_delta(scale, b, h)
-        # A row beyond the end has lse infinite, and so no probabilities.
+        # A row beyond the end has an infinite shift, and so no probabilities.
+        has_large, large_at = False, large_index + warp_row + lane_row(lane)
         for i in range(own_rows):
             this_row = q_row + warp_row + lane_row(lane) + 8 * i
-            inside = this_row < q_stop
-            shift[i] = float32(shift_of(lse[b, h, this_row])) * log2_e - top if inside else inf
-            own_delta[i] = delta[b, h, this_row] * delta_unit if inside else zero
+            large_lse, shift[i], own_delta[i] = zero, inf, zero
+            if this_row < q_stop:
+                own_lse, own_rest = lse[b, h, this_row], lse_rest[b, h, this_row]
+                large_lse, shift[i] = lse_and_shift(own_lse, own_rest, top)
+                own_delta[i] = delta[b, h, this_row] * delta_unit
+            floats[large_at + 8 * i] = large_lse  # read by this lane alone
+            has_large = has_large or large_lse != zero
+        has_large = cuda.ballot_sync(ALL_LANES, has_large) != 0
         set_all(acc, zero)
-        factor = unit_of_scores(scale, b, h) * operand_factor
+        factor = unit_of_scores(scale, b, h)
         stage = 0
         while entry < entries_stop:
             j = tile_of(entry, extras)
@@ -176,8 +182,11 @@ def dq_kernel(
             multiply_qk(s, a_fragment, b_fragment, q_tile, k_stage, lane, warp_row)
             multiply_dout_v(dp, a_fragment, b_fragment, dout_tile, v_stage, lane, warp_row)
             # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+            if is_plain and has_large:
+                subtract_lse(s, factor, floats, large_at)
             to_gradients(
-                s, dp, shift, own_delta, factor, dp_unit, whole, bits, lane, warp_row, tile_place, extras
+                s, dp, floats, large_at, shift, own_delta, factor, dp_unit, whole, bits, lane, warp_row,
+                tile_place, extras,
             )  # fmt: skip
             # 15: dQ_i += dS K_j
             accumulate(acc, dp, a_fragment, b_fragment, k_stage, lane, 0)
@@ -193,6 +202,6 @@ def dq_kernel(
     read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
     rest = scale_type(numbers, True), extras_type(features, FLOAT32)
     written = array_type(FLOAT32, 4) if numbers.is_scaled else read
-    signature = void(read, read, read, read, rows, rows, written, *rest)
+    signature = void(*[read] * 4, *[rows] * 3, written, *rest)
     shared_bytes = tiles.elements + tile_bits.bytes
     return Kernel(flash2_mma_dq, signature, threads, shared_bytes, layout.resident)

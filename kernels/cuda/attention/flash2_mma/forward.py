@@ -19,6 +19,7 @@ from functools import cache
 import numpy as np
 from numba import float32, int32, uint8, uint16, uint32, void
 
+from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units, scale_type
 from kernels.cuda.attention.flash2_mma.fragment_scores import make_fragment_scores
 from kernels.cuda.attention.flash2_mma.products import make_accumulate, make_multiply
@@ -36,7 +37,7 @@ from kernels.cuda.attention.flash2_mma.tiles import (
 )
 from kernels.cuda.attention.options.mods import numbers_of_mods
 from kernels.cuda.attention.options.score_functions import extras_type
-from kernels.cuda.attention.options.tile_scores import TilePlace, make_tile_scores, moved
+from kernels.cuda.attention.options.tile_scores import TilePlace, moved
 from kernels.cuda.attention.options.visits import make_next_entry, make_row_bounds, make_visits
 from kernels.cuda.attention.register_tiles import set_all
 from kernels.cuda.attention.split_keys import own_part
@@ -60,8 +61,6 @@ from kernels.scores.program import PLAIN, Features
 
 #: Tiles of K, and of V, in shared memory: the next are copied while the current ones are multiplied.
 STAGES = 2
-#: Number of tiles of S of a warp that is small: their products would wait for each other.
-FEW_TILES = 2
 
 
 def forward_tiles(
@@ -111,8 +110,8 @@ def forward_kernel(
             operands are scaled, only q and the results count.
         features: Options of the call.
         is_folded: Whether the scale is positive; without options it is then a factor within the exponent.
-        is_split: Whether the keys are divided among parts of the grid; out, in float32, and lse then have a
-            batch for each part.
+        is_split: Whether the keys are divided among parts of the grid; out, in float32, lse and lse_rest
+            then have a batch for each part.
     """
     block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
     row_tiles, col_tiles, own_tiles = layout.row_tiles, block_k // COLS, value_width // COLS
@@ -129,7 +128,6 @@ def forward_kernel(
     visits = make_visits(features, block_q)
     place, entries, tile_of, is_whole, _ = visits
     next_entry, bounds = make_next_entry(visits), make_row_bounds(block_q, block_k)
-    operand_factor = make_tile_scores(features, FLOAT32).operand_factor
     is_folded = is_folded and features.of_elements == PLAIN
     tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
     draw, has_bits = tile_bits.draw, tile_bits.bytes
@@ -138,7 +136,7 @@ def forward_kernel(
         copy_q, split_q = _copy_nothing, make_split_rows(layout, head_width, dtype, vectors)
     copy_k = make_copy_tile(threads, block_k, head_width, copied, terms)
     copy_v = make_copy_tile(threads, block_k, value_width, copied, terms)
-    multiply = make_multiply(layout, head_width, dtype, apart=s_tiles <= FEW_TILES)
+    multiply = make_multiply(layout, head_width, dtype)
     accumulate = make_accumulate(layout, value_width, dtype)
     is_wide = is_split or numbers.is_scaled
     store = make_store_sums if is_wide else make_store_tile
@@ -149,12 +147,12 @@ def forward_kernel(
     finish_rows = make_finish_rows(layout, own_tiles, PLAIN if is_split else features, is_wide)
     # Where warps meet within a tile, for its bits, none may leave it out.
     skips = layout.skips and not has_bits
-    minus_inf, zero = np.float32(-math.inf), np.float32(0)
+    minus_inf, zero, log2_e = np.float32(-math.inf), np.float32(0), np.float32(LOG2_E)
 
-    def flash2_mma_forward(q, k, v, out, lse, scale, extras):
-        """Fill one query tile of out and lse.
+    def flash2_mma_forward(q, k, v, out, lse, lse_rest, scale, extras):
+        """Fill one query tile of out, lse and lse_rest.
 
-        Computes: out and lse for one tile of query rows of one (batch, head)
+        Computes: out, lse and lse_rest for one tile of query rows of one (batch, head)
         Source: FlashAttention-2, Algorithm 1, lines 3-15; FlashAttention, Algorithm 2, lines 11
             (mask) and 14 (dropout)
         Grid: (num_q_tiles * parts, batch * heads), one block per query tile, the longest first
@@ -167,7 +165,8 @@ def forward_kernel(
         Registers: acc (row_tiles * value_dim / 8, 4), s (row_tiles * block_k / 8, 4),
             a (row_tiles, 4), b (2, 2), the last two for each term, row_max, row_sum
             (2 * row_tiles,)
-        Global traffic: reads q once, k and v once per query tile; writes out and lse once
+        Global traffic: reads q once, k and v once per query tile; writes out, lse and lse_rest
+            once
         Needs: compute capability 8.0
         """
         b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
@@ -213,9 +212,11 @@ def forward_kernel(
         q_unit = split_q(q, b, h, first_q, row, seq_q, seq_k, extras, q_tile, lane, warp_row)
         cp_async_commit_group()
         # 5: O = 0, l = 0, m = -inf
-        factor = unit_of_keys(scale, b, h) * q_unit * operand_factor
+        factor = unit_of_keys(scale, b, h) * q_unit
         top = top_of(scale, b, h)
-        unit = factor if is_folded else float32(1)
+        score_scale = factor if is_folded else float32(1)
+        unit = score_scale * log2_e
+        has_large = False
         for i in range(own_rows):
             row_max[i] = minus_inf
             row_sum[i] = zero
@@ -251,7 +252,9 @@ def forward_kernel(
             to_scores(s, factor, whole, bits, lane, warp_row, tile_place, extras)
             # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = l + rowsum P
             # 10, first half: O = diag(e^(m - m_new)) O, and l likewise
-            softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras)
+            has_large = softmax_step(
+                s, acc, row_max, row_sum, score_scale, unit, top, has_large, bits, lane, warp_row, extras
+            )  # fmt: skip
             # 10, second half: O = O + P V_j
             v_stage = v_tile + stage * v_bytes
             accumulate(acc, s, a_fragment, b_fragment, v_stage, lane, 0)
@@ -264,8 +267,8 @@ def forward_kernel(
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
         out_unit = unit_of_out(scale, b, h)
         finish_rows(
-            acc, row_max, row_sum, unit, top, out_unit, lse, out_batch, h, q_row, q_stop, lane, warp_row,
-            extras,
+            acc, row_max, row_sum, score_scale, unit, top, out_unit, lse, lse_rest, out_batch, h, q_row,
+            q_stop, lane, warp_row, extras,
         )  # fmt: skip
         # 14: write O_i
         store_out(acc, out, out_batch, h, q_row, q_stop, halves, memory, memory, lane, warp_row, 0)
@@ -274,6 +277,6 @@ def forward_kernel(
     rest = scale_type(numbers), extras_type(features, FLOAT32)
     wide = array_type(FLOAT32, 4)
     of_q, written = (wide if numbers.is_scaled else read), (wide if is_wide else read)
-    signature = void(of_q, read, read, written, rows, *rest)
+    signature = void(of_q, read, read, written, rows, rows, *rest)
     shared_bytes = tiles.elements + tile_bits.bytes
     return Kernel(flash2_mma_forward, signature, threads, shared_bytes, layout.resident)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
+import numpy as np
+
+from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash2_mma.tiles import (
     COL_OF,
     COLS,
@@ -21,7 +24,7 @@ from kernels.cuda.attention.options.tile_scores import edge_of, make_tile_scores
 from kernels.cuda.attention.tile_bits import TileBits
 from kernels.cuda.ptx.copies import ld_shared_v2
 from kernels.cuda.ptx.fragments import lane_col, lane_row
-from kernels.cuda.ptx.numbers import ex2
+from kernels.cuda.ptx.numbers import ex2, mul_rn
 from kernels.cuda.runtime.kernel import WORD, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.scores.program import PLAIN, Features
@@ -31,7 +34,7 @@ from kernels.scores.program import PLAIN, Features
 def make_fragment_scores(
     layout: MmaLayout, features: Features, tile_bits: TileBits, is_folded: bool
 ) -> Callable[..., None]:
-    """Return the function that replaces the products of a warp by scores in base 2.
+    """Return the function that replaces the products of a warp by scores.
 
     The function is ``to_scores(s, factor, whole, bits, lane, warp_row, place, extras)``.  The tile begins
     at ``place``, a ``TilePlace``, and the warp's rows at ``warp_row``.
@@ -56,7 +59,7 @@ def make_fragment_scores(
                     for i in range(4):
                         r, c = m * ROWS + rows_of[i], n * COLS + cols_of[i]
                         at = m * col_tiles + n
-                        value = s[at, i] if is_folded else s[at, i] * factor
+                        value = s[at, i] if is_folded else mul_rn(s[at, i], factor)
                         in_row, in_col = warp_row + lane_row(lane) + r, lane_col(lane) + c
                         is_listed = listed(bits, in_row, in_col)
                         s[at, i] = score_of(value, r, c, whole, is_listed, edge, own, extras)
@@ -70,25 +73,30 @@ def make_gradients_by_rows(
 ) -> Callable[..., None]:
     """Return the function that replaces the products in ``s`` by P, and those in ``dp`` by dS.
 
-    In ``to_gradients(s, dp, shift, delta, factor, dp_unit, whole, bits, lane, warp_row, place, extras)``,
-    ``shift`` and ``delta`` are L, in base 2, and D of the lane's rows; ``place`` is as for scores.
+    The function is ``to_gradients(s, dp, floats, large_at, shift, delta, factor, dp_unit, whole, bits,
+    lane, warp_row, place, extras)``.  ``shift`` and ``delta`` are those of the lane's rows, and ``place`` is
+    as for scores.  ``floats[large_at]`` is the ``large_lse`` of the lane's first row, see ``large_rows``; in
+    kernels without options, it has been subtracted from the products.
     """
     row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
     scores = make_tile_scores(features, FLOAT32, exp2=ex2)
     gradient_of, listed, kept = scores.gradient, tile_bits.listed, tile_bits.kept
     is_plain, rows_of, cols_of = features.of_elements == PLAIN, ROW_OF, COL_OF
+    log2_e, zero = np.float32(LOG2_E), np.float32(0)
 
     @device_function
     def to_gradients(
-        s, dp, shift, delta, factor, dp_unit, whole, bits, lane, warp_row, place, extras
-    ):
+        s, dp, floats, large_at, shift, delta, factor, dp_unit, whole, bits, lane, warp_row, place,
+        extras,
+    ):  # fmt: skip
         # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+        unit = factor * log2_e if is_plain else log2_e
         if is_plain and whole:
             for m in range(row_tiles):
                 for n in range(col_tiles):
                     at = m * col_tiles + n
                     for i in range(4):
-                        p = ex2(s[at, i] * factor - shift[2 * m + i // 2])
+                        p = ex2(s[at, i] * unit - shift[2 * m + i // 2])
                         s[at, i] = p
                         dp[at, i] = p * (dp[at, i] * dp_unit - delta[2 * m + i // 2])
         else:
@@ -101,8 +109,10 @@ def make_gradients_by_rows(
                         r, c = m * ROWS + rows_of[i], n * COLS + cols_of[i]
                         in_row, in_col = warp_row + lane_row(lane) + r, lane_col(lane) + c
                         keep = kept(bits, in_row, in_col, extras)
+                        product = s[at, i] if is_plain else mul_rn(s[at, i], factor)
+                        top = zero if is_plain else floats[large_at + m * ROWS + 8 * (i // 2)]
                         s[at, i], dp[at, i] = gradient_of(
-                            s[at, i] * factor, dp[at, i] * dp_unit, shift[2 * m + i // 2],
+                            product, dp[at, i] * dp_unit, unit, top, shift[2 * m + i // 2],
                             delta[2 * m + i // 2], keep, r, c, whole,
                             listed(bits, in_row, in_col), edge, own, extras,
                         )  # fmt: skip
@@ -116,47 +126,53 @@ def make_gradients_by_keys(
 ) -> Callable[..., None]:
     """Return the function that replaces the products in ``s`` by (P ∘ Z)ᵀ, and those in ``dp`` by dSᵀ.
 
-    ``to_gradients(s, dp, lse_row, delta_row, edge, step, factor, dp_unit, whole, bits, lane, warp_key,
-    own, extras)``: ``lse_row`` and ``delta_row`` are the addresses of L, in base 2, and D of the lane's
-    first row, and ``step`` is the first row in the registers.  ``own`` is the ``TilePlace`` of the lane's
-    first element, and ``edge`` its ``edge_of``.
+    The function is ``to_gradients(s, dp, large_row, shift_row, delta_row, edge, step, factor, dp_unit,
+    whole, bits, lane, warp_key, own, extras)``.  The three rows are the addresses of ``large_lse``, shift
+    and D of the lane's first row, as by rows, and ``step`` is the first row in the registers.  ``own`` is
+    the ``TilePlace`` of the lane's first element, and ``edge`` its ``edge_of``.
     """
     turned = layout.turned
     key_tiles, col_tiles = turned.row_tiles, layout.step_q // COLS
     scores = make_tile_scores(features, FLOAT32, by_keys=True, exp2=ex2)
     gradient_of, listed, kept = scores.gradient, tile_bits.listed, tile_bits.kept
     is_plain, rows_of, cols_of = features.of_elements == PLAIN, ROW_OF, COL_OF
+    log2_e, zero = np.float32(LOG2_E), np.float32(0)
 
     @device_function
     def to_gradients(
-        s, dp, lse_row, delta_row, edge, step, factor, dp_unit, whole, bits, lane, warp_key,
-        own, extras,
+        s, dp, large_row, shift_row, delta_row, edge, step, factor, dp_unit, whole, bits, lane,
+        warp_key, own, extras,
     ):  # fmt: skip
         # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+        unit = factor * log2_e if is_plain else log2_e
         if is_plain and whole:
             for n in range(col_tiles):
-                low, high = ld_shared_v2(lse_row + WORD * (step + n * COLS))
+                low, high = ld_shared_v2(shift_row + WORD * (step + n * COLS))
                 low_delta, high_delta = ld_shared_v2(delta_row + WORD * (step + n * COLS))
                 for m in range(key_tiles):
                     at = m * col_tiles + n
                     for i in range(0, 4, 2):
-                        p, next_p = ex2(s[at, i] * factor - low), ex2(s[at, i + 1] * factor - high)
+                        p, next_p = ex2(s[at, i] * unit - low), ex2(s[at, i + 1] * unit - high)
                         s[at, i], s[at, i + 1] = p, next_p
                         dp[at, i] = p * (dp[at, i] * dp_unit - low_delta)
                         dp[at, i + 1] = next_p * (dp[at, i + 1] * dp_unit - high_delta)
         else:
             for n in range(col_tiles):
-                low, high = ld_shared_v2(lse_row + WORD * (step + n * COLS))
+                low, high = ld_shared_v2(shift_row + WORD * (step + n * COLS))
                 low_delta, high_delta = ld_shared_v2(delta_row + WORD * (step + n * COLS))
+                low_lse = high_lse = zero
+                if not is_plain:
+                    low_lse, high_lse = ld_shared_v2(large_row + WORD * (step + n * COLS))
                 for m in range(key_tiles):
                     at = m * col_tiles + n
                     for i in range(4):
                         r, c = step + n * COLS + cols_of[i], m * ROWS + rows_of[i]
                         in_row, in_col = lane_col(lane) + r, warp_key + lane_row(lane) + c
                         keep = kept(bits, in_row, in_col, extras)
+                        product = s[at, i] if is_plain else mul_rn(s[at, i], factor)
                         p, dp[at, i] = gradient_of(
-                            s[at, i] * factor, dp[at, i] * dp_unit, high if i % 2 else low,
-                            high_delta if i % 2 else low_delta, keep, r, c, whole,
+                            product, dp[at, i] * dp_unit, unit, high_lse if i % 2 else low_lse,
+                            high if i % 2 else low, high_delta if i % 2 else low_delta, keep, r, c, whole,
                             listed(bits, in_row, in_col), edge, own, extras,
                         )  # fmt: skip
                         s[at, i] = p * keep

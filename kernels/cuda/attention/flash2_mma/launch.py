@@ -24,7 +24,7 @@ from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.attention.options.visits import grid_of
 from kernels.cuda.attention.register_tiles import widths_in
-from kernels.cuda.attention.split_keys import merge_parts, parts_of
+from kernels.cuda.attention.split_keys import empty_parts, merge_parts, parts_of
 from kernels.cuda.device.half import as_bits
 from kernels.cuda.device.vector import are_vectors
 from kernels.cuda.runtime.arrays import empty_device, reshaped
@@ -321,12 +321,13 @@ def _split(
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out and lse; for float32 it allocates the terms of k and v.
+    """Fill out, lse and lse_rest; for float32 it allocates the terms of k and v.
 
     Args:
         problem: The checked call, in 16 bits or float32.
         tile: (block_q, block_k), always that of the rung.
-        operands: The operands, on the device; out and lse are written.
+        operands: The operands, on the device; out, lse and lse_rest are
+            written.
     """
     out = as_bits(operands.out)
     call = _call(problem, operands, (out,))
@@ -338,14 +339,13 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     widths = _widths(problem)
     kind = *call.compiled, call.features, problem.scale > 0.0, parts > 1
     launch = forward_kernel(layout, *widths, *kind)[(tiles * parts, lines), layout.threads]
+    rows = operands.lse, operands.lse_rest
     if parts == 1:
-        launch(q, k, v, out, operands.lse, call.scale, extras)
+        launch(q, k, v, out, *rows, call.scale, extras)
         return
-    batch, heads, seq_q, value_dim = out.shape
-    part_out = empty_device((parts * batch, heads, seq_q, value_dim), FLOAT32)
-    part_lse = empty_device((parts * batch, heads, seq_q), FLOAT32)
-    launch(q, k, v, part_out, part_lse, call.scale, extras)
-    merge_parts(part_out, part_lse, operands.out, operands.lse, call.features, extras)
+    of_parts = empty_parts(parts, out, FLOAT32)
+    launch(q, k, v, *of_parts, call.scale, extras)
+    merge_parts(of_parts, (operands.out, *rows), call.features, extras)
 
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
@@ -367,7 +367,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     sums = None if problem.deterministic else _dq_sums(problem, by_keys, dq)
     call = _call(problem, operands, (dq, dk, dv), sums)
     q, k, v, dout = call.tensors
-    read = dout, q, k, v, operands.lse, call.delta
+    read = dout, q, k, v, operands.lse, operands.lse_rest, call.delta
     extras = call.extras(layout, by_keys=True)
     grid = grid_of(k, dk.shape[2], layout.block_k, extras)
     grid = grid[0] * parts, grid[1]

@@ -34,6 +34,8 @@ UNROLLED = 8
 
 #: Maximum number of steps of 16 whose products of terms tensor cores add up by themselves.
 TOGETHER = 2
+#: Width from which on the products of each pair of terms are summed separately.
+WIDE = 128
 
 
 def steps_together(steps: int) -> int:
@@ -59,7 +61,9 @@ class Products(NamedTuple):
 
 
 @cache
-def make_products(dtype: str, row_tiles: int, stride: int, apart: bool = False) -> Products:
+def make_products(
+    dtype: str, row_tiles: int, stride: int, apart: bool = False, is_turned: bool = False
+) -> Products:
     """Return functions that add products of multi-term numbers to sums with the accuracy of float32.
 
     Tensor cores truncate sums towards zero, by up to a unit in the last place.  Over the many products of
@@ -74,10 +78,14 @@ def make_products(dtype: str, row_tiles: int, stride: int, apart: bool = False) 
         stride: Distance of the sums of consecutive tiles of A.
         apart: Whether ``part`` has separate tiles for the products of a step, so that none waits for
             another.
+        is_turned: Whether the operands are exchanged: their terms then are, so that the order of sums is
+            the same.
     """
     numbers = NUMBERS[dtype]
     mma, terms, zero = MMA[numbers.dtype], numbers.terms, np.float32(0)
     lefts, rights, products = LEFT_TERMS[terms], RIGHT_TERMS[terms], len(LEFT_TERMS[terms])
+    if is_turned:
+        lefts, rights = rights, lefts
     own, parts = (2 * row_tiles, products) if apart else (0, 1)
     part_tiles = parts * 2 * row_tiles
 
@@ -110,9 +118,12 @@ def make_products(dtype: str, row_tiles: int, stride: int, apart: bool = False) 
 
 @cache
 def make_multiply(
-    layout: MmaLayout, width: int, dtype: str, b_rows: int = 0, apart: bool = False
+    layout: MmaLayout, width: int, dtype: str, b_rows: int = 0, is_turned: bool = False
 ) -> Callable[..., None]:
     """Return ``multiply(s, a, b, q_tile, k_tile, lane, row)``: s = Q·Kᵀ for the warp's rows.
+
+    An element is the same number, bit for bit, whatever the layout, and whatever columns of zeros the width
+    adds: the backward pass subtracts from it what the forward pass has made of it.
 
     ``s`` is (row_tiles * block_k / 8, 4) float32; ``a`` (terms * row_tiles, 4) and ``b`` (terms * 2, 2)
     uint32 are scratch; the tiles are addresses, and ``row`` is the warp's first row in the tile of Q.
@@ -122,8 +133,7 @@ def make_multiply(
         width: Width of the tiles.
         dtype: See ``float32_terms.NUMBERS``.
         b_rows: Rows of the tile of K, if more than block_k.
-        apart: Sum the products of each pair of terms separately, because a warp with few tiles of S would
-            wait for one product after the other.
+        is_turned: Whether the product is K·Qᵀ, whose terms are added in the same order.
     """
     numbers, place = NUMBERS[dtype], make_tile_place(device_function, HALF * width)
     mma, terms = MMA[numbers.dtype], numbers.terms
@@ -158,13 +168,16 @@ def make_multiply(
 
         return multiply
 
-    together = steps_together(steps)
-    begin, multiply_step, add, parts = make_products(dtype, row_tiles, col_tiles, apart)
-    a_tiles, part_tiles = together * terms * row_tiles, parts * 2 * row_tiles
+    # For wide heads, warps have few tiles of S, and would wait for one product after the other.
+    of_terms = make_products(dtype, row_tiles, col_tiles, width > WIDE, is_turned)
+    begin, multiply_step, add, parts_of_terms = of_terms
+    part_tiles = parts_of_terms * 2 * row_tiles
     nothing = np.float32(-0.0)  # what is added to that stays as it is, and the compiler knows
 
     def make_part_of_terms(group: int) -> Callable[..., None]:
-        first = group * together
+        first = group * TOGETHER
+        together = min(TOGETHER, steps - first)
+        a_tiles = together * terms * row_tiles
 
         @device_function
         def multiply_terms(s, a, b, q_tile, k_tile, lane, row):
@@ -194,7 +207,7 @@ def make_multiply(
         return multiply_terms
 
     if terms > 1:
-        return _one_after_the_other(make_part_of_terms, steps // together)
+        return _one_after_the_other(make_part_of_terms, -(-steps // TOGETHER))
     return _one_after_the_other(make_part, parts)
 
 

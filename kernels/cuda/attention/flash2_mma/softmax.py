@@ -11,13 +11,14 @@ from functools import cache
 import numpy as np
 from numba import float32
 
-from kernels.common.online_softmax import LN_2
+from kernels.common.online_softmax import LN_2, LOG2_E
+from kernels.cuda.attention.flash2_mma.large_rows import apart, is_large
 from kernels.cuda.attention.flash2_mma.tiles import COLS, ROWS, MmaLayout
 from kernels.cuda.attention.options.score_functions import make_row_end
 from kernels.cuda.attention.tile_bits import TileBits
 from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.ptx.fragments import lane_col, lane_row
-from kernels.cuda.ptx.numbers import ex2
+from kernels.cuda.ptx.numbers import ex2, mul_rn, sub_rn
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
@@ -46,11 +47,13 @@ def row_sum_of(value):
 @cache
 def make_softmax_step(
     layout: MmaLayout, own_tiles: int, tile_bits: TileBits, patience: int
-) -> Callable[..., None]:
+) -> Callable[..., bool]:
     """Return the function that replaces the scores of a warp by probabilities.
 
-    In ``softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras)``, ``unit`` is a
-    factor still to be applied to the scores, and probabilities are multiplied by 2**top.
+    The function is ``softmax_step(s, acc, row_max, row_sum, scale, unit, top, has_large, bits, lane,
+    warp_row, extras)``.  ``scale`` is a factor still to be applied to the scores, ``unit`` is
+    scale · log2 e, and probabilities are multiplied by 2**top.  ``has_large`` tells whether a row of the
+    warp is large, see ``large_rows``; the function returns it anew.
 
     Args:
         layout: Layout of the block.
@@ -60,11 +63,15 @@ def make_softmax_step(
     """
     row_tiles, own_rows, col_tiles = layout.row_tiles, 2 * layout.row_tiles, layout.block_k // COLS
     kept, has_bits = tile_bits.kept, tile_bits.bytes
-    is_patient, least, zero = patience > 0, np.float32(patience), np.float32(0)
+    is_patient, least = patience > 0, np.float32(patience)
+    zero, one, log2_e = np.float32(0), np.float32(1), np.float32(LOG2_E)
 
     @device_function
-    def softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras):
+    def softmax_step(
+        s, acc, row_max, row_sum, scale, unit, top, has_large, bits, lane, warp_row, extras
+    ):
         new_max = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: m_new, like row_max
+        shifts = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: m in base 2, or 0 if large
         grows = False
         for i in range(own_rows):
             # 9: m_new = max(m, rowmax S)
@@ -75,33 +82,52 @@ def make_softmax_step(
             new_max[i] = row_max_of(largest)
             grows = grows or (new_max[i] - row_max[i]) * unit > least
         if not is_patient or cuda.ballot_sync(ALL_LANES, grows) != 0:
+            has_large = False
             for i in range(own_rows):
                 # 10, first half: O = diag(e^(m - m_new)) O, and l likewise.  The last shift is what
                 # it was then, bit for bit: what was summed weighs neither more nor less.
-                shift = float32(shift_of(new_max[i])) * unit - top
-                rescale = ex2((row_max[i] * unit - top) - shift)
+                near = float32(shift_of(new_max[i]))
+                rescale = ex2((row_max[i] * unit - top) - (near * unit - top))
+                if is_large(near * unit):
+                    growth = sub_rn(mul_rn(row_max[i], scale), mul_rn(near, scale))
+                    rescale, has_large = ex2(growth * log2_e), True
                 row_max[i] = new_max[i]
                 row_sum[i] *= rescale
                 for n in range(own_tiles):
                     at = i // 2 * own_tiles + n
                     acc[at, 2 * (i % 2)] *= rescale
                     acc[at, 2 * (i % 2) + 1] *= rescale
+            has_large = cuda.ballot_sync(ALL_LANES, has_large) != 0
+        for i in range(own_rows):
+            shifts[i] = float32(shift_of(row_max[i])) * unit - top
+        if has_large:
+            inverse = one / scale
+            for i in range(own_rows):
+                near = float32(shift_of(row_max[i]))
+                if is_large(near * unit):
+                    shifts[i] = -top
+                    for n in range(col_tiles):
+                        at = i // 2 * col_tiles + n
+                        for u in range(2):
+                            score = s[at, 2 * (i % 2) + u]
+                            score = apart(score, scale, inverse, mul_rn(near, scale))
+                            s[at, 2 * (i % 2) + u] = score
         for m in range(row_tiles):
             for half in range(2):  # the row, and that eight below
                 # 9: P = exp(S - m_new), l = l + rowsum P
                 i = 2 * m + half
-                shift = float32(shift_of(row_max[i])) * unit - top
                 total = zero
                 for n in range(col_tiles):
                     at = m * col_tiles + n
                     for u in range(2):
-                        p = ex2(s[at, 2 * half + u] * unit - shift)
+                        p = ex2(s[at, 2 * half + u] * unit - shifts[i])
                         total += p
                         if has_bits:  # P after dropout; l sums P before it
                             in_row = warp_row + lane_row(lane) + m * ROWS + 8 * half
                             p *= kept(bits, in_row, lane_col(lane) + n * COLS + u, extras)
                         s[at, 2 * half + u] = p
                 row_sum[i] += total
+        return has_large
 
     return softmax_step
 
@@ -112,8 +138,8 @@ def make_finish_rows(
 ) -> Callable[..., None]:
     """Return the function that divides O by l, and writes L.
 
-    ``finish_rows(acc, row_max, row_sum, unit, top, out_unit, lse, b, h, first, stop, lane, warp_row,
-    extras)``, for the tile whose rows begin at ``first``; ``out_unit`` multiplies out.
+    ``finish_rows(acc, row_max, row_sum, scale, unit, top, out_unit, lse, lse_rest, b, h, first, stop, lane,
+    warp_row, extras)``, for the tile whose rows begin at ``first``; ``out_unit`` multiplies out.
 
     Args:
         layout: Layout of the block.
@@ -121,25 +147,29 @@ def make_finish_rows(
         features: Options of the kernel.
         is_wide: Whether out is float32, so that quotient and logarithm must not be approximate.
     """
-    own_rows, ln_2 = 2 * layout.row_tiles, np.float32(LN_2)
+    own_rows, one, ln_2 = 2 * layout.row_tiles, np.float32(1), np.float32(LN_2)
     end_row = make_row_end(features, FLOAT32, near=not is_wide)
 
     @device_function
     def finish_rows(
-        acc, row_max, row_sum, unit, top, out_unit, lse, b, h, first, stop, lane, warp_row, extras
-    ):
+        acc, row_max, row_sum, scale, unit, top, out_unit, lse, lse_rest, b, h, first, stop, lane,
+        warp_row, extras,
+    ):  # fmt: skip
         for i in range(own_rows):
             # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
             total = row_sum_of(row_sum[i])
-            shift = (float32(shift_of(row_max[i])) * unit - top) * ln_2
-            inverse, row_lse = end_row(total, shift, b, h, extras)
-            inverse *= out_unit
+            near, weight = float32(shift_of(row_max[i])), one
+            shift = (near * unit - top) * ln_2
+            if is_large(near * unit):  # m is S of a key, rounded as any other S
+                shift, weight = mul_rn(near, scale), ex2(-top)
+            inverse, row_lse, row_rest = end_row(total * weight, shift, b, h, extras)
+            inverse *= weight * out_unit
             for n in range(own_tiles):
                 at = i // 2 * own_tiles + n
                 acc[at, 2 * (i % 2)] *= inverse
                 acc[at, 2 * (i % 2) + 1] *= inverse
             row = first + warp_row + lane_row(lane) + i // 2 * ROWS + 8 * (i % 2)
             if lane % 4 == 0 and row < stop:
-                lse[b, h, row] = row_lse
+                lse[b, h, row], lse_rest[b, h, row] = row_lse, row_rest
 
     return finish_rows

@@ -1,0 +1,90 @@
+"""Rows of large scores on tensor cores: steps that ordinary rows leave out.
+
+For ordinary rows, P = 2^(s · unit - shift) is one fused multiply-add of a product s and an exponential.
+It subtracts a rounded product from an exact one, so that the exponent is wrong by 2⁻²⁴ of the shift.  Where
+the shift is beyond ``online_softmax.LARGE``, the products of a tile are first replaced by
+(s · scale - top) / scale, with top the row's maximum or lse, and the shift is what remains of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+from numba import float32
+
+from kernels.common.online_softmax import LARGE, LOG2_E
+from kernels.cuda.attention.flash2_mma.tiles import COLS, MmaLayout
+from kernels.cuda.device.one_source import shift_of
+from kernels.cuda.ptx.copies import ld_shared_v2
+from kernels.cuda.ptx.numbers import mul_rn, sub_rn
+from kernels.cuda.runtime.kernel import WORD, device_function
+
+_LARGE, _LOG2_E, _ZERO, _ONE = (np.float32(x) for x in (LARGE, LOG2_E, 0, 1))
+
+
+@device_function
+def is_large(shift):
+    """Tell whether a row's maximum or lse, in base 2, is large."""
+    return abs(shift) > _LARGE
+
+
+@device_function
+def apart(product, scale, inverse, top):
+    """Return (product · scale - top) · inverse, with the product rounded as in the top."""
+    return sub_rn(mul_rn(product, scale), top) * inverse
+
+
+@device_function
+def lse_and_shift(lse, lse_rest, power):
+    """Return the lse of a large row, or 0, and what remains of L, in base 2, less ``power``."""
+    near = float32(shift_of(lse))
+    large_lse = near if is_large(near * _LOG2_E) else _ZERO
+    return large_lse, ((near - large_lse) + lse_rest) * _LOG2_E - power
+
+
+@cache
+def make_subtract_by_rows(layout: MmaLayout) -> Callable[..., None]:
+    """Return ``subtract(s, scale, floats, large_at)``: subtract the lse of large rows from products.
+
+    ``floats[large_at]`` is the ``large_lse`` of the lane's first row.
+    """
+    own_rows, col_tiles = 2 * layout.row_tiles, layout.block_k // COLS
+
+    @device_function
+    def subtract(s, scale, floats, large_at):
+        inverse = _ONE / scale
+        for i in range(own_rows):
+            top = floats[large_at + 8 * i]
+            if top != _ZERO:
+                for n in range(col_tiles):
+                    at = i // 2 * col_tiles + n
+                    for u in range(2):
+                        product = s[at, 2 * (i % 2) + u]
+                        s[at, 2 * (i % 2) + u] = apart(product, scale, inverse, top)
+
+    return subtract
+
+
+@cache
+def make_subtract_by_keys(layout: MmaLayout) -> Callable[..., None]:
+    """Return ``subtract(s, scale, large_row)``: subtract the lse of large rows from products of Sᵀ.
+
+    ``large_row`` is the address of the lane's first row in the array of ``large_lse``.
+    """
+    key_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
+
+    @device_function
+    def subtract(s, scale, large_row):
+        inverse = _ONE / scale
+        for n in range(col_tiles):
+            low, high = ld_shared_v2(large_row + WORD * n * COLS)
+            for m in range(key_tiles):
+                at = m * col_tiles + n
+                for i in range(4):
+                    top = high if i % 2 else low
+                    if top != _ZERO:
+                        s[at, i] = apart(s[at, i], scale, inverse, top)
+
+    return subtract

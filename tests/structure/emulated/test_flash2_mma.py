@@ -27,10 +27,11 @@ from kernels.cuda.attention.flash2_mma.launch import (
 from kernels.cuda.attention.flash2_mma.tiles import MmaRoleLayout
 from kernels.cuda.device.shared_tiles import round_up
 from kernels.problem.packed_sequences import Sequences
-from kernels.runtime.dtypes import FLOAT16, FLOAT32
+from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from kernels.scores.program import Features
 
 from ...support.attention import option_table
+from ...support.attention.large_scores import NAMES, large_case
 from ...support.attention.strategies import MASK_MODS, SCORE_MODS, Case
 from ...support.emulated.gpu import held_back, launch
 from ...support.emulated.instructions import WARP
@@ -126,6 +127,16 @@ def test_two_halves_of_a_block_are_the_textbooks_through_the_launch(
         np.testing.assert_allclose(
             found[name], wanted[name], tolerance, 2 * tolerance, err_msg=name
         )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=["bfloat16", "float32"])
+def test_large_scores_are_the_textbooks_through_the_launch(name: str, dtype: Any) -> None:
+    case = large_case(name, dtype, 5, 35)
+    with emulated_device():
+        for deterministic in (True, False):
+            found = case.run(EMULATED, "flash2_mma", deterministic=deterministic)
+            case.check(found, name)
 
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])

@@ -15,6 +15,7 @@ from functools import cache
 import numpy as np
 from numba import float32, int32, uint8, uint16, uint32, void
 
+from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash2_mma.dq_atomics import DqSums, make_add_dq
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units, scale_type
 from kernels.cuda.attention.flash2_mma.fragment_scores import make_gradients_by_keys
@@ -134,6 +135,7 @@ def dkdv_kernel(
     bounds, is_inside = make_key_bounds(block_q, block_k)
     row_values, subtract_lse = make_row_values(layout), make_subtract_by_keys(turned)
     is_plain, zero = features.of_elements == PLAIN, np.float32(0)
+    operand_factor = np.float32(LOG2_E if is_plain else 1)
 
     def flash2_mma_dkdv(dout, q, k, v, lse, lse_rest, delta, dq_sums, dk, dv, scale, extras):
         """Fill one key tile of dk and dv; with sums, add its part of dq to the sums, which are zero before.
@@ -209,7 +211,7 @@ def dkdv_kernel(
         cp_async_commit_group()
         set_all(dk_acc, zero)
         set_all(dv_acc, zero)
-        factor = unit_of_scores(scale, b, h)
+        factor = unit_of_scores(scale, b, h) * operand_factor
         stage = 0
         while entry < entries_stop:
             t = tile_of(entry, extras)

@@ -257,7 +257,7 @@ def roles_kernel(
         copy_keys(thread, v, b, h, k_row, k_stop, v_tile)
         top = top_of(scale, b, h)
         dp_unit, delta_unit = unit_of_dp(scale, b, h), unit_of_delta(scale, b, h)
-        factor = unit_of_scores(scale, b, h)
+        unit = unit_of_scores(scale, b, h) * log2_e
         large_lse = shift = own_delta = zero
         if tile < stop:
             q_row = first_q + tile * block_q
@@ -297,9 +297,9 @@ def roles_kernel(
             if of_scores:
                 # 11: P = exp(S - L_i)
                 if has_large:
-                    subtract_lse(s, factor, large_row)
+                    subtract_lse(s, unit, large_row)
                 to_probabilities(
-                    s, large_row + row_bytes, factor * log2_e,
+                    s, large_row + row_bytes, unit,
                     is_whole(row, col, seq_q, seq_k, extras), lane, moved(start, row, 0), extras,
                 )  # fmt: skip
                 for n in range(s_tiles):
@@ -334,8 +334,7 @@ def roles_kernel(
         # 18: write dK_j, dV_j
         cp_async_wait_all()
         cuda.syncthreads()  # every warp is done with K, V: what is stored takes their place
-        unit = unit_of_dv(scale, b, h) if of_scores else unit_of_dk(scale, b, h)
-        scale_all(acc, unit)
+        scale_all(acc, unit_of_dv(scale, b, h) if of_scores else unit_of_dk(scale, b, h))
         if of_scores:
             store_keys(acc, dv, b, h, k_row, k_stop, halves, memory, v_tile, lane, first_key, chunk)
         else:

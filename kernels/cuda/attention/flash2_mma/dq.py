@@ -12,6 +12,7 @@ from functools import cache
 import numpy as np
 from numba import float32, uint8, uint16, uint32, void
 
+from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units, scale_type
 from kernels.cuda.attention.flash2_mma.fragment_scores import make_gradients_by_rows
 from kernels.cuda.attention.flash2_mma.large_rows import lse_and_shift, make_subtract_by_rows
@@ -91,6 +92,7 @@ def dq_kernel(
     store_dq = store(layout, head_width, dtype, vectors)
     subtract_lse, is_plain = make_subtract_by_rows(layout), features.of_elements == PLAIN
     zero, inf = np.float32(0), np.float32(math.inf)
+    operand_factor = np.float32(LOG2_E if is_plain else 1)
 
     def flash2_mma_dq(dout, q, k, v, lse, lse_rest, delta, dq, scale, extras):
         """Fill one query tile of dq.
@@ -160,7 +162,7 @@ def dq_kernel(
             has_large = has_large or large_lse != zero
         has_large = cuda.ballot_sync(ALL_LANES, has_large) != 0
         set_all(acc, zero)
-        factor = unit_of_scores(scale, b, h)
+        factor = unit_of_scores(scale, b, h) * operand_factor
         stage = 0
         while entry < entries_stop:
             j = tile_of(entry, extras)

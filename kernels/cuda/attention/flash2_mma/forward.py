@@ -214,9 +214,7 @@ def forward_kernel(
         # 5: O = 0, l = 0, m = -inf
         factor = unit_of_keys(scale, b, h) * q_unit
         top = top_of(scale, b, h)
-        score_scale = factor if is_folded else float32(1)
-        unit = score_scale * log2_e
-        has_large = False
+        unit = factor * log2_e if is_folded else log2_e
         for i in range(own_rows):
             row_max[i] = minus_inf
             row_sum[i] = zero
@@ -252,9 +250,7 @@ def forward_kernel(
             to_scores(s, factor, whole, bits, lane, warp_row, tile_place, extras)
             # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = l + rowsum P
             # 10, first half: O = diag(e^(m - m_new)) O, and l likewise
-            has_large = softmax_step(
-                s, acc, row_max, row_sum, score_scale, unit, top, has_large, bits, lane, warp_row, extras
-            )  # fmt: skip
+            softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras)
             # 10, second half: O = O + P V_j
             v_stage = v_tile + stage * v_bytes
             accumulate(acc, s, a_fragment, b_fragment, v_stage, lane, 0)
@@ -267,7 +263,7 @@ def forward_kernel(
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
         out_unit = unit_of_out(scale, b, h)
         finish_rows(
-            acc, row_max, row_sum, score_scale, unit, top, out_unit, lse, lse_rest, out_batch, h, q_row,
+            acc, row_max, row_sum, unit, top, out_unit, lse, lse_rest, out_batch, h, q_row,
             q_stop, lane, warp_row, extras,
         )  # fmt: skip
         # 14: write O_i

@@ -74,9 +74,9 @@ def make_gradients_by_rows(
     """Return the function that replaces the products in ``s`` by P, and those in ``dp`` by dS.
 
     The function is ``to_gradients(s, dp, floats, large_at, shift, delta, factor, dp_unit, whole, bits,
-    lane, warp_row, place, extras)``.  ``shift`` and ``delta`` are those of the lane's rows, and ``place`` is
-    as for scores.  ``floats[large_at]`` is the ``large_lse`` of the lane's first row, see ``large_rows``; in
-    kernels without options, it has been subtracted from the products.
+    lane, warp_row, place, extras)``.  ``shift`` and ``delta`` are those of the lane's rows, and ``place``
+    is as for scores.  ``floats[large_at]`` is the ``large_lse`` of the lane's first row, see
+    ``large_rows``; in kernels without options, it has been subtracted from the products.
     """
     row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
     scores = make_tile_scores(features, FLOAT32, exp2=ex2)
@@ -90,7 +90,7 @@ def make_gradients_by_rows(
         extras,
     ):  # fmt: skip
         # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-        unit = factor * log2_e if is_plain else log2_e
+        unit = factor if is_plain else log2_e
         if is_plain and whole:
             for m in range(row_tiles):
                 for n in range(col_tiles):
@@ -144,7 +144,7 @@ def make_gradients_by_keys(
         warp_key, own, extras,
     ):  # fmt: skip
         # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-        unit = factor * log2_e if is_plain else log2_e
+        unit = factor if is_plain else log2_e
         if is_plain and whole:
             for n in range(col_tiles):
                 low, high = ld_shared_v2(shift_row + WORD * (step + n * COLS))

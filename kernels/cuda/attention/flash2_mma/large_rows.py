@@ -2,8 +2,8 @@
 
 For ordinary rows, P = 2^(s · unit - shift) is one fused multiply-add of a product s and an exponential.
 It subtracts a rounded product from an exact one, so that the exponent is wrong by 2⁻²⁴ of the shift.  Where
-the shift is beyond ``online_softmax.LARGE``, the products of a tile are first replaced by
-(s · scale - top) / scale, with top the row's maximum or lse, and the shift is what remains of it.
+the shift is beyond ``online_softmax.LARGE``, the row's maximum or lse is first subtracted from S, and the
+shift is what remains of it.  S = s · (unit · ln 2) is the same number in all kernels, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from functools import cache
 import numpy as np
 from numba import float32
 
-from kernels.common.online_softmax import LARGE, LOG2_E
+from kernels.common.online_softmax import LARGE, LN_2, LOG2_E
 from kernels.cuda.attention.flash2_mma.tiles import COLS, MmaLayout
 from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.ptx.copies import ld_shared_v2
-from kernels.cuda.ptx.numbers import mul_rn, sub_rn
+from kernels.cuda.ptx.numbers import mul_rn, rcp, sub_rn
 from kernels.cuda.runtime.kernel import WORD, device_function
 
-_LARGE, _LOG2_E, _ZERO, _ONE = (np.float32(x) for x in (LARGE, LOG2_E, 0, 1))
+_LARGE, _LN_2, _LOG2_E, _ZERO = (np.float32(x) for x in (LARGE, LN_2, LOG2_E, 0))
 
 
 @device_function
@@ -31,9 +31,15 @@ def is_large(shift):
 
 
 @device_function
-def apart(product, scale, inverse, top):
-    """Return (product · scale - top) · inverse, with the product rounded as in the top."""
-    return sub_rn(mul_rn(product, scale), top) * inverse
+def score_in(product, unit):
+    """Return the natural score of a product, whose factor for base 2 is ``unit``."""
+    return mul_rn(product, mul_rn(unit, _LN_2))
+
+
+@device_function
+def apart(product, unit, top):
+    """Return the natural score of a product less another score."""
+    return sub_rn(score_in(product, unit), top)
 
 
 @device_function
@@ -46,15 +52,15 @@ def lse_and_shift(lse, lse_rest, power):
 
 @cache
 def make_subtract_by_rows(layout: MmaLayout) -> Callable[..., None]:
-    """Return ``subtract(s, scale, floats, large_at)``: subtract the lse of large rows from products.
+    """Return ``subtract(s, unit, floats, large_at)``: subtract the lse of large rows from products.
 
     ``floats[large_at]`` is the ``large_lse`` of the lane's first row.
     """
     own_rows, col_tiles = 2 * layout.row_tiles, layout.block_k // COLS
 
     @device_function
-    def subtract(s, scale, floats, large_at):
-        inverse = _ONE / scale
+    def subtract(s, unit, floats, large_at):
+        inverse = rcp(mul_rn(unit, _LN_2))
         for i in range(own_rows):
             top = floats[large_at + 8 * i]
             if top != _ZERO:
@@ -62,22 +68,22 @@ def make_subtract_by_rows(layout: MmaLayout) -> Callable[..., None]:
                     at = i // 2 * col_tiles + n
                     for u in range(2):
                         product = s[at, 2 * (i % 2) + u]
-                        s[at, 2 * (i % 2) + u] = apart(product, scale, inverse, top)
+                        s[at, 2 * (i % 2) + u] = apart(product, unit, top) * inverse
 
     return subtract
 
 
 @cache
 def make_subtract_by_keys(layout: MmaLayout) -> Callable[..., None]:
-    """Return ``subtract(s, scale, large_row)``: subtract the lse of large rows from products of Sᵀ.
+    """Return ``subtract(s, unit, large_row)``: subtract the lse of large rows from products of Sᵀ.
 
     ``large_row`` is the address of the lane's first row in the array of ``large_lse``.
     """
     key_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
 
     @device_function
-    def subtract(s, scale, large_row):
-        inverse = _ONE / scale
+    def subtract(s, unit, large_row):
+        inverse = rcp(mul_rn(unit, _LN_2))
         for n in range(col_tiles):
             low, high = ld_shared_v2(large_row + WORD * n * COLS)
             for m in range(key_tiles):
@@ -85,6 +91,6 @@ def make_subtract_by_keys(layout: MmaLayout) -> Callable[..., None]:
                 for i in range(4):
                     top = high if i % 2 else low
                     if top != _ZERO:
-                        s[at, i] = apart(s[at, i], scale, inverse, top)
+                        s[at, i] = apart(s[at, i], unit, top) * inverse
 
     return subtract

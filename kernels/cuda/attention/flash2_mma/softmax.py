@@ -12,13 +12,13 @@ import numpy as np
 from numba import float32
 
 from kernels.common.online_softmax import LN_2, LOG2_E
-from kernels.cuda.attention.flash2_mma.large_rows import apart, is_large
+from kernels.cuda.attention.flash2_mma.large_rows import apart, is_large, score_in
 from kernels.cuda.attention.flash2_mma.tiles import COLS, ROWS, MmaLayout
 from kernels.cuda.attention.options.score_functions import make_row_end
 from kernels.cuda.attention.tile_bits import TileBits
 from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.ptx.fragments import lane_col, lane_row
-from kernels.cuda.ptx.numbers import ex2, mul_rn, sub_rn
+from kernels.cuda.ptx.numbers import ex2
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
@@ -47,13 +47,11 @@ def row_sum_of(value):
 @cache
 def make_softmax_step(
     layout: MmaLayout, own_tiles: int, tile_bits: TileBits, patience: int
-) -> Callable[..., bool]:
+) -> Callable[..., None]:
     """Return the function that replaces the scores of a warp by probabilities.
 
-    The function is ``softmax_step(s, acc, row_max, row_sum, scale, unit, top, has_large, bits, lane,
-    warp_row, extras)``.  ``scale`` is a factor still to be applied to the scores, ``unit`` is
-    scale · log2 e, and probabilities are multiplied by 2**top.  ``has_large`` tells whether a row of the
-    warp is large, see ``large_rows``; the function returns it anew.
+    In ``softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras)``, ``unit`` is the
+    factor that makes base 2 of the scores, and probabilities are multiplied by 2**top.
 
     Args:
         layout: Layout of the block.
@@ -64,14 +62,11 @@ def make_softmax_step(
     row_tiles, own_rows, col_tiles = layout.row_tiles, 2 * layout.row_tiles, layout.block_k // COLS
     kept, has_bits = tile_bits.kept, tile_bits.bytes
     is_patient, least = patience > 0, np.float32(patience)
-    zero, one, log2_e = np.float32(0), np.float32(1), np.float32(LOG2_E)
+    zero, log2_e = np.float32(0), np.float32(LOG2_E)
 
     @device_function
-    def softmax_step(
-        s, acc, row_max, row_sum, scale, unit, top, has_large, bits, lane, warp_row, extras
-    ):
+    def softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras):
         new_max = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: m_new, like row_max
-        shifts = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: m in base 2, or 0 if large
         grows = False
         for i in range(own_rows):
             # 9: m_new = max(m, rowmax S)
@@ -82,52 +77,45 @@ def make_softmax_step(
             new_max[i] = row_max_of(largest)
             grows = grows or (new_max[i] - row_max[i]) * unit > least
         if not is_patient or cuda.ballot_sync(ALL_LANES, grows) != 0:
-            has_large = False
             for i in range(own_rows):
                 # 10, first half: O = diag(e^(m - m_new)) O, and l likewise.  The last shift is what
                 # it was then, bit for bit: what was summed weighs neither more nor less.
                 near = float32(shift_of(new_max[i]))
                 rescale = ex2((row_max[i] * unit - top) - (near * unit - top))
                 if is_large(near * unit):
-                    growth = sub_rn(mul_rn(row_max[i], scale), mul_rn(near, scale))
-                    rescale, has_large = ex2(growth * log2_e), True
+                    rescale = ex2(apart(row_max[i], unit, score_in(near, unit)) * log2_e)
                 row_max[i] = new_max[i]
                 row_sum[i] *= rescale
                 for n in range(own_tiles):
                     at = i // 2 * own_tiles + n
                     acc[at, 2 * (i % 2)] *= rescale
                     acc[at, 2 * (i % 2) + 1] *= rescale
-            has_large = cuda.ballot_sync(ALL_LANES, has_large) != 0
         for i in range(own_rows):
-            shifts[i] = float32(shift_of(row_max[i])) * unit - top
-        if has_large:
-            inverse = one / scale
-            for i in range(own_rows):
-                near = float32(shift_of(row_max[i]))
-                if is_large(near * unit):
-                    shifts[i] = -top
-                    for n in range(col_tiles):
-                        at = i // 2 * col_tiles + n
-                        for u in range(2):
-                            score = s[at, 2 * (i % 2) + u]
-                            score = apart(score, scale, inverse, mul_rn(near, scale))
-                            s[at, 2 * (i % 2) + u] = score
+            near = float32(shift_of(row_max[i]))
+            if is_large(near * unit):
+                largest = score_in(near, unit)
+                for n in range(col_tiles):
+                    at = i // 2 * col_tiles + n
+                    for u in range(2):
+                        s[at, 2 * (i % 2) + u] = apart(s[at, 2 * (i % 2) + u], unit, largest)
         for m in range(row_tiles):
             for half in range(2):  # the row, and that eight below
                 # 9: P = exp(S - m_new), l = l + rowsum P
                 i = 2 * m + half
-                total = zero
+                near, total = float32(shift_of(row_max[i])), zero
+                has_apart = is_large(near * unit)
+                row_unit = log2_e if has_apart else unit
+                shift = (zero if has_apart else near * unit) - top
                 for n in range(col_tiles):
                     at = m * col_tiles + n
                     for u in range(2):
-                        p = ex2(s[at, 2 * half + u] * unit - shifts[i])
+                        p = ex2(s[at, 2 * half + u] * row_unit - shift)
                         total += p
                         if has_bits:  # P after dropout; l sums P before it
                             in_row = warp_row + lane_row(lane) + m * ROWS + 8 * half
                             p *= kept(bits, in_row, lane_col(lane) + n * COLS + u, extras)
                         s[at, 2 * half + u] = p
                 row_sum[i] += total
-        return has_large
 
     return softmax_step
 
@@ -138,7 +126,7 @@ def make_finish_rows(
 ) -> Callable[..., None]:
     """Return the function that divides O by l, and writes L.
 
-    ``finish_rows(acc, row_max, row_sum, scale, unit, top, out_unit, lse, lse_rest, b, h, first, stop, lane,
+    ``finish_rows(acc, row_max, row_sum, unit, top, out_unit, lse, lse_rest, b, h, first, stop, lane,
     warp_row, extras)``, for the tile whose rows begin at ``first``; ``out_unit`` multiplies out.
 
     Args:
@@ -152,7 +140,7 @@ def make_finish_rows(
 
     @device_function
     def finish_rows(
-        acc, row_max, row_sum, scale, unit, top, out_unit, lse, lse_rest, b, h, first, stop, lane,
+        acc, row_max, row_sum, unit, top, out_unit, lse, lse_rest, b, h, first, stop, lane,
         warp_row, extras,
     ):  # fmt: skip
         for i in range(own_rows):
@@ -161,7 +149,7 @@ def make_finish_rows(
             near, weight = float32(shift_of(row_max[i])), one
             shift = (near * unit - top) * ln_2
             if is_large(near * unit):  # m is S of a key, rounded as any other S
-                shift, weight = mul_rn(near, scale), ex2(-top)
+                shift, weight = score_in(near, unit), ex2(-top)
             inverse, row_lse, row_rest = end_row(total * weight, shift, b, h, extras)
             inverse *= weight * out_unit
             for n in range(own_tiles):

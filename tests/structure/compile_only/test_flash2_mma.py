@@ -41,7 +41,8 @@ def _assert_fits(kernel: Kernel, spilled: int, cc: tuple[Any, ...] = HOPPER) -> 
 #: (compute capability, head width, layout, bytes that are spilled at most): what a rung would take.
 FORWARD: list[tuple[tuple[Any, ...], int, MmaLayout, int]] = [
     (AMPERE, 128, MmaLayout(128, 32, 4, resident=2), 0),
-    *((HOPPER, w, layouts_for(rung._FORWARD, w)[0], 32 * (w == 256)) for w in (64, 128, 256)),
+    # Of 128 the address of a copy, read once for each tile.
+    *((HOPPER, w, layouts_for(rung._FORWARD, w)[0], 8 * (w == 128)) for w in (64, 128, 256)),
     (HOPPER, 256, MmaLayout(64, 32, 4), 0),
 ]
 

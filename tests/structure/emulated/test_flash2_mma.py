@@ -132,6 +132,8 @@ def test_two_halves_of_a_block_are_the_textbooks_through_the_launch(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=["bfloat16", "float32"])
 def test_large_scores_are_the_textbooks_through_the_launch(name: str, dtype: Any) -> None:
+    if dtype == FLOAT32 and name == "a score_mod":
+        pytest.skip("its gradients are computed by flash2, which is not emulated")
     case = large_case(name, dtype, 5, 35)
     with emulated_device():
         for deterministic in (True, False):

@@ -101,10 +101,10 @@ def _backward(width: int = 64) -> None:
     for seq in (2048, 8192):
         sizes, heads = (seq, seq, width, width), HIDDEN // width * TOKENS // seq
         call = Call(BY_ROWS[width][0], sizes, scale=width**-0.5, heads=heads)
-        *arrays, out, lse = operands(call, rng)
-        given = [to_device(x) for x in (out, *arrays, lse, np.zeros_like(lse))]
-        given[0] = given[1]  # any numbers do for dout, and any finite ones for lse and delta
-        given[4] = to_device(np.full_like(lse, 5.0))
+        *arrays, out, lse, _ = operands(call, rng)
+        rows = np.full_like(lse, 5.0), *[np.zeros_like(lse)] * 2  # lse, its rest and delta
+        given = [to_device(x) for x in (out, *arrays, *rows)]
+        given[0] = given[1]  # any numbers do for dout
         cases = [
             (str(layout), Gradients(call, layout, parts), atomics)
             for layout, parts in BY_KEYS[width]

@@ -177,7 +177,8 @@ def naive_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     seq_q, seq_k, dim, value_dim, *_ = shape
     return summed(
         _product("q", "k", "scores", seq_q, seq_k, dim, tile),
-        {"scores": Traffic(3 * seq_q * seq_k, 2 * seq_q * seq_k), "lse": Traffic(0, seq_q)},
+        {"scores": Traffic(3 * seq_q * seq_k, 2 * seq_q * seq_k)},
+        {"lse": Traffic(0, seq_q), "lse_rest": Traffic(0, seq_q)},
         _product("scores", "v", "out", seq_q, value_dim, seq_k, tile),
     )
 
@@ -202,7 +203,7 @@ def naive_backward_traffic(shape: HeadShape, tile: tuple[int, int], readers: int
         _product("dout", "v", "dp", seq_q, seq_k, value_dim, tile),
         softmax,
         rows,
-        {"lse": Traffic(readers * seq_q, 0)},
+        dict.fromkeys(("lse", "lse_rest"), Traffic(readers * seq_q, 0)),
         _product("scores", "dout", "dv", seq_k, value_dim, seq_q, tile),
         _product("dp", "k", "dq", seq_q, dim, seq_k, tile),
         _product("dp", "q", "dk", seq_k, dim, seq_q, tile),
@@ -231,6 +232,7 @@ def flash1_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
         "row_sum": statistic,
         "row_max": statistic,
         "lse": Traffic(0, seq_q),
+        "lse_rest": Traffic(0, seq_q),
     }
     # END TASK 5.8
 
@@ -254,6 +256,7 @@ def flash1_backward_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
         "out": Traffic(visited * value_dim, 0),
         "dout": Traffic(visited * value_dim, 0),
         "lse": Traffic(visited, 0),
+        "lse_rest": Traffic(visited, 0),
         "dq": Traffic(visited * dim, (visited + seq_q) * dim),
         "dk": Traffic(0, seq_k * dim),
         "dv": Traffic(0, seq_k * value_dim),
@@ -278,6 +281,7 @@ def flash2_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
         "v": Traffic(visited * value_dim, 0),
         "out": Traffic(0, seq_q * value_dim),
         "lse": Traffic(0, seq_q),
+        "lse_rest": Traffic(0, seq_q),
     }
     # END TASK 5.8
 
@@ -313,6 +317,7 @@ def flash2_backward_traffic(
         "q": Traffic(seq_q * dim, 0),
         "dout": Traffic(seq_q * value_dim, 0),
         "lse": statistic,
+        "lse_rest": statistic,
         "delta": statistic,
         "k": Traffic(visited * dim, 0),
         "v": Traffic(visited * value_dim, 0),
@@ -346,6 +351,7 @@ def _by_keys(shape: HeadShape, tile: tuple[int, int]) -> Counts:
         "q": Traffic(visited * dim, 0),
         "dout": Traffic(visited * value_dim, 0),
         "lse": Traffic(visited, 0),
+        "lse_rest": Traffic(visited, 0),
         "delta": Traffic(visited, 0),
         "dk": Traffic(0, seq_k * dim),
         "dv": Traffic(0, seq_k * value_dim),

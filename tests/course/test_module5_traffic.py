@@ -71,9 +71,9 @@ def of_the_paper(rung: str, n: int, d: int, side: int) -> int:
     """Return the elements that an algorithm moves with square tiles that divide N."""
     tiles = n // side
     if rung == "flash1":
-        # Its own kernel turns l and m, which it reads once more, into L at the end.
-        return 3 * n * d + 2 * n + tiles * (3 * n * d + 4 * n) + 3 * n
-    return 2 * n * d + n + tiles * 2 * n * d
+        # Its own kernel turns l and m, which it reads once more, into L, two numbers, at the end.
+        return 3 * n * d + 2 * n + tiles * (3 * n * d + 4 * n) + 4 * n
+    return 2 * n * d + 2 * n + tiles * 2 * n * d  # n of the rest of L
 
 
 # --- the formulas ---------------------------------------------------------------------------------

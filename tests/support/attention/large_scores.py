@@ -66,7 +66,8 @@ def large_case(name: str, dtype: Any, n: int, keys: int, dim: int = _DIM) -> Cas
     signs = np.sign(rng.standard_normal((1, 2, n, dim)))
     k = rng.integers(-3, 4, (1, 2, keys, dim))
     v, dout = rng.standard_normal((1, 2, keys, dim)), rng.standard_normal((1, 2, n, dim))
-    q, options = signs * LARGE, {"scale": _SCALE}
+    q = signs * LARGE
+    options: dict[str, Any] = {"scale": _SCALE}
     if name in OPTIONS:
         options |= OPTIONS[name](n, keys)
     elif name in MASKS:

@@ -41,8 +41,11 @@ def _assert_fits(kernel: Kernel, spilled: int, cc: tuple[Any, ...] = HOPPER) -> 
 #: (compute capability, head width, layout, bytes that are spilled at most): what a rung would take.
 FORWARD: list[tuple[tuple[Any, ...], int, MmaLayout, int]] = [
     (AMPERE, 128, MmaLayout(128, 32, 4, resident=2), 0),
-    # Of 128 the address of a copy, read once for each tile.
-    *((HOPPER, w, layouts_for(rung._FORWARD, w)[0], 8 * (w == 128)) for w in (64, 128, 256)),
+    # Addresses of copies, read once for each tile.
+    *(
+        (HOPPER, w, layouts_for(rung._FORWARD, w)[0], {64: 0, 128: 8, 256: 32}[w])
+        for w in (64, 128, 256)
+    ),
     (HOPPER, 256, MmaLayout(64, 32, 4), 0),
 ]
 

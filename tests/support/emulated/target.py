@@ -112,6 +112,7 @@ def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
             "reshaped": np.reshape,
         },
         "attention.flash2_mma.split_operands": {**pool, "device_view": _view, "THREADS": 64},
+        "attention.split_keys": pool,
         "attention.options.packed_tiles": {"to_device": lambda array: array},
         "device.memory": {"to_device": lambda array: array},
         "device.head_maximum": {

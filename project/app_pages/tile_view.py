@@ -188,7 +188,7 @@ class Story:
             flat[start:stop].reshape(height, -1)
             for start, stop, height in zip(starts, starts[1:], heights, strict=False)
         ]
-        scale = float(at["factor"])
+        scale = float(at["scale"])
         view: dict[str, Any] = {
             "q_tile": tiles[0][:rows, :dim] / scale,  # as it was before it was loaded
             "k_tile": tiles[1][:cols, :dim],

@@ -106,8 +106,8 @@ def test_every_element_is_written_and_none_beyond_the_last_row(rung: str, causal
     problem = case.problem(rung=rung)
     picked = launch.CUDA.pick(problem)
     rows = dout.shape[:3]
-    shapes = dict(zip(RESULTS, (dout.shape, rows, q.shape, k.shape, v.shape), strict=True))
-    shapes["lse_rest"] = rows
+    names = *RESULTS, "lse_rest"
+    shapes = dict(zip(names, (dout.shape, rows, q.shape, k.shape, v.shape, rows), strict=True))
     blanks = [np.full(shape, np.nan) for shape in shapes.values()]
     wholes, results = zip(*(framed(blank) for blank in blanks), strict=True)
     inputs = {

@@ -39,6 +39,7 @@ class Features(NamedTuple):
         sink: Whether there are sinks.
         moved: Whether the dropout bits are those of a part of a larger attention.
         whole_tiles: Whether listed tiles are fully visible in the block mask; a rung sets it for its tiles.
+        large_cap: Whether the softcap is large; a rung sets it whose tanh is less accurate otherwise.
     """
 
     softcap: bool = False
@@ -53,6 +54,7 @@ class Features(NamedTuple):
     sink: bool = False
     moved: bool = False
     whole_tiles: bool = False
+    large_cap: bool = False
 
     @property
     def bends(self) -> bool:

@@ -132,7 +132,7 @@ def test_the_kernels_own_source_computes_attention(name: str) -> None:
         )
     )  # fmt: skip
     out = np.full((1, heads, seq_q, value_dim), 0xFFFF, np.uint16)
-    lse = np.full((heads, seq_q), np.nan, np.float32)
+    lse, rest = (np.full((heads, seq_q), np.nan, np.float32) for _ in range(2))
     counters = np.zeros(2, np.int32)
     layout, widths = call.layout, Widths(*(-(-dim // 16) * 16 for dim in call.dims))
     rows = (layout.block_q, layout.block_k, layout.block_k, 64)
@@ -146,7 +146,7 @@ def test_the_kernels_own_source_computes_attention(name: str) -> None:
     scale = head_dim**-0.5
     launch(
         forward_kernel(layout, widths, call.dtype), (call.blocks, 1),
-        *(np.zeros(128, np.uint8) for _ in maps), lse, counters, shape, scale, schedule, 0,
+        *(np.zeros(128, np.uint8) for _ in maps), lse, rest, counters, shape, scale, schedule, 0,
         Extras(*call.bounds, heads, 0, 0.0, 0.0, 0, 0, 1.0), maps=maps,
     )  # fmt: skip
     wide = [from_bits(x, call.dtype)[0].astype(np.float64) for x in (q, k, v)]
@@ -154,11 +154,13 @@ def test_the_kernels_own_source_computes_attention(name: str) -> None:
     case = make_problem(q, k, v, scale=scale)
     case = replace(case, lower=call.bounds[0], upper=call.bounds[1])
     expected, expected_lse = np.empty((heads, seq_q, value_dim)), np.empty((heads, seq_q))
-    operands = make_operands(HostMemory(), case, q, k, v).having(out=expected, lse=expected_lse)
+    results = {"out": expected, "lse": expected_lse, "lse_rest": np.empty_like(expected_lse)}
+    operands = make_operands(HostMemory(), case, q, k, v).having(**results)
     attention(case, (1, 1), operands.viewed(HostMemory(), case))
     unit = {"float16": FLOAT16, "bfloat16": BFLOAT16}[call.dtype]
     assert_close_arrays(out[0].view(unit), expected, unit, "out")
     assert_close_arrays(lse, expected_lse, np.float32, "lse")
+    assert (np.abs(rest) <= np.spacing(np.abs(lse), where=np.isfinite(lse), out=np.zeros_like(lse))).all()
     assert not counters.any(), "the last block sets the counters back"
 
 

@@ -121,7 +121,7 @@ def _gradients(call: Call, deterministic: bool, rng: np.random.Generator) -> Any
     shown = {name: np.broadcast_to(x, (1, heads, *x.shape[2:])) for name, x in own.items()}
     given = Operands(
         **shown, out=to_bits(out, dtype), lse=lse.astype(np.float32),
-        dlse=dlse.astype(np.float32) if call.has_dlse else None, **results,
+        lse_rest=np.zeros(lse.shape, np.float32), dlse=dlse.astype(np.float32) if call.has_dlse else None, **results,
     )  # fmt: skip
     with _emulated():
         flash3_wgmma_backward.backward(problem, (0, 0), given)

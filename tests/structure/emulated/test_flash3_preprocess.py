@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import make_problem
+from kernels.common.online_softmax import LARGE
 from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_wgmma_backward
 from kernels.cuda.attention.flash3_wgmma.backward.layout import BOTH_WIDTH, PADDING
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import delta_factor
 from kernels.cuda.ptx.emulated.numbers import from_bits, to_bits
+from kernels.cuda.ptx.wgmma import ROWS
 from kernels.problem.operands import Operands
 from kernels.problem.packed_sequences import Sequences
 from kernels.problem.question import Problem
@@ -35,30 +37,36 @@ def _preprocessed(problem: Problem, operands: Operands) -> Any:
 def _operands(data: Any, shape: tuple[int, ...], head_dim: int, dtype: str) -> Operands:
     """Draw the operands of a call of shape (batch, heads, seq_q, value_dim), each in a layout of its own.
 
-    Some rows see nothing; of these, out is NaN.
+    Some rows see nothing; of these, out is NaN.  Some are large.
     """
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
     values = [rng.standard_normal(shape) for _ in range(2)]
     dout, out = (laid(to_bits(x, dtype), data.draw(layouts(4))) for x in values)
-    lse, dlse = (rng.standard_normal(shape[:3]).astype(np.float32) for _ in range(2))
+    lse, rest, dlse = (rng.standard_normal(shape[:3]).astype(np.float32) for _ in range(3))
     lse[rng.random(lse.shape) < 0.2] = -np.inf
-    lse, dlse = (laid(x, data.draw(layouts(3))) for x in (lse, dlse))
+    lse = lse * rng.choice(np.array([1, -1e4, np.finfo(np.float32).max / 9], np.float32), lse.shape)
+    lse = np.where(lse == np.inf, -lse, lse)
+    lse, rest, dlse = (laid(x, data.draw(layouts(3))) for x in (lse, rest, dlse))
     if 0 not in out.strides[:3]:
         out[np.isneginf(lse)] = 0xFFFF
     q = np.zeros((*shape[:3], head_dim), np.uint16)
     has_dlse = data.draw(st.booleans(), "has_dlse")
-    return Operands(q, q, q, out=out, lse=lse, dout=dout, dlse=dlse if has_dlse else None)
+    given = {"lse": lse, "lse_rest": rest, "dout": dout, "dlse": dlse if has_dlse else None}
+    return Operands(q, q, q, out=out, **given)
 
 
-def _expected(operands: Operands, dtype: str) -> tuple[Any, Any]:
-    """Return L · log2(e) and D in float64; of rows that see nothing infinity and 0."""
+def _expected(operands: Operands, dtype: str) -> tuple[Any, ...]:
+    """Return shifts, tops and D in float64; of rows that see nothing infinity, 0 and 0."""
     dout, out = (from_bits(x, dtype).astype(np.float64) for x in (operands.dout, operands.out))
     delta = (dout * out).sum(axis=-1)
     if operands.dlse is not None:
         delta -= operands.dlse
     sees_none = np.isneginf(operands.lse)
-    lse = np.where(sees_none, np.inf, operands.lse * np.log2(np.e))
-    return lse, np.where(sees_none, 0.0, delta)
+    near = np.where(sees_none, 0.0, operands.lse)
+    is_large = np.abs(near) * np.log2(np.e) > LARGE
+    shift = np.where(is_large, operands.lse_rest, near) * np.log2(np.e)
+    shift = np.where(sees_none, np.inf, shift)
+    return shift, np.where(is_large, near, 0.0), np.where(sees_none, 0.0, delta)
 
 
 def _check(call: Any, operands: Operands, dtype: str, places: list[tuple[int, slice]]) -> None:
@@ -71,15 +79,20 @@ def _check(call: Any, operands: Operands, dtype: str, places: list[tuple[int, sl
         places: Of each sequence, its first padded row and its rows.
     """
     factor = delta_factor(call.plan.features, call.plan.keep_scale)
-    lse, delta = _expected(operands, dtype)
-    heads = lse.shape[0] * lse.shape[1]
-    lse, delta = (x.reshape(heads, -1) for x in (lse, factor * delta))
+    shift, top, delta = _expected(operands, dtype)
+    heads = delta.shape[0] * delta.shape[1]
+    shift, top, delta = (x.reshape(heads, -1) for x in (shift, top, factor * delta))
+    # Of 64 rows the shifts, and then the tops.
+    pairs = call.shifts.reshape(heads, -1, 2, ROWS)
+    found, found_top = (pairs[:, :, i].reshape(heads, -1) for i in range(2))
     for first, rows in places:
         stop = first + rows.stop - rows.start
-        np.testing.assert_allclose(call.lse[:, first:stop], lse[:, rows], 1e-6)
+        np.testing.assert_allclose(found[:, first:stop], shift[:, rows], 1e-6)
+        np.testing.assert_array_equal(found_top[:, first:stop], top[:, rows])
         np.testing.assert_allclose(call.delta[:, first:stop], delta[:, rows], 1e-5, 1e-5)
         end = -(-stop // PADDING) * PADDING
-        assert np.isposinf(call.lse[:, stop:end]).all()
+        assert np.isposinf(found[:, stop:end]).all()
+        assert (found_top[:, stop:end] == 0).all()
         assert (call.delta[:, stop:end] == 0).all()
     problem = call.problem
     if problem.deterministic or max(problem.head_dim, problem.value_dim) > BOTH_WIDTH:

@@ -256,6 +256,9 @@ class EmulatedBlock(Engines):
             ballot_sync=lambda mask, value: self._meet(
                 bool(value), lambda values: [sum(x << i for i, x in enumerate(values))] * WARP
             ),
+            any_sync=lambda mask, value: self._meet(
+                bool(value), lambda values: [any(values)] * WARP
+            ),
             shfl_sync=lambda mask, value, lane: self._meet(
                 (value, lane), lambda values: [values[values[i][1]][0] for i in range(WARP)]
             ),

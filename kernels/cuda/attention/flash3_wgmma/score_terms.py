@@ -12,7 +12,7 @@ from kernels.cuda.attention.flash3_wgmma.packed_mask import QUAD, STEP, make_pai
 from kernels.cuda.attention.options.mods import FIRST_PLACE, numbers_of_mods, score_function
 from kernels.cuda.attention.options.score_functions import cuda_target, mask_at
 from kernels.cuda.attention.options.tile_scores import edge_from
-from kernels.cuda.ptx.numbers import UNPACK
+from kernels.cuda.ptx.numbers import UNPACK, mul_rn
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.scores.program import Features, ScoreTarget
@@ -141,6 +141,20 @@ def element_of(
         )  # fmt: skip
 
     return element
+
+
+@device_function
+def _times(product, factor):
+    return product * factor
+
+
+def scaled_by(features: Features) -> Callable[..., Any]:
+    """Return ``scaled(product, factor)``: the score before options.
+
+    Both passes must round scores alike.  Where more than one sum could be fused with the product, which
+    one the compiler chooses depends on what else the kernel needs, and so none is.
+    """
+    return mul_rn if features.slopes or features.score_mod is not None else _times
 
 
 def score_target(features: Features, cols: int, tanh: Any, derives: bool) -> ScoreTarget:

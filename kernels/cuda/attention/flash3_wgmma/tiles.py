@@ -22,7 +22,7 @@ from kernels.cuda.ptx.copies import (
     st_shared_v4,
 )
 from kernels.cuda.ptx.mma import stmatrix_x4
-from kernels.cuda.ptx.numbers import PACK
+from kernels.cuda.ptx.numbers import PACK, mul_rn, sub_rn
 from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.ptx.wgmma import ROWS, make_wgmma
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
@@ -188,6 +188,15 @@ def make_accumulate(cols: int, dtype: str, depth: int) -> Any:
             multiply(acc, pairs[t], right + t * (16 * LINE >> 4), has_sums + t > 0)
 
     return accumulate
+
+
+@device_function
+def lowered(product, scale, inverse, top):
+    """Return scale · product - top in the unit of products; ``inverse`` is 1 / scale.
+
+    ``top`` is a rounded product itself, or near one, which a fused subtraction would not meet.
+    """
+    return sub_rn(mul_rn(product, scale), top) * inverse
 
 
 @cache

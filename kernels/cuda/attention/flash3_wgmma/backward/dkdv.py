@@ -52,7 +52,7 @@ def dkdv_kernel(
     consume = make_consume(layout, widths, dtype, parts, features, pipelines)
 
     def flash3_dkdv(
-        q_map, k_map, v_map, dout_map, dk_map, dv_map, lse, delta, dq_sum, next_item, shape, scale,
+        q_map, k_map, v_map, dout_map, dk_map, dv_map, shifts, delta, dq_sum, next_item, shape, scale,
         schedule, mask_words, extras,
     ):  # fmt: skip
         """Fill dk and dv, tile after tile, and add the contribution of each tile to dq_sum.
@@ -65,27 +65,27 @@ def dkdv_kernel(
         One thread does: of a consumer, 2 keys and block_q / 4 rows of Sᵀ and dPᵀ, 2 rows of dK and
             dV, and 2 rows of a consumer's share of dQ, scattered as wgmma scatters them
         Shared: k_tile (block_k, head_dim), v_tile (block_k, value_dim), later dk and dv; stages of
-            q_tile (block_q, head_dim), dout_tile (block_q, value_dim), lse and delta (block_q,);
+            q_tile (block_q, head_dim), dout_tile (block_q, value_dim), shifts (2, block_q), delta;
             with dq two of dSᵀ (block_k, block_q), and a tile of dq (block_q, head_dim) in float32;
             tiles of 16 bits in panels of 64 columns, 128-byte swizzle; barriers
         Registers: dk_acc (head_dim / 8, 4), dv_acc (value_dim / 8, 4), s and dp (block_q / 8, 4), p
             and ds (block_q / 16, 4) packed pairs, dq_acc
-        Global traffic: reads k and v once, q, dout, lse and delta once per key tile; writes dk and
+        Global traffic: reads k and v once, q, dout, shifts and delta once per key tile; writes dk and
             dv once; with dq adds to dq_sum once per key tile
         Needs: cc 9.0: wgmma, tensor copies, mbarriers, register reallocation
         """
-        memory = enter()  # k, v, q, dout, ds, dq, lse, delta, barriers, number of the item
+        memory = enter()  # k, v, q, dout, ds, dq, shifts, delta, barriers, number of the item
         warpgroup = own_warpgroup()
         if warpgroup == 0:
             give_registers()
             if cuda.threadIdx.x == 0:
                 produce(
-                    memory, q_map, k_map, v_map, dout_map, lse, delta, next_item, shape, schedule, extras
+                    memory, q_map, k_map, v_map, dout_map, shifts, delta, next_item, shape, schedule, extras
                 )  # fmt: skip
         else:
             take_registers()
             consume(
-                int32(warpgroup - 1), opaque(memory), dk_map, dv_map, lse, dq_sum, shape, scale, schedule,
+                int32(warpgroup - 1), opaque(memory), dk_map, dv_map, delta, dq_sum, shape, scale, schedule,
                 mask_words, extras,
             )  # fmt: skip
 

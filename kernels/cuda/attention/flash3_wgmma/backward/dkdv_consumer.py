@@ -148,7 +148,7 @@ def make_consume(
 ) -> Callable[..., None]:
     """Return the function of the threads of consumer ``me``, which multiplies and writes the gradients.
 
-    ``consume(me, memory, dk_map, dv_map, lse, dq_sum, shape, scale, schedule, mask_words, extras)``
+    ``consume(me, memory, dk_map, dv_map, delta, dq_sum, shape, scale, schedule, mask_words, extras)``
     """
     has_dk, has_dv, adds_dq = parts
     consumers, block_q, block_k = layout.consumers, layout.block_q, layout.block_k
@@ -158,7 +158,7 @@ def make_consume(
     is_packed = features.packed
     tiles, (of_keys, of_queries, of_douts) = key_tiles(layout, widths, parts), pipelines
     v_offset, number_offset = tiles["v"], tiles["number"]
-    lse_offset, delta_offset = tiles["lse"], tiles["delta"]
+    shifts_offset, delta_offset = tiles["shifts"], tiles["delta"]
     ds_offset, ds_size = tiles["ds"], 2 * block_q * block_k
     share = dq_share(layout, widths)
     dq_tiles = share.cols // 8
@@ -182,7 +182,7 @@ def make_consume(
     scale_of, factor_of, slope_scale_of = elements.scale, elements.factor, elements.slope_scale
     words, own_of, has_patterns = elements.words, line_of(features), features.has_patterns
     fetch_bits = elements.fetch_bits
-    weigh, slope_of = make_passes(features, block_k, block_q, dtype, True, has_dv)
+    has_large_row, lower, weigh, slope_of = make_passes(features, block_k, block_q, dtype, True, has_dv)
     clear_q, clear_dout = (
         make_clear_rows(consumer_threads, block_q, n)
         for n in (widths.head_panels, widths.value_panels)
@@ -230,6 +230,10 @@ def make_consume(
         bar_sync(CONSUMERS_BARRIER, consumer_threads)  # dS is whole
 
     @device_function
+    def shifts_at(memory, at, row):
+        return memory + shifts_offset + at.stage * 2 * rows_size + WORD * row
+
+    @device_function
     def fetch(seen, mask_words, entry, lane, own_row, own_col, own, extras):
         row = int32(tile_of(entry, extras) * block_q)
         place = LanePlace(lane, int32(row + own_row), own_col, own)
@@ -237,7 +241,7 @@ def make_consume(
 
     @device_function
     def consume(
-        me, memory, dk_map, dv_map, lse, dq_sum, shape, scale, schedule, mask_words, extras
+        me, memory, dk_map, dv_map, delta, dq_sum, shape, scale, schedule, mask_words, extras
     ):
         thread, lane = int32(cuda.threadIdx.x % WARPGROUP), int32(cuda.threadIdx.x % 32)
         warp = int32(thread // 32)
@@ -251,7 +255,7 @@ def make_consume(
         ds = cuda.local.array((depth_steps, 4), uint32)  # (64, block_q) / 128, in pairs: dSᵀ
         # (words,) each, bits: what of P dropout keeps; what is seen, and then pairs of a mask
         kept, seen = cuda.local.array(words, uint32), cuda.local.array(words, uint32)
-        factor = float32(scale) * factor_of(extras)
+        factor, is_large = factor_of(scale, extras), False
         keys, at = placed(of_keys, memory), start()
         queries, q_at = placed(of_queries, memory), start()
         douts, dout_at = placed(of_douts, memory), start()
@@ -278,17 +282,20 @@ def make_consume(
                 wgmma_fence()
                 issue_scores(s, k_desc, queries, q_at)
                 fetch(seen, mask_words, first, lane, own_row, own_col, own, extras)
+                is_large = has_large_row(shifts_at(memory, q_at, 2 * lane))
                 wait_for_all()  # S is there
             for n in range(int32(stop - first)):
                 row = int32(tile_of(first + n, extras) * block_q)
                 q_now, dout_now = q_at, dout_at
-                lse_now = memory + lse_offset + q_now.stage * rows_size + WORD * own_row
+                shifts_now = shifts_at(memory, q_now, own_row)
                 delta_now = memory + delta_offset + dout_now.stage * rows_size + WORD * own_row
                 dout_tile = tile_at(douts, dout_now)
                 # The words of a block mask hide what is out of bounds, too.
                 is_whole = has_patterns or is_full_tile(
                     row, block_q, rows, col, block_k, cols, extras.lower, extras.upper
                 )
+                if is_large:
+                    lower(s, shifts_now, float32(scale))
                 wait(douts, dout_now)  # dO_i, D_i are there
                 dout_at = following(douts, dout_now)
                 if is_packed and rows - row < block_q:  # the rest is the next sequence's
@@ -301,7 +308,7 @@ def make_consume(
                 # 11: P = exp(S - L_i); once packed, it is laid out as the left operand of Pᵀ dO
                 place = LanePlace(lane, int32(row + own_row), own_col, own)
                 weigh(
-                    s, p, kept, seen, mask_words, lse_now, factor, is_whole,
+                    s, p, kept, seen, mask_words, shifts_now, factor, is_whole,
                     pattern_of(first + n, extras), place, extras,
                 )  # fmt: skip
                 if has_dv:
@@ -342,9 +349,10 @@ def make_consume(
                 # Read the next tile's bits while the products run; after the last tile they are not used.
                 entry = int32(min(first + n + 1, stop - 1))
                 fetch(seen, mask_words, entry, lane, own_row, own_col, own, extras)
+                is_large = has_large_row(shifts_at(memory, q_at, 2 * lane))
                 if adds_dq:
                     wait_but_two()  # dQ is done
-                    slot = int64(visit.y) * (lse.shape[1] // block_q) + (base + row) // block_q
+                    slot = int64(visit.y) * (delta.shape[1] // block_q) + (base + row) // block_q
                     send_dq(memory, dq_acc, dq_sum, slot * consumers + me, me, thread)
                 wait_for_all()  # dK, and the next Sᵀ
                 release(queries, q_now, lane)

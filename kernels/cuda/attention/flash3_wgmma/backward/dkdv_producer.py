@@ -55,7 +55,7 @@ def make_produce(
 ) -> Callable[..., None]:
     """Return the function of one thread, which takes items and copies their tiles.
 
-    ``produce(memory, q_map, k_map, v_map, dout_map, lse, delta, next_item, shape, schedule, extras)``
+    ``produce(memory, q_map, k_map, v_map, dout_map, shifts, delta, next_item, shape, schedule, extras)``
     """
     block_q, block_k, has_dk = layout.block_q, layout.block_k, parts.dk
     panels = widths.head_panels, widths.value_panels
@@ -63,19 +63,20 @@ def make_produce(
     keys_size = (panels[0] + panels[1] * has_dk) * k_panel
     tiles, (of_keys, of_queries, of_douts) = key_tiles(layout, widths, parts), pipelines
     v_offset, number_offset = tiles["v"], tiles["number"]
-    lse_offset, delta_offset = tiles["lse"], tiles["delta"]
-    fetch_q, fetch_dout = (make_fetch_rows(n, q_panel, rows_size) for n in panels)
+    shifts_offset, delta_offset = tiles["shifts"], tiles["delta"]
+    fetch_q = make_fetch_rows(panels[0], q_panel, 2 * rows_size)
+    fetch_dout = make_fetch_rows(panels[1], q_panel, rows_size)
     load_k, load_v = (make_load_tile(n, k_panel) for n in panels)
     visit_of, tile_of, _ = make_visits_of(features, block_q, block_k, True)
     row_base = make_row_base(features.packed)
 
     @device_function
     def produce(
-        memory, q_map, k_map, v_map, dout_map, lse, delta, next_item, shape, schedule, extras
+        memory, q_map, k_map, v_map, dout_map, shifts, delta, next_item, shape, schedule, extras
     ):
         q_tensor, dout_tensor = global_address(q_map), global_address(dout_map)
         k_tensor, v_tensor = global_address(k_map), global_address(v_map)
-        lse_rows, delta_rows = global_address(lse), global_address(delta)
+        shift_rows, delta_rows = global_address(shifts), global_address(delta)
         keys, at = placed(of_keys, memory), start()
         queries, q_at = placed(of_queries, memory), start()
         douts, dout_at = placed(of_douts, memory), start()
@@ -99,11 +100,11 @@ def make_produce(
             # 8: for 1 <= i <= T_r, but only those that see a column of the tile
             for n in range(int32(visit.stop - visit.first)):
                 row = int32(tile_of(visit.first + n, extras) * block_q)
-                place = (int64(y) * lse.shape[1] + base + row) * WORD
+                place = (int64(y) * delta.shape[1] + base + row) * WORD
                 row += visit.first_q
                 # 9: load Q_i, L_i, then dO_i, D_i
                 q_at = fetch_q(
-                    queries, q_at, q_tensor, memory + lse_offset, lse_rows + place, row,
+                    queries, q_at, q_tensor, memory + shifts_offset, shift_rows + 2 * place, row,
                     h * shape.q_by_head, b * shape.q_by_batch,
                 )  # fmt: skip
                 dout_at = fetch_dout(

@@ -20,6 +20,7 @@ from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     ROW_NUMBERS,
     QueryLayout,
     query_tiles,
+    shift_place,
     square_place,
 )
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
@@ -149,7 +150,7 @@ def _make_produce(
 def _make_consume(
     layout: QueryLayout, widths: Widths, dtype: str, features: Features, pipelines: Pipelines
 ) -> Callable[..., None]:
-    """Return ``consume(me, memory, dq_map, lse, delta, shape, scale, schedule, mask_words, extras)``.
+    """Return ``consume(me, memory, dq_map, shifts, delta, shape, scale, schedule, mask_words, extras)``.
 
     The threads of consumer ``me`` call it; it multiplies and writes dq.
     """
@@ -175,7 +176,7 @@ def _make_consume(
     row_base = make_row_base(features.packed)
     factor_of, slope_scale_of = elements.factor, elements.slope_scale
     words, own_of, has_patterns = elements.words, line_of(features), features.has_patterns
-    weigh, slope_of = make_passes(features, block_q, block_k, dtype, False)
+    has_large_row, lower, weigh, slope_of = make_passes(features, block_q, block_k, dtype, False)
     fetch_bits = elements.fetch_bits
     is_packed = features.packed
     clear_keys = make_clear_rows(consumer_threads, block_k, widths.head_panels)
@@ -187,7 +188,7 @@ def _make_consume(
         fetch_bits(seen, mask_words, pattern_of(entry, extras), place, extras)
 
     @device_function
-    def consume(me, memory, dq_map, lse, delta, shape, scale, schedule, mask_words, extras):
+    def consume(me, memory, dq_map, shifts, delta, shape, scale, schedule, mask_words, extras):
         thread, lane = int32(cuda.threadIdx.x % WARPGROUP), int32(cuda.threadIdx.x % 32)
         warp = int32(thread // 32)
         # Of the warpgroup's 64 rows a thread has two, eight apart; of eight columns two.
@@ -197,7 +198,7 @@ def _make_consume(
         ds = cuda.local.array((depth_steps, 4), uint32)  # (64, block_k) / 128, in pairs: dS
         # (words,) each, bits: what of P dropout keeps; what is seen, and then pairs of a mask
         kept, seen = cuda.local.array(words, uint32), cuda.local.array(words, uint32)
-        factor = float32(scale) * factor_of(extras)
+        factor = factor_of(scale, extras)
         rows, at = placed(of_rows, memory), start()
         keys, k_at = placed(of_keys, memory), start()
         values, v_at = placed(of_values, memory), start()
@@ -216,7 +217,10 @@ def _make_consume(
             full = int32(first_full_tile(row_stop, block_k, extras.lower))
             full_stop = int32(full_tiles_stop(row, block_k, visit.cols, extras.upper))
             line_of = row_base(visit.flat, visit.y, visit.first_q, extras) + own_row
-            shift_0, shift_1 = lse[visit.y, line_of], lse[visit.y, line_of + 8]
+            of_row = shift_place(line_of)
+            own_shifts = shifts[visit.y, of_row], shifts[visit.y, of_row + 8]
+            own_tops = shifts[visit.y, of_row + ROWS], shifts[visit.y, of_row + ROWS + 8]
+            is_large = has_large_row((own_shifts, own_tops))
             delta_0, delta_1 = delta[visit.y, line_of], delta[visit.y, line_of + 8]
             # dQ = 0 is what the first dS K begins with
             if first < stop:
@@ -235,6 +239,8 @@ def _make_consume(
             before = start()  # the stage of the keys before
             for n in range(int32(stop - first)):
                 j = tile_of(stop - 1 - n, extras)
+                if is_large:
+                    lower(s, (own_shifts, own_tops), float32(scale))
                 # 13: dP = dO_i V_jᵀ, computed while the exponentials are taken
                 wait(values, v_at)  # V_j is there
                 wgmma_fence()
@@ -245,7 +251,7 @@ def _make_consume(
                 # The words of a block mask hide what is out of bounds, too.
                 is_whole = has_patterns or full <= j < full_stop
                 weigh(
-                    s, ds, kept, seen, mask_words, (shift_0, shift_1), factor, is_whole,
+                    s, ds, kept, seen, mask_words, (own_shifts, own_tops), factor, is_whole,
                     pattern_of(stop - 1 - n, extras), place, extras,
                 )  # fmt: skip
                 wait_for_all()  # dP is there, and V_j was read; so were the keys of the last dS K
@@ -319,7 +325,7 @@ def dq_kernel(
     consume = _make_consume(layout, widths, dtype, features, pipelines)
 
     def flash3_dq(
-        q_map, k_map, v_map, dout_map, dq_map, lse, delta, next_item, shape, scale, schedule,
+        q_map, k_map, v_map, dout_map, dq_map, shifts, delta, next_item, shape, scale, schedule,
         mask_words, extras,
     ):  # fmt: skip
         """Fill dq, tile after tile.
@@ -336,7 +342,7 @@ def dq_kernel(
             128-byte swizzle; barriers
         Registers: dq_acc (head_dim / 8, 4), s and dp (block_k / 8, 4), ds (block_k / 16, 4) packed
             pairs
-        Global traffic: reads q, dout, lse and delta once, k and v once per query tile; writes dq once
+        Global traffic: reads q, dout, shifts and delta once, k and v once per query tile; writes dq once
         Needs: cc 9.0: wgmma, tensor copies, mbarriers, register reallocation
         """
         memory = enter()  # q, dout, k, v, barriers, number of the item
@@ -348,7 +354,7 @@ def dq_kernel(
         else:
             take_registers()
             consume(
-                int32(warpgroup - 1), opaque(memory), dq_map, lse, delta, shape, scale, schedule,
+                int32(warpgroup - 1), opaque(memory), dq_map, shifts, delta, shape, scale, schedule,
                 mask_words, extras,
             )  # fmt: skip
 

@@ -10,17 +10,19 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 from numba import float32, int32
 
 from kernels.cuda.attention.flash3_wgmma.backward.layout import makes_elements
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import lane_offset_of
 from kernels.cuda.attention.flash3_wgmma.score_terms import distance_of, edge_at, element_of
-from kernels.cuda.attention.flash3_wgmma.tiles import make_hide, make_hide_pairs, make_pack
+from kernels.cuda.attention.flash3_wgmma.tiles import lowered, make_hide, make_hide_pairs, make_pack
 from kernels.cuda.device.emitted import unrolled
 from kernels.cuda.ptx.copies import ld_shared_v2
-from kernels.cuda.ptx.numbers import ex2
-from kernels.cuda.runtime.kernel import WORD, device_function
+from kernels.cuda.ptx.numbers import ex2, rcp
+from kernels.cuda.ptx.wgmma import ROWS
+from kernels.cuda.runtime.kernel import ALL_LANES, WORD, device_function
 from kernels.runtime.targets import cuda
 from kernels.scores.program import PLAIN, Features
 
@@ -28,19 +30,25 @@ from kernels.scores.program import PLAIN, Features
 class Passes(NamedTuple):
     """The functions of a kernel for the elements of a tile.
 
-    In a kernel by keys, L and D are in shared memory, and ``numbers`` is the address of the lane's first
-    one.  In a kernel by rows, ``numbers`` is the pair of the lane's two rows.
+    In a kernel by keys, D is in shared memory, and ``numbers`` is the address of the lane's first one; so
+    are shifts and tops, see ``layout.shift_place``.  In a kernel by rows, ``numbers`` is the pair of the
+    lane's two rows, and ``shifts`` the pair of their shifts and that of their tops.
 
     ``place`` is a ``score_terms.LanePlace``.
 
     Attributes:
-        weigh: ``(s, p, kept, seen, mask_words, numbers, factor, whole, pattern, place, extras)``: replaces
+        has_large_row: ``(shifts)``: whether ``lower`` must precede ``weigh``, in a warp whose lanes look at
+            two rows each, by keys those from row 2 · lane on.
+        lower: ``(s, shifts, scale)``: subtracts the tops of large rows from the products in ``s``.
+        weigh: ``(s, p, kept, seen, mask_words, shifts, factor, whole, pattern, place, extras)``: replaces
             the products in ``s`` by P · slope, and by keys fills ``p`` with the pairs P ∘ Z.  ``seen``
             holds the bits of the tile.  ``whole`` means that the bounds mask nothing in it, and a
             ``pattern`` of 0 that the block mask masks nothing.
         slope: ``(s, dp, kept, numbers, whole, place, extras)``: replaces dP in ``dp`` by dS.
     """
 
+    has_large_row: Callable[..., bool]
+    lower: Callable[..., None]
     weigh: Callable[..., None]
     slope: Callable[..., None]
 
@@ -69,6 +77,7 @@ def make_passes(
     is_plain, distance_from = not makes_elements(features), distance_of(features)
     lane_offset = lane_offset_of(by_keys)
     has_lists_alone = not is_plain and features.of_elements == PLAIN
+    bends, zero = features.bends, np.float32(0)
 
     @device_function
     def shared_pair(numbers, t):
@@ -81,25 +90,65 @@ def make_passes(
     pair_of = shared_pair if by_keys else own_pair
 
     @device_function
+    def shared_shifts(shifts, t):
+        return shared_pair(shifts, t + t // 8 * 8)
+
+    @device_function
+    def shared_tops(shifts, t):
+        return shared_shifts(shifts + ROWS * WORD, t)
+
+    @device_function
+    def own_shifts(shifts, t):
+        return shifts[0]
+
+    @device_function
+    def own_tops(shifts, t):
+        return shifts[1]
+
+    shifts_of, tops_of = (shared_shifts, shared_tops) if by_keys else (own_shifts, own_tops)
+    parts = tiles // 8 if by_keys else 1
+
+    @device_function
     def second(i):
         """Tell which number of the pair belongs to element i."""
         return i % 2 if by_keys else i // 2
 
     @device_function
-    def weigh_plainly(s, numbers, factor):
+    def has_large_row(shifts):
+        if bends:  # ``weigh`` subtracts the top of each row
+            return False
+        is_large = False
+        for n in range(parts):
+            low, high = tops_of(shifts, 8 * n)
+            is_large = is_large or low != zero or high != zero
+        return cuda.any_sync(ALL_LANES, is_large)
+
+    @device_function
+    def lower(s, shifts, scale):
+        inverse = rcp(scale)
         for t in range(tiles):
-            low, high = pair_of(numbers, t)
+            low, high = tops_of(shifts, t)
+            for i in range(4):
+                top = high if second(i) else low
+                without = lowered(s[t, i], scale, inverse, top)
+                s[t, i] = without if top != zero else s[t, i]
+
+    @device_function
+    def weigh_plainly(s, shifts, factor):
+        for t in range(tiles):
+            low, high = shifts_of(shifts, t)
             for i in range(4):
                 s[t, i] = ex2(s[t, i] * factor - (high if second(i) else low))
 
     def weigh_pairs(s, bits, t, given):
-        p, kept, numbers, factor, place, distance, extras = given
-        low, high = pair_of(numbers, t)
+        p, kept, shifts, factor, place, distance, extras = given
+        low, high = shifts_of(shifts, t)
+        low_top, high_top = tops_of(shifts, t) if bends else (zero, zero)
         w = cuda.local.array(4, float32)  # (4,)
         for i in range(4):
             at = element(place, distance, bits, t, i)
-            shift = high if second(i) else low
-            weight, bent = weigh_one(s[t, i] * factor, shift, at, extras)
+            shift, top = (high, high_top) if second(i) else (low, low_top)
+            weight, bent = weigh_one(s[t, i], factor, shift, top, at, extras)
             w[i], s[t, i] = drop(weight, bent, kept, t, i)
         if packs:
             p[t // 2, 2 * (t % 2)] = pack(w[0], w[1])
@@ -108,21 +157,21 @@ def make_passes(
     weigh_all = unrolled(tiles, weigh_pairs)
 
     @device_function
-    def weigh_each(s, p, kept, seen, mask_words, numbers, factor, place, extras):
+    def weigh_each(s, p, kept, seen, mask_words, shifts, factor, place, extras):
         lane, row, col, line = place
         distance, (down, right) = distance_from(place, extras), lane_offset(lane)
         draw(kept, lane, line.flat, int32(row - down), int32(col - right), extras)
         fetch_pairs(seen, mask_words, place, extras)
-        weigh_all(s, seen, (p, kept, numbers, factor, place, distance, extras))
+        weigh_all(s, seen, (p, kept, shifts, factor, place, distance, extras))
 
     @device_function
-    def weigh(s, p, kept, seen, mask_words, numbers, factor, whole, pattern, place, extras):
+    def weigh(s, p, kept, seen, mask_words, shifts, factor, whole, pattern, place, extras):
         if is_plain or (has_lists_alone and whole and pattern == 0):
-            weigh_plainly(s, numbers, factor)
+            weigh_plainly(s, shifts, factor)
             if not is_plain and packs:
                 pack_tile(p, s)
         else:
-            weigh_each(s, p, kept, seen, mask_words, numbers, factor, place, extras)
+            weigh_each(s, p, kept, seen, mask_words, shifts, factor, place, extras)
         if by_keys and not whole:
             edge = edge_at(place, extras)
             hide(s, edge)
@@ -145,4 +194,4 @@ def make_passes(
             edge = edge_at(place, extras)
             hide(dp, edge)
 
-    return Passes(weigh, slope)
+    return Passes(has_large_row, lower, weigh, slope)

@@ -65,6 +65,8 @@ from kernels.runtime.dtypes import FLOAT32, NAMES
 from kernels.runtime.targets import current_device
 from kernels.scores.program import Features
 
+#: The largest softcap whose scores may be off by 2⁻¹¹.
+SMALL_CAP = 64.0
 #: The operands of a call without options that are arrays.
 _NO_OPERANDS = Operands(None, None, None)
 
@@ -76,7 +78,7 @@ class _Plan(NamedTuple):
         widths: Widths that kernels are compiled for.
         dtype: "float16" or "bfloat16".
         features: Options that kernels are compiled for.
-        rows: Rows of lse and delta as ``preprocess_kernel`` lays them out: each sequence, and an empty one
+        rows: Rows of shifts and delta as ``preprocess_kernel`` lays them out: each sequence, and an empty one
             behind the last, is padded to whole tiles.
         by_keys: For each kernel by key tiles, the gradients that it computes, and its layout.
         by_rows: The layout of the separate kernel of dq, or None.
@@ -98,6 +100,7 @@ class _Plan(NamedTuple):
 def _plan(problem: Problem, device: int) -> _Plan:
     """Return the common properties of all calls of a problem without a seed."""
     features, sequences = problem.features, problem.sequences
+    features = features._replace(large_cap=problem.softcap > SMALL_CAP)
     widths = widths_of(problem)
     in_whole = features._replace(whole_tiles=True)
     if _lists_whole_tiles(problem, *_layouts(problem, widths, in_whole)):
@@ -143,7 +146,7 @@ class _Call(NamedTuple):
         plan: Plan of the problem.
         problem: The checked call, in 16 bits.
         operands: The operands, with q, k, v and dout in a form that the copy engine can read.
-        lse: (batch * heads, padded rows), as ``preprocess_kernel`` lays it out.
+        shifts: (batch * heads, 2 · padded rows), as ``preprocess_kernel`` lays them out.
         delta: (batch * heads, padded rows), as ``preprocess_kernel`` lays it out.
         sums: Sums of dq in float32, initially zeros; a single element if no kernel adds to dq.
     """
@@ -151,7 +154,7 @@ class _Call(NamedTuple):
     plan: _Plan
     problem: Problem
     operands: Operands
-    lse: Any
+    shifts: Any
     delta: Any
     sums: Any
 
@@ -226,19 +229,19 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     q, k, v, dout = readable(operands.q, operands.k, operands.v, operands.dout)
     operands = operands.having(q=q, k=k, v=v, dout=dout)
     call = _preprocessed(_plan(problem.unseeded, current_device()), problem, operands)
-    plan, lse, delta = call.plan, call.lse, call.delta
+    plan = call.plan
     for parts, layout in plan.by_keys:
         _by_keys(call, parts, layout)
     if (rows := plan.by_rows) is not None:
         kernel = dq_kernel(rows, plan.widths, plan.dtype, plan.features)
-        results = call.gradient(operands.dq), lse, delta
+        results = call.gradient(operands.dq), call.shifts, call.delta
         call.launch(kernel, rows, results, 2 * problem.seq_k * sum(plan.widths))
 
 
 def _preprocessed(plan: _Plan, problem: Problem, operands: Operands) -> _Call:
-    """Return the common arguments of the kernels, with lse, delta and zeros for the sums of dq."""
+    """Return the common arguments of the kernels, with shifts, delta and zeros for the sums of dq."""
     heads = math.prod(operands.q.shape[:2])
-    lse, delta = (empty_device((heads, plan.rows), FLOAT32) for _ in range(2))
+    shifts, delta = (empty_device((heads, n * plan.rows), FLOAT32) for n in (2, 1))
     sums = no_sums(delta)
     for parts, layout in plan.by_keys:
         if parts.dq:
@@ -250,17 +253,17 @@ def _preprocessed(plan: _Plan, problem: Problem, operands: Operands) -> _Call:
     grid = tiles_of(problem.seq_q, PADDING, plan.bounds) * blocks_a_tile(lanes), heads
     kernel = preprocess_kernel(lanes, *kind)
     kernel[grid, kernel.threads](
-        dout, out, operands.lse, operands.lse if dlse is None else dlse, lse, delta, sums,
-        delta_factor(plan.features, plan.keep_scale), plan.bounds,
+        dout, out, operands.lse, operands.lse_rest, operands.lse if dlse is None else dlse, shifts, delta,
+        sums, delta_factor(plan.features, plan.keep_scale), plan.bounds,
     )  # fmt: skip
-    return _Call(plan, problem, operands, lse, delta, sums)
+    return _Call(plan, problem, operands, shifts, delta, sums)
 
 
 def _by_keys(call: _Call, parts: Parts, layout: KeyLayout) -> None:
     """Fill dk, dv or both, and dq through its sums if it is one of the parts."""
     plan, problem, operands = call.plan, call.problem, call.operands
     gradients = (call.gradient(array) for array in (operands.dk, operands.dv))
-    results = *gradients, call.lse, call.delta, call.sums
+    results = *gradients, call.shifts, call.delta, call.sums
     # Rows of q and dout are what key tiles of a head read again and again, and add to.
     bytes_a_head = problem.seq_q * (2 * sum(plan.widths) + WORD * plan.widths.head * parts.dq)
     kernel = dkdv_kernel(layout, plan.widths, plan.dtype, parts, plan.features)

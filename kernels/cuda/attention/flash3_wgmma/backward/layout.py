@@ -15,7 +15,7 @@ from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import WORD, device_function
 from kernels.scores.program import PLAIN, Features
 
-#: Rows of lse and delta are padded to a multiple of this, which every number of rows of a query tile
+#: Rows of shifts and delta are padded to a multiple of this, which every number of rows of a query tile
 #: divides.
 PADDING = 128
 #: The widest heads whose dK and dV one warpgroup keeps in registers together.
@@ -55,7 +55,7 @@ class KeyLayout(WarpRoles):
 
     Attributes:
         block_q: Rows of a query tile: one or two times 64.
-        q_stages: Tiles of q, with their rows of lse, that shared memory holds at a time.
+        q_stages: Tiles of q, with their rows of shifts, that shared memory holds at a time.
         dout_stages: Tiles of dout, with their rows of delta, that shared memory holds at a time.
         consumers: Warpgroups that multiply, each with 64 keys; a further one is the producer.
     """
@@ -145,7 +145,7 @@ def key_tiles(layout: KeyLayout, widths: Widths, parts: Parts) -> SharedTiles:
         # Two, for the one consumer writes the next while the other still multiplies by this one.
         ds=2 * ds_bytes if parts.dq else 0,
         dq=layout.consumers * dq_bytes(layout, widths) if parts.dq else 0,
-        lse=layout.q_stages * layout.block_q * WORD,
+        shifts=layout.q_stages * 2 * layout.block_q * WORD,
         delta=layout.dout_stages * layout.block_q * WORD,
         barriers=8 * (2 + 2 * layout.q_stages + 2 * layout.dout_stages),
         number=WORD,
@@ -215,6 +215,15 @@ def key_item_of(item, schedule):
     """
     last, flat = item_of(item, schedule)
     return int32(schedule.tiles - 1 - last), flat
+
+
+@device_function
+def shift_place(row):
+    """Return the place of a row's shift in the shifts of its line; that of its top is ROWS further.
+
+    So that a tile of rows has its shifts and tops in one piece, those of 64 rows lie together.
+    """
+    return int32(row + row // ROWS * ROWS)
 
 
 MAPS = types.Array(uint8, 1, "C")

@@ -1,4 +1,4 @@
-"""The start of Hopper's backward pass: lse and delta laid out for its kernels, and zeros for sums of dQ."""
+"""The start of Hopper's backward pass: L and delta laid out for its kernels, and zeros for sums of dQ."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from functools import cache
 import numpy as np
 from numba import float32, float64, int32, int64, types, void
 
-from kernels.common.online_softmax import LOG2_E
+from kernels.common.online_softmax import LARGE, LOG2_E
 from kernels.cuda.attention.delta import THREADS, lanes_of, make_row_sum, zero_sums
-from kernels.cuda.attention.flash3_wgmma.backward.layout import PADDING, ROW_NUMBERS
+from kernels.cuda.attention.flash3_wgmma.backward.layout import PADDING, ROW_NUMBERS, shift_place
 from kernels.cuda.attention.flash3_wgmma.backward.tile_walk import make_row_base
 from kernels.cuda.attention.flash3_wgmma.tile_walk import make_walk
 from kernels.cuda.attention.options.score_functions import extras_type
+from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import Kernel, array_type
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
 from kernels.scores.program import Features
 
-_INF, _LOG2_E, _ZERO = np.float32(math.inf), np.float32(LOG2_E), np.float32(0)
+_INF, _ZERO = np.float32(math.inf), np.float32(0)
+_LARGE, _LOG2_E = np.float32(LARGE), np.float32(LOG2_E)
 
 
 def lanes_a_row(value_dim: int) -> int:
@@ -36,7 +38,7 @@ def blocks_a_tile(lanes: int) -> int:
 def preprocess_kernel(
     lanes: int, dtype: str, vectors: bool, has_dlse: bool, is_packed: bool = False
 ) -> Kernel:
-    """Return the kernel that computes delta and lays out lse and delta for the kernels by tiles.
+    """Return the kernel that computes delta and lays out L and delta for the kernels by tiles.
 
     Args:
         lanes: Number of lanes that share a row, see :func:`lanes_a_row`.
@@ -50,20 +52,23 @@ def preprocess_kernel(
     row_sum = make_row_sum(lanes, dtype, vectors)
     blocks, rows_a_block = blocks_a_tile(lanes), THREADS // lanes
 
-    def flash3_preprocess(dout, out, lse, dlse, padded_lse, padded_delta, sums, factor, extras):
-        """Fill padded_lse, in base 2, and padded_delta; fill sums with zeros.
+    def flash3_preprocess(
+        dout, out, lse, rest, dlse, shifts, padded_delta, sums, factor, extras
+    ):  # fmt: skip
+        """Fill shifts, see ``shift_place``, and padded_delta; fill sums with zeros.
 
-        Computes: L · log2(e), and factor · D where D = rowsum(dO ∘ O) - dL, see ``delta_factor``; a
-            row that sees no key, or is out of bounds, has L infinite and D zero, so that its
-            probabilities and gradients are 0
+        Computes: for P = exp2((S - top) · log2(e) - shift), shift = L · log2(e) and top = 0, or where that
+            is large top = lse and shift = rest · log2(e); factor · D, D = rowsum(dO ∘ O) - dL, see
+            ``delta_factor``; a row that sees no key, or is out of bounds, has an infinite shift and D zero,
+            so that its probabilities and gradients are 0
         Source: FlashAttention-2, Algorithm 2, line 4
         Grid: (tiles of 128 rows * 128 * lanes / threads, batch * heads)
         Block: (threads,)
         One thread does: every lanes-th piece, or element, of one row, and its share of the sums
         Shared: none
         Registers: one sum, two pieces
-        Global traffic: reads dout, out and lse once, and dlse if there is one; writes as much as lse
-            twice, with the padding, and the sums once
+        Global traffic: reads dout, out and lse once, dlse if there is one, and the rest of large rows;
+            writes as much as lse three times, with the padding, and the sums once
         Needs: warp shuffles; sums a multiple of four elements, or a single one for none
         """
         heads, y, thread = lse.shape[1], int32(cuda.blockIdx.y), int32(cuda.threadIdx.x)
@@ -76,21 +81,24 @@ def preprocess_kernel(
         own_row = int32(start + cuda.blockIdx.x % blocks * rows_a_block + thread // lanes)
         b, h, row = int64(y // heads), int64(y % heads), int64(first + own_row)
         lane, inside = thread % lanes, own_row < rows
-        own, own_delta = _INF, _ZERO
+        shift, top, own_delta = _INF, _ZERO, _ZERO
         if inside and lse[b, h, row] != -_INF:
-            own = lse[b, h, row] * _LOG2_E
+            shift = lse[b, h, row] * _LOG2_E
+            if abs(shift) > _LARGE:
+                shift, top = rest[b, h, row] * _LOG2_E, lse[b, h, row]
         delta = row_sum(dout, out, b, h, row, lane, inside)
         if lane == 0:
-            if own != _INF:
+            if shift != _INF:
                 if has_dlse:
                     delta -= dlse[b, h, row]
                 own_delta = delta * float32(factor)
-            padded_lse[y, base + own_row] = own
+            at = shift_place(base + own_row)
+            shifts[y, at], shifts[y, at + ROWS] = shift, top
             padded_delta[y, base + own_row] = own_delta
 
     read, rows, sums = array_type(BITS, 4), array_type(FLOAT32, 3), types.Array(float32, 1, "C")
     signature = void(
-        read, read, rows, rows, ROW_NUMBERS, ROW_NUMBERS, sums, float64,
+        read, read, rows, rows, rows, ROW_NUMBERS, ROW_NUMBERS, sums, float64,
         extras_type(features, FLOAT32),
     )  # fmt: skip
     return Kernel(flash3_preprocess, signature, THREADS)

@@ -38,10 +38,13 @@ from kernels.cuda.attention.flash3_wgmma.packed_mask import (
 )
 from kernels.cuda.attention.flash3_wgmma.score_terms import (
     element_of,
+    scaled_by,
     score_target,
     seen_words,
 )
-from kernels.cuda.ptx.numbers import PACK, PACK_POSITIVE, UNPACK, ex2, tanh
+from kernels.cuda.device.branchless import tanh
+from kernels.cuda.ptx.numbers import PACK, PACK_POSITIVE, UNPACK, ex2, sub_rn
+from kernels.cuda.ptx.numbers import tanh as near_tanh
 from kernels.cuda.runtime.kernel import device_function
 from kernels.scores.program import Features, ScoreTarget, make_score_program
 
@@ -50,7 +53,7 @@ class Elements(NamedTuple):
     """The functions of :func:`make_elements`, and properties that a kernel needs.
 
     Attributes:
-        factor: ``(extras)``: factor of the products, in addition to scale, for ``weigh``.
+        factor: ``(scale, extras)``: factor of the products, for ``weigh``; that of the forward pass.
         words: Number of words for the bits of a lane's elements and, behind them, for a 16-bit floating
             mask.
         draw: ``(kept, lane, flat, row, col, extras)``: set the bits of kept elements, for the warp's 16
@@ -59,7 +62,7 @@ class Elements(NamedTuple):
             ``place`` is a ``score_terms.LanePlace``, ``pattern`` the number of the tile's words in the
             block mask.
         fetch_pairs: ``(seen, mask_words, place, extras)``: load the words of a 16-bit floating mask.
-        weigh: ``(product, shift, place, extras)``: P and P · slope, ``place`` being a
+        weigh: ``(product, factor, shift, top, place, extras)``: P and P · slope, ``place`` being a
             ``score_terms.ElementPlace``.
         drop: ``(p, bent, kept, t, i)``: from P and P · slope, the number that ``pack`` turns into P ∘ Z,
             and the number that stays in place of the score.
@@ -112,19 +115,22 @@ def make_elements(features: Features, rows: int, cols: int, by_keys: bool) -> El
     minus_inf, log2_e = np.float32(-math.inf), np.float32(LOG2_E)
     bends, has_cap, has_mod = features.bends, features.softcap, features.score_mod is not None
     drops, marks = features.dropout, is_marked(features)
-    # The instruction for tanh is accurate to 11 bits, which makes a score as accurate as PyTorch's
-    # operations in 16 bits do.  The forward pass has a better one, since lse is float32.
-    target = score_target(features, cols, tanh, derives=True)
+    # The instruction for tanh is accurate to 11 bits, which makes a small score as accurate as PyTorch's
+    # operations in 16 bits do.  The forward pass has a better one, since lse is float32; a large score must
+    # be the same number here.
+    is_small = not (features.large_cap or features._replace(softcap=False).bends)
+    target = score_target(features, cols, near_tanh if is_small else tanh, derives=True)
+    scaled = scaled_by(features)
     # A mask_mod hides by bits, as a block mask does.
     by_bits = features._replace(block_mask=features.has_lists, mask_mod=None)
     modified, is_shown, _ = make_score_program(by_bits, target)
     draw_kept, _, is_kept, signed = (make_kept_by_keys if by_keys else make_kept)(cols)
 
     @device_function
-    def factor(extras):
+    def factor(scale, extras):
         if has_cap:
-            return one / extras.softcap
-        return one if bends else log2_e
+            return float32(scale) / extras.softcap
+        return float32(scale) if bends else float32(scale) * log2_e
 
     @device_function
     def draw(kept, lane, flat, row, col, extras):
@@ -132,15 +138,15 @@ def make_elements(features: Features, rows: int, cols: int, by_keys: bool) -> El
             draw_kept(kept, lane, flat, row, col, extras)
 
     @device_function
-    def weigh(product, shift, place, extras):
+    def weigh(product, factor, shift, top, place, extras):
         if bends:
-            score, slope = modified(product, place, extras)
-            p = ex2(score * log2_e - shift)
+            score, slope = modified(scaled(product, factor), place, extras)
+            p = ex2(sub_rn(score, top) * log2_e - shift)
             bent = p * slope
             if has_mod:  # the derivative of a masked score may be infinite or NaN
                 bent = zero if score == minus_inf else bent
         else:
-            p = ex2(product - shift)
+            p = ex2(product * factor - shift)
             bent = p
         is_seen = is_shown(place, extras)
         return (p if is_seen else zero), (bent if is_seen else zero)

@@ -45,6 +45,7 @@ from kernels.cuda.device.pipeline import (
     wait,
 )
 from kernels.cuda.device.warpgroups import LINE, WARPGROUP
+from kernels.cuda.ptx.numbers import mul_rn
 from kernels.cuda.ptx.wgmma import (
     ROWS,
     descriptor,
@@ -79,7 +80,7 @@ def make_consume(
     has_blocks: bool,
     pipelines: ForwardPipelines,
 ) -> Callable[..., None]:
-    """Return ``consume(me, memory, out, lse, units, shape, scale, extras)``, for the threads of a consumer.
+    """Return ``consume(me, memory, out, lse, rest, units, shape, scale, extras)``, for a consumer's threads.
 
     Args:
         layout: Layout of the block.
@@ -100,8 +101,8 @@ def make_consume(
     finish = make_finish(layout, widths, dtype, PLAIN)
     score_edge, own_of = make_elements(PLAIN, block_k).edge, line_of(PLAIN)
     wait_for_all, wait_for_scores = make_wgmma_wait_group(0), make_wgmma_wait_group(1)
-    zero, minus_inf, log2_e, ln_2, offset = (
-        np.float32(x) for x in (0, -math.inf, LOG2_E, LN_2, OFFSET)
+    zero, minus_inf, log2_e, ln_2, near = (
+        np.float32(x) for x in (0, -math.inf, LOG2_E, LN_2, 2.0**-OFFSET)
     )
 
     @device_function
@@ -121,7 +122,7 @@ def make_consume(
         wgmma_commit_group()
 
     @device_function
-    def consume(me, memory, out, lse, units, shape, scale, extras):
+    def consume(me, memory, out, lse, rest, units, shape, scale, extras):
         thread, lane = int32(cuda.threadIdx.x % WARPGROUP), int32(cuda.threadIdx.x % 32)
         warp = int32(cuda.threadIdx.x // 32 % 4)
         # A thread has two of the warpgroup's 64 rows, eight apart, and two of eight columns.
@@ -212,11 +213,13 @@ def make_consume(
                 release(values, before, lane)
             item = read_item(tile_at(items, q_at))  # read again instead of kept in registers
             release_alone(items, q_at)  # each thread, for what it has read itself
-            shift_0 = (float32(shift_of(max_0)) - offset) * ln_2
-            shift_1 = (float32(shift_of(max_1)) - offset) * ln_2
+            shifts = (
+                mul_rn(float32(shift_of(max_0)), ln_2),
+                mul_rn(float32(shift_of(max_1)), ln_2),
+            )
             finish(
-                me, own_tile, out, lse, acc, (shift_0, shift_1), (sum_0, sum_1), units.v[0, v_line, 0],
-                item, p, extras,
+                me, own_tile, out, lse, rest, acc, shifts, (sum_0 * near, sum_1 * near),
+                units.v[0, v_line, 0] * near, item, p, extras,
             )  # fmt: skip
             copied, q_at = q_at.stage, q_next
             item, skipped = next_item(queries, items, q_at, me)

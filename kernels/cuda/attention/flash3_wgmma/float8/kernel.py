@@ -59,10 +59,10 @@ def forward_kernel(layout: ForwardLayout, widths: Widths, dtype: str, has_blocks
     consume = make_consume(layout, widths, dtype, has_blocks, pipelines)
 
     def flash3_float8(
-        q_map, k_map, v_map, out, lse, q_units, k_units, v_units, next_item, shape, scale, schedule,
-        extras
+        q_map, k_map, v_map, out, lse, rest, q_units, k_units, v_units, next_item, shape, scale,
+        schedule, extras
     ):  # fmt: skip
-        """Fill out and lse, tile after tile.
+        """Fill out, lse and its rest, tile after tile.
 
         Computes: out and lse for tiles of query rows of (batch, head), one after the other
         Source: FlashAttention-3, Algorithms 1 and 2, section 3.3; FlashAttention-2, Algorithm 1, for the
@@ -88,14 +88,14 @@ def forward_kernel(layout: ForwardLayout, widths: Widths, dtype: str, has_blocks
         else:
             take_registers()
             consume(
-                int32(warpgroup - 1), opaque(memory), out, lse, Units(q_units, k_units, v_units), shape,
-                scale, extras,
+                int32(warpgroup - 1), opaque(memory), out, lse, rest, Units(q_units, k_units, v_units),
+                shape, scale, extras,
             )  # fmt: skip
 
     units = array_type(FLOAT32, 3)
     schedule, counters = types.NamedUniTuple(int32, 3, Schedule), types.Array(int32, 1, "C")
     signature = void(
-        *[MAPS] * 4, types.Array(float32, 2, "C"), *[units] * 3, counters, SHAPE, float64, schedule,
+        *[MAPS] * 4, *[types.Array(float32, 2, "C")] * 2, *[units] * 3, counters, SHAPE, float64, schedule,
         extras_type(PLAIN, FLOAT32, by_words=True),
     )  # fmt: skip
     return Kernel(flash3_float8, signature, layout.threads, block_bytes(tiles))

@@ -35,12 +35,12 @@ def byte_map(array: Any, rows: int) -> Any:
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out and lse.
+    """Fill out, lse and lse_rest.
 
     Args:
         problem: The checked call, in 16 bits.
         tile: Not used: the layout has its own.
-        operands: The operands, on the device; out and lse are written.
+        operands: The operands, on the device; out, lse and lse_rest are written.
     """
     how, dtype = FLOAT8[problem.precision], NAMES[problem.dtype]
     layout, widths = layout_for(problem)
@@ -55,7 +55,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     )
     batch, heads = operands.out.shape[:2]
     lines, tiles = batch * heads, PLAIN.ceil_div(problem.seq_q, layout.block_q)
-    lse = reshaped(operands.lse, (lines, problem.seq_q))
+    lse, rest = (reshaped(array, (lines, problem.seq_q)) for array in (operands.lse, operands.lse_rest))
     repeats = (int(size > 1) for x in (q, k, v) for size in reversed(x.numbers.shape[:2]))
     shape = Shape(problem.seq_q, problem.seq_k, heads, *repeats)
     schedule = schedule_of(tiles, lines, problem.seq_k * sum(widths), CACHE_BYTES)
@@ -64,6 +64,6 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     extras = make_extras(problem, operands, layout.block_q, layout.block_k)
     kernel = forward_kernel(layout, widths, dtype, how.has_blocks)
     kernel[min(multiprocessors(), tiles * lines), layout.threads](
-        *maps, tensor_map(operands.out, ROWS, dtype)[0], lse, q.units, k.units, v.units, counters(),
+        *maps, tensor_map(operands.out, ROWS, dtype)[0], lse, rest, q.units, k.units, v.units, counters(),
         shape, scale, schedule, extras,
     )  # fmt: skip

@@ -11,12 +11,14 @@ import numpy as np
 from numba import float32
 
 from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import (
+    ZERO,
+    has_large_row,
     make_exponentials,
     make_lane_maxima,
     row_maxima,
 )
 from kernels.cuda.device.one_source import shift_of
-from kernels.cuda.ptx.numbers import ex2, pack_e4m3
+from kernels.cuda.ptx.numbers import ex2, mul_rn, pack_e4m3, sub_rn
 from kernels.cuda.ptx.wgmma import KINDS, make_wgmma
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
@@ -112,13 +114,22 @@ def make_probabilities(cols: int) -> Callable[..., Any]:
     Probabilities and sums are 2^OFFSET times as large.  The probabilities of one product are rounded while
     the exponentials of the next are computed.
     """
-    pairs, exponentials = cols // 16, make_exponentials(16)
+    pairs, exponentials, one = cols // 16, make_exponentials(16), np.float32(1)
     offset = np.float32(OFFSET)
 
     @device_function
+    def lower(s, factor, top_0, top_1):
+        for t in range(2 * pairs):
+            for i in range(4):
+                s[t, i] = sub_rn(mul_rn(s[t, i], factor), top_1 if i // 2 else top_0)
+
+    @device_function
     def probabilities(p, s, factor, max_0, max_1, sum_0, sum_1):
-        shift_0 = float32(shift_of(max_0)) - offset
-        shift_1 = float32(shift_of(max_1)) - offset
+        shift_0, shift_1 = float32(shift_of(max_0)), float32(shift_of(max_1))
+        if has_large_row(shift_0, shift_1):  # a product less a rounded product would be wrong
+            lower(s, factor, shift_0, shift_1)
+            factor, shift_0, shift_1 = one, ZERO, ZERO
+        shift_0, shift_1 = shift_0 - offset, shift_1 - offset
         for n in range(pairs):  # of squares: half the depth of a product
             u, t, half = 2 * n, n // 2, n % 2
             sum_0, sum_1 = exponentials(s, u, factor, shift_0, shift_1, sum_0, sum_1)

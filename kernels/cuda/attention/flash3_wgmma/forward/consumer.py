@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import float32, int32, uint32
 
-from kernels.common.online_softmax import LN_2, LOG2_E
+from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words
 from kernels.cuda.attention.flash3_wgmma.forward.scheduler import (
     next_item,
@@ -63,6 +63,7 @@ from kernels.cuda.device.warpgroups import LINE, WARPGROUP
 from kernels.cuda.ptx.barriers import bar_arrive, bar_sync, fence_proxy_async
 from kernels.cuda.ptx.bulk import cp_async_bulk_commit_group
 from kernels.cuda.ptx.copies import ld_shared
+from kernels.cuda.ptx.numbers import mul_rn
 from kernels.cuda.ptx.wgmma import (
     ROWS,
     descriptor,
@@ -76,7 +77,7 @@ from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
 from kernels.scores.program import Features
 
-LOG2_OF_E, LN_OF_2 = np.float32(LOG2_E), np.float32(LN_2)
+LOG2_OF_E = np.float32(LOG2_E)
 #: Descriptor layout of tiles whose rows run along the depth of a product.
 ALONG = descriptor_layout(LINE, 16, 8 * LINE)
 
@@ -178,11 +179,11 @@ def _make_clear_tail(layout: ForwardLayout, widths: Widths) -> Callable[..., Non
 def make_finish(
     layout: ForwardLayout, widths: Widths, dtype: str, features: Features
 ) -> Callable[..., None]:
-    """Return the function that writes a consumer's rows of out and lse, out through its tile of q.
+    """Return the function that writes a consumer's rows of out, lse and its rest, out through its q tile.
 
-    In ``finish(me, own_tile, out, lse, acc, shifts, sums, factor, item, pairs, extras)``, ``shifts`` and
-    ``sums`` are, for a lane's two rows, the shifts of the exponentials as natural logarithms, and the sums
-    of the exponentials; out is multiplied by ``factor``, and ``pairs`` is overwritten.
+    In ``finish(me, own_tile, out, lse, rest, acc, shifts, sums, factor, item, pairs, extras)``, ``shifts``
+    and ``sums`` are, for a lane's two rows, the shifts of the exponentials as natural logarithms, and the
+    sums of the exponentials; out is multiplied by ``factor``, and ``pairs`` is overwritten.
     """
     q_panel, is_packed = layout.block_q * LINE, features.packed
     end_row = make_row_end(features, FLOAT32, near=True)
@@ -190,7 +191,7 @@ def make_finish(
     put_out = make_put_tile(widths.value_panels, q_panel, is_packed)
 
     @device_function
-    def finish(me, own_tile, out, lse, acc, shifts, sums, factor, item, pairs, extras):
+    def finish(me, own_tile, out, lse, rest, acc, shifts, sums, factor, item, pairs, extras):
         thread, lane = int32(cuda.threadIdx.x % WARPGROUP), int32(cuda.threadIdx.x % 32)
         warp = int32(cuda.threadIdx.x // 32 % 4)
         own_row = int32(item.row + me * ROWS + warp * 16 + lane // 4)
@@ -199,13 +200,15 @@ def make_finish(
             sum_0 += cuda.shfl_xor_sync(ALL_LANES, sum_0, 1 << step)
             sum_1 += cuda.shfl_xor_sync(ALL_LANES, sum_1, 1 << step)
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
-        inverse_0, lse_0 = end_row(sum_0, shifts[0], item.b, item.h, extras)
-        inverse_1, lse_1 = end_row(sum_1, shifts[1], item.b, item.h, extras)
+        inverse_0, lse_0, rest_0 = end_row(sum_0, shifts[0], item.b, item.h, extras)
+        inverse_1, lse_1, rest_1 = end_row(sum_1, shifts[1], item.b, item.h, extras)
         if lane % 4 == 0:
             if own_row < item.rows:
                 lse[item.line, item.first_q + own_row] = lse_0
+                rest[item.line, item.first_q + own_row] = rest_0
             if own_row + 8 < item.rows:
                 lse[item.line, item.first_q + own_row + 8] = lse_1
+                rest[item.line, item.first_q + own_row + 8] = rest_1
         # 14: write O_i, by way of the tile of q, which this warpgroup has read to the end
         write_out(
             own_tile, warp, lane, acc, inverse_0 * factor, inverse_1 * factor, sum_0, sum_1, pairs
@@ -229,7 +232,7 @@ def make_consume(
     features: Features,
     pipelines: ForwardPipelines,
 ) -> Callable[..., None]:
-    """Return ``consume(me, memory, out, lse, scale, mask_words, extras)``, for the threads of a consumer.
+    """Return ``consume(me, memory, out, lse, rest, scale, mask_words, extras)``, for the threads of a consumer.
 
     Args:
         layout: Layout of the block.
@@ -279,7 +282,7 @@ def make_consume(
             score_whole(s, seen, place, scale, extras)
 
     @device_function
-    def consume(me, memory, out, lse, scale, mask_words, extras):
+    def consume(me, memory, out, lse, rest, scale, mask_words, extras):
         thread, lane = int32(cuda.threadIdx.x % WARPGROUP), int32(cuda.threadIdx.x % 32)
         warp = int32(cuda.threadIdx.x // 32 % 4)
         # A thread has two of the warpgroup's 64 rows, eight apart, and two of eight columns.
@@ -287,7 +290,8 @@ def make_consume(
         s = cuda.local.array((key_tiles, 4), float32)  # (64, block_k) / 128: S, then P
         p = cuda.local.array((depth_steps, 4), uint32)  # (64, block_k) / 128, in pairs: P
         # Scores that options bend are natural logarithms first; else one factor makes them base 2.
-        factor = LOG2_OF_E if bends else float32(scale) * LOG2_OF_E
+        unit = one if bends else float32(scale)
+        factor = unit * LOG2_OF_E
         kept = cuda.local.array(words, uint32)  # (words,), bits: what of P dropout keeps
         seen = cuda.local.array(seen_count, uint32)  # (seen_count,), bits, then pairs of a mask
         queries, items, q_at = placed(of_queries, memory), placed(of_items, memory), start()
@@ -334,7 +338,7 @@ def make_consume(
                 apply_options(whole, s, seen, place, scale, extras)
                 # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
                 max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1 = softmax_step(
-                    s, factor, max_0, max_1, sum_0, sum_1
+                    s, unit, factor, max_0, max_1, sum_0, sum_1
                 )
                 wait_for_all()  # the last P V is done: its values may be overwritten, and O is ours
                 if n > 0:
@@ -384,12 +388,12 @@ def make_consume(
                 release(values, before, lane)
             item = read_item(tile_at(items, q_at))  # read again instead of kept in registers
             release_alone(items, q_at)  # each thread, for what it has read itself
-            shift_0 = float32(shift_of(max_0)) * factor * LN_OF_2
-            shift_1 = float32(shift_of(max_1)) * factor * LN_OF_2
+            shift_0 = mul_rn(float32(shift_of(max_0)), unit)
+            shift_1 = mul_rn(float32(shift_of(max_1)), unit)
             keep_scale = extras.keep_scale if has_kept else one
             finish(
-                me, own_tile, out, lse, acc, (shift_0, shift_1), (sum_0, sum_1), keep_scale, item, p,
-                extras,
+                me, own_tile, out, lse, rest, acc, (shift_0, shift_1), (sum_0, sum_1), keep_scale, item,
+                p, extras,
             )  # fmt: skip
             copied = q_at.stage
             if not issues_ahead:

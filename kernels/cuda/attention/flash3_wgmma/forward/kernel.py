@@ -66,9 +66,9 @@ def forward_kernel(
 
     # Out is a tensor map, or the array where sequences are packed; mask_words is 0 if not needed.
     def flash3_forward(
-        q_map, k_map, v_map, out, lse, next_item, shape, scale, schedule, mask_words, extras
+        q_map, k_map, v_map, out, lse, rest, next_item, shape, scale, schedule, mask_words, extras
     ):  # fmt: skip
-        """Fill out and lse, tile after tile.
+        """Fill out, lse and its rest, tile after tile.
 
         Computes: out and lse for tiles of query rows of (batch, head), one after the other
         Source: FlashAttention-3, Algorithms 1 (consumer and producer) and 2
@@ -93,7 +93,7 @@ def forward_kernel(
                 produce_tiles(memory, k_map, v_map, shape, extras)
         else:
             take_registers()
-            consume(int32(warpgroup - 1), opaque(memory), out, lse, scale, mask_words, extras)
+            consume(int32(warpgroup - 1), opaque(memory), out, lse, rest, scale, mask_words, extras)
 
     rows = types.Array(float32, 2, "C")
     extras = extras_type(features, FLOAT32, by_words=True)
@@ -101,6 +101,6 @@ def forward_kernel(
     counters = types.Array(int32, 1, "C")
     out = array_type(BITS, 4) if features.packed else MAPS
     signature = void(
-        *[MAPS] * 3, out, rows, counters, SHAPE, float64, schedule, words_type(features), extras
+        *[MAPS] * 3, out, rows, rows, counters, SHAPE, float64, schedule, words_type(features), extras
     )
     return Kernel(flash3_forward, signature, layout.threads, block_bytes(tiles))

@@ -76,12 +76,12 @@ def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out and lse.
+    """Fill out, lse and lse_rest.
 
     Args:
         problem: The checked call, in 16 bits.
         tile: (block_q, block_k), always that of the rung.
-        operands: The operands, on the device; out and lse are written.
+        operands: The operands, on the device; out, lse and lse_rest are written.
     """
     problem = within_blocks(problem)
     problem, operands = with_mask_bits(problem, operands)
@@ -93,14 +93,15 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     tiles = (q, layout.block_q), (k, layout.block_k), (v, layout.block_k)
     maps, differs = read_maps(tiles, dtype)
     out, lead = operands.out, operands.out.shape[:2]
-    lse = reshaped(operands.lse, (math.prod(lead), problem.seq_q))
+    own = operands.lse, operands.lse_rest
+    lse, rest = (reshaped(array, (math.prod(lead), problem.seq_q)) for array in own)
     # Packed sequences have tiles that end within the copy engine's box.
     out = as_bits(out) if features.packed else tensor_map(out, ROWS, dtype)[0]
     words = packed_mask(operands.mask, layout.block_k) if has_words(features) else 0
     extras = make_extras(problem, operands, layout.block_q, layout.block_k, pack=pack_patterns)
     blocks, shape, schedule = _work(problem, lead, differs, extras)
     forward_kernel(layout, widths, dtype, features)[blocks, layout.threads](
-        *maps, out, lse, counters(), shape, problem.scale, schedule, words, extras
+        *maps, out, lse, rest, counters(), shape, problem.scale, schedule, words, extras
     )
 
 

@@ -19,6 +19,7 @@ from kernels.cuda.attention.flash3_wgmma.score_terms import (
     distance_of,
     edge_at,
     element_of,
+    scaled_by,
     score_target,
 )
 from kernels.cuda.attention.options.tile_scores import is_inside_columns
@@ -69,13 +70,14 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
     modified, is_shown, _ = make_score_program(features._replace(block_mask=has_blocks), target)
     element, offset = element_of(features, has_columns=not is_edge), offset_of(False)
     distance_from, has_softcap = distance_of(features), features.softcap
+    scaled = scaled_by(features)
 
     def apply_to(s, seen, t, given):
         place, distance, edge, factor, extras = given
         for i in range(4):
             at, x = element(place, distance, seen, t, i), s[t, i]
             if bends:
-                x, _ = modified(x * factor, at, extras)
+                x, _ = modified(scaled(x, factor), at, extras)
             x = x if is_shown(at, extras) else minus_inf
             if has_bounds:
                 r, c = offset(t, i)

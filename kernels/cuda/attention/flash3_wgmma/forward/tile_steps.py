@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numba import float32, uint32
 
+from kernels.common.online_softmax import LARGE, LOG2_E
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words, make_kept
 from kernels.cuda.attention.flash3_wgmma.packed_mask import (
     has_words,
@@ -16,16 +17,17 @@ from kernels.cuda.attention.flash3_wgmma.packed_mask import (
     make_pattern_word,
     make_words_place,
 )
-from kernels.cuda.attention.flash3_wgmma.tiles import store_pairs
+from kernels.cuda.attention.flash3_wgmma.tiles import lowered, store_pairs
 from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.ptx.fragments import DEVICE
-from kernels.cuda.ptx.numbers import PACK, UNPACK, ex2
+from kernels.cuda.ptx.numbers import PACK, UNPACK, ex2, mul_rn, rcp, sub_rn
 from kernels.cuda.ptx.wgmma import make_wgmma
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
 from kernels.scores.program import Features
 
 square_place = DEVICE.square_place
+MOST, LOG2_OF_E, ZERO = np.float32(LARGE), np.float32(LOG2_E), np.float32(0)
 
 
 @cache
@@ -149,12 +151,41 @@ def make_exponentials(cols: int) -> Callable[..., Any]:
     return exponentials
 
 
+@device_function
+def has_large_row(shift_0, shift_1):
+    """Tell whether the shift of one of a warp's rows is too large to subtract it from a product."""
+    return cuda.any_sync(ALL_LANES, max(abs(shift_0), abs(shift_1)) > MOST)
+
+
+@cache
+def make_lower(cols: int) -> Callable[..., Any]:
+    """Return ``lower(s, scale, tops, shifts)``: subtract the tops of large rows from their scores.
+
+    It replaces the products of rows whose shift is large, see :func:`has_large_row`, as :func:`lowered`
+    does, and returns the remaining shifts: 0 for these rows.
+    """
+    tiles = cols // 8
+
+    @device_function
+    def lower(s, scale, tops, shifts):
+        inverse, (top_0, top_1), (shift_0, shift_1) = rcp(scale), tops, shifts
+        is_large_0, is_large_1 = abs(shift_0) > MOST, abs(shift_1) > MOST
+        for t in range(tiles):
+            for i in range(4):
+                low = lowered(s[t, i], scale, inverse, top_1 if i // 2 else top_0)
+                s[t, i] = low if (is_large_1 if i // 2 else is_large_0) else s[t, i]
+        return ZERO if is_large_0 else shift_0, ZERO if is_large_1 else shift_1
+
+    return lower
+
+
 @cache
 def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
-    """Return ``softmax_step(s, factor, max_0, max_1, sum_0, sum_1)``: replace scores by probabilities.
+    """Return ``softmax_step(s, scale, factor, max_0, max_1, sum_0, sum_1)``: scores to probabilities.
 
-    It returns the new maxima and sums of a lane's two rows, whether earlier sums must be rescaled, and by
-    which factors.  A lane sums its own columns.
+    Scores times ``scale`` are natural logarithms, and times ``factor`` in base 2.  It returns the new
+    maxima and sums of a lane's two rows, whether earlier sums must be rescaled, and by which factors.  A
+    lane sums its own columns.
 
     Args:
         cols: Columns of the tile.
@@ -162,9 +193,18 @@ def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
     """
     lane_maxima, exponentials = make_lane_maxima(cols), make_exponentials(cols)
     one, is_patient, least = np.float32(1), patience > 0, np.float32(patience)
+    lower = make_lower(cols)
 
     @device_function
-    def softmax_step(s, factor, max_0, max_1, sum_0, sum_1):
+    def natural(row_max, scale):
+        return mul_rn(float32(shift_of(row_max)), scale)
+
+    @device_function
+    def rescaled(old, top, scale):
+        return ex2(sub_rn(mul_rn(old, scale), top) * LOG2_OF_E)
+
+    @device_function
+    def softmax_step(s, scale, factor, max_0, max_1, sum_0, sum_1):
         top_0, top_1 = lane_maxima(s, max_0, max_1)
         is_scaled = True
         if is_patient:  # a row maximum has grown if it has in one of its lanes
@@ -175,12 +215,17 @@ def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
             top_0, top_1 = row_maxima(top_0, top_1)
             rescale_0 = ex2(max_0 * factor - float32(shift_of(top_0)) * factor)
             rescale_1 = ex2(max_1 * factor - float32(shift_of(top_1)) * factor)
-            max_0, max_1 = top_0, top_1
-            sum_0, sum_1 = sum_0 * rescale_0, sum_1 * rescale_1
-        shift_0 = float32(shift_of(max_0)) * factor
-        shift_1 = float32(shift_of(max_1)) * factor
+        else:
+            top_0, top_1 = max_0, max_1
+        shift_0 = float32(shift_of(top_0)) * factor
+        shift_1 = float32(shift_of(top_1)) * factor
+        if has_large_row(shift_0, shift_1):
+            low_0, low_1 = natural(top_0, scale), natural(top_1, scale)
+            rescale_0, rescale_1 = rescaled(max_0, low_0, scale), rescaled(max_1, low_1, scale)
+            shift_0, shift_1 = lower(s, scale, (low_0, low_1), (shift_0, shift_1))
+        sum_0, sum_1 = sum_0 * rescale_0, sum_1 * rescale_1
         sum_0, sum_1 = exponentials(s, 0, factor, shift_0, shift_1, sum_0, sum_1)
-        return max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1
+        return top_0, top_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1
 
     return softmax_step
 

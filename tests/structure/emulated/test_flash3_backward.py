@@ -121,7 +121,8 @@ def _gradients(call: Call, deterministic: bool, rng: np.random.Generator) -> Any
     shown = {name: np.broadcast_to(x, (1, heads, *x.shape[2:])) for name, x in own.items()}
     given = Operands(
         **shown, out=to_bits(out, dtype), lse=lse.astype(np.float32),
-        lse_rest=np.zeros(lse.shape, np.float32), dlse=dlse.astype(np.float32) if call.has_dlse else None, **results,
+        lse_rest=np.zeros(lse.shape, np.float32),
+        dlse=dlse.astype(np.float32) if call.has_dlse else None, **results,
     )  # fmt: skip
     with _emulated():
         flash3_wgmma_backward.backward(problem, (0, 0), given)
@@ -214,7 +215,7 @@ def test_tiles_fit_in_shared_memory_where_the_swizzle_begins_anew(
         assert block_bytes(tiles) <= MOST_SHARED
         assert PADDING % layout.block_q == 0
         assert all(tiles[name] % ALIGNMENT == 0 for name in ("k", "v", "q", "dout", "ds"))
-        assert all(tiles[name] % 16 == 0 for name in ("dq", "lse", "delta", "barriers"))
+        assert all(tiles[name] % 16 == 0 for name in ("dq", "shifts", "delta", "barriers"))
     by_rows = query_layout(widths)
     tiles = query_tiles(by_rows, widths)
     assert block_bytes(tiles) <= MOST_SHARED

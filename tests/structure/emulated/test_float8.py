@@ -103,6 +103,16 @@ def test_the_kernels_own_source_computes_attention(name: str) -> None:
     _check(CALLS[name], np.random.default_rng(0))
 
 
+def test_rows_of_large_scores_have_their_probabilities() -> None:
+    rng, call = np.random.default_rng(2), Call((70, 100), heads=(1, 1))
+    q = 2.0**12 * np.sign(rng.standard_normal((1, 1, 70, 64)))
+    q[..., ::3, :] /= 2.0**12
+    k, v = rng.integers(-3, 4, (1, 1, 100, 64)), rng.standard_normal((1, 1, 100, 64))
+    q, k, v = (x.astype(call.dtype) for x in (q, k, v))
+    right = wanted(q, k, v, call.precision, None, np.bool_(True))
+    assert_near(*_forward(call, q, k, v), right, call.dtype, 4e-3)  # a unit of lse is 2e-3
+
+
 def test_memory_beyond_the_sequences_is_never_read_into_a_result() -> None:
     rng, call = np.random.default_rng(1), Call((70, 90), precision=PRECISIONS[1])
     arrays = []

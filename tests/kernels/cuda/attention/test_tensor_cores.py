@@ -15,6 +15,8 @@ from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from kernels.runtime.targets import compute_capability
 
+from ....support.attention.large_scores import NAMES as LARGE_NAMES
+from ....support.attention.large_scores import large_case
 from ....support.attention.on_cuda import on_device
 from ....support.attention.option_table import TENSOR_CORES
 from ....support.attention.strategies import MASK_MODS, SCORE_MODS, Case
@@ -190,6 +192,48 @@ def test_a_row_that_sees_no_key_is_zero_and_scores_may_be_large(rung: str) -> No
     case = Case(large, large, v[:, :1, :130], v[:, :1, :130], {"scale": 1.0}, (16, 16))
     results = _on_host(case.run(launch.CUDA, rung, place=to_device))
     assert all(np.isfinite(array.astype(np.float32)).all() for array in results.values())
+
+
+#: Calls of large scores on Hopper: names, dtype and dim.  Each kind of call is kernels to compile.
+LARGE_CALLS = [
+    *((name, dtype, 64) for name in LARGE_NAMES for dtype in (BFLOAT16, FLOAT16)),
+    *(
+        (name, dtype, dim)
+        for name in ("large queries", "softcap", "a row of the least number", "rows of both kinds")
+        for dtype, dim in ((FLOAT16, 128), (BFLOAT16, 192), (BFLOAT16, 256))
+    ),
+]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])
+@pytest.mark.parametrize(("name", "dtype", "dim"), LARGE_CALLS, ids=str)
+def test_rows_of_large_scores_have_their_probabilities_on_hopper(
+    name: str, dtype: Any, dim: int, deterministic: bool
+) -> None:
+    if name == "a negative scale":
+        pytest.skip("flash3_wgmma takes a positive scale")
+    for n, keys in ((40, 40), (300, 300), (70, 1100)):
+        case = large_case(name, dtype, n, keys, dim)
+        spoiled = [to_device(np.full(case.v.size, np.nan)) for _ in range(8)]
+        del spoiled  # results get this memory
+        found = case.run(launch.CUDA, "flash3_wgmma", place=on_device, deterministic=deterministic)
+        case.check(_on_host(found), f"of {n} rows and {keys} keys")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dim", [64, 128])
+def test_both_passes_compute_the_same_scores(dim: int) -> None:
+    # Scores whose roundings, if they differed, would make e^32 of a probability.
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((2, 2, 300, dim)) for _ in range(4))
+    for options in ({}, {"softcap": 1e9}, {"alibi_slopes": np.array([1e6, 3e7], np.float32)}):
+        case = Case(q * 3e4, k * 3e4, v, dout, options, (16, 16)).in_dtype(BFLOAT16)
+        results = _on_host(case.run(launch.CUDA, "flash3_wgmma", place=on_device))
+        # Σ_i P_ij over the keys is 1, so that no gradient of v is larger than all of dout.
+        bound = np.abs(case.dout.astype(np.float64)).sum(axis=2, keepdims=True).max()
+        assert np.abs(results["dv"].astype(np.float64)).max() <= bound
+        assert all(np.isfinite(array.astype(np.float64)).all() for array in results.values())
 
 
 def _on_host(results: dict[str, Any]) -> dict[str, Any]:

@@ -182,7 +182,9 @@ def make_consume(
     scale_of, factor_of, slope_scale_of = elements.scale, elements.factor, elements.slope_scale
     words, own_of, has_patterns = elements.words, line_of(features), features.has_patterns
     fetch_bits = elements.fetch_bits
-    has_large_row, lower, weigh, slope_of = make_passes(features, block_k, block_q, dtype, True, has_dv)
+    has_large_row, lower, weigh, slope_of = make_passes(
+        features, block_k, block_q, dtype, True, has_dv
+    )
     clear_q, clear_dout = (
         make_clear_rows(consumer_threads, block_q, n)
         for n in (widths.head_panels, widths.value_panels)

@@ -78,8 +78,8 @@ class _Plan(NamedTuple):
         widths: Widths that kernels are compiled for.
         dtype: "float16" or "bfloat16".
         features: Options that kernels are compiled for.
-        rows: Rows of shifts and delta as ``preprocess_kernel`` lays them out: each sequence, and an empty one
-            behind the last, is padded to whole tiles.
+        rows: Rows of shifts and delta as ``preprocess_kernel`` lays them out: each sequence, and an empty
+            one behind the last, is padded to whole tiles.
         by_keys: For each kernel by key tiles, the gradients that it computes, and its layout.
         by_rows: The layout of the separate kernel of dq, or None.
         bounds: Options of the kernels before and after the others: only the bounds of sequences.

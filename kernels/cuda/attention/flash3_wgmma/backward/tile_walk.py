@@ -1,4 +1,4 @@
-"""The tiles that Hopper's backward kernels visit, and the places of rows of lse and delta."""
+"""The tiles that Hopper's backward kernels visit, and the places of rows of shifts and delta."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kernels.scores.program import Features
 
 @cache
 def make_row_base(is_packed: bool) -> Callable[..., Any]:
-    """Return ``row_base(flat, y, first_q, extras)``: the offset of the rows of a sequence in lse and delta.
+    """Return ``row_base(flat, y, first_q, extras)``: the offset of a sequence's rows in shifts and delta.
 
-    lse and delta are laid out tile by tile, so that no tile has rows of two sequences.
+    Both are laid out tile by tile, so that no tile has rows of two sequences.
 
     Args:
         is_packed: Whether sequences are packed.

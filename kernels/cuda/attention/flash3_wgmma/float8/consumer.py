@@ -80,7 +80,9 @@ def make_consume(
     has_blocks: bool,
     pipelines: ForwardPipelines,
 ) -> Callable[..., None]:
-    """Return ``consume(me, memory, out, lse, rest, units, shape, scale, extras)``, for a consumer's threads.
+    """Return the function ``consume(me, memory, out, lse, rest, units, shape, scale, extras)``.
+
+    The threads of consumer ``me`` call it.
 
     Args:
         layout: Layout of the block.

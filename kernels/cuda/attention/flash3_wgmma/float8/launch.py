@@ -55,7 +55,8 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     )
     batch, heads = operands.out.shape[:2]
     lines, tiles = batch * heads, PLAIN.ceil_div(problem.seq_q, layout.block_q)
-    lse, rest = (reshaped(array, (lines, problem.seq_q)) for array in (operands.lse, operands.lse_rest))
+    own = operands.lse, operands.lse_rest
+    lse, rest = (reshaped(array, (lines, problem.seq_q)) for array in own)
     repeats = (int(size > 1) for x in (q, k, v) for size in reversed(x.numbers.shape[:2]))
     shape = Shape(problem.seq_q, problem.seq_k, heads, *repeats)
     schedule = schedule_of(tiles, lines, problem.seq_k * sum(widths), CACHE_BYTES)

@@ -232,7 +232,9 @@ def make_consume(
     features: Features,
     pipelines: ForwardPipelines,
 ) -> Callable[..., None]:
-    """Return ``consume(me, memory, out, lse, rest, scale, mask_words, extras)``, for the threads of a consumer.
+    """Return the function ``consume(me, memory, out, lse, rest, scale, mask_words, extras)``.
+
+    The threads of consumer ``me`` call it.
 
     Args:
         layout: Layout of the block.

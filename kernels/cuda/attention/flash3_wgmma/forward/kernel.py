@@ -95,12 +95,12 @@ def forward_kernel(
             take_registers()
             consume(int32(warpgroup - 1), opaque(memory), out, lse, rest, scale, mask_words, extras)
 
-    rows = types.Array(float32, 2, "C")
+    rows = [types.Array(float32, 2, "C")] * 2
     extras = extras_type(features, FLOAT32, by_words=True)
     schedule = types.NamedUniTuple(int32, 3, Schedule)
     counters = types.Array(int32, 1, "C")
     out = array_type(BITS, 4) if features.packed else MAPS
     signature = void(
-        *[MAPS] * 3, out, rows, rows, counters, SHAPE, float64, schedule, words_type(features), extras
+        *[MAPS] * 3, out, *rows, counters, SHAPE, float64, schedule, words_type(features), extras
     )
     return Kernel(flash3_forward, signature, layout.threads, block_bytes(tiles))

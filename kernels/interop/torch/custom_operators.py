@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 import kernels
+from kernels import array_call
 from kernels.interop.libraries import NO_FORWARD_MODE, NO_NESTED
 from kernels.interop.torch.eager import eager_attention, in_loop, with_arrays
 from kernels.runtime.dtypes import BFLOAT16
@@ -48,8 +49,8 @@ def draw_seed() -> Tensor:
 def compiled_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None,
     sink: Tensor | None, seed: int | None, options: dict[str, Any],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out and lse by the custom operator.
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return out, lse and what lse loses by rounding by the custom operator.
 
     Args:
         q: (…, heads, seq_q, head_dim).
@@ -207,19 +208,19 @@ def _forward(
     sink: Tensor | None, seed: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
     enable_gqa: bool, causal_offset: int, left: int, right: int, softcap: float, deterministic: bool,
     others: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out and lse."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return out, lse and what lse loses by rounding."""
     options = _options(
         attn_mask, alibi_slopes, sink, seed, dropout_p, is_causal, scale, enable_gqa, causal_offset,
         left, right, softcap, deterministic, others,
     )  # fmt: skip
-    return kernels.flash_attention_forward(q, k, v, **options)
+    return array_call.forward(q, k, v, options, None)
 
 
 @torch.library.custom_op("minitorch::flash_attention_backward", **_OPTIONS)
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    attn_mask: Tensor | None, alibi_slopes: Tensor | None, sink: Tensor | None, seed: Tensor | None,
+    rest: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None, sink: Tensor | None, seed: Tensor | None,
     dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool, causal_offset: int,
     left: int, right: int, softcap: float, deterministic: bool, others: int, mask_gradient: bool,
     sink_gradient: bool,
@@ -229,11 +230,8 @@ def _backward(
         attn_mask, alibi_slopes, sink, seed, dropout_p, is_causal, scale, enable_gqa, causal_offset,
         left, right, softcap, deterministic, others,
     )  # fmt: skip
-    more = {"mask_gradient": mask_gradient, "sink_gradient": sink_gradient}
-    gradients = kernels.flash_attention_backward(
-        dout, q, k, v, out, lse, dlse=dlse, **more, **options
-    )
-    return list(gradients)
+    results, wanted = (dout, out, lse, dlse, rest), (mask_gradient, sink_gradient)
+    return list(array_call.backward((q, k, v), results, options, None, *wanted))
 
 
 def _like(operand: Tensor, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
@@ -264,20 +262,21 @@ def _check(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
 
 
 @_forward.register_fake
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
     _check(q, k, v, _options(*others[:3], 0, *others[4:]))
     enable_gqa = others[7]
     until = -3 if enable_gqa else -2
     batch = torch.broadcast_shapes(q.shape[:until], k.shape[:until], v.shape[:until])
     rows = *batch, *q.shape[until:-1]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return _like(q, (*rows, v.shape[-1]), q.dtype), q.new_empty(rows, dtype=dtype)
+    lse, rest = (q.new_empty(rows, dtype=dtype) for _ in range(2))
+    return _like(q, (*rows, v.shape[-1]), q.dtype), lse, rest
 
 
 @_backward.register_fake
 def _fake_backward(
     dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    attn_mask: Any, alibi_slopes: Any, sink: Any, *others: Any,
+    rest: Tensor, attn_mask: Any, alibi_slopes: Any, sink: Any, *others: Any,
 ) -> list[Tensor]:  # fmt: skip
     *_, mask_gradient, sink_gradient = others
     found = [_like(x, x.shape, x.dtype) for x in (q, k, v)]
@@ -288,18 +287,20 @@ def _fake_backward(
     return found
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, attn_mask, alibi_slopes, sink, seed, *ctx.numbers = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, attn_mask, alibi_slopes, sink, seed)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, attn_mask, alibi_slopes, sink, seed = ctx.saved_tensors
+def _differentiate(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, drest: Tensor | None
+) -> tuple[Any, ...]:
+    q, k, v, out, lse, rest, attn_mask, alibi_slopes, sink, seed = ctx.saved_tensors
     wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
     found = _backward(
-        torch.zeros_like(out) if dout is None else dout, dlse, q, k, v, out, lse, attn_mask,
-        alibi_slopes, sink, seed, *ctx.numbers, *wanted,
+        torch.zeros_like(out) if dout is None else dout, dlse, q, k, v, out, lse, rest,
+        attn_mask, alibi_slopes, sink, seed, *ctx.numbers, *wanted,
     )  # fmt: skip
     others = iter(found[3:])
     dmask, dsink = (next(others) if want else None for want in wanted)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-import kernels
+from kernels import array_call
 from kernels.interop.libraries import NO_FORWARD_MODE
 from kernels.scores.mods import KEPT, with_kept_mods
 
 
-def eager_attention(*args: Any) -> tuple[Tensor, Tensor]:
-    """Return out and lse.
+def eager_attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out, lse and what lse loses by rounding, which is a constant.
 
     Args:
         *args: q, k, v, attn_mask, alibi_slopes and sink, tensors or None, and the other options.
@@ -43,11 +43,12 @@ def with_arrays(options: dict[str, Any], *arrays: Tensor | None) -> Any:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, slopes: Any, sink: Any, options: dict[str, Any]
 ) -> Any:
-    return kernels.flash_attention_forward(q, k, v, **with_arrays(options, mask, slopes, sink))
+    return array_call.forward(q, k, v, with_arrays(options, mask, slopes, sink), None)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, options = inputs
+    ctx.mark_non_differentiable(output[2])
     ctx.options = options if options.keys().isdisjoint(KEPT) else with_kept_mods(options)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
@@ -64,8 +65,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        dout, dlse = gradients
-        *_, out, _lse = saved = ctx.saved_tensors
+        dout, dlse, _ = gradients
+        *_, out, _lse, _rest = saved = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
         dout = torch.zeros_like(out) if dout is None else dout
         args = dout, dlse, *saved, wanted, ctx.options
@@ -106,18 +107,18 @@ class _Transformed(_Attention):
             return in_loop(eager_attention, info, in_dims, args)
         ranks = *[rank] * 4, None, None
         batched = _batched(info.batch_size, in_dims[:6], tensors, ranks)
-        return eager_attention(*batched, options), (0, 0)
+        return eager_attention(*batched, options), (0, 0, 0)
 
 
 class _Gradient(torch.autograd.Function):
     @staticmethod
     def forward(
         dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, slopes: Any, sink: Any,
-        out: Tensor, lse: Tensor, wanted: tuple[bool, bool], options: dict[str, Any],
+        out: Tensor, lse: Tensor, rest: Tensor, wanted: tuple[bool, bool], options: dict[str, Any],
     ) -> tuple[Tensor, ...]:  # fmt: skip
         own = with_arrays(options, mask, slopes, sink)
-        more = {"mask_gradient": wanted[0], "sink_gradient": wanted[1]}
-        found = kernels.flash_attention_backward(dout, q, k, v, out, lse, dlse=dlse, **more, **own)
+        results = dout, out, lse, dlse, rest
+        found = array_call.backward((q, k, v), results, own, None, *wanted)
         if wanted[1]:
             return *found[:-1], found[-1].to(sink.dtype)
         return found
@@ -139,8 +140,8 @@ class _Gradient(torch.autograd.Function):
         rank = _rank_to_batch(in_dims[2:8], tensors[2:8], options)
         if rank is None or any(wanted):
             return in_loop(_Gradient.apply, info, in_dims, args)
-        ranks = rank, rank - 1, *[rank] * 4, None, None, rank, rank - 1
-        batched = _batched(info.batch_size, in_dims[:10], tensors, ranks)
+        ranks = rank, rank - 1, *[rank] * 4, None, None, rank, rank - 1, rank - 1
+        batched = _batched(info.batch_size, in_dims[:11], tensors, ranks)
         found: Any = _Gradient.apply(*batched, wanted, options)
         shapes = [_own_shape(dim, x) for dim, x in zip(in_dims[2:5], tensors[2:5], strict=True)]
         return tuple(

@@ -109,7 +109,7 @@ def flash_attention(
             rung=rung,
         )
     if kind == "meta" or is_traced(arrays):
-        out, lse = compiled_attention(*arrays, seed, options)
+        out, lse, _ = compiled_attention(*arrays, seed, options)
     else:
         if dropout_p or seed is not None:
             if seed is None:
@@ -117,7 +117,7 @@ def flash_attention(
                 # Within torch.func a tensor, which vmap may give one value for each index.
                 seed = drawn if torch._C._are_functorch_transforms_active() else int(drawn)
             options["seed"] = seed
-        out, lse = eager_attention(*arrays, options)
+        out, lse, _ = eager_attention(*arrays, options)
     return (out, lse) if return_lse else out
 
 

@@ -253,8 +253,8 @@ class TensorData:
                 f"strides {shown(strides)} and shape {shape} have different lengths; use one stride a size"
             )
         self.is_half = is_half
-        self.shape = shape
-        self.strides = strides
+        self.shape: tuple[int, ...] = shape  # type: ignore[assignment]
+        self.strides: tuple[int, ...] = strides  # type: ignore[assignment]
         self.dims = len(shape)
         self.size = math.prod(shape)
         if type(self.size) is not int:  # to the cache above, 2.0 is 2

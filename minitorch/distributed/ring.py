@@ -142,9 +142,9 @@ def _gradients(
             arriving.append(Shift(group, done))
         for near, part in call.parts(owner):
             keys, values = (rows_of(x, near.cols) for x in block)
-            own_lse = tuple(view_of(x, x.dims - 1, near.rows) for x in lse)
+            logs, rest = (view_of(x, x.dims - 1, near.rows) for x in lse)
             results = rows_of(dout, near.rows), rows_of(out, near.rows)
-            added = gradients(rows_of(q, near.rows), keys, values, part, *results, own_lse)
+            added = gradients(rows_of(q, near.rows), keys, values, part, *results, (logs, rest))
             # After the first gradients, so that those of other ranks arrive meanwhile.
             sums = sums or sums_of(owner, block)
             dq.add(near.queries, added[0])
@@ -197,9 +197,9 @@ class RingAttention(Function):
                     totals.append(total)
 
         for share in _shares(k, v, call, 2 * _rounds(call)):
-            own_lse = tuple(view_of(x, x.dims - 2, share.heads) for x in (lse, rest))
-            own = share.of(q), share.of(out), share.of(dout), own_lse
-            dq, shift = _gradients(*own, share, arrive)
+            own = share.of(q), share.of(out), share.of(dout)
+            logs, own_rest = (view_of(x, x.dims - 2, share.heads) for x in (lse, rest))
+            dq, shift = _gradients(*own, (logs, own_rest), share, arrive)
             found[0].append(dq)
             on_way_home.append(shift)
         arrive()

@@ -221,9 +221,9 @@ def _forward(
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     rest: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None, sink: Tensor | None,
-    seed: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool, causal_offset: int,
-    left: int, right: int, softcap: float, deterministic: bool, others: int, mask_gradient: bool,
-    sink_gradient: bool,
+    seed: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool,
+    causal_offset: int, left: int, right: int, softcap: float, deterministic: bool, others: int,
+    mask_gradient: bool, sink_gradient: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Return dq, dk and dv, and the gradients of the mask and of the sinks if wanted."""
     options = _options(

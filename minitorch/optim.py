@@ -95,8 +95,7 @@ class Optimizer:
     def _check_numbers(self, numbers: dict[str, Any]) -> None:
         """Check the types and ranges of the numbers of a state, or of those that the constructor got."""
         for name, value in numbers.items():
-            if not isinstance(value, Real):
-                raise TypeError(f"{name} must be a number, got {shown(value)}")
+            number(name, value)
 
     def _load_tensors(self, tensors: dict[str, Tensor]) -> None:
         if tensors:

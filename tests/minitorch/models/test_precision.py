@@ -91,7 +91,7 @@ def test_bfloat16_learns_as_float32_does() -> None:
 
 
 def test_what_is_no_precision() -> None:
-    with pytest.raises(ValueError, match=r"one of 'float32', 'tf32', 'bfloat16'; got 'half'"):
+    with pytest.raises(ValueError, match=r"one of 'float32', 'tf32', 'bfloat16', got 'half'"):
         model_of(precision="half")
     with pytest.raises(ValueError, match="leave one of them out"):
         model_of(precision="bfloat16", dtype=np.float32)

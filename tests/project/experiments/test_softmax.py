@@ -111,7 +111,7 @@ def test_what_is_no_number_spoils_its_row_only(where: Any, step: str, spoilt: fl
 @pytest.mark.parametrize("module", [cpu_ladder, cuda_ladder], ids=["cpu", "cuda"])
 def test_a_wrong_call_says_what_was_expected(module: Any) -> None:
     x = np.zeros((2, 3), np.float32)
-    with pytest.raises(ValueError, match=r"one of \['naive', 'safe', 'online'\], got 'lazy'"):
+    with pytest.raises(ValueError, match=r"one of 'naive', 'safe', 'online', got 'lazy'"):
         module.softmax("lazy", x, x)
     for out in (np.zeros((3, 2), np.float32), np.zeros((2, 3))):
         with pytest.raises(ValueError, match=r"the same shape \(rows, length\) and dtype, got"):

@@ -49,6 +49,9 @@ class Tensor:
     def get_device(self) -> int:
         return 0
 
+    def is_neg(self) -> bool:
+        return False
+
 
 Tensor.__module__ = "torch"
 
@@ -71,7 +74,9 @@ class FakeTorch(SimpleNamespace):
         self.stream, self.made, self.is_capturing = 0, list[int](), False
         self.cuda = SimpleNamespace(is_current_stream_capturing=lambda: self.is_capturing)
         self._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda number: self.stream)
-        self.is_grad_enabled = lambda: True
+        self.is_grad_enabled, self.get_num_threads = lambda: True, lambda: 1
+        self.set_num_threads = lambda count: None
+        self.autograd = SimpleNamespace(forward_ad=SimpleNamespace(_current_level=-1))
         self._addresses = count(1 << 50, 1 << 30)
 
     def empty_strided(self, shape: Any, strides: Any, dtype: Any, device: Any) -> Tensor:

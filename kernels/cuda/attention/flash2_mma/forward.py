@@ -219,7 +219,7 @@ def forward_kernel(
             row_max[i] = minus_inf
             row_sum[i] = zero
         set_all(acc, zero)
-        stage = 0
+        has_large, stage = False, 0
         # 6: for 1 <= j <= T_c
         while entry < entries_stop:
             j = tile_of(entry, extras)
@@ -250,7 +250,9 @@ def forward_kernel(
             to_scores(s, factor, whole, bits, lane, warp_row, tile_place, extras)
             # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = l + rowsum P
             # 10, first half: O = diag(e^(m - m_new)) O, and l likewise
-            softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras)
+            has_large = softmax_step(
+                s, acc, row_max, row_sum, has_large, unit, top, bits, lane, warp_row, extras
+            )
             # 10, second half: O = O + P V_j
             v_stage = v_tile + stage * v_bytes
             accumulate(acc, s, a_fragment, b_fragment, v_stage, lane, 0)

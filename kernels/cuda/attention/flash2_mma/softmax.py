@@ -18,7 +18,7 @@ from kernels.cuda.attention.options.score_functions import make_row_end
 from kernels.cuda.attention.tile_bits import TileBits
 from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.ptx.fragments import lane_col, lane_row
-from kernels.cuda.ptx.numbers import ex2
+from kernels.cuda.ptx.numbers import ex2, mul_rn, rcp
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
@@ -50,8 +50,9 @@ def make_softmax_step(
 ) -> Callable[..., None]:
     """Return the function that replaces the scores of a warp by probabilities.
 
-    In ``softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras)``, ``unit`` is the
-    factor that makes base 2 of the scores, and probabilities are multiplied by 2**top.
+    In ``softmax_step(s, acc, row_max, row_sum, has_large, unit, top, bits, lane, warp_row, extras)``,
+    ``unit`` is the factor that makes base 2 of the scores, and probabilities are multiplied by 2**top.  It
+    returns ``has_large``, whether a row of the warp is large.
 
     Args:
         layout: Layout of the block.
@@ -62,10 +63,23 @@ def make_softmax_step(
     row_tiles, own_rows, col_tiles = layout.row_tiles, 2 * layout.row_tiles, layout.block_k // COLS
     kept, has_bits = tile_bits.kept, tile_bits.bytes
     is_patient, least = patience > 0, np.float32(patience)
-    zero, log2_e = np.float32(0), np.float32(LOG2_E)
+    zero, log2_e, ln_2 = np.float32(0), np.float32(LOG2_E), np.float32(LN_2)
 
     @device_function
-    def softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras):
+    def lower(s, row_max, unit):
+        inverse = rcp(mul_rn(unit, ln_2))
+        for i in range(own_rows):
+            near = float32(shift_of(row_max[i]))
+            if is_large(near * unit):
+                largest = score_in(near, unit)
+                for n in range(col_tiles):
+                    at = i // 2 * col_tiles + n
+                    for u in range(2):
+                        found = apart(s[at, 2 * (i % 2) + u], unit, largest)
+                        s[at, 2 * (i % 2) + u] = found * inverse
+
+    @device_function
+    def softmax_step(s, acc, row_max, row_sum, has_large, unit, top, bits, lane, warp_row, extras):
         new_max = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: m_new, like row_max
         grows = False
         for i in range(own_rows):
@@ -77,6 +91,7 @@ def make_softmax_step(
             new_max[i] = row_max_of(largest)
             grows = grows or (new_max[i] - row_max[i]) * unit > least
         if not is_patient or cuda.ballot_sync(ALL_LANES, grows) != 0:
+            grows = False
             for i in range(own_rows):
                 # 10, first half: O = diag(e^(m - m_new)) O, and l likewise.  The last shift is what
                 # it was then, bit for bit: what was summed weighs neither more nor less.
@@ -84,38 +99,36 @@ def make_softmax_step(
                 rescale = ex2((row_max[i] * unit - top) - (near * unit - top))
                 if is_large(near * unit):
                     rescale = ex2(apart(row_max[i], unit, score_in(near, unit)) * log2_e)
+                    grows = True
                 row_max[i] = new_max[i]
                 row_sum[i] *= rescale
                 for n in range(own_tiles):
                     at = i // 2 * own_tiles + n
                     acc[at, 2 * (i % 2)] *= rescale
                     acc[at, 2 * (i % 2) + 1] *= rescale
-        for i in range(own_rows):
-            near = float32(shift_of(row_max[i]))
-            if is_large(near * unit):
-                largest = score_in(near, unit)
-                for n in range(col_tiles):
-                    at = i // 2 * col_tiles + n
-                    for u in range(2):
-                        s[at, 2 * (i % 2) + u] = apart(s[at, 2 * (i % 2) + u], unit, largest)
+            # Only here may a row become large: other tiles test a flag.
+            has_large = cuda.ballot_sync(ALL_LANES, grows) != 0
+        if has_large:
+            lower(s, row_max, unit)
         for m in range(row_tiles):
             for half in range(2):  # the row, and that eight below
                 # 9: P = exp(S - m_new), l = l + rowsum P
                 i = 2 * m + half
                 near, total = float32(shift_of(row_max[i])), zero
-                has_apart = is_large(near * unit)
-                row_unit = log2_e if has_apart else unit
-                shift = (zero if has_apart else near * unit) - top
+                shift = near * unit - top
+                if has_large and is_large(near * unit):
+                    shift = -top
                 for n in range(col_tiles):
                     at = m * col_tiles + n
                     for u in range(2):
-                        p = ex2(s[at, 2 * half + u] * row_unit - shift)
+                        p = ex2(s[at, 2 * half + u] * unit - shift)
                         total += p
                         if has_bits:  # P after dropout; l sums P before it
                             in_row = warp_row + lane_row(lane) + m * ROWS + 8 * half
                             p *= kept(bits, in_row, lane_col(lane) + n * COLS + u, extras)
                         s[at, 2 * half + u] = p
                 row_sum[i] += total
+        return has_large
 
     return softmax_step
 

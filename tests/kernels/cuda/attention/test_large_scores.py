@@ -32,6 +32,8 @@ def _check(case: Case, rung: str, **more: Any) -> None:
     case.check(results, f"by {rung}")
 
 
+@pytest.mark.simulator
+@pytest.mark.usefixtures("quick_barriers")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -43,6 +45,8 @@ def test_rows_of_large_scores_have_their_probabilities(rung: str, name: str) -> 
     _check(case, rung, tile=(4, 4))
 
 
+@pytest.mark.simulator
+@pytest.mark.usefixtures("quick_barriers")
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_parts_of_a_row_of_large_scores_weigh_as_many_keys_as_they_have() -> None:
     case = large_case("a row of a large negative number", FLOAT32, 3, 27, 4)

@@ -317,7 +317,12 @@ def make_consume(
             at = skip_tiles(keys, values, at, skipped, me, lane)  # fully masked for these rows
             stop = int32(stop - skipped)
             # 5: l = 0, m = -inf; O = 0 is what the first P V begins with
-            max_0, max_1, sum_0, sum_1 = minus_inf, minus_inf, zero, zero
+            maxima, shifts, sums, has_large = (
+                (minus_inf, minus_inf),
+                (zero, zero),
+                (zero, zero),
+                False,
+            )
             if first < stop:
                 if not is_issued:
                     # 8: S = Q_i K_jᵀ, the first
@@ -339,8 +344,8 @@ def make_consume(
                 whole = pattern == 0 if has_patterns else item.full <= j < item.full_stop
                 apply_options(whole, s, seen, place, scale, extras)
                 # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
-                max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1 = softmax_step(
-                    s, unit, factor, max_0, max_1, sum_0, sum_1
+                maxima, shifts, sums, has_large, is_scaled, rescale_0, rescale_1 = softmax_step(
+                    s, unit, factor, maxima, shifts, sums, has_large
                 )
                 wait_for_all()  # the last P V is done: its values may be overwritten, and O is ours
                 if n > 0:
@@ -390,11 +395,11 @@ def make_consume(
                 release(values, before, lane)
             item = read_item(tile_at(items, q_at))  # read again instead of kept in registers
             release_alone(items, q_at)  # each thread, for what it has read itself
-            shift_0 = mul_rn(float32(shift_of(max_0)), unit)
-            shift_1 = mul_rn(float32(shift_of(max_1)), unit)
+            shift_0 = mul_rn(float32(shift_of(maxima[0])), unit)
+            shift_1 = mul_rn(float32(shift_of(maxima[1])), unit)
             keep_scale = extras.keep_scale if has_kept else one
             finish(
-                me, own_tile, out, lse, rest, acc, (shift_0, shift_1), (sum_0, sum_1), keep_scale, item,
+                me, own_tile, out, lse, rest, acc, (shift_0, shift_1), sums, keep_scale, item,
                 p, extras,
             )  # fmt: skip
             copied = q_at.stage

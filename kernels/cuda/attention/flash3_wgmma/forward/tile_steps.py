@@ -181,11 +181,12 @@ def make_lower(cols: int) -> Callable[..., Any]:
 
 @cache
 def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
-    """Return ``softmax_step(s, scale, factor, max_0, max_1, sum_0, sum_1)``: scores to probabilities.
+    """Return ``softmax_step(s, scale, factor, maxima, shifts, sums, has_large)``.
 
-    Scores times ``scale`` are natural logarithms, and times ``factor`` in base 2.  It returns the new
-    maxima and sums of a lane's two rows, whether earlier sums must be rescaled, and by which factors.  A
-    lane sums its own columns.
+    It replaces scores by probabilities.  Scores times ``scale`` are natural logarithms, and times
+    ``factor`` in base 2.  Maxima, what is subtracted in base 2, and sums are those of a lane's two rows; a
+    lane sums its own columns.  It returns the new ones and whether a row of the warp is large, then whether
+    earlier sums must be rescaled, and by which factors.
 
     Args:
         cols: Columns of the tile.
@@ -204,28 +205,37 @@ def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
         return ex2(sub_rn(mul_rn(old, scale), top) * LOG2_OF_E)
 
     @device_function
-    def softmax_step(s, scale, factor, max_0, max_1, sum_0, sum_1):
+    def rescale_of(old, new, scale, factor):
+        near = float32(shift_of(new))
+        factor_of_sums = ex2(old * factor - near * factor)
+        if abs(near * factor) > MOST:
+            factor_of_sums = rescaled(old, natural(new, scale), scale)
+        return factor_of_sums
+
+    @device_function
+    def softmax_step(s, scale, factor, maxima, shifts, sums, has_large):
+        max_0, max_1 = maxima
         top_0, top_1 = lane_maxima(s, max_0, max_1)
+        # A warp with a large row comes here with every tile: others need no test of their own.
         is_scaled = True
         if is_patient:  # a row maximum has grown if it has in one of its lanes
-            grows = (top_0 - max_0) * factor > least or (top_1 - max_1) * factor > least
+            grows = (
+                has_large or (top_0 - max_0) * factor > least or (top_1 - max_1) * factor > least
+            )
             is_scaled = cuda.ballot_sync(ALL_LANES, grows) != 0
         rescale_0 = rescale_1 = one
         if is_scaled:
             top_0, top_1 = row_maxima(top_0, top_1)
-            rescale_0 = ex2(max_0 * factor - float32(shift_of(top_0)) * factor)
-            rescale_1 = ex2(max_1 * factor - float32(shift_of(top_1)) * factor)
-        else:
-            top_0, top_1 = max_0, max_1
-        shift_0 = float32(shift_of(top_0)) * factor
-        shift_1 = float32(shift_of(top_1)) * factor
-        if has_large_row(shift_0, shift_1):
-            low_0, low_1 = natural(top_0, scale), natural(top_1, scale)
-            rescale_0, rescale_1 = rescaled(max_0, low_0, scale), rescaled(max_1, low_1, scale)
-            shift_0, shift_1 = lower(s, scale, (low_0, low_1), (shift_0, shift_1))
-        sum_0, sum_1 = sum_0 * rescale_0, sum_1 * rescale_1
-        sum_0, sum_1 = exponentials(s, 0, factor, shift_0, shift_1, sum_0, sum_1)
-        return top_0, top_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1
+            rescale_0 = rescale_of(max_0, top_0, scale, factor)
+            rescale_1 = rescale_of(max_1, top_1, scale, factor)
+            maxima, sums = (top_0, top_1), (sums[0] * rescale_0, sums[1] * rescale_1)
+            shifts = float32(shift_of(top_0)) * factor, float32(shift_of(top_1)) * factor
+            has_large = has_large_row(shifts[0], shifts[1])
+            if has_large:
+                tops = natural(top_0, scale), natural(top_1, scale)
+                shifts = lower(s, scale, tops, shifts)
+        sums = exponentials(s, 0, factor, shifts[0], shifts[1], sums[0], sums[1])
+        return maxima, shifts, sums, has_large, is_scaled, rescale_0, rescale_1
 
     return softmax_step
 

@@ -30,6 +30,7 @@ class Tensor:
     layout = "strided"
     device = Device()
     owner: Any = None
+    is_nested = False
 
     def __init__(
         self, start: int, shape: Any, strides: Any, dtype: str, requires_grad: bool = False
@@ -50,6 +51,12 @@ class Tensor:
         return 0
 
     def is_neg(self) -> bool:
+        return False
+
+    def resolve_neg(self) -> Tensor:
+        return self
+
+    def _is_zerotensor(self) -> bool:
         return False
 
 

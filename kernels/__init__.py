@@ -73,7 +73,7 @@ def flash_attention_forward(
     Source: FlashAttention-2, Algorithm 1.
     """
     own = by_name("flash_attention_forward", args, options)
-    out, lse, _ = array_call.forward(q, k, v, own, tile)
+    out, lse = array_call.forward(q, k, v, own, tile)
     return out, lse
 
 

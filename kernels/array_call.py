@@ -131,16 +131,19 @@ class Call:
         return gradient if summed is gradient else memory.laid_as(summed, operand)
 
 
-def forward(q: Any, k: Any, v: Any, options: Options, tile: Any) -> tuple[Any, ...]:
-    """Return out, lse and its rest; see :func:`kernels.flash_attention_forward`."""
+def forward(
+    q: Any, k: Any, v: Any, options: Options, tile: Any, with_rest: bool = False
+) -> tuple[Any, ...]:
+    """Return out, lse and, if wanted, its rest; see :func:`kernels.flash_attention_forward`."""
     library = library_of(q)
     if library is not None and (place := library.place(q)) is not None:
         with place:
-            return forward(q, k, v, options, tile)
+            return forward(q, k, v, options, tile, with_rest)
     seen = glance((q, k, v), options, "forward", tile)
+    count = 2 + with_rest
     if seen is not None and seen.plan is not None:
-        return _repeated(seen, library, q)
-    return results_of(library, Call(q, k, v, options).forward(tile, seen))
+        return _repeated(seen, library, q)[:count]
+    return results_of(library, Call(q, k, v, options).forward(tile, seen)[:count])
 
 
 def backward(

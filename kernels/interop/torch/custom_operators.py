@@ -214,7 +214,7 @@ def _forward(
         attn_mask, alibi_slopes, sink, seed, dropout_p, is_causal, scale, enable_gqa, causal_offset,
         left, right, softcap, deterministic, others,
     )  # fmt: skip
-    return array_call.forward(q, k, v, options, None)
+    return array_call.forward(q, k, v, options, None, True)
 
 
 @torch.library.custom_op("minitorch::flash_attention_backward", **_OPTIONS)

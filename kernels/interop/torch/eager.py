@@ -43,7 +43,7 @@ def with_arrays(options: dict[str, Any], *arrays: Tensor | None) -> Any:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, slopes: Any, sink: Any, options: dict[str, Any]
 ) -> Any:
-    return array_call.forward(q, k, v, with_arrays(options, mask, slopes, sink), None)
+    return array_call.forward(q, k, v, with_arrays(options, mask, slopes, sink), None, True)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -95,13 +95,11 @@ class Rows:
         rows, here = slice(ROWS.start, ROWS.stop), slice(PLACE, PLACE + len(ROWS))
         old, new = whole[..., rows, :], self.values[..., here, :].astype(np.float64)
         if is_weighed:
-            logs = (
-                lse[..., rows] + self.rest[..., rows],
-                self.added[..., here] + self.added_rest[..., here],
-            )
+            logs = lse[..., rows], self.added[..., here].astype(np.float64)
+            rests = self.rest[..., rows], self.added_rest[..., here]
             top = np.maximum(*logs)
             top = np.where(top == -np.inf, 0, top)
-            weights = [np.exp(x - top) for x in logs]
+            weights = [np.exp((x - top) + rest) for x, rest in zip(logs, rests, strict=True)]
             total = weights[0] + weights[1]
             shares = [np.where(total > 0, w / np.where(total > 0, total, 1), 0.0) for w in weights]
             old, new = old * shares[0][..., None], new * shares[1][..., None]

@@ -91,7 +91,7 @@ def text_encoder(config: dict[str, Any]) -> Callable[[str], Tokens]:
     Raises:
         ValueError: If the tokenizer does not fit.
     """
-    tokenizer, characters = tokenizer_of(config), config["characters"]
+    tokenizer, characters = tokenizer_of(config), config.get("characters", "")
     if tokenizer is None:
         return lambda text: encode(spelled(text, characters), characters)
     return lambda text: np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cuda.backend import address_of, is_device_array
-
 from ..autodiff import writes
 
 #: Maximum number of pieces of memory whose last write is kept; beyond it, the oldest is forgotten.
@@ -65,7 +63,7 @@ def _storages(values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     for value in values:
         data = getattr(value, "_tensor", value)
         storage = getattr(data, "_storage", data)
-        if isinstance(storage, np.ndarray) or is_device_array(storage):
+        if isinstance(storage, np.ndarray) or hasattr(storage, "__cuda_ndarray__"):
             yield data.shape, storage
         elif isinstance(value, (tuple, list)):
             yield from _storages(value)
@@ -76,8 +74,8 @@ def _span(array: Any) -> tuple[int, int]:
     array = getattr(array, "_ary", array)  # the simulator's
     if 0 in array.shape:
         return 0, 0
-    on_device = is_device_array(array)
-    start = address_of(array) if on_device else array.__array_interface__["data"][0]
+    pointer = getattr(array, "device_ctypes_pointer", None)
+    start = pointer.value or 0 if pointer is not None else array.__array_interface__["data"][0]
     ends = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
     last = start + sum(max(end, 0) for end in ends)
     return start + sum(min(end, 0) for end in ends), last + array.dtype.itemsize

@@ -76,11 +76,10 @@ def make_online_softmax(
 
     @compile_
     def log_sum_exp(shift, row_sum):
-        if row_sum == 0.0:
-            return MINUS_INF, 0.0
-        term = log(row_sum)
+        term = row_sum if row_sum == 0.0 else log(row_sum)
         lse = shift + term
-        return lse, (shift - lse) + term  # in this order, which no compiler may change
+        rest = (shift - lse) + term  # in this order, which no compiler may change
+        return (MINUS_INF if row_sum == 0.0 else lse), rest
 
     @compile_
     def merge_weight(lse, rest, shift):

@@ -63,7 +63,7 @@ def _storages(values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     for value in values:
         data = getattr(value, "_tensor", value)
         storage = getattr(data, "_storage", data)
-        if isinstance(storage, np.ndarray) or hasattr(storage, "__cuda_ndarray__"):
+        if isinstance(storage, np.ndarray) or getattr(storage, "__cuda_ndarray__", False):
             yield data.shape, storage
         elif isinstance(value, (tuple, list)):
             yield from _storages(value)

@@ -125,10 +125,10 @@ def _guard(value: Any) -> None:
         value: A user function, or a captured value.
     """
     if isinstance(value, FunctionType):
+        repr(value)  # a graph break if a function of the compiled code captures what is not constant
         try:
             cells = value.__closure__ or ()
-        except AttributeError:  # the function is defined in the compiled code
-            repr(value)  # a graph break if the function captures a number that is not constant
+        except AttributeError:  # a function of the compiled code, before PyTorch 2.14
             if not _captures_constants(value):
                 torch._dynamo.graph_break()
             return
@@ -139,7 +139,7 @@ def _guard(value: Any) -> None:
     elif isinstance(value, partial):
         for part in (value.func, value.args, value.keywords):
             _guard(part)
-    elif isinstance(value, (tuple, dict)):
+    elif isinstance(value, (tuple, list, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             _guard(item)
     elif isinstance(value, (int, float, str)):

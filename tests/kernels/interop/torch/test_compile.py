@@ -148,6 +148,11 @@ def in_function(q: Any, k: Any, v: Any, width: Any) -> Any:
     return flash_attention(q, k, v, mask_mod=lambda *place: near(*place))
 
 
+def in_function_list(q: Any, k: Any, v: Any, width: Any) -> Any:
+    nears = [NEAR[width]]
+    return flash_attention(q, k, v, mask_mod=lambda *place: nears[0](*place))
+
+
 def in_scores(q: Any, k: Any, v: Any, width: Any) -> Any:
     def near(score: Any, batch: Any, head: Any, row: Any, col: Any) -> Any:
         return score if abs(row - col) <= width else -1e30
@@ -161,7 +166,9 @@ def in_scores(q: Any, k: Any, v: Any, width: Any) -> Any:
 NEAR = {width: captured(width) for width in WIDTHS}
 
 
-@pytest.mark.parametrize("attend", [in_lambda, in_list, in_object, in_function, in_scores])
+@pytest.mark.parametrize(
+    "attend", [in_lambda, in_list, in_object, in_function, in_function_list, in_scores]
+)
 def test_a_function_of_compiled_code_uses_its_values(attend: Any) -> None:
     call = compiled(attend, [])  # makes a number dynamic when it changes
     for width in WIDTHS:

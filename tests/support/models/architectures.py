@@ -228,7 +228,7 @@ def inputs_of(model: Any) -> list[dict[str, Any]]:
         {**text, **spoken},
         {**text, **image, **boxes},
     ]
-    of_text = set(text) if "input_ids" not in names else set()
+    of_text = set() if "input_ids" in names else set(text) - {"decoder_input_ids"}
     own = [
         {n: x for n, x in given.items() if n in names and n not in of_text} for given in attempts
     ]
@@ -315,10 +315,11 @@ def check(kind: str) -> None:
         if not calls:
             raise Untested("has no attention")
     assert len(actual) == len(expected), "not every parameter has a gradient"
+    # The own attention of hrm_text is 3e-4 of its largest gradient off a float64 one, ours 1e-4.
     top = max(x.abs().max().item() for x in expected if x.numel())
     for one, other in zip(actual, expected, strict=True):
         scale = max(other.abs().max().item() if other.numel() else 0.0, 1e-2 * top)
-        torch.testing.assert_close(one, other, atol=1e-4 * scale, rtol=1e-3)
+        torch.testing.assert_close(one, other, atol=5e-4 * scale, rtol=1e-3)
 
 
 def tried(kind: str) -> str:

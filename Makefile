@@ -160,6 +160,7 @@ app: $(VENV)/.app
 # Everything that .ci/run needs, so that its parts only run.
 install-ci: $(VENV)/.lint $(VENV)/.docs
 	@$(MAKE) --no-print-directory $(VENV)-ptx/.ptx VENV=$(VENV)-ptx
+	@$(MAKE) --no-print-directory $(VENV)-torch/.torch VENV=$(VENV)-torch
 
 # All of CI's environments, the newest of each range, and what they have in common the same version.
 # Only CUDA's compiler is the oldest of its range, CUDA 13: it lets products wait for one another where newer

@@ -114,7 +114,7 @@ def shrink(values: dict[str, Any], sections: bool) -> dict[str, Any]:
             small[name] = shrink(value, sections) if named else value
         elif name in listed:
             small[name] = [value[i] for i in chosen]
-        elif name == "conv_dim" and isinstance(value, (list, tuple)):
+        elif name in ("conv_dim", "image_size") and isinstance(value, (list, tuple)):
             small[name] = [32] * len(value)
         elif re.search(r"token_(id|index)$|_token$", name) and isinstance(value, int):
             token -= 1

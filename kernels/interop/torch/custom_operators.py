@@ -125,7 +125,7 @@ def _guard(value: Any) -> None:
         value: A user function, or a captured value.
     """
     if isinstance(value, FunctionType):
-        repr(value)  # a graph break if a function of the compiled code captures what is not constant
+        repr(value)  # a graph break if a compiled function captures what is no constant
         try:
             cells = value.__closure__ or ()
         except AttributeError:  # a function of the compiled code, before PyTorch 2.14

@@ -11,6 +11,8 @@ call is refused
             fails only by a check of ours.
 bounds      the same with NUMBA_BOUNDSCHECK=1 and a folder of compiled code of its own.
 options     the tests marked fuzz: valid combinations of options, on every host rung, against the textbook.
+extreme     tests/reliability/test_extreme.py: scores up to 10¹², and masks of the largest float, through
+            every entrance.
 sanitizer   attention's smoke test under compute-sanitizer's memcheck: only on a machine with a GPU.
 
 A child that dies is a failure: the draw that was under way is printed, and where Python was then.
@@ -56,6 +58,10 @@ PARTS: dict[str, tuple[list[str], dict[str, str]]] = {
          "tests/minitorch/functions/test_flash_attention.py"],
         {},
     ),
+    "extreme": (
+        ["-m", "fuzz", "tests/reliability/test_extreme.py"],
+        {"MINITORCH_EXAMPLES": "100"},  # of long rows, some of them on the emulated GPU
+    ),
 }  # fmt: skip
 #: What a sanitizer looks at: kernels on a GPU, each with its options.
 SANITIZED = "tests.support.smoke.attention"
@@ -93,10 +99,10 @@ def run_batch(part: str, seed: int, examples: int, seconds: float) -> Batch:
         names = {"MINITORCH_FUZZ_NOTES": str(notes), "MINITORCH_FUZZ_COUNTS": str(counts)}
         env = {
             **os.environ,
-            **environment,
-            **names,
             "MINITORCH_EXAMPLES": str(examples),
             "PYTHONUNBUFFERED": "1",
+            **environment,
+            **names,
         }
         child = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

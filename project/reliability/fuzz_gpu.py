@@ -81,7 +81,8 @@ def main(argv: list[str] | None = None) -> int:
             kinds += [json.loads(line) for line in lines if line.endswith("\n")]
     failures += [kind["failure"] for kind in kinds if kind["failure"]]
     total: Counter[str] = Counter()
-    by: dict[str, Counter[str]] = {name: Counter() for name in ("entry", "rung", "dtype", "dim")}
+    names = ("entry", "rung", "dtype", "dim", "extreme")
+    by: dict[str, Counter[str]] = {name: Counter() for name in names}
     for kind in kinds:
         total.update(kind["counts"])
         for name, counter in by.items():

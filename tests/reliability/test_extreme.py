@@ -1,11 +1,13 @@
 """Extreme scores: attention is finite and right wherever composed attention is, in both passes.
 
-A few draws; ``make fuzz`` draws for minutes.
+A few draws through every entrance; ``make fuzz`` draws for minutes.
 """
 
 from __future__ import annotations
 
 import os
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,36 +15,166 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import launch
-from kernels.runtime.dtypes import BFLOAT16
-from minitorch import FastBackend
+from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
+from minitorch import FastBackend, SimpleBackend, Tensor, naive_attention
 
-from ..support.attention.strategies import Case
-from ..support.fuzzing.extreme import by_tensors, check, extreme_cases
+from ..minitorch.functions.test_flash_attention import attend
+from ..support.attention.on_cuda import (
+    DIMS,
+    RUNGS,
+    TILES,
+    fitting,
+    on_device,
+    packed_cases,
+    taken_by,
+)
+from ..support.attention.strategies import FEATURES, Case
+from ..support.emulated.hopper import FUZZ_ONLY, emulated_hopper_backward
+from ..support.emulated.target import EMULATED
+from ..support.fuzzing.draws import Notes
+from ..support.fuzzing.extreme import check, extreme_cases, scaled
 
-SHORT = settings(max_examples=int(os.environ.get("MINITORCH_EXAMPLES", "40")))
-LENGTHS = st.sampled_from([1, 2, 3, 5, 8, 9, 20, 40, 130])
-LONG = st.sampled_from([2, 8, 40, 600, 1100])
-DIMS = st.sampled_from([1, 3, 8, 16, 17, 64])
-LEADS = st.sampled_from([[], [2], [2, 2]])
-FEW = st.sampled_from([[], [2]])
-WIDE = (np.dtype(np.float32), np.dtype(np.float64))
+SHORT = settings(max_examples=int(os.environ.get("MINITORCH_EXAMPLES", "15")))
+FEW = settings(max_examples=max(int(os.environ.get("MINITORCH_EXAMPLES", "60")) // 20, 1))
+SIZES = (
+    st.sampled_from([1, 2, 3, 5, 8, 9, 20, 40, 130]),
+    st.sampled_from([1, 3, 8, 16, 17, 64]),
+    st.sampled_from([[], [2], [2, 2]]),
+)
+#: Few rows and many keys, which are divided into parts, as in decoding.
+DECODING = st.sampled_from([4, 700]), SIZES[1], st.just([])
+LONG = st.sampled_from([2, 8, 40, 600, 1100]), SIZES[1], st.sampled_from([[], [2]])
+SMALL = st.sampled_from([1, 2, 7]), SIZES[1], SIZES[2]
+WIDE, HALVES = (FLOAT32, FLOAT64), (FLOAT16, BFLOAT16)
+#: Options of PyTorch's operator that need no function.
+OF_TORCH = ("softcap", "dropout", "bool mask", "dlse")
+
+
+def by(target: launch.Target, rung: str) -> Any:
+    """Return a function that runs a rung on a case, with its own tile and with another."""
+
+    def run(case: Case) -> Any:
+        for tile in (None, case.tile):
+            yield case.run(target, rung, tile)
+
+    return run
+
+
+def forwards(array: Any) -> Any:
+    """Put an array on the device, which takes no negative strides."""
+    return on_device(array if min(array.strides, default=0) >= 0 else array.copy())
+
+
+def public(case: Case) -> Any:
+    """Return out and lse: the gradients of arrays have no more than lse of large rows."""
+    yield {name: x for name, x in case.call().items() if name in ("out", "lse")}
+
+
+def tensors(attention: Any, backend: Any) -> Any:
+    return lambda case: [attend(attention, case, backend)]
+
+
+def pytorch(case: Case) -> Any:
+    """Return the results of PyTorch's operator, which takes operands of four dimensions."""
+    torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install torch")
+    from kernels.interop.torch import flash_attention
+
+    def tensor(array: Any, dims: int, shape: Any = None) -> Any:
+        whole = np.array(np.broadcast_to(array, shape or array.shape))
+        return torch.from_numpy(whole.reshape((1,) * (dims - whole.ndim) + whole.shape))
+
+    problem, options = case.problem(), dict(case.options)
+    shapes = problem.q_shape, problem.k_shape, problem.v_shape
+    pairs = zip(case.operands, shapes, strict=True)
+    q, k, v = (tensor(x, 4, shape).requires_grad_() for x, shape in pairs)
+    if "attn_mask" in options:
+        options["attn_mask"] = tensor(options["attn_mask"], 0).requires_grad_(
+            case.has_mask_gradient
+        )
+    out, lse = flash_attention(q, k, v, return_lse=True, **options)
+    dlse = np.zeros(lse.shape, problem.acc_dtype) if case.dlse is None else case.dlse
+    torch.autograd.backward([out, lse], [tensor(case.dout, 4), tensor(dlse, 3)])
+    found = {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    found |= {"dmask": options["attn_mask"].grad} if case.has_mask_gradient else {}
+    yield {name: x.numpy() for name, x in found.items()}
+
+
+def emulated(rung: str) -> Any:
+    """Return a function that runs a rung of tensor cores on the emulated GPU, in both modes."""
+
+    def run(case: Case) -> Any:
+        for deterministic in (True, False):
+            with emulated_hopper_backward():
+                yield case.run(EMULATED, rung, deterministic=deterministic)
+
+    return run
+
+
+#: Entrance → its cases, and the function that yields their results.
+ENTRANCES: dict[str, tuple[st.SearchStrategy[Any], Any]] = {
+    "flash2 on the CPU": (extreme_cases(WIDE, *SIZES), by(launch.CPU, "flash2")),
+    "flash2 on the CPU, long": (extreme_cases(WIDE, *LONG), by(launch.CPU, "flash2")),
+    "decoding on the CPU": (extreme_cases(WIDE, *DECODING), by(launch.CPU, "flash2")),
+    "naive on the CPU": (extreme_cases(WIDE, *SIZES), by(launch.CPU, "naive")),
+    "flash2 of NumPy": (extreme_cases(WIDE, *SIZES), by(launch.NUMPY, "flash2")),
+    "naive of NumPy": (extreme_cases(WIDE, *SIZES), by(launch.NUMPY, "naive")),
+    "public functions": (extreme_cases((*WIDE, *HALVES), *LONG), public),
+    "packed sequences": (scaled(packed_cases(WIDE, *SIZES[:2])), by(launch.CPU, "flash2")),
+    "tensors": (extreme_cases((*WIDE, *HALVES), *LONG), tensors(Tensor.flash_attention, FastBackend)),
+    "simple tensors": (extreme_cases(WIDE, *SMALL), tensors(Tensor.flash_attention, SimpleBackend)),
+    "composed tensors": (extreme_cases(WIDE, *SIZES), tensors(naive_attention, FastBackend)),
+    "PyTorch": (extreme_cases((*WIDE, FLOAT16), *LONG[:2], st.just([2]), features=OF_TORCH), pytorch),
+}  # fmt: skip
+TINY = st.sampled_from([1, 5, 17, 35]), st.sampled_from([8, 16, 24]), st.sampled_from([[], [2]])
+#: Gradients of a score_mod in float32 are computed by flash2, which is not emulated.
+OF_TERMS = [name for name in FEATURES if name != "score_mod"]
+TENSOR_CORES = {
+    "flash2_mma in 16 bits": (extreme_cases(HALVES, *TINY), emulated("flash2_mma")),
+    "flash2_mma in float32": (
+        extreme_cases((FLOAT32,), *TINY, features=OF_TERMS),
+        emulated("flash2_mma"),
+    ),
+    "flash3_wgmma": (extreme_cases(HALVES, *TINY), emulated("flash3_wgmma")),
+}
+
+
+def _check(cases: Any, run: Any, data: st.DataObject, notes: Notes, entrance: str) -> None:
+    case = data.draw(cases)
+    notes.begin(f"{entrance}: {case}")
+    for found in run(case):
+        check(case, found, f"by {entrance}")
+    notes.count("right")
 
 
 @pytest.mark.fuzz
-@given(case=extreme_cases(WIDE, LENGTHS, DIMS, LEADS))
+@pytest.mark.parametrize("entrance", ENTRANCES)
+@given(data=st.data())
 @SHORT
-def test_kernels_are_right_where_scores_are_extreme(case: Case) -> None:
-    for target, rung, tile in (
-        (launch.CPU, "flash2", None),
-        (launch.CPU, "flash2", (64, 64)),
-        (launch.NUMPY, "flash2", (16, 8)),
-    ):
-        check(case, case.run(target, rung, tile), f"by {rung}")
+def test_extreme_scores_are_right(entrance: str, data: st.DataObject, notes: Notes) -> None:
+    _check(*ENTRANCES[entrance], data, notes, entrance)
 
 
 @pytest.mark.fuzz
-@given(case=extreme_cases((*WIDE, np.dtype(np.float16), BFLOAT16), LONG, DIMS, FEW))
+@pytest.mark.simulator
+@pytest.mark.usefixtures("quick_barriers")
+@pytest.mark.parametrize("rung", RUNGS)
+@given(data=st.data())
 @SHORT
-def test_tensors_are_right_where_scores_are_extreme(case: Case) -> None:
-    case.dlse = None
-    check(case, by_tensors(case, FastBackend), "of tensors")
+def test_extreme_scores_are_right_on_a_device(rung: str, data: st.DataObject, notes: Notes) -> None:
+    sizes = st.integers(1, 9), DIMS, st.sampled_from([[], [2]]), TILES
+    cases = extreme_cases(WIDE, *sizes, taken=partial(taken_by, rung))
+
+    def run(case: Case) -> Any:
+        found = case.run(launch.CUDA, rung, fitting(rung, case.tile), forwards)
+        yield {name: x.copy_to_host() for name, x in found.items()}
+
+    _check(cases, run, data, notes, rung)
+
+
+@pytest.mark.parametrize("entrance", [pytest.param(name, marks=FUZZ_ONLY) for name in TENSOR_CORES])
+@given(data=st.data())
+@FEW
+def test_extreme_scores_are_right_on_tensor_cores(
+    entrance: str, data: st.DataObject, notes: Notes
+) -> None:
+    _check(*TENSOR_CORES[entrance], data, notes, entrance)

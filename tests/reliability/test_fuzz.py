@@ -6,10 +6,8 @@ A few seconds of it; ``make fuzz`` draws for minutes, also with numba's bounds c
 
 from __future__ import annotations
 
-import json
 import os
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -39,16 +37,6 @@ from ..support.fuzzing.draws import DOCUMENTED, NONSENSE, SAYS, Draw, Notes, att
 
 #: Draws of each test; MINITORCH_EXAMPLES asks for more.
 SHORT = settings(max_examples=int(os.environ.get("MINITORCH_EXAMPLES", "60")))
-
-
-@pytest.fixture(scope="module")
-def notes() -> Iterator[Notes]:
-    found = Notes()
-    yield found
-    path = os.environ.get("MINITORCH_FUZZ_COUNTS")
-    if path:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(found.counts, file)
 
 
 @pytest.mark.fuzz

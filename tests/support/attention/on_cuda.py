@@ -18,12 +18,14 @@ from kernels.runtime.targets import IS_SIMULATOR
 
 from ..layouts import on_device
 from ..tolerances import assert_close_arrays
-from .strategies import Case, cases
+from .strategies import Case, bounds, cases, option
 
 #: Those that compute in the dtype of their operands, float32 or float64.
 RUNGS = [rung.name for rung in launch.CUDA.rungs if FLOAT64 in rung.dtypes]
 #: Options that flash1, the algorithm of 2022, does not have; of a window it has the right side.
 LATER_OPTIONS = ("softcap", "alibi_slopes", "block_mask", "mask_mod", "score_mod", "sink")
+#: Options that packed sequences take.
+PACKED_FEATURES = ("softcap", "alibi", "dropout", "mask_mod", "score_mod", "sink")
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 # On a GPU flash1 is compiled for each tile and each pair of dims: there are few of them.
 TILES = ((1, 2), (3, 5), (4, 4), (5, 2)) if IS_SIMULATOR else ((3, 5), (5, 2))
@@ -76,15 +78,15 @@ def draw(seed: int, *shapes: tuple[int, ...], dtype: Any = np.float64) -> list[A
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-@dataclass
+@dataclass(repr=False)
 class Packed(Case):
     """A call on packed sequences: q, k, v and dout have no leading dimension but heads."""
 
     sums: tuple[Any, Any] = ([0], [0])
 
-    def run(self, *args: Any, **more: Any) -> dict[str, Any]:
+    def problem(self, **more: Any) -> kernels.Problem:
         lengths = self.q.shape[-2], self.k.shape[-2]
-        return super().run(*args, sequences=Sequences(*self.sums, *lengths), **more)
+        return replace(super().problem(**more), sequences=Sequences(*self.sums, *lengths))
 
     def call(self, place: Any = None, out: Any = None, **more: Any) -> dict[str, Any]:
         assert out is None, "packed sequences take the out of their forward pass"
@@ -97,7 +99,10 @@ class Packed(Case):
         results = dict(zip(RESULTS, (out, lse, *gradients), strict=True))
         return {name: x if name == "lse" else heads_first(x) for name, x in results.items()}
 
-    def plain(self) -> Case:
+    def in_dtype(self, dtype: np.dtype[Any]) -> Packed:
+        return Packed(**vars(super().in_dtype(dtype)), sums=self.sums)
+
+    def plain(self) -> Packed:
         return Packed(**vars(super().plain()), sums=self.sums)
 
 
@@ -111,6 +116,26 @@ def packed(
     shapes = (heads, total_q, head_dim), (2, total_k, head_dim), (2, total_k, value_dim)
     q, k, v, dout, dlse = draw(seed, *shapes, (heads, total_q, value_dim), (heads, total_q), **more)
     return Packed(q, k, v, dout, options, (3, 5), dlse, sums)
+
+
+@st.composite
+def packed_cases(
+    draw: Any, dtypes: Any, lengths: Any, dims: Any, features: Any = PACKED_FEATURES
+) -> Packed:
+    """Draw up to four sequences, some of them empty; features as in :func:`cases`."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    lengths_q = draw(st.lists(lengths | st.just(0), min_size=1, max_size=4).filter(any))
+    lengths_k = draw(st.permutations(lengths_q))
+    options = draw(bounds(max(lengths_q), max(lengths_k)))
+    options["enable_gqa"] = draw(st.booleans())
+    heads = 4 if options["enable_gqa"] else 2
+    chosen = features
+    if not isinstance(features, frozenset):
+        chosen = draw(st.sets(st.sampled_from(features), max_size=3))
+    for feature in sorted(chosen):
+        options |= draw(option(feature, (heads, 1, 1), np.float32, rng))
+    case = packed(draw(st.integers(0, 99)), lengths_q, lengths_k, (draw(dims),) * 2, options)
+    return case.in_dtype(draw(st.sampled_from(dtypes)))
 
 
 def blind(case: Case, rung: str, rows: int) -> None:

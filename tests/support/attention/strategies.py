@@ -114,7 +114,8 @@ class Case:
             out, lse and the gradients by name; dmask only if there is a floating mask, dsink if a sink.
         """
         put = place or (lambda array: array)
-        problem = replace(self.problem(rung=rung, **more), sequences=sequences)
+        problem = self.problem(rung=rung, **more)
+        problem = problem if sequences is None else replace(problem, sequences=sequences)
         memory = target.memory
         mask, *per_head = map(self.options.get, ("attn_mask", "alibi_slopes", "sink"))
         q, k, v, mask = (put(x) if x is not None else None for x in (*self.operands, mask))

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-import minitorch
 from kernels import launch
+from kernels.problem.operands import in_order, make_operands
+from kernels.reference.scores import packed_parts
 from kernels.runtime.dtypes import acc_dtype, is_half, rounded
 
 from ..attention.strategies import FEATURES, Case, cases, sum_to
@@ -23,11 +24,16 @@ from ..attention.strategies import FEATURES, Case, cases, sum_to
 ERROR = {np.dtype(np.float32): 4e-3, np.dtype(np.float64): 1e-6}
 HALF_ERROR = 3e-2
 #: Names of places in a mask.
-PLACES = ("a row", "all", "a column", "anywhere", "a row and a column")
+PLACES = ("a row", "all", "columns", "anywhere", "a row and columns")
+#: Options that would multiply an extreme mask, and a derivative would hide all else.
+NOT_MASKED = frozenset(("bool mask", "score_mod", "softcap"))
 
 
-def masked(draw: Any, case: Case, rng: np.random.Generator) -> Case:
-    """Return a case with extreme numbers in its floating mask."""
+@st.composite
+def masked(draw: Any, cases: st.SearchStrategy[Case]) -> Case:
+    """Draw a case and put extreme numbers into a floating mask."""
+    case = draw(cases)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     dtype = case.q.dtype
     most = float(np.finfo(np.float32).max)  # a mask in float64 may be that of a float32 model
     if dtype == np.float16:
@@ -39,65 +45,106 @@ def masked(draw: Any, case: Case, rng: np.random.Generator) -> Case:
     place, value = draw(st.sampled_from(PLACES)), draw(st.sampled_from(large))
     if place.startswith("a row"):
         mask[draw(st.integers(0, seq_q - 1))] = value
-    if place.endswith("a column"):
-        mask[:, draw(st.integers(0, seq_k - 1))] = draw(st.sampled_from(large))
+    if place.endswith("columns"):
+        mask[:, rng.integers(0, seq_k, draw(st.integers(1, 5)))] = draw(st.sampled_from(large))
     if place == "all":
         mask[:] = value
     if place == "anywhere":
         mask[rng.random(mask.shape) < 0.3] = value
-    return replace(case, options={**case.options, "attn_mask": rounded(mask, dtype)})
+    return _settled(replace(case, options={**case.options, "attn_mask": rounded(mask, dtype)}))
 
 
-def scaled(draw: Any, case: Case) -> Case:
-    """Return a case with larger q and k."""
+@st.composite
+def scaled(draw: Any, cases: st.SearchStrategy[Case]) -> Case:
+    """Draw a case and multiply q and k by powers of two."""
+    case = draw(cases)
     powers = [4, 6] if case.q.dtype == np.float16 else [4, 6, 10, 16, 20]
     factors = (2.0 ** draw(st.sampled_from(powers)) for _ in range(2))
     q, k = (
         rounded(x.astype(np.float64) * factor, x.dtype)
         for x, factor in zip((case.q, case.k), factors, strict=True)
     )
-    return replace(case, q=q, k=k)
+    return _settled(replace(case, q=q, k=k))
 
 
-@st.composite
 def extreme_cases(
-    draw: Any, dtypes: Any, lengths: Any, dims: Any, leads: Any, features: Any = FEATURES
-) -> Case:
-    """Draw a case; rows whose probabilities depend on roundings have no gradient."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    is_masked = draw(st.booleans())
-    # Large scores make their derivatives large, too: those of an extreme mask would hide all else.
-    left_out = {"bool mask", "float mask", "score_mod", "softcap"} if is_masked else {"float mask"}
-    features = [name for name in features if name not in left_out]
-    case = draw(cases(dtypes, lengths, dims, leads, features=features))
-    case = masked(draw, case, rng) if is_masked else scaled(draw, case)
-    sure = ~_unsure(case, rng)
+    *sizes: Any, features: Any = FEATURES, taken: Any = None
+) -> st.SearchStrategy[Case]:
+    """Draw cases of either kind.
+
+    Args:
+        sizes: The dtypes, lengths, dims and leads of :func:`cases`.
+        features: Names of options.
+        taken: Returns a case with the options that a rung takes.
+    """
+    names = [name for name in features if name != "float mask"]
+    of_masks = [name for name in names if name not in NOT_MASKED]
+    plain, to_mask = (cases(*sizes, features=own).map(taken or _same) for own in (names, of_masks))
+    return scaled(plain) | masked(to_mask)
+
+
+def _same(case: Case) -> Case:
+    return case
+
+
+def _settled(case: Case) -> Case:
+    """Return a case in which rows whose probabilities depend on roundings have no gradient."""
+    sure = _roundings(case)[1]
     dout = (case.dout.astype(np.float64) * sure[..., None]).astype(case.dout.dtype)
-    dlse = None if case.dlse is None else case.dlse * sure
-    return replace(case, dout=dout, dlse=dlse)
+    return replace(case, dout=dout, dlse=None if case.dlse is None else case.dlse * sure)
+
+
+def _reference(case: Case) -> Case:
+    """Return the case of the textbook."""
+    own = case.plain()
+    return own.in_dtype(acc_dtype(case.q.dtype)) if case.has_mask_gradient else own
 
 
 def textbook(case: Case) -> dict[str, Any]:
     """Return out, lse and the gradients of composed attention."""
-    if "attn_mask" in case.options and case.has_mask_gradient:
-        own = acc_dtype(case.q.dtype)
-        plain = case.plain().in_dtype(own)
-        found = plain.run(launch.NUMPY, "naive")
-        dq, dk, dv = case.own([found[name] for name in ("dq", "dk", "dv")])
-        return {**found, "dq": dq, "dk": dk, "dv": dv}
-    return case.oracle()
+    found = _reference(case).run(launch.NUMPY, "naive")
+    return found | dict(
+        zip(("dq", "dk", "dv"), case.own(found[name] for name in ("dq", "dk", "dv")), strict=True)
+    )
 
 
-def _unsure(case: Case, rng: np.random.Generator) -> Any:
-    """Return the rows, (…, heads, seq_q), that another rounding of q would change."""
-    own, noise = case.plain(), 2.0**-20 if acc_dtype(case.q.dtype) == np.float32 else 2.0**-48
-    size, changed = np.abs(own.v).max(initial=1.0), 0.0
-    out = own.run(launch.NUMPY, "naive")["out"]
-    for _ in range(6):
-        q = own.q * (1.0 + noise * rng.standard_normal(own.q.shape))
-        other = replace(own, q=q).run(launch.NUMPY, "naive")["out"]
-        changed = np.maximum(changed, np.abs(other - out).max(axis=-1, initial=0.0))
-    return changed > error_of(case) / 20 * size
+def _roundings(case: Case) -> tuple[Any, Any]:
+    """Return by how much roundings may change lse, and the rows whose P they keep, (…, heads, seq_q).
+
+    A product of q and k in the dtype of sums is off by up to (dim + 8) eps Σ|q||k|.  Each addition rounds,
+    by eps where tensor cores truncate, and so do the scale, conversions, and the terms of split operands.
+    The scores are computed with this error added and with it subtracted, and a score's error is the
+    difference.  The largest error of a row bounds the error of its lse, and of log(P / (1 - P)).
+    """
+    own = _reference(case)
+    problem, eps = own.problem(), float(np.finfo(acc_dtype(case.q.dtype)).eps)
+    operands = make_operands(launch.NUMPY.memory, problem, *own.operands, *in_order(own.options))
+    operands = operands.viewed(launch.NUMPY.memory, problem)
+    q, k, error = operands.q, operands.k, eps * (operands.q.shape[-1] + 8)
+
+    def moved(by: float) -> Any:
+        wider = operands.having(
+            q=np.concatenate([q, (by * np.abs(q)).astype(q.dtype)], -1),
+            k=np.concatenate([k, np.abs(k)], -1),
+        )
+        for scores, part in packed_parts(problem, wider):
+            yield scores.tile(slice(0, part.q.shape[2]), slice(0, part.k.shape[2]))[0]
+
+    changes, rows = [], []
+    for near, low, high in zip(moved(0.0), moved(-error), moved(error), strict=True):
+        s = np.stack([near, low, high])  # (3, batch, heads, rows, keys)
+        with np.errstate(invalid="ignore"):  # of masked scores
+            change = np.where(near > -np.inf, s.max(0) - s.min(0), 0.0).max(-1, initial=0.0)
+            sink = -np.inf if operands.sink is None else operands.sink
+            logits = np.concatenate([near, np.broadcast_to(sink, (*near.shape[:-1], 1))], -1)
+            logits = np.sort(logits.astype(np.float64), axis=-1)
+            others = np.logaddexp.reduce(logits[..., :-1], axis=-1) - logits[..., -1]
+            changes.append(change)
+            rows.append(
+                (change < error_of(case) / 8) | (others + change < np.log(error_of(case) / 16))
+            )
+    change, sure = (np.concatenate(x, -1).reshape(problem.lse_shape) for x in (changes, rows))
+    return change, sure
 
 
 def error_of(case: Case) -> float:
@@ -107,8 +154,7 @@ def error_of(case: Case) -> float:
 
 def check(case: Case, actual: dict[str, Any], what: str) -> None:
     """Compare results with composed attention's, where these do not depend on roundings."""
-    rng = np.random.default_rng(0)
-    wanted, sure, error = textbook(case), ~_unsure(case, rng), error_of(case)
+    wanted, (change, sure), error = textbook(case), _roundings(case), error_of(case)
     problem, steepest = case.problem(), case.steepest()
     largest = {
         name: np.abs(getattr(case, name).astype(np.float64)).max() for name in ("q", "k", "v")
@@ -121,7 +167,7 @@ def check(case: Case, actual: dict[str, Any], what: str) -> None:
     of_rows, of_cols = problem.seq_q**0.5, problem.seq_k**0.5
     share = max(case.q.size // max(case.k.size, 1), case.k.size // max(case.q.size, 1), 1)
     sizes = {
-        "out": kept * largest["v"], "lse": 1.0 + np.abs(wanted["lse"]) * 1e-3,
+        "out": kept * largest["v"], "lse": 1.0 + np.abs(wanted["lse"]) * 1e-3 + change / error,
         "dv": kept * dout * of_rows * share, "dq": dp * abs(problem.scale) * largest["k"] * share,
         "dk": dp * abs(problem.scale) * largest["q"] * of_rows * share,
         "dmask": dp * of_rows * of_cols * share * problem.heads,
@@ -131,33 +177,11 @@ def check(case: Case, actual: dict[str, Any], what: str) -> None:
         if expected is None or name not in actual:
             continue
         got = sum_to(np.asarray(actual[name]), expected.shape).astype(np.float64)
-        apart = np.where(got == expected, 0.0, np.abs(got - expected.astype(np.float64)))
-        if name in ("out", "lse"):
-            apart = np.where(sure[..., None] if name == "out" else sure, apart, 0.0)
+        with np.errstate(invalid="ignore"):  # both may be infinite
+            apart = np.where(got == expected, 0.0, np.abs(got - expected.astype(np.float64)))
+        if name == "out":
+            apart = np.where(sure[..., None], apart, 0.0)
         excess = apart / (error * sizes[name] + 1e-30)
         assert not (excess.size and not excess.max() <= 1.0), (
             f"{name} {what} of {case}: off by {excess.max():.3g} times what is allowed"
         )
-
-
-def by_tensors(case: Case, backend: Any, wrap: Any = None, **options: Any) -> dict[str, Any]:
-    """Return the results of ``Tensor.flash_attention`` by name, as arrays of NumPy."""
-    wrap = wrap or (lambda array, **given: minitorch.from_numpy(np.array(array), backend, **given))
-    q, k, v = (wrap(x, requires_grad=True) for x in case.operands)
-    own = {**case.options, **options}
-    for name, asks in (("attn_mask", case.has_mask_gradient), ("sink", case.has_sink)):
-        if asks:
-            array = case.options[name]
-            array = array if name == "attn_mask" else array.astype(case.problem().acc_dtype)
-            own[name] = wrap(array, requires_grad=True)
-    out, lse = q.flash_attention(k, v, return_lse=True, **own)
-    total = (out * wrap(case.dout)).sum()
-    if case.dlse is not None:
-        rows = np.where(np.isfinite(lse.to_numpy()), case.dlse, 0)
-        finite = lse.where(wrap(np.isfinite(lse.to_numpy())), 0.0)
-        total = total + (finite * wrap(rows.astype(case.dlse.dtype))).sum().to(total.dtype)
-    total.backward()
-    found = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    found |= {"dmask": own["attn_mask"].grad} if case.has_mask_gradient else {}
-    found |= {"dsink": own["sink"].grad} if case.has_sink else {}
-    return {name: x.to_numpy() for name, x in found.items()}

@@ -22,12 +22,15 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import minitorch
+from kernels import launch
+from kernels.array_call import as_operand
 from kernels.interop.libraries import as_array
 from kernels.runtime.dtypes import BFLOAT16, is_half
 
-from ..attention.on_cuda import Packed, packed
-from ..attention.strategies import FEATURES, Case, bounds, cases, option
+from ..attention.on_cuda import PACKED_FEATURES, Packed, packed_cases
+from ..attention.strategies import FEATURES, Case, cases
 from ..layouts import in_order, laid, layouts, memory_of, on_device
+from . import extreme
 
 #: Calls of a kind.
 EACH = 50
@@ -36,8 +39,6 @@ RUNGS = {"auto": 4, "flash3_wgmma": 5, "flash2_mma": 5, "flash2": 3, "naive": 2,
 ENTRIES = {"arrays": 6, "packed": 2, "decoding": 1, "tensors": 1}
 LENGTHS = st.sampled_from([1, 2, 3, 5, 16, 17, 40, 64, 70, 130, 257])
 LEADS = st.sampled_from([[], [2], [3], [1, 2], [2, 1], [2, 3], [2, 2, 2]])
-#: Options that packed sequences take.
-PACKED_FEATURES = ("softcap", "alibi", "dropout", "mask_mod", "score_mod", "sink")
 #: What a rung that cannot run a call says.
 REFUSAL = "cannot run"
 
@@ -51,6 +52,7 @@ class Kind(NamedTuple):
     dim: int
     features: frozenset[str]
     deterministic: bool
+    extreme: bool
 
 
 def draw_kind(rng: np.random.Generator) -> Kind:
@@ -76,7 +78,14 @@ def draw_kind(rng: np.random.Generator) -> Kind:
     if {"bool mask", "float mask"} <= features:
         features -= {"bool mask"}
     dtype = dtypes[rng.integers(len(dtypes))]
-    return Kind(entry, rung, dtype, int(rng.choice(dims)), features, bool(rng.integers(4)))
+    dim, deterministic, is_extreme = (
+        int(rng.choice(dims)),
+        bool(rng.integers(4)),
+        rng.random() < 0.4,
+    )
+    if is_extreme and "float mask" in features:
+        features -= extreme.NOT_MASKED
+    return Kind(entry, rung, dtype, dim, features, deterministic, is_extreme)
 
 
 def with_torch(array: np.ndarray[Any, Any]) -> Any:
@@ -118,41 +127,52 @@ def placed(data: Any, dtype: np.dtype[Any]) -> Any:
 
 def draw_case(kind: Kind, data: Any) -> Case:
     """Draw a call of a kind."""
-    dtype, dims = kind.dtype, st.just(kind.dim)
-    if kind.entry in ("arrays", "tensors"):
-        case = data.draw(cases((dtype,), LENGTHS, dims, LEADS, features=kind.features))
-        if "scale" in case.options:  # of scores that are large, and not larger with the dim
-            case.options["scale"] *= 2 * kind.dim**-0.5
-        return case
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    dtypes, dims = (kind.dtype,), st.just(kind.dim)
     if kind.entry == "packed":
-        lengths = data.draw(st.lists(LENGTHS | st.just(0), min_size=1, max_size=4).filter(any))
-        lengths_k = data.draw(st.permutations(lengths))
-        options = data.draw(bounds(max(lengths), max(lengths_k)))
-        options["enable_gqa"] = data.draw(st.booleans())
-        heads = 4 if options["enable_gqa"] else 2
-        for feature in sorted(kind.features):
-            options |= data.draw(option(feature, (heads, 1, 1), np.float32, rng))
-        case = packed(0, lengths, lengths_k, (kind.dim, kind.dim), options)
-        case = Packed(**{**vars(case.in_dtype(dtype)), "sums": case.sums})
+        drawn = in_layouts(packed_cases(dtypes, LENGTHS, dims, kind.features))
+    elif kind.entry == "decoding":
+        drawn = in_layouts(decoding(kind.dtype, kind.dim))
     else:
-        heads, rows, cols = 4, data.draw(st.integers(1, 4)), data.draw(st.integers(300, 3000))
-        options = {"is_causal": True, "causal_offset": cols - rows, "enable_gqa": True}
-        shapes = (heads, rows), (2, cols), (2, cols), (heads, rows)
-        lead = data.draw(st.sampled_from([(), (2,), (3,)]))
-        q, k, v, dout = (
-            rng.standard_normal((*lead, *shape, kind.dim)).astype(dtype) for shape in shapes
-        )
-        case = Case(q, k, v, dout, options, (1, 1))
+        drawn = cases(dtypes, LENGTHS, dims, LEADS, features=kind.features).map(_large)
+    if kind.extreme:
+        drawn = (extreme.masked if "float mask" in kind.features else extreme.scaled)(drawn)
+    return data.draw(drawn)
+
+
+@st.composite
+def in_layouts(draw: Any, cases: st.SearchStrategy[Case]) -> Case:
+    """Draw a case, and how its operands lie in memory."""
+    case = draw(cases)
     for name in ("q", "k", "v", "dout"):
         array = getattr(case, name)
-        setattr(case, name, laid(array, data.draw(layouts(array.ndim))))
+        setattr(case, name, laid(array, draw(layouts(array.ndim))))
     return case
+
+
+def _large(case: Case) -> Case:
+    """Return a case whose scores are large, and not larger with the dim."""
+    if "scale" in case.options:
+        case.options["scale"] *= 2 * case.q.shape[-1] ** -0.5
+    return case
+
+
+@st.composite
+def decoding(draw: Any, dtype: np.dtype[Any], dim: int) -> Case:
+    """Draw a call with few rows, many keys, and groups of query heads."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    heads, rows, cols = 4, draw(st.integers(1, 4)), draw(st.integers(300, 3000))
+    options = {"is_causal": True, "causal_offset": cols - rows, "enable_gqa": True}
+    shapes = (heads, rows), (2, cols), (2, cols), (heads, rows)
+    lead = draw(st.sampled_from([(), (2,), (3,)]))
+    q, k, v, dout = (rng.standard_normal((*lead, *shape, dim)).astype(dtype) for shape in shapes)
+    return Case(q, k, v, dout, options, (1, 1))
 
 
 def attend(case: Case, kind: Kind, put: Any) -> dict[str, Any]:
     """Make a call forward and backward; return the results by name, where they are."""
     options = {"rung": kind.rung, "deterministic": kind.deterministic}
+    if kind.extreme and kind.entry != "tensors":  # public functions have no rest of lse
+        return case.run(launch.CUDA, place=lambda x: as_operand(put(x)), **options)
     if kind.entry != "tensors":
         return {name: as_array(x) for name, x in case.call(put, **options).items()}
     if "attn_mask" in case.options:
@@ -188,7 +208,9 @@ def attempt(kind: Kind, data: Any) -> str:
             if results[name].ndim == operand.ndim:
                 assert in_order(results[name], operand), f"{name}: {results[name].strides}, {case}"
     actual = {name: x.copy_to_host() for name, x in results.items()}
-    if is_half(kind.dtype) and not isinstance(case, Packed):
+    if kind.extreme:
+        extreme.check(case, actual, "by the GPU")
+    elif is_half(kind.dtype) and not isinstance(case, Packed):
         case.check_halves(actual, "by the GPU")
     else:
         case.check(actual, "by the GPU")

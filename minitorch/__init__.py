@@ -28,6 +28,7 @@ if not _entrance.runs_as_command(__name__):
             tensor_functions,
             testing,
         )
+        from .accelerated import plain
         from .attention.naive import naive_attention
         from .autodiff import (
             Context,

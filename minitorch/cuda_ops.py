@@ -22,7 +22,6 @@ from kernels.cuda.backend import (
     cuda_core_matmul,
     empty_device,
     fill,
-    fused,
     indexing,
     matmul_dispatch,
     repeats,
@@ -130,7 +129,6 @@ class CudaOps(TensorOps):
     takes_half = True
     memory = DeviceMemory()
     target = "cuda"
-    fused = fused
     indexing = indexing
 
     @staticmethod
@@ -170,7 +168,7 @@ class CudaOps(TensorOps):
             shape, out_strides, a_strides = join_dims(*kept)
             if len(shape) <= 2:
                 outputs, layout = out.size, (step, _padded(shape, 2)[1], *_padded(a_strides, 2))
-                return lambda o, x: _fold(fn, start, o, outputs, x, length, layout)
+                return lambda o, x: fold(fn, start, o, outputs, x, length, layout)
             threads = min(max(length, 1), REDUCE_THREADS)
 
             def reduce(out: TensorData, a: TensorData) -> None:
@@ -187,7 +185,7 @@ class CudaOps(TensorOps):
     @classmethod
     def multiply_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
         """Fill ``out`` with the product, on tensor cores if permitted; see ``matmul.dispatch``."""
-        operands = _matrices(out, a, b) if a.dtype == b.dtype == out.dtype else None
+        operands = matrices(out, a, b) if a.dtype == b.dtype == out.dtype else None
         kind = None
         if operands is not None:
             kind = matmul_dispatch.kind_of(out.dtype, get_matmul_precision(), operands.shape)
@@ -204,7 +202,7 @@ class CudaOps(TensorOps):
     @classmethod
     def bind_product(cls, out: TensorData, a: TensorData, b: TensorData) -> Run | None:
         """Return a function that launches a product of operands with these layouts."""
-        operands = _matrices(out, a, b) if out.size else None
+        operands = matrices(out, a, b) if out.size else None
         if operands is None:
             return None
         # The launch is kept for later calls, and must not keep the operands of this one.
@@ -219,49 +217,12 @@ class CudaOps(TensorOps):
         return cuda_core_matmul.bind(out.dtype, out_steps, a_steps, b_steps, shape)
 
     @classmethod
-    def fuses_linear(cls, dtype: np.dtype[Any], shape: Ints) -> bool:
-        """Tell whether tensor cores support a dtype and rows can be stored in whole vectors."""
-        kind = matmul_dispatch.kind_of(dtype, get_matmul_precision(), (1, 1, *shape))
-        return kind not in (None, "split") and shape[1] % 8 == 0
-
-    @classmethod
-    def linear_into(
-        cls, out: TensorData, rows: TensorData, weights: TensorData, bias: TensorData | None,
-        before_gelu: TensorData | None,
-    ) -> None:  # fmt: skip
-        """Fill ``out`` with a linear layer or its GELU; see :meth:`TensorOps.linear_into`."""
-        operands = _matrices(out, rows, weights)
-        assert operands is not None, "two matrices"
-        kind = matmul_dispatch.kind_of(out.dtype, get_matmul_precision(), operands.shape)
-        assert kind is not None, "fuses_linear allowed it"
-        numbers, before = (None if t is None else t._storage for t in (bias, before_gelu))
-        epilogue = matmul_dispatch.Epilogue(numbers, before is not None, before)
-        matmul_dispatch.multiply(*operands, kind, epilogue)
-
-    @classmethod
-    def linear_backward(
-        cls, grad: TensorData, rows: TensorData, weights: TensorData, before_gelu: TensorData | None,
-        has_bias: bool,
-    ) -> tuple[TensorData, TensorData, TensorData | None]:  # fmt: skip
-        """Return the gradients of rows, weights and bias; see :meth:`TensorOps.linear_backward`."""
-        drows, dweights, dbias = _linear_backward(
-            grad._storage, rows._storage, rows.strides, weights._storage, weights.strides,
-            None if before_gelu is None else before_gelu._storage, has_bias,
-            (*rows.shape, weights.shape[1]), get_matmul_precision(),
-        )  # fmt: skip
-        return (
-            TensorData.fresh(drows, rows.shape),
-            TensorData.fresh(dweights, weights.shape),
-            None if dbias is None else TensorData.fresh(dbias, weights.shape[1:]),
-        )
-
-    @classmethod
     def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
         """Fill ``out`` with the product, reading operands in place if their batch strides allow it."""
         if out.size == 0:
             return
         a, b = (cls._in_dtype(t, out.dtype) for t in (a, b))
-        if (operands := _matrices(out, a, b)) is None:
+        if (operands := matrices(out, a, b)) is None:
             super().matmul_into(out, a, b)
         else:
             cuda_core_matmul.multiply(*operands)
@@ -281,7 +242,7 @@ class CudaOps(TensorOps):
         CudaOps.matmul_into(out, a, b)
 
 
-class _Matrices(NamedTuple):
+class Matrices(NamedTuple):
     """The arguments of product kernels: storages, strides of batch, heads and matrix, and all sizes."""
 
     out: Storage
@@ -293,7 +254,7 @@ class _Matrices(NamedTuple):
     shape: Ints
 
 
-def _matrices(out: TensorData, a: TensorData, b: TensorData) -> _Matrices | None:
+def matrices(out: TensorData, a: TensorData, b: TensorData) -> Matrices | None:
     """Return the arguments of a product kernel, or None if more than two batch dimensions remain."""
     lead, *steps = joined(*(x[:-2] for t in (out, a, b) for x in (t.shape, t.strides)))
     if len(lead) > 2:
@@ -302,11 +263,11 @@ def _matrices(out: TensorData, a: TensorData, b: TensorData) -> _Matrices | None
         _padded(own, 2) + t.strides[-2:] for t, own in zip((out, a, b), steps, strict=True)
     )
     shape = (*(1,) * (2 - len(lead)), *lead, *out.shape[-2:], a.shape[-1])
-    return _Matrices(out._storage, out_steps, a._storage, a_steps, b._storage, b_steps, shape)
+    return Matrices(out._storage, out_steps, a._storage, a_steps, b._storage, b_steps, shape)
 
 
 @repeats
-def _fold(
+def fold(
     fn: Callable[[float, float], float],
     start: float,
     out: Storage,
@@ -343,51 +304,7 @@ def _fold(
         as_bits(target), as_bits(a), outputs, length, *layout, chunk, start, int(last)
     )
     if not last:
-        _fold(fn, start, out, outputs, target, parts, (outputs, outputs, 0, 1))
-
-
-@repeats
-def _linear_backward(
-    grad: Storage, rows: Storage, row_steps: Ints, weights: Storage, weight_steps: Ints,
-    before_gelu: Storage | None, has_bias: bool, shape: Ints, precision: str,
-) -> tuple[Storage, Storage, Storage | None]:  # fmt: skip
-    """Return the gradients of a linear layer, flat and row-major.
-
-    Args:
-        grad: Of the output, (count, cols), row-major.
-        rows: (count, depth).
-        row_steps: Its strides.
-        weights: (depth, cols).
-        weight_steps: Its strides.
-        before_gelu: What GELU was applied to, (count, cols), row-major; None without GELU.
-        has_bias: Whether to return the gradient of the bias.
-        shape: (count, depth, cols).
-        precision: That products of float32 may use.
-    """
-    count, depth, cols = shape
-    dtype = rows.dtype
-    if before_gelu is not None:
-        grad = fused.gelu_backward(grad, before_gelu)
-    along = (cols, 1)
-
-    def product(a: Storage, a_steps: Ints, b: Storage, b_steps: Ints, sizes: Ints) -> Storage:
-        out = empty_device((sizes[0] * sizes[1],), dtype)
-        out_steps, a_steps, b_steps = ((0, 0, *x) for x in ((sizes[1], 1), a_steps, b_steps))
-        operands = _Matrices(out, out_steps, a, a_steps, b, b_steps, (1, 1, *sizes))
-        kind = matmul_dispatch.kind_of(dtype, precision, operands.shape)
-        if kind is None:
-            cuda_core_matmul.multiply(*operands)
-        else:
-            matmul_dispatch.multiply(*operands, kind)
-        return out
-
-    drows = product(grad, along, weights, weight_steps[::-1], (count, depth, cols))
-    dweights = product(rows, row_steps[::-1], grad, along, (depth, cols, count))
-    dbias = None
-    if has_bias:
-        dbias = empty_device((cols,), dtype)
-        _fold(operators.add, 0.0, dbias, cols, grad, count, (cols, cols, 0, 1))
-    return drows, dweights, dbias
+        fold(fn, start, out, outputs, target, parts, (outputs, outputs, 0, 1))
 
 
 CudaBackend = TensorBackend(CudaOps)

@@ -292,7 +292,7 @@ class _Convolution(Function):
         out = input.empty(shape, result_dtype(input, weight))
         run = cls.on_device if input.backend.cuda else cls.on_host
         operands = (t._tensor for t in (out, input, weight))
-        input.backend.ops.run(run, *operands, options=(reverse,))
+        input.backend.loops.run(run, *operands, options=(reverse,))
         return out
 
     @classmethod

@@ -10,7 +10,7 @@ import numpy as np
 from numba import prange
 from numba.extending import register_jitable
 
-from kernels.cpu.backend import blas, fused, indexing, memory_pool
+from kernels.cpu.backend import blas, indexing, memory_pool
 from kernels.runtime.jit import serial
 
 from .backends.bound_loops import Allocate, Loop, Run, with_layouts
@@ -246,7 +246,6 @@ class FastOps(TensorOps):
     """Operations as compiled parallel loops."""
 
     target = "cpu"
-    fused = fused
     indexing = indexing
     make_map = staticmethod(tensor_map)
     make_zip = staticmethod(tensor_zip)

@@ -12,11 +12,11 @@ from kernels.common.arguments import not_negative, number, whole
 from kernels.runtime.dtypes import is_floating
 
 from .autodiff import modes
+from .backends.operations import operation
 from .functions.base import check_tensor
-from .functions.fused import LayerNorm, Lookup
 from .layers.linear import linear
 from .module import Module, Parameter
-from .nn import device_dropout, integer_array, one_hot, switch
+from .nn import integer_array, one_hot, switch
 from .tensor import Tensor
 from .tensor_data import dtype_or_default
 from .tensor_ops import SimpleBackend, TensorBackend
@@ -78,8 +78,9 @@ class Embedding(Module):
         return lookup(self.weights.value, x)
 
 
+@operation
 def lookup(table: Tensor, x: Any) -> Tensor:
-    """Return rows of a table: fused where the backend has it, else as a product with one-hot rows.
+    """Return rows of a table, as a product with one-hot rows.
 
     Args:
         table: (count, dim).
@@ -90,8 +91,6 @@ def lookup(table: Tensor, x: Any) -> Tensor:
     """
     count, dim = table.shape
     ids = integer_array(x, count, "token ids")
-    if table.f.fused is not None and is_floating(table.dtype):
-        return Lookup.apply(table, ids)
     chosen = one_hot(from_numpy(ids, table.backend), count).to(table.dtype)
     return (chosen.view(ids.size, count) @ table).view(*ids.shape, dim)
 
@@ -199,24 +198,30 @@ class RMSNorm(_Norm):
         return rms_norm(x, self.weights.value, self.eps)
 
 
+@operation
 def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-    """Return layer norm over the last dimension: fused where the backend has it, else composed."""
+    """Return layer norm over the last dimension, in the dtype of x.
+
+    Args:
+        x: Input, (…, n).
+        gamma: Factors, (n,).
+        beta: Terms, (n,).
+        eps: Added to the variance.
+
+    Returns:
+        (…, n).
+    """
     check_tensor("input", x)
     x = x if is_floating(x.dtype) else x * 1.0  # the mean of integers is not an integer
-    norm = composed_layer_norm if x.f.fused is None else LayerNorm.apply
-    return norm(x, gamma, beta, eps)
-
-
-def composed_layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-    """Return layer norm over the last dimension, composed of tensor operations, in the dtype of x."""
     last = x.dims - 1
     deviation = x - x.mean(last)
     variance = (deviation * deviation).mean(last)
     return (deviation / (variance + eps) ** 0.5 * gamma + beta).to(x.dtype)
 
 
+@operation
 def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """Return RMS norm over the last dimension, fused where the backend has a kernel for it.
+    """Return RMS norm over the last dimension, in the dtype of x.
 
     Args:
         x: Input, (…, n).
@@ -228,13 +233,6 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     """
     check_tensor("input", x)
     x = x if is_floating(x.dtype) else x * 1.0  # the mean of integers is not an integer
-    if x.f.fused is None:
-        return composed_rms_norm(x, gamma, eps)
-    return LayerNorm.apply(x, gamma, None, eps)
-
-
-def composed_rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """Return RMS norm over the last dimension, composed of tensor operations, in the dtype of x."""
     square = (x * x).mean(x.dims - 1)
     return (x / (square + eps) ** 0.5 * gamma).to(x.dtype)
 
@@ -255,7 +253,11 @@ class Dropout(Module):
         check_tensor("input", x)
         if not self.training or self.p_dropout == 0.0 or not modes.dropping:
             return x
-        if x.backend.cuda:
-            return device_dropout(x, self.p_dropout, 1.0 / (1.0 - self.p_dropout))
-        keep = np.random.binomial(1, 1.0 - self.p_dropout, x.shape)  # as published
-        return x * tensor(keep, x.backend, False, x.dtype) / (1.0 - self.p_dropout)
+        return scaled_dropout(x, self.p_dropout)
+
+
+@operation
+def scaled_dropout(x: Tensor, rate: float) -> Tensor:
+    """Set each element to 0 with probability ``rate``, and divide the others by 1 - ``rate``."""
+    keep = np.random.binomial(1, 1.0 - rate, x.shape)  # as published
+    return x * tensor(keep, x.backend, False, x.dtype) / (1.0 - rate)

@@ -12,10 +12,9 @@ from kernels.cuda.backend import computed
 from kernels.runtime.dtypes import is_floating
 
 from . import operators
+from .backends.operations import operation
 from .fast_ops import FastOps
 from .functions.base import as_int, check_tensor, is_tensor
-from .functions.dropout_seeds import dropout_seed
-from .functions.fused import CrossEntropy, Gelu, SeededDropout, Softmax
 from .tensor import Tensor
 from .tensor_functions import Max
 from .tensor_ops import TensorBackend, normalize_dim
@@ -103,31 +102,22 @@ def argmax(input: Tensor, dim: Any) -> Tensor:
 # -- softmax and losses ------------------------------------------------------------------------
 
 
-def _has_fused(input: Tensor, dim: int) -> bool:
-    return input.f.fused is not None and is_floating(input.dtype) and dim == input.dims - 1
-
-
 def _shift(input: Tensor, dim: int) -> Tensor:
     """Return the maximum along ``dim`` as a constant; a finite number even for a row of -inf."""
     # -inf - (-inf) would be NaN.  A shift cancels in the result, so any finite number will do.
     return input.f.shift_reduce(input.detach(), dim)
 
 
-def composed_softmax(input: Tensor, dim: int) -> Tensor:
-    """Return softmax over ``dim``, composed of tensor operations; a row of -inf gives 0."""
+@operation
+def softmax(input: Tensor, dim: int) -> Tensor:
+    """Return softmax over ``dim``; a row of -inf gives 0."""
+    check_tensor("input", input)
     # TASK 4.4: Subtract _shift first, so that exp does not overflow; a row of -inf gives zeros.
-    dim = normalize_dim(dim, input.shape)
+    dim = normalize_dim(as_int(dim), input.shape)
     exponentials = (input - _shift(input, dim)).exp()
     total = exponentials.sum(dim)
     return exponentials / (total + (total.detach() == 0.0))
     # END TASK 4.4
-
-
-def softmax(input: Tensor, dim: int) -> Tensor:
-    """Return softmax over ``dim``, in a fused kernel where the backend has one."""
-    check_tensor("input", input)
-    dim = normalize_dim(as_int(dim), input.shape)
-    return Softmax.apply(input) if _has_fused(input, dim) else composed_softmax(input, dim)
 
 
 def _log_total(shifted: Tensor, dim: int) -> Tensor:
@@ -214,25 +204,8 @@ def one_hot(input: Tensor, num_classes: int) -> Tensor:
     return tensor(ids[..., None], input.backend, False) == classes  # (*input.shape, num_classes)
 
 
-def composed_softmax_loss(logits: Tensor, target: Any) -> Tensor:
-    """Return the cross entropy of each row, composed of tensor operations."""
-    rows, classes = logits.shape
-    ids = integer_array(target, classes, "targets")
-    # Adding minus infinity masks the other classes; multiplying by 0 would turn a logit of -inf to NaN.
-    hidden = np.where(np.eye(classes, dtype=bool)[ids], 0.0, -np.inf).astype(logits.dtype)
-    chosen = max(logsoftmax(logits, 1) + from_numpy(hidden, logits.backend), 1)
-    return -chosen.view(rows)
-
-
-def softmax_loss(logits: Tensor, target: Any) -> Tensor:
-    """Return the cross entropy of each row, in a fused kernel where the backend has one.
-
-    Args:
-        logits: (rows, classes).
-        target: (rows,) class indices, a tensor or an array.
-
-    Returns:
-        (rows,), not reduced.
+def checked_targets(logits: Tensor, target: Any) -> Any:
+    """Return the targets of :func:`softmax_loss` as an integer array, (rows,).
 
     Raises:
         ValueError: If the shapes do not fit or a target is not a class.
@@ -244,26 +217,41 @@ def softmax_loss(logits: Tensor, target: Any) -> Tensor:
             f"softmax_loss needs logits (rows, classes) and targets (rows,), got {logits.shape} and "
             f"{shape}; flatten the leading dimensions with view"
         )
-    if not _has_fused(logits, 1):
-        return composed_softmax_loss(logits, target)
-    return CrossEntropy.apply(logits, integer_array(target, logits.shape[1], "targets"))
+    return integer_array(target, logits.shape[1], "targets")
 
 
-def composed_gelu(input: Tensor) -> Tensor:
-    """Return GELU in its tanh form, composed of tensor operations."""
+@operation
+def softmax_loss(logits: Tensor, target: Any) -> Tensor:
+    """Return the cross entropy of each row.
+
+    Args:
+        logits: (rows, classes).
+        target: (rows,) class indices, a tensor or an array.
+
+    Returns:
+        (rows,), not reduced.
+
+    Raises:
+        ValueError: If the shapes do not fit or a target is not a class.
+    """
+    ids = checked_targets(logits, target)
+    rows, classes = logits.shape
+    # Adding minus infinity masks the other classes; multiplying by 0 would turn a logit of -inf to NaN.
+    hidden = np.where(np.eye(classes, dtype=bool)[ids], 0.0, -np.inf).astype(logits.dtype)
+    chosen = max(logsoftmax(logits, 1) + from_numpy(hidden, logits.backend), 1)
+    return -chosen.view(rows)
+
+
+@operation
+def GELU(input: Tensor) -> Tensor:
+    """Return GELU in its tanh form."""
+    check_tensor("input", input)
     inner = (input + input * input * input * 0.044715) * math.sqrt(2.0 / math.pi)
     return input * 0.5 * (inner.tanh() + 1.0)
 
 
-def GELU(input: Tensor) -> Tensor:
-    """Return GELU in its tanh form, in a fused kernel where the backend has one."""
-    check_tensor("input", input)
-    fused = input.f.fused is not None and is_floating(input.dtype)
-    return Gelu.apply(input) if fused else composed_gelu(input)
-
-
 def silu(input: Tensor) -> Tensor:
-    """Return x · sigmoid(x), composed of tensor operations.
+    """Return x · sigmoid(x).
 
     Source: Elfwing, Uchibe and Doya (2018), Sigmoid-weighted linear units.
     """
@@ -271,6 +259,21 @@ def silu(input: Tensor) -> Tensor:
     return input * input.sigmoid()
 
 
+def check_rate(rate: float, ignore: bool) -> bool:
+    """Check the arguments of :func:`dropout`, and tell whether it has anything to do.
+
+    Raises:
+        TypeError: If the rate is not a number.
+        ValueError: If the rate is not a probability.
+    """
+    if not 0.0 <= number("rate", rate) <= 1.0:
+        raise ValueError(
+            f"rate must be a probability from 0 to 1, got {short(rate)}; 0 turns dropout off"
+        )
+    return not flag("ignore", ignore) and rate != 0.0
+
+
+@operation
 def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
     """Set each element to 0 with probability ``rate``; the others are unchanged.
 
@@ -284,15 +287,9 @@ def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
         ValueError: If the rate is not a probability.
     """
     check_tensor("input", input)
-    if not 0.0 <= number("rate", rate) <= 1.0:
-        raise ValueError(
-            f"rate must be a probability from 0 to 1, got {short(rate)}; 0 turns dropout off"
-        )
-    # TASK 4.4: Multiply by rand > rate; nothing to do for rate 0 or ignore.
-    if flag("ignore", ignore) or rate == 0.0:
+    # TASK 4.4: Multiply by rand > rate; check_rate says whether there is anything to do.
+    if not check_rate(rate, ignore):
         return input
-    if input.backend.cuda:
-        return device_dropout(input, rate, 1.0)
     noise = rand(input.shape, input.backend, False, input.dtype)  # as published
     return input * (noise > rate)
     # END TASK 4.4
@@ -309,20 +306,6 @@ def switch(name: str, value: Any) -> bool:
             f"{name} must be True or False, got the backend {value}; pass a backend by name: backend=..."
         )
     return flag(name, value)
-
-
-def device_dropout(input: Tensor, rate: float, scale: float) -> Tensor:
-    """Apply dropout with a mask drawn on the device, from the seed of ``manual_seed``.
-
-    Args:
-        input: A tensor of any shape, on the CUDA backend.
-        rate: Probability that an element becomes 0.
-        scale: Factor of the other elements.
-    """
-    x = (
-        input if is_floating(input.dtype) else input * 1.0
-    )  # integers become floating, as on the host
-    return SeededDropout.apply(x, dropout_seed(), rate, scale)
 
 
 # -- attention ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from kernels.cuda.backend import refuse
 from kernels.runtime.dtypes import acc_dtype, is_floating
 
 from .autodiff import modes, no_grad
-from .functions.fused import dense, rounded
+from .backends.operations import operation
 from .module import Parameter
 from .scalar import Scalar
 from .tensor import Tensor
@@ -165,15 +165,13 @@ class SGD(Optimizer):
                 if value.derivative is not None:
                     self._update(p, Scalar(value.data - self.lr * value.derivative))
             elif value is not None and value.grad is not None:
-                self._update(p, self._moved(value.detach(), value.grad))
+                self._update(p, sgd_step(value.detach(), value.grad, self.lr))
 
-    def _moved(self, value: Tensor, grad: Tensor) -> Tensor:
-        fused = value.f.fused
-        if fused is None or not is_floating(value.dtype):
-            return value.expand(value - grad * self.lr)  # of shape () where a number's is (1,)
-        _same_shape(value, grad)
-        moved = fused.sgd_step(dense(value), dense(grad, value.dtype), self.lr)
-        return rounded(value, moved)
+
+@operation
+def sgd_step(value: Tensor, grad: Tensor, lr: float) -> Tensor:
+    """Return value - lr * grad."""
+    return value.expand(value - grad * lr)  # of shape () where a number's is (1,)
 
 
 class Adam(Optimizer):
@@ -276,31 +274,46 @@ class Adam(Optimizer):
             m, v = (value.full(value.shape, 0.0, acc_dtype(value.dtype)) for _ in range(2))
             self.moments[p] = (m, v)
         m, v = self.moments[p]
-        _same_shape(value, grad, m)
+        same_shape(value, grad, m)
         # They follow a parameter that was moved to another backend or dtype.
         m, v = (t.to(value.backend).to(acc_dtype(value.dtype)) for t in (m, v))
         self.moments[p] = (m, v)
         decay = self.weight_decay if value.dims >= 2 else 0.0
-        fused = value.f.fused
-        if fused is None:
-            return self._composed(p, value, grad, decay)
-        moved = fused.adam_step(
-            dense(value), dense(grad, value.dtype), m.array(), v.array(), lr=self.lr,
-            beta1=self.beta1, beta2=self.beta2, eps=self.eps, step=self.steps, weight_decay=decay,
+        moved, m, v = adam_step(
+            value, grad, m, v, lr=self.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps,
+            step=self.steps, weight_decay=decay,
         )  # fmt: skip
-        return rounded(value, moved)
-
-    def _composed(self, p: Parameter, value: Tensor, grad: Tensor, decay: float) -> Tensor:
-        m, v = self.moments[p]
-        wide, grad = value.to(m.dtype), grad.to(m.dtype)
-        # To their own shape: () times a number, of shape (1,), has shape (1,).
-        m = value.expand(m * self.beta1 + grad * (1.0 - self.beta1))
-        v = value.expand(v * self.beta2 + grad * grad * (1.0 - self.beta2))
         self.moments[p] = (m, v)
-        m_hat = m / (1.0 - self.beta1**self.steps)
-        v_hat = v / (1.0 - self.beta2**self.steps)
-        step = m_hat / (v_hat**0.5 + self.eps) * self.lr
-        return value.expand(wide * (1.0 - self.lr * decay) - step).to(value.dtype)
+        return moved
+
+
+@operation
+def adam_step(
+    value: Tensor, grad: Tensor, m: Tensor, v: Tensor, *, lr: float, beta1: float, beta2: float,
+    eps: float, step: int, weight_decay: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the value of a parameter after a step of Adam, and its moments; see :class:`Adam`.
+
+    Args:
+        value: The parameter.
+        grad: Its gradient.
+        m: The running mean of gradients, in the dtype of sums.
+        v: The running mean of their squares, likewise.
+        lr: Learning rate.
+        beta1: Decay of m.
+        beta2: Decay of v.
+        eps: Added to the root of v.
+        step: Number of this step, from 1.
+        weight_decay: Decoupled from the gradient.
+    """
+    wide, grad = value.to(m.dtype), grad.to(m.dtype)
+    # To their own shape: () times a number, of shape (1,), has shape (1,).
+    m = value.expand(m * beta1 + grad * (1.0 - beta1))
+    v = value.expand(v * beta2 + grad * grad * (1.0 - beta2))
+    m_hat = m / (1.0 - beta1**step)
+    v_hat = v / (1.0 - beta2**step)
+    moved = wide * (1.0 - lr * weight_decay) - m_hat / (v_hat**0.5 + eps) * lr
+    return value.expand(moved).to(value.dtype), m, v
 
 
 def checked_norm(max_norm: Any) -> float:
@@ -376,7 +389,7 @@ def copy_of(t: Tensor) -> Tensor:
     return t.f.id_map(t.detach(), t.empty(t.shape))
 
 
-def _same_shape(value: Tensor, grad: Tensor, past: Tensor | None = None) -> None:
+def same_shape(value: Tensor, grad: Tensor, past: Tensor | None = None) -> None:
     """Check the shape of a gradient: a kernel would read or write out of bounds of a smaller one."""
     past = value if past is None else past
     if not value.shape == grad.shape == past.shape:

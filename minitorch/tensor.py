@@ -214,11 +214,11 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
 
     def empty(self, shape: UserShape, dtype: Any = None) -> Tensor:
         """Return an uninitialised tensor on this backend, of this dtype unless one is given."""
-        return self._allocated(self.backend.ops.allocate, shape, dtype)
+        return self._allocated(self.backend.loops.allocate, shape, dtype)
 
     def full(self, shape: UserShape, value: float, dtype: Any = None) -> Tensor:
         """Return a tensor of equal elements on this backend, of this dtype unless one is given."""
-        ops, dtype = self.backend.ops, self.dtype if dtype is None else as_dtype(dtype)
+        ops, dtype = self.backend.loops, self.dtype if dtype is None else as_dtype(dtype)
         value = as_element(value, dtype)
         shape = checked_shape(shape)
         return self._allocated(lambda size, dtype: ops.filled(size, value, dtype), shape, dtype)
@@ -308,14 +308,14 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
                     )
                 if self.backend.target == "numpy" and b.backend.target == "cpu":
                     raise TypeError(
-                        f"the left operand is on {self.backend.ops.__name__}, plain Python loops, and the "
-                        f"right one on {b.backend.ops.__name__}; create both with "
+                        f"the left operand is on {self.backend.loops.__name__}, plain Python loops, and "
+                        f"the right one on {b.backend.loops.__name__}; create both with "
                         "backend=minitorch.FastBackend, or convert one with to(minitorch.FastBackend)"
                     )
                 b._type_(self.backend)
             return b
         if isinstance(b, NUMBERS):
-            return self._new(constant(self.backend.ops, as_float(b).hex(), result_dtype(self)))
+            return self._new(constant(self.backend.loops, as_float(b).hex(), result_dtype(self)))
         raise TypeError(
             f"the other operand must be a tensor or a number, got {type(b).__name__}; convert it "
             "with minitorch.tensor or minitorch.from_numpy"

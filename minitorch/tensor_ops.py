@@ -19,6 +19,7 @@ from . import operators
 from .backends import plain_indexing
 from .backends.bound_loops import Allocate, Kinds, Loop, Run, as_loop, with_layouts
 from .backends.dtype_promotion import Widening, floating, result_dtype
+from .backends.operations import Operations
 from .backends.plain_math import unraising
 from .backends.result_shapes import matmul_shape as matmul_shape
 from .backends.result_shapes import normalize_dim as normalize_dim
@@ -28,7 +29,6 @@ from .backends.unique import Unique
 from .backends.writes import wrote
 from .tensor_data import (
     IndexingError,
-    Ints,
     Shape,
     Storage,
     Strides,
@@ -59,8 +59,8 @@ class TensorOps(Widening):
     #: The memory of storages, and the target of attention's kernels; see kernels/rungs.py.
     memory: Memory = HostMemory()
     target = "numpy"
-    #: Fused kernels of the layers of module 4, or None if there are only composed forms.
-    fused: Any = None
+    #: The functions that replace operations on the backends made of this class, by name.
+    table = Operations()
     #: Gather, scatter-add, sort and cumulative sum of arrays.
     indexing: Any = plain_indexing
 
@@ -236,6 +236,8 @@ class TensorOps(Widening):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls._products = Kinds(cls.allocator)
+        if TensorOps in cls.__bases__:  # others share the table of the class that they change
+            cls.table = Operations()
 
     @classmethod
     def product_options(cls) -> Any:
@@ -249,27 +251,6 @@ class TensorOps(Widening):
     def multiply_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
         """Fill ``out`` with the product of operands of any floating dtype."""
         cls.run(cls.matmul_into, out, a, b)
-
-    @classmethod
-    def fuses_linear(cls, dtype: np.dtype[Any], shape: Ints) -> bool:
-        """Tell whether :meth:`linear_into` supports a dtype, for (rows, out_size, in_size)."""
-        return False
-
-    @classmethod
-    def linear_into(
-        cls, out: TensorData, rows: TensorData, weights: TensorData, bias: TensorData | None,
-        before_gelu: TensorData | None,
-    ) -> None:  # fmt: skip
-        """Fill ``out`` with rows @ weights + bias, or ``before_gelu`` with it and ``out`` with its GELU."""
-        raise NotImplementedError("a backend with fuses_linear must define linear_into")
-
-    @classmethod
-    def linear_backward(
-        cls, grad: TensorData, rows: TensorData, weights: TensorData, before_gelu: TensorData | None,
-        has_bias: bool,
-    ) -> tuple[TensorData, TensorData, TensorData | None]:  # fmt: skip
-        """Return the gradients of rows, weights and bias from ``grad``, that of the output, contiguous."""
-        raise NotImplementedError("a backend with fuses_linear must define linear_backward")
 
     @classmethod
     def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
@@ -299,12 +280,16 @@ class TensorBackend(Unique):
 
     Args:
         ops: A subclass of :class:`TensorOps`.
+
+    Attributes:
+        loops: That subclass.
+        ops: The functions that serve the operations of this backend, by name; ``print(backend.ops)`` shows
+            where each of them stands.
     """
 
     def __init__(self, ops: type[TensorOps]):
-        self.ops = ops
+        self.loops, self.ops = ops, ops.table
         self.cuda, self.memory, self.target = ops.cuda, ops.memory, ops.target
-        self.fused = ops.fused
         self.indexing = ops.indexing
 
         # Loops compile on their first call, so that a backend costs nothing to make.
@@ -333,11 +318,10 @@ class TensorBackend(Unique):
         self.max_reduce = reduce_(operators.max, -np.inf)
         self._finite_reduce = reduce_(operators.max, float(np.finfo(np.float32).min))
         self._max_zip = zip_(operators.max)
-        self.matrix_multiply, self.fuses_linear = ops.matrix_multiply, ops.fuses_linear
-        self.linear_into, self.linear_backward = ops.linear_into, ops.linear_backward
+        self.matrix_multiply = ops.matrix_multiply
 
     def __repr__(self) -> str:
-        return f"TensorBackend({self.ops.__name__})"
+        return f"TensorBackend({self.loops.__name__})"
 
     def shift_reduce(self, a: AnyTensor, dim: int) -> AnyTensor:
         """Return the maximum over a dimension, finite even for a row of minus infinities; see ``nn``."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,9 @@ from kernels.common.arguments import flag, one_of, shape_of, whole
 
 from .autodiff import is_recording, no_grad, without_drawing
 from .backends.matmul_precision import in_own_precision, precision_and_dtypes
+from .backends.operations import operation
 from .fast_ops import FastBackend
 from .layers.linear_cross_entropy import linear_cross_entropy
-from .models.captured_decoding import CapturedDecoding, can_capture
-from .models.captured_decoding import read as read_logits
-from .models.decoding_step import summed
 from .models.feed_forward import FeedForward as FeedForward
 from .models.feed_forward import GatedFeedForward as GatedFeedForward
 from .models.kv_cache import KVCache, LayerCache, check_cache
@@ -26,7 +26,7 @@ from .models.pretrained import load_pretrained, read_pretrained, write_pretraine
 from .models.rotary import Rotary
 from .models.sampling import make_sampler, prompt_ids
 from .models.transformer_layers import ATTENTIONS as ATTENTIONS
-from .models.transformer_layers import NORMS, is_joined, run_joined
+from .models.transformer_layers import NORMS
 from .models.transformer_layers import MultiHeadAttention as MultiHeadAttention
 from .models.transformer_layers import TransformerLayer as TransformerLayer
 from .module import Module
@@ -174,7 +174,6 @@ class DecoderLM(Module):
             )
         self.eos_token_id: int | None = None
         self.places: Callable[[int], Any] | None = None
-        self._captured: CapturedDecoding | None = None
 
     @classmethod
     def from_pretrained(
@@ -293,10 +292,11 @@ class DecoderLM(Module):
         if self.position_embeddings is not None:
             places = self._places(start, seq, layers[0])
             positions = self.position_embeddings(places)  # (seq, n_embd)
-            x = x + positions if cache is None else summed(x, positions)
+            x = x + positions
         x = self.dropout(x)
         if cache is None:
-            return self._through_layers(x)
+            call = checkpoint if self.recompute else lambda layer, x: layer(x)
+            return self.through_layers(x, call)
         for name, layer_cache in zip(self.layer_names, layers, strict=True):
             x = getattr(self, name)(x, layer_cache)  # (batch, seq, n_embd)
         return self.ln(x)  # (batch, seq, n_embd)
@@ -311,14 +311,11 @@ class DecoderLM(Module):
             return cache.spot.places
         return np.arange(start, start + seq)
 
-    def _through_layers(self, x: Tensor) -> Tensor:
-        """Apply the layers and the last norm to (batch, seq, n_embd)."""
-        call = checkpoint if self.recompute else _called
-        layers = [getattr(self, name) for name in self.layer_names]
-        if type(self.ln) in NORMS.values() and all(is_joined(layer, x) for layer in layers):
-            return run_joined(layers, self.ln, x, call)
-        for layer in layers:
-            x = call(layer, x)  # (batch, seq, n_embd)
+    @operation
+    def through_layers(self, x: Tensor, call: Callable[..., Any]) -> Tensor:
+        """Apply the layers and the last norm to (batch, seq, n_embd); ``call(layer, x)`` calls a layer."""
+        for name in self.layer_names:
+            x = call(getattr(self, name), x)  # (batch, seq, n_embd)
         return self.ln(x)
 
     def _layer_caches(self, cache: KVCache | None) -> list[LayerCache] | list[None]:
@@ -378,8 +375,7 @@ class DecoderLM(Module):
         """Yield the tokens that continue a text, each as soon as it is chosen.
 
         Keys and values are cached, so that a token costs one step of the model and attention to the
-        previous tokens.  On a GPU, with flash attention, a step is the replay of a CUDA graph, which the
-        model keeps with its cache for the next text.
+        previous tokens.
 
         A text longer than ``n_positions`` is continued from its last ``n_positions`` tokens.  Each new
         token then shifts their positions, which changes all keys and values, and costs a pass over the
@@ -403,34 +399,19 @@ class DecoderLM(Module):
             raise ValueError(f"count must be the number of tokens to add, 0 or more; got {count}")
         choose = make_sampler(temperature, top_k, top_p, seed)
         capacity = min(len(ids) + count, self.n_positions)
-        # Kept from text to text; taken away while one is written, so that two do not share a cache.
-        captured, self._captured = self._captured, None
-        if captured is None or captured.cache.capacity < capacity:
-            captured = CapturedDecoding(self, capacity) if can_capture(self) else None
-        if captured is None:
-            cache = self.make_cache(capacity=capacity)
-        else:
-            cache = captured.cache
-            cache.clear()
-        try:
+        with self.backend.ops["decoding"](self, capacity) as next_logits:
             for _ in range(count):
-                ids.append(choose(self._next_logits(ids, cache, captured)))
+                ids.append(choose(next_logits(ids)))
                 yield ids[-1]
-        finally:
-            self._captured = captured
 
-    @no_grad()
-    def _next_logits(
-        self, ids: list[int], cache: KVCache, captured: CapturedDecoding | None
-    ) -> npt.NDArray[np.float64]:
-        """Return the logits of the token after ``ids``, without dropout, (n_vocab,)."""
-        was_training = self.training
-        if was_training:
-            self.eval()  # this visits each module
-        try:
-            new = len(ids) - cache.length
-            if captured is not None and new == 1 and len(ids) <= cache.capacity:
-                return read_logits(captured.logits(ids[-1]))
+    def next_logits(self, ids: list[int], cache: KVCache) -> npt.NDArray[np.float64]:
+        """Return the logits of the token after ``ids``, without dropout, (n_vocab,).
+
+        Args:
+            ids: All tokens so far.
+            cache: Keys and values of the first of them; those of the others are appended.
+        """
+        with evaluating(self):
             if len(ids) <= self.n_positions:
                 hidden = self.hidden(np.array([ids[cache.length :]]), cache)  # (1, new, n_embd)
             else:
@@ -438,11 +419,30 @@ class DecoderLM(Module):
             # Compute and read the logits of the last position only.
             rows = hidden.view(*hidden.shape[1:])  # (new or seq, n_embd)
             last = lookup(rows, np.array([[rows.shape[0] - 1]]))  # (1, 1, n_embd)
-            return read_logits(self.score(last))
-        finally:
-            if was_training:
-                self.train()
+            return self.score(last).to_numpy()[0, 0].astype(np.float64)
 
 
-def _called(fn: Any, *inputs: Any) -> Any:
-    return fn(*inputs)
+@operation
+@contextmanager
+def decoding(model: DecoderLM, capacity: int) -> Iterator[Callable[[list[int]], Any]]:
+    """Provide a function that returns the logits of the token after a text, which grows from call to call.
+
+    Args:
+        model: The model.
+        capacity: Maximum length of the text whose keys and values are cached.
+    """
+    yield partial(model.next_logits, cache=model.make_cache(capacity=capacity))
+
+
+@contextmanager
+def evaluating(model: Module) -> Iterator[None]:
+    """Put a model into evaluation mode for a while, and record no gradients."""
+    was_training = model.training
+    if was_training:
+        model.eval()  # this visits each module
+    try:
+        with no_grad():
+            yield
+    finally:
+        if was_training:
+            model.train()

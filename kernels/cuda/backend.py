@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.device.memory import DeviceMemory, fill, row_major_copy
-from kernels.cuda.layers import fused, indexing
+from kernels.cuda.layers import indexing
 from kernels.cuda.layers.merge_rows import merge_rows
 from kernels.cuda.layers.put_rows import put_rows
 from kernels.cuda.matmul import cuda_cores as cuda_core_matmul
@@ -51,7 +51,7 @@ __all__ = [  # noqa: RUF022  # grouped by use
     "ALL_LANES", "SIZES", "WARP", "Adopted", "FoldShape", "Kernel", "device_callable", "device_function",
     "form", "scalar_type",
     # Layers and matrix products.
-    "cuda_core_matmul", "fused", "indexing", "matmul_dispatch", "merge_rows", "put_rows",
+    "cuda_core_matmul", "indexing", "matmul_dispatch", "merge_rows", "put_rows",
     # Recording a step as a graph.
     "Arena", "Graph", "Pool", "Recording", "Stretch", "active", "between_launches", "computed", "drawn",
     "refuse", "watching_numba",

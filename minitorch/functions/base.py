@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from kernels.common.arguments import shown
+from kernels.runtime.dtypes import acc_dtype
 
 from ..autodiff import Context, History, Variable, modes, writes
+from ..backends.tensor_protocol import AnyTensor
 from ..backends.tensor_protocol import TensorLike as Tensor
 from ..backends.writes import check_unwritten
 from ..scalar_functions import wrap_tuple
@@ -71,6 +73,41 @@ def as_ints(x: Any) -> tuple[int, ...]:
 def _is_whole(n: Any) -> bool:
     is_float = isinstance(n, (float, np.floating))
     return float(n).is_integer() if is_float else isinstance(n, (int, np.integer))
+
+
+# -- arrays of kernels ---------------------------------------------------------------------------
+
+
+def contiguous_array(t: Tensor, dtype: Any) -> Any:
+    """Return a tensor's elements as a contiguous array of a dtype, copied only if necessary."""
+    if dtype != t.dtype or not t._tensor.is_contiguous():
+        t = t.f.id_map(t, t.empty(t.shape, dtype))
+    return t.array()
+
+
+def dense(t: Tensor, dtype: Any = None) -> Any:
+    """Return a tensor's elements as a contiguous array, in float32 if the tensor's dtype has 16 bits.
+
+    Args:
+        t: Any tensor.
+        dtype: Dtype of the result before widening; that of t if None.
+    """
+    return contiguous_array(t, acc_dtype(t.dtype if dtype is None else dtype))
+
+
+def rounded(like: AnyTensor, array: Any, dtype: Any = None) -> AnyTensor:
+    """Return a kernel's result as a tensor, rounded to 16 bits where ``dense`` widened the operand.
+
+    Args:
+        like: A tensor of the backend.
+        array: A contiguous result of a kernel.
+        dtype: Dtype of the tensor; that of ``like`` if None.
+    """
+    dtype = like.dtype if dtype is None else dtype
+    return like.wrap(like.f.memory.convert(array, dtype))
+
+
+# -- functions -----------------------------------------------------------------------------------
 
 
 class Function:

@@ -18,8 +18,7 @@ from ..autodiff import Context
 from ..backends.tensor_protocol import AnyTensor
 from ..backends.tensor_protocol import TensorLike as Tensor
 from ..tensor_data import Ints, TensorData
-from .base import Function, check_tensor, is_tensor
-from .fused import rounded
+from .base import Function, check_tensor, is_tensor, rounded
 
 INT64 = np.dtype(np.int64)
 
@@ -54,10 +53,10 @@ def as_index(like: Tensor, index: Any, dim: int, limit: int) -> Tensor:
         ValueError: If the shape does not fit, or an index is out of bounds.
     """
     if is_tensor(index):
-        if index.backend.ops is not like.backend.ops:
+        if index.backend.loops is not like.backend.loops:
             raise TypeError(
-                f"index must be on the backend of the tensor, {like.backend.ops.__name__}, got "
-                f"{index.backend.ops.__name__}; move it with Tensor.to(backend)"
+                f"index must be on the backend of the tensor, {like.backend.loops.__name__}, got "
+                f"{index.backend.loops.__name__}; move it with Tensor.to(backend)"
             )
         values = index.to_numpy()
     else:

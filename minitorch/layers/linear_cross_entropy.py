@@ -1,8 +1,4 @@
-"""The head of a language model fused with its loss: logits are stored for a chunk of rows at a time.
-
-The full logits, rows times vocabulary, would be the largest tensor of a training step and would live until
-the backward pass.  Backends without such a kernel use a composed form, which is also the tests' reference.
-"""
+"""The head of a language model and its loss."""
 
 from __future__ import annotations
 
@@ -11,111 +7,45 @@ from typing import TYPE_CHECKING, Any
 from kernels.common.arguments import shape_of
 from kernels.runtime.dtypes import acc_dtype, is_floating
 
-from ..autodiff import Context
-from ..functions.base import Function, check_tensor
-from ..functions.fused import dense, rounded, stored
-from ..functions.views import swap_last
-from ..nn import integer_array, softmax_loss
-from ..tensors.factories import ones
-from .linear import composed_linear
+from ..backends.operations import operation
+from ..functions.base import check_tensor
+from ..nn import softmax_loss
+from .linear import linear
 
 if TYPE_CHECKING:
     from ..tensor import Tensor
 
-#: Approximate number of logits stored at a time, and the divisor of the number of rows of a chunk.
-CHUNK, ROWS = 1 << 27, 128
 
+def check_linear_cross_entropy(
+    x: Tensor, weights: Tensor, targets: Any, bias: Tensor | None
+) -> None:
+    """Check the arguments of :func:`linear_cross_entropy`.
 
-class LinearCrossEntropy(Function):
-    """The mean cross entropy of x @ weights + bias, one chunk of rows at a time.
-
-    The gradients are computed in the forward pass, while a chunk's logits exist, and the backward pass
-    multiplies them by the gradient of the loss, so that no product is computed twice.
+    Raises:
+        TypeError: If an operand is not a tensor.
+        ValueError: If the shapes do not fit.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Context, x: Tensor, weights: Tensor, bias: Tensor | None, targets: Any, rows: int
-    ) -> Tensor:
-        """Return (1,) for (n, width), (width, classes), (classes,) and n integers; ``rows`` of a chunk."""
-        memory, count, sums = x.f.memory, x.shape[0], acc_dtype(x.dtype)
-        array, ids = stored(x, "cross_entropy"), x.f.fused.place_ids(targets)
-        unit = None if ctx.no_grad else dense(ones((min(rows, count),), x.backend, dtype=sums))
-        dx = x.empty(x.shape, x.dtype)
-        totals: tuple[Tensor | None, ...] = (None, None, None)
-        for first in range(0, count, rows):
-            stop = min(first + rows, count)
-            # In 16 bits where the kernels support them, else widened from here on.
-            part, own_dx = (x.wrap(memory.part(a, first, stop)) for a in (array, dx.array()))
-            own_unit = None if unit is None else memory.part(unit, 0, stop - first)
-            shares = _of_chunk(part, weights, bias, memory.part(ids, first, stop), own_unit, own_dx)
-            totals = tuple(
-                _added(total, share, sums) for total, share in zip(totals, shares, strict=True)
-            )
-        loss, *gradients = totals
-        ctx.save_for_backward(dx, *gradients, count)
-        assert loss is not None, "there is a row"
-        return loss * (1.0 / count)
-
-    @staticmethod
-    def backward(ctx: Context, grad_output: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of x, weights and bias."""
-        *gradients, count = ctx.saved_values
-        scale = grad_output * (1.0 / count)  # (1,)
-        return (*(g if g is None else g * scale for g in gradients), None, None)
+    for name, t in (
+        ("x", x),
+        ("weights", weights),
+        *((("bias", bias),) if bias is not None else ()),
+    ):
+        check_tensor(name, t)
+    classes, ids = weights.shape[-1:], shape_of("targets", targets)
+    fits = x.dims == weights.dims == 2 and x.shape[1] == weights.shape[0] and x.size > 0
+    if not fits or ids != x.shape[:1] or (bias is not None and bias.shape != classes):
+        own = None if bias is None else bias.shape
+        raise ValueError(
+            "linear_cross_entropy needs x (n, width), weights (width, classes), targets (n,) and bias "
+            f"(classes,) or None, got {x.shape}, {weights.shape}, {ids} and {own}"
+        )
 
 
-def _of_chunk(
-    part: Tensor, weights: Tensor, bias: Tensor | None, ids: Any, unit: Any, dx: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Return the sum of the losses of some rows, and the gradients of weights and bias; fill dx.
-
-    Args:
-        part: (rows, width).
-        weights: (width, classes).
-        bias: (classes,), or None.
-        ids: (rows,), class indices, on the kernels' device.
-        unit: (rows,), the gradient of each loss; None for no gradients.  It is 1 instead of 1 / n, which
-            could underflow in float16.
-        dx: (rows, width), the gradient of part, written.
-    """
-    ops, fused = part.f, part.f.fused
-    logits = ops.matrix_multiply(part, weights)  # (rows, classes)
-    if bias is not None:
-        logits = ops.add_zip(logits, bias)
-    losses, *kept = fused.cross_entropy(stored(logits, "cross_entropy"), ids)
-    loss = ops.add_reduce(part.wrap(losses), 0)  # (1,)
-    if unit is None:
-        return loss, None, None
-    dlogits = rounded(dx, fused.cross_entropy_backward(unit, ids, *kept, in_place=True))
-    ops.ops.multiply_into(dx._tensor, dlogits._tensor, swap_last(weights)._tensor)
-    dbias = None if bias is None else ops.add_reduce(dlogits, 0).view(*bias.shape)
-    return loss, ops.matrix_multiply(swap_last(part), dlogits), dbias
-
-
-def _added(total: Tensor | None, share: Tensor | None, dtype: Any) -> Tensor | None:
-    """Return the sum of two partial gradients in a dtype."""
-    if total is None or share is None:
-        if share is None or share.dtype == dtype:
-            return share
-        return share.f.id_map(share, share.empty(share.shape, dtype))
-    return share.f.add_zip(total, share)
-
-
-def composed_linear_cross_entropy(
-    x: Tensor, weights: Tensor, targets: Any, bias: Tensor | None = None
-) -> Tensor:
-    """Return the result of :func:`linear_cross_entropy`, computed from the full logits."""
-    logits = composed_linear(x, weights, bias)
-    if is_floating(logits.dtype):  # only the logits have 16 bits
-        logits = logits.to(acc_dtype(logits.dtype))
-    return softmax_loss(logits, targets).mean()
-
-
+@operation
 def linear_cross_entropy(
     x: Tensor, weights: Tensor, targets: Any, bias: Tensor | None = None, rows: int | None = None
 ) -> Tensor:
-    """Return the mean cross entropy of x @ weights + bias without keeping the logits.
+    """Return the mean cross entropy of x @ weights + bias.
 
     Args:
         x: (n, width), at least one row.
@@ -132,26 +62,8 @@ def linear_cross_entropy(
         TypeError: If an operand is not a tensor, or a target is not an integer.
         ValueError: If the shapes do not fit, or a target is not a class.
     """
-    for name, t in (
-        ("x", x),
-        ("weights", weights),
-        *((("bias", bias),) if bias is not None else ()),
-    ):
-        check_tensor(name, t)
-    classes, ids = weights.shape[-1:], shape_of("targets", targets)
-    fits = x.dims == weights.dims == 2 and x.shape[1] == weights.shape[0] and x.size > 0
-    if not fits or ids != x.shape[:1] or (bias is not None and bias.shape != classes):
-        own = None if bias is None else bias.shape
-        raise ValueError(
-            "linear_cross_entropy needs x (n, width), weights (width, classes), targets (n,) and bias "
-            f"(classes,) or None, got {x.shape}, {weights.shape}, {ids} and {own}"
-        )
-    alike = all(
-        t.dtype == x.dtype and t.backend is x.backend for t in (weights, bias) if t is not None
-    )
-    if x.f.fused is None or not alike or not is_floating(x.dtype):
-        return composed_linear_cross_entropy(x, weights, targets, bias)
-    if rows is None:
-        rows = max(CHUNK // classes[0] // ROWS, 1) * ROWS
-    ids = integer_array(targets, classes[0], "targets")
-    return LinearCrossEntropy.apply(x, weights, bias, ids, rows)
+    check_linear_cross_entropy(x, weights, targets, bias)
+    logits = linear(x, weights, bias)
+    if is_floating(logits.dtype):  # only the logits have 16 bits
+        logits = logits.to(acc_dtype(logits.dtype))
+    return softmax_loss(logits, targets).mean()

@@ -109,7 +109,9 @@ class LayerCache:
                 f"the dtype of a cache must be floating, got {self.dtype}; pass the model's dtype"
             )
         check_memory((batch, heads, capacity, head_dim), self.dtype)
-        self._storages = [backend.ops.allocate(capacity * self._step, self.dtype) for _ in range(2)]
+        self._storages = [
+            backend.loops.allocate(capacity * self._step, self.dtype) for _ in range(2)
+        ]
 
     def __repr__(self) -> str:
         return f"LayerCache({self._about()})"
@@ -117,7 +119,7 @@ class LayerCache:
     def _about(self) -> str:
         return (
             f"batch={self.batch}, heads={self.heads}, length={self.length}, capacity={self.capacity}, "
-            f"head_dim={self.head_dim}, dtype={self.dtype}, backend={self.backend.ops.__name__}"
+            f"head_dim={self.head_dim}, dtype={self.dtype}, backend={self.backend.loops.__name__}"
         )
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,10 +235,10 @@ class LayerCache:
         return Tensor(TensorData(part, shape), backend=self.backend)
 
     def _check(self, new: Tensor) -> None:
-        if new.backend.ops is not self.backend.ops or new.dtype != self.dtype:
+        if new.backend.loops is not self.backend.loops or new.dtype != self.dtype:
             raise TypeError(
-                f"the cache holds {self.dtype} on {self.backend.ops.__name__}, got {new.dtype} on "
-                f"{new.backend.ops.__name__}; make it with DecoderLM.make_cache of this model"
+                f"the cache holds {self.dtype} on {self.backend.loops.__name__}, got {new.dtype} on "
+                f"{new.backend.loops.__name__}; make it with DecoderLM.make_cache of this model"
             )
         if new.dims != 4:
             raise ValueError(

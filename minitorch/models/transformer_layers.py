@@ -1,8 +1,8 @@
-"""The layers of a transformer, with fused or composed attention."""
+"""The layers of a transformer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,21 +10,18 @@ import numpy.typing as npt
 
 from kernels.common.arguments import flag, not_negative, one_of, shown, whole
 from kernels.problem.options import Options
-from kernels.runtime.dtypes import is_floating
 
 from ..attention.approximate.choices import APPROXIMATIONS, make_attention
 from ..attention.approximate.support import Masked, key_mask_array, key_penalty
 from ..attention.naive import naive_attention
-from ..autodiff import without_dropout
+from ..backends.operations import operation
 from ..functions.base import check_tensor
-from ..layers.residual_layer_norm import residual_layer_norm
 from ..module import Module, Parameter
 from ..modules_basic import Dropout, LayerNorm1d, Linear, RMSNorm
 from ..nn import switch
 from ..tensor import Tensor
 from ..tensor_ops import SimpleBackend, TensorBackend
 from ..tensors.factories import zeros
-from .decoding_step import step
 from .feed_forward import FeedForward, GatedFeedForward
 from .kv_cache import LayerCache, check_cache
 from .rotary import Rotary, Rotate
@@ -356,6 +353,7 @@ class TransformerLayer(Module):
         make = GatedFeedForward if is_gated else FeedForward
         self.ff = make(n_embd, middle_dim, p_dropout, bias, backend, dtype)
 
+    @operation
     def forward(
         self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None, cu_seqlens: Any = None
     ) -> Tensor:  # fmt: skip
@@ -364,78 +362,11 @@ class TransformerLayer(Module):
         given = {"key_mask": key_mask, "cu_seqlens": cu_seqlens}
         masked = {name: value for name, value in given.items() if value is not None}
         if not self.norm_first:
-            _, x = joined(self.attention, x, x, self.ln_1, cache=cache, **masked)
-            _, x = joined(self.ff, x, x, self.ln_2)
+            x = self.ln_1(x + self.attention(x, cache, **masked))
+            x = self.ln_2(x + self.ff(x))
             return x if cache is None else x.detach()
-        if cache is not None and not masked and (stepped := step(self, x, cache)) is not None:
-            return stepped
-        if cache is None and is_joined(self, x):
-            hidden, normed = joined(self.attention, x, self.ln_1(x), self.ln_2, **masked)
-            return hidden + self.ff(normed)
         # TASK 5.10: Pre-norm: x + attention(ln_1(x)), then + ff(ln_2(x)).
         x = x + self.attention(self.ln_1(x), cache, **masked)
         x = x + self.ff(self.ln_2(x))
         return x if cache is None else x.detach()
         # END TASK 5.10
-
-
-def is_joined(layer: TransformerLayer, x: Tensor) -> bool:
-    """Tell whether the backend of x fuses a residual connection, dropout and the following norm."""
-    parts = layer, layer.attention, layer.ff
-    return (
-        type(layer) is TransformerLayer
-        and layer.norm_first
-        and type(layer.attention) is MultiHeadAttention
-        and type(layer.ff) in (FeedForward, GatedFeedForward)
-        and hasattr(x.f.fused, "residual_layer_norm")
-        and is_floating(x.dtype)
-        and not any("forward" in part.__dict__ for part in parts)
-        and type(layer.ln_1) is type(layer.ln_2) in NORMS.values()
-    )
-
-
-def joined(
-    branch: MultiHeadAttention | FeedForward | GatedFeedForward, hidden: Tensor, normed: Tensor,
-    norm: LayerNorm1d | RMSNorm, **options: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return hidden + dropout(branch(normed)) and its norm, in one kernel after the branch if it exists.
-
-    Args:
-        branch: The branch, whose dropout is applied by the kernel.
-        hidden: The residual stream, (batch, seq, n_embd).
-        normed: The input of the branch, (batch, seq, n_embd).
-        norm: The norm of the next branch.
-        options: Options of the branch.
-    """
-    own = branch.dropout
-    with without_dropout():
-        x = branch(normed, **options)
-    rate = own.p_dropout if own.training else 0.0
-    beta = None if norm.bias is None else norm.bias.value
-    return residual_layer_norm(x, hidden, norm.weights.value, beta, norm.eps, rate)
-
-
-def run_joined(
-    layers: Sequence[TransformerLayer], last: LayerNorm1d | RMSNorm, x: Tensor,
-    call: Callable[..., Any],
-) -> Tensor:  # fmt: skip
-    """Apply layers and the norm after them to x, with :func:`joined` throughout.
-
-    Args:
-        layers: One or more layers.
-        last: The norm that follows them.
-        x: (batch, seq, n_embd).
-        call: Calls its first argument with the others: :func:`minitorch.checkpoint`, or a plain call.
-
-    Returns:
-        (batch, seq, n_embd).
-    """
-    hidden, normed = x, layers[0].ln_1(x)
-    for layer, norm in zip(layers, [*(layer.ln_1 for layer in layers[1:]), last], strict=True):
-
-        def one(hidden: Tensor, normed: Tensor, layer: Any = layer, norm: Any = norm) -> Any:
-            hidden, normed = joined(layer.attention, hidden, normed, layer.ln_2)
-            return joined(layer.ff, hidden, normed, norm)
-
-        hidden, normed = call(one, hidden, normed)
-    return normed

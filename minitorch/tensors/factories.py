@@ -116,7 +116,7 @@ def _of_shape(storage: Storages, by_default: bool | None = False):
         dtype: npt.DTypeLike | None = None,
     ) -> Tensor:
         sizes, kind = checked_shape(shape), dtype_or_default(dtype)
-        size, ops = math.prod(sizes), _checked_backend(backend).ops
+        size, ops = math.prod(sizes), _checked_backend(backend).loops
         check_memory(sizes, kind)
         elements = storage(ops, size, kind)
         return _leaf(TensorData(elements, sizes), backend, requires_grad)

@@ -13,7 +13,7 @@ from kernels.runtime.dtypes import FLOAT32, is_floating, is_half
 
 from ..backends.writes import wrote
 from ..module import Parameter
-from ..optim import Adam, _same_shape, checked_norm, clip_grad_norm_, copy_of
+from ..optim import Adam, checked_norm, clip_grad_norm_, copy_of, same_shape
 from ..tensor import Tensor
 
 
@@ -96,7 +96,7 @@ class AdamW(Adam):
             return
         self.steps += 1
         like = moving[0].value
-        fused, memory = like.f.fused, like.f.memory
+        fused, memory = like.f.ops.kernels, like.f.memory
         values = [p.value.detach().contiguous() for p in moving]
         grads = [p.value.grad.contiguous().array() for p in moving]
         clip = None
@@ -115,7 +115,7 @@ class AdamW(Adam):
 
     def _listed(self, p: Parameter, value: Tensor, grad: Any) -> Any:
         """Return the arrays of a parameter; views of those that lie where they did are kept."""
-        _same_shape(value, p.value.grad)
+        same_shape(value, p.value.grad)
         known, master = self._places.get(p), self.masters.get(p)
         is_own = master is None or self._copies.get(p) is p.value
         if known is not None and is_own and known.holds(value, master, self.moments.get(p)):
@@ -124,7 +124,7 @@ class AdamW(Adam):
         m, v = (moment.array() for moment in self._moments(p, master))
         copy = value.array() if is_half(value.dtype) else None
         target = value if copy is None else master
-        moved = value.f.fused.Moved(target.array(), grad, m, v, value.dims >= 2, copy)
+        moved = value.f.ops.kernels.Moved(target.array(), grad, m, v, value.dims >= 2, copy)
         self._places[p] = _Place(value._tensor, self.masters.get(p), self.moments[p], moved)
         return moved
 
@@ -176,7 +176,7 @@ class AdamW(Adam):
             m, v = (master.full(master.shape, 0.0, master.dtype) for _ in range(2))
         else:
             m, v = (t.to(master.backend).to(master.dtype) for t in self.moments[p])
-        _same_shape(master, m, v)
+        same_shape(master, m, v)
         self.moments[p] = m, v
         return m, v
 
@@ -227,7 +227,7 @@ def _is_listed(value: Any, like: Tensor) -> bool:
     return (
         isinstance(value, Tensor)
         and value.backend is like.backend
-        and hasattr(value.f.fused, "adam_many")
+        and "adam_many" in value.f.ops
         and is_floating(value.dtype)
         and value.size > 0
     )

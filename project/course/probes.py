@@ -366,8 +366,8 @@ def softmaxes(rng: Rng) -> Probes:
     yield "gradient of max", lambda: gradients(lambda x: nn.max(x, dim), image, x)
     yield "argmax", lambda: nn.argmax(tensor(x), dim)
     yield "maxpool2d", lambda: nn.maxpool2d(tensor(image), (2, 3))
-    yield "softmax", lambda: nn.composed_softmax(tensor(x), dim)
-    yield "softmax of large numbers", lambda: nn.composed_softmax(tensor(large), 1)
+    yield "softmax", lambda: nn.softmax(tensor(x), dim)
+    yield "softmax of large numbers", lambda: nn.softmax(tensor(large), 1)
     yield "logsoftmax", lambda: nn.logsoftmax(tensor(50.0 * x), dim)
     yield "dropout", dropped
     yield (

@@ -32,7 +32,6 @@ from minitorch import (
     tensor,
     tile,
 )
-from minitorch.nn import composed_softmax, composed_softmax_loss
 
 from ..support.tolerances import assert_close_arrays
 from ..tensor_strategies import Array, laid_out, lattice, on_backends, on_dtypes, shapes
@@ -185,21 +184,18 @@ def test_max_pooling(kernel: tuple[int, int], backend: TensorBackend, data: Data
 
 # --- task 4.4: softmax -----------------------------------------------------------------------
 
-SOFTMAXES = pytest.mark.parametrize("function", [softmax, composed_softmax])
-
 
 @softmaxes
 @on_backends()
 @on_dtypes
-@SOFTMAXES
 @few
 @given(data())
 def test_softmax_over_any_dimension(
-    function: Callable[..., Tensor], dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject
+    dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject
 ) -> None:
     array, a = drawn(data, backend, dtype)
     dim = data.draw(integers(-a.dims, a.dims - 1))
-    probs = function(a, dim)
+    probs = softmax(a, dim)
     assert_close_arrays(probs, softmax_of(array, dim), dtype)
     assert_close_arrays(probs.sum(dim), np.ones(probs.sum(dim).shape), dtype, "sum")
 
@@ -221,7 +217,7 @@ def test_logarithms_of_softmax(
 
 @softmaxes
 @on_backends()
-@pytest.mark.parametrize("function", [softmax, composed_softmax, logsoftmax, logsumexp])
+@pytest.mark.parametrize("function", [softmax, logsoftmax, logsumexp])
 @few
 @given(data())
 def test_gradients_of_softmax(
@@ -235,17 +231,14 @@ def test_gradients_of_softmax(
 
 @softmaxes
 @on_backends()
-@SOFTMAXES
 @pytest.mark.parametrize("dim", [0, 1])
-def test_softmax_of_rows_of_minus_infinity(
-    dim: int, function: Callable[..., Tensor], backend: TensorBackend
-) -> None:
+def test_softmax_of_rows_of_minus_infinity(dim: int, backend: TensorBackend) -> None:
     # A masked score is minus infinity: it weighs nothing, and a row of them weighs nothing at all.
     array = np.array([[0.0, -np.inf, 1.0], [-np.inf] * 3, [-np.inf, -np.inf, 4.0]])
     expected = softmax_of(array[::2], 1)[[0, 0, 1]] * [[1.0], [0.0], [1.0]]
     seen = array if dim == 1 else array.T
     a = from_numpy(seen, backend, requires_grad=True)
-    probs = function(a, dim)
+    probs = softmax(a, dim)
     assert_close_arrays(probs, expected if dim == 1 else expected.T, np.float64)
     (probs * from_numpy(np.arange(9.0).reshape(3, 3), backend)).sum().backward()
     assert a.grad is not None
@@ -272,8 +265,7 @@ def test_softmax_of_large_numbers(dtype: npt.DTypeLike, backend: TensorBackend) 
     a = from_numpy(np.array([[1e4, 1e4 - 1.0, -1e4], [3e30, -3e30, 0.0]], dtype), backend)
     e = np.exp(-1.0)
     expected = np.array([[1 / (1 + e), e / (1 + e), 0.0], [1.0, 0.0, 0.0]])
-    for function in (softmax, composed_softmax):
-        assert_close_arrays(function(a, 1), expected, dtype)
+    assert_close_arrays(softmax(a, 1), expected, dtype)
     assert_close_arrays(
         logsumexp(a, 1), np.array([[1e4 + np.log(1 + e)], [3e30]]), dtype, "logsumexp"
     )
@@ -291,10 +283,9 @@ def test_cross_entropy(backend: TensorBackend, data: DataObject) -> None:
     logits = data.draw(laid_out(array, backend))
     target = np.array([data.draw(integers(0, classes - 1)) for _ in range(rows)])
     expected = -np.log(softmax_of(array, 1))[np.arange(rows), target]
-    for loss in (softmax_loss, composed_softmax_loss):
-        for as_given in (target, tensor(target.tolist(), backend)):
-            assert_close_arrays(loss(logits, as_given), expected, np.float64, size=10.0)
-        grad_check(lambda x, loss=loss: loss(x, target), logits)
+    for as_given in (target, tensor(target.tolist(), backend)):
+        assert_close_arrays(softmax_loss(logits, as_given), expected, np.float64, size=10.0)
+    grad_check(lambda x: softmax_loss(x, target), logits)
 
 
 def test_one_hot() -> None:

@@ -12,21 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import DataObject, DrawFn, composite, data, integers
 
+import minitorch
 from kernels.cpu.layers import fused
 from minitorch import (
     Adam,
     Embedding,
     FastBackend,
-    LayerNorm1d,
     Parameter,
     SimpleBackend,
     Tensor,
     TensorBackend,
     from_numpy,
 )
-from minitorch.functions.fused import CrossEntropy, Gelu, LayerNorm, Lookup, Softmax
-from minitorch.modules_basic import composed_layer_norm, composed_rms_norm
-from minitorch.nn import composed_gelu, composed_softmax, composed_softmax_loss
+from minitorch.modules_basic import layer_norm, lookup, rms_norm
+from minitorch.nn import GELU, softmax, softmax_loss
 
 from ...support.tolerances import assert_close_arrays
 from ...tensor_strategies import Array, laid_out, lattice, on_backends, on_dtypes
@@ -112,28 +111,20 @@ class Layer(NamedTuple):
     gradient: Callable[..., tuple[Array, ...]]
 
 
+def layer(function: Callable[..., Tensor], *more: Any) -> Layer:
+    """Return a layer: as the table of the backend serves it, and as the course computes it."""
+    return Layer(function, minitorch.plain()(function), *more)
+
+
 LAYERS = {
-    "softmax": Layer(
-        Softmax.apply, lambda x: composed_softmax(x, x.dims - 1), softmax_of, softmax_gradient
+    "softmax": layer(lambda x: softmax(x, x.dims - 1), softmax_of, softmax_gradient),
+    "layer norm": layer(
+        lambda x, gamma, beta: layer_norm(x, gamma, beta, EPS), layer_norm_of, layer_norm_gradient
     ),
-    "layer norm": Layer(
-        lambda x, gamma, beta: LayerNorm.apply(x, gamma, beta, EPS),
-        lambda x, gamma, beta: composed_layer_norm(x, gamma, beta, EPS),
-        layer_norm_of,
-        layer_norm_gradient,
-    ),
-    "RMS norm": Layer(
-        lambda x, gamma: LayerNorm.apply(x, gamma, None, EPS),
-        lambda x, gamma: composed_rms_norm(x, gamma, EPS),
-        rms_norm_of,
-        rms_norm_gradient,
-    ),
-    "gelu": Layer(Gelu.apply, composed_gelu, gelu_of, gelu_gradient),
-    "cross entropy": Layer(
-        lambda x: CrossEntropy.apply(x, targets_for(x)),
-        lambda x: composed_softmax_loss(x, targets_for(x)),
-        cross_entropy_of,
-        cross_entropy_gradient,
+    "RMS norm": layer(lambda x, gamma: rms_norm(x, gamma, EPS), rms_norm_of, rms_norm_gradient),
+    "gelu": layer(GELU, gelu_of, gelu_gradient),
+    "cross entropy": layer(
+        lambda x: softmax_loss(x, targets_for(x)), cross_entropy_of, cross_entropy_gradient
     ),
 }
 in_every_form = pytest.mark.parametrize("form", ["fused", "composed"])
@@ -300,8 +291,8 @@ def check_impossible_class(
 ) -> None:
     operand = from_numpy(np.array([[0.0, -np.inf, 0.0]], dtype), backend, requires_grad=True)
     # Its target is class 1 % 3, the impossible one; the loss of another is log 2.
-    layer = {"fused": CrossEntropy.apply, "composed": composed_softmax_loss}[form]
-    losses = layer(operand, np.array([2]))
+    loss = {"fused": softmax_loss, "composed": minitorch.plain()(softmax_loss)}[form]
+    losses = loss(operand, np.array([2]))
     assert_close_arrays(losses, np.array([np.log(2.0)]), dtype)
     losses.sum().backward()
     assert_close_arrays(operand.grad, np.array([[0.5, 0.0, -0.5]]), dtype, "gradient")
@@ -314,7 +305,8 @@ def test_fused_layers_give_the_same_bits_every_time(dtype: npt.DTypeLike) -> Non
 
     def gradients() -> list[bytes]:
         operands = [from_numpy(array, requires_grad=True) for array in (x, gamma, gamma)]
-        (LayerNorm.apply(*operands, EPS) * from_numpy(x)).sum().backward()
+        rows, weights, bias = operands
+        (layer_norm(rows, weights, bias, EPS) * from_numpy(x)).sum().backward()
         return [np.asarray(operand.grad).tobytes() for operand in operands]
 
     assert gradients() == gradients()
@@ -351,7 +343,7 @@ def check_embedding(dtype: npt.DTypeLike, backend: TensorBackend, data: DataObje
 
 def test_a_lookup_is_a_copy() -> None:
     table = from_numpy(np.arange(6.0).reshape(3, 2))
-    found = Lookup.apply(table, np.array([1]))
+    found = lookup(table, np.array([1]))
     found[0, 0] = 99.0
     assert table[1, 0] == 2.0
 
@@ -405,16 +397,3 @@ def test_adam_takes_gradients_in_any_layout_and_of_any_size(dtype: npt.DTypeLike
         Adam([parameter], 0.5, eps=1e-8).step()
         expected = -0.5 * gradient / (np.abs(gradient.astype(np.float64)) + 1e-8)
         assert_close_arrays(parameter.value, expected, dtype)
-
-
-# -- which form runs ---------------------------------------------------------------------------
-
-
-def test_the_fast_backend_takes_the_fused_form() -> None:
-    x = from_numpy(np.ones((2, 3)), FastBackend, requires_grad=True)
-    out = LayerNorm1d(3, EPS, FastBackend)(x)
-    assert out.history is not None
-    assert out.history.last_fn is LayerNorm
-    simple = LayerNorm1d(3, EPS, SimpleBackend)(from_numpy(np.ones((2, 3)), SimpleBackend))
-    assert simple.history is not None
-    assert simple.history.last_fn is not LayerNorm

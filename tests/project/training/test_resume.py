@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import minitorch
+from minitorch.accelerated import layers as fused_functions
 from minitorch.autodiff import modes
-from minitorch.functions import fused as fused_functions
 from minitorch.training.model_files import read_checkpoint
 
 from .test_train_gpt import SMALL, gpt_loop, refused, train_gpt

@@ -14,7 +14,7 @@ from kernels.cpu.layers import decoding_step as kernel
 from kernels.cpu.layers import linear
 from kernels.problem.rungs import RUNG_VARIABLE
 from minitorch import FastBackend, Linear, Tensor, TransformerLayer, from_numpy
-from minitorch.models.decoding_step import step
+from minitorch.accelerated.decoding_step import step
 from minitorch.models.kv_cache import LayerCache
 
 from ...support.tolerances import assert_close_arrays

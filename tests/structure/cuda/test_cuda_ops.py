@@ -70,7 +70,7 @@ def test_a_long_sum_is_divided_among_blocks(dtype: Any) -> None:
 def test_heads_that_were_permuted_multiply_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = draw((2, 5, 3, 4)), draw((2, 5, 3, 4), seed=1)  # (batch, seq, heads, dim)
     q, k = on_cuda(x).permute(0, 2, 1, 3), on_cuda(y).permute(0, 2, 3, 1)
-    monkeypatch.setattr(CudaBackend.ops, "map_loop", None)
+    monkeypatch.setattr(CudaBackend.loops, "map_loop", None)
     assert_equal(q @ k, x.transpose(0, 2, 1, 3) @ y.transpose(0, 2, 3, 1))
 
 

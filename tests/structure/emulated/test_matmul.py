@@ -22,8 +22,8 @@ from kernels.cuda.matmul.layout import Form, Order, WarpLayout, place_of, shared
 from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32, HALF_DTYPES
 from kernels.runtime.targets import IS_SIMULATOR, compute_capability
-from minitorch import CudaBackend, CudaOps, FastOps, TensorBackend, TensorData, from_numpy
-from minitorch.layers.linear import Linear, composed_linear
+from minitorch import CudaBackend, CudaOps, TensorBackend, TensorData, from_numpy
+from minitorch.accelerated.linear import Linear, fuses_linear, linear_backward, linear_into
 
 from ...support.emulated.arrays import empty
 from ...support.emulated.products import emulated_products
@@ -199,9 +199,9 @@ def test_the_backends_linear_layer_keeps_what_gelu_is_applied_to() -> None:
     )
     out, before = (TensorData(empty((20 * 72,), BFLOAT16), (20, 72)) for _ in range(2))
     with emulated_products((8, 0)):
-        assert CudaOps.fuses_linear(BFLOAT16, (20, 72, 16))
-        assert not CudaOps.fuses_linear(BFLOAT16, (20, 71, 16))
-        CudaOps.linear_into(out, _data(rows), _data(weights), _data(bias), before)
+        assert fuses_linear(BFLOAT16, (20, 72, 16))
+        assert not fuses_linear(BFLOAT16, (20, 71, 16))
+        linear_into(out, _data(rows), _data(weights), _data(bias), before)
     expected = rows.astype(np.float64) @ weights.astype(np.float64) + bias.astype(np.float64)
     assert_near(before.to_array(), expected, 2.0**-7)
     assert_near(out.to_array(), gelu(expected), 2.0**-7)
@@ -211,19 +211,23 @@ def test_the_backends_linear_layer_keeps_what_gelu_is_applied_to() -> None:
 def test_the_backends_gradients_of_a_linear_layer_are_two_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("minitorch.cuda_ops.empty_device", empty)
+    monkeypatch.setattr("minitorch.accelerated.linear.empty_device", empty)
     rng = np.random.default_rng(0)
     grad, rows = (rng.standard_normal((20, cols)).astype(BFLOAT16) for cols in (72, 16))
     weights = rng.standard_normal((72, 16)).astype(BFLOAT16).T  # (16, 72), columns side by side
     with emulated_products((8, 0)):
-        drows, dweights, dbias = CudaOps.linear_backward(
-            _data(grad), _data(rows), _data(weights), None, False
-        )
+        operands = (_data(x) for x in (rows, weights))
+        (drows, dweights, dbias) = linear_backward(
+            _data(grad)._storage,
+            *(x for t in operands for x in (t._storage, t.strides)),  # type: ignore[call-arg]
+            None, False, (20, 16, 72), "float32",
+        )  # fmt: skip
     assert dbias is None
     wide, wide_rows, wide_weights = (x.astype(np.float64) for x in (grad, rows, weights))
     for found, expected in ((drows, wide @ wide_weights.T), (dweights, wide_rows.T @ wide)):
         size = np.abs(expected).max()
-        assert_near(found.to_array().astype(np.float64) / size, expected / size, 2.0**-8)
+        found = found.reshape(expected.shape).astype(np.float64)
+        assert_near(found / size, expected / size, 2.0**-8)
 
 
 @pytest.mark.simulator
@@ -239,42 +243,6 @@ def test_the_gradient_of_gelu_reads_and_writes_16_bits(dtype: Any, size: int) ->
 # -- layers -----------------------------------------------------------------------------------------
 
 
-class _Ops(FastOps):
-    """A backend whose linear layers are one call, by NumPy."""
-
-    @classmethod
-    def fuses_linear(cls, dtype: Any, shape: Any) -> bool:
-        return True
-
-    @classmethod
-    def linear_into(cls, out: Any, rows: Any, weights: Any, bias: Any, before_gelu: Any) -> None:
-        found = rows.to_array() @ weights.to_array()
-        if bias is not None:
-            found = found + bias.to_array()
-        if before_gelu is not None:
-            before_gelu.to_array()[...] = found
-            found = gelu(found)
-        out.to_array()[...] = found
-
-    @classmethod
-    def linear_backward(
-        cls, grad: Any, rows: Any, weights: Any, before_gelu: Any, has_bias: bool
-    ) -> Any:
-        slope = grad.to_array()
-        if before_gelu is not None:
-            slope = slope * gelu_gradient(before_gelu.to_array())
-        gradients = slope @ weights.to_array().T, rows.to_array().T @ slope
-        return *map(_data, gradients), _data(slope.sum(0)) if has_bias else None
-
-
-@pytest.mark.parametrize("has_gelu", [True, False])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_a_linear_layer_in_one_call_has_the_gradients_of_its_composed_form(
-    has_gelu: bool, has_bias: bool
-) -> None:
-    compare_layers(TensorBackend(_Ops), np.dtype(np.float64), has_gelu, has_bias, 1e-10)
-
-
 def compare_layers(
     backend: TensorBackend, dtype: Any, has_gelu: bool, has_bias: bool, allowed: float
 ) -> None:
@@ -285,7 +253,11 @@ def compare_layers(
     results = []
     for own, kind, function in (
         (backend, dtype, lambda *t: Linear.apply(*t, has_gelu)),
-        (minitorch.FastBackend, np.float64, partial(composed_linear, has_gelu=has_gelu)),
+        (
+            minitorch.FastBackend,
+            np.float64,
+            partial(minitorch.plain()(minitorch.linear), has_gelu=has_gelu),
+        ),
     ):
         tensors: list[Any] = [from_numpy(x.astype(kind), own) for x in arrays]
         for t in tensors:

@@ -25,15 +25,15 @@ from kernels.runtime.dtypes import (
     rounded,
 )
 from kernels.runtime.targets import IS_SIMULATOR
-from minitorch import CudaBackend, FastBackend, from_numpy
-from minitorch.functions.fused import LayerNorm
-from minitorch.layers.residual_layer_norm import composed_residual_layer_norm, residual_layer_norm
+from minitorch import CudaBackend, FastBackend, from_numpy, residual_layer_norm
+from minitorch.modules_basic import layer_norm
 
 from ....support.examples import at_most
 from ....support.tolerances import assert_close_arrays
 from ....tensor_strategies import Array, laid_out
 
 EPS = 1e-5
+plainly = minitorch.plain()(residual_layer_norm)
 in_every_storage = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 
@@ -144,7 +144,7 @@ def test_one_kernel_does_what_three_steps_do(
     """With the same bits of dropout, for the seed comes from the same source."""
     one, composed = (
         ran(function, arrays, rate, lambda array: from_numpy(array, CudaBackend), centred)
-        for function in (residual_layer_norm, composed_residual_layer_norm)
+        for function in (residual_layer_norm, plainly)
     )
     for found, expected in zip([*one[0], *one[1]], [*composed[0], *composed[1]], strict=True):
         assert_close_arrays(found, expected.to_numpy(), FLOAT64, "result", 20.0)
@@ -157,7 +157,7 @@ def test_other_backends_compose_it(centred: bool) -> None:
     beta = shift if centred else None
     results = [
         residual_layer_norm(x, residual, gamma, beta, EPS, 0.0),
-        composed_residual_layer_norm(x, residual, gamma, beta, EPS),
+        plainly(x, residual, gamma, beta, EPS),
     ]
     for found, expected in zip(*results, strict=True):
         np.testing.assert_array_equal(found.to_numpy(), expected.to_numpy())
@@ -182,7 +182,7 @@ def test_layer_norm_of_16_bits_keeps_weights_of_float32(dtype: np.dtype[Any]) ->
     rows, grad = (rounded(rng.standard_normal((6, 16)), dtype) for _ in range(2))
     gamma, beta = (rng.standard_normal(16).astype(np.float32) for _ in range(2))
     x, weights, bias = (from_numpy(a, CudaBackend, True) for a in (rows, gamma, beta))
-    out = LayerNorm.apply(x, weights, bias, EPS)
+    out = layer_norm(x, weights, bias, EPS)
     out.backward(from_numpy(grad, CudaBackend))
     wide_grad, wide_rows = (a.astype(np.float64) for a in (grad, rows))
     assert_close_arrays(out, norm_of(wide_rows, gamma, beta), dtype, "out", 4.0)
@@ -199,7 +199,7 @@ def test_a_gradient_of_one_result_alone() -> None:
     arrays = [rng.standard_normal((3, 9)) for _ in range(2)] + [np.ones(9), np.zeros(9)]
     for which in (0, 1):
         grads = []
-        for function in (residual_layer_norm, composed_residual_layer_norm):
+        for function in (residual_layer_norm, plainly):
             x, residual, gamma, beta = (from_numpy(a, CudaBackend, True) for a in arrays)
             minitorch.manual_seed(5)
             results = function(x, residual, gamma, beta, EPS, 0.25)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from kernels.cpu.backend import decoding_step
+from kernels.cpu.layers import decoding_step
 from kernels.problem.rungs import RUNG_VARIABLE
 from kernels.runtime.dtypes import COMPUTE_DTYPES
-from kernels.runtime.jit import SERIAL_BELOW
 
+from ..backends.operations import Operations
 from ..fast_ops import FastOps
-from ..functions.fused import dense
+from ..functions.base import dense
+from ..models.feed_forward import FeedForward
+from ..models.kv_cache import LayerCache
+from ..models.transformer_layers import TransformerLayer
 from ..module import Module, changes
 from ..modules_basic import LayerNorm1d, Linear
 from ..tensor import Tensor
-from .feed_forward import FeedForward
-from .kv_cache import LayerCache
 
 LayerWeights = decoding_step.LayerWeights
 
@@ -51,19 +52,6 @@ class StepWeights:
         return all(box.value._tensor is seen for box, seen in pairs)
 
 
-def summed(x: Tensor, y: Tensor) -> Tensor:
-    """Return x + y as a constant, on the calling thread: waking others takes longer than so small a sum.
-
-    Args:
-        x: (batch, count, n_embd).
-        y: (count, n_embd).
-    """
-    small = x.size < SERIAL_BELOW and x.dtype == y.dtype in COMPUTE_DTYPES
-    if not (small and x.backend.ops is FastOps and y.backend.ops is FastOps):
-        return x + y
-    return x.wrap(dense(x) + dense(y))
-
-
 def fused_step(known: StepWeights, heads: int, x: Tensor, cache: LayerCache) -> Tensor | None:
     """Return the layer's output for the newest positions, or None where its modules must compute it.
 
@@ -81,7 +69,7 @@ def fused_step(known: StepWeights, heads: int, x: Tensor, cache: LayerCache) -> 
     weights = known.weights
     serves = (
         x.dtype == known.dtype == cache.dtype
-        and cache.backend.ops is FastOps
+        and cache.backend.loops is FastOps
         and (batch, width) == (cache.batch, cache.heads * cache.head_dim)
         and heads == cache.heads
         and length <= cache.capacity
@@ -140,9 +128,21 @@ def _has_kernel(layer: Any) -> bool:
         and all(type(norm) is LayerNorm1d for norm in (layer.ln_1, layer.ln_2))
         and all(type(linear) is Linear for linear in linears)
         and layer.ln_1.eps == layer.ln_2.eps
-        and all(v.backend.ops is FastOps and v.dtype == values[0].dtype for v in values)
+        and all(v.backend.loops is FastOps and v.dtype == values[0].dtype for v in values)
         and values[0].dtype in COMPUTE_DTYPES
     )
+
+
+def layer_forward(
+    layer: TransformerLayer, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None,
+    cu_seqlens: Any = None,
+) -> Tensor:  # fmt: skip
+    """Apply a layer to x, in one kernel if x has few positions, and those before it are cached."""
+    if cache is not None and layer.norm_first and key_mask is None and cu_seqlens is None:
+        stepped = step(layer, x, cache)
+        if stepped is not None:
+            return stepped
+    return Operations.plain["TransformerLayer.forward"](layer, x, cache, key_mask, cu_seqlens)
 
 
 def step(layer: Any, x: Tensor, cache: LayerCache) -> Tensor | None:
@@ -156,7 +156,7 @@ def step(layer: Any, x: Tensor, cache: LayerCache) -> Tensor | None:
     Returns:
         (batch, count, n_embd), a constant; or None, with the cache unchanged.
     """
-    if layer.training or x.dims != 3 or x.backend.ops is not FastOps:
+    if layer.training or x.dims != 3 or x.backend.loops is not FastOps:
         return None
     known = cache.known
     if known is None or not known.are_those_of(layer):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kernels.cuda.backend import to_device
 
+from ..backends.operations import Operations
+from ..models.kv_cache import KVCache, Spot
 from ..tensor import Tensor
 from ..training.captured_step import graph_step
-from .kv_cache import KVCache, Spot
+from ..transformer import DecoderLM, evaluating
 
 #: Capacities are multiples of this, so that texts of different lengths share a graph.
 UNIT = 128
@@ -25,14 +28,14 @@ class CapturedDecoding:
     whole cache under a mask.  The first five steps are eager or recorded.
 
     Args:
-        model: A :class:`minitorch.DecoderLM` of which :func:`can_capture` is true.
+        model: A model of which :func:`can_capture` is true.
         capacity: Maximum number of positions of a text.
 
     Attributes:
         cache: Keys and values of the text so far.
     """
 
-    def __init__(self, model: Any, capacity: int):
+    def __init__(self, model: DecoderLM, capacity: int):
         self._model = model
         capacity = min(-(-capacity // UNIT) * UNIT, model.n_positions)
         self.cache: KVCache = model.make_cache(capacity=capacity)
@@ -70,7 +73,7 @@ class CapturedDecoding:
             self.cache.place(None)
 
 
-def can_capture(model: Any) -> bool:
+def can_capture(model: DecoderLM) -> bool:
     """Tell whether the steps of a model can be replayed: it has flash attention on a GPU."""
     layers = [getattr(model, name) for name in model.layer_names]
     return model.backend.cuda and all(
@@ -78,6 +81,27 @@ def can_capture(model: Any) -> bool:
     )
 
 
-def read(logits: Tensor) -> npt.NDArray[np.float64]:
-    """Return the logits of one token, (1, 1, n_vocab), on the host, (n_vocab,)."""
-    return logits.to_numpy()[0, 0].astype(np.float64)
+@contextmanager
+def decoding(model: DecoderLM, capacity: int) -> Iterator[Callable[[list[int]], Any]]:
+    """Provide a function that returns the logits of the token after a text; on a GPU, from a graph."""
+    if not can_capture(model):
+        with Operations.plain["decoding"](model, capacity) as next_logits:
+            yield next_logits
+        return
+    # Kept from text to text; taken away while one is written, so that two do not share a cache.
+    captured = vars(model).pop("_captured", None)
+    if captured is None or captured.cache.capacity < capacity:
+        captured = CapturedDecoding(model, capacity)
+    cache = captured.cache
+    cache.clear()
+
+    def replayed(ids: list[int]) -> Any:
+        if len(ids) - cache.length != 1 or len(ids) > cache.capacity:
+            return model.next_logits(ids, cache)
+        with evaluating(model):
+            return captured.logits(ids[-1]).to_numpy()[0, 0].astype(np.float64)
+
+    try:
+        yield replayed
+    finally:
+        vars(model)["_captured"] = captured

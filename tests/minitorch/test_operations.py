@@ -1,0 +1,72 @@
+"""The table of operations: what it prints is what serves a call, and plain() takes all of it away."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import minitorch
+from minitorch import CudaBackend, FastBackend, SimpleBackend
+
+ROOT = Path(minitorch.__file__).parents[1]
+BACKENDS = (SimpleBackend, FastBackend, CudaBackend)
+
+
+def places(backend: minitorch.TensorBackend) -> dict[str, str]:
+    """Return the file of each operation's function, and check that the line begins a function there."""
+    found = {}
+    for line in repr(backend.ops).splitlines():
+        name, function, place = line.split()
+        file, _, number = place.partition(":")
+        assert function == backend.ops[name].__qualname__
+        source = (ROOT / file).read_text(encoding="utf-8").splitlines()[int(number) - 1 :][:8]
+        code = " ".join(line.strip() for line in source)
+        assert f"def {function.rpartition('.')[2]}(" in code
+        found[name] = file
+    return found
+
+
+def test_a_printed_table_shows_where_the_function_of_each_operation_stands() -> None:
+    assert places(FastBackend)["softmax"] == "minitorch/accelerated/layers.py"
+    assert places(SimpleBackend)["softmax"] == "minitorch/nn.py"
+    assert {"softmax", "linear", "TransformerLayer.forward"} <= {*places(CudaBackend)}
+
+
+def test_plain_serves_every_operation_by_the_function_of_its_name() -> None:
+    with minitorch.plain(), minitorch.plain():
+        inside = [places(backend) for backend in BACKENDS]
+    assert inside[0] == inside[1] == inside[2] == places(SimpleBackend)
+    assert not any("accelerated" in file for file in inside[0].values())
+    assert any("accelerated" in file for file in places(FastBackend).values())
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_graph_has_its_gradients_on_either_side_of_plain(leaves: bool) -> None:
+    x = minitorch.from_numpy(np.arange(6.0).reshape(2, 3), FastBackend, requires_grad=True)
+    if leaves:
+        with minitorch.plain():
+            total = (minitorch.softmax(x, 1) * x).sum()
+        total.backward()
+    else:
+        total = (minitorch.softmax(x, 1) * x).sum()
+        with minitorch.plain():
+            total.backward()
+    p = np.exp([0.0, 1.0, 2.0]) / np.exp([0.0, 1.0, 2.0]).sum()
+    expected = [p * (1.0 + row - p @ row) for row in np.arange(6.0).reshape(2, 3)]
+    assert x.grad is not None
+    np.testing.assert_allclose(x.grad.to_numpy(), expected, rtol=1e-12)
+
+
+def test_a_variable_makes_a_whole_program_plain() -> None:
+    program = "import minitorch; print(minitorch.FastBackend.ops)"
+    environment = {**os.environ, "MINITORCH_PLAIN": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert "minitorch/nn.py" in run.stdout and "accelerated" not in run.stdout

@@ -1,135 +1,291 @@
 """The CUDA backend, which launches the kernels; storages stay on the device between launches.
 
-Shapes and strides are passed to the kernels as tuples, not as arrays, so a launch copies nothing for them.
-A kernel is compiled for each length of the tuples, so its indices are in registers.
+Nothing here compiles or touches the driver before the first launch, so the file imports without a GPU.  The
+kernels keep the published launch protocol: arguments as in ``tensor_ops``, and the number of output
+elements, ``out_size``, after ``out_strides``.  Shapes and strides are arrays or tuples; the backend passes
+tuples, so that a launch copies nothing for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple
+from functools import cache
+from types import FunctionType
+from typing import Any
 
 import numpy as np
+from numba import int64
 
 from kernels.common.geometry import ceil_div
-from kernels.cuda.backend import (
-    SIZES,
-    Adopted,
-    DeviceMemory,
-    as_bits,
-    cuda_core_matmul,
-    empty_device,
-    fill,
-    indexing,
-    matmul_dispatch,
-    repeats,
-)
-from kernels.runtime.dtypes import acc_dtype
+from kernels.cuda.backend import SIZES, Adopted, DeviceMemory, empty_device, fill, indexing
 from kernels.runtime.memory import join_dims, joined
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import IS_SIMULATOR, cuda
 
-from . import operators
-from .backends.bound_loops import Loop, Run, as_loop
-from .backends.course_kernels import (
-    THREADS_PER_BLOCK,
-    _mm_practice,
-    _sum_practice,
-    _tensor_matrix_multiply,
-    device_jit,
-    jit,
-    jit_mm_practice,
-    jit_sum_practice,
-    tensor_map,
-    tensor_matrix_multiply,
-    tensor_reduce,
-    tensor_zip,
-)
-from .backends.cuda_loops import fold_kernel, map_kernel, zip_kernel
-from .backends.matmul_precision import get_matmul_precision
+from . import tensor_data
 from .backends.tensor_protocol import TensorLike as Tensor
-from .tensor_data import Ints, Storage, TensorData
+from .tensor_data import MAX_DIMS, Storage, TensorData
 from .tensor_ops import TensorBackend, TensorOps
 
-# Aliases under the published course's names.
-__all__ = [
-    "THREADS_PER_BLOCK",
-    "CudaBackend",
-    "CudaOps",
-    "_mm_practice",
-    "_sum_practice",
-    "_tensor_matrix_multiply",
-    "device_jit",
-    "jit",
-    "jit_mm_practice",
-    "jit_sum_practice",
-    "mm_practice",
-    "sum_practice",
-    "tensor_map",
-    "tensor_matrix_multiply",
-    "tensor_reduce",
-    "tensor_zip",
-]
-
-#: Maximum number of elements that the element-wise kernels with few arguments can index.
-FLAT_LIMIT = 1 << 32
+#: Threads per block of ``jit_sum_practice``, and maximum side of the square blocks of the matmul kernels.
+THREADS_PER_BLOCK = 32
 # In the simulator each thread of a block is a Python thread, and a barrier waits for all of them.
-#: Maximum number of threads per block of the course's reduction.
+#: Number of threads per block of the reduction, at most.
 REDUCE_THREADS = 32 if IS_SIMULATOR else 256
-#: Number of threads per block of the course's map and zip.
+#: Number of threads per block of map and zip.
 MAP_THREADS = SIZES.flat_threads
+#: Largest third size of a grid.
+MOST_BLOCKS = 65535
+#: Maximum number of threads per block, for which the reduce kernel allocates shared memory.
+MAX_THREADS = 1024
 
 
-def _bind_elementwise(kernel: Any, strided: Any, out: TensorData, *inputs: TensorData) -> Run:
-    """Return the launch of an element-wise kernel on data laid out like these.
+def device_jit(fn: Callable[..., Any], **options: Any) -> Any:
+    """Compile a device function, which is inlined into its callers."""
+    return cuda.jit(device=True, inline="always", **options)(fn)
+
+
+def jit(fn: Callable[..., None], **options: Any) -> Any:
+    """Compile a kernel, at its first launch with each combination of argument types."""
+    return cuda.jit(**options)(fn)
+
+
+# A plain function called from a kernel is unknown to the CUDA compiler; these are the index helpers
+# that the kernels below call.
+to_index = device_jit(tensor_data.to_index)
+index_to_position = device_jit(tensor_data.index_to_position)
+broadcast_index = device_jit(tensor_data.broadcast_index)
+
+
+@cache
+def _callable(fn: Callable[..., float]) -> Any:
+    """Let a kernel call a plain function; a function compiled for the device is returned unchanged."""
+    return device_jit(fn) if isinstance(fn, FunctionType) else fn
+
+
+def _kernel_of(kernel: Callable[..., None], fn: Callable[..., float]) -> Any:
+    """Compile a kernel around ``fn``, under a name of its own for the profiler."""
+    kernel.__qualname__ = f"{kernel.__name__.strip('_')}_{getattr(fn, '__name__', 'fn')}"
+    return jit(kernel)
+
+
+@cache
+def tensor_map(fn: Callable[[float], float]) -> Any:
+    """Return the kernel of an element-wise function of one tensor, broadcast to the output.
 
     Args:
-        kernel: ``(dims, *dtypes)`` to a kernel for operands whose dimensions join to three at most.
-        strided: Returns the course's kernel, for all other layouts.
-        out: The output.
-        *inputs: Broadcast to the shape of out.
+        fn: A plain function or a device function.
+
+    Returns:
+        A kernel of ``(out, out_shape, out_strides, out_size, in_storage, in_shape, in_strides)``.
     """
-    if out.size == 0:  # a grid without blocks cannot be launched
-        return lambda *storages: None
-    layouts = [layout for t in inputs for layout in (t.shape, t.strides)]
-    shape, *strides = joined(out.shape, out.strides, *layouts)
-    if len(shape) <= 3 and out.size < FLAT_LIMIT:
-        blocks = ceil_div(out.size, SIZES.flat_threads * SIZES.flat_items)
-        run = kernel(len(shape), *[t.dtype for t in (out, *inputs)])
-        steps = chain.from_iterable(_padded(steps, 3) for steps in strides[1:])
-        launch = run.prepared((blocks, SIZES.flat_threads), *_padded(shape, 3)[1:], *steps)
-        if any(t.is_half for t in (out, *inputs)):
-            return lambda *storages: launch(*map(as_bits, storages))
-        return launch
+    fn = _callable(fn)
 
-    # The course's kernels do not support 16-bit storage.
-    return as_loop(partial(CudaOps.run, partial(_run_strided, strided))).bind(out, *inputs)
+    def _map(out, out_shape, out_strides, out_size, in_storage, in_shape, in_strides):
+        """Apply ``fn`` to each element.
+
+        Computes: out[i] = fn(in[i broadcast])
+        Source: minitorch, task 3.3
+        Grid: ceil(out_size / threads)
+        Block: any number of threads
+        One thread does: one element
+        Shared: none
+        Registers: two indices, which fall into local memory where shapes are arrays
+        Global traffic: one read and one write an element, and the shapes and strides
+        Needs: no more than MAX_DIMS dimensions; any device, or the simulator
+        """
+        # TASK 3.3: One thread, one element: cuda.grid(1), guarded by out_size; indices in cuda.local.array.
+        i = cuda.grid(1)
+        if i < out_size:
+            out_index = cuda.local.array(MAX_DIMS, int64)  # (MAX_DIMS,)
+            in_index = cuda.local.array(MAX_DIMS, int64)  # (MAX_DIMS,)
+            to_index(i, out_shape, out_index)
+            broadcast_index(out_index, out_shape, in_shape, in_index)
+            value = fn(in_storage[index_to_position(in_index, in_strides)])
+            out[index_to_position(out_index, out_strides)] = value
+        # END TASK 3.3
+
+    return _kernel_of(_map, fn)
 
 
-def _run_strided(strided: Any, out: TensorData, *inputs: TensorData) -> None:
-    """Launch an element-wise kernel of the course."""
-    layouts = [layout for t in inputs for layout in (t.shape, t.strides)]
-    shape, *strides = joined(out.shape, out.strides, *layouts)
-    args: list[Any] = [out._storage, shape, strides[0], out.size]
-    for t, steps in zip(inputs, strides[1:], strict=True):
-        args += [t._storage, shape, steps]  # a stride of 0 does the broadcasting
-    Adopted(strided())[ceil_div(out.size, MAP_THREADS), MAP_THREADS](*args)
+@cache
+def tensor_zip(fn: Callable[[float, float], float]) -> Any:
+    """Return the kernel of an element-wise function of two tensors that broadcast.
+
+    Args:
+        fn: A plain function or a device function.
+
+    Returns:
+        A kernel of the storage, shape and strides of out, out_size, and those of a and b.
+    """
+    fn = _callable(fn)
+
+    def _zip(
+        out, out_shape, out_strides, out_size,
+        a_storage, a_shape, a_strides, b_storage, b_shape, b_strides,
+    ):  # fmt: skip
+        """Apply ``fn`` to each pair of elements.
+
+        Computes: out[i] = fn(a[i broadcast], b[i broadcast])
+        Source: minitorch, task 3.3
+        Grid: ceil(out_size / threads)
+        Block: any number of threads
+        One thread does: one element
+        Shared: none
+        Registers: two indices, which fall into local memory where shapes are arrays
+        Global traffic: two reads and one write an element, and the shapes and strides
+        Needs: no more than MAX_DIMS dimensions; any device, or the simulator
+        """
+        # TASK 3.3: As _map, with two inputs.
+        i = cuda.grid(1)
+        if i < out_size:
+            out_index = cuda.local.array(MAX_DIMS, int64)  # (MAX_DIMS,)
+            in_index = cuda.local.array(MAX_DIMS, int64)  # (MAX_DIMS,)
+            to_index(i, out_shape, out_index)
+            broadcast_index(out_index, out_shape, a_shape, in_index)
+            a = a_storage[index_to_position(in_index, a_strides)]
+            broadcast_index(out_index, out_shape, b_shape, in_index)
+            b = b_storage[index_to_position(in_index, b_strides)]
+            out[index_to_position(out_index, out_strides)] = fn(a, b)
+        # END TASK 3.3
+
+    return _kernel_of(_zip, fn)
 
 
-def _padded(steps: Ints, dims: int) -> Ints:
-    """Pad the strides of at most ``dims`` dimensions to as many."""
-    return (0,) * (dims - len(steps)) + steps
+@cache
+def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
+    """Return the kernel that folds one dimension, beginning with a start value.
+
+    Args:
+        fn: A plain function or a device function, associative and commutative.
+
+    Returns:
+        A kernel of the storage, shape and strides of out, out_size, those of a, the dimension and
+        the start value; the contents of out are overwritten.  If out has c entries along the
+        dimension instead of one, the dimension is divided into runs of the length of a block, and
+        each entry gets the fold of every c-th run.
+    """
+    fn = _callable(fn)
+
+    def _reduce(
+        out, out_shape, out_strides, out_size,
+        a_storage, a_shape, a_strides, reduce_dim, start,
+    ):  # fmt: skip
+        """Fold one dimension.
+
+        Computes: out[i] = fn(start, a[i, 0], a[i, 1], …)
+        Source: minitorch, task 3.3
+        Grid: out_size
+        Block: up to MAX_THREADS threads; any number, no power of two is needed
+        One thread does: its elements in steps of a block, then its part of a tree
+        Shared: MAX_THREADS partial folds in the dtype of out
+        Registers: one fold; one index in local memory, as reduce_dim is known at run time only
+        Global traffic: each element read once, one write for each element of out
+        Needs: no more than MAX_DIMS dimensions; any device, or the simulator
+        """
+        # TASK 3.3: A block folds one element of out in shared memory: a tree, with a barrier each round.
+        partial = cuda.shared.array(MAX_THREADS, out.dtype)  # (threads,)
+        index = cuda.local.array(MAX_DIMS, int64)  # (MAX_DIMS,)
+        thread = cuda.threadIdx.x
+        threads = cuda.blockDim.x
+
+        to_index(cuda.blockIdx.x, out_shape, index)
+        out_position = index_to_position(index, out_strides)
+        chunk = index[reduce_dim]  # 0 unless out has more entries than one along the dimension
+        stride = out_shape[reduce_dim] * threads
+        length = a_shape[reduce_dim]
+        step = a_strides[reduce_dim]
+        index[reduce_dim] = 0
+        row = index_to_position(index, a_strides)
+
+        first = chunk * threads
+        active = max(min(length - first, threads), 0)  # threads with an element of their own
+        if thread < active:
+            total = a_storage[row + (first + thread) * step]
+            for k in range(first + thread + stride, length, stride):
+                total = fn(total, a_storage[row + k * step])
+            partial[thread] = total
+        cuda.syncthreads()  # every fold is stored before another thread reads it
+
+        # Fold the upper half onto the lower; an odd one in the middle waits for the next round.
+        folds = active
+        while folds > 1:
+            half = (folds + 1) // 2
+            if thread < folds - half:
+                partial[thread] = fn(partial[thread], partial[thread + half])
+            cuda.syncthreads()  # this round is complete before the next one reads it
+            folds = half
+
+        if thread == 0 and cuda.blockIdx.x < out_size:
+            out[out_position] = fn(start, partial[0]) if active > 0 else start
+        # END TASK 3.3
+
+    return _kernel_of(_reduce, fn)
+
+
+def _tensor_matrix_multiply(
+    out, out_shape, out_strides, out_size,
+    a_storage, a_shape, a_strides, b_storage, b_shape, b_strides,
+):  # fmt: skip
+    """Multiply (batch, n, k) by (batch, k, m) into (batch, n, m), with any strides.
+
+    An operand may have fewer matrices; they are broadcast.
+
+    Computes: out[z, i, j] = sum over k of a[z, i, k] * b[z, k, j]
+    Source: minitorch, task 3.4
+    Grid: (ceil(n / 32), ceil(m / 32), batch, or fewer along z)
+    Block: (32, 32); x runs along a row, so that neighbouring threads read neighbouring addresses
+    One thread does: one element of out for every gridDim.z-th matrix
+    Shared: a tile of a and one of b in the dtype of out
+    Registers: one sum
+    Global traffic: a is read ceil(m / 32) times and b ceil(n / 32) times, each element once
+        for a tile of out; each element of out is written once
+    Needs: any device, or the simulator
+    """
+    # TASK 3.4: Walk along k in tiles: load, barrier, multiply, barrier; write once at the end.
+    a_tile = cuda.shared.array((THREADS_PER_BLOCK, THREADS_PER_BLOCK), out.dtype)  # (32, 32)
+    b_tile = cuda.shared.array((THREADS_PER_BLOCK, THREADS_PER_BLOCK), out.dtype)  # (32, 32)
+    tile_row, tile_col = cuda.threadIdx.y, cuda.threadIdx.x
+    row = cuda.blockIdx.x * THREADS_PER_BLOCK + tile_row
+    col = cuda.blockIdx.y * THREADS_PER_BLOCK + tile_col
+    rows, cols, depth = out_shape[1], out_shape[2], a_shape[2]
+    zero = out.dtype.type(0)
+
+    for matrix in range(cuda.blockIdx.z, out_shape[0], cuda.gridDim.z):
+        a_start = (matrix % a_shape[0]) * a_strides[0] + row * a_strides[1]
+        b_start = (matrix % b_shape[0]) * b_strides[0] + col * b_strides[2]
+        total = zero
+        for start in range(0, depth, THREADS_PER_BLOCK):
+            # Outside the matrices the tiles hold zeros, which add nothing.
+            a_tile[tile_row, tile_col] = zero
+            b_tile[tile_row, tile_col] = zero
+            a_col, b_row = start + tile_col, start + tile_row
+            if row < rows and a_col < depth:
+                a_tile[tile_row, tile_col] = a_storage[a_start + a_col * a_strides[2]]
+            if col < cols and b_row < depth:
+                b_tile[tile_row, tile_col] = b_storage[b_start + b_row * b_strides[1]]
+            cuda.syncthreads()  # both tiles are complete before any thread reads them
+            for k in range(THREADS_PER_BLOCK):
+                total += a_tile[tile_row, k] * b_tile[k, tile_col]
+            cuda.syncthreads()  # all have read the tiles before the next ones replace them
+        if row < rows and col < cols:
+            position = matrix * out_strides[0] + row * out_strides[1] + col * out_strides[2]
+            out[position] = total
+    # END TASK 3.4
+
+
+tensor_matrix_multiply = jit(_tensor_matrix_multiply)
 
 
 class CudaOps(TensorOps):
     """Operations as CUDA kernels."""
 
     cuda = True
-    takes_half = True
     memory = DeviceMemory()
     target = "cuda"
     indexing = indexing
+    make_map = staticmethod(tensor_map)
+    make_zip = staticmethod(tensor_zip)
+    make_reduce = staticmethod(tensor_reduce)
 
     @staticmethod
     def allocate(size: int, dtype: np.dtype[Any]) -> Storage:
@@ -146,168 +302,135 @@ class CudaOps(TensorOps):
     @classmethod
     def map_loop(cls, fn: Callable[[float], float]) -> Callable[..., None]:
         """Return the loop of an element-wise function of one tensor."""
-        kernel, strided = partial(map_kernel, fn), partial(tensor_map, fn)
-        return Loop(lambda out, a: _bind_elementwise(kernel, strided, out, a))
+        return lambda out, a: _run_elementwise(tensor_map(fn), out, a)
 
     @classmethod
     def zip_loop(cls, fn: Callable[[float, float], float]) -> Callable[..., None]:
         """Return the loop of an element-wise function of two tensors."""
-        kernel, strided = partial(zip_kernel, fn), partial(tensor_zip, fn)
-        return Loop(lambda out, a, b: _bind_elementwise(kernel, strided, out, a, b))
+        return lambda out, a, b: _run_elementwise(tensor_zip(fn), out, a, b)
 
     @classmethod
-    def fold_loop(cls, fn: Callable[[float, float], float], start: float) -> Loop:
+    def fold_loop(cls, fn: Callable[[float, float], float], start: float) -> Callable[..., None]:
         """Return the loop that writes the fold of one dimension; ``fn`` must be commutative too."""
 
-        def bind(out: TensorData, a: TensorData, dim: int) -> Run:
-            if out.size == 0:
-                return lambda o, x: None
+        def fold(out: TensorData, a: TensorData, dim: int) -> None:
             # The folded dimension comes last; the others may join.
             length, step = a.shape[dim], a.strides[dim]
             kept = [x[:dim] + x[dim + 1 :] for x in (out.shape, out.strides, a.strides)]
             shape, out_strides, a_strides = join_dims(*kept)
-            if len(shape) <= 2:
-                outputs, layout = out.size, (step, _padded(shape, 2)[1], *_padded(a_strides, 2))
-                return lambda o, x: fold(fn, start, o, outputs, x, length, layout)
-            threads = min(max(length, 1), REDUCE_THREADS)
-
-            def reduce(out: TensorData, a: TensorData) -> None:
-                Adopted(tensor_reduce(fn))[out.size, threads](
+            if out.size:  # a grid without blocks cannot be launched
+                Adopted(tensor_reduce(fn))[out.size, min(max(length, 1), REDUCE_THREADS)](
                     out._storage, (*shape, 1), (*out_strides, 0), out.size,
                     a._storage, (*shape, length), (*a_strides, step), len(shape), start,
                 )  # fmt: skip
 
-            # The course's kernel, which does not support 16-bit storage.
-            return as_loop(partial(cls.run, reduce)).bind(out, a)
-
-        return Loop(bind)
-
-    @classmethod
-    def multiply_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
-        """Fill ``out`` with the product, on tensor cores if permitted; see ``matmul.dispatch``."""
-        operands = matrices(out, a, b) if a.dtype == b.dtype == out.dtype else None
-        kind = None
-        if operands is not None:
-            kind = matmul_dispatch.kind_of(out.dtype, get_matmul_precision(), operands.shape)
-        if operands is None or kind is None:
-            super().multiply_into(out, a, b)
-        else:
-            matmul_dispatch.multiply(*operands, kind)
-
-    @classmethod
-    def product_options(cls) -> Any:
-        """Return the precision that float32 products may use."""
-        return get_matmul_precision()
-
-    @classmethod
-    def bind_product(cls, out: TensorData, a: TensorData, b: TensorData) -> Run | None:
-        """Return a function that launches a product of operands with these layouts."""
-        operands = matrices(out, a, b) if out.size else None
-        if operands is None:
-            return None
-        # The launch is kept for later calls, and must not keep the operands of this one.
-        _, out_steps, _, a_steps, _, b_steps, shape = operands
-        kind = matmul_dispatch.kind_of(out.dtype, get_matmul_precision(), shape)
-        if kind is not None:
-            return lambda o, x, y: matmul_dispatch.multiply(
-                o, out_steps, x, a_steps, y, b_steps, shape, kind
-            )
-        if out.is_half:
-            return None
-        return cuda_core_matmul.bind(out.dtype, out_steps, a_steps, b_steps, shape)
-
-    @classmethod
-    def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
-        """Fill ``out`` with the product, reading operands in place if their batch strides allow it."""
-        if out.size == 0:
-            return
-        a, b = (cls._in_dtype(t, out.dtype) for t in (a, b))
-        if (operands := matrices(out, a, b)) is None:
-            super().matmul_into(out, a, b)
-        else:
-            cuda_core_matmul.multiply(*operands)
-
-    @classmethod
-    def _in_dtype(cls, t: TensorData, dtype: np.dtype[Any]) -> TensorData:
-        """Return ``t`` in the single dtype that the kernel of a product supports."""
-        if t.dtype == dtype:
-            return t
-        copy = TensorData(cls.allocate(t.size, dtype), t.shape)
-        cls.map_loop(operators.id)(copy, t)
-        return copy
+        return fold
 
     @staticmethod
     def matmul_loop(out: TensorData, a: TensorData, b: TensorData) -> None:
         """Multiply (batch, n, k) by (batch, k, m) into (batch, n, m)."""
-        CudaOps.matmul_into(out, a, b)
+        if out.size:
+            batch, rows, cols = out.shape
+            side = THREADS_PER_BLOCK
+            grid = ceil_div(rows, side), ceil_div(cols, side), min(batch, MOST_BLOCKS)
+            args = [(t._storage, t.shape, t.strides) for t in (out, a, b)]
+            Adopted(tensor_matrix_multiply)[grid, (side, side)](
+                *args[0], out.size, *args[1], *args[2]
+            )
 
 
-class Matrices(NamedTuple):
-    """The arguments of product kernels: storages, strides of batch, heads and matrix, and all sizes."""
-
-    out: Storage
-    out_steps: Ints
-    a: Storage
-    a_steps: Ints
-    b: Storage
-    b_steps: Ints
-    shape: Ints
-
-
-def matrices(out: TensorData, a: TensorData, b: TensorData) -> Matrices | None:
-    """Return the arguments of a product kernel, or None if more than two batch dimensions remain."""
-    lead, *steps = joined(*(x[:-2] for t in (out, a, b) for x in (t.shape, t.strides)))
-    if len(lead) > 2:
-        return None
-    out_steps, a_steps, b_steps = (
-        _padded(own, 2) + t.strides[-2:] for t, own in zip((out, a, b), steps, strict=True)
-    )
-    shape = (*(1,) * (2 - len(lead)), *lead, *out.shape[-2:], a.shape[-1])
-    return Matrices(out._storage, out_steps, a._storage, a_steps, b._storage, b_steps, shape)
-
-
-@repeats
-def fold(
-    fn: Callable[[float, float], float],
-    start: float,
-    out: Storage,
-    outputs: int,
-    a: Storage,
-    length: int,
-    layout: Ints,
-) -> None:
-    """Fold one dimension of ``a``, in several passes where a single one would underuse the device.
-
-    Args:
-        fn: Associative and commutative.
-        start: What the fold starts from.
-        out: (outputs,), written.
-        outputs: The number of outputs.
-        a: The input.
-        length: Of the folded dimension.
-        layout: Step of that dimension; size of the fastest of the others; step from one row of that
-            size to the next; step within a row.
-    """
-    step, inner, _, inner_step = layout
-    shape = SIZES.fold_long if length >= SIZES.fold_long_from else SIZES.fold_short
-    if inner > 1 and inner_step < step:
-        shape = SIZES.fold_across
-    # The number of parts depends on the shape alone, and so does the rounding of a sum.
-    blocks = ceil_div(outputs, shape.outputs)
-    parts = min(SIZES.fold_blocks // blocks, length // (shape.lanes * SIZES.fold_items))
-    chunk = ceil_div(length, max(parts, 1))
-    parts = ceil_div(length, chunk) if length else 1  # rounding may leave none for the last
-    last = parts == 1
-    target = out if last else empty_device((parts * outputs,), acc_dtype(out.dtype))
-    block = (shape.lanes, shape.outputs) if shape.along else (shape.outputs, shape.lanes)
-    fold_kernel(fn, target.dtype, a.dtype, shape)[(blocks, parts), block](
-        as_bits(target), as_bits(a), outputs, length, *layout, chunk, start, int(last)
-    )
-    if not last:
-        fold(fn, start, out, outputs, target, parts, (outputs, outputs, 0, 1))
+def _run_elementwise(kernel: Any, out: TensorData, *inputs: TensorData) -> None:
+    layouts = [layout for t in inputs for layout in (t.shape, t.strides)]
+    shape, *strides = joined(out.shape, out.strides, *layouts)
+    args: list[Any] = [out._storage, shape, strides[0], out.size]
+    for t, steps in zip(inputs, strides[1:], strict=True):
+        args += [t._storage, shape, steps]  # a stride of 0 does the broadcasting
+    if out.size:  # a grid without blocks cannot be launched
+        Adopted(kernel)[ceil_div(out.size, MAP_THREADS), MAP_THREADS](*args)
 
 
 CudaBackend = TensorBackend(CudaOps)
+
+
+# ---------------------------------------------------------------------------------------------
+# Practice: the two ideas above, shared memory and tiles, each alone
+# ---------------------------------------------------------------------------------------------
+
+
+def _sum_practice(out: Storage, a: Storage, size: int) -> None:
+    """Sum each run of THREADS_PER_BLOCK elements.
+
+    Computes: out[block] = sum of a[block * 32 : block * 32 + 32]
+    Source: minitorch, task 3.3, for practice
+    Grid: any number of blocks that covers size
+    Block: THREADS_PER_BLOCK
+    One thread does: one element, then its part of a tree
+    Shared: THREADS_PER_BLOCK elements
+    Registers: none
+    Global traffic: each element is read once, and each block writes once
+    Needs: any device, or the simulator
+
+    Args:
+        out: (blocks or fewer,); a block without elements writes nothing.
+        a: (size,).
+        size: Number of elements.
+    """
+    # TASK 3.3: Load an element to shared memory, zero beyond size; barrier; then halve, barrier, halve.
+    partial = cuda.shared.array(THREADS_PER_BLOCK, out.dtype)  # (THREADS_PER_BLOCK,)
+    thread = cuda.threadIdx.x
+    i = cuda.grid(1)
+    partial[thread] = a[i] if i < size else 0.0
+    cuda.syncthreads()  # every element is stored before a neighbour reads it
+    half = THREADS_PER_BLOCK // 2
+    while half > 0:
+        if thread < half:
+            partial[thread] += partial[thread + half]
+        cuda.syncthreads()  # this round is complete before the next one reads it
+        half //= 2
+    if thread == 0 and i < size:
+        out[cuda.blockIdx.x] = partial[0]
+    # END TASK 3.3
+
+
+jit_sum_practice = jit(_sum_practice)
+
+
+def _mm_practice(out: Storage, a: Storage, b: Storage, size: int) -> None:
+    """Multiply two square matrices that fit in one block.
+
+    Computes: out = a @ b
+    Source: minitorch, task 3.4, for practice
+    Grid: 1
+    Block: (size, size) or more, THREADS_PER_BLOCK² at most
+    One thread does: one element of out
+    Shared: a and b
+    Registers: one sum
+    Global traffic: each element of a and b read once, each of out written once
+    Needs: any device, or the simulator
+
+    Args:
+        out: (size * size,), row-major.
+        a: Left operand, (size * size,), row-major.
+        b: Right operand, (size * size,), row-major.
+        size: 1 to THREADS_PER_BLOCK.
+    """
+    # TASK 3.4: Load both matrices to shared memory, barrier, then one row times one column.
+    a_shared = cuda.shared.array((THREADS_PER_BLOCK, THREADS_PER_BLOCK), out.dtype)  # (size, size)
+    b_shared = cuda.shared.array((THREADS_PER_BLOCK, THREADS_PER_BLOCK), out.dtype)  # (size, size)
+    row, col = cuda.threadIdx.y, cuda.threadIdx.x
+    if row < size and col < size:
+        a_shared[row, col] = a[row * size + col]
+        b_shared[row, col] = b[row * size + col]
+    cuda.syncthreads()  # both matrices are complete before any thread reads a row or a column
+    if row < size and col < size:
+        total = out.dtype.type(0)
+        for k in range(size):
+            total += a_shared[row, k] * b_shared[k, col]
+        out[row * size + col] = total
+    # END TASK 3.4
+
+
+jit_mm_practice = jit(_mm_practice)
 
 
 def sum_practice(a: Tensor) -> TensorData:

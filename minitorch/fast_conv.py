@@ -12,10 +12,10 @@ from kernels.cuda.backend import SIZES, device_function
 from kernels.runtime.targets import cuda
 
 from .autodiff import Context
-from .backends.course_kernels import jit
+from .backends.compiled_loops import parallel_loop
 from .backends.dtype_promotion import result_dtype
-from .backends.fast_loops import parallel_loop
 from .backends.tensor_protocol import TensorLike as Tensor
+from .cuda_ops import jit
 from .functions.base import Function, check_tensor
 
 if TYPE_CHECKING:

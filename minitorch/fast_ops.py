@@ -1,4 +1,4 @@
-"""The fast backend: parallel loops compiled by numba, and matrix products by BLAS."""
+"""The fast backend: parallel loops compiled by numba."""
 
 from __future__ import annotations
 
@@ -10,25 +10,9 @@ import numpy as np
 from numba import prange
 from numba.extending import register_jitable
 
-from kernels.cpu.backend import blas, indexing, memory_pool
-from kernels.runtime.jit import serial
-
-from .backends.bound_loops import Allocate, Loop, Run, with_layouts
-from .backends.fast_loops import (
-    FOLDED_FROM,
-    FOLDS,
-    LARGE,
-    bind_fold,
-    callable_,
-    compiled,
-    fold_layout,
-    parallel_loop,
-    row_layout,
-    row_zip,
-)
+from .backends.compiled_loops import callable_, compiled, parallel_loop
 from .tensor_data import (
     MAX_DIMS,
-    Storage,
     TensorData,
     broadcast_index,
     index_to_position,
@@ -246,100 +230,14 @@ class FastOps(TensorOps):
     """Operations as compiled parallel loops."""
 
     target = "cpu"
-    indexing = indexing
     make_map = staticmethod(tensor_map)
     make_zip = staticmethod(tensor_zip)
     make_reduce = staticmethod(tensor_reduce)
 
     @staticmethod
-    def allocate(size: int, dtype: np.dtype[Any]) -> Storage:
-        """Return an uninitialised flat storage."""
-        return memory_pool.empty(size, dtype)
-
-    @classmethod
-    def allocator(cls, size: int, dtype: np.dtype[Any]) -> Allocate:
-        """Return the allocator of storages of a size and dtype; small ones come directly from NumPy."""
-        is_small = size * dtype.itemsize < memory_pool.KEPT_FROM
-        return np.empty if is_small else cls.allocate  # type: ignore[return-value]
-
-    @classmethod
-    def map_loop(cls, fn: Callable[[float], float]) -> Callable[..., None]:
-        """Return the loop of a function of one tensor; small tensors run on the calling thread."""
-        loop = tensor_map(fn)
-        return Loop(lambda out, a: with_layouts(_by_size(loop, out), out, a))
-
-    @classmethod
-    def zip_loop(cls, fn: Callable[[float, float], float]) -> Callable[..., None]:
-        """Return the loop of a function of two tensors; large broadcast ones use ``fast_loops``."""
-        loop = tensor_zip(fn)
-
-        def bind(out: TensorData, a: TensorData, b: TensorData) -> Run:
-            broadcasts = out.size >= LARGE and not a.shape == b.shape == out.shape
-            layout = row_layout(out, a, b) if broadcasts else None
-            if layout is None:
-                return with_layouts(_by_size(loop, out), out, a, b)
-            return lambda o, x, y: row_zip(fn)(o, x, y, *layout)
-
-        return Loop(bind)
-
-    @classmethod
-    def reduce_loop(cls, fn: Callable[[float, float], float]) -> Callable[..., None]:
-        """Return the loop that folds one dimension; small tensors run on the calling thread."""
-        loop = tensor_reduce(fn)
-        return Loop(lambda out, a, dim: with_layouts(_by_size(loop, a), out, a, options=(dim,)))
-
-    @classmethod
-    def fold_loop(cls, fn: Callable[[float, float], float], start: float) -> Loop:
-        """Return the loop that writes the fold of one dimension; large tensors use ``fast_loops``."""
-        of_the_course = super().fold_loop(fn, start)
-        if fn not in FOLDS:  # the order may matter
-            return of_the_course
-
-        def bind(out: TensorData, a: TensorData, dim: int) -> Run:
-            layout = fold_layout(a.shape, a.strides, dim) if a.size >= FOLDED_FROM else None
-            if layout is None:
-                return of_the_course.bind(out, a, dim)
-            return bind_fold(fn, start, out.dtype, layout, alone=a.size < LARGE)
-
-        return Loop(bind)
-
-    @staticmethod
     def matmul_loop(out: TensorData, a: TensorData, b: TensorData) -> None:
         """Multiply (batch, n, k) by (batch, k, m) into (batch, n, m)."""
         tensor_matrix_multiply(*out.tuple(), *a.tuple(), *b.tuple())
-
-    @classmethod
-    def bind_product(cls, out: TensorData, a: TensorData, b: TensorData) -> Run | None:
-        """Return a product by BLAS for operands of these layouts, or None if BLAS cannot read them."""
-        if a.is_half or not (a.dtype == b.dtype == out.dtype and _for_blas(a) and _for_blas(b)):
-            return None
-        of_out, of_a, of_b = (t.array_view() for t in (out, a, b))
-        if blas.is_for_one_thread(out.shape, a.shape[-1]):
-
-            def run(o: Storage, x: Storage, y: Storage) -> None:
-                np.matmul(of_a(x), of_b(y), out=of_out(o))
-
-            return run
-        return lambda o, x, y: blas.matmul(of_a(x), of_b(y), of_out(o))
-
-    @classmethod
-    def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
-        """Fill ``out`` with the product, by BLAS if it can read the operands in place."""
-        if (run := cls.bind_product(out, a, b)) is None:
-            super().matmul_into(out, a, b)
-        else:
-            run(out._storage, a._storage, b._storage)
-
-
-def _by_size(loop: Any, t: TensorData) -> Any:
-    """Return the variant of a course loop for a size: on all threads, or on the calling thread."""
-    return loop if t.size >= LARGE else serial(loop)
-
-
-def _for_blas(t: TensorData) -> bool:
-    """Tell whether each matrix of a tensor has contiguous rows or contiguous columns."""
-    (rows, cols), (row_step, col_step) = t.shape[-2:], t.strides[-2:]
-    return (col_step == 1 and row_step >= cols) or (row_step == 1 and col_step >= rows)
 
 
 FastBackend = TensorBackend(FastOps)

@@ -308,8 +308,8 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
                     )
                 if self.backend.target == "numpy" and b.backend.target == "cpu":
                     raise TypeError(
-                        f"the left operand is on {self.backend.loops.__name__}, plain Python loops, and "
-                        f"the right one on {b.backend.loops.__name__}; create both with "
+                        f"the left operand is on {self.backend.kind.__name__}, plain Python loops, and "
+                        f"the right one on {b.backend.kind.__name__}; create both with "
                         "backend=minitorch.FastBackend, or convert one with to(minitorch.FastBackend)"
                     )
                 b._type_(self.backend)

@@ -7,7 +7,6 @@ then the inputs, and fills the output.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from kernels.runtime.memory import HostMemory, Memory, joined_step
 
 from . import operators
 from .backends import plain_indexing
-from .backends.bound_loops import Allocate, Kinds, Loop, Run, as_loop, with_layouts
 from .backends.dtype_promotion import Widening, floating, result_dtype
 from .backends.operations import Operations
 from .backends.plain_math import unraising
@@ -44,9 +42,9 @@ from .tensor_data import (
 class TensorOps(Widening):
     """Higher-order tensor operations; a backend sets its loops, or overrides the ``*_loop`` methods.
 
-    ``map_loop(fn)``, ``zip_loop(fn)`` and ``reduce_loop(fn)`` return functions of
+    ``map_loop(fn)``, ``zip_loop(fn)`` and ``fold_loop(fn, start)`` return functions of
     :class:`TensorData`: ``(out, a)``, ``(out, a, b)`` and ``(out, a, dim)``; ``matmul_loop`` is
-    ``(out, a, b)`` on three dimensions.  Reduce accumulates onto the values already in ``out``.
+    ``(out, a, b)`` on three dimensions.
     """
 
     cuda = False
@@ -54,13 +52,11 @@ class TensorOps(Widening):
     make_map: Callable[..., Any]
     make_zip: Callable[..., Any]
     make_reduce: Callable[..., Any]
-    #: Cached products by the layouts of their operands; each backend has its own.
-    _products: Kinds
     #: The memory of storages, and the target of attention's kernels; see kernels/rungs.py.
     memory: Memory = HostMemory()
     target = "numpy"
-    #: The functions that replace operations on the backends made of this class, by name.
-    table = Operations()
+    #: The functions that serve operations on the backends made of this class, by name.
+    table: Operations
     #: Gather, scatter-add, sort and cumulative sum of arrays.
     indexing: Any = plain_indexing
 
@@ -68,11 +64,6 @@ class TensorOps(Widening):
     def allocate(size: int, dtype: np.dtype[Any]) -> Storage:
         """Return an uninitialised flat storage."""
         return np.empty(size, dtype)
-
-    @classmethod
-    def allocator(cls, size: int, dtype: np.dtype[Any]) -> Allocate:
-        """Return an allocator of storages of a size and dtype; see :meth:`allocate`."""
-        return cls.allocate
 
     @staticmethod
     def filled(size: int, value: float, dtype: np.dtype[Any]) -> Storage:
@@ -83,35 +74,24 @@ class TensorOps(Widening):
     def map_loop(cls, fn: Callable[[float], float]) -> Callable[..., None]:
         """Return the loop of an element-wise function of one tensor."""
         loop = cls.make_map(fn)
-        return Loop(lambda out, a: with_layouts(loop, out, a))
+        return lambda out, a: loop(*out.tuple(), *a.tuple())
 
     @classmethod
     def zip_loop(cls, fn: Callable[[float, float], float]) -> Callable[..., None]:
         """Return the loop of an element-wise function of two tensors."""
         loop = cls.make_zip(fn)
-        return Loop(lambda out, a, b: with_layouts(loop, out, a, b))
+        return lambda out, a, b: loop(*out.tuple(), *a.tuple(), *b.tuple())
 
     @classmethod
-    def reduce_loop(cls, fn: Callable[[float, float], float]) -> Callable[..., None]:
-        """Return the loop that folds one dimension onto the values already in the output."""
-        loop = cls.make_reduce(fn)
-        return Loop(lambda out, a, dim: with_layouts(loop, out, a, options=(dim,)))
-
-    @classmethod
-    def fold_loop(cls, fn: Callable[[float, float], float], start: float) -> Loop:
+    def fold_loop(cls, fn: Callable[[float, float], float], start: float) -> Callable[..., None]:
         """Return the loop that writes the fold of one dimension, beginning with ``start``."""
-        loop = as_loop(cls.reduce_loop(fn))
+        loop = cls.make_reduce(fn)
 
-        def bind(out: TensorData, a: TensorData, dim: int) -> Run:
-            run = loop.bind(out, a, dim)
+        def fold(out: TensorData, a: TensorData, dim: int) -> None:
+            out._storage.fill(start)
+            loop(*out.tuple(), *a.tuple(), dim)
 
-            def fold(o: Storage, x: Storage) -> None:
-                o.fill(start)
-                run(o, x)
-
-            return fold
-
-        return Loop(bind)
+        return fold
 
     @staticmethod
     def matmul_loop(out: TensorData, a: TensorData, b: TensorData) -> None:
@@ -129,27 +109,21 @@ class TensorOps(Widening):
             ``mapped(a, out=None)``, which returns a new tensor of the shape of ``a``; with ``out`` it
             broadcasts ``a`` to ``out`` and fills that in place.
         """
-        loop, kinds = as_loop(cls.map_loop(fn)), Kinds(cls.allocator)
-        run = partial(cls.move if fn is operators.id else cls.run_elements, loop)
+        loop = cls.map_loop(fn)
+        run = cls.move if fn is operators.id else cls.run_elements
 
         def mapped(a: AnyTensor, out: AnyTensor | None = None, /) -> AnyTensor:
-            x = a._tensor
             if out is not None:
                 if a.shape != out.shape and shape_broadcast(a.shape, out.shape) != out.shape:
                     raise IndexingError(
                         f"shape {a.shape} does not broadcast to out's {out.shape}; pass an out that it fits"
                     )
-                run(out._tensor, x)
+                run(loop, out._tensor, a._tensor)
                 if out.history is not None:  # constants are results that are not in use yet
                     wrote(out._tensor._storage)
                 return out
-            kind = x.shape, x.strides, x.dtype, x.is_number
-            if (known := kinds.get(kind)) is not None:
-                return a._new(known.result(x._storage))
             out = a.empty(a.shape, result_dtype(a))
-            run(out._tensor, floating(a, out.dtype)._tensor)
-            if cls.runs_as_it_is(x, out._tensor) and not (fn is operators.id and x.is_half):
-                kinds.learn(kind, loop, out._tensor, x)
+            run(loop, out._tensor, floating(a, out.dtype)._tensor)
             return out
 
         return mapped
@@ -161,21 +135,14 @@ class TensorOps(Widening):
         Returns:
             ``zipped(a, b, dtype=None)``: a new tensor of the broadcast shape; None promotes the dtypes.
         """
-        loop, kinds = as_loop(cls.zip_loop(fn)), Kinds(cls.allocator)
+        loop = cls.zip_loop(fn)
 
         def zipped(a: AnyTensor, b: AnyTensor, dtype: np.dtype[Any] | None = None) -> AnyTensor:
-            x, y = a._tensor, b._tensor
-            kind = (x.shape, x.strides, x.dtype, x.is_number,
-                    y.shape, y.strides, y.dtype, y.is_number, dtype)  # fmt: skip
-            if (known := kinds.get(kind)) is not None:
-                return a._new(known.result(x._storage, y._storage))
             shape = a.shape if a.shape == b.shape else shape_broadcast(a.shape, b.shape)
             dtype = result_dtype(a, b) if dtype is None else dtype
             out = a.empty(shape, dtype)
             a, b = floating(a, dtype), floating(b, dtype)
             cls.run_elements(loop, out._tensor, a._tensor, b._tensor)
-            if cls.runs_as_it_is(x, y, out._tensor):
-                kinds.learn(kind, loop, out._tensor, x, y)
             return out
 
         return zipped
@@ -193,19 +160,12 @@ class TensorOps(Widening):
         Returns:
             ``reduced(a, dim)``: a new tensor in which ``dim`` has size 1.
         """
-        loop, kinds = as_loop(cls.fold_loop(fn, start)), Kinds(cls.allocator)
+        loop = cls.fold_loop(fn, start)
 
         def reduced(a: AnyTensor, dim: int) -> AnyTensor:
-            x = a._tensor
-            if not (type(dim) is int and 0 <= dim < x.dims):
-                dim = normalize_dim(dim, x.shape)
-            kind = x.shape, x.strides, x.dtype, dim
-            if (known := kinds.get(kind)) is not None:
-                return a._new(known.result(x._storage))
+            dim = normalize_dim(dim, a.shape)
             out = a.empty((*a.shape[:dim], 1, *a.shape[dim + 1 :]), result_dtype(a))
             cls.run_elements(loop, out._tensor, floating(a, out.dtype)._tensor, options=(dim,))
-            if cls.runs_as_it_is(x, out._tensor):
-                kinds.learn(kind, loop, out._tensor, x, options=(dim,))
             return out
 
         return reduced
@@ -221,31 +181,24 @@ class TensorOps(Widening):
         Returns:
             (..., n, m).
         """
-        x, y = a._tensor, b._tensor
-        kind = x.shape, x.strides, x.dtype, y.shape, y.strides, y.dtype, cls.product_options()
-        if (known := cls._products.get(kind)) is not None:
-            return a._new(known.result(x._storage, y._storage))
         out = a.empty(matmul_shape(a.shape, b.shape), result_dtype(a, b))
         a, b = floating(a, out.dtype), floating(b, out.dtype)
         cls.multiply_into(out._tensor, a._tensor, b._tensor)
-        if x.dtype == y.dtype == out.dtype and (run := cls.bind_product(out._tensor, x, y)):
-            cls._products.add(kind, out._tensor, run)
         return out
 
     @classmethod
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._products = Kinds(cls.allocator)
         if TensorOps in cls.__bases__:  # others share the table of the class that they change
-            cls.table = Operations()
+            cls.table = Operations(cls)
 
     @classmethod
-    def product_options(cls) -> Any:
-        """Return the arguments of a matrix product in addition to its operands."""
-
-    @classmethod
-    def bind_product(cls, out: TensorData, a: TensorData, b: TensorData) -> Run | None:
-        """Return a function that multiplies operands of these layouts, or None if calls must check them."""
+    def served(cls) -> dict[str, Callable[..., Any]]:
+        """Return the functions that make or are the loops of this class, by the name of the operation."""
+        return {
+            "map": cls.make_map, "zip": cls.make_zip, "reduce": cls.make_reduce,
+            "matrix_multiply": cls.matmul_loop,
+        }  # fmt: skip
 
     @classmethod
     def multiply_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
@@ -282,17 +235,25 @@ class TensorBackend(Unique):
         ops: A subclass of :class:`TensorOps`.
 
     Attributes:
-        loops: That subclass.
+        kind: That subclass.
+        loops: The class whose loops serve this backend: ``kind``, or a faster one in its place.
         ops: The functions that serve the operations of this backend, by name; ``print(backend.ops)`` shows
             where each of them stands.
     """
 
     def __init__(self, ops: type[TensorOps]):
-        self.loops, self.ops = ops, ops.table
+        self.kind, self.ops = ops, ops.table
         self.cuda, self.memory, self.target = ops.cuda, ops.memory, ops.target
-        self.indexing = ops.indexing
+        self.ops.backends.add(self)
+        self.lift()
 
-        # Loops compile on their first call, so that a backend costs nothing to make.
+    def lift(self) -> None:
+        """Lift the operators by the loops that the table names now.
+
+        Loops compile on their first call, so that a backend costs nothing to make.
+        """
+        self.loops = ops = self.ops.loops if self.kind is self.ops.owner else self.kind
+        self.indexing = ops.indexing
         map_, zip_, reduce_ = ops.map, ops.zip, ops.reduce
         self.neg_map = map_(operators.neg)
         self.sigmoid_map = map_(operators.sigmoid)
@@ -321,7 +282,7 @@ class TensorBackend(Unique):
         self.matrix_multiply = ops.matrix_multiply
 
     def __repr__(self) -> str:
-        return f"TensorBackend({self.loops.__name__})"
+        return f"TensorBackend({self.kind.__name__})"
 
     def shift_reduce(self, a: AnyTensor, dim: int) -> AnyTensor:
         """Return the maximum over a dimension, finite even for a row of minus infinities; see ``nn``."""

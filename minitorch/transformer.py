@@ -295,7 +295,7 @@ class DecoderLM(Module):
             x = x + positions
         x = self.dropout(x)
         if cache is None:
-            call = checkpoint if self.recompute else lambda layer, x: layer(x)
+            call = checkpoint if self.recompute else lambda fn, *inputs: fn(*inputs)
             return self.through_layers(x, call)
         for name, layer_cache in zip(self.layer_names, layers, strict=True):
             x = getattr(self, name)(x, layer_cache)  # (batch, seq, n_embd)

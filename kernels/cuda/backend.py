@@ -7,8 +7,6 @@ from kernels.cuda.device.memory import DeviceMemory, fill, row_major_copy
 from kernels.cuda.layers import indexing
 from kernels.cuda.layers.merge_rows import merge_rows
 from kernels.cuda.layers.put_rows import put_rows
-from kernels.cuda.matmul import cuda_cores as cuda_core_matmul
-from kernels.cuda.matmul import dispatch as matmul_dispatch
 from kernels.cuda.runtime.arena import Arena, Stretch
 from kernels.cuda.runtime.arrays import (
     device_view,
@@ -50,8 +48,8 @@ __all__ = [  # noqa: RUF022  # grouped by use
     # Kernels of the library's own.
     "ALL_LANES", "SIZES", "WARP", "Adopted", "FoldShape", "Kernel", "device_callable", "device_function",
     "form", "scalar_type",
-    # Layers and matrix products.
-    "cuda_core_matmul", "indexing", "matmul_dispatch", "merge_rows", "put_rows",
+    # Layers.
+    "indexing", "merge_rows", "put_rows",
     # Recording a step as a graph.
     "Arena", "Graph", "Pool", "Recording", "Stretch", "active", "between_launches", "computed", "drawn",
     "refuse", "watching_numba",

@@ -18,6 +18,8 @@ from kernels.cuda.layers import fused as cuda_kernels
 from ..cuda_ops import CudaOps
 from ..fast_ops import FastOps
 from . import captured_decoding, decoding_step, joined_layers, layers, linear, optimisers
+from .cpu_loops import FasterOps
+from .cuda_loops import FasterCudaOps
 from .linear_cross_entropy import linear_cross_entropy
 from .residual_layer_norm import residual_layer_norm
 
@@ -53,7 +55,7 @@ CUDA: Table = {
     "decoding": captured_decoding.decoding,
     "adam_many": cuda_kernels.adam_many,
 }
-_TABLES = {FastOps: CPU, CudaOps: CUDA}
+_TABLES = {FastOps: (FasterOps, CPU), CudaOps: (FasterCudaOps, CUDA)}
 # Functions of a graph that was recorded before plain() still need them.
 FastOps.table.kernels, CudaOps.table.kernels = cpu_kernels, cuda_kernels
 
@@ -65,10 +67,8 @@ def _switch(change: int) -> None:
     global _plain
     with _lock:
         _plain += change
-        for ops, table in _TABLES.items():
-            ops.table.clear()
-            if _plain == 0:
-                ops.table.update(table)
+        for ops, faster in _TABLES.items():
+            ops.table.serve(*(faster if _plain == 0 else (ops, {})))
 
 
 @contextmanager

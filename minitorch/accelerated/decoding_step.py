@@ -69,7 +69,7 @@ def fused_step(known: StepWeights, heads: int, x: Tensor, cache: LayerCache) -> 
     weights = known.weights
     serves = (
         x.dtype == known.dtype == cache.dtype
-        and cache.backend.loops is FastOps
+        and cache.backend.kind is FastOps
         and (batch, width) == (cache.batch, cache.heads * cache.head_dim)
         and heads == cache.heads
         and length <= cache.capacity
@@ -128,7 +128,7 @@ def _has_kernel(layer: Any) -> bool:
         and all(type(norm) is LayerNorm1d for norm in (layer.ln_1, layer.ln_2))
         and all(type(linear) is Linear for linear in linears)
         and layer.ln_1.eps == layer.ln_2.eps
-        and all(v.backend.loops is FastOps and v.dtype == values[0].dtype for v in values)
+        and all(v.backend.kind is FastOps and v.dtype == values[0].dtype for v in values)
         and values[0].dtype in COMPUTE_DTYPES
     )
 
@@ -156,7 +156,7 @@ def step(layer: Any, x: Tensor, cache: LayerCache) -> Tensor | None:
     Returns:
         (batch, count, n_embd), a constant; or None, with the cache unchanged.
     """
-    if layer.training or x.dims != 3 or x.backend.loops is not FastOps:
+    if layer.training or x.dims != 3 or x.backend.kind is not FastOps:
         return None
     known = cache.known
     if known is None or not known.are_those_of(layer):

@@ -6,20 +6,22 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cuda.backend import cuda_core_matmul, empty_device, matmul_dispatch, repeats
+from kernels.cuda.backend import empty_device, repeats
 from kernels.cuda.layers import fused as cuda_kernels
+from kernels.cuda.matmul import cuda_cores as cuda_core_matmul
+from kernels.cuda.matmul import dispatch as matmul_dispatch
 from kernels.runtime.dtypes import COMPUTE_DTYPES
 
 from .. import operators
 from ..autodiff import Context
 from ..backends.matmul_precision import get_matmul_precision
 from ..backends.operations import Operations
-from ..cuda_ops import Matrices, fold, matrices
 from ..functions.base import Function, dense
 from ..functions.views import reshaped
 from ..layers.linear import check_linear
 from ..tensor import Tensor
 from ..tensor_data import Ints, Storage, TensorData
+from .cuda_loops import Matrices, fold, matrices
 
 
 class FusedLinear(Function):

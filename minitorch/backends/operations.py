@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakSet
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 #: The folder that places in printed tables are relative to.
@@ -19,20 +20,43 @@ class Operations(dict[str, Callable[..., Any]]):
     An operation without an entry is served by the function of that name.  A printed table has a line for
     each operation: its name, the function that serves it, and the place of that function.
 
+    Args:
+        owner: The subclass of ``TensorOps`` whose backends the table serves.
+
     Attributes:
+        loops: Whose loops serve the backends: the owner's, or those of a subclass.
         kernels: The fused kernels that the entries launch, or None.
+        backends: The backends, which lift operators anew when the loops change.
     """
 
     #: The functions that :func:`operation` marked, which serve backends without an entry.
     plain: ClassVar[dict[str, Callable[..., Any]]] = {}
-    kernels: Any = None
+
+    def __init__(self, owner: Any):
+        self.owner = self.loops = owner
+        self.kernels: Any = None
+        self.backends = WeakSet[Any]()
+
+    def serve(self, loops: Any, entries: dict[str, Callable[..., Any]]) -> None:
+        """Replace the functions that serve operations.
+
+        Args:
+            loops: A subclass of the owner, or itself.
+            entries: The functions of other operations.
+        """
+        self.clear()
+        self.update(entries)
+        self.loops = loops
+        for backend in self.backends:
+            backend.lift()
 
     def __missing__(self, name: str) -> Callable[..., Any]:
-        return self.plain[name]
+        function = self.plain.get(name)
+        return self.loops.served()[name] if function is None else function
 
     def __repr__(self) -> str:
         lines = []
-        for name in sorted({*self, *self.plain}, key=str.lower):
+        for name in sorted({*self, *self.plain, *self.loops.served()}, key=str.lower):
             function = self[name]
             code = inspect.unwrap(function).__code__
             path = Path(code.co_filename)
@@ -44,19 +68,20 @@ class Operations(dict[str, Callable[..., Any]]):
 
 
 def operation(function: Operation) -> Operation:
-    """Mark a function or method that a table may replace: its first tensor chooses the backend.
+    """Mark a function or method that a table may replace: its first argument chooses the backend.
 
     Args:
         function: What serves a backend whose table has no entry for the function's qualified name.
     """
-    name = function.__qualname__
+    name, names = function.__qualname__, [*inspect.signature(function).parameters]
+    place = int(names[0] == "self")
     Operations.plain[name] = function
 
     @wraps(function)
     def serve(*args: Any, **kwargs: Any) -> Any:
-        for x in (*args, *kwargs.values()):
-            if hasattr(type(x), "_ensure_tensor"):  # a tensor
-                return x.backend.ops[name](*args, **kwargs)
+        x = args[place] if len(args) > place else kwargs.get(names[place])
+        if hasattr(type(x), "_ensure_tensor"):  # a tensor
+            return x.backend.ops[name](*args, **kwargs)  # type: ignore[union-attr]
         return function(*args, **kwargs)  # which names what it needs
 
     return serve  # type: ignore[return-value]

@@ -7,6 +7,7 @@ element that overflows must not end the computation of all others.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ def unraising(make_loop: Callable[[Any], Callable[..., None]]) -> Callable[[Any]
         A factory of loops with the same arguments.
     """
 
+    @wraps(make_loop)
     def make(fn: Callable[..., Any]) -> Callable[..., None]:
         loop, numpy_fn = make_loop(fn), _UNRAISING.get(fn)
         if numpy_fn is None:

@@ -15,7 +15,7 @@ class Unique:
         ops: The operations; a pickled backend becomes the first one that was made of them.
     """
 
-    loops: Any
+    kind: Any
     _first: ClassVar[dict[Any, Any]] = {}
 
     def __new__(cls, ops: Any) -> Self:
@@ -29,7 +29,7 @@ class Unique:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Describe the backend for ``copy`` and ``pickle``."""
-        return _first_of, (type(self), self.loops)
+        return _first_of, (type(self), self.kind)
 
 
 def _first_of(kind: Any, ops: Any) -> Any:

@@ -315,7 +315,7 @@ for _name, _method in METHODS.items():
 for _name, _operation in OPERATIONS.items():
     # A backend reads them from its operations, so that a subclass of TensorOps can override them.
     setattr(TensorOps, _name, staticmethod(_operation))
-    setattr(TensorBackend, _name, property(attrgetter(f"ops.{_name}"), doc=_operation.__doc__))
+    setattr(TensorBackend, _name, property(attrgetter(f"kind.{_name}"), doc=_operation.__doc__))
 
 # In the published course, `tensor_functions` contains all of these.  Here they need the Tensor class,
 # which needs `tensor_functions`, so an import there would be circular.  They are set from outside when the

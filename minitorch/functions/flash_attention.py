@@ -63,10 +63,10 @@ def attention_call(
     """
     for name, operand in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, operand)
-    if not q.backend.loops is k.backend.loops is v.backend.loops:
+    if not q.backend.kind is k.backend.kind is v.backend.kind:
         raise TypeError(
             "q, k and v must be on one backend, got "
-            f"{', '.join(t.backend.loops.__name__ for t in (q, k, v))}; move them with "
+            f"{', '.join(t.backend.kind.__name__ for t in (q, k, v))}; move them with "
             "Tensor.to(backend)"
         )
     given, arrays = options, dict[str, Any]()
@@ -107,10 +107,10 @@ def _check_places(problem: Problem, q: Any, arrays: dict[str, Any], given: Optio
 
 def _check_backend(name: str, option: Any, q: Any) -> None:
     """Check that an option is a tensor on the backend of q."""
-    if not (is_tensor(option) and option.backend.loops is q.backend.loops):
-        kind = option.backend.loops.__name__ if is_tensor(option) else type(option).__name__
+    if not (is_tensor(option) and option.backend.kind is q.backend.kind):
+        kind = option.backend.kind.__name__ if is_tensor(option) else type(option).__name__
         raise TypeError(
-            f"{name} must be a tensor on the backend of q, {q.backend.loops.__name__}, got "
+            f"{name} must be a tensor on the backend of q, {q.backend.kind.__name__}, got "
             f"{kind}; make one with minitorch.from_numpy, or move it with Tensor.to(backend)"
         )
 

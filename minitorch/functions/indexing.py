@@ -53,10 +53,10 @@ def as_index(like: Tensor, index: Any, dim: int, limit: int) -> Tensor:
         ValueError: If the shape does not fit, or an index is out of bounds.
     """
     if is_tensor(index):
-        if index.backend.loops is not like.backend.loops:
+        if index.backend.kind is not like.backend.kind:
             raise TypeError(
-                f"index must be on the backend of the tensor, {like.backend.loops.__name__}, got "
-                f"{index.backend.loops.__name__}; move it with Tensor.to(backend)"
+                f"index must be on the backend of the tensor, {like.backend.kind.__name__}, got "
+                f"{index.backend.kind.__name__}; move it with Tensor.to(backend)"
             )
         values = index.to_numpy()
     else:

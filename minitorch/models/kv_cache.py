@@ -119,7 +119,7 @@ class LayerCache:
     def _about(self) -> str:
         return (
             f"batch={self.batch}, heads={self.heads}, length={self.length}, capacity={self.capacity}, "
-            f"head_dim={self.head_dim}, dtype={self.dtype}, backend={self.backend.loops.__name__}"
+            f"head_dim={self.head_dim}, dtype={self.dtype}, backend={self.backend.kind.__name__}"
         )
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,10 +235,10 @@ class LayerCache:
         return Tensor(TensorData(part, shape), backend=self.backend)
 
     def _check(self, new: Tensor) -> None:
-        if new.backend.loops is not self.backend.loops or new.dtype != self.dtype:
+        if new.backend.kind is not self.backend.kind or new.dtype != self.dtype:
             raise TypeError(
-                f"the cache holds {self.dtype} on {self.backend.loops.__name__}, got {new.dtype} on "
-                f"{new.backend.loops.__name__}; make it with DecoderLM.make_cache of this model"
+                f"the cache holds {self.dtype} on {self.backend.kind.__name__}, got {new.dtype} on "
+                f"{new.backend.kind.__name__}; make it with DecoderLM.make_cache of this model"
             )
         if new.dims != 4:
             raise ValueError(

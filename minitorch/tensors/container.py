@@ -122,7 +122,7 @@ class Container(_Tensor):
         notes = [
             f"shape={self.shape}",
             f"dtype={self.dtype}",
-            f"backend={self.backend.loops.__name__}",
+            f"backend={self.backend.kind.__name__}",
         ]
         if self.history is not None:
             made_by = self.history.last_fn

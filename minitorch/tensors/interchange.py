@@ -51,7 +51,7 @@ class Lending(_Tensor):
         """
         if IS_SIMULATOR or not self.backend.cuda:
             raise AttributeError(
-                f"a tensor of {self.backend.loops.__name__} is not on a CUDA device; move it with cuda()"
+                f"a tensor of {self.backend.kind.__name__} is not on a CUDA device; move it with cuda()"
             )
         return cuda_array_interface(self.array())
 

@@ -38,11 +38,13 @@ def test_a_printed_table_shows_where_the_function_of_each_operation_stands() -> 
 
 
 def test_plain_serves_every_operation_by_the_function_of_its_name() -> None:
+    homes = dict(zip(BACKENDS, ("tensor_ops", "fast_ops", "cuda_ops"), strict=True))
+    loops = "map", "zip", "reduce", "matrix_multiply"
     with minitorch.plain(), minitorch.plain():
-        inside = [places(backend) for backend in BACKENDS]
-    assert inside[0] == inside[1] == inside[2] == places(SimpleBackend)
-    assert not any("accelerated" in file for file in inside[0].values())
-    assert any("accelerated" in file for file in places(FastBackend).values())
+        for backend, home in homes.items():
+            own = dict.fromkeys(loops, f"minitorch/{home}.py")
+            assert places(backend) == {**places(SimpleBackend), **own}
+    assert places(FastBackend)["matrix_multiply"] == "minitorch/accelerated/cpu_loops.py"
 
 
 @pytest.mark.parametrize("leaves", [False, True])

@@ -76,7 +76,7 @@ def check_operands(method: str, q: Any, k: Any, v: Any) -> None:
     """
     for name, operand in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, operand)
-    kinds = [(t.backend.loops.__name__, str(t.dtype)) for t in (q, k, v)]
+    kinds = [(t.backend.kind.__name__, str(t.dtype)) for t in (q, k, v)]
     if not kinds[0] == kinds[1] == kinds[2] or not is_floating(q.dtype):
         raise TypeError(
             f"q, k and v must be of one floating dtype on one backend, got {kinds}; convert them with "

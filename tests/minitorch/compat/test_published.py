@@ -28,7 +28,7 @@ from minitorch import (
     operators,
     tensor,
 )
-from minitorch.backends.fast_loops import parallel_loop
+from minitorch.backends.compiled_loops import parallel_loop
 
 from ...support.tolerances import assert_close_arrays
 from ...tensor_strategies import backends, on_backends

@@ -5,7 +5,7 @@ Each is one exchange of text in the solution. The sentence is part of what the g
 
 OPS, NN, DATA = "minitorch/operators.py", "minitorch/nn.py", "minitorch/tensor_data.py"
 LINES, FLASH1 = "kernels/reference/lines.py", "kernels/cuda/attention/flash1.py"
-COURSE = "minitorch/backends/course_kernels.py"
+COURSE = "minitorch/cuda_ops.py"
 SCALAR = "minitorch/scalar.py"
 AUTODIFF, LADDER = "minitorch/autodiff.py", "kernels/reference/softmax_ladder.py"
 FLASH2 = "kernels/cuda/attention/flash2/forward.py"

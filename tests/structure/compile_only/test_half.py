@@ -21,7 +21,7 @@ from kernels.runtime.dtypes import (
     is_half,
 )
 from minitorch import operators
-from minitorch.backends import cuda_loops
+from minitorch.accelerated import cuda_loop_kernels as cuda_loops
 
 from ...support.device.compiling import (
     GENERATIONS,

@@ -21,7 +21,8 @@ from kernels.cuda.runtime.numba_inlining import Copies
 from kernels.cuda.runtime.sizes import GPU, ProductTile
 from kernels.runtime.targets import cuda
 from minitorch import cuda_kernel_ops, operators
-from minitorch.backends import course_kernels, cuda_loops
+from minitorch import cuda_ops as course_kernels
+from minitorch.accelerated import cuda_loop_kernels as cuda_loops
 
 from ...support.device.compiling import (
     FLOAT32,

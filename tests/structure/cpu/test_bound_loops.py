@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import minitorch
 from minitorch import SimpleBackend, TensorBackend, fast_ops
-from minitorch.backends import bound_loops
+from minitorch.accelerated import bound_loops
 from minitorch.functions.base import Function
 
 
@@ -36,7 +36,7 @@ def test_a_kind_is_shapes_strides_and_dtypes(data: st.DataObject) -> None:
 
 def test_kinds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bound_loops, "MOST_KINDS", 4)
-    kinds = bound_loops.Kinds(SimpleBackend.loops.allocator)
+    kinds = bound_loops.Kinds(minitorch.FastBackend.loops.allocator)
     data = minitorch.from_numpy(np.ones(3), SimpleBackend)._tensor
     for kind in range(10):
         kinds.add(kind, data, lambda *storages: None)

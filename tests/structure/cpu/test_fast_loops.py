@@ -13,9 +13,9 @@ from hypothesis.extra.numpy import mutually_broadcastable_shapes
 from hypothesis.strategies import DataObject, data, integers, permutations, sampled_from
 
 from kernels.cpu.runtime import memory_pool as pool
-from minitorch import FastBackend, fast_ops, from_numpy
-from minitorch.backends import fast_loops
-from minitorch.backends.fast_loops import (
+from minitorch import FastBackend, from_numpy
+from minitorch.accelerated import cpu_loops as fast_loops
+from minitorch.accelerated.cpu_loops import (
     BLOCK,
     COLUMNS,
     LANES,
@@ -43,7 +43,7 @@ LENGTHS = (
 @pytest.fixture
 def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let few elements go where many do."""
-    monkeypatch.setattr(fast_ops, "LARGE", 1)
+    monkeypatch.setattr(fast_loops, "LARGE", 1)
 
 
 @pytest.mark.usefixtures("every_size")
@@ -131,7 +131,7 @@ def test_few_elements_go_to_the_loop_of_the_course(monkeypatch: pytest.MonkeyPat
     def never(*args: Any, **options: Any) -> None:
         raise AssertionError("a small fold was taken from the student's loop")
 
-    monkeypatch.setattr(fast_ops, "bind_fold", never)
+    monkeypatch.setattr(fast_loops, "bind_fold", never)
     from_numpy(np.ones((3, 1025))).sum(1)
     with pytest.raises(AssertionError, match="taken from"):
         from_numpy(np.ones(fast_loops.FOLDED_FROM)).sum(0)

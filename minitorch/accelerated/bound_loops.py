@@ -11,7 +11,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from .. import operators
+from ..backends.result_shapes import normalize_dim
+from ..backends.tensor_protocol import AnyTensor, MapProto
 from ..tensor_data import Ints, Storage, TensorData
+from ..tensor_ops import TensorOps
 
 #: Maximum number of kinds that an operation remembers; beyond it, the operation forgets all of them.
 MOST_KINDS = 1024
@@ -139,3 +143,110 @@ class Kinds(dict[Any, Bound]):
         about = {name: value for name, value in vars(out).items() if name != "_storage"}
         allocate = self.allocator(out.size, out.dtype)
         self[kind] = Bound(allocate, out.size, out.dtype, run, about)
+
+
+class BoundOps(TensorOps):
+    """Operations that remember how calls of their kinds run.
+
+    ``map_loop(fn)``, ``zip_loop(fn)`` and ``fold_loop(fn, start)`` of a subclass return a :class:`Loop`.
+    """
+
+    #: Cached products by the layouts of their operands; each backend has its own.
+    _products: Kinds
+
+    @classmethod
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._products = Kinds(cls.allocator)
+
+    @classmethod
+    def served(cls) -> dict[str, Callable[..., Any]]:
+        """Return the functions that make or are the loops of this class."""
+        return {
+            "map": cls.map_loop, "zip": cls.zip_loop, "reduce": cls.fold_loop,
+            "matrix_multiply": cls.bind_product,
+        }  # fmt: skip
+
+    @classmethod
+    def allocator(cls, size: int, dtype: np.dtype[Any]) -> Allocate:
+        """Return what allocates storages of a size and dtype."""
+        return cls.allocate
+
+    @classmethod
+    def map(cls, fn: Callable[[float], float]) -> MapProto:
+        """Lift a function of one number to tensors; see :meth:`TensorOps.map`."""
+        loop, kinds, first = as_loop(cls.map_loop(fn)), Kinds(cls.allocator), super().map(fn)
+
+        def mapped(a: AnyTensor, out: AnyTensor | None = None, /) -> AnyTensor:
+            if out is not None:
+                return first(a, out)
+            x = a._tensor
+            kind = x.shape, x.strides, x.dtype, x.is_number
+            if (known := kinds.get(kind)) is not None:
+                return a._new(known.result(x._storage))
+            result = first(a)
+            if cls.runs_as_it_is(x, result._tensor) and not (fn is operators.id and x.is_half):
+                kinds.learn(kind, loop, result._tensor, x)
+            return result
+
+        return mapped
+
+    @classmethod
+    def zip(cls, fn: Callable[[float, float], float]) -> Callable[..., AnyTensor]:
+        """Lift a function of two numbers to tensors that broadcast; see :meth:`TensorOps.zip`."""
+        loop, kinds, first = as_loop(cls.zip_loop(fn)), Kinds(cls.allocator), super().zip(fn)
+
+        def zipped(a: AnyTensor, b: AnyTensor, dtype: np.dtype[Any] | None = None) -> AnyTensor:
+            x, y = a._tensor, b._tensor
+            kind = (x.shape, x.strides, x.dtype, x.is_number,
+                    y.shape, y.strides, y.dtype, y.is_number, dtype)  # fmt: skip
+            if (known := kinds.get(kind)) is not None:
+                return a._new(known.result(x._storage, y._storage))
+            result = first(a, b, dtype)
+            if cls.runs_as_it_is(x, y, result._tensor):
+                kinds.learn(kind, loop, result._tensor, x, y)
+            return result
+
+        return zipped
+
+    @classmethod
+    def reduce(
+        cls, fn: Callable[[float, float], float], start: float = 0.0
+    ) -> Callable[[AnyTensor, int], AnyTensor]:
+        """Lift a function of two numbers to a fold over one dimension; see :meth:`TensorOps.reduce`."""
+        loop, kinds = as_loop(cls.fold_loop(fn, start)), Kinds(cls.allocator)
+        first = super().reduce(fn, start)
+
+        def reduced(a: AnyTensor, dim: int) -> AnyTensor:
+            x = a._tensor
+            if not (type(dim) is int and 0 <= dim < x.dims):
+                dim = normalize_dim(dim, x.shape)
+            kind = x.shape, x.strides, x.dtype, dim
+            if (known := kinds.get(kind)) is not None:
+                return a._new(known.result(x._storage))
+            result = first(a, dim)
+            if cls.runs_as_it_is(x, result._tensor):
+                kinds.learn(kind, loop, result._tensor, x, options=(dim,))
+            return result
+
+        return reduced
+
+    @classmethod
+    def matrix_multiply(cls, a: AnyTensor, b: AnyTensor) -> AnyTensor:
+        """Multiply matrices; see :meth:`TensorOps.matrix_multiply`."""
+        x, y = a._tensor, b._tensor
+        kind = x.shape, x.strides, x.dtype, y.shape, y.strides, y.dtype, cls.product_options()
+        if (known := cls._products.get(kind)) is not None:
+            return a._new(known.result(x._storage, y._storage))
+        result = super().matrix_multiply(a, b)
+        if x.dtype == y.dtype == result.dtype and (run := cls.bind_product(result._tensor, x, y)):
+            cls._products.add(kind, result._tensor, run)
+        return result
+
+    @classmethod
+    def product_options(cls) -> Any:
+        """Return the arguments of a matrix product in addition to its operands."""
+
+    @classmethod
+    def bind_product(cls, out: TensorData, a: TensorData, b: TensorData) -> Run | None:
+        """Return a function that multiplies operands of these layouts, or None if calls must check them."""

@@ -1,30 +1,32 @@
-"""Loops of the fast backend in addition to the course's: elementary functions and large operations.
+"""Loops on the CPU in place of the course's: functions that vectorise, large operations, products by BLAS.
 
-The loops of the course (``fast_ops``) stay as they are written there; the functions of ``math`` that they
-call are replaced by forms that vectorise.  Two kinds of large operations have separate loops.  The first
-are folds: the course adds one number after the other, which can neither be vectorised nor cut in parts, and
-is less precise.  The second are rows to which a number or a row is broadcast: the course's loop learns
-their strides only at run time.
+Loops over operands of one layout are those of the course (``fast_ops``), around functions that vectorise;
+small tensors run on the calling thread.  Two kinds of large operations have separate loops.  The first are
+folds: the course adds one number after the other, which can neither be vectorised nor cut in parts, and is
+less precise.  The second are rows to which a number or a row is broadcast: the course's loop learns their
+strides only at run time.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import get_num_threads, prange
-from numba.extending import overload, register_jitable
+from numba.extending import register_jitable
 
-from kernels.cpu.backend import take, vector_math
-from kernels.runtime.jit import njit_cached, serial
+from kernels.cpu.backend import blas, indexing, memory_pool, take, vector_math
+from kernels.runtime.jit import serial
 from kernels.runtime.memory import join_dims, joined, row_major_strides
 
 from .. import operators
+from ..backends.compiled_loops import callable_, compiled, is_ours
+from ..fast_ops import FastOps, tensor_map, tensor_reduce, tensor_zip
 from ..tensor_data import Ints, Storage, TensorData
+from .bound_loops import Allocate, BoundOps, Loop, Run, with_layouts
 
 #: Number of elements from which a separate loop for an operation pays off.
 LARGE = 1 << 15
@@ -49,64 +51,13 @@ ROWS, COLUMNS = 128, 2048
 
 
 @cache
-def callable_(fn: Callable[..., float]) -> Callable[..., float]:
-    """Let compiled code call a plain function; a dispatcher is returned unchanged.
-
-    Where one of ``operators`` calls ``math``, compiled code calls ``vector_math``: the same function in a
-    form that vectorises with the loop around it.
-    """
-    if not isinstance(fn, FunctionType):
+def vectorised(fn: Callable[..., float]) -> Callable[..., float]:
+    """Return a function whose loop vectorises: one of ``operators`` with ``vector_math`` for ``math``."""
+    if not is_ours(fn) or "math" not in fn.__code__.co_names:
         return fn
-    if not is_ours(fn) or fn.__globals__.get("math") is not math:
-        return register_jitable(fn)
     names = {**fn.__globals__, "math": vector_math}
-    vectorised = FunctionType(fn.__code__, names, fn.__name__, fn.__defaults__, fn.__closure__)
-    #: A kernel's fingerprint looks here.
-    fn.implementations = (vectorised,)  # type: ignore[attr-defined]
-    overload(fn, strict=False)(lambda *args: vectorised)
-    return fn
-
-
-def is_ours(fn: Callable[..., float]) -> bool:
-    """Tell whether a function is one of ``operators``, which a cache on disk can recognise."""
-    return isinstance(fn, FunctionType) and fn.__module__ == operators.__name__
-
-
-def compiled(kernel: Callable[..., None], fn: Callable[..., float]) -> Any:
-    """Compile a loop around ``fn``; keep it on disk if ``fn`` is one of ours."""
-    if is_ours(fn):
-        # A name of its own for each loop: for the cache file, the debugger and the profiler.
-        kernel.__qualname__ = f"{kernel.__name__.strip('_')}_{fn.__name__}"
-    return parallel_loop(kernel, cache=is_ours(fn))
-
-
-def parallel_loop(kernel: Callable[..., None], cache: bool = True) -> Any:
-    """Compile a loop that runs in parallel, with diagnostics also when its code comes from disk.
-
-    Args:
-        kernel: The loop.
-        cache: As for ``njit_cached``.
-
-    Returns:
-        A numba dispatcher; see ``njit_cached``.
-    """
-    loop = njit_cached(kernel, cache=cache, parallel=True)
-    loop.parallel_diagnostics = partial(_diagnose, loop)
-    return loop
-
-
-def _diagnose(loop: Any, signature: Any = None, level: int = 1) -> None:
-    """Print what numba parallelised; the arguments are those of numba's ``parallel_diagnostics``.
-
-    Numba's cache on disk keeps no diagnostics, so code that was loaded from it is compiled again.
-    """
-    signatures = loop.signatures if signature is None else [signature]
-    if any(loop.overloads[each].metadata is None for each in signatures):
-        loop = njit_cached(loop.py_func, cache=False, parallel=True)
-        for each in signatures:
-            loop.compile(each)
-    for each in signatures:
-        loop.dispatcher.parallel_diagnostics(each, level)
+    name = f"{fn.__name__}_vectorised"
+    return FunctionType(fn.__code__, names, name, fn.__defaults__, fn.__closure__)
 
 
 # -- broadcast operands ------------------------------------------------------------------------
@@ -138,7 +89,7 @@ def row_zip(fn: Callable[[float, float], float]) -> Any:
         A dispatcher of the storages of out, (rows, columns), a and b, and of the numbers that
         :func:`row_layout` returns.
     """
-    fn = callable_(fn)
+    fn = callable_(vectorised(fn))
 
     def _row_zip(out, a, b, columns, a_row, a_step, b_row, b_step):
         chunks = (columns + CHUNK - 1) // CHUNK
@@ -220,7 +171,7 @@ def row_fold(fn: Callable[[float, float], float]) -> Any:
         A dispatcher of the storages of out, (rows,), and a, the step from row to row, their length, what
         a fold starts from in the dtype of out, a zero (1,) that counts items, and the number of threads.
     """
-    fn = callable_(fn)
+    fn = callable_(vectorised(fn))
 
     def _row_fold(out, a, step, length, start, counter, threads):
         blocks = (length + BLOCK - 1) // BLOCK  # of a row
@@ -268,7 +219,7 @@ def column_fold(fn: Callable[[float, float], float]) -> Any:
         A dispatcher of the storages of out, (outer, inner), and a, the numbers of a ``FoldLayout``, and
         what a fold starts from and is counted by, as :func:`row_fold`.
     """
-    fn = callable_(fn)
+    fn = callable_(vectorised(fn))
 
     def _column_fold(
         out, a, outer, outer_step, length, length_step, inner, start, counter, threads
@@ -334,3 +285,97 @@ def bind_fold(
         run(out, a, *numbers, first, np.zeros(1, np.int64), threads)
 
     return fold
+
+
+# -- the class ----------------------------------------------------------------------------------
+
+
+class FasterOps(BoundOps, FastOps):
+    """The loops of the course where they are fast, others for large operands, and products by BLAS."""
+
+    indexing = indexing
+
+    @staticmethod
+    def allocate(size: int, dtype: np.dtype[Any]) -> Storage:
+        """Return an uninitialised flat storage."""
+        return memory_pool.empty(size, dtype)
+
+    @classmethod
+    def allocator(cls, size: int, dtype: np.dtype[Any]) -> Allocate:
+        """Return the allocator of storages of a size and dtype; small ones come directly from NumPy."""
+        is_small = size * dtype.itemsize < memory_pool.KEPT_FROM
+        return np.empty if is_small else cls.allocate  # type: ignore[return-value]
+
+    @classmethod
+    def map_loop(cls, fn: Callable[[float], float]) -> Callable[..., None]:
+        """Return the loop of a function of one tensor; small tensors run on the calling thread."""
+        loop = tensor_map(vectorised(fn))
+        return Loop(lambda out, a: with_layouts(_by_size(loop, out), out, a))
+
+    @classmethod
+    def zip_loop(cls, fn: Callable[[float, float], float]) -> Callable[..., None]:
+        """Return the loop of a function of two tensors; large broadcast ones use :func:`row_zip`."""
+        loop = tensor_zip(vectorised(fn))
+
+        def bind(out: TensorData, a: TensorData, b: TensorData) -> Run:
+            broadcasts = out.size >= LARGE and not a.shape == b.shape == out.shape
+            layout = row_layout(out, a, b) if broadcasts else None
+            if layout is None:
+                return with_layouts(_by_size(loop, out), out, a, b)
+            return lambda o, x, y: row_zip(fn)(o, x, y, *layout)
+
+        return Loop(bind)
+
+    @classmethod
+    def fold_loop(cls, fn: Callable[[float, float], float], start: float) -> Loop:
+        """Return the loop that writes the fold of one dimension; large tensors use :func:`bind_fold`."""
+        loop = tensor_reduce(vectorised(fn))
+
+        def bind(out: TensorData, a: TensorData, dim: int) -> Run:
+            # The order of other functions may matter.
+            is_large = fn in FOLDS and a.size >= FOLDED_FROM
+            layout = fold_layout(a.shape, a.strides, dim) if is_large else None
+            if layout is not None:
+                return bind_fold(fn, start, out.dtype, layout, alone=a.size < LARGE)
+            run = with_layouts(_by_size(loop, a), out, a, options=(dim,))
+
+            def fold(o: Storage, x: Storage) -> None:
+                o.fill(start)
+                run(o, x)
+
+            return fold
+
+        return Loop(bind)
+
+    @classmethod
+    def bind_product(cls, out: TensorData, a: TensorData, b: TensorData) -> Run | None:
+        """Return a product by BLAS for operands of these layouts, or None if BLAS cannot read them."""
+        if a.is_half or not (a.dtype == b.dtype == out.dtype and _for_blas(a) and _for_blas(b)):
+            return None
+        of_out, of_a, of_b = (t.array_view() for t in (out, a, b))
+        if blas.is_for_one_thread(out.shape, a.shape[-1]):
+
+            def run(o: Storage, x: Storage, y: Storage) -> None:
+                np.matmul(of_a(x), of_b(y), out=of_out(o))
+
+            return run
+        return lambda o, x, y: blas.matmul(of_a(x), of_b(y), of_out(o))
+
+    @classmethod
+    def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
+        """Fill ``out`` with the product, by BLAS if it can read the operands in place."""
+        if (run := cls.bind_product(out, a, b)) is None:
+            super().matmul_into(out, a, b)
+        else:
+            run(out._storage, a._storage, b._storage)
+
+
+def _by_size(loop: Any, t: TensorData) -> Any:
+    """Return the variant of a course loop for a size: on all threads, or on the calling thread."""
+    return loop if t.size >= LARGE else serial(loop)
+
+
+def _for_blas(t: TensorData) -> bool:
+    """Tell whether each matrix of a tensor has contiguous rows or contiguous columns."""
+    (rows, cols), (row_step, col_step) = t.shape[-2:], t.strides[-2:]
+    return (col_step == 1 and row_step >= cols) or (row_step == 1 and col_step >= rows)

@@ -279,7 +279,7 @@ tensor_matrix_multiply = jit(_tensor_matrix_multiply)
 class CudaOps(TensorOps):
     """Operations as CUDA kernels."""
 
-    cuda = True
+    cuda = is_compiled = True
     memory = DeviceMemory()
     target = "cuda"
     indexing = indexing

@@ -229,7 +229,7 @@ def aligned(shape1, strides1, shape2, strides2):
 class FastOps(TensorOps):
     """Operations as compiled parallel loops."""
 
-    target = "cpu"
+    is_compiled = True
     make_map = staticmethod(tensor_map)
     make_zip = staticmethod(tensor_zip)
     make_reduce = staticmethod(tensor_reduce)

@@ -306,7 +306,7 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
                         f"{places[self.backend.cuda]}, and the other, of shape {b.shape}, is on "
                         f"{places[b.backend.cuda]}; move one of them with cuda() or cpu()"
                     )
-                if self.backend.target == "numpy" and b.backend.target == "cpu":
+                if b.backend.kind.is_compiled and not self.backend.kind.is_compiled:
                     raise TypeError(
                         f"the left operand is on {self.backend.kind.__name__}, plain Python loops, and "
                         f"the right one on {b.backend.kind.__name__}; create both with "

@@ -48,6 +48,8 @@ class TensorOps(Widening):
     """
 
     cuda = False
+    #: Whether the loops are compiled.
+    is_compiled = False
     #: Builds the loop of a function over storage, shape and strides of each tensor; see ``tensor_map``.
     make_map: Callable[..., Any]
     make_zip: Callable[..., Any]
@@ -243,7 +245,7 @@ class TensorBackend(Unique):
 
     def __init__(self, ops: type[TensorOps]):
         self.kind, self.ops = ops, ops.table
-        self.cuda, self.memory, self.target = ops.cuda, ops.memory, ops.target
+        self.cuda, self.memory = ops.cuda, ops.memory
         self.ops.backends.add(self)
         self.lift()
 
@@ -253,7 +255,7 @@ class TensorBackend(Unique):
         Loops compile on their first call, so that a backend costs nothing to make.
         """
         self.loops = ops = self.ops.loops if self.kind is self.ops.owner else self.kind
-        self.indexing = ops.indexing
+        self.indexing, self.target = ops.indexing, ops.target
         map_, zip_, reduce_ = ops.map, ops.zip, ops.reduce
         self.neg_map = map_(operators.neg)
         self.sigmoid_map = map_(operators.sigmoid)

@@ -294,6 +294,7 @@ class FasterOps(BoundOps, FastOps):
     """The loops of the course where they are fast, others for large operands, and products by BLAS."""
 
     indexing = indexing
+    target = "cpu"
 
     @staticmethod
     def allocate(size: int, dtype: np.dtype[Any]) -> Storage:

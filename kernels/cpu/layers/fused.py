@@ -1,7 +1,7 @@
 """Fused layers on the CPU: softmax, layer norm, cross entropy, embedding, SGD and Adam, each in one pass.
 
 GELU and linear layers have their own files and are exported here too.  Every function takes and returns
-NumPy arrays; ``minitorch.functions.fused`` makes them differentiable.  Composed of tensor operations, each
+NumPy arrays; ``minitorch.accelerated`` makes them differentiable.  Composed of tensor operations, each
 would read and write its operands five to ten times.
 """
 

@@ -44,7 +44,7 @@ class ProductTile(NamedTuple):
 
 
 class FoldShape(NamedTuple):
-    """The division of a fold of one dimension among threads; see ``minitorch/backends/cuda_loops.py``.
+    """The division of a fold of one dimension among threads; see ``minitorch/accelerated/cuda_loops.py``.
 
     Attributes:
         lanes: Threads that fold one output together.

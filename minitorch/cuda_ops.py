@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,15 @@ from kernels.cuda.backend import SIZES, Adopted, DeviceMemory, empty_device, fil
 from kernels.runtime.memory import join_dims, joined
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 
-from . import tensor_data
+from .backends.compiled_kernels import (
+    broadcast_index,
+    device_callable,
+    index_to_position,
+    jit,
+    kernel_of,
+    to_index,
+)
+from .backends.compiled_kernels import device_jit as device_jit
 from .backends.tensor_protocol import TensorLike as Tensor
 from .tensor_data import MAX_DIMS, Storage, TensorData
 from .tensor_ops import TensorBackend, TensorOps
@@ -39,35 +46,6 @@ MOST_BLOCKS = 65535
 MAX_THREADS = 1024
 
 
-def device_jit(fn: Callable[..., Any], **options: Any) -> Any:
-    """Compile a device function, which is inlined into its callers."""
-    return cuda.jit(device=True, inline="always", **options)(fn)
-
-
-def jit(fn: Callable[..., None], **options: Any) -> Any:
-    """Compile a kernel, at its first launch with each combination of argument types."""
-    return cuda.jit(**options)(fn)
-
-
-# A plain function called from a kernel is unknown to the CUDA compiler; these are the index helpers
-# that the kernels below call.
-to_index = device_jit(tensor_data.to_index)
-index_to_position = device_jit(tensor_data.index_to_position)
-broadcast_index = device_jit(tensor_data.broadcast_index)
-
-
-@cache
-def _callable(fn: Callable[..., float]) -> Any:
-    """Let a kernel call a plain function; a function compiled for the device is returned unchanged."""
-    return device_jit(fn) if isinstance(fn, FunctionType) else fn
-
-
-def _kernel_of(kernel: Callable[..., None], fn: Callable[..., float]) -> Any:
-    """Compile a kernel around ``fn``, under a name of its own for the profiler."""
-    kernel.__qualname__ = f"{kernel.__name__.strip('_')}_{getattr(fn, '__name__', 'fn')}"
-    return jit(kernel)
-
-
 @cache
 def tensor_map(fn: Callable[[float], float]) -> Any:
     """Return the kernel of an element-wise function of one tensor, broadcast to the output.
@@ -78,7 +56,7 @@ def tensor_map(fn: Callable[[float], float]) -> Any:
     Returns:
         A kernel of ``(out, out_shape, out_strides, out_size, in_storage, in_shape, in_strides)``.
     """
-    fn = _callable(fn)
+    fn = device_callable(fn)
 
     def _map(out, out_shape, out_strides, out_size, in_storage, in_shape, in_strides):
         """Apply ``fn`` to each element.
@@ -104,7 +82,7 @@ def tensor_map(fn: Callable[[float], float]) -> Any:
             out[index_to_position(out_index, out_strides)] = value
         # END TASK 3.3
 
-    return _kernel_of(_map, fn)
+    return kernel_of(_map, fn)
 
 
 @cache
@@ -117,7 +95,7 @@ def tensor_zip(fn: Callable[[float, float], float]) -> Any:
     Returns:
         A kernel of the storage, shape and strides of out, out_size, and those of a and b.
     """
-    fn = _callable(fn)
+    fn = device_callable(fn)
 
     def _zip(
         out, out_shape, out_strides, out_size,
@@ -148,7 +126,7 @@ def tensor_zip(fn: Callable[[float, float], float]) -> Any:
             out[index_to_position(out_index, out_strides)] = fn(a, b)
         # END TASK 3.3
 
-    return _kernel_of(_zip, fn)
+    return kernel_of(_zip, fn)
 
 
 @cache
@@ -164,7 +142,7 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
         dimension instead of one, the dimension is divided into runs of the length of a block, and
         each entry gets the fold of every c-th run.
     """
-    fn = _callable(fn)
+    fn = device_callable(fn)
 
     def _reduce(
         out, out_shape, out_strides, out_size,
@@ -219,7 +197,7 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
             out[out_position] = fn(start, partial[0]) if active > 0 else start
         # END TASK 3.3
 
-    return _kernel_of(_reduce, fn)
+    return kernel_of(_reduce, fn)
 
 
 def _tensor_matrix_multiply(

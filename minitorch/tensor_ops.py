@@ -42,9 +42,9 @@ from .tensor_data import (
 class TensorOps(Widening):
     """Higher-order tensor operations; a backend sets its loops, or overrides the ``*_loop`` methods.
 
-    ``map_loop(fn)``, ``zip_loop(fn)`` and ``fold_loop(fn, start)`` return functions of
+    ``map_loop(fn)``, ``zip_loop(fn)`` and ``reduce_loop(fn)`` return functions of
     :class:`TensorData`: ``(out, a)``, ``(out, a, b)`` and ``(out, a, dim)``; ``matmul_loop`` is
-    ``(out, a, b)`` on three dimensions.
+    ``(out, a, b)`` on three dimensions.  Reduce accumulates onto the values already in ``out``.
     """
 
     cuda = False
@@ -85,13 +85,19 @@ class TensorOps(Widening):
         return lambda out, a, b: loop(*out.tuple(), *a.tuple(), *b.tuple())
 
     @classmethod
+    def reduce_loop(cls, fn: Callable[[float, float], float]) -> Callable[..., None]:
+        """Return the loop that folds one dimension onto the values already in the output."""
+        loop = cls.make_reduce(fn)
+        return lambda out, a, dim: loop(*out.tuple(), *a.tuple(), dim)
+
+    @classmethod
     def fold_loop(cls, fn: Callable[[float, float], float], start: float) -> Callable[..., None]:
         """Return the loop that writes the fold of one dimension, beginning with ``start``."""
-        loop = cls.make_reduce(fn)
+        loop = cls.reduce_loop(fn)
 
         def fold(out: TensorData, a: TensorData, dim: int) -> None:
             out._storage.fill(start)
-            loop(*out.tuple(), *a.tuple(), dim)
+            loop(out, a, dim)
 
         return fold
 

@@ -244,8 +244,8 @@ SMALL = {
     0: (30, "numba kernels scalar tensor_data"),
     1: (40, "numba kernels tensor_data"),
     2: (90, "flash numba fast_loops test_tensor_general test_conv"),
-    3: (133, "flash test_conv accelerated"),
-    4: (147, "flash accelerated"),
+    3: (134, "flash test_conv accelerated"),
+    4: (148, "flash accelerated"),
 }
 
 

@@ -216,10 +216,9 @@ def test_the_backends_gradients_of_a_linear_layer_are_two_products(
     grad, rows = (rng.standard_normal((20, cols)).astype(BFLOAT16) for cols in (72, 16))
     weights = rng.standard_normal((72, 16)).astype(BFLOAT16).T  # (16, 72), columns side by side
     with emulated_products((8, 0)):
-        operands = (_data(x) for x in (rows, weights))
+        x, w = _data(rows), _data(weights)
         (drows, dweights, dbias) = linear_backward(
-            _data(grad)._storage,
-            *(x for t in operands for x in (t._storage, t.strides)),  # type: ignore[call-arg]
+            _data(grad)._storage, x._storage, x.strides, w._storage, w.strides,
             None, False, (20, 16, 72), "float32",
         )  # fmt: skip
     assert dbias is None

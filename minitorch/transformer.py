@@ -404,6 +404,7 @@ class DecoderLM(Module):
                 ids.append(choose(next_logits(ids)))
                 yield ids[-1]
 
+    @no_grad()
     def next_logits(self, ids: list[int], cache: KVCache) -> npt.NDArray[np.float64]:
         """Return the logits of the token after ``ids``, without dropout, (n_vocab,).
 
@@ -411,7 +412,10 @@ class DecoderLM(Module):
             ids: All tokens so far.
             cache: Keys and values of the first of them; those of the others are appended.
         """
-        with evaluating(self):
+        was_training = self.training
+        if was_training:
+            self.eval()  # this visits each module
+        try:
             if len(ids) <= self.n_positions:
                 hidden = self.hidden(np.array([ids[cache.length :]]), cache)  # (1, new, n_embd)
             else:
@@ -420,6 +424,9 @@ class DecoderLM(Module):
             rows = hidden.view(*hidden.shape[1:])  # (new or seq, n_embd)
             last = lookup(rows, np.array([[rows.shape[0] - 1]]))  # (1, 1, n_embd)
             return self.score(last).to_numpy()[0, 0].astype(np.float64)
+        finally:
+            if was_training:
+                self.train()
 
 
 @operation
@@ -432,17 +439,3 @@ def decoding(model: DecoderLM, capacity: int) -> Iterator[Callable[[list[int]], 
         capacity: Maximum length of the text whose keys and values are cached.
     """
     yield partial(model.next_logits, cache=model.make_cache(capacity=capacity))
-
-
-@contextmanager
-def evaluating(model: Module) -> Iterator[None]:
-    """Put a model into evaluation mode for a while, and record no gradients."""
-    was_training = model.training
-    if was_training:
-        model.eval()  # this visits each module
-    try:
-        with no_grad():
-            yield
-    finally:
-        if was_training:
-            model.train()

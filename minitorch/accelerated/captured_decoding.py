@@ -10,11 +10,13 @@ import numpy as np
 
 from kernels.cuda.backend import to_device
 
+from ..autodiff import no_grad
 from ..backends.operations import Operations
 from ..models.kv_cache import KVCache, Spot
+from ..module import Module
 from ..tensor import Tensor
 from ..training.captured_step import graph_step
-from ..transformer import DecoderLM, evaluating
+from ..transformer import DecoderLM
 
 #: Capacities are multiples of this, so that texts of different lengths share a graph.
 UNIT = 128
@@ -79,6 +81,20 @@ def can_capture(model: DecoderLM) -> bool:
     return model.backend.cuda and all(
         layer.attention.attend is Tensor.flash_attention for layer in layers
     )
+
+
+@contextmanager
+def evaluating(model: Module) -> Iterator[None]:
+    """Put a model into evaluation mode for a while, and record no gradients."""
+    was_training = model.training
+    if was_training:
+        model.eval()  # this visits each module
+    try:
+        with no_grad():
+            yield
+    finally:
+        if was_training:
+            model.train()
 
 
 @contextmanager

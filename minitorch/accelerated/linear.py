@@ -173,9 +173,12 @@ def linear_backward(
 
 def _fits(x: Tensor, weights: Tensor, bias: Tensor | None) -> bool:
     """Tell whether one kernel can read the operands: two matrices that fit, of one backend and dtype."""
-    others = [weights] if bias is None else [weights, bias]
     fits = weights.dims == 2 and x.shape[-1:] == weights.shape[:1] and x.size * weights.size > 0
-    return fits and all(x.backend is y.backend and x.dtype == y.dtype for y in others)
+    return fits and _are_alike(x, weights) and (bias is None or _are_alike(x, bias))
+
+
+def _are_alike(x: Tensor, y: Tensor) -> bool:
+    return x.backend is y.backend and x.dtype == y.dtype
 
 
 def linear(

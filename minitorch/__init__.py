@@ -153,6 +153,7 @@ if not _entrance.runs_as_command(__name__):
         from .training.captured_step import CaptureError, GraphStep, graph_step
         from .training.recompute import checkpoint
         from .transformer import (
+            Config,
             DecoderLM,
             FeedForward,
             GatedFeedForward,

@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kernels.common.arguments import flag, one_of, shape_of, whole
+from kernels.common.arguments import flag, shape_of, whole
 
 from .autodiff import is_recording, no_grad, without_drawing
-from .backends.matmul_precision import in_own_precision, precision_and_dtypes
+from .backends.matmul_precision import in_own_precision
 from .backends.operations import operation
 from .fast_ops import FastBackend
 from .layers.linear_cross_entropy import linear_cross_entropy
+from .models.config import ATTENTIONS as ATTENTIONS
+from .models.config import Config as Config
+from .models.config import configured
 from .models.feed_forward import FeedForward as FeedForward
 from .models.feed_forward import GatedFeedForward as GatedFeedForward
 from .models.kv_cache import KVCache, LayerCache, check_cache
@@ -25,14 +29,12 @@ from .models.positions import kept_range
 from .models.pretrained import load_pretrained, read_pretrained, write_pretrained
 from .models.rotary import Rotary
 from .models.sampling import make_sampler, prompt_ids
-from .models.transformer_layers import ATTENTIONS as ATTENTIONS
-from .models.transformer_layers import NORMS
 from .models.transformer_layers import MultiHeadAttention as MultiHeadAttention
 from .models.transformer_layers import TransformerLayer as TransformerLayer
 from .module import Module
 from .modules_basic import Dropout, Embedding, Linear, lookup
 from .tensor import Tensor
-from .tensor_ops import SimpleBackend, TensorBackend
+from .tensor_ops import TensorBackend
 from .training.recompute import checkpoint
 
 #: Standard deviation of a language model's initial embeddings.  The character GPT learns later with GPT-2's
@@ -48,41 +50,13 @@ class DecoderLM(Module):
     ``n_kv_head``.
 
     Args:
-        n_vocab: Number of tokens in the vocabulary.
-        n_embd: Width of the model.
-        n_head: Number of heads.
-        n_positions: Maximum length of the context.
-        p_dropout: Dropout probability of the embeddings and of all branches.
-        ln_eps: Added to the variance, or to the mean square, by the norms.
-        bias: Whether the linear layers have a bias.
-        backend: Backend of the parameters.
-        use_fused_kernel: Accepted for code of the published course and ignored.
-        use_flash_attention: The published course's flag; True selects "flash".
-        n_layer: Number of transformer layers, named ``t_layer_1`` and so on.
-        attention: "flash", the fused kernel; "naive", composed of tensor operations; or an approximation
-            that can be causal, such as "local".  A cache needs one of the first two.
-        attention_dropout: Dropout probability of the attention weights, in training.
-        attention_options: Options of an approximation, by name, such as ``{"window": 64}``.
-        middle_dim: Width of the feed-forward networks.
         tie_weights: Compute the logits with the embedding table instead of a separate layer.
         head_bias: Whether the separate layer has a bias, if the other linear layers have one.
-        n_kv_head: Number of heads of keys and values, a divisor of n_head; n_head when None.
-        head_dim: Size of a head; n_embd / n_head when None.
         rotary_theta: Base of the frequencies of rotary positions, such as 10,000; None for learned position
             embeddings.
         rotary_scaling: Change of these frequencies for long contexts; see
             :class:`minitorch.Rotary`.
-        window: Number of tokens that a token attends to in each layer, itself and those just before it,
-            as in Mistral; None for itself and all before it.
-        sinks: Whether each head learns an attention sink, a logit that only the denominator of the
-            softmax contains, as in gpt-oss.
-        norm: "layer", layer norms; or "rms", RMS norms.
-        feed_forward: "gelu", two linear layers; or "swiglu", :class:`GatedFeedForward`.
-        dtype: Dtype of the parameters; the default dtype when None.
-        precision: "float32", "tf32" or "bfloat16", instead of a dtype: the formats in which the whole model
-            stores, multiplies and sums; see :class:`minitorch.Precision`.
-        recompute: Keep only the inputs of the layers for the backward pass, and recompute the rest; see
-            :func:`minitorch.checkpoint`.
+        options: The others are those of :class:`minitorch.Config`.
 
     Attributes:
         precision: The policy, or None.
@@ -92,86 +66,46 @@ class DecoderLM(Module):
         eos_token_id: The token that ends a text, or None; :meth:`from_pretrained` sets it.
 
     Raises:
-        ValueError: If there is no such precision, or a dtype is given as well; also for a scaling without
-            rotary positions, and for a window or sinks with an approximation.
+        ValueError: For a scaling without rotary positions, and as for the Config.
     """
 
+    @configured(
+        "n_vocab n_embd n_head n_positions",
+        "p_dropout ln_eps bias backend use_fused_kernel use_flash_attention",
+        "n_layer attention attention_dropout attention_options middle_dim n_kv_head head_dim window sinks "
+        "norm feed_forward dtype precision recompute",
+    )
     def __init__(
-        self,
-        n_vocab: int,
-        n_embd: int,
-        n_head: int,
-        n_positions: int,
-        p_dropout: float = 0.1,
-        ln_eps: float = 1e-5,
-        bias: bool = True,
-        backend: TensorBackend | None = None,
-        use_fused_kernel: bool = False,
-        use_flash_attention: bool = False,
-        *,
-        n_layer: int = 4,
-        attention: str = "flash",
-        attention_dropout: float = 0.0,
-        attention_options: Mapping[str, Any] | None = None,
-        middle_dim: int = 256,
-        tie_weights: bool = False,
-        head_bias: bool = True,
-        n_kv_head: int | None = None,
-        head_dim: int | None = None,
-        rotary_theta: float | None = None,
-        rotary_scaling: Mapping[str, Any] | None = None,
-        window: int | None = None,
-        sinks: bool = False,
-        norm: str = "layer",
-        feed_forward: str = "gelu",
-        dtype: npt.DTypeLike | None = None,
-        precision: str | None = None,
-        recompute: bool = False,
-    ):
+        self, config: Config, tie_weights: bool = False, head_bias: bool = True,
+        rotary_theta: float | None = None, rotary_scaling: Mapping[str, Any] | None = None,
+    ):  # fmt: skip
         super().__init__()
-        backend = backend or SimpleBackend
-        self.precision, dtype, norms = precision_and_dtypes(precision, dtype)
-        self.recompute = flag("recompute", recompute)
-        self.backend = backend
-        for name, size in (
-            ("n_vocab", n_vocab),
-            ("n_positions", n_positions),
-            ("n_layer", n_layer),
-        ):
-            whole(name, size, 1)
-        self.n_vocab, self.n_embd, self.n_positions = n_vocab, n_embd, n_positions
-        self.n_head = n_head
+        c = config
+        self.precision, self.recompute, self.backend = c.policy, c.recompute, c.backend
+        self.n_vocab, self.n_embd, self.n_positions = c.n_vocab, c.n_embd, c.n_positions
+        self.n_head, self.window = c.n_head, c.window
         std = TIED_EMBEDDING_STD if flag("tie_weights", tie_weights) else EMBEDDING_STD
-        self.token_embeddings = Embedding(n_vocab, n_embd, backend, dtype, std)
+        self.token_embeddings = Embedding(c.n_vocab, c.n_embd, c.backend, c.dtype, std)
         self.position_embeddings: Any = None  # an Embedding, unless positions are rotary
-        self.rotary: Rotary | None = None
+        self.rotary = c.rotary
         if rotary_theta is not None:
-            dim = n_embd // whole("n_head", n_head, 1) if head_dim is None else head_dim
-            self.rotary = Rotary(dim, n_positions, rotary_theta, rotary_scaling)
+            self.rotary = Rotary(c.head_size, c.n_positions, rotary_theta, rotary_scaling)
+            c = replace(c, rotary=self.rotary)
         elif rotary_scaling is not None:
             raise ValueError(
                 "rotary_scaling needs rotary positions; pass rotary_theta as well, such as 10000.0"
             )
-        else:
-            self.position_embeddings = Embedding(n_positions, n_embd, backend, dtype, std)
-        self.window = window
-        self.layer_names = [f"t_layer_{i + 1}" for i in range(n_layer)]
+        elif c.rotary is None:
+            self.position_embeddings = Embedding(c.n_positions, c.n_embd, c.backend, c.dtype, std)
+        self.layer_names = [f"t_layer_{i + 1}" for i in range(c.n_layer)]
         for name in self.layer_names:
-            layer = TransformerLayer(
-                n_embd, n_head, p_dropout, ln_eps, bias, backend, use_fused_kernel,
-                use_flash_attention, attention=attention, attention_dropout=attention_dropout,
-                attention_options=attention_options, middle_dim=middle_dim, n_kv_head=n_kv_head,
-                head_dim=head_dim, rotary=self.rotary, window=window, sinks=sinks, norm=norm,
-                feed_forward=feed_forward, dtype=dtype, norm_dtype=norms,
-            )  # fmt: skip
-            setattr(self, name, layer)
-        self.dropout = Dropout(p_dropout)
-        self.ln = NORMS[one_of("norm", norm, NORMS)](n_embd, ln_eps, backend, norms)
+            setattr(self, name, TransformerLayer(c))
+        self.dropout = Dropout(c.p_dropout)
+        self.ln = c.make_norm()
         self.lm_head = None
         if not tie_weights:
-            self.lm_head = Linear(
-                n_embd, n_vocab, bias and flag("head_bias", head_bias), backend, dtype
-            )
+            has_bias = c.bias and flag("head_bias", head_bias)
+            self.lm_head = Linear(c.n_embd, c.n_vocab, has_bias, c.backend, c.dtype)
         self.eos_token_id: int | None = None
         self.places: Callable[[int], Any] | None = None
 

@@ -10,9 +10,10 @@ from kernels.runtime.dtypes import is_floating
 from ..autodiff import without_dropout
 from ..backends.operations import Operations
 from ..layers.residual_layer_norm import residual_layer_norm
+from ..models.config import NORMS
 from ..models.feed_forward import FeedForward, GatedFeedForward
 from ..models.kv_cache import LayerCache
-from ..models.transformer_layers import NORMS, MultiHeadAttention, TransformerLayer
+from ..models.transformer_layers import MultiHeadAttention, TransformerLayer
 from ..modules_basic import LayerNorm1d, RMSNorm
 from ..tensor import Tensor
 from ..transformer import DecoderLM

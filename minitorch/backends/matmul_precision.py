@@ -8,9 +8,8 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from kernels.common.arguments import one_of, shown
+from kernels.common.arguments import one_of
 from kernels.runtime.dtypes import BFLOAT16, FLOAT32
 
 #: Precisions of products; all but "float32" allow tensor cores to round operands.
@@ -100,29 +99,6 @@ def find_precision(name: str) -> Precision:
         ValueError: If there is no such policy.
     """
     return PRECISIONS[one_of("the precision of a model", name, PRECISIONS)]
-
-
-def precision_and_dtypes(
-    precision: str | None, dtype: npt.DTypeLike | None
-) -> tuple[Precision | None, npt.DTypeLike | None, npt.DTypeLike | None]:
-    """Return the policy of a model, the dtype of its parameters and that of its norms.
-
-    Args:
-        precision: Name of the policy, or None.
-        dtype: Dtype of all parameters, or None.
-
-    Raises:
-        ValueError: If there is no such precision, or both are given.
-    """
-    if precision is None:
-        return None, dtype, dtype
-    own = find_precision(precision)
-    if dtype is not None:
-        raise ValueError(
-            f"precision={precision!r} determines the dtype of the parameters, got dtype={shown(dtype)} "
-            "as well; leave one of them out"
-        )
-    return own, own.dtype, own.norms
 
 
 def in_own_precision(method: Callable[..., Any]) -> Callable[..., Any]:

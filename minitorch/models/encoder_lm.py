@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,15 +13,15 @@ from kernels.common.arguments import as_host_array, shape_of, shown, whole
 from kernels.cuda.backend import computed
 
 from ..autodiff import no_grad
-from ..backends.matmul_precision import in_own_precision, precision_and_dtypes
+from ..backends.matmul_precision import in_own_precision
 from ..functions.base import is_tensor
 from ..layers.linear import linear
 from ..layers.linear_cross_entropy import linear_cross_entropy
 from ..module import Module, Parameter
-from ..modules_basic import Dropout, Embedding, LayerNorm1d, Linear, lookup
+from ..modules_basic import Dropout, Embedding, Linear, lookup
 from ..nn import integer_array
 from ..tensor import Tensor
-from ..tensor_ops import SimpleBackend, TensorBackend
+from .config import Config, configured
 from .evaluation import evaluating
 from .positions import kept_range, packed_positions
 from .transformer_layers import TransformerLayer
@@ -81,69 +82,41 @@ class EncoderLM(Module):
     rounding; packed batches spend no computation on the padding of each sequence.
 
     Args:
-        n_vocab: Number of tokens in the vocabulary.
-        n_embd: Width of the model.
-        n_head: Number of heads.
-        n_positions: Maximum length of a sequence.
-        p_dropout: Dropout probability of the embeddings and of all branches.
-        n_layer: Number of transformer layers, named ``t_layer_1`` and so on.
         middle_dim: Width of the feed-forward networks; 4 n_embd when None.
         n_segments: Number of segments, such as the sentences of a pair.
-        attention: "flash" or "naive"; packed batches need "flash".
-        attention_dropout: Dropout probability of the attention weights, in training.
-        ln_eps: Added to the variance by the layer norms.
-        backend: Backend of the parameters.
-        dtype: Dtype of the parameters; the default dtype when None.
-        precision: "float32", "tf32" or "bfloat16", instead of a dtype; see :class:`minitorch.Precision`.
+        options: The others are those of :class:`minitorch.Config`.
 
     Raises:
-        ValueError: If a size is below 1, there is no such precision, or a dtype is given as well.
+        ValueError: If a size is below 1, and as for the Config.
 
     Source: Devlin et al. (2019), BERT, without the prediction of the next sentence, which does not help
     according to Liu et al. (2019), RoBERTa.
     """
 
-    def __init__(
-        self,
-        n_vocab: int,
-        n_embd: int,
-        n_head: int,
-        n_positions: int,
-        p_dropout: float = 0.1,
-        *,
-        n_layer: int = 2,
-        middle_dim: int | None = None,
-        n_segments: int = 2,
-        attention: str = "flash",
-        attention_dropout: float = 0.0,
-        ln_eps: float = 1e-12,
-        backend: TensorBackend | None = None,
-        dtype: npt.DTypeLike | None = None,
-        precision: str | None = None,
-    ):
+    @configured(
+        "n_vocab n_embd n_head n_positions", "p_dropout",
+        "n_layer middle_dim attention attention_dropout ln_eps backend dtype precision",
+        n_layer=2, middle_dim=None, ln_eps=1e-12,
+    )  # fmt: skip
+    def __init__(self, config: Config, n_segments: int = 2):
         super().__init__()
-        backend = backend or SimpleBackend
-        self.precision, dtype, norms = precision_and_dtypes(precision, dtype)
-        self.n_vocab, self.n_embd = whole("n_vocab", n_vocab, 1), whole("n_embd", n_embd, 1)
-        self.n_positions = whole("n_positions", n_positions, 1)
-        self.n_segments, self.n_head = whole("n_segments", n_segments, 1), n_head
-        self.is_flash = attention == "flash"
-        self.token_embeddings = Embedding(n_vocab, n_embd, backend, dtype, EMBEDDING_STD)
-        self.position_embeddings = Embedding(n_positions, n_embd, backend, dtype, EMBEDDING_STD)
-        self.segment_embeddings = Embedding(n_segments, n_embd, backend, dtype, EMBEDDING_STD)
-        self.ln = LayerNorm1d(n_embd, ln_eps, backend, norms)
-        self.dropout = Dropout(p_dropout)
-        self.layer_names = [f"t_layer_{i + 1}" for i in range(whole("n_layer", n_layer, 1))]
+        middle = 4 * config.n_embd if config.middle_dim is None else config.middle_dim
+        c = replace(config, causal=False, norm_first=False, middle_dim=middle)
+        self.precision, self.is_flash = c.policy, c.attention == "flash"
+        self.n_vocab, self.n_embd, self.n_positions = c.n_vocab, c.n_embd, c.n_positions
+        self.n_segments, self.n_head = whole("n_segments", n_segments, 1), c.n_head
+        made = c.n_embd, c.backend, c.dtype, EMBEDDING_STD
+        self.token_embeddings = Embedding(c.n_vocab, *made)
+        self.position_embeddings = Embedding(c.n_positions, *made)
+        self.segment_embeddings = Embedding(n_segments, *made)
+        self.ln = c.make_norm()
+        self.dropout = Dropout(c.p_dropout)
+        self.layer_names = [f"t_layer_{i + 1}" for i in range(c.n_layer)]
         for name in self.layer_names:
-            layer = TransformerLayer(
-                n_embd, n_head, p_dropout, ln_eps, backend=backend, attention=attention,
-                attention_dropout=attention_dropout, causal=False, dtype=dtype, norm_dtype=norms,
-                middle_dim=4 * n_embd if middle_dim is None else middle_dim, norm_first=False,
-            )  # fmt: skip
-            setattr(self, name, layer)
-        self.head = Linear(n_embd, n_embd, True, backend, dtype)
-        self.head_ln = LayerNorm1d(n_embd, ln_eps, backend, norms)
-        self.head_bias = Parameter(self.token_embeddings.weights.value.zeros((n_vocab,)))
+            setattr(self, name, TransformerLayer(c))
+        self.head = Linear(c.n_embd, c.n_embd, True, c.backend, c.dtype)
+        self.head_ln = c.make_norm()
+        self.head_bias = Parameter(self.token_embeddings.weights.value.zeros((c.n_vocab,)))
 
     @in_own_precision
     def forward(self, idx: Any, lengths: Any = None, segments: Any = None) -> Tensor:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kernels.common.arguments import as_host_array, flag, shape_of, shown, whole
+from kernels.common.arguments import as_host_array, shape_of, shown, whole
 from kernels.cuda.backend import computed
 from kernels.runtime.dtypes import acc_dtype
 
 from ..autodiff import no_grad
-from ..backends.matmul_precision import in_own_precision, precision_and_dtypes
+from ..backends.matmul_precision import in_own_precision
 from ..functions.indexing import constant_like, table_like
 from ..layers.linear_cross_entropy import linear_cross_entropy
 from ..module import Module
-from ..modules_basic import Dropout, Embedding, LayerNorm1d, Linear, lookup
+from ..modules_basic import Dropout, Embedding, Linear, lookup
 from ..nn import integer_array
 from ..tensor import Tensor
-from ..tensor_ops import SimpleBackend, TensorBackend
 from ..training.recompute import checkpoint
+from .config import Config, configured
 from .evaluation import evaluating
 from .positions import grid_sines, kept_range, packed_positions
 from .transformer_layers import TransformerLayer
@@ -44,96 +44,63 @@ class SequenceClassifier(Module):
     attention.
 
     Args:
-        n_vocab: Number of tokens in the vocabulary; 256 for bytes and for pixels.
-        n_embd: Width of the model.
-        n_head: Number of heads.
-        n_positions: Maximum length of a sequence.
         n_classes: Number of classes.
-        p_dropout: Dropout probability of the embeddings and of all branches.
-        n_layer: Number of transformer layers, named ``t_layer_1`` and so on.
-        middle_dim: Width of the feed-forward networks.
-        attention: "flash", "naive" or an approximation; see :class:`minitorch.MultiHeadAttention`.
-        attention_dropout: Dropout probability of the attention weights, in training.
-        attention_options: Options of an approximation, by name.
         pad_id: Token that pads shorter sequences.  It is masked as a key and left out of the mean.
             None if every token counts, as for pixels.
         documents: Number of documents per example: 1, or 2 for pairs.
         side: Side of the square images whose pixels are the tokens, row by row. The position
             embeddings are then initialised with sines of rows and columns instead of random
             numbers. None for sequences.
-        ln_eps: Added to the variance by the layer norms.
-        recompute: Keep only the inputs of the layers for the backward pass, and recompute the rest; see
-            :func:`minitorch.checkpoint`.
-        backend: Backend of the parameters.
-        dtype: Dtype of the parameters; the default dtype when None.
-        precision: "float32", "tf32" or "bfloat16", instead of a dtype; see :class:`minitorch.Precision`.
+        options: The others are those of :class:`minitorch.Config`.
 
     Raises:
-        ValueError: If a size is below 1, there are neither one nor two documents, ``side`` squared is not
-            ``n_positions``, there is no such precision, or a dtype is given as well.
+        ValueError: If there are neither one nor two documents, ``side`` squared is not ``n_positions``, and
+            as for the Config.
 
     Source: the encoder of the Long-Range Arena (Tay et al., 2021), and its two-tower form for Retrieval.
     """
 
+    @configured(
+        "n_vocab n_embd n_head n_positions n_classes", "p_dropout",
+        "n_layer middle_dim attention attention_dropout attention_options ln_eps recompute backend dtype "
+        "precision", n_layer=2, middle_dim=128,
+    )  # fmt: skip
     def __init__(
-        self,
-        n_vocab: int,
-        n_embd: int,
-        n_head: int,
-        n_positions: int,
-        n_classes: int,
-        p_dropout: float = 0.1,
-        *,
-        n_layer: int = 2,
-        middle_dim: int = 128,
-        attention: str = "flash",
-        attention_dropout: float = 0.0,
-        attention_options: Mapping[str, Any] | None = None,
-        pad_id: int | None = None,
-        documents: int = 1,
+        self, config: Config, n_classes: int, pad_id: int | None = None, documents: int = 1,
         side: int | None = None,
-        ln_eps: float = 1e-5,
-        recompute: bool = False,
-        backend: TensorBackend | None = None,
-        dtype: npt.DTypeLike | None = None,
-        precision: str | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__()
-        backend = backend or SimpleBackend
-        self.precision, dtype, norms = precision_and_dtypes(precision, dtype)
-        sizes = {"n_vocab": n_vocab, "n_positions": n_positions, "n_layer": n_layer}
-        for name, size in (sizes | {"n_classes": n_classes}).items():
-            whole(name, size, 1)
+        c = replace(config, causal=False)
+        self.precision, self.recompute = c.policy, c.recompute
         if documents not in (1, 2):
             raise ValueError(
                 f"documents must be 1, or 2 to classify pairs of documents, got {shown(documents)}"
             )
-        self.n_vocab, self.n_embd, self.n_positions = n_vocab, n_embd, n_positions
-        self.n_classes, self.pad_id, self.documents = n_classes, pad_id, documents
-        self.recompute = flag("recompute", recompute)
-        self.token_embeddings = Embedding(n_vocab, n_embd, backend, dtype, EMBEDDING_STD)
-        self.position_embeddings = Embedding(n_positions, n_embd, backend, dtype, EMBEDDING_STD)
+        self.n_vocab, self.n_embd, self.n_positions = c.n_vocab, c.n_embd, c.n_positions
+        self.n_classes, self.pad_id, self.documents = (
+            whole("n_classes", n_classes, 1),
+            pad_id,
+            documents,
+        )
+        made = c.n_embd, c.backend, c.dtype, EMBEDDING_STD
+        self.token_embeddings = Embedding(c.n_vocab, *made)
+        self.position_embeddings = Embedding(c.n_positions, *made)
         if side is not None:
-            if whole("side", side, 1) ** 2 != n_positions:
+            if whole("side", side, 1) ** 2 != c.n_positions:
                 raise ValueError(
                     f"an image with a side of {side} has {side**2} pixels, and n_positions is "
-                    f"{n_positions}; make them equal"
+                    f"{c.n_positions}; make them equal"
                 )
-            begin = 2.0**0.5 * EMBEDDING_STD * grid_sines(side, n_embd)
+            begin = 2.0**0.5 * EMBEDDING_STD * grid_sines(side, c.n_embd)
             positions = self.position_embeddings.weights
             positions.update(constant_like(positions.value, begin).to(positions.value.dtype))
-        self.layer_names = [f"t_layer_{i + 1}" for i in range(n_layer)]
+        self.layer_names = [f"t_layer_{i + 1}" for i in range(c.n_layer)]
         for name in self.layer_names:
-            layer = TransformerLayer(
-                n_embd, n_head, p_dropout, ln_eps, backend=backend, attention=attention,
-                attention_dropout=attention_dropout, attention_options=attention_options,
-                causal=False, middle_dim=middle_dim, dtype=dtype, norm_dtype=norms,
-            )  # fmt: skip
-            setattr(self, name, layer)
-        self.dropout = Dropout(p_dropout)
-        self.ln = LayerNorm1d(n_embd, ln_eps, backend, norms)
-        features = n_embd if documents == 1 else 4 * n_embd
-        self.head = Linear(features, n_classes, True, backend, dtype)
+            setattr(self, name, TransformerLayer(c))
+        self.dropout = Dropout(c.p_dropout)
+        self.ln = c.make_norm()
+        features = c.n_embd if documents == 1 else 4 * c.n_embd
+        self.head = Linear(features, n_classes, True, c.backend, c.dtype)
 
     @in_own_precision
     def forward(self, idx: Any, lengths: Any = None) -> Tensor:

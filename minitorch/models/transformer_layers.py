@@ -2,161 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kernels.common.arguments import flag, not_negative, one_of, shown, whole
 from kernels.problem.options import Options
 
-from ..attention.approximate.choices import APPROXIMATIONS, make_attention
+from ..attention.approximate.choices import make_attention
 from ..attention.approximate.support import Masked, key_mask_array, key_penalty
 from ..attention.naive import naive_attention
 from ..backends.operations import operation
 from ..functions.base import check_tensor
 from ..module import Module, Parameter
-from ..modules_basic import Dropout, LayerNorm1d, Linear, RMSNorm
-from ..nn import switch
+from ..modules_basic import Dropout, Linear
 from ..tensor import Tensor
-from ..tensor_ops import SimpleBackend, TensorBackend
 from ..tensors.factories import zeros
+from .config import Config, configured
 from .feed_forward import FeedForward, GatedFeedForward
 from .kv_cache import LayerCache, check_cache
-from .rotary import Rotary, Rotate
-
-ATTENTIONS = ("flash", "naive", *APPROXIMATIONS)
-#: Norms by name, GPT-2's and Llama's.
-NORMS: dict[str, type[LayerNorm1d] | type[RMSNorm]] = {"layer": LayerNorm1d, "rms": RMSNorm}
-FEED_FORWARDS = ("gelu", "swiglu")
+from .rotary import Rotate
 
 
 class MultiHeadAttention(Module):
-    """Multi-head self-attention.
-
-    Args:
-        n_embd: Width of the model, a multiple of n_head unless ``head_dim`` is given.
-        n_head: Number of heads.
-        causal: Whether a position attends only to itself and earlier positions.
-        p_dropout: Dropout probability of the projected output.
-        bias: Whether the projections have a bias.
-        backend: Backend of the parameters.
-        attention: "flash", the fused kernel; "naive", composed of tensor operations; or an approximation:
-            "linformer", "linear", "performer", "local", "reformer", "smyrf" or "block_sparse"; see
-            :mod:`minitorch.attention`.
-        use_flash_attention: The published course's flag; True selects "flash".
-        use_fused_kernel: Ignored; for code of the published course.  Softmax is fused if possible.
-        attention_dropout: Dropout probability of the attention weights, in training.
-        attention_options: Options of an approximation, by name, such as ``{"num_features": 128}``.
-        n_kv_head: Number of heads of keys and values, a divisor of n_head; each of them is used by
-            a group of query heads. n_head when None. A smaller number needs flash or naive
-            attention.
-        head_dim: Size of a head; n_embd / n_head when None.
-        rotary: Rotary positions, which rotate queries and keys; None if the model adds position
-            embeddings.
-        window: Number of positions that a position attends to, itself and those just before it; None for
-            no limit.
-        sinks: Whether each head learns a logit that only the softmax's denominator contains, so that a
-            position may attend to nothing.
-        dtype: Dtype of the parameters; the default dtype when None.
+    """Multi-head self-attention; the options are those of :class:`minitorch.Config`.
 
     Raises:
         TypeError: For an unknown option, or if a required option is missing.
-        ValueError: If n_head does not divide n_embd, n_kv_head does not divide n_head, or the attention
-            cannot be causal, drop attention weights, or have groups of heads; also for a window or sinks
-            with an approximation, and for a window without ``causal``.
+        ValueError: If the options do not fit each other, or the attention cannot be causal or drop attention
+            weights.
 
     Source: Vaswani et al. (2017), section 3.2.2; Ainslie et al. (2023), GQA, for groups of heads; Jiang et
     al. (2023), Mistral 7B, for the window; the model card of gpt-oss (OpenAI, 2025) for the sinks.
     """
 
-    def __init__(
-        self,
-        n_embd: int,
-        n_head: int,
-        causal: bool = True,
-        p_dropout: float = 0.1,
-        bias: bool = True,
-        backend: TensorBackend | None = None,
-        use_fused_kernel: bool = False,
-        use_flash_attention: bool = False,
-        *,
-        attention: str = "flash",
-        attention_dropout: float = 0.0,
-        attention_options: Mapping[str, Any] | None = None,
-        n_kv_head: int | None = None,
-        head_dim: int | None = None,
-        rotary: Rotary | None = None,
-        window: int | None = None,
-        sinks: bool = False,
-        dtype: npt.DTypeLike | None = None,
-    ):
+    @configured(
+        "n_embd n_head", "causal p_dropout bias backend use_fused_kernel use_flash_attention",
+        "attention attention_dropout attention_options n_kv_head head_dim rotary window sinks dtype",
+    )  # fmt: skip
+    def __init__(self, config: Config):
         super().__init__()
-        backend = backend or SimpleBackend
-        uneven = whole("n_embd", n_embd, 1) % whole("n_head", n_head, 1) != 0
-        if head_dim is None and uneven:
-            raise ValueError(
-                f"n_embd must be a multiple of n_head, got {n_embd} and {n_head}; each head has an "
-                "equal share of the width"
-            )
-        one_of("attention", attention, ATTENTIONS)
-        self.n_embd, self.n_head, self.causal = n_embd, n_head, switch("causal", causal)
-        self.attention_dropout = not_negative(
-            "attention_dropout", attention_dropout, 1.0, "; 0 turns dropout off"
+        c = config
+        self.n_embd, self.n_head, self.n_kv_head = c.n_embd, c.n_head, c.kv_heads
+        self.attn_hidden_dim, self.causal, self.window = c.head_size, c.causal, c.window
+        self.attention_dropout, self.is_exact, self.rotary = (
+            c.attention_dropout,
+            c.is_exact,
+            c.rotary,
         )
-        self.attn_hidden_dim = whole(
-            "head_dim", n_embd // n_head if head_dim is None else head_dim, 1
-        )
-        self.n_kv_head = whole("n_kv_head", n_head if n_kv_head is None else n_kv_head, 1)
-        if n_head % self.n_kv_head:
-            raise ValueError(
-                f"n_kv_head must divide n_head, got {n_kv_head} and {n_head}; each head of keys and values "
-                "serves equally many query heads"
-            )
-        self.rotary = rotary
         self.places: Callable[[int], Any] | None = None  # as of the model
-        flash = use_flash_attention or attention == "flash"
-        options = {} if attention_options is None else attention_options
-        if not isinstance(options, Mapping):
-            raise TypeError(f"attention_options must be a dict or None, got {shown(options)}")
-        self.is_exact = flash or attention == "naive"
-        self.shares_keys = not flash and attention == "reformer"
-        if not self.is_exact and self.n_kv_head != n_head:
-            raise ValueError(
-                f"groups of heads need attention 'flash' or 'naive', got {attention!r} and n_kv_head "
-                f"{n_kv_head}; leave n_kv_head out"
-            )
-        self.window = None if window is None else whole("window", window, 1)
-        if not self.is_exact and (sinks or window is not None):
-            raise ValueError(
-                f"window and sinks need attention 'flash' or 'naive', got {attention!r}; leave them out "
-                "(the window of 'local' is one of its attention_options)"
-            )
-        if window is not None and not causal:
-            raise ValueError("a window needs causal attention; build the layer with causal=True")
+        self.shares_keys = c.attention == "reformer"
         # Zero: as if each position could also attend to a key that is orthogonal to its query.
-        self.sink = (
-            Parameter(zeros((n_head,), backend, dtype=dtype)) if flag("sinks", sinks) else None
-        )
-        self.attend: Any
-        if not self.is_exact:
-            masked = Masked(dropout_p=attention_dropout, is_causal=causal)
-            self.attend = make_attention(attention, options, masked, backend, dtype)
-        elif options:
-            raise TypeError(
-                f"attention_options belong to the approximations {APPROXIMATIONS}, and this attention is "
-                f"{'flash' if flash else attention}; leave them out"
-            )
-        else:
-            self.attend = Tensor.flash_attention if flash else naive_attention
-        q_width, kv_width = (heads * self.attn_hidden_dim for heads in (n_head, self.n_kv_head))
-        self.q_projection = Linear(n_embd, q_width, bias, backend, dtype)
+        self.sink = Parameter(zeros((c.n_head,), c.backend, dtype=c.dtype)) if c.sinks else None
+        self.attend: Any = Tensor.flash_attention if c.attention == "flash" else naive_attention
+        if not c.is_exact:
+            masked = Masked(dropout_p=c.attention_dropout, is_causal=c.causal)
+            options = c.attention_options or {}
+            self.attend = make_attention(c.attention, options, masked, c.backend, c.dtype)
+        q_width, kv_width = (heads * c.head_size for heads in (c.n_head, c.kv_heads))
+        self.q_projection = Linear(c.n_embd, q_width, c.bias, c.backend, c.dtype)
         if not self.shares_keys:
-            self.k_projection = Linear(n_embd, kv_width, bias, backend, dtype)
-        self.v_projection = Linear(n_embd, kv_width, bias, backend, dtype)
-        self.out_projection = Linear(q_width, n_embd, bias, backend, dtype)
-        self.dropout = Dropout(p_dropout)
+            self.k_projection = Linear(c.n_embd, kv_width, c.bias, c.backend, c.dtype)
+        self.v_projection = Linear(c.n_embd, kv_width, c.bias, c.backend, c.dtype)
+        self.out_projection = Linear(q_width, c.n_embd, c.bias, c.backend, c.dtype)
+        self.dropout = Dropout(c.p_dropout)
 
     def split_heads(self, x: Tensor) -> Tensor:
         """View (batch, seq, heads · head_dim) as (batch, heads, seq, head_dim)."""
@@ -280,78 +189,21 @@ class MultiHeadAttention(Module):
 class TransformerLayer(Module):
     """Attention and a feed-forward network, each with a norm and a residual connection.
 
-    Args:
-        n_embd: Width of the model.
-        n_head: Number of heads.
-        p_dropout: Dropout probability of the output of both branches.
-        ln_eps: Added to the variance, or to the mean square, by the norms.
-        bias: Whether the linear layers have a bias.
-        backend: Backend of the parameters.
-        use_fused_kernel: Accepted for code of the published course and ignored.
-        use_flash_attention: The published course's flag; True selects "flash".
-        attention: "flash", "naive" or an approximation; see :class:`MultiHeadAttention`.
-        attention_dropout: Dropout probability of the attention weights, in training.
-        attention_options: Options of an approximation, by name.
-        causal: Whether a position attends only to itself and earlier positions.
-        middle_dim: Width of the feed-forward network.
-        n_kv_head: Number of heads of keys and values; see :class:`MultiHeadAttention`.
-        head_dim: Size of a head; see :class:`MultiHeadAttention`.
-        rotary: Rotary positions, or None.
-        window: Number of positions that a position attends to; see :class:`MultiHeadAttention`.
-        sinks: Whether each head learns a sink; see :class:`MultiHeadAttention`.
-        norm: "layer", :class:`minitorch.LayerNorm1d`; or "rms", :class:`minitorch.RMSNorm`.
-        feed_forward: "gelu", :class:`FeedForward`; or "swiglu", :class:`GatedFeedForward`.
-        dtype: Dtype of the parameters; the default dtype when None.
-        norm_dtype: Dtype of the parameters of the norms; ``dtype`` when None.
-        norm_first: True places the norms before the two branches, as in GPT-2; False places them
-            after the residual connections, as in BERT.
-
-    Raises:
-        ValueError: For an unknown norm or feed-forward network; see also :class:`MultiHeadAttention`.
+    The options are those of :class:`minitorch.Config`.
     """
 
-    def __init__(
-        self,
-        n_embd: int,
-        n_head: int,
-        p_dropout: float = 0.1,
-        ln_eps: float = 1e-5,
-        bias: bool = True,
-        backend: TensorBackend | None = None,
-        use_fused_kernel: bool = False,
-        use_flash_attention: bool = False,
-        *,
-        attention: str = "flash",
-        attention_dropout: float = 0.0,
-        attention_options: Mapping[str, Any] | None = None,
-        causal: bool = True,
-        middle_dim: int = 256,
-        n_kv_head: int | None = None,
-        head_dim: int | None = None,
-        rotary: Rotary | None = None,
-        window: int | None = None,
-        sinks: bool = False,
-        norm: str = "layer",
-        feed_forward: str = "gelu",
-        dtype: npt.DTypeLike | None = None,
-        norm_dtype: npt.DTypeLike | None = None,
-        norm_first: bool = True,
-    ):
+    @configured(
+        "n_embd n_head", "p_dropout ln_eps bias backend use_fused_kernel use_flash_attention",
+        "attention attention_dropout attention_options causal middle_dim n_kv_head head_dim rotary window "
+        "sinks norm feed_forward dtype norm_dtype norm_first",
+    )  # fmt: skip
+    def __init__(self, config: Config):
         super().__init__()
-        backend = backend or SimpleBackend
-        self.norm_first = flag("norm_first", norm_first)
-        make_norm = NORMS[one_of("norm", norm, NORMS)]
-        self.ln_1 = make_norm(n_embd, ln_eps, backend, dtype if norm_dtype is None else norm_dtype)
-        self.ln_2 = make_norm(n_embd, ln_eps, backend, dtype if norm_dtype is None else norm_dtype)
-        self.attention = MultiHeadAttention(
-            n_embd, n_head, causal, p_dropout, bias, backend, use_fused_kernel, use_flash_attention,
-            attention=attention, attention_dropout=attention_dropout,
-            attention_options=attention_options, n_kv_head=n_kv_head, head_dim=head_dim, rotary=rotary,
-            window=window, sinks=sinks, dtype=dtype,
-        )  # fmt: skip
-        is_gated = one_of("feed_forward", feed_forward, FEED_FORWARDS) == "swiglu"
-        make = GatedFeedForward if is_gated else FeedForward
-        self.ff = make(n_embd, middle_dim, p_dropout, bias, backend, dtype)
+        self.norm_first = config.norm_first
+        self.ln_1, self.ln_2 = config.make_norm(), config.make_norm()
+        self.attention = MultiHeadAttention(config)
+        make = GatedFeedForward if config.feed_forward == "swiglu" else FeedForward
+        self.ff = make(config)
 
     @operation
     def forward(

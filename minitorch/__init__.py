@@ -63,6 +63,7 @@ if not _entrance.runs_as_command(__name__):
         from .layers.linear import linear
         from .layers.linear_cross_entropy import linear_cross_entropy
         from .layers.residual_layer_norm import residual_layer_norm
+        from .models.config import Config
         from .models.encoder_lm import EncoderClassifier, EncoderLM
         from .models.kv_cache import KVCache, LayerCache
         from .models.reversible import ReversibleSequence
@@ -153,7 +154,6 @@ if not _entrance.runs_as_command(__name__):
         from .training.captured_step import CaptureError, GraphStep, graph_step
         from .training.recompute import checkpoint
         from .transformer import (
-            Config,
             DecoderLM,
             FeedForward,
             GatedFeedForward,

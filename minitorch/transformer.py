@@ -19,9 +19,7 @@ from .backends.matmul_precision import in_own_precision
 from .backends.operations import operation
 from .fast_ops import FastBackend
 from .layers.linear_cross_entropy import linear_cross_entropy
-from .models.config import ATTENTIONS as ATTENTIONS
-from .models.config import Config as Config
-from .models.config import configured
+from .models.config import Config, configured
 from .models.feed_forward import FeedForward as FeedForward
 from .models.feed_forward import GatedFeedForward as GatedFeedForward
 from .models.kv_cache import KVCache, LayerCache, check_cache
@@ -47,7 +45,7 @@ class DecoderLM(Module):
 
     Without options, it has the structure of GPT-2. For the structure of Llama, pass
     ``rotary_theta``, ``norm="rms"``, ``feed_forward="swiglu"``, ``bias=False`` and often
-    ``n_kv_head``.
+    ``n_kv_head``. Further options are those of :class:`minitorch.Config`.
 
     Args:
         tie_weights: Compute the logits with the embedding table instead of a separate layer.
@@ -56,7 +54,6 @@ class DecoderLM(Module):
             embeddings.
         rotary_scaling: Change of these frequencies for long contexts; see
             :class:`minitorch.Rotary`.
-        options: The others are those of :class:`minitorch.Config`.
 
     Attributes:
         precision: The policy, or None.

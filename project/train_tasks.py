@@ -41,7 +41,7 @@ from training.script_helpers import (
 )
 
 import minitorch
-from minitorch.transformer import ATTENTIONS
+from minitorch.models.config import ATTENTIONS
 
 Tokens = npt.NDArray[np.int64]
 

@@ -73,7 +73,8 @@ class Config:
             :func:`minitorch.checkpoint`.
 
     Raises:
-        TypeError: If an option has the wrong type, or ``attention_options`` are given without an approximation.
+        TypeError: If an option has the wrong type, or there are ``attention_options`` without an
+            approximation.
         ValueError: If a size is below 1, n_head does not divide n_embd, n_kv_head does not divide n_head,
             there is no such attention, norm, feed-forward network or precision, or a dtype is given besides
             a precision; also for groups of heads, a window or sinks with an approximation, and for a window
@@ -110,24 +111,23 @@ class Config:
     recompute: bool = False
 
     def __post_init__(self, use_fused_kernel: bool, use_flash_attention: bool) -> None:
-        for name in ("n_vocab", "n_positions", "n_layer", "n_embd", "n_head"):
-            whole(name, getattr(self, name), 1)
-        for name in ("n_kv_head", "head_dim", "window"):
-            if (size := getattr(self, name)) is not None:
-                whole(name, size, 1)
-        switch("causal", self.causal)
-        for name in ("sinks", "norm_first", "recompute"):
-            flag(name, getattr(self, name))
-        for name, names in (("norm", NORMS), ("feed_forward", FEED_FORWARDS)):
-            one_of(name, getattr(self, name), names)
-        one_of("attention", self.attention, ATTENTIONS)
-        kept = {
-            "backend": self.backend or SimpleBackend,
-            "attention": "flash" if use_flash_attention else self.attention,
-            "attention_dropout": not_negative(
-                "attention_dropout", self.attention_dropout, 1.0, "; 0 turns dropout off"
-            ),
+        optional = [
+            name for name in ("n_kv_head", "head_dim", "window") if getattr(self, name) is not None
+        ]
+        kept: dict[str, Any] = {
+            name: whole(name, getattr(self, name), 1)
+            for name in ("n_vocab", "n_positions", "n_layer", "n_embd", "n_head", *optional)
         }
+        for name in ("sinks", "norm_first", "recompute"):
+            kept[name] = flag(name, getattr(self, name))
+        names = {"attention": ATTENTIONS, "norm": NORMS, "feed_forward": FEED_FORWARDS}
+        kept |= {name: one_of(name, getattr(self, name), names[name]) for name in names}
+        kept |= {"attention": "flash"} if use_flash_attention else {}
+        kept["causal"] = switch("causal", self.causal)
+        kept["backend"] = SimpleBackend if self.backend is None else self.backend
+        kept["attention_dropout"] = not_negative(
+            "attention_dropout", self.attention_dropout, 1.0, "; 0 turns dropout off"
+        )
         if (own := self.policy) is not None:
             is_own = self.dtype is own.dtype and self.norm_dtype is own.norms  # of a copy
             if self.dtype is not None and not is_own:

@@ -81,10 +81,12 @@ class EncoderLM(Module):
     sequence are padding, so that several batches can have the same total.  Both give the same results up to
     rounding; packed batches spend no computation on the padding of each sequence.
 
+    Further options are those of :class:`minitorch.Config`; the layers are bidirectional and post-norm
+    whatever it says.
+
     Args:
         middle_dim: Width of the feed-forward networks; 4 n_embd when None.
         n_segments: Number of segments, such as the sentences of a pair.
-        options: The others are those of :class:`minitorch.Config`.
 
     Raises:
         ValueError: If a size is below 1, and as for the Config.

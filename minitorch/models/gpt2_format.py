@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .weight_format import Config, Format, Weight, head_of
+from .weight_format import ConfigFile, Format, Weight, head_of
 
 #: Names of GELU in its tanh form.
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
@@ -39,7 +39,7 @@ INNER = {
 }
 
 
-def _options(config: Config) -> dict[str, Any]:
+def _options(config: ConfigFile) -> dict[str, Any]:
     config.check("activation_function", ACTIVATIONS, ACTIVATIONS[0])
     for name, needed in FIXED.items():
         config.check(name, [needed], needed)

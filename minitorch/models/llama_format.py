@@ -8,7 +8,7 @@ from typing import Any
 from ..modules_basic import RMSNorm
 from .feed_forward import GatedFeedForward
 from .rotary import checked_scaling
-from .weight_format import Config, Format, Weight, head_of
+from .weight_format import ConfigFile, Format, Weight, head_of
 
 #: Names of x · sigmoid(x).
 ACTIVATIONS = ("silu", "swish")
@@ -32,7 +32,7 @@ LINEARS = {
 NORMS = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2"}
 
 
-def _options(config: Config) -> dict[str, Any]:
+def _options(config: ConfigFile) -> dict[str, Any]:
     config.check("hidden_act", ACTIVATIONS, ACTIVATIONS[0])
     config.check("sliding_window", [None], None)  # of a Mistral
     sizes = {ours: config.size(theirs) for theirs, ours in SIZES.items()}
@@ -62,7 +62,7 @@ def _options(config: Config) -> dict[str, Any]:
         **sizes,
         "n_kv_head": groups,
         "head_dim": head_dim,
-        "rotary_theta": Config({**config.values, **rotary}, config.source).number(
+        "rotary_theta": ConfigFile({**config.values, **rotary}, config.source).number(
             "rope_theta", 10_000.0, least=1.0
         ),
         "rotary_scaling": scaling,

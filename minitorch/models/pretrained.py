@@ -24,7 +24,7 @@ from ..training.model_files import (
 )
 from .gpt2_format import GPT2
 from .llama_format import LLAMA
-from .weight_format import HEAD, Config, Format
+from .weight_format import HEAD, ConfigFile, Format
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 #: The names of the files of sharded weights.
@@ -67,7 +67,7 @@ def read_pretrained(folder: str | os.PathLike[str]) -> Pretrained:
     """
     folder = Path(folder)
     files = _weight_files(folder)
-    config = Config(_read_object(folder / CONFIG), folder / CONFIG)
+    config = ConfigFile(_read_object(folder / CONFIG), folder / CONFIG)
     kind = config.values.get("model_type")
     own = next((one for one in FORMATS if kind in one.model_types), None)
     if own is None:

@@ -43,6 +43,8 @@ class SequenceClassifier(Module):
     as (total,), and their ``lengths``. No computation is then spent on padding. Packing needs flash
     attention.
 
+    Further options are those of :class:`minitorch.Config`; the layers are bidirectional whatever it says.
+
     Args:
         n_classes: Number of classes.
         pad_id: Token that pads shorter sequences.  It is masked as a key and left out of the mean.
@@ -51,7 +53,6 @@ class SequenceClassifier(Module):
         side: Side of the square images whose pixels are the tokens, row by row. The position
             embeddings are then initialised with sines of rows and columns instead of random
             numbers. None for sequences.
-        options: The others are those of :class:`minitorch.Config`.
 
     Raises:
         ValueError: If there are neither one nor two documents, ``side`` squared is not ``n_positions``, and

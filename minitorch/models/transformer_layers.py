@@ -29,7 +29,7 @@ class MultiHeadAttention(Module):
 
     Raises:
         TypeError: For an unknown option, or if a required option is missing.
-        ValueError: If the options do not fit each other, or the attention cannot be causal or drop attention
+        ValueError: If the options do not fit each other, or the attention cannot be causal or drop
             weights.
 
     Source: Vaswani et al. (2017), section 3.2.2; Ainslie et al. (2023), GQA, for groups of heads; Jiang et

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..training.model_files import CheckpointError
 
 
-class Config(NamedTuple):
+class ConfigFile(NamedTuple):
     """A config.json that was read.
 
     Attributes:
@@ -117,7 +117,7 @@ class Format(NamedTuple):
     prefix: str
     table: str
     buffers: tuple[str, ...]
-    options: Callable[[Config], dict[str, Any]]
+    options: Callable[[ConfigFile], dict[str, Any]]
     shapes: Callable[[dict[str, Any]], Iterable[tuple[str, tuple[int, ...]]]]
     weights: Callable[[Any], dict[str, Weight]]
     why_not: Callable[[Any], str | None]

@@ -16,8 +16,8 @@ from common.command_line import (
 
 from kernels.problem.shapes import MAX_HEAD_DIM
 from minitorch.backends.matmul_precision import PRECISIONS
+from minitorch.models.config import ATTENTIONS
 from minitorch.models.rotary import SCALINGS, checked_scaling
-from minitorch.transformer import ATTENTIONS
 from training import loop_options
 from training.gpt_presets import PRESETS, characters_of
 from training.gpt_tokens import LEAST

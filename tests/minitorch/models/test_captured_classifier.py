@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import minitorch
-from minitorch.transformer import ATTENTIONS
+from minitorch.models.config import ATTENTIONS
 
 from ...support.device.fake_device import FakeDriver
 from ...support.models.captured_training import FIRST, assert_captured, idle_device

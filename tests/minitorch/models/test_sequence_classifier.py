@@ -9,7 +9,7 @@ import pytest
 
 import minitorch
 from minitorch import FastBackend, SequenceClassifier
-from minitorch.transformer import ATTENTIONS
+from minitorch.models.config import ATTENTIONS
 
 from ...support.tolerances import assert_close_arrays
 

@@ -12,8 +12,8 @@ from kernels.cuda.backend import to_device
 
 from ..autodiff import no_grad
 from ..backends.operations import Operations
+from ..models.evaluation import evaluating
 from ..models.kv_cache import KVCache, Spot
-from ..module import Module
 from ..tensor import Tensor
 from ..training.captured_step import graph_step
 from ..transformer import DecoderLM
@@ -84,20 +84,6 @@ def can_capture(model: DecoderLM) -> bool:
 
 
 @contextmanager
-def evaluating(model: Module) -> Iterator[None]:
-    """Put a model into evaluation mode for a while, and record no gradients."""
-    was_training = model.training
-    if was_training:
-        model.eval()  # this visits each module
-    try:
-        with no_grad():
-            yield
-    finally:
-        if was_training:
-            model.train()
-
-
-@contextmanager
 def decoding(model: DecoderLM, capacity: int) -> Iterator[Callable[[list[int]], Any]]:
     """Provide a function that returns the logits of the token after a text; on a GPU, from a graph."""
     if not can_capture(model):
@@ -114,7 +100,7 @@ def decoding(model: DecoderLM, capacity: int) -> Iterator[Callable[[list[int]], 
     def replayed(ids: list[int]) -> Any:
         if len(ids) - cache.length != 1 or len(ids) > cache.capacity:
             return model.next_logits(ids, cache)
-        with evaluating(model):
+        with no_grad(), evaluating(model):
             return captured.logits(ids[-1]).to_numpy()[0, 0].astype(np.float64)
 
     try:

@@ -12,7 +12,8 @@ from ..module import Module
 def evaluating(model: Module) -> Iterator[None]:
     """Put a model into evaluation mode within the context, and then back into training if it was there."""
     was_training = model.training
-    model.eval()
+    if was_training:
+        model.eval()  # this visits each module
     try:
         yield
     finally:

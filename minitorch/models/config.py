@@ -111,9 +111,9 @@ class Config:
     recompute: bool = False
 
     def __post_init__(self, use_fused_kernel: bool, use_flash_attention: bool) -> None:
-        optional = [
-            name for name in ("n_kv_head", "head_dim", "window") if getattr(self, name) is not None
-        ]
+        optional = (
+            name for name in ("n_kv_head", "head_dim", "window") if vars(self)[name] is not None
+        )
         kept: dict[str, Any] = {
             name: whole(name, getattr(self, name), 1)
             for name in ("n_vocab", "n_positions", "n_layer", "n_embd", "n_head", *optional)
@@ -122,7 +122,8 @@ class Config:
             kept[name] = flag(name, getattr(self, name))
         names = {"attention": ATTENTIONS, "norm": NORMS, "feed_forward": FEED_FORWARDS}
         kept |= {name: one_of(name, getattr(self, name), names[name]) for name in names}
-        kept |= {"attention": "flash"} if use_flash_attention else {}
+        if flag("use_flash_attention", use_flash_attention):
+            kept["attention"] = "flash"
         kept["causal"] = switch("causal", self.causal)
         kept["backend"] = SimpleBackend if self.backend is None else self.backend
         kept["attention_dropout"] = not_negative(

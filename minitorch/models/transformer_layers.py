@@ -45,13 +45,9 @@ class MultiHeadAttention(Module):
         c = config
         self.n_embd, self.n_head, self.n_kv_head = c.n_embd, c.n_head, c.kv_heads
         self.attn_hidden_dim, self.causal, self.window = c.head_size, c.causal, c.window
-        self.attention_dropout, self.is_exact, self.rotary = (
-            c.attention_dropout,
-            c.is_exact,
-            c.rotary,
-        )
+        self.attention_dropout, self.rotary = c.attention_dropout, c.rotary
         self.places: Callable[[int], Any] | None = None  # as of the model
-        self.shares_keys = c.attention == "reformer"
+        self.is_exact, self.shares_keys = c.is_exact, c.attention == "reformer"
         # Zero: as if each position could also attend to a key that is orthogonal to its query.
         self.sink = Parameter(zeros((c.n_head,), c.backend, dtype=c.dtype)) if c.sinks else None
         self.attend: Any = Tensor.flash_attention if c.attention == "flash" else naive_attention

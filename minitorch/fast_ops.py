@@ -234,6 +234,11 @@ class FastOps(TensorOps):
     make_zip = staticmethod(tensor_zip)
     make_reduce = staticmethod(tensor_reduce)
 
+    @classmethod
+    def served(cls) -> dict[str, Callable[..., Any]]:
+        """Return the functions that make or are the loops of this class, by the name of the operation."""
+        return {**super().served(), "matrix_multiply": _tensor_matrix_multiply}
+
     @staticmethod
     def matmul_loop(out: TensorData, a: TensorData, b: TensorData) -> None:
         """Multiply (batch, n, k) by (batch, k, m) into (batch, n, m)."""

@@ -85,4 +85,4 @@ def plain() -> Iterator[None]:
         _switch(-1)
 
 
-_switch(1 if os.environ.get(VARIABLE, "0") not in ("", "0") else 0)
+_switch(int(os.environ.get(VARIABLE) == "1"))

@@ -70,7 +70,7 @@ def _saved(save: Callable[..., None], folder: str, *entry: Any) -> None:
     except OSError as error:  # a full disk, or a folder that has gone
         _warn(
             f"compiled kernels cannot be kept in {folder} ({error.strerror}), so every process compiles "
-            "them again; free some space, or set NUMBA_CACHE_DIR to another folder"
+            "them again; make room there, or set NUMBA_CACHE_DIR to another folder"
         )
 
 

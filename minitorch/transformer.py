@@ -20,6 +20,7 @@ from .backends.operations import operation
 from .fast_ops import FastBackend
 from .layers.linear_cross_entropy import linear_cross_entropy
 from .models.config import Config, configured
+from .models.evaluation import evaluating
 from .models.feed_forward import FeedForward as FeedForward
 from .models.feed_forward import GatedFeedForward as GatedFeedForward
 from .models.kv_cache import KVCache, LayerCache, check_cache
@@ -343,10 +344,7 @@ class DecoderLM(Module):
             ids: All tokens so far.
             cache: Keys and values of the first of them; those of the others are appended.
         """
-        was_training = self.training
-        if was_training:
-            self.eval()  # this visits each module
-        try:
+        with evaluating(self):
             if len(ids) <= self.n_positions:
                 hidden = self.hidden(np.array([ids[cache.length :]]), cache)  # (1, new, n_embd)
             else:
@@ -355,9 +353,6 @@ class DecoderLM(Module):
             rows = hidden.view(*hidden.shape[1:])  # (new or seq, n_embd)
             last = lookup(rows, np.array([[rows.shape[0] - 1]]))  # (1, 1, n_embd)
             return self.score(last).to_numpy()[0, 0].astype(np.float64)
-        finally:
-            if was_training:
-                self.train()
 
 
 @operation

@@ -22,7 +22,7 @@ from kernels.runtime.targets import IS_SIMULATOR, cuda
 
 from .backends.compiled_kernels import (
     broadcast_index,
-    device_callable,
+    callable_,
     index_to_position,
     jit,
     kernel_of,
@@ -56,7 +56,7 @@ def tensor_map(fn: Callable[[float], float]) -> Any:
     Returns:
         A kernel of ``(out, out_shape, out_strides, out_size, in_storage, in_shape, in_strides)``.
     """
-    fn = device_callable(fn)
+    fn = callable_(fn)
 
     def _map(out, out_shape, out_strides, out_size, in_storage, in_shape, in_strides):
         """Apply ``fn`` to each element.
@@ -95,7 +95,7 @@ def tensor_zip(fn: Callable[[float, float], float]) -> Any:
     Returns:
         A kernel of the storage, shape and strides of out, out_size, and those of a and b.
     """
-    fn = device_callable(fn)
+    fn = callable_(fn)
 
     def _zip(
         out, out_shape, out_strides, out_size,
@@ -142,7 +142,7 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
         dimension instead of one, the dimension is divided into runs of the length of a block, and
         each entry gets the fold of every c-th run.
     """
-    fn = device_callable(fn)
+    fn = callable_(fn)
 
     def _reduce(
         out, out_shape, out_strides, out_size,

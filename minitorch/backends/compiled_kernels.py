@@ -30,7 +30,7 @@ broadcast_index = device_jit(tensor_data.broadcast_index)
 
 
 @cache
-def device_callable(fn: Callable[..., float]) -> Any:
+def callable_(fn: Callable[..., float]) -> Any:
     """Let a kernel call a plain function; a function compiled for the device is returned unchanged."""
     return device_jit(fn) if isinstance(fn, FunctionType) else fn
 

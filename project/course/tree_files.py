@@ -23,7 +23,6 @@ ATTENTION = (
     "kernels/__init__.py",
     "kernels/launch.py",
     "kernels/problem/*",
-    "kernels/cpu/layers/decoding_step.py",
     "minitorch/functions/flash_attention.py",
 )
 

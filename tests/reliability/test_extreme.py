@@ -126,15 +126,22 @@ ENTRANCES: dict[str, tuple[st.SearchStrategy[Any], Any]] = {
     "PyTorch": (extreme_cases((*WIDE, FLOAT16), *LONG[:2], st.just([2]), features=OF_TORCH), pytorch),
 }  # fmt: skip
 TINY = st.sampled_from([1, 5, 17, 35]), st.sampled_from([8, 16, 24]), st.sampled_from([[], [2]])
-#: Gradients of a score_mod in float32 are computed by flash2, which is not emulated.
-OF_TERMS = [name for name in FEATURES if name != "score_mod"]
+#: Gradients of floating masks, and in float32 of a score_mod, are flash2's, which is not emulated.
+EMULATED_FEATURES = [name for name in FEATURES if name != "float mask"]
+OF_TERMS = [name for name in EMULATED_FEATURES if name != "score_mod"]
 TENSOR_CORES = {
-    "flash2_mma in 16 bits": (extreme_cases(HALVES, *TINY), emulated("flash2_mma")),
+    "flash2_mma in 16 bits": (
+        extreme_cases(HALVES, *TINY, features=EMULATED_FEATURES),
+        emulated("flash2_mma"),
+    ),
     "flash2_mma in float32": (
         extreme_cases((FLOAT32,), *TINY, features=OF_TERMS),
         emulated("flash2_mma"),
     ),
-    "flash3_wgmma": (extreme_cases(HALVES, *TINY), emulated("flash3_wgmma")),
+    "flash3_wgmma": (
+        extreme_cases(HALVES, *TINY, features=EMULATED_FEATURES),
+        emulated("flash3_wgmma"),
+    ),
 }
 
 

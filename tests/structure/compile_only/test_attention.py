@@ -103,6 +103,9 @@ WITH_OPTIONS: dict[str, Callable[[Any, Features], Kernel]] = {
     "atomic": lambda dtype, features: flash2_dkdv.dkdv_kernel(
         *_layout_for("atomic", dtype, features), dtype, True, True, features
     ),
+    "own rows": lambda dtype, features: flash2.own_rows_kernel(
+        *_layout_for("forward", dtype, features), dtype, True, features
+    ),
     "dmask": lambda dtype, features: flash2_mask_gradient.dmask_kernel(
         *_layout_for("dq", dtype, features), dtype, True, features
     ),

@@ -36,6 +36,8 @@ from ...support.attention.strategies import MASK_MODS, SCORE_MODS, Case
 from ...support.emulated.gpu import held_back, launch
 from ...support.emulated.instructions import WARP
 from ...support.emulated.target import EMULATED, emulated_device
+from ...support.fuzzing.extreme import check as check_extreme
+from ...support.fuzzing.extreme import settled
 from ...support.tensor_cores.attention import (
     LARGE,
     OPTIONS,
@@ -98,10 +100,22 @@ def test_memory_beyond_the_sequences_is_never_read_into_a_result(deterministic: 
         case.check(case.run(EMULATED, "flash2_mma"), "longer arrays")
 
 
+@pytest.mark.parametrize("more", [{}, {"scale": -0.3}], ids=["", "a negative scale"])
 @pytest.mark.parametrize("option", option_table.OPTIONS)
-def test_every_option_is_the_textbooks_through_the_launch(option: str) -> None:
+def test_every_option_is_the_textbooks_through_the_launch(option: str, more: Any) -> None:
     with emulated_device():
-        assert option_table.cell(option, EMULATED, "flash2_mma") == "yes"
+        assert option_table.cell(option, EMULATED, "flash2_mma", **more) == "yes"
+
+
+@pytest.mark.parametrize("scale", [0.45, -0.45])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=["bfloat16", "float32"])
+def test_both_passes_compute_the_same_scores(dtype: Any, scale: float) -> None:
+    # Scores whose roundings, if they differed, would make e^32 or e^-32 of a probability.
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((2, 20, 16)) for _ in range(4))
+    case = settled(Case(q * 3e4, k * 3e4, v, dout, {"scale": scale}, (16, 16)).in_dtype(dtype))
+    with emulated_device():
+        check_extreme(case, case.run(EMULATED, "flash2_mma"), "by both passes")
 
 
 @pytest.mark.parametrize("precision", ["float16", "tf32", "float32"])

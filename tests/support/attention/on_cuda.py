@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import kernels
 from kernels import launch
-from kernels.array_call import heads_first
+from kernels.array_call import as_operand, heads_first
 from kernels.cuda.runtime.arrays import is_device_array
 from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import FLOAT64
@@ -94,10 +94,21 @@ class Packed(Case):
         q, k, v, dout = (put(x.swapaxes(0, 1)) for x in (*self.operands, self.dout))
         out, lse = kernels.flash_attention_varlen_forward(q, k, v, *self.sums, **options)
         gradients = kernels.flash_attention_varlen_backward(
-            dout, q, k, v, out, lse, *self.sums, dlse=put(self.dlse), **options
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            *self.sums,
+            dlse=put(self.dlse),
+            sink_gradient=self.has_sink,
+            **options,
         )
-        results = dict(zip(RESULTS, (out, lse, *gradients), strict=True))
-        return {name: x if name == "lse" else heads_first(x) for name, x in results.items()}
+        names = (*RESULTS, *("dsink",) * self.has_sink)
+        results = dict(zip(names, (out, lse, *gradients), strict=True))
+        of_rows = ("lse", "dsink")
+        return {n: x if n in of_rows else heads_first(as_operand(x)) for n, x in results.items()}
 
     def in_dtype(self, dtype: np.dtype[Any]) -> Packed:
         return Packed(**vars(super().in_dtype(dtype)), sums=self.sums)

@@ -112,8 +112,8 @@ def can_try(target: launch.Target) -> bool:
     return why_no_cuda() is None if target is launch.CUDA else not IS_SIMULATOR
 
 
-def cell(option: str, target: launch.Target, rung: str) -> str:
-    """Try one option on one rung.
+def cell(option: str, target: launch.Target, rung: str, **more: Any) -> str:
+    """Try one option, and more options, on one rung.
 
     Returns:
         "yes", or the reason why the rung refuses.
@@ -122,6 +122,7 @@ def cell(option: str, target: launch.Target, rung: str) -> str:
         AssertionError: If it runs and is not the textbook.
     """
     case = OPTIONS[option]()
+    case = replace(case, options={**case.options, **more})
     on_device = target is launch.CUDA
     place = to_device if on_device else None
     closeness = 1e-9

@@ -51,7 +51,7 @@ def masked(draw: Any, cases: st.SearchStrategy[Case]) -> Case:
         mask[:] = value
     if place == "anywhere":
         mask[rng.random(mask.shape) < 0.3] = value
-    return _settled(replace(case, options={**case.options, "attn_mask": rounded(mask, dtype)}))
+    return settled(replace(case, options={**case.options, "attn_mask": rounded(mask, dtype)}))
 
 
 @st.composite
@@ -64,13 +64,13 @@ def scaled(draw: Any, cases: st.SearchStrategy[Case]) -> Case:
         rounded(x.astype(np.float64) * factor, x.dtype)
         for x, factor in zip((case.q, case.k), factors, strict=True)
     )
-    return _settled(replace(case, q=q, k=k))
+    return settled(replace(case, q=q, k=k))
 
 
 def extreme_cases(
     *sizes: Any, features: Any = FEATURES, taken: Any = None
 ) -> st.SearchStrategy[Case]:
-    """Draw cases of either kind.
+    """Draw cases of either kind, those with large q and k also with an ordinary floating mask.
 
     Args:
         sizes: The dtypes, lengths, dims and leads of :func:`cases`.
@@ -79,15 +79,19 @@ def extreme_cases(
     """
     names = [name for name in features if name != "float mask"]
     of_masks = [name for name in names if name not in NOT_MASKED]
-    plain, to_mask = (cases(*sizes, features=own).map(taken or _same) for own in (names, of_masks))
-    return scaled(plain) | masked(to_mask)
+    # The gradient of a mask is not multiplied by the derivative of a score_mod that bends large scores.
+    with_mask = [name for name in features if name != "score_mod"]
+    plain, biased, to_mask = (
+        cases(*sizes, features=own).map(taken or _same) for own in (names, with_mask, of_masks)
+    )
+    return scaled(plain) | scaled(biased) | masked(to_mask)
 
 
 def _same(case: Case) -> Case:
     return case
 
 
-def _settled(case: Case) -> Case:
+def settled(case: Case) -> Case:
     """Return a case in which rows whose probabilities depend on roundings have no gradient."""
     sure = _roundings(case)[1]
     dout = (case.dout.astype(np.float64) * sure[..., None]).astype(case.dout.dtype)

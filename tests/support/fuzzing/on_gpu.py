@@ -135,7 +135,11 @@ def draw_case(kind: Kind, data: Any) -> Case:
     else:
         drawn = cases(dtypes, LENGTHS, dims, LEADS, features=kind.features).map(_large)
     if kind.extreme:
-        drawn = (extreme.masked if "float mask" in kind.features else extreme.scaled)(drawn)
+        drawn = (
+            extreme.scaled(drawn) | extreme.masked(drawn)
+            if "float mask" in kind.features
+            else extreme.scaled(drawn)
+        )
     return data.draw(drawn)
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import float64, uint8, void
+from numba import float64, int32, uint8, void
 
-from kernels.common.online_softmax import LOG2_E
+from kernels.common.online_softmax import LARGE, LOG2_E
 from kernels.cuda.attention.flash2.register_scores import make_scores
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.mods import numbers_of_mods
@@ -40,6 +41,7 @@ from kernels.cuda.attention.tile_bits import TileBits, make_tile_bits
 from kernels.cuda.device.one_source import batch_and_head, shift_of
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.vector import EXP2, MINUS, VECTOR, are_vectors
+from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import ALL_LANES, Kernel, array_type, device_function, scalar_type
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
@@ -291,6 +293,57 @@ def forward_kernel(
     return Kernel(flash2_forward, signature, layout.threads, shared_bytes, layout.resident)
 
 
+@cache
+def own_rows_kernel(
+    layout: RegisterLayout,
+    head_width: int,
+    value_width: int,
+    dtype: np.dtype[Any],
+    vectors: bool,
+    features: Features,
+) -> Kernel:
+    """Return the kernel that fills lse and lse_rest; its arguments are those of ``forward_kernel``."""
+    forward = forward_kernel(layout, head_width, value_width, dtype, vectors, features)
+    fill_tile: Callable[..., None] = device_function(forward.source)
+    block_q, threads, large, inf = layout.block_q, layout.threads, dtype.type(LARGE), math.inf
+    place = make_visits(features, block_q)[0]
+
+    def flash2_own_rows(q, k, v, lse, lse_rest, own_out, own_lse, own_rest, scale, extras):
+        """Fill one tile of own_lse and own_rest.
+
+        Computes: a copy of lse and lse_rest, or what forward_kernel computes if a row is large
+        Source: none
+        Grid: (num_q_tiles, batch * heads), as of the forward kernel
+        Block: (lanes * rows_of_threads,)
+        One thread does: every threads-th row of a copy
+        Shared: as in the forward kernel
+        Registers: as in the forward kernel
+        Global traffic: reads lse and lse_rest, and writes their copies; if a row is large, also what
+            the forward kernel reads and writes
+        Needs: what the forward kernel needs
+        """
+        b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
+        _, row, first_q, seq_q, _, _ = place(
+            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
+        )
+        has_large = False
+        for r in range(row + cuda.threadIdx.x, min(row + block_q, seq_q), threads):
+            top = lse[b, h, first_q + r]
+            own_lse[b, h, first_q + r], own_rest[b, h, first_q + r] = (
+                top,
+                lse_rest[b, h, first_q + r],
+            )
+            has_large = has_large or large < abs(top) < inf
+        if cuda.syncthreads_or(int32(has_large)) != 0:  # the copies are written
+            fill_tile(q, k, v, own_out, own_lse, own_rest, scale, extras)
+
+    read, lines = array_type(dtype, 4), array_type(dtype, 3)
+    signature = void(
+        *[read] * 3, *[lines] * 2, read, *[lines] * 2, float64, extras_type(features, dtype)
+    )
+    return Kernel(flash2_own_rows, signature, threads, forward.shared_bytes, layout.resident)
+
+
 def forward_layout(problem: Problem, tile: tuple[int, int] | None = None) -> RegisterLayout:
     """Return tiles and threads of the forward kernel, the caller's tile if there is one."""
     return pick_layout("forward", problem, tile)
@@ -324,3 +377,25 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     of_parts = empty_parts(parts, operands.out, problem.dtype)
     launch(q, k, v, *of_parts, problem.scale, extras)
     merge_parts(of_parts, results, features, extras)
+
+
+def with_own_rows(problem: Problem, operands: Operands) -> Operands:
+    """Return the operands of a backward pass with lse and lse_rest that belong to this rung's scores.
+
+    Another rung adds the terms of S = τ Q Kᵀ in another order.  In an ordinary row the difference is small
+    beside 1.  In a large one it is not, and exp(S - L) is no probability if S and L are of two rungs.
+
+    Args:
+        problem: The checked call, in float32 or float64.
+        operands: The operands, on the device, and the results of any rung.
+    """
+    problem = replace(problem, sink=operands.sink is not None)
+    layout, features = forward_layout(problem), problem.features
+    q, k, v, out = operands.q, operands.k, operands.v, operands.out
+    results = [empty_device(tuple(x.shape), problem.dtype) for x in (out, *[operands.lse] * 2)]
+    extras = make_extras(problem, operands, layout.block_q, layout.block_k)
+    kind = *widths(problem), problem.dtype, are_vectors(q, k, v), features
+    grid = grid_of(q, q.shape[2], layout.block_q, extras)
+    launch = own_rows_kernel(layout, *kind)[grid, layout.threads]
+    launch(q, k, v, operands.lse, operands.lse_rest, *results, problem.scale, extras)
+    return operands.having(lse=results[1], lse_rest=results[2])

@@ -12,6 +12,7 @@ from numba import float64, uint8, void
 from kernels.common.geometry import PLAIN
 from kernels.cuda.attention.flash2.backward import delta_of
 from kernels.cuda.attention.flash2.dq import dq_tiles
+from kernels.cuda.attention.flash2.forward import with_own_rows
 from kernels.cuda.attention.flash2.register_scores import (
     make_gradients_by_rows,
     make_load_row_values,
@@ -198,13 +199,14 @@ def dmask_kernel(
 
 
 def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
-    """Fill the gradient of a floating mask; allocates delta.
+    """Fill the gradient of a floating mask; allocates delta, and an out, lse and lse_rest of its own.
 
     Args:
         problem: The checked call.
         operands: The operands of the backward pass.
         dmask: (mask batches, heads or 1, seq_q or 1, seq_k or 1), written.
     """
+    operands = with_own_rows(problem, operands)
     layout, features = pick_layout("dq", problem, None), problem.features
     dout, q, k, v = operands.dout, operands.q, operands.k, operands.v
     delta = delta_of(problem, operands)

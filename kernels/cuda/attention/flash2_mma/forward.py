@@ -96,7 +96,7 @@ def forward_kernel(
     dtype: str,
     vectors: bool,
     features: Features = PLAIN,
-    is_folded: bool = True,
+    is_positive: bool = True,
     is_split: bool = False,
 ) -> Kernel:
     """Return the forward kernel for one layout, two widths, one dtype and some options.
@@ -109,7 +109,8 @@ def forward_kernel(
         vectors: Whether rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; if
             operands are scaled, only q and the results count.
         features: Options of the call.
-        is_folded: Whether the scale is positive; without options it is then a factor within the exponent.
+        is_positive: Whether the scale is positive.  Without options, the scale is a factor within the
+            exponent, and a negative one is that of negated products.
         is_split: Whether the keys are divided among parts of the grid; out, in float32, lse and lse_rest
             then have a batch for each part.
     """
@@ -128,7 +129,7 @@ def forward_kernel(
     visits = make_visits(features, block_q)
     place, entries, tile_of, is_whole, _ = visits
     next_entry, bounds = make_next_entry(visits), make_row_bounds(block_q, block_k)
-    is_folded = is_folded and features.of_elements == PLAIN
+    is_plain = features.of_elements == PLAIN
     tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
     draw, has_bits = tile_bits.draw, tile_bits.bytes
     copy_q, split_q = make_copy_tile(threads, block_q, head_width, copied), _no_split
@@ -141,13 +142,14 @@ def forward_kernel(
     is_wide = is_split or numbers.is_scaled
     store = make_store_sums if is_wide else make_store_tile
     store_out = store(layout, value_width, dtype, vectors)
-    to_scores = make_fragment_scores(layout, features, tile_bits, is_folded)
+    to_scores = make_fragment_scores(layout, features, tile_bits, is_plain and is_positive)
     patience = 0 if numbers.is_scaled else layout.patience  # to as much as 16 bits hold
     softmax_step = make_softmax_step(layout, own_tiles, tile_bits, patience)
     finish_rows = make_finish_rows(layout, own_tiles, PLAIN if is_split else features, is_wide)
     # Where warps meet within a tile, for its bits, none may leave it out.
     skips = layout.skips and not has_bits
     minus_inf, zero, log2_e = np.float32(-math.inf), np.float32(0), np.float32(LOG2_E)
+    minus_one = np.float32(-1)
 
     def flash2_mma_forward(q, k, v, out, lse, lse_rest, scale, extras):
         """Fill one query tile of out, lse and lse_rest.
@@ -214,7 +216,11 @@ def forward_kernel(
         # 5: O = 0, l = 0, m = -inf
         factor = unit_of_keys(scale, b, h) * q_unit
         top = top_of(scale, b, h)
-        unit = factor * log2_e if is_folded else log2_e
+        unit = log2_e
+        if is_plain and is_positive:
+            unit = factor * log2_e
+        elif is_plain:
+            unit, factor = -factor * log2_e, minus_one
         for i in range(own_rows):
             row_max[i] = minus_inf
             row_sum[i] = zero

@@ -12,6 +12,7 @@ from kernels.common.philox import keep_scale
 from kernels.cuda.attention import tensor_cores
 from kernels.cuda.attention.delta import delta_of
 from kernels.cuda.attention.flash2 import backward as flash2_backward
+from kernels.cuda.attention.flash2.forward import with_own_rows
 from kernels.cuda.attention.flash2_mma.dkdv import dkdv_kernel, dkdv_tiles
 from kernels.cuda.attention.flash2_mma.dkdv_wide_heads import role_tiles, roles_kernel
 from kernels.cuda.attention.flash2_mma.dq import dq_kernel, dq_tiles
@@ -358,6 +359,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     """
     if problem.dtype == FLOAT32 and problem.score_mod is not None:
         # Its derivative may be anything, and dS has to be bounded before it is scaled to float16.
+        operands = with_own_rows(problem, operands)
         flash2_backward.backward(problem, flash2_backward.tile(problem), operands)
         return
     dq, dk, dv = (as_bits(x) for x in (operands.dq, operands.dk, operands.dv))

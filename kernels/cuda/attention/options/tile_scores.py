@@ -124,24 +124,29 @@ def make_tile_scores(
     zero, minus_inf = dtype.type(0), dtype.type(-math.inf)
     exp2, minus = exp2 or EXP2[dtype], MINUS[dtype]
     is_in_bounds = is_inside if by_keys else is_inside_columns
+    has_lists = features.has_lists  # they are in the bits of a tile, ``listed``
+
+    @device_function
+    def is_seen(r, c, whole, listed, edge):
+        return whole or is_in_bounds(edge, r, c) & (listed or not has_lists)
 
     @device_function
     def bounded_score(product, r, c, whole, listed, edge, place, extras):
-        return product if whole or is_in_bounds(edge, r, c) else minus_inf
+        return product if is_seen(r, c, whole, listed, edge) else minus_inf
 
     @device_function
     def bounded_gradient(
         product, dp, unit, top, shift, delta, kept, r, c, whole, listed, edge, place, extras
     ):
-        # Masked elements are 0 whatever lse and delta are: those of a row with a NaN are NaN.
-        seen = whole or is_in_bounds(edge, r, c)
+        # Masked elements are 0 whatever lse and delta are: those of a row with a NaN are NaN.  The unit
+        # may be negative, and -inf is no score then.
+        seen = is_seen(r, c, whole, listed, edge)
         p = exp2((product - top) * unit - shift) if seen else zero
         return p, (p * (dp - delta) if seen else zero)
 
-    if features == PLAIN:
+    if features.of_elements == PLAIN:
         return TileScores(bounded_score, bounded_gradient)
     has_mod = features.score_mod is not None
-    has_lists = features.has_lists  # they are in the bits of a tile, ``listed``
     own = features._replace(block_mask=False, mask_mod=None)
     modified, is_shown, _ = make_score_functions(own, dtype).program
 

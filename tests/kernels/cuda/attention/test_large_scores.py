@@ -14,6 +14,7 @@ from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from ....support.attention.large_scores import NAMES, large_case
 from ....support.attention.on_cuda import LATER_OPTIONS, RUNGS, on_device
 from ....support.attention.strategies import Case
+from ....support.fuzzing.extreme import check, settled
 
 #: Dtype, rung and options of calls on a GPU.
 ON_GPU: dict[str, tuple[Any, str, dict[str, Any]]] = {
@@ -51,6 +52,22 @@ def test_rows_of_large_scores_have_their_probabilities(rung: str, name: str) -> 
 def test_parts_of_a_row_of_large_scores_weigh_as_many_keys_as_they_have() -> None:
     case = large_case("a row of a large negative number", FLOAT32, 3, 27, 4)
     _check(case, "flash2", tile=(4, 4))
+
+
+@pytest.mark.simulator
+@pytest.mark.usefixtures("quick_barriers")
+@pytest.mark.parametrize("rung", RUNGS)
+def test_the_gradient_of_a_mask_is_of_scores_of_its_own(rung: str) -> None:
+    rng = np.random.default_rng(0)
+    shapes = (2, 6, 5), (2, 9, 5), (2, 9, 4), (2, 6, 4)
+    q, k, v, dout = (rng.standard_normal(shape) for shape in shapes)
+    options = {"attn_mask": rng.standard_normal((6, 9))}
+    if rung != "flash1":
+        options["sink"] = np.array([1.0, -1.0])
+    case = Case(q * 2.0**16, k * 2.0**16, v, dout, options, (4, 4)).in_dtype(FLOAT32)
+    case = settled(case)
+    found = case.run(launch.CUDA, rung, (4, 4), place=on_device)
+    check(case, {name: to_host(x) for name, x in found.items()}, f"by {rung}")
 
 
 @pytest.mark.cuda

@@ -158,6 +158,8 @@ class ScoreTarget(NamedTuple):
             does not test single elements.
         scores_over_cap: Whether scores are already divided by the softcap.
         derives: Whether ``modified`` computes the derivative of scores; otherwise it returns ``one``.
+        times: Product of slope and distance.  A target whose compiler might fuse either this product or the
+            score's own with their difference gives one that is rounded; the usual product when None.
     """
 
     compile: Callable[[Any], Any]
@@ -172,6 +174,7 @@ class ScoreTarget(NamedTuple):
     in_blocks: Callable[..., Any] | None
     scores_over_cap: bool = False
     derives: bool = True
+    times: Callable[..., Any] | None = None
 
 
 class ScoreProgram(NamedTuple):
@@ -189,11 +192,16 @@ class ScoreProgram(NamedTuple):
     is_visible: Callable[..., Any]
 
 
+def _times(x, y):
+    return x * y
+
+
 def make_score_program(features: Features, target: ScoreTarget) -> ScoreProgram:
     """Return the score program for the options of a call, compiled for a target."""
     compile_, one, tanh = target.compile, target.one, target.tanh
     slope, distance, bias = target.slope, target.distance, target.bias
     over_cap, derives = not target.scores_over_cap, target.derives
+    times = target.times or compile_(_times)
 
     @compile_
     def capped(score, place, call):
@@ -202,7 +210,7 @@ def make_score_program(features: Features, target: ScoreTarget) -> ScoreProgram:
 
     @compile_
     def less_distance(score, place, call):
-        return score - slope(place, call) * distance(place, call), one
+        return score - times(slope(place, call), distance(place, call)), one
 
     @compile_
     def biased(score, place, call):

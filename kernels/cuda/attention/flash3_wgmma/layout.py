@@ -89,14 +89,13 @@ def layout_of(widths: Widths, has_options: bool = False) -> ForwardLayout:
             masks often have 128 rows.
     """
     width = max(widths)
-    patience = 0 if width <= 64 or has_options else PATIENCE
     if width <= 64:
-        return ForwardLayout(2 if has_options else 3, 128, 2, 2, True, patience)
+        return ForwardLayout(2 if has_options else 3, 128, 2, 2, True, PATIENCE)
     if width <= 128:
-        return ForwardLayout(2, 128, 2, 2, False, patience)
+        return ForwardLayout(2, 128, 2, 2, False, PATIENCE)
     if width <= 192:
-        return ForwardLayout(2, 96, 2, 1, True, patience)
-    return ForwardLayout(2, 80, 2, 1, False, patience)
+        return ForwardLayout(2, 96, 2, 1, True, PATIENCE)
+    return ForwardLayout(2, 80, 2, 1, False, PATIENCE)
 
 
 def shared_tiles(layout: ForwardLayout, widths: Widths, features: Features = PLAIN) -> SharedTiles:

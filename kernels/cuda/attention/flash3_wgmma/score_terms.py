@@ -151,10 +151,10 @@ def _times(product, factor):
 def scaled_by(features: Features) -> Callable[..., Any]:
     """Return ``scaled(product, factor)``: the score before options.
 
-    Both passes must round scores alike.  Where more than one sum could be fused with the product, which
-    one the compiler chooses depends on what else the kernel needs, and so none is.
+    Both passes must round scores alike.  Whether the compiler fuses the product with a user's function
+    depends on what else the kernel needs, and so it must not.
     """
-    return mul_rn if features.slopes or features.score_mod is not None else _times
+    return mul_rn if features.score_mod is not None else _times
 
 
 def score_target(features: Features, cols: int, tanh: Any, derives: bool) -> ScoreTarget:
@@ -197,6 +197,7 @@ def score_target(features: Features, cols: int, tanh: Any, derives: bool) -> Sco
         score_function=by_score,
         slope=slope,
         distance=distance,
+        times=mul_rn,
         bias=make_pair_at(kind, cols) if kind in UNPACK else mask_at,
         in_mask=is_shown,
         in_blocks=is_shown,

@@ -201,16 +201,9 @@ def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
         return mul_rn(float32(shift_of(row_max)), scale)
 
     @device_function
-    def rescaled(old, top, scale):
-        return ex2(sub_rn(mul_rn(old, scale), top) * LOG2_OF_E)
-
-    @device_function
-    def rescale_of(old, new, scale, factor):
-        near = float32(shift_of(new))
-        factor_of_sums = ex2(old * factor - near * factor)
-        if abs(near * factor) > MOST:
-            factor_of_sums = rescaled(old, natural(new, scale), scale)
-        return factor_of_sums
+    def rescale_of(rescale, old, top, shift, scale):
+        exact = ex2(sub_rn(mul_rn(old, scale), top) * LOG2_OF_E)
+        return exact if abs(shift) > MOST else rescale
 
     @device_function
     def softmax_step(s, scale, factor, maxima, shifts, sums, has_large):
@@ -226,14 +219,16 @@ def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
         rescale_0 = rescale_1 = one
         if is_scaled:
             top_0, top_1 = row_maxima(top_0, top_1)
-            rescale_0 = rescale_of(max_0, top_0, scale, factor)
-            rescale_1 = rescale_of(max_1, top_1, scale, factor)
-            maxima, sums = (top_0, top_1), (sums[0] * rescale_0, sums[1] * rescale_1)
             shifts = float32(shift_of(top_0)) * factor, float32(shift_of(top_1)) * factor
+            rescale_0 = ex2(max_0 * factor - shifts[0])
+            rescale_1 = ex2(max_1 * factor - shifts[1])
             has_large = has_large_row(shifts[0], shifts[1])
             if has_large:
                 tops = natural(top_0, scale), natural(top_1, scale)
+                rescale_0 = rescale_of(rescale_0, max_0, tops[0], shifts[0], scale)
+                rescale_1 = rescale_of(rescale_1, max_1, tops[1], shifts[1], scale)
                 shifts = lower(s, scale, tops, shifts)
+            maxima, sums = (top_0, top_1), (sums[0] * rescale_0, sums[1] * rescale_1)
         sums = exponentials(s, 0, factor, shifts[0], shifts[1], sums[0], sums[1])
         return maxima, shifts, sums, has_large, is_scaled, rescale_0, rescale_1
 

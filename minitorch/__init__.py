@@ -60,6 +60,7 @@ if not _entrance.runs_as_command(__name__):
         from .fast_conv import Conv1dFun, Conv2dFun, conv1d, conv2d
         from .fast_ops import FastBackend, FastOps
         from .functions.base import Function
+        from .functions.flash_attention import FlashAttention
         from .layers.linear import linear
         from .layers.linear_cross_entropy import linear_cross_entropy
         from .layers.residual_layer_norm import residual_layer_norm
@@ -115,7 +116,6 @@ if not _entrance.runs_as_command(__name__):
             All,
             Copy,
             Exp,
-            FlashAttention,
             Inv,
             IsClose,
             Log,
@@ -132,8 +132,8 @@ if not _entrance.runs_as_command(__name__):
             View,
         )
         from .tensor_ops import MapProto, SimpleBackend, SimpleOps, TensorBackend, TensorOps
+        from .tensors.dlpack import from_dlpack
         from .tensors.factories import (
-            from_dlpack,
             from_numpy,
             full,
             manual_seed,

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from numba import njit, prange
 
-from kernels.common.geometry import ceil_div
-from kernels.cuda.backend import SIZES, device_function
 from kernels.runtime.targets import cuda
 
 from .autodiff import Context
 from .backends.compiled_loops import parallel_loop
 from .backends.dtype_promotion import result_dtype
 from .backends.tensor_protocol import TensorLike as Tensor
-from .cuda_ops import jit
+from .cuda_ops import MAP_THREADS, device_jit, jit
 from .functions.base import Function, check_tensor
 
 if TYPE_CHECKING:
@@ -105,7 +103,7 @@ def make_items(compile_: Callable[[Any], Any]) -> Items:
 
 
 conv1d_item, conv2d_item = make_items(njit(error_model="numpy", inline="always"))
-conv1d_on_device, conv2d_on_device = make_items(device_function)
+conv1d_on_device, conv2d_on_device = make_items(device_jit)
 
 
 # -- on the CPU --------------------------------------------------------------------------------
@@ -307,9 +305,9 @@ class _Convolution(Function):
         """Launch the kernel."""
         # Tuples are passed as arguments without a copy, and indexing them needs no local memory.
         triples = [(data._storage, data.shape, data.strides) for data in (out, input, weight)]
-        grid = ceil_div(out.size, SIZES.flat_threads)
+        grid = -(-out.size // MAP_THREADS)
         if grid:  # an empty grid cannot be launched
-            launch = cls.kernel[grid, SIZES.flat_threads]
+            launch = cls.kernel[grid, MAP_THREADS]
             launch(*triples[0], out.size, *triples[1], *triples[2], reverse)
 
     @classmethod

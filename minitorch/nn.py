@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from kernels.common.arguments import as_host_array, flag, number, shape_of, short, shown, whole
-from kernels.cuda.backend import computed
 from kernels.runtime.dtypes import is_floating
 
 from . import operators
+from .backends.memory import memories
 from .backends.operations import operation
 from .fast_ops import FastOps
 from .functions.base import as_int, check_tensor, is_tensor
@@ -161,7 +161,7 @@ def integer_array(ids: Any, limit: int, name: str) -> Any:
     given = ids.to_numpy() if is_tensor(ids) else as_host_array(name, ids)
     if given.dtype == np.int64 and given.base is None and not given.flags.writeable:
         return _checked_ids(given, limit, name, ids)  # read-only, so it need not be copied
-    return computed(lambda: _checked_ids(given, limit, name, ids).astype(np.int64), given)
+    return memories.computed(lambda: _checked_ids(given, limit, name, ids).astype(np.int64), given)
 
 
 def _checked_ids(array: Any, limit: int, name: str, given: Any) -> Any:
@@ -306,6 +306,3 @@ def switch(name: str, value: Any) -> bool:
             f"{name} must be True or False, got the backend {value}; pass a backend by name: backend=..."
         )
     return flag(name, value)
-
-
-# -- attention ---------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from kernels.common.arguments import flag, listed, not_negative, number, short, shown, whole
-from kernels.cuda.backend import refuse
 from kernels.runtime.dtypes import acc_dtype, is_floating
 
 from .autodiff import modes, no_grad
+from .backends.memory import memories
 from .backends.operations import operation
 from .module import Parameter
 from .scalar import Scalar
@@ -116,7 +116,7 @@ class Optimizer:
             gradient = p.value.derivative if isinstance(p.value, Scalar) else p.value.grad
             check_step(type(self).__name__, what, new, old, gradient)
         if getattr(value, "_tensor", None) is not getattr(p.value, "_tensor", None):
-            refuse(
+            memories.refuse(
                 f"moves its parameters by {type(self).__name__} to new memory",
                 "use minitorch.AdamW on CUDA with contiguous parameters, which it updates in place",
                 on_host=not getattr(getattr(p.value, "backend", None), "cuda", False),

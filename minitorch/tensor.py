@@ -30,9 +30,15 @@ from .tensor_data import (
 from .tensor_functions import To
 from .tensor_ops import TensorBackend, TensorOps
 from .tensors.container import Container
-from .tensors.interchange import Lending
 from .tensors.operator_methods import TensorOperators
 from .tensors.shape_methods import ShapeMethods
+
+try:
+    from .tensors.extras import Extras
+except ModuleNotFoundError as missing:  # a starter tree before module 5
+    if not str(missing.name).endswith("tensors.extras"):
+        raise
+    Extras = object  # type: ignore[assignment,misc]
 
 _ids = count(1)
 
@@ -57,7 +63,7 @@ def constant(ops: type[TensorOps], value: str, dtype: np.dtype[Any]) -> TensorDa
     return data
 
 
-class Tensor(TensorOperators, ShapeMethods, Container, Lending):
+class Tensor(Extras, TensorOperators, ShapeMethods, Container):
     """An n-dimensional array that records how it was computed.
 
     Args:

@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.common.arguments import shown
-from kernels.cuda.backend import as_bits, is_device_array, to_device, to_host
-from kernels.runtime.dtypes import BITS, rounded
-from kernels.runtime.targets import explained
 
 from .backends.elements import DTYPES as DTYPES
 from .backends.elements import HELD, as_dtype, as_element, checked_shape, dtype_of
+from .backends.memory import is_device_storage as is_device_storage
+from .backends.memory import memories
 from .backends.writes import wrote
 
 #: Length of the scratch index buffers inside kernels; no tensor has more dimensions.
@@ -173,10 +172,6 @@ def _as_arrays(shape: Ints, strides: Ints) -> tuple[Shape, Strides]:
     return np.array(shape, np.int64), np.array(strides, np.int64)
 
 
-#: Tell whether a storage lives on a CUDA device (or is the simulator's stand-in for one).
-is_device_storage = is_device_array
-
-
 def _as_storage(numbers: Any) -> Storage:
     """Return a list of numbers as an array of the default dtype."""
     try:
@@ -313,7 +308,9 @@ class TensorData:
             MemoryError: If the device has too little memory left.
         """
         if not is_device_storage(self._storage):
-            self._storage = to_device(self._storage)
+            if memories.device is None:
+                raise RuntimeError("there is no CUDA backend in this tree; module 3 brings it")
+            self._storage = memories.device.bring(self._storage)
 
     def is_contiguous(self) -> bool:
         """Tell whether the elements lie in row-major order."""
@@ -331,7 +328,7 @@ class TensorData:
         """Return the elements as an array of ``shape``: a view of a host storage, else a copy."""
         storage: Any = self._storage
         if is_device_storage(storage):
-            storage = to_host(storage)
+            storage = memories.device.to_host(storage)
         steps = tuple(stride * storage.itemsize for stride in self.strides)
         return np.ndarray(self.shape, storage.dtype, storage, 0, steps)
 
@@ -388,10 +385,9 @@ class TensorData:
     def get(self, key: int | UserIndex) -> float:
         """Return the element at an index."""
         storage, position = self._storage, self.index(key)
-        with explained("reading an element"):
-            if self.is_half and is_device_storage(storage):
-                return as_bits(storage)[position].view(storage.dtype)
-            return storage[position]
+        if is_device_storage(storage):
+            return memories.device.read(storage, position)
+        return storage[position]
 
     def set(self, key: int | UserIndex, val: float) -> None:
         """Write the element at an index.
@@ -403,12 +399,10 @@ class TensorData:
         """
         storage, position = self._storage, self.index(key)
         val = as_element(val, self.dtype)
-        with explained("writing an element"):
-            if self.is_half and is_device_storage(storage):
-                number = rounded(np.array(val, np.float64), storage.dtype)
-                as_bits(storage)[position] = number.view(BITS)[()]
-            else:
-                storage[position] = val
+        if is_device_storage(storage):
+            memories.device.write(storage, position, val)
+        else:
+            storage[position] = val
         wrote(storage)
 
     def tuple(self) -> Triple:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -31,14 +32,13 @@ from .tensor_functions import To
 from .tensor_ops import TensorBackend, TensorOps
 from .tensors.container import Container
 from .tensors.operator_methods import TensorOperators
-from .tensors.shape_methods import ShapeMethods
 
 try:
-    from .tensors.extras import Extras
+    from .tensors.extras import Methods
 except ModuleNotFoundError as missing:  # a starter tree before module 5
     if not str(missing.name).endswith("tensors.extras"):
         raise
-    Extras = object  # type: ignore[assignment,misc]
+    Methods = TensorOperators  # type: ignore[assignment,misc]
 
 _ids = count(1)
 
@@ -63,7 +63,7 @@ def constant(ops: type[TensorOps], value: str, dtype: np.dtype[Any]) -> TensorDa
     return data
 
 
-class Tensor(Extras, TensorOperators, ShapeMethods, Container):
+class Tensor(Methods, Container):
     """An n-dimensional array that records how it was computed.
 
     Args:
@@ -116,10 +116,8 @@ class Tensor(Extras, TensorOperators, ShapeMethods, Container):
     def name(self, name: str) -> None:
         self._name = name
 
-    @property
-    def f(self) -> TensorBackend:
-        """The backend, under its published short name."""
-        return self.backend
+    #: The backend, under its published short name.
+    f: TensorBackend = property(attrgetter("backend"))  # type: ignore[assignment]
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from operator import methodcaller
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -336,7 +337,7 @@ class TensorData:
         """Return a function that views a host storage with this layout as an array of ``shape``."""
         shape, dtype = self.shape, self.dtype
         if self.strides == _row_major_strides(shape):
-            return lambda storage: storage.reshape(shape)
+            return methodcaller("reshape", shape)
         steps = tuple(stride * dtype.itemsize for stride in self.strides)
         return lambda storage: np.ndarray(shape, dtype, storage, 0, steps)
 

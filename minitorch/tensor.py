@@ -12,25 +12,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.common.arguments import flag, shown
-from kernels.runtime.dtypes import acc_dtype, is_floating, is_half, rounded
+from kernels.common.arguments import flag
+from kernels.runtime.dtypes import acc_dtype, is_floating, is_half
 
-from .autodiff import History, Variable, backpropagate, modes
+from .autodiff import History, Variable, backpropagate
 from .backends.dtype_promotion import result_dtype
-from .backends.elements import NUMBERS, as_dtype, as_element, as_float, checked_shape, dtype_of
-from .cuda_ops import CudaBackend
-from .fast_ops import FastBackend
+from .backends.elements import NUMBERS, as_dtype, as_element, as_float, checked_shape
 from .functions.base import chain_rule, check_tensor, is_variable
-from .tensor_data import (
-    Ints,
-    TensorData,
-    UserShape,
-    UserStrides,
-    is_device_storage,
-)
-from .tensor_functions import To
+from .scalars.modes import modes
+from .tensor_data import Ints, TensorData, UserShape, UserStrides
 from .tensor_ops import TensorBackend, TensorOps
 from .tensors.container import Container
+from .tensors.conversions import Conversions
 from .tensors.operator_methods import TensorOperators
 
 try:
@@ -63,7 +56,7 @@ def constant(ops: type[TensorOps], value: str, dtype: np.dtype[Any]) -> TensorDa
     return data
 
 
-class Tensor(Methods, Container):
+class Tensor(Methods, Conversions, Container):
     """An n-dimensional array that records how it was computed.
 
     Args:
@@ -242,51 +235,6 @@ class Tensor(Methods, Container):
     def tuple(self) -> tuple[Any, Any, Any]:
         """Return (storage, shape, strides)."""
         return self._tensor.tuple()
-
-    def to(self, target: TensorBackend | npt.DTypeLike) -> Tensor:
-        """Return the tensor on a given backend, or in a given dtype; differentiable.
-
-        Args:
-            target: A backend, a dtype, or the name of a dtype: float16, bfloat16, float32, float64, or an
-                integer type, whose tensors are constants and end the graph.
-
-        Raises:
-            TypeError: If the target is neither a backend nor a dtype that tensors support.
-        """
-        if isinstance(target, TensorBackend):
-            return self if target is self.backend else To.apply(self, target, self.dtype)
-        dtype = dtype_of(target)
-        if dtype is None or dtype.kind == "O":  # NumPy takes any class for a dtype
-            raise TypeError(
-                "to needs a backend, such as minitorch.FastBackend, or a dtype, such as "
-                f"numpy.float32; got {shown(target)}"
-            )
-        if not is_floating(dtype):
-            return self._converted(self.backend, dtype)
-        return self if dtype == self.dtype else To.apply(self, self.backend, dtype)
-
-    def cpu(self) -> Tensor:
-        """Return the tensor on the host: itself if it is there, else a copy on the fast backend."""
-        return self.to(FastBackend) if self.backend.cuda else self
-
-    def cuda(self) -> Tensor:
-        """Return the tensor on the CUDA backend."""
-        return self.to(CudaBackend)
-
-    def _converted(self, backend: TensorBackend, dtype: Any) -> Tensor:
-        data = self._tensor
-        moves = is_device_storage(data._storage) != backend.cuda
-        if dtype != data.dtype and is_floating(dtype) and backend.cuda and not moves:
-            data = self.backend.id_map(self, self.empty(self.shape, dtype))._tensor
-        elif dtype != data.dtype or moves:
-            array = data.to_array()
-            converts = dtype != array.dtype and is_floating(dtype) and is_floating(array.dtype)
-            array = rounded(array, dtype) if converts else array
-            array = np.ascontiguousarray(array, dtype=dtype)
-            data = TensorData(array.reshape(-1), self.shape)
-            if backend.cuda:
-                data.to_cuda_()
-        return Tensor(data, backend=backend)
 
     def _type_(self, backend: TensorBackend) -> None:
         """Move the tensor itself to another backend."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from operator import methodcaller
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +14,9 @@ import numpy.typing as npt
 from kernels.common.arguments import shown
 
 from .backends.elements import DTYPES as DTYPES
-from .backends.elements import HELD, as_dtype, as_element, checked_shape, dtype_of
+from .backends.elements import HELD, as_element, checked_shape
+from .backends.elements import get_default_dtype as get_default_dtype
+from .backends.elements import set_default_dtype as set_default_dtype
 from .backends.memory import is_device_storage as is_device_storage
 from .backends.memory import memories
 from .backends.writes import wrote
@@ -39,37 +40,6 @@ UserShape: TypeAlias = Sequence[int]
 UserStrides: TypeAlias = Sequence[int]
 Ints: TypeAlias = tuple[int, ...]  # inside TensorData the word `tuple` names a published method
 Triple: TypeAlias = tuple[Storage, Shape, Strides]
-
-_default_dtype = np.dtype(np.float64)
-
-
-def set_default_dtype(dtype: npt.DTypeLike) -> None:
-    """Set the dtype of tensors made from Python numbers.
-
-    Args:
-        dtype: ``float32`` or ``float64``.
-
-    Raises:
-        TypeError: For any other dtype.
-    """
-    global _default_dtype
-    wanted = dtype_of(dtype)
-    if wanted is None or wanted not in (np.dtype(np.float32), np.dtype(np.float64)):
-        raise TypeError(
-            f"the default dtype must be float32 or float64, got {wanted or repr(dtype)}; pass one of them"
-        )
-    _default_dtype = wanted
-
-
-def get_default_dtype() -> np.dtype[Any]:
-    """Return the dtype of tensors made from Python numbers (float64 until changed)."""
-    return _default_dtype
-
-
-def dtype_or_default(dtype: Any) -> np.dtype[Any]:
-    """Return a dtype that a tensor may have, given it or its name; the default dtype for None."""
-    return get_default_dtype() if dtype is None else as_dtype(dtype)
-
 
 # The three helpers below are compiled into every kernel, for the CPU and for CUDA.  They loop over
 # len(shape) and never over len(index): kernels hand them scratch buffers of MAX_DIMS entries.
@@ -184,7 +154,7 @@ def _as_storage(numbers: Any) -> Storage:
             f"a storage must be a flat list of numbers or a 1-D array, got {shown(numbers)}; pass one "
             "number for each element of the shape"
         )
-    return array.astype(_default_dtype)
+    return array.astype(get_default_dtype())
 
 
 def _check_dims(dims: int) -> None:
@@ -332,14 +302,6 @@ class TensorData:
             storage = memories.device.to_host(storage)
         steps = tuple(stride * storage.itemsize for stride in self.strides)
         return np.ndarray(self.shape, storage.dtype, storage, 0, steps)
-
-    def array_view(self) -> Callable[[Storage], Storage]:
-        """Return a function that views a host storage with this layout as an array of ``shape``."""
-        shape, dtype = self.shape, self.dtype
-        if self.strides == _row_major_strides(shape):
-            return methodcaller("reshape", shape)
-        steps = tuple(stride * dtype.itemsize for stride in self.strides)
-        return lambda storage: np.ndarray(shape, dtype, storage, 0, steps)
 
     @staticmethod
     def shape_broadcast(shape_a: UserShape, shape_b: UserShape) -> Ints:

@@ -9,7 +9,8 @@ import numpy as np
 
 from kernels.runtime.dtypes import FLOAT32, acc_dtype, is_floating, is_half
 
-from ..tensor_data import Ints, Storage, TensorData, get_default_dtype
+from ..tensor_data import Ints, Storage, TensorData
+from .elements import get_default_dtype
 from .memory import memories
 from .tensor_protocol import AnyTensor, TensorLike
 

@@ -11,11 +11,12 @@ import numpy as np
 from kernels.common.arguments import shown
 from kernels.runtime.dtypes import acc_dtype
 
-from ..autodiff import Context, History, Variable, modes, writes
+from ..autodiff import Context, History, Variable
 from ..backends.tensor_protocol import AnyTensor
 from ..backends.tensor_protocol import TensorLike as Tensor
 from ..backends.writes import check_unwritten
 from ..scalar_functions import wrap_tuple
+from ..scalars.modes import modes, writes
 
 
 def is_tensor(x: Any) -> bool:

@@ -15,15 +15,19 @@ import numpy.typing as npt
 from kernels.common.arguments import as_host_array, as_plain, shown, whole
 from kernels.runtime.dtypes import BFLOAT16, is_floating, rounded
 
-from ..backends.elements import as_element, check_memory, checked_shape
+from ..backends.elements import (
+    as_element,
+    check_memory,
+    checked_shape,
+    dtype_or_default,
+    get_default_dtype,
+)
 from ..fast_ops import FastBackend
 from ..tensor import Tensor
 from ..tensor_data import (
     Storage,
     TensorData,
     UserShape,
-    dtype_or_default,
-    get_default_dtype,
 )
 from ..tensor_ops import SimpleBackend, TensorBackend, TensorOps
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from itertools import count
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,9 @@ from .tensors.operator_methods import TensorOperators
 try:
     from .tensors.extras import Methods
 except ModuleNotFoundError as missing:  # a starter tree before module 5
-    if not str(missing.name).endswith("tensors.extras"):
+    if TYPE_CHECKING or not str(missing.name).endswith("tensors.extras"):
         raise
-    Methods = TensorOperators  # type: ignore[assignment,misc]
+    Methods = TensorOperators
 
 _ids = count(1)
 

@@ -154,7 +154,7 @@ class BoundOps(TensorOps):
     #: Cached products by the layouts of their operands; each backend has its own.
     _products: Kinds
     #: Returns the options of a matrix product in addition to its operands.
-    product_options: Callable[[], Any] = tuple
+    product_options: Any = tuple
 
     @classmethod
     def __init_subclass__(cls) -> None:

@@ -356,7 +356,11 @@ class FasterOps(BoundOps, FastOps):
             return None
         of_out, of_a, of_b = (_viewed(t) for t in (out, a, b))
         if blas.is_for_one_thread(out.shape, a.shape[-1]):
-            return lambda o, x, y: np.matmul(of_a(x), of_b(y), out=of_out(o))
+
+            def run(o: Storage, x: Storage, y: Storage) -> None:
+                np.matmul(of_a(x), of_b(y), out=of_out(o))
+
+            return run
         return lambda o, x, y: blas.matmul(of_a(x), of_b(y), of_out(o))
 
     @classmethod

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "project"))
-from course.markers import Region, replaced, sources  # noqa: E402
-from course.starter_trees import write_tree  # noqa: E402
+from course.markers import Region, replaced, sources
+from course.starter_trees import write_tree
 
 pytestmark = pytest.mark.slow
 #: Each call must come through a region of its task, and stop there when that region alone is empty.

@@ -153,20 +153,7 @@ def _tensor_conv2d(
 ):  # fmt: skip
     """Convolve (batch, in_channels, height, width) with (out_channels, in_channels, kh, kw).
 
-    The kernel is anchored top left, or bottom right when ``reverse``.
-
-    Args:
-        out: Storage of the output, (batch, out_channels, height, width).
-        out_shape: Shape of out, four sizes.
-        out_strides: Strides of out, in elements.
-        out_size: Number of elements of out.
-        input: Storage of the input, (batch, in_channels, height, width).
-        input_shape: Shape of input, four sizes.
-        input_strides: Strides of input, in elements.
-        weight: Storage of the weights, (out_channels, in_channels, kh, kw).
-        weight_shape: Shape of weight, four sizes.
-        weight_strides: Strides of weight, in elements.
-        reverse: Anchor the kernel at its bottom right corner.
+    The kernel is anchored top left, or bottom right when ``reverse``; arguments as in ``_tensor_conv1d``.
     """
     # TASK 4.2: prange over the items; conv2d_item does one.
     for item in prange(out_size):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from kernels.common.arguments import listed, not_negative, number, shown, whole
+from kernels.common.arguments import listed, shown
 from kernels.runtime.dtypes import acc_dtype
 
 from .backends.memory import memories
@@ -45,11 +44,6 @@ class Optimizer(State):
         """Move every parameter that has a gradient."""
         raise NotImplementedError("define step in the subclass of Optimizer")
 
-    def _check_numbers(self, numbers: dict[str, Any]) -> None:
-        """Check the types and ranges of the numbers of a state, or of those that the constructor got."""
-        for name, value in numbers.items():
-            number(name, value)
-
     def _update(self, p: Parameter, value: Any) -> None:
         """Move a parameter to its new value."""
         if modes.anomaly:
@@ -70,22 +64,6 @@ class Optimizer(State):
         p.update(value)
 
 
-def _check_rates(below_1: dict[str, Any] | None = None, **rates: Any) -> None:
-    """Check that rates are finite numbers of at least 0.
-
-    Args:
-        below_1: Rates that must also be less than 1, by name.
-        rates: The other rates, by name.
-
-    Raises:
-        TypeError: If one is not a number.
-        ValueError: If one is negative, infinite or NaN, or too large.
-    """
-    for most, numbers in ((1.0, below_1 or {}), (math.inf, rates)):
-        for name, value in numbers.items():
-            not_negative(name, value, most)
-
-
 class SGD(Optimizer):
     """Gradient descent: value - lr * gradient.
 
@@ -98,10 +76,6 @@ class SGD(Optimizer):
         super().__init__(parameters)
         self._check_numbers({"lr": lr})
         self.lr = float(lr)
-
-    def _check_numbers(self, numbers: dict[str, Any]) -> None:
-        super()._check_numbers(numbers)
-        _check_rates(lr=numbers["lr"])
 
     def step(self) -> None:
         """Move every parameter that has a gradient."""
@@ -153,16 +127,6 @@ class Adam(Moments, Optimizer):
         self.steps = 0
         # Keyed by the Parameter: its value is a new tensor after each step.
         self.moments: dict[Parameter, tuple[Tensor, Tensor]] = {}
-
-    def _check_numbers(self, numbers: dict[str, Any]) -> None:
-        super()._check_numbers(numbers)
-        below_1, rates = (
-            {name: numbers[name] for name in names}
-            for names in (("beta1", "beta2"), ("lr", "eps", "weight_decay"))
-        )
-        _check_rates(below_1, **rates)
-        if whole("steps", numbers["steps"], 0) >= 2**53:
-            raise ValueError(f"steps must be less than 2**53, got {shown(numbers['steps'])}")
 
     def step(self) -> None:
         """Move every parameter that has a gradient."""

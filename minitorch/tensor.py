@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache
 from itertools import count
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -13,15 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.common.arguments import flag
-from kernels.runtime.dtypes import acc_dtype, is_floating, is_half
+from kernels.runtime.dtypes import is_floating
 
 from .autodiff import History, Variable, backpropagate
-from .backends.dtype_promotion import result_dtype
-from .backends.elements import NUMBERS, as_dtype, as_element, as_float, checked_shape
+from .backends.elements import as_dtype, as_element, checked_shape
 from .functions.base import chain_rule, check_tensor, is_variable
 from .scalars.modes import modes
 from .tensor_data import Ints, TensorData, UserShape, UserStrides
-from .tensor_ops import TensorBackend, TensorOps
+from .tensor_ops import TensorBackend
 from .tensors.container import Container
 from .tensors.conversions import Conversions
 from .tensors.operator_methods import TensorOperators
@@ -39,21 +37,6 @@ _ids = count(1)
 def next_id() -> int:
     """Return a number larger than those of all existing variables."""
     return next(_ids)
-
-
-@lru_cache(maxsize=256)
-def constant(ops: type[TensorOps], value: str, dtype: np.dtype[Any]) -> TensorData:
-    """Return a cached constant of one element; on a device each new one would cost a launch.
-
-    Args:
-        ops: The operations of the backend.
-        value: The number in the form of ``float.hex``, because -0.0 and 0.0 are equal but not the same.
-        dtype: Dtype of the other operand.  The constant for a 16-bit tensor is float32 and does not widen
-            the result.
-    """
-    data = TensorData(ops.filled(1, float.fromhex(value), acc_dtype(dtype)), (1,))
-    data.is_number = is_half(dtype)
-    return data
 
 
 class Tensor(Methods, Conversions, Container):
@@ -235,43 +218,6 @@ class Tensor(Methods, Conversions, Container):
     def tuple(self) -> tuple[Any, Any, Any]:
         """Return (storage, shape, strides)."""
         return self._tensor.tuple()
-
-    def _type_(self, backend: TensorBackend) -> None:
-        """Move the tensor itself to another backend."""
-        # New data where it must move: other tensors may share the old data.
-        self._tensor = self._converted(backend, self.dtype)._tensor
-        self.backend = backend
-
-    def _ensure_tensor(self, b: Any) -> Tensor:
-        """Turn a number into a tensor of one element; give a tensor this backend.
-
-        Only single elements move between the host and a device: larger implicit copies at each operation
-        would go unnoticed.  On the host, the right operand takes the backend of the left one, as in the
-        published course, except that nothing moves from the fast backend to the simple one.
-        """
-        if isinstance(b, Tensor):
-            if b.backend is not self.backend:
-                if b.backend.cuda != self.backend.cuda and not (self.backend.cuda and b.size == 1):
-                    places = ("the host", "the CUDA device")
-                    raise TypeError(
-                        f"the operands are on two devices: this one, of shape {self.shape}, is on "
-                        f"{places[self.backend.cuda]}, and the other, of shape {b.shape}, is on "
-                        f"{places[b.backend.cuda]}; move one of them with cuda() or cpu()"
-                    )
-                if b.backend.kind.is_compiled and not self.backend.kind.is_compiled:
-                    raise TypeError(
-                        f"the left operand is on {self.backend.kind.__name__}, plain Python loops, and "
-                        f"the right one on {b.backend.kind.__name__}; create both with "
-                        "backend=minitorch.FastBackend, or convert one with to(minitorch.FastBackend)"
-                    )
-                b._type_(self.backend)
-            return b
-        if isinstance(b, NUMBERS):
-            return self._new(constant(self.backend.loops, as_float(b).hex(), result_dtype(self)))
-        raise TypeError(
-            f"the other operand must be a tensor or a number, got {type(b).__name__}; convert it "
-            "with minitorch.tensor or minitorch.from_numpy"
-        )
 
     # -- differentiation ------------------------------------------------------------------------
 

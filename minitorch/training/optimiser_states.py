@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
+from kernels.common.arguments import not_negative, number, shown, whole
 from kernels.runtime.dtypes import is_floating
 
 from ..module import Parameter
 from ..tensor import Tensor
+
+#: The rates of optimisers, which are never negative, and what each must be less than.
+RATES = {"lr": math.inf, "eps": math.inf, "weight_decay": math.inf, "beta1": 1.0, "beta2": 1.0}
 
 
 class State:
     """The state of an optimiser whose only state is its numbers."""
 
     parameters: Sequence[Parameter]
-    _check_numbers: Any
 
     def __repr__(self) -> str:
         facts = {k: v for k, v in self._numbers().items() if k != "optimizer"}
@@ -59,6 +63,17 @@ class State:
             raise ValueError(f"the state cannot be loaded: {error}") from None
         self._load_tensors(tensors)
         vars(self).update({key: value for key, value in numbers.items() if key != "optimizer"})
+
+    def _check_numbers(self, numbers: dict[str, Any]) -> None:
+        """Check the types and ranges of the numbers of a state, or of those that the constructor got."""
+        for name, value in numbers.items():
+            if name == "steps":
+                if whole(name, value, 0) >= 2**53:
+                    raise ValueError(f"steps must be less than 2**53, got {shown(value)}")
+            elif name in RATES:
+                not_negative(name, value, RATES[name])
+            else:
+                number(name, value)
 
     def _load_tensors(self, tensors: dict[str, Tensor]) -> None:
         if tensors:

@@ -98,7 +98,7 @@ class Conversions(_Tensor):
         self._tensor = self._converted(backend, self.dtype)._tensor
         self.backend = backend
 
-    def _ensure_tensor(self, b: Any) -> Self:
+    def _ensure_tensor(self, b: Any) -> Any:
         """Turn a number into a tensor of one element; give a tensor this backend.
 
         Only single elements move between the host and a device: larger implicit copies at each operation

@@ -10,10 +10,11 @@ from numba import njit, prange
 from kernels.runtime.targets import cuda
 
 from .autodiff import Context
+from .backends.compiled_kernels import device_jit, kernel_of
 from .backends.compiled_loops import parallel_loop
 from .backends.dtype_promotion import result_dtype
 from .backends.tensor_protocol import TensorLike as Tensor
-from .cuda_ops import MAP_THREADS, device_jit, jit
+from .cuda_ops import MAP_THREADS
 from .functions.base import Function, check_tensor
 
 if TYPE_CHECKING:
@@ -103,7 +104,6 @@ def make_items(compile_: Callable[[Any], Any]) -> Items:
 
 
 conv1d_item, conv2d_item = make_items(njit(error_model="numpy", inline="always"))
-conv1d_on_device, conv2d_on_device = make_items(device_jit)
 
 
 # -- on the CPU --------------------------------------------------------------------------------
@@ -170,62 +170,38 @@ tensor_conv2d = parallel_loop(_tensor_conv2d)
 # -- on CUDA -----------------------------------------------------------------------------------
 
 
-def _cuda_conv1d(
-    out, out_shape, out_strides, out_size,
-    input, input_shape, input_strides,
-    weight, weight_shape, weight_strides,
-    reverse,
-):  # fmt: skip
-    """Convolve in one dimension; arguments of :func:`_tensor_conv1d`, with shapes and strides as tuples.
+def make_kernel(convolve_item: Callable[..., None]) -> Any:
+    """Return the kernel of a convolution, given the device function that computes one element."""
 
-    Computes: out[b, o, w] = Σ_{i, k} input[b, i, w + k] · weight[o, i, k], or w - k when reverse
-    Source: none
-    Grid: ceil(out_size / threads)
-    Block: any number of threads
-    One thread does: one element of out
-    Shared: none
-    Registers: one sum
-    Global traffic: for each element of out, in_channels · kernel elements of input and of weight,
-        which neighbouring threads find in the cache; one write
-    Needs: nothing
-    """
-    item = cuda.grid(1)
-    if item < out_size:
-        conv1d_on_device(
-            item, out, out_shape, out_strides,
-            input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
-        )  # fmt: skip
+    def convolve(
+        out, out_shape, out_strides, out_size,
+        input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
+    ):  # fmt: skip
+        """Convolve; arguments of :func:`_tensor_conv1d`, with shapes and strides as tuples.
 
+        Computes: out[b, o, x] = Σ_{i, k} input[b, i, x + k] · weight[o, i, k], or x - k when reverse;
+            in two dimensions, x and k are pairs
+        Source: none
+        Grid: ceil(out_size / threads)
+        Block: any number of threads
+        One thread does: one element of out
+        Shared: none
+        Registers: one sum
+        Global traffic: for each element of out, in_channels · kernel elements of input and of weight,
+            which neighbouring threads find in the cache; one write
+        Needs: nothing
+        """
+        item = cuda.grid(1)
+        if item < out_size:
+            convolve_item(
+                item, out, out_shape, out_strides,
+                input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
+            )  # fmt: skip
 
-def _cuda_conv2d(
-    out, out_shape, out_strides, out_size,
-    input, input_shape, input_strides,
-    weight, weight_shape, weight_strides,
-    reverse,
-):  # fmt: skip
-    """Convolve in two dimensions; arguments of :func:`_tensor_conv2d`, with shapes and strides as tuples.
-
-    Computes: out[b, o, h, w] = Σ_{i, kh, kw} input[b, i, h + kh, w + kw] · weight[o, i, kh, kw], or
-        h - kh and w - kw when reverse
-    Source: none
-    Grid: ceil(out_size / threads)
-    Block: any number of threads
-    One thread does: one element of out
-    Shared: none
-    Registers: one sum
-    Global traffic: for each element of out, in_channels · kh · kw elements of input and of weight,
-        which neighbouring threads find in the cache; one write
-    Needs: nothing
-    """
-    item = cuda.grid(1)
-    if item < out_size:
-        conv2d_on_device(
-            item, out, out_shape, out_strides,
-            input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
-        )  # fmt: skip
+    return kernel_of(convolve, convolve_item)
 
 
-cuda_conv1d, cuda_conv2d = jit(_cuda_conv1d), jit(_cuda_conv2d)
+cuda_conv1d, cuda_conv2d = map(make_kernel, make_items(device_jit))
 
 
 # -- differentiable ----------------------------------------------------------------------------

@@ -285,7 +285,7 @@ def test_it_nests_decorates_and_stays_in_its_thread() -> None:
 
 
 def test_the_environment_switches_it_on() -> None:
-    code = "from minitorch.autodiff import modes; print(modes.anomaly is not None)"
+    code = "from minitorch.scalars.modes import modes; print(modes.anomaly is not None)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "MINITORCH_DETECT_ANOMALY": "1"},

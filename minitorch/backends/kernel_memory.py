@@ -33,15 +33,14 @@ from .memory import memories
 class PooledDevice(DeviceMemory):
     """Arrays of the kernels on the device, with the methods of ``PlainDevice``."""
 
+    empty: Any = staticmethod(empty_device)
+    to_host, launched = staticmethod(to_host), staticmethod(Adopted)
+
     def filled(self, size: int, value: float, dtype: np.dtype[Any]) -> Any:
         """Return a flat storage of equal elements."""
         storage = empty_device((size,), dtype)
         fill(storage, value)
         return storage
-
-    def to_host(self, array: Any) -> Any:
-        """Return a copy on the host, once the kernels launched before have run."""
-        return to_host(array)
 
     def read(self, storage: Any, position: int) -> Any:
         """Return an element."""
@@ -55,10 +54,6 @@ class PooledDevice(DeviceMemory):
             if is_half(storage.dtype):
                 value = rounded(np.array(value, np.float64), storage.dtype).view(BITS)[()]
             as_bits(storage)[position] = value
-
-    def launched(self, kernel: Any) -> Any:
-        """Return a kernel of ``cuda.jit`` in the form in which it is launched: ``[grid, block](…)``."""
-        return Adopted(kernel)
 
 
 memories.host, memories.device = HostMemory(), PooledDevice()

@@ -24,17 +24,9 @@ class PlainHost:
         """Return an array as a flat storage and its strides in elements, None for row-major."""
         return array.reshape(-1), None
 
-    def part(self, array: Any, first: int, stop: int) -> Any:
-        """View the rows from ``first`` up to ``stop`` of a contiguous array."""
-        return array[first:stop]
-
     def bring(self, array: Any) -> Any:
         """Return an array of the host in this memory, copied if necessary."""
         return array
-
-    def constant(self, array: Any) -> Any:
-        """Return a small read-only array in this memory; calls with the same values may share it."""
-        return self.bring(array)
 
     def to_host(self, array: Any) -> Any:
         """Return an array of this memory on the host, copied if necessary."""

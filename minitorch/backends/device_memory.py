@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 
 from kernels.runtime.dtypes import BFLOAT16, BITS, rounded
-from kernels.runtime.targets import cuda
+from kernels.runtime.targets import cuda, why_no_cuda
 
 from .memory import Ints, PlainHost
 
 
 class PlainDevice(PlainHost):
     """Numba's arrays on the device."""
+
+    def why_not(self) -> str | None:
+        """Return why there is no device, and what to do, or None."""
+        return why_no_cuda()
 
     def empty(self, shape: Ints, dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised array."""
@@ -34,6 +38,8 @@ class PlainDevice(PlainHost):
         """Return a copy of a NumPy array on the device, and an array on the device unchanged."""
         if not isinstance(array, np.ndarray):
             return array
+        if (reason := self.why_not()) is not None:
+            raise RuntimeError(reason)
         if array.dtype == BFLOAT16:  # which numba does not know
             return cuda.to_device(array.view(BITS)).view(BFLOAT16)
         return cuda.to_device(array)

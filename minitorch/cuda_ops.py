@@ -15,9 +15,6 @@ from typing import Any
 import numpy as np
 from numba import int64
 
-from kernels.common.geometry import ceil_div
-from kernels.cuda.backend import SIZES, Adopted, DeviceMemory, empty_device, fill, indexing
-from kernels.runtime.memory import join_dims, joined
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 
 from .backends.compiled_kernels import (
@@ -29,6 +26,8 @@ from .backends.compiled_kernels import (
     to_index,
 )
 from .backends.compiled_kernels import device_jit as device_jit
+from .backends.device_memory import PlainDevice
+from .backends.memory import memories
 from .backends.tensor_protocol import TensorLike as Tensor
 from .tensor_data import MAX_DIMS, Storage, TensorData
 from .tensor_ops import TensorBackend, TensorOps
@@ -39,7 +38,7 @@ THREADS_PER_BLOCK = 32
 #: Number of threads per block of the reduction, at most.
 REDUCE_THREADS = 32 if IS_SIMULATOR else 256
 #: Number of threads per block of map and zip.
-MAP_THREADS = SIZES.flat_threads
+MAP_THREADS = 8 if IS_SIMULATOR else 256
 #: Largest third size of a grid.
 MOST_BLOCKS = 65535
 #: Maximum number of threads per block, for which the reduce kernel allocates shared memory.
@@ -258,9 +257,7 @@ class CudaOps(TensorOps):
     """Operations as CUDA kernels."""
 
     cuda = is_compiled = True
-    memory = DeviceMemory()
     target = "cuda"
-    indexing = indexing
     make_map = staticmethod(tensor_map)
     make_zip = staticmethod(tensor_zip)
     make_reduce = staticmethod(tensor_reduce)
@@ -268,39 +265,33 @@ class CudaOps(TensorOps):
     @staticmethod
     def allocate(size: int, dtype: np.dtype[Any]) -> Storage:
         """Return an uninitialised flat storage on the device."""
-        return empty_device((size,), dtype)
+        return memories.device.empty((size,), dtype)
 
     @staticmethod
     def filled(size: int, value: float, dtype: np.dtype[Any]) -> Storage:
         """Return a flat storage of equal elements on the device."""
-        storage = empty_device((size,), dtype)
-        fill(storage, value)
-        return storage
+        return memories.device.filled(size, value, dtype)
 
     @classmethod
     def map_loop(cls, fn: Callable[[float], float]) -> Callable[..., None]:
         """Return the loop of an element-wise function of one tensor."""
-        return lambda out, a: _run_elementwise(tensor_map(fn), out, a)
+        return lambda out, a: _launch(tensor_map(fn), out, a)
 
     @classmethod
     def zip_loop(cls, fn: Callable[[float, float], float]) -> Callable[..., None]:
         """Return the loop of an element-wise function of two tensors."""
-        return lambda out, a, b: _run_elementwise(tensor_zip(fn), out, a, b)
+        return lambda out, a, b: _launch(tensor_zip(fn), out, a, b)
 
     @classmethod
     def fold_loop(cls, fn: Callable[[float, float], float], start: float) -> Callable[..., None]:
         """Return the loop that writes the fold of one dimension; ``fn`` must be commutative too."""
 
         def fold(out: TensorData, a: TensorData, dim: int) -> None:
-            # The folded dimension comes last; the others may join.
-            length, step = a.shape[dim], a.strides[dim]
-            kept = [x[:dim] + x[dim + 1 :] for x in (out.shape, out.strides, a.strides)]
-            shape, out_strides, a_strides = join_dims(*kept)
+            threads = min(max(a.shape[dim], 1), REDUCE_THREADS)
             if out.size:  # a grid without blocks cannot be launched
-                Adopted(tensor_reduce(fn))[out.size, min(max(length, 1), REDUCE_THREADS)](
-                    out._storage, (*shape, 1), (*out_strides, 0), out.size,
-                    a._storage, (*shape, length), (*a_strides, step), len(shape), start,
-                )  # fmt: skip
+                memories.device.launched(tensor_reduce(fn))[out.size, threads](
+                    *_tuples(out), out.size, *_tuples(a), dim, start
+                )
 
         return fold
 
@@ -310,23 +301,26 @@ class CudaOps(TensorOps):
         if out.size:
             batch, rows, cols = out.shape
             side = THREADS_PER_BLOCK
-            grid = ceil_div(rows, side), ceil_div(cols, side), min(batch, MOST_BLOCKS)
-            args = [(t._storage, t.shape, t.strides) for t in (out, a, b)]
-            Adopted(tensor_matrix_multiply)[grid, (side, side)](
-                *args[0], out.size, *args[1], *args[2]
+            grid = -(-rows // side), -(-cols // side), min(batch, MOST_BLOCKS)
+            memories.device.launched(tensor_matrix_multiply)[grid, (side, side)](
+                *_tuples(out), out.size, *_tuples(a), *_tuples(b)
             )
 
 
-def _run_elementwise(kernel: Any, out: TensorData, *inputs: TensorData) -> None:
-    layouts = [layout for t in inputs for layout in (t.shape, t.strides)]
-    shape, *strides = joined(out.shape, out.strides, *layouts)
-    args: list[Any] = [out._storage, shape, strides[0], out.size]
-    for t, steps in zip(inputs, strides[1:], strict=True):
-        args += [t._storage, shape, steps]  # a stride of 0 does the broadcasting
+def _tuples(t: TensorData) -> tuple[Any, ...]:
+    """Return storage, shape and strides as the kernels take them, with at least one dimension."""
+    return t._storage, t.shape or (1,), t.strides or (1,)
+
+
+def _launch(kernel: Any, out: TensorData, *inputs: TensorData) -> None:
+    """Launch an element-wise kernel, one thread for each element of ``out``."""
+    args = [arg for t in inputs for arg in _tuples(t)]
     if out.size:  # a grid without blocks cannot be launched
-        Adopted(kernel)[ceil_div(out.size, MAP_THREADS), MAP_THREADS](*args)
+        blocks = -(-out.size // MAP_THREADS)
+        memories.device.launched(kernel)[blocks, MAP_THREADS](*_tuples(out), out.size, *args)
 
 
+memories.device = PlainDevice()
 CudaBackend = TensorBackend(CudaOps)
 
 
@@ -421,7 +415,7 @@ def sum_practice(a: Tensor) -> TensorData:
         (ceil(size / 32),), but at least two elements, as published; the rest is zero.
     """
     (size,) = a.shape
-    sums = max(ceil_div(size, THREADS_PER_BLOCK), 2)
+    sums = max(-(-size // THREADS_PER_BLOCK), 2)
     out = TensorData(CudaOps.filled(sums, 0.0, a.dtype), (sums,))
     blocks = size // THREADS_PER_BLOCK + 1
     jit_sum_practice[blocks, THREADS_PER_BLOCK](out._storage, a._tensor._storage, size)

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from numba import njit, prange
 
-from kernels.common.geometry import ceil_div
-from kernels.cuda.backend import SIZES, device_function
 from kernels.runtime.targets import cuda
 
 from .autodiff import Context
+from .backends.compiled_kernels import device_jit, kernel_of
 from .backends.compiled_loops import parallel_loop
 from .backends.dtype_promotion import result_dtype
 from .backends.tensor_protocol import TensorLike as Tensor
-from .cuda_ops import jit
+from .cuda_ops import MAP_THREADS
 from .functions.base import Function, check_tensor
 
 if TYPE_CHECKING:
@@ -105,7 +104,6 @@ def make_items(compile_: Callable[[Any], Any]) -> Items:
 
 
 conv1d_item, conv2d_item = make_items(njit(error_model="numpy", inline="always"))
-conv1d_on_device, conv2d_on_device = make_items(device_function)
 
 
 # -- on the CPU --------------------------------------------------------------------------------
@@ -155,20 +153,7 @@ def _tensor_conv2d(
 ):  # fmt: skip
     """Convolve (batch, in_channels, height, width) with (out_channels, in_channels, kh, kw).
 
-    The kernel is anchored top left, or bottom right when ``reverse``.
-
-    Args:
-        out: Storage of the output, (batch, out_channels, height, width).
-        out_shape: Shape of out, four sizes.
-        out_strides: Strides of out, in elements.
-        out_size: Number of elements of out.
-        input: Storage of the input, (batch, in_channels, height, width).
-        input_shape: Shape of input, four sizes.
-        input_strides: Strides of input, in elements.
-        weight: Storage of the weights, (out_channels, in_channels, kh, kw).
-        weight_shape: Shape of weight, four sizes.
-        weight_strides: Strides of weight, in elements.
-        reverse: Anchor the kernel at its bottom right corner.
+    The kernel is anchored top left, or bottom right when ``reverse``; arguments as in ``_tensor_conv1d``.
     """
     # TASK 4.2: prange over the items; conv2d_item does one.
     for item in prange(out_size):
@@ -185,62 +170,38 @@ tensor_conv2d = parallel_loop(_tensor_conv2d)
 # -- on CUDA -----------------------------------------------------------------------------------
 
 
-def _cuda_conv1d(
-    out, out_shape, out_strides, out_size,
-    input, input_shape, input_strides,
-    weight, weight_shape, weight_strides,
-    reverse,
-):  # fmt: skip
-    """Convolve in one dimension; arguments of :func:`_tensor_conv1d`, with shapes and strides as tuples.
+def make_kernel(convolve_item: Callable[..., None]) -> Any:
+    """Return the kernel of a convolution, given the device function that computes one element."""
 
-    Computes: out[b, o, w] = Σ_{i, k} input[b, i, w + k] · weight[o, i, k], or w - k when reverse
-    Source: none
-    Grid: ceil(out_size / threads)
-    Block: any number of threads
-    One thread does: one element of out
-    Shared: none
-    Registers: one sum
-    Global traffic: for each element of out, in_channels · kernel elements of input and of weight,
-        which neighbouring threads find in the cache; one write
-    Needs: nothing
-    """
-    item = cuda.grid(1)
-    if item < out_size:
-        conv1d_on_device(
-            item, out, out_shape, out_strides,
-            input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
-        )  # fmt: skip
+    def convolve(
+        out, out_shape, out_strides, out_size,
+        input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
+    ):  # fmt: skip
+        """Convolve; arguments of :func:`_tensor_conv1d`, with shapes and strides as tuples.
 
+        Computes: out[b, o, x] = Σ_{i, k} input[b, i, x + k] · weight[o, i, k], or x - k when reverse;
+            in two dimensions, x and k are pairs
+        Source: none
+        Grid: ceil(out_size / threads)
+        Block: any number of threads
+        One thread does: one element of out
+        Shared: none
+        Registers: one sum
+        Global traffic: for each element of out, in_channels · kernel elements of input and of weight,
+            which neighbouring threads find in the cache; one write
+        Needs: nothing
+        """
+        item = cuda.grid(1)
+        if item < out_size:
+            convolve_item(
+                item, out, out_shape, out_strides,
+                input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
+            )  # fmt: skip
 
-def _cuda_conv2d(
-    out, out_shape, out_strides, out_size,
-    input, input_shape, input_strides,
-    weight, weight_shape, weight_strides,
-    reverse,
-):  # fmt: skip
-    """Convolve in two dimensions; arguments of :func:`_tensor_conv2d`, with shapes and strides as tuples.
-
-    Computes: out[b, o, h, w] = Σ_{i, kh, kw} input[b, i, h + kh, w + kw] · weight[o, i, kh, kw], or
-        h - kh and w - kw when reverse
-    Source: none
-    Grid: ceil(out_size / threads)
-    Block: any number of threads
-    One thread does: one element of out
-    Shared: none
-    Registers: one sum
-    Global traffic: for each element of out, in_channels · kh · kw elements of input and of weight,
-        which neighbouring threads find in the cache; one write
-    Needs: nothing
-    """
-    item = cuda.grid(1)
-    if item < out_size:
-        conv2d_on_device(
-            item, out, out_shape, out_strides,
-            input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
-        )  # fmt: skip
+    return kernel_of(convolve, convolve_item)
 
 
-cuda_conv1d, cuda_conv2d = jit(_cuda_conv1d), jit(_cuda_conv2d)
+cuda_conv1d, cuda_conv2d = map(make_kernel, make_items(device_jit))
 
 
 # -- differentiable ----------------------------------------------------------------------------
@@ -307,9 +268,9 @@ class _Convolution(Function):
         """Launch the kernel."""
         # Tuples are passed as arguments without a copy, and indexing them needs no local memory.
         triples = [(data._storage, data.shape, data.strides) for data in (out, input, weight)]
-        grid = ceil_div(out.size, SIZES.flat_threads)
+        grid = -(-out.size // MAP_THREADS)
         if grid:  # an empty grid cannot be launched
-            launch = cls.kernel[grid, SIZES.flat_threads]
+            launch = cls.kernel[grid, MAP_THREADS]
             launch(*triples[0], out.size, *triples[1], *triples[2], reverse)
 
     @classmethod

@@ -11,19 +11,20 @@ import numpy.typing as npt
 from kernels.common.arguments import not_negative, number, whole
 from kernels.runtime.dtypes import is_floating
 
-from .autodiff import modes
+from .backends.elements import dtype_or_default
 from .backends.operations import operation
 from .functions.base import check_tensor
+from .layers.indices import integer_array
 from .layers.linear import linear
 from .module import Module, Parameter
-from .nn import integer_array, one_hot, switch
+from .nn import one_hot, switch
+from .scalars.modes import modes
 from .tensor import Tensor
-from .tensor_data import dtype_or_default
 from .tensor_ops import SimpleBackend, TensorBackend
 from .tensors.factories import from_numpy, ones, rand, randn, tensor, zeros
 
 
-def _floating(dtype: npt.DTypeLike | None) -> np.dtype[Any]:
+def parameter_dtype(dtype: npt.DTypeLike | None) -> np.dtype[Any]:
     """Return the dtype of parameters, the default dtype for None.
 
     Raises:
@@ -57,7 +58,7 @@ class Embedding(Module):
         std: float = 1.0,
     ):
         super().__init__()
-        dtype = _floating(dtype)
+        dtype = parameter_dtype(dtype)
         self.backend = backend
         self.num_embeddings = whole("num_embeddings", num_embeddings, 1)
         self.embedding_dim = whole("embedding_dim", embedding_dim, 1)
@@ -115,7 +116,7 @@ class Linear(Module):
         dtype: npt.DTypeLike | None = None,
     ):
         super().__init__()
-        dtype = _floating(dtype)
+        dtype = parameter_dtype(dtype)
         self.in_size, self.out_size = whole("in_size", in_size, 1), whole("out_size", out_size, 1)
         limit = 1.0 / math.sqrt(in_size)
 
@@ -138,7 +139,7 @@ class Linear(Module):
         return linear(x, self.weights.value, bias, has_gelu)
 
 
-class _Norm(Module):
+class Norm(Module):
     """The base class of layers that normalise the last dimension; see :class:`LayerNorm1d`."""
 
     def __init__(
@@ -151,10 +152,10 @@ class _Norm(Module):
         super().__init__()
         self.dim = whole("dim", dim, 1)
         self.eps = not_negative("eps", eps, hint="; 1e-5 is common")
-        self.weights = Parameter(ones((dim,), backend, dtype=_floating(dtype)))
+        self.weights = Parameter(ones((dim,), backend, dtype=parameter_dtype(dtype)))
 
 
-class LayerNorm1d(_Norm):
+class LayerNorm1d(Norm):
     """Normalise the last dimension to mean 0 and variance 1, then scale and shift it.
 
     Args:
@@ -172,30 +173,11 @@ class LayerNorm1d(_Norm):
         dtype: npt.DTypeLike | None = None,
     ):
         super().__init__(dim, eps, backend, dtype)
-        self.bias = Parameter(zeros((dim,), backend, dtype=_floating(dtype)))
+        self.bias = Parameter(zeros((dim,), backend, dtype=parameter_dtype(dtype)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x, (…, dim); the result has the same shape."""
         return layer_norm(x, self.weights.value, self.bias.value, self.eps)
-
-
-class RMSNorm(_Norm):
-    """Divide the last dimension by its root mean square, then scale it.
-
-    Args:
-        dim: Length of the last dimension.
-        eps: Added to the mean square.
-        backend: Backend of the parameters.
-        dtype: Dtype of the parameters; the default dtype when None.
-
-    Source: Zhang and Sennrich (2019), Root mean square layer normalization.
-    """
-
-    bias = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x, (…, dim); the result has the same shape."""
-        return rms_norm(x, self.weights.value, self.eps)
 
 
 @operation
@@ -217,24 +199,6 @@ def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
     deviation = x - x.mean(last)
     variance = (deviation * deviation).mean(last)
     return (deviation / (variance + eps) ** 0.5 * gamma + beta).to(x.dtype)
-
-
-@operation
-def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """Return RMS norm over the last dimension, in the dtype of x.
-
-    Args:
-        x: Input, (…, n).
-        gamma: Factors, (n,).
-        eps: Added to the mean square.
-
-    Returns:
-        (…, n).
-    """
-    check_tensor("input", x)
-    x = x if is_floating(x.dtype) else x * 1.0  # the mean of integers is not an integer
-    square = (x * x).mean(x.dims - 1)
-    return (x / (square + eps) ** 0.5 * gamma).to(x.dtype)
 
 
 class Dropout(Module):

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from kernels.common.arguments import as_host_array, flag, number, shape_of, short, shown, whole
-from kernels.cuda.backend import computed
-from kernels.runtime.dtypes import is_floating
+from kernels.common.arguments import flag, number, shape_of, short, shown, whole
 
 from . import operators
 from .backends.operations import operation
 from .fast_ops import FastOps
-from .functions.base import as_int, check_tensor, is_tensor
+from .functions.base import as_int, check_tensor
+from .layers.indices import integer_array
 from .tensor import Tensor
 from .tensor_functions import Max
 from .tensor_ops import TensorBackend, normalize_dim
@@ -146,42 +145,6 @@ def logsoftmax(input: Tensor, dim: int) -> Tensor:
     # END TASK 4.4
 
 
-def integer_array(ids: Any, limit: int, name: str) -> Any:
-    """Return indices as an integer array.
-
-    Args:
-        ids: A tensor or array of whole numbers.
-        limit: One more than the largest index allowed.
-        name: The name of the argument in error messages.
-
-    Raises:
-        TypeError: If they are not whole numbers.
-        ValueError: If one is below 0 or not below ``limit``.
-    """
-    given = ids.to_numpy() if is_tensor(ids) else as_host_array(name, ids)
-    if given.dtype == np.int64 and given.base is None and not given.flags.writeable:
-        return _checked_ids(given, limit, name, ids)  # read-only, so it need not be copied
-    return computed(lambda: _checked_ids(given, limit, name, ids).astype(np.int64), given)
-
-
-def _checked_ids(array: Any, limit: int, name: str, given: Any) -> Any:
-    """Check an array of indices for :func:`integer_array`, and return it."""
-    is_whole = array.dtype.kind in "iub" or (
-        is_floating(array.dtype) and bool((array == np.floor(array)).all())
-    )
-    if not is_whole:
-        kind = f"{array.dtype} with fractions" if is_floating(array.dtype) else shown(given)
-        raise TypeError(f"{name} must be whole numbers, got {kind}; convert them with astype(int)")
-    if array.size and not (array.min() >= 0 and array.max() < limit):
-        least, largest = float(array.min()), float(array.max())
-        found = f"{largest:g}" if least == largest else f"{least:g} to {largest:g}"
-        raise ValueError(
-            f"{name} must be from 0 to {limit - 1}, got {found}; correct the value, or make the table or "
-            "the number of classes larger"
-        )
-    return array
-
-
 def one_hot(input: Tensor, num_classes: int) -> Tensor:
     """Return one-hot rows: 1 at each index and 0 elsewhere.
 
@@ -306,6 +269,3 @@ def switch(name: str, value: Any) -> bool:
             f"{name} must be True or False, got the backend {value}; pass a backend by name: backend=..."
         )
     return flag(name, value)
-
-
-# -- attention ---------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from . import operators
-from .autodiff import Context, History, modes
+from .autodiff import Context, History
+from .scalars.modes import modes
 
 
 def wrap_tuple(x: Any) -> tuple[Any, ...]:

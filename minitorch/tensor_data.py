@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.common.arguments import shown
-from kernels.cuda.backend import as_bits, is_device_array, to_device, to_host
-from kernels.runtime.dtypes import BITS, rounded
-from kernels.runtime.targets import explained
 
 from .backends.elements import DTYPES as DTYPES
-from .backends.elements import HELD, as_dtype, as_element, checked_shape, dtype_of
+from .backends.elements import HELD, as_element, checked_shape
+from .backends.elements import get_default_dtype as get_default_dtype
+from .backends.elements import set_default_dtype as set_default_dtype
+from .backends.memory import is_device_storage as is_device_storage
+from .backends.memory import memories
 from .backends.writes import wrote
 
 #: Length of the scratch index buffers inside kernels; no tensor has more dimensions.
@@ -39,37 +40,6 @@ UserShape: TypeAlias = Sequence[int]
 UserStrides: TypeAlias = Sequence[int]
 Ints: TypeAlias = tuple[int, ...]  # inside TensorData the word `tuple` names a published method
 Triple: TypeAlias = tuple[Storage, Shape, Strides]
-
-_default_dtype = np.dtype(np.float64)
-
-
-def set_default_dtype(dtype: npt.DTypeLike) -> None:
-    """Set the dtype of tensors made from Python numbers.
-
-    Args:
-        dtype: ``float32`` or ``float64``.
-
-    Raises:
-        TypeError: For any other dtype.
-    """
-    global _default_dtype
-    wanted = dtype_of(dtype)
-    if wanted is None or wanted not in (np.dtype(np.float32), np.dtype(np.float64)):
-        raise TypeError(
-            f"the default dtype must be float32 or float64, got {wanted or repr(dtype)}; pass one of them"
-        )
-    _default_dtype = wanted
-
-
-def get_default_dtype() -> np.dtype[Any]:
-    """Return the dtype of tensors made from Python numbers (float64 until changed)."""
-    return _default_dtype
-
-
-def dtype_or_default(dtype: Any) -> np.dtype[Any]:
-    """Return a dtype that a tensor may have, given it or its name; the default dtype for None."""
-    return get_default_dtype() if dtype is None else as_dtype(dtype)
-
 
 # The three helpers below are compiled into every kernel, for the CPU and for CUDA.  They loop over
 # len(shape) and never over len(index): kernels hand them scratch buffers of MAX_DIMS entries.
@@ -173,10 +143,6 @@ def _as_arrays(shape: Ints, strides: Ints) -> tuple[Shape, Strides]:
     return np.array(shape, np.int64), np.array(strides, np.int64)
 
 
-#: Tell whether a storage lives on a CUDA device (or is the simulator's stand-in for one).
-is_device_storage = is_device_array
-
-
 def _as_storage(numbers: Any) -> Storage:
     """Return a list of numbers as an array of the default dtype."""
     try:
@@ -188,7 +154,7 @@ def _as_storage(numbers: Any) -> Storage:
             f"a storage must be a flat list of numbers or a 1-D array, got {shown(numbers)}; pass one "
             "number for each element of the shape"
         )
-    return array.astype(_default_dtype)
+    return array.astype(get_default_dtype())
 
 
 def _check_dims(dims: int) -> None:
@@ -313,7 +279,9 @@ class TensorData:
             MemoryError: If the device has too little memory left.
         """
         if not is_device_storage(self._storage):
-            self._storage = to_device(self._storage)
+            if memories.device is None:
+                raise RuntimeError("there is no CUDA backend in this tree; module 3 brings it")
+            self._storage = memories.device.bring(self._storage)
 
     def is_contiguous(self) -> bool:
         """Tell whether the elements lie in row-major order."""
@@ -331,17 +299,9 @@ class TensorData:
         """Return the elements as an array of ``shape``: a view of a host storage, else a copy."""
         storage: Any = self._storage
         if is_device_storage(storage):
-            storage = to_host(storage)
+            storage = memories.device.to_host(storage)
         steps = tuple(stride * storage.itemsize for stride in self.strides)
         return np.ndarray(self.shape, storage.dtype, storage, 0, steps)
-
-    def array_view(self) -> Callable[[Storage], Storage]:
-        """Return a function that views a host storage with this layout as an array of ``shape``."""
-        shape, dtype = self.shape, self.dtype
-        if self.strides == _row_major_strides(shape):
-            return lambda storage: storage.reshape(shape)
-        steps = tuple(stride * dtype.itemsize for stride in self.strides)
-        return lambda storage: np.ndarray(shape, dtype, storage, 0, steps)
 
     @staticmethod
     def shape_broadcast(shape_a: UserShape, shape_b: UserShape) -> Ints:
@@ -388,10 +348,9 @@ class TensorData:
     def get(self, key: int | UserIndex) -> float:
         """Return the element at an index."""
         storage, position = self._storage, self.index(key)
-        with explained("reading an element"):
-            if self.is_half and is_device_storage(storage):
-                return as_bits(storage)[position].view(storage.dtype)
-            return storage[position]
+        if is_device_storage(storage):
+            return memories.device.read(storage, position)
+        return storage[position]
 
     def set(self, key: int | UserIndex, val: float) -> None:
         """Write the element at an index.
@@ -403,12 +362,10 @@ class TensorData:
         """
         storage, position = self._storage, self.index(key)
         val = as_element(val, self.dtype)
-        with explained("writing an element"):
-            if self.is_half and is_device_storage(storage):
-                number = rounded(np.array(val, np.float64), storage.dtype)
-                as_bits(storage)[position] = number.view(BITS)[()]
-            else:
-                storage[position] = val
+        if is_device_storage(storage):
+            memories.device.write(storage, position, val)
+        else:
+            storage[position] = val
         wrote(storage)
 
     def tuple(self) -> Triple:

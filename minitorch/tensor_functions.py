@@ -7,7 +7,6 @@ from typing import Any
 from .autodiff import Context
 from .backends.tensor_protocol import TensorLike as Tensor
 from .functions.base import Function, as_int
-from .functions.flash_attention import FlashAttention as FlashAttention
 from .functions.views import Copy as Copy
 from .functions.views import Permute as Permute
 from .functions.views import To as To

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from kernels.runtime.dtypes import is_half, lowest
-from kernels.runtime.memory import HostMemory, Memory, joined_step
 
 from . import operators
 from .backends import plain_indexing
 from .backends.dtype_promotion import Widening, floating, result_dtype
+from .backends.memory import memories
 from .backends.operations import Operations
 from .backends.plain_math import unraising
 from .backends.result_shapes import matmul_shape as matmul_shape
@@ -54,8 +54,7 @@ class TensorOps(Widening):
     make_map: Callable[..., Any]
     make_zip: Callable[..., Any]
     make_reduce: Callable[..., Any]
-    #: The memory of storages, and the target of attention's kernels; see kernels/rungs.py.
-    memory: Memory = HostMemory()
+    #: The target of attention's kernels; see kernels/rungs.py.
     target = "numpy"
     #: The functions that serve operations on the backends made of this class, by name.
     table: Operations
@@ -224,13 +223,13 @@ class TensorOps(Widening):
     @classmethod
     def _one_batch(cls, t: TensorData, batch: UserShape) -> TensorData:
         """View ``t`` with one batch dimension; size 1 stands for any number of equal matrices."""
-        lead, matrix, steps = t.shape[:-2], t.shape[-2:], t.strides[-2:]
+        lead, matrix, strides = t.shape[:-2], t.shape[-2:], t.strides[:-2]
         if all(size == 1 for size in lead):
-            return TensorData(t._storage, (1, *matrix), (0, *steps))
+            return TensorData(t._storage, (1, *matrix), (0, *t.strides[-2:]))
         size = int(operators.prod(batch))
-        step = joined_step(lead, t.strides[:-2]) if lead == tuple(batch) else None
-        if step is not None:
-            return TensorData(t._storage, (size, *matrix), (step, *steps))
+        inner = zip(strides, lead[1:], strides[1:], strict=False)
+        if lead == tuple(batch) and all(step == n * below for step, n, below in inner):
+            return TensorData(t._storage, (size, *matrix), t.strides[-3:])  # one step for all
         storage = cls.allocate(size * matrix[0] * matrix[1], t.dtype)
         cls.map_loop(operators.id)(TensorData(storage, (*batch, *matrix)), t)
         return TensorData(storage, (size, *matrix))
@@ -251,7 +250,7 @@ class TensorBackend(Unique):
 
     def __init__(self, ops: type[TensorOps]):
         self.kind, self.ops = ops, ops.table
-        self.cuda, self.memory = ops.cuda, ops.memory
+        self.cuda = ops.cuda
         self.ops.backends.add(self)
         self.lift()
 
@@ -262,6 +261,7 @@ class TensorBackend(Unique):
         """
         self.loops = ops = self.ops.loops if self.kind is self.ops.owner else self.kind
         self.indexing, self.target = ops.indexing, ops.target
+        self.memory = memories.device if self.cuda else memories.host
         map_, zip_, reduce_ = ops.map, ops.zip, ops.reduce
         self.neg_map = map_(operators.neg)
         self.sigmoid_map = map_(operators.sigmoid)

@@ -48,8 +48,8 @@ from training.runs import check_text, make_trainer, run_to_end, run_to_resume
 from training.script_helpers import check_backend
 
 import minitorch
-from minitorch.autodiff import without_drawing
 from minitorch.models.pretrained import Pretrained, load_pretrained
+from minitorch.scalars.modes import without_drawing
 from minitorch.training.checkpoints import TrainingState
 from minitorch.training.model_files import CheckpointError
 

@@ -153,6 +153,8 @@ class BoundOps(TensorOps):
 
     #: Cached products by the layouts of their operands; each backend has its own.
     _products: Kinds
+    #: Returns the options of a matrix product in addition to its operands.
+    product_options: Any = tuple
 
     @classmethod
     def __init_subclass__(cls) -> None:
@@ -242,10 +244,6 @@ class BoundOps(TensorOps):
         if x.dtype == y.dtype == result.dtype and (run := cls.bind_product(result._tensor, x, y)):
             cls._products.add(kind, result._tensor, run)
         return result
-
-    @classmethod
-    def product_options(cls) -> Any:
-        """Return the arguments of a matrix product in addition to its operands."""
 
     @classmethod
     def bind_product(cls, out: TensorData, a: TensorData, b: TensorData) -> Run | None:

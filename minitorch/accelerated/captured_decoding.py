@@ -10,10 +10,10 @@ import numpy as np
 
 from kernels.cuda.backend import to_device
 
-from ..autodiff import no_grad
 from ..backends.operations import Operations
 from ..models.evaluation import evaluating
 from ..models.kv_cache import KVCache, Spot
+from ..scalars.modes import no_grad
 from ..tensor import Tensor
 from ..training.captured_step import graph_step
 from ..transformer import DecoderLM

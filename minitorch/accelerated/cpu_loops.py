@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache
+from operator import methodcaller
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from kernels.runtime.memory import join_dims, joined, row_major_strides
 from .. import operators
 from ..backends.compiled_loops import callable_, compiled, is_ours
 from ..fast_ops import FastOps, tensor_map, tensor_reduce, tensor_zip
-from ..tensor_data import Ints, Storage, TensorData
+from ..tensor_data import Ints, Storage, TensorData, strides_from_shape
 from .bound_loops import Allocate, BoundOps, Loop, Run, with_layouts
 
 #: Number of elements from which a separate loop for an operation pays off.
@@ -353,7 +354,7 @@ class FasterOps(BoundOps, FastOps):
         """Return a product by BLAS for operands of these layouts, or None if BLAS cannot read them."""
         if a.is_half or not (a.dtype == b.dtype == out.dtype and _for_blas(a) and _for_blas(b)):
             return None
-        of_out, of_a, of_b = (t.array_view() for t in (out, a, b))
+        of_out, of_a, of_b = (_viewed(t) for t in (out, a, b))
         if blas.is_for_one_thread(out.shape, a.shape[-1]):
 
             def run(o: Storage, x: Storage, y: Storage) -> None:
@@ -374,6 +375,15 @@ class FasterOps(BoundOps, FastOps):
 def _by_size(loop: Any, t: TensorData) -> Any:
     """Return the variant of a course loop for a size: on all threads, or on the calling thread."""
     return loop if t.size >= LARGE else serial(loop)
+
+
+def _viewed(t: TensorData) -> Callable[[Storage], Storage]:
+    """Return a function that views a storage with a tensor's layout as an array of its shape."""
+    shape, dtype = t.shape, t.dtype
+    if t.strides == strides_from_shape(shape):
+        return methodcaller("reshape", shape)
+    steps = tuple(stride * dtype.itemsize for stride in t.strides)
+    return lambda storage: np.ndarray(shape, dtype, storage, 0, steps)
 
 
 def _for_blas(t: TensorData) -> bool:

@@ -61,6 +61,7 @@ class FasterCudaOps(BoundOps, CudaOps):
     """Kernels for operands whose dimensions join to few, and products on tensor cores."""
 
     takes_half = True
+    product_options = staticmethod(get_matmul_precision)
 
     @classmethod
     def map_loop(cls, fn: Callable[[float], float]) -> Callable[..., None]:
@@ -105,11 +106,6 @@ class FasterCudaOps(BoundOps, CudaOps):
             super().multiply_into(out, a, b)
         else:
             matmul_dispatch.multiply(*operands, kind)
-
-    @classmethod
-    def product_options(cls) -> Any:
-        """Return the precision that float32 products may use."""
-        return get_matmul_precision()
 
     @classmethod
     def bind_product(cls, out: TensorData, a: TensorData, b: TensorData) -> Run | None:

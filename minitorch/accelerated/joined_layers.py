@@ -7,14 +7,15 @@ from typing import Any
 
 from kernels.runtime.dtypes import is_floating
 
-from ..autodiff import without_dropout
 from ..backends.operations import Operations
 from ..layers.residual_layer_norm import residual_layer_norm
+from ..layers.rms_norm import RMSNorm
 from ..models.config import NORMS
 from ..models.feed_forward import FeedForward, GatedFeedForward
 from ..models.kv_cache import LayerCache
 from ..models.transformer_layers import MultiHeadAttention, TransformerLayer
-from ..modules_basic import LayerNorm1d, RMSNorm
+from ..modules_basic import LayerNorm1d
+from ..scalars.modes import without_dropout
 from ..tensor import Tensor
 from ..transformer import DecoderLM
 

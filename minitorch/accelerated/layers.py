@@ -10,7 +10,8 @@ from ..autodiff import Context
 from ..backends.operations import Operations
 from ..functions.base import Function, as_int, check_tensor, contiguous_array, dense, rounded
 from ..functions.dropout_seeds import dropout_seed
-from ..nn import check_rate, checked_targets, integer_array
+from ..layers.indices import integer_array
+from ..nn import check_rate, checked_targets
 from ..tensor import Tensor
 from ..tensor_ops import normalize_dim
 

@@ -14,8 +14,8 @@ from ..autodiff import Context
 from ..backends.operations import Operations
 from ..functions.base import Function, dense, rounded
 from ..functions.views import swap_last
+from ..layers.indices import integer_array
 from ..layers.linear_cross_entropy import check_linear_cross_entropy
-from ..nn import integer_array
 from ..tensor import Tensor
 from ..tensors.factories import ones
 from .layers import stored

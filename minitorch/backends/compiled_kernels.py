@@ -35,7 +35,7 @@ def callable_(fn: Callable[..., float]) -> Any:
     return device_jit(fn) if isinstance(fn, FunctionType) else fn
 
 
-def kernel_of(kernel: Callable[..., None], fn: Callable[..., float]) -> Any:
+def kernel_of(kernel: Callable[..., None], fn: Callable[..., Any]) -> Any:
     """Compile a kernel around ``fn``, under a name of its own for the profiler."""
     kernel.__qualname__ = f"{kernel.__name__.strip('_')}_{getattr(fn, '__name__', 'fn')}"
     return jit(kernel)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kernels.runtime.dtypes import FLOAT32, acc_dtype, is_floating, is_half
-from kernels.runtime.memory import Memory
 
-from ..tensor_data import Ints, Storage, TensorData, get_default_dtype
+from ..tensor_data import Ints, Storage, TensorData
+from .elements import get_default_dtype
+from .memory import memories
 from .tensor_protocol import AnyTensor, TensorLike
 
 
@@ -54,10 +55,14 @@ class Widening:
     takes_half = False
 
     if TYPE_CHECKING:  # what the methods below need of the backend
-        memory: Memory
+        cuda: bool
 
         @staticmethod
         def allocate(size: int, dtype: np.dtype[Any]) -> Storage: ...  # noqa: D102
+
+    @classmethod
+    def _memory(cls) -> Any:
+        return memories.device if cls.cuda else memories.host
 
     @classmethod
     def runs_as_it_is(cls, *data: TensorData) -> bool:
@@ -90,7 +95,7 @@ class Widening:
         wide = np.result_type(FLOAT32, *(t.dtype for t in inputs))
         computed = TensorData(cls.allocate(out.size, wide), out.shape, out.strides)
         loop(computed, *inputs, *options)
-        cls.memory.convert_into(computed._storage, out._storage)
+        cls._memory().convert_into(computed._storage, out._storage)
 
     @classmethod
     def run_elements(
@@ -107,12 +112,12 @@ class Widening:
         """Return 16-bit data in float32 with the same layout, and other data unchanged."""
         if not t.is_half:
             return t
-        return TensorData(cls.memory.convert(t._storage, FLOAT32), t.shape, t.strides)
+        return TensorData(cls._memory().convert(t._storage, FLOAT32), t.shape, t.strides)
 
     @classmethod
     def move(cls, loop: Callable[..., None], out: TensorData, a: TensorData) -> None:
         """Run a loop that only copies or converts, without widening to float32."""
-        memory = cls.memory
+        memory = cls._memory()
         if out.is_half and out.dtype == a.dtype:
             bits = (TensorData(memory.bits(t._storage), t.shape, t.strides) for t in (out, a))
             loop(*bits)

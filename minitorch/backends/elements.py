@@ -45,6 +45,37 @@ def as_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     return found
 
 
+_default_dtype = np.dtype(np.float64)
+
+
+def set_default_dtype(dtype: npt.DTypeLike) -> None:
+    """Set the dtype of tensors made from Python numbers.
+
+    Args:
+        dtype: ``float32`` or ``float64``.
+
+    Raises:
+        TypeError: For any other dtype.
+    """
+    global _default_dtype
+    wanted = dtype_of(dtype)
+    if wanted is None or wanted not in (np.dtype(np.float32), np.dtype(np.float64)):
+        raise TypeError(
+            f"the default dtype must be float32 or float64, got {wanted or repr(dtype)}; pass one of them"
+        )
+    _default_dtype = wanted
+
+
+def get_default_dtype() -> np.dtype[Any]:
+    """Return the dtype of tensors made from Python numbers (float64 until changed)."""
+    return _default_dtype
+
+
+def dtype_or_default(dtype: Any) -> np.dtype[Any]:
+    """Return a dtype that a tensor may have, given it or its name; the default dtype for None."""
+    return get_default_dtype() if dtype is None else as_dtype(dtype)
+
+
 def checked_shape(shape: Any) -> tuple[int, ...]:
     """Return a shape as a tuple of ints; a single number is a shape of one dimension.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..autodiff import writes
+from ..scalars.modes import writes
 
 #: Maximum number of pieces of memory whose last write is kept; beyond it, the oldest is forgotten.
 MOST_PIECES = 1 << 16

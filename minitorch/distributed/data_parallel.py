@@ -16,11 +16,12 @@ import numpy as np
 
 from kernels.runtime.dtypes import acc_dtype
 
-from ..autodiff import modes, no_grad
 from ..functions.subscripts import piece
 from ..module import Parameter
-from ..optim import Optimizer, clip_grad_norm_
+from ..optim import Optimizer
+from ..scalars.modes import modes, no_grad
 from ..tensor import Tensor
+from ..training.clipping import clip_grad_norm_
 from .exchange import message, received
 from .group import Group, Transfer
 

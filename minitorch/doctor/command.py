@@ -20,9 +20,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from minitorch.doctor.entrance import found_file
 from minitorch.doctor.probes import ask
 from minitorch.doctor.rules import Finding, diagnose, owner
-from minitorch.entrance import found_file
 
 ABOUT = "say what this environment has, what is wrong with it, and how to mend it"
 ROOT = Path(__file__).resolve().parents[2]

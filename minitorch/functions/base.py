@@ -11,11 +11,12 @@ import numpy as np
 from kernels.common.arguments import shown
 from kernels.runtime.dtypes import acc_dtype
 
-from ..autodiff import Context, History, Variable, modes, writes
+from ..autodiff import Context, History, Variable
 from ..backends.tensor_protocol import AnyTensor
 from ..backends.tensor_protocol import TensorLike as Tensor
 from ..backends.writes import check_unwritten
 from ..scalar_functions import wrap_tuple
+from ..scalars.modes import modes, writes
 
 
 def is_tensor(x: Any) -> bool:
@@ -141,15 +142,18 @@ class Function:
     @classmethod
     def _prepared(cls, args: tuple[Any, ...]) -> tuple[Context, tuple[Any, ...]]:
         """Return the context of a call, and its arguments as ``forward`` takes them: without history."""
-        # Lists and not generators: with these the bookkeeping of a small tensor takes twice as long.
-        histories = [arg.history for arg in args if hasattr(arg, "history")]
-        if not histories:
+        # Loops and lists, not generators: with these the bookkeeping of a small tensor takes twice as long.
+        has_tensor = is_recorded = False
+        for arg in args:
+            if hasattr(arg, "history"):
+                has_tensor, is_recorded = True, is_recorded or arg.history is not None
+        if not has_tensor:
             raise TypeError(
                 f"{cls.__name__}.apply needs a tensor, got "
                 f"{', '.join(type(arg).__name__ for arg in args) or 'nothing'}; make one with "
                 "minitorch.tensor or minitorch.from_numpy"
             )
-        if not modes.recording or histories.count(None) == len(histories):
+        if not (is_recorded and modes.recording):
             # Nothing will be recorded, so that the arguments may be what they are.
             ctx = Context.__new__(Context)  # the other attributes have their defaults
             ctx.no_grad, ctx.needs_input_grad = True, (False,) * len(args)

@@ -21,6 +21,7 @@ from kernels.scores.mods import check_derivative
 from kernels.varlen import maker as packed_maker
 
 from ..autodiff import Context
+from ..backends import kernel_memory as kernel_memory  # which the operands need
 from ..backends.tensor_protocol import TensorLike as Tensor
 from ..tensor_data import TensorData
 from .base import Function, check_tensor, is_tensor

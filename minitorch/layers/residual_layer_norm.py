@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from ..backends.operations import operation
 from ..functions.base import check_tensor
-from ..modules_basic import Dropout, layer_norm, rms_norm
+from ..modules_basic import Dropout, layer_norm
+from .rms_norm import rms_norm
 
 if TYPE_CHECKING:
     from ..tensor import Tensor

@@ -14,7 +14,8 @@ from kernels.common.arguments import flag, not_negative, one_of, shown, whole
 
 from ..attention.approximate.choices import APPROXIMATIONS
 from ..backends.matmul_precision import Precision, find_precision
-from ..modules_basic import LayerNorm1d, RMSNorm
+from ..layers.rms_norm import RMSNorm
+from ..modules_basic import LayerNorm1d
 from ..nn import switch
 from ..tensor_ops import SimpleBackend, TensorBackend
 from .rotary import Rotary

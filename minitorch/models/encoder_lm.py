@@ -12,14 +12,14 @@ import numpy.typing as npt
 from kernels.common.arguments import as_host_array, shape_of, shown, whole
 from kernels.cuda.backend import computed
 
-from ..autodiff import no_grad
 from ..backends.matmul_precision import in_own_precision
 from ..functions.base import is_tensor
+from ..layers.indices import integer_array
 from ..layers.linear import linear
 from ..layers.linear_cross_entropy import linear_cross_entropy
 from ..module import Module, Parameter
 from ..modules_basic import Dropout, Embedding, Linear, lookup
-from ..nn import integer_array
+from ..scalars.modes import no_grad
 from ..tensor import Tensor
 from .config import Config, configured
 from .evaluation import evaluating

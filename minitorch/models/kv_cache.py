@@ -13,10 +13,10 @@ from kernels.cuda.backend import device_view, put_rows
 from kernels.problem.options import Options
 from kernels.runtime.dtypes import is_floating
 
-from ..backends.elements import check_memory
+from ..backends.elements import check_memory, dtype_or_default
 from ..functions.base import check_tensor
 from ..tensor import Tensor
-from ..tensor_data import Storage, TensorData, dtype_or_default, is_device_storage
+from ..tensor_data import Storage, TensorData, is_device_storage
 from ..tensor_ops import TensorBackend
 from ..tensors.factories import zeros
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..modules_basic import RMSNorm
+from ..layers.rms_norm import RMSNorm
 from .feed_forward import GatedFeedForward
 from .rotary import checked_scaling
 from .weight_format import ConfigFile, Format, Weight, head_of

@@ -10,9 +10,10 @@ import numpy as np
 
 from kernels.common.arguments import listed
 
-from ..autodiff import Context, no_grad
+from ..autodiff import Context
 from ..functions.base import Function, check_tensor
 from ..module import Module
+from ..scalars.modes import no_grad
 from ..tensor import Tensor
 from ..training.recompute import recording
 from .transformer_layers import TransformerLayer

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kernels.common.arguments import not_negative, number, short, whole
 
-from ..nn import integer_array
+from ..layers.indices import integer_array
 
 Logits = npt.NDArray[np.float64]
 

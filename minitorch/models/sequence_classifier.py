@@ -13,13 +13,13 @@ from kernels.common.arguments import as_host_array, shape_of, shown, whole
 from kernels.cuda.backend import computed
 from kernels.runtime.dtypes import acc_dtype
 
-from ..autodiff import no_grad
 from ..backends.matmul_precision import in_own_precision
 from ..functions.indexing import constant_like, table_like
+from ..layers.indices import integer_array
 from ..layers.linear_cross_entropy import linear_cross_entropy
 from ..module import Module
 from ..modules_basic import Dropout, Embedding, Linear, lookup
-from ..nn import integer_array
+from ..scalars.modes import no_grad
 from ..tensor import Tensor
 from ..training.recompute import checkpoint
 from .config import Config, configured

@@ -17,6 +17,7 @@ from ..functions.base import check_tensor
 from ..module import Module, Parameter
 from ..modules_basic import Dropout, Linear
 from ..tensor import Tensor
+from ..tensors.extras import Methods
 from ..tensors.factories import zeros
 from .config import Config, configured
 from .feed_forward import FeedForward, GatedFeedForward
@@ -50,7 +51,7 @@ class MultiHeadAttention(Module):
         self.is_exact, self.shares_keys = c.is_exact, c.attention == "reformer"
         # Zero: as if each position could also attend to a key that is orthogonal to its query.
         self.sink = Parameter(zeros((c.n_head,), c.backend, dtype=c.dtype)) if c.sinks else None
-        self.attend: Any = Tensor.flash_attention if c.attention == "flash" else naive_attention
+        self.attend: Any = Methods.flash_attention if c.attention == "flash" else naive_attention
         if not c.is_exact:
             masked = Masked(dropout_p=c.attention_dropout, is_causal=c.causal)
             options = c.attention_options or {}
@@ -85,7 +86,7 @@ class MultiHeadAttention(Module):
 
     def packed(self, x: Tensor, cu_seqlens: Any) -> Tensor:
         """Attend within each of several packed sequences; see ``Tensor.flash_attention_varlen``."""
-        if self.attend is not Tensor.flash_attention or self.rotary is not None:
+        if self.attend is not Methods.flash_attention or self.rotary is not None:
             raise ValueError(
                 "packed sequences need flash attention and positions that the model adds; build the layer "
                 "with attention='flash' and without rotary, or pad the sequences and pass key_mask"

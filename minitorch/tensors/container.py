@@ -10,7 +10,6 @@ import numpy as np
 from kernels.common.arguments import shown
 from kernels.runtime.dtypes import FLOAT32, is_half
 
-from ..functions.subscripts import subscript
 from ..tensor_data import IndexingError
 
 if TYPE_CHECKING:
@@ -43,7 +42,12 @@ class Container(_Tensor):
             TypeError: If an entry has any other type.
         """
         place = self._place(key)
-        return subscript(self, key) if place is None else self._tensor.get(place)
+        return self._part(key) if place is None else self._tensor.get(place)
+
+    def _part(self, key: Any) -> Any:
+        raise TypeError(
+            f"an index is an integer for each dimension of shape {self.shape}, got {shown(key)}"
+        )
 
     def __setitem__(self, key: Any, val: float) -> None:
         place = self._place(key)

@@ -13,23 +13,21 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.common.arguments import as_host_array, as_plain, shown, whole
-from kernels.cuda.backend import element_strides, flattened, row_major_copy
-from kernels.interop.libraries import as_array
 from kernels.runtime.dtypes import BFLOAT16, is_floating, rounded
-from kernels.runtime.memory import is_dense
 
-from ..backends.elements import as_element, check_memory, checked_shape
-from ..cuda_ops import CudaBackend
+from ..backends.elements import (
+    as_element,
+    check_memory,
+    checked_shape,
+    dtype_or_default,
+    get_default_dtype,
+)
 from ..fast_ops import FastBackend
 from ..tensor import Tensor
 from ..tensor_data import (
     Storage,
     TensorData,
     UserShape,
-    dtype_or_default,
-    get_default_dtype,
-    is_device_storage,
-    strides_from_shape,
 )
 from ..tensor_ops import SimpleBackend, TensorBackend, TensorOps
 
@@ -75,7 +73,7 @@ def _checked_backend(backend: Any) -> TensorBackend:
     return backend
 
 
-def _leaf(data: TensorData, backend: TensorBackend, requires_grad: bool | None) -> Tensor:
+def leaf(data: TensorData, backend: TensorBackend, requires_grad: bool | None) -> Tensor:
     """Return a tensor of some data on a backend, where the data moves if it is elsewhere."""
     if _checked_backend(backend).cuda:
         data.to_cuda_()
@@ -88,7 +86,7 @@ def _leaf(data: TensorData, backend: TensorBackend, requires_grad: bool | None) 
 
 def _make(array: npt.NDArray[Any], backend: TensorBackend, requires_grad: bool | None) -> Tensor:
     """Return a tensor around a contiguous array."""
-    return _leaf(TensorData(array.reshape(-1), tuple(array.shape)), backend, requires_grad)
+    return leaf(TensorData(array.reshape(-1), tuple(array.shape)), backend, requires_grad)
 
 
 def _in_dtype(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -119,7 +117,7 @@ def _of_shape(storage: Storages, by_default: bool | None = False):
         size, ops = math.prod(sizes), _checked_backend(backend).loops
         check_memory(sizes, kind)
         elements = storage(ops, size, kind)
-        return _leaf(TensorData(elements, sizes), backend, requires_grad)
+        return leaf(TensorData(elements, sizes), backend, requires_grad)
 
     del make.__wrapped__  # its arguments are those above, and help shows them
     return make
@@ -254,7 +252,7 @@ def _tensor(
     requires_grad: bool | None = None,
 ) -> Tensor:
     """Return a tensor of a flat list of numbers and a shape."""
-    return _leaf(TensorData(ls, tuple(shape)), backend, requires_grad)
+    return leaf(TensorData(ls, tuple(shape)), backend, requires_grad)
 
 
 def from_numpy(
@@ -285,45 +283,6 @@ def from_numpy(
     result = Tensor(result._tensor.permute(*back), backend=backend)
     result.requires_grad_(requires_grad)
     return result
-
-
-def from_dlpack(x: Any, requires_grad: bool = False) -> Tensor:
-    """Return a tensor that shares the memory of an array of any library, with its dtype and strides.
-
-    Nothing is copied, unless the array has gaps or repeats elements.  A write to one of the two is visible
-    in the other, and the memory lives as long as either.  On a device, the legacy default stream, where
-    kernels run, waits for work that the owner has started on another stream.
-
-    Args:
-        x: An array that supports DLPack or ``__cuda_array_interface__``, as those of PyTorch, CuPy, numba
-            and NumPy do, of float16, bfloat16, float32, float64, integers or booleans.
-        requires_grad: Whether the tensor requires a gradient.  Gradients do not flow back to the owner of
-            the array.
-
-    Returns:
-        A tensor of the fast backend if the array is on the host, of the CUDA backend if it is on the
-        current device.
-
-    Raises:
-        TypeError: If ``x`` supports neither protocol, or has a dtype or memory that tensors do not support.
-        ValueError: If ``x`` is on a device other than the current one, or is a PyTorch tensor that requires
-            a gradient; pass ``x.detach()``.
-        RuntimeError: If kernels cannot run on the device; the message says what to do.
-    """
-    array = as_array(x)
-    if isinstance(array, np.ndarray):
-        return from_numpy(array, FastBackend, requires_grad)
-    if not is_device_storage(array):
-        raise TypeError(
-            f"from_dlpack takes an array with DLPack or __cuda_array_interface__, got "
-            f"{type(x).__name__}; use minitorch.tensor for numbers and lists"
-        )
-    shape, strides = tuple(array.shape), element_strides(array)
-    if not is_dense(shape, strides):
-        array, strides = row_major_copy(array), strides_from_shape(shape)
-    # No index steps along a dimension of size 1, whose stride an owner may leave at any number.
-    strides = tuple(1 if size == 1 else step for size, step in zip(shape, strides, strict=True))
-    return _leaf(TensorData(flattened(array), shape, strides), CudaBackend, requires_grad)
 
 
 def tensor_from_numpy(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kernels.common.arguments import flag
+from kernels.common.arguments import flag, whole
 
 from ..functions.base import check_tensor
 from ..functions.indexing import (
@@ -16,6 +17,7 @@ from ..functions.indexing import (
     as_index,
     where,
 )
+from ..functions.subscripts import Slice, subscript
 from ..tensor_ops import normalize_dim
 
 if TYPE_CHECKING:
@@ -28,6 +30,9 @@ else:
 
 class IndexingMethods(_Tensor):
     """Methods of :class:`minitorch.tensor.Tensor`, which inherits them."""
+
+    def _part(self, key: Any) -> Self:
+        return subscript(self, key)
 
     def gather(self, dim: int, index: Any) -> Self:
         """Pick elements along ``dim``: out[…, j, …] = self[…, index[…, j, …], …].
@@ -147,3 +152,32 @@ class IndexingMethods(_Tensor):
                 nor a number.
         """
         return where(condition, self, self._ensure_tensor(other))
+
+    def split(self, sizes: int | Sequence[int], dim: int = 0) -> list[Self]:
+        """Cut the tensor along ``dim``.
+
+        Args:
+            sizes: One size for every part, where the last part may be smaller, or a size for each part.
+            dim: The dimension.
+
+        Returns:
+            The parts, which share storage with the tensor where they are contiguous in it.
+
+        Raises:
+            ValueError: If a size is below 1, or the sizes do not sum to that of the dimension.
+        """
+        dim = normalize_dim(dim, self.shape)
+        total = self.shape[dim]
+        if isinstance(sizes, Sequence):
+            parts = [whole("a size", size) for size in sizes]
+        else:
+            each = whole("sizes", sizes)
+            parts = [min(each, total - at) for at in range(0, total, each)] if each > 0 else [each]
+        if min(parts, default=0) < 0 or sum(parts) != total:
+            raise ValueError(
+                f"cannot split dimension {dim} of shape {self.shape} into {sizes}; give a size of at least "
+                f"1, or a list of sizes that sum to {total}"
+            )
+        ends = [sum(parts[: i + 1]) for i in range(len(parts))]
+        ranges = [range(end - size, end) for size, end in zip(parts, ends, strict=True)]
+        return [Slice.apply(self, dim, places) for places in ranges]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kernels.cuda.backend import to_host
 from kernels.interop.dlpack import HOST, cuda_array_interface, dlpack_device, to_dlpack
 from kernels.runtime.dtypes import BFLOAT16
 from kernels.runtime.targets import IS_SIMULATOR
@@ -35,7 +34,7 @@ class Lending(_Tensor):
             )
         data = self._tensor
         if self.backend.cuda:
-            data = TensorData(to_host(data._storage), data.shape, data.strides)
+            data = TensorData(self.f.memory.to_host(data._storage), data.shape, data.strides)
         return _restored, (type(self), data, self.backend, history, own.grad, own._name)
 
     @property

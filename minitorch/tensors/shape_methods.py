@@ -6,10 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kernels.common.arguments import whole
-
 from ..functions.base import as_ints
-from ..functions.subscripts import Slice
 from ..tensor_ops import normalize_dim
 
 if TYPE_CHECKING:
@@ -77,35 +74,6 @@ class ShapeMethods(_Tensor):
         """Insert a dimension of size 1 before ``dim``; -1 appends one."""
         at = normalize_dim(dim, (*self.shape, 1))
         return self.reshape(*self.shape[:at], 1, *self.shape[at:])
-
-    def split(self, sizes: int | Sequence[int], dim: int = 0) -> list[Self]:
-        """Cut the tensor along ``dim``.
-
-        Args:
-            sizes: One size for every part, where the last part may be smaller, or a size for each part.
-            dim: The dimension.
-
-        Returns:
-            The parts, which share storage with the tensor where they are contiguous in it.
-
-        Raises:
-            ValueError: If a size is below 1, or the sizes do not sum to that of the dimension.
-        """
-        dim = normalize_dim(dim, self.shape)
-        total = self.shape[dim]
-        if isinstance(sizes, Sequence):
-            parts = [whole("a size", size) for size in sizes]
-        else:
-            each = whole("sizes", sizes)
-            parts = [min(each, total - at) for at in range(0, total, each)] if each > 0 else [each]
-        if min(parts, default=0) < 0 or sum(parts) != total:
-            raise ValueError(
-                f"cannot split dimension {dim} of shape {self.shape} into {sizes}; give a size of at least "
-                f"1, or a list of sizes that sum to {total}"
-            )
-        ends = [sum(parts[: i + 1]) for i in range(len(parts))]
-        ranges = [range(end - size, end) for size, end in zip(parts, ends, strict=True)]
-        return [Slice.apply(self, dim, places) for places in ranges]
 
     def tolist(self) -> Any:
         """Return the elements as nested lists of Python numbers, or as one number for shape ()."""

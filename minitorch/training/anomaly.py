@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 import kernels
 
-from ..autodiff import Context, Switch, modes
+from ..autodiff import Context
+from ..scalars.modes import Switch, modes
 
 Index = tuple[int, ...]
 #: Folders whose stack frames do not belong to the user; ``contextlib`` is between user and library.
@@ -27,8 +28,8 @@ _LIBRARY = (
 )
 #: Files that are left out of a report, because every call passes through them.
 _EVERY_CALL = {
-    "anomaly.py", "autodiff.py", "base.py", "contextlib.py", "matmul_precision.py", "module.py",
-    "operator_methods.py", "scalar.py", "scalar_functions.py",
+    "anomaly.py", "attention_methods.py", "autodiff.py", "base.py", "contextlib.py", "matmul_precision.py",
+    "module.py", "operator_methods.py", "scalar.py", "scalar_functions.py",
 }  # fmt: skip
 
 
@@ -82,7 +83,7 @@ class AnomalyError(FloatingPointError):
 
 
 class _Checks:
-    """The checks that functions call within :class:`detect_anomaly`; see ``autodiff.AnomalyChecks``."""
+    """The checks that functions call and optimisers call within :class:`detect_anomaly`."""
 
     def checked_forward(self, function: Any, ctx: Context, args: Sequence[Any]) -> Any:
         """Run the ``forward`` of a function and check what it returns.
@@ -128,23 +129,22 @@ class _Checks:
                 what = f"the gradient of its argument {place}"
                 raise _error(function.__name__, "backward", bad, what, given, ctx.site)
 
+    def check_step(self, optimizer: str, what: str, moved: Any, before: Any, gradient: Any) -> None:
+        """Check a parameter that an optimiser has updated.
 
-def check_step(optimizer: str, what: str, moved: Any, before: Any, gradient: Any) -> None:
-    """Check a parameter that an optimiser has updated.
+        Args:
+            optimizer: The name of its class.
+            what: The parameter, in words.
+            moved: Its new value.
+            before: Its old value.
+            gradient: Its gradient.
 
-    Args:
-        optimizer: The name of its class.
-        what: The parameter, in words.
-        moved: Its new value.
-        before: Its old value.
-        gradient: Its gradient.
-
-    Raises:
-        AnomalyError: If the new value contains an anomaly.
-    """
-    given = (before, gradient)
-    if bad := _first_bad(moved, given):
-        raise _error(optimizer, "step", bad, what, given, _site())
+        Raises:
+            AnomalyError: If the new value contains an anomaly.
+        """
+        given = (before, gradient)
+        if bad := _first_bad(moved, given):
+            raise _error(optimizer, "step", bad, what, given, _site())
 
 
 # -- switching the checks on ---------------------------------------------------------------------

@@ -25,10 +25,10 @@ from kernels.cuda.backend import (
 from kernels.runtime.cuda_errors import CaptureError as CaptureError
 from kernels.runtime.targets import BLOCKING, IS_SIMULATOR, current_device, driver, why_no_cuda
 
-from ..autodiff import modes
 from ..functions.base import is_tensor
-from ..optim import copy_of
+from ..scalars.modes import modes
 from ..tensor import Tensor
+from .optimiser_states import copy_of
 
 #: Number of eager calls before recording, in which kernels compile and optimisers create their moments.
 WARM_UP = 2

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from ..autodiff import Context, History, Switch, Variable, is_recording, writes
+from ..autodiff import Context, History, Variable
 from ..backends.matmul_precision import get_matmul_precision, matmul_precision
 from ..backends.writes import check_unwritten
 from ..functions.base import Function, Joint, chain_rule, is_tensor, is_variable
+from ..scalars.modes import Switch, is_recording, writes
 from ..tensor import next_id
 
 

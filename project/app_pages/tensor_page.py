@@ -12,7 +12,6 @@ from matplotlib.patches import Rectangle
 import minitorch
 from app_pages.pictures import show_panels
 from app_pages.widgets import choose, refuse
-from kernels.common.geometry import ceil_div
 from minitorch.tensor_data import TensorData, index_to_position
 
 HIGHLIGHT, PALE = "#f59e0b", "#dbeafe"
@@ -65,7 +64,7 @@ def page(hide_source: bool = False) -> None:
     views, storage = st.columns(2)
     show_panels(*panels, where=views, size=2.4)
     storage.caption("The storage, in which nothing moves:")
-    lines = np.full((ceil_div(count, LINE), LINE), -1)
+    lines = np.full((-(-count // LINE), LINE), -1)
     lines.flat[:count] = np.arange(count)
     show_panels(lambda axes: _cells(axes, lines, position, "storage"), where=storage, size=4.5)
     st.header("Broadcasting")

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minitorch
-from kernels.common.geometry import ceil_div
 from kernels.cuda.runtime.arrays import to_host
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 from minitorch import (
@@ -239,7 +238,7 @@ def test_raw_map_and_zip_take_the_published_arguments(arrays: bool) -> None:
     shapes = [(t._tensor._storage, t._tensor.shape, t._tensor.strides) for t in (x, y)]
     triples = [x.tuple(), y.tuple()] if arrays else shapes
     threads = cuda_ops.THREADS_PER_BLOCK
-    blocks = ceil_div(x.size, threads)
+    blocks = -(-x.size // threads)
 
     out = x.zeros()
     cuda_ops.tensor_map(operators.exp)[blocks, threads](*out.tuple(), out.size, *triples[1])
@@ -254,7 +253,7 @@ def test_raw_map_and_zip_take_the_published_arguments(arrays: bool) -> None:
 def test_raw_reduce_writes_one_partial_fold_for_each_1024_elements() -> None:
     length = 1025
     x = on_cuda(draw((1, length)))
-    out = x.full((1, ceil_div(length, 1024)), 7.0)  # what out held does not count
+    out = x.full((1, -(-length // 1024)), 7.0)  # what out held does not count
     kernel = cuda_ops.tensor_reduce(operators.add)
     kernel[out.size, 1024](*out.tuple(), out.size, *x.tuple(), 1, 0.0)
     values = x.to_numpy()
@@ -266,7 +265,7 @@ def test_raw_matrix_multiply_takes_the_published_launch() -> None:
     rows, depth, cols, tile = 33, 5, 3, cuda_ops.THREADS_PER_BLOCK
     x, y = on_cuda(draw((1, rows, depth))), on_cuda(draw((1, depth, cols), seed=1))
     out = x.zeros((1, rows, cols))
-    grid = (ceil_div(rows, tile), ceil_div(cols, tile), 1)
+    grid = (-(-rows // tile), -(-cols // tile), 1)
     cuda_ops.tensor_matrix_multiply[grid, (tile, tile, 1)](
         *out.tuple(), out.size, *x.tuple(), *y.tuple()
     )

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 
 #: Hops of a call, the table of docs/architecture.md: each function and its file.
 FORWARD = [
-    ("TensorOperators.flash_attention", "minitorch/tensors/operator_methods.py"),
+    ("AttentionMethods.flash_attention", "minitorch/tensors/attention_methods.py"),
     ("FlashAttention.forward", "minitorch/functions/flash_attention.py"),
     ("plan_of", "kernels/launch.py"),
     ("Plan.direct", "kernels/launch.py"),

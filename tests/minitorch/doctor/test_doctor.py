@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 import minitorch
 from minitorch.__main__ import main
 from minitorch.doctor.command import ranges, report
+from minitorch.doctor.entrance import is_ours, naming_the_doctor
 from minitorch.doctor.probes import ask
 from minitorch.doctor.rules import Finding, cuda_of_ptx, diagnose, is_within, numbers, owner
-from minitorch.entrance import is_ours, naming_the_doctor
 
 ROOT = Path(minitorch.__file__).parent.parent
 COMMAND = ["-m", "minitorch", "doctor"]
@@ -179,7 +179,7 @@ def test_an_error_of_our_own_code_stays_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["__main__", "doctor/command", "doctor/probes", "doctor/rules", "entrance"]
+    "name", ["__main__", "doctor/command", "doctor/probes", "doctor/rules", "doctor/entrance"]
 )
 def test_the_doctors_files_are_read_by_an_old_python_and_import_nothing_else(name: str) -> None:
     source = (ROOT / "minitorch" / f"{name}.py").read_text(encoding="utf-8")

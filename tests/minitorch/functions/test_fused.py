@@ -24,7 +24,8 @@ from minitorch import (
     TensorBackend,
     from_numpy,
 )
-from minitorch.modules_basic import layer_norm, lookup, rms_norm
+from minitorch.layers.rms_norm import rms_norm
+from minitorch.modules_basic import layer_norm, lookup
 from minitorch.nn import GELU, softmax, softmax_loss
 
 from ...support.tolerances import assert_close_arrays

@@ -13,7 +13,7 @@ import pytest
 
 import minitorch
 from minitorch.accelerated import layers as fused_functions
-from minitorch.autodiff import modes
+from minitorch.scalars.modes import modes
 from minitorch.training.model_files import read_checkpoint
 
 from .test_train_gpt import SMALL, gpt_loop, refused, train_gpt

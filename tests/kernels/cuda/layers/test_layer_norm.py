@@ -26,7 +26,8 @@ from kernels.runtime.dtypes import (
 )
 from kernels.runtime.targets import IS_SIMULATOR
 from minitorch import CudaBackend, FastBackend, from_numpy, residual_layer_norm
-from minitorch.modules_basic import layer_norm, rms_norm
+from minitorch.layers.rms_norm import rms_norm
+from minitorch.modules_basic import layer_norm
 
 from ....support.examples import at_most
 from ....support.tolerances import assert_close_arrays

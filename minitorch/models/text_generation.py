@@ -1,0 +1,181 @@
+"""What a decoder-only model does beside computing logits: generate text, and exchange its weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.common.arguments import whole
+
+from ..backends.operations import operation
+from ..fast_ops import FastBackend
+from ..module import Module
+from ..modules_basic import lookup
+from ..scalars.modes import no_grad, without_drawing
+from ..tensor_ops import TensorBackend
+from .evaluation import evaluating
+from .kv_cache import KVCache
+from .pretrained import load_pretrained, read_pretrained, write_pretrained
+from .sampling import make_sampler, prompt_ids
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class TextGeneration(Module):
+    """Methods of :class:`minitorch.DecoderLM`, which inherits them."""
+
+    n_vocab: int
+    n_positions: int
+    layer_names: list[str]
+    eos_token_id: int | None
+    backend: TensorBackend
+    token_embeddings: Any
+    hidden: Any
+    score: Any
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        backend: TensorBackend | None = None,
+        *,
+        dtype: npt.DTypeLike | None = None,
+        precision: str | None = None,
+        **options: Any,
+    ) -> Self:
+        """Read a GPT-2 or Llama model from a local folder in Hugging Face format, in evaluation mode.
+
+        Args:
+            folder: A folder with config.json and model.safetensors, or shards with their index.
+            backend: Backend of the parameters; ``FastBackend`` when None.
+            dtype: Dtype of the parameters; that of the stored embeddings when None.
+            precision: See the class; instead of a dtype.
+            options: Further arguments of the class, such as ``attention="naive"``, or ``p_dropout=0.0``,
+                whose default is then the ``resid_pdrop`` of a GPT-2 configuration.
+
+        Raises:
+            CheckpointError: If a file is missing, or its format or the architecture is not supported.
+            ValueError: If an option does not fit.
+        """
+        found = read_pretrained(folder)
+        if dtype is None and precision is None:
+            dtype = found.dtype
+        backend = backend or FastBackend
+        chosen = {**found.options, "backend": backend, "dtype": dtype, "precision": precision}
+        with without_drawing():
+            model = cls(**{**chosen, **options})
+        load_pretrained(model, found)
+        model.eos_token_id = found.eos_token_id
+        model.eval()
+        return model
+
+    def save_pretrained(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
+        """Write the model in Hugging Face format, which ``transformers`` can load.
+
+        A model with rotary positions is written as a Llama, any other model as a GPT-2.
+
+        Args:
+            folder: The folder, which is created if necessary; config.json and model.safetensors in it are
+                replaced.
+            tokenizer: A ``tokenizers.Tokenizer`` to write as tokenizer.json, or None.
+
+        Raises:
+            ValueError: If the model has the structure of neither; the message names the difference.
+        """
+        write_pretrained(folder, self, tokenizer)
+
+    def make_cache(self, batch: int = 1, capacity: int | None = None) -> KVCache:
+        """Return an empty cache for this model.
+
+        Args:
+            batch: Number of texts.
+            capacity: Maximum number of positions; ``n_positions`` when None.
+        """
+        table = self.token_embeddings.weights.value
+        attention = getattr(self, self.layer_names[0]).attention
+        return KVCache(
+            len(self.layer_names), batch, attention.n_kv_head,
+            self.n_positions if capacity is None else capacity,
+            attention.attn_hidden_dim, table.backend, table.dtype,
+        )  # fmt: skip
+
+    def generate(
+        self, prompt: Any, count: int, temperature: float = 1.0, seed: int | None = None,
+        *, top_k: int | None = None, top_p: float = 1.0,
+    ) -> list[int]:  # fmt: skip
+        """Return the ids of a prompt and its continuation; arguments as for :meth:`continuation`."""
+        added = self.continuation(prompt, count, temperature, seed, top_k=top_k, top_p=top_p)
+        return [*prompt_ids(prompt, self.n_vocab), *added]
+
+    def continuation(
+        self, prompt: Any, count: int, temperature: float = 1.0, seed: int | None = None,
+        *, top_k: int | None = None, top_p: float = 1.0,
+    ) -> Iterator[int]:  # fmt: skip
+        """Yield the tokens that continue a text, each as soon as it is chosen.
+
+        Keys and values are cached, so that a token costs one step of the model and attention to the
+        previous tokens.
+
+        A text longer than ``n_positions`` is continued from its last ``n_positions`` tokens.  Each new
+        token then shifts their positions, which changes all keys and values, and costs a pass over the
+        whole context.
+
+        Args:
+            prompt: Token ids, at least one.
+            count: Number of tokens to add.
+            temperature: Divisor of the logits before sampling; 0 takes the most likely token.
+            seed: Seed of the sampling; None draws a random one.
+            top_k: Sample among this many of the most likely tokens; None for all.
+            top_p: Sample among the fewest most likely tokens whose probabilities sum to at least this.
+
+        Raises:
+            TypeError: If an argument has the wrong type.
+            ValueError: If the prompt is empty or has an unknown token, or the count, the temperature or the
+                seed is negative, top_k below 1, or top_p not in (0, 1].
+        """
+        ids = prompt_ids(prompt, self.n_vocab)
+        if whole("count", count) < 0:
+            raise ValueError(f"count must be the number of tokens to add, 0 or more; got {count}")
+        choose = make_sampler(temperature, top_k, top_p, seed)
+        capacity = min(len(ids) + count, self.n_positions)
+        with self.backend.ops["decoding"](self, capacity) as next_logits:
+            for _ in range(count):
+                ids.append(choose(next_logits(ids)))
+                yield ids[-1]
+
+    @no_grad()
+    def next_logits(self, ids: list[int], cache: KVCache) -> npt.NDArray[np.float64]:
+        """Return the logits of the token after ``ids``, without dropout, (n_vocab,).
+
+        Args:
+            ids: All tokens so far.
+            cache: Keys and values of the first of them; those of the others are appended.
+        """
+        with evaluating(self):
+            if len(ids) <= self.n_positions:
+                hidden = self.hidden(np.array([ids[cache.length :]]), cache)  # (1, new, n_embd)
+            else:
+                hidden = self.hidden(np.array([ids[-self.n_positions :]]))  # (1, seq, n_embd)
+            # Compute and read the logits of the last position only.
+            rows = hidden.view(*hidden.shape[1:])  # (new or seq, n_embd)
+            last = lookup(rows, np.array([[rows.shape[0] - 1]]))  # (1, 1, n_embd)
+            return self.score(last).to_numpy()[0, 0].astype(np.float64)
+
+
+@operation
+@contextmanager
+def decoding(model: TextGeneration, capacity: int) -> Iterator[Callable[[list[int]], Any]]:
+    """Provide a function that returns the logits of the token after a text, which grows from call to call.
+
+    Args:
+        model: The model.
+        capacity: Maximum length of the text whose keys and values are cached.
+    """
+    yield partial(model.next_logits, cache=model.make_cache(capacity=capacity))

@@ -1,0 +1,1 @@
+"""What scalars and tensors share beside the modules of the course."""

@@ -29,17 +29,10 @@ from typing import Any, NamedTuple
 
 from course.markers import CourseError
 from course.report import finish, print_row, refuse_unwritable
-from course.starter_trees import ROOT, STAMP, module_of
-from course.tasks import SPEED, Task, tasks_of
+from course.starter_trees import ROOT, module_of, write_tree
+from course.tasks import SPEED, Task, expression, tasks_of
 from course.verdict import Result, Verdict, judge, notes
 from course.workplace import Workplace, assemble
-
-
-def expression(task: Task, gpu: bool) -> str:
-    """Return pytest's ``-m`` for the tests that decide."""
-    if task.is_simulated(gpu):
-        return f"{task.mark} and simulator and not cuda"
-    return task.mark if task.simulator else f"{task.mark} and not cuda"
 
 
 class Expected(NamedTuple):
@@ -49,7 +42,7 @@ class Expected(NamedTuple):
         tests: Task → the tests that decide.
         speed: Task → those that measure its speed; empty for most.
         no_gpu: Why there is no GPU, or None.
-        seeds: Task → the secret seed of its probes; empty in a starter tree, which has no solutions.
+        seeds: Task → the secret seed of its probes.
         values: Task → what the course's solution computes from it.
     """
 
@@ -63,17 +56,19 @@ class Expected(NamedTuple):
 def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
     """Return what the course has for some tasks.
 
+    A solved tree of their module is asked, which needs only the packages that a student has.
+
     Raises:
         CourseError: If the course's own tests cannot be read.
     """
-    has_solutions = not (ROOT / STAMP).exists()
-    seeds = {task.id: secrets.randbits(62) for task in tasks} if has_solutions else {}
+    write_tree(max(task.module for task in tasks), place.solved, lambda region: None)
+    seeds = {task.id: secrets.randbits(62) for task in tasks}
     expected = Expected({}, {}, None, seeds, {})
     speed = {SPEED} if any(task.speed for task in tasks) else set()
     for simulator, simulated in sorted({_how(task, place) for task in tasks}):
         own = [task for task in tasks if _how(task, place) == (simulator, simulated)]
         files = {file for task in own for file in task.tests} | speed
-        own_seeds = {task.id: seeds[task.id] for task in own if task.id in seeds}
+        own_seeds = {task.id: seeds[task.id] for task in own}
         (found, *values) = _collected(place, files, own_seeds, simulated)
         expected = expected._replace(no_gpu=expected.no_gpu or found["no_gpu"])
         expected.values.update((record["task"], record["values"]) for record in values)
@@ -102,7 +97,7 @@ def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
     for task in tasks:
         if not expected.tests[task.id] or (task.speed and not expected.speed[task.id]):
             raise CourseError(f"the course has no test, or none of speed, with mark {task.mark}")
-        if task.id in seeds and not expected.values.get(task.id) and not expected.no_gpu:
+        if not expected.values.get(task.id) and not expected.no_gpu:
             raise CourseError(
                 f"the course's own solution of task {task.id} gives no values; run its tests"
             )
@@ -117,8 +112,8 @@ def _collected(
     place: Workplace, files: set[str], seeds: dict[str, int], simulator: bool
 ) -> list[dict[str, Any]]:
     """Return the course's tests in some files with their marks, and then the values of probes."""
-    arguments = _arguments(ROOT, sorted(files), "")
-    job = {"trusted": True, "tree": str(ROOT), "arguments": arguments, "seeds": seeds}
+    arguments = _arguments(place.solved, sorted(files), "")
+    job = {"trusted": True, "tree": str(place.solved), "arguments": arguments, "seeds": seeds}
     records, end = place.run(job, simulator, 180.0)
     if not records or records[0]["code"] != 0:
         if missing := _missing():
@@ -209,7 +204,7 @@ def _run(
     """Run tests of a task, confined, and judge them; return the records too."""
     files, chosen = ((SPEED,), task.mark) if speed else (task.tests, expression(task, place.gpu))
     seeds, values = {}, {}
-    if expected is not None and task.id in expected.seeds:
+    if expected is not None:
         seeds, values = {task.id: expected.seeds[task.id]}, expected.values[task.id]
     job = {
         "trusted": False, "tree": str(place.tree), "seeds": seeds,

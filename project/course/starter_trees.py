@@ -21,12 +21,17 @@ from course.markers import (
     stub,
 )
 from course.pages import write_pages
-from course.tasks import MODULES, SPEED, TASKS, Task, find_task, tasks_of, tasks_until
+from course.tasks import MODULES, SPEED, TASKS, expression, find_task, tasks_of, tasks_until
 from course.tree_files import tree_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Says of which module a starter tree is.
 STAMP = "course.json"
+#: What every tree has beside its Python files: file → the course's.
+COPIED = {
+    "project/course.py": "project/course/tree_course.py",
+    **{file: file for file in ("setup.py", ".gitignore", ".streamlit/config.toml")},
+}
 #: A library, in an import or by its name.
 IMPORTED = re.compile(r"""(?:^ *(?:import|from) |["'])(\w+)""", re.MULTILINE)
 #: Of the tests; the grader needs them in every tree.
@@ -36,7 +41,9 @@ HELPERS = {"__init__", "conftest", "strategies"}
 # -- starter trees -------------------------------------------------------------------------------
 
 
-def start(module: int, out: Path, earlier: Path | None = None, root: Path = ROOT) -> None:
+def start(
+    module: int, out: Path, earlier: Path | None = None, root: Path = ROOT, here: bool = True
+) -> None:
     """Write the starter tree of a module.
 
     Args:
@@ -45,6 +52,7 @@ def start(module: int, out: Path, earlier: Path | None = None, root: Path = ROOT
         earlier: A tree of the student's, from which the bodies of earlier modules are taken; the
             course's solutions when None.
         root: The course.
+        here: The tree is graded by this course, on this machine.
 
     Raises:
         CourseError: If the folder is in use, there is no such module, or a body is missing in
@@ -54,10 +62,6 @@ def start(module: int, out: Path, earlier: Path | None = None, root: Path = ROOT
         raise CourseError(f"there is no module {module}; there are 0 to {len(MODULES) - 1}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CourseError(f"{out} is not empty; choose an empty or a new folder")
-    if (root / STAMP).exists():
-        raise CourseError(
-            f"{root} is a starter tree itself, without the solutions; start from the course"
-        )
     if earlier is not None and not earlier.is_dir():
         raise CourseError(f"{earlier} is no folder; name the tree of an earlier module")
     solved = _bodies_of_earlier(module, earlier, root) if earlier is not None else {}
@@ -69,6 +73,9 @@ def start(module: int, out: Path, earlier: Path | None = None, root: Path = ROOT
 
     write_tree(module, out, body_of, root)
     write_pages(module, out, root)
+    tasks = {t.id: [t.title, expression(t, False), t.simulator] for t in tasks_of(module)}
+    stamp = {"module": module, "course": str(root) if here else None, "tasks": tasks}
+    (out / STAMP).write_text(json.dumps(stamp, indent=1) + "\n", encoding="utf-8")
 
 
 def _bodies_of_earlier(module: int, earlier: Path, root: Path) -> dict[Key, list[str]]:
@@ -118,15 +125,10 @@ def write_tree(
         target = out / file
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(replaced(text, file, body_of), encoding="utf-8")
-    for file in ("setup.py", ".gitignore", ".streamlit/config.toml"):
+    for file, source in COPIED.items():
         (out / file).parent.mkdir(exist_ok=True)
-        shutil.copyfile(root / file, out / file)
-    named = {
-        word
-        for file, text in _texts(module, root).items()
-        if not file.startswith("project/course/")
-        for word in IMPORTED.findall(text)
-    }
+        shutil.copyfile(root / source, out / file)
+    named = {word for file, text in _texts(module, root).items() for word in IMPORTED.findall(text)}
     if "numba" in named:
         named.add("scipy")  # numba takes BLAS from there
     needed = read_text(root / "requirements.txt").splitlines(keepends=True)
@@ -142,7 +144,6 @@ def write_tree(
         raise CourseError(f"pyproject.toml has {count} lines {addopts}…, not one; mend write_tree")
     (out / "pyproject.toml").write_text(settings, encoding="utf-8")
     (out / "Makefile").write_text(_makefile(module), encoding="utf-8")
-    (out / STAMP).write_text(json.dumps({"module": module}) + "\n", encoding="utf-8")
 
 
 @lru_cache
@@ -153,10 +154,8 @@ def _texts(module: int, root: Path) -> dict[str, str]:
     speed = {SPEED} if any(task.speed for task in tasks) else set()
     marked = {r.key.file for r in marked_regions(root) if find_task(r.key.task).module <= module}
     files = {f"project/{name}.py" for m in MODULES[: module + 1] for name in m.scripts}
-    files |= {path.relative_to(root).as_posix() for path in (root / "project/course").glob("*.py")}
     files |= {f"project/app_pages/{name}.py" for m in MODULES[: module + 1] for name in m.pages}
     files |= {
-        "project/course.py",
         "project/app.py",
         *(f"tests/{name}.py" for name in HELPERS),
         *(marked - tests),
@@ -164,15 +163,9 @@ def _texts(module: int, root: Path) -> dict[str, str]:
     return tree_texts(root, module, tests | speed, files)
 
 
-def _expressions(tasks: list[Task]) -> tuple[str, str]:
-    """Return pytest's ``-m`` of the tasks without and with the simulator."""
-    plain = " or ".join(task.mark for task in tasks if not task.simulator)
-    simulated = " or ".join(task.mark for task in tasks if task.simulator)
-    return plain, simulated
-
-
 def _makefile(module: int) -> str:
-    plain, simulated = _expressions(tasks_of(module))
+    plain = " or ".join(task.mark for task in tasks_of(module) if not task.simulator)
+    simulated = " or ".join(task.mark for task in tasks_of(module) if task.simulator)
     runs = [
         f'$(PYTHON) -m pytest -m "{plain}" $(ARGS)' if plain else "",
         f'NUMBA_ENABLE_CUDASIM=1 $(PYTHON) -m pytest -m "simulator and not cuda and ({simulated})" '

@@ -307,6 +307,13 @@ def find_task(name: str) -> Task:
     raise ValueError(f"there is no task {name!r}; there are {', '.join(near)}")
 
 
+def expression(task: Task, gpu: bool) -> str:
+    """Return pytest's ``-m`` for the tests that decide."""
+    if task.is_simulated(gpu):
+        return f"{task.mark} and simulator and not cuda"
+    return task.mark if task.simulator else f"{task.mark} and not cuda"
+
+
 def tasks_until(module: int) -> list[Task]:
     """Return the tasks of a module and of those before it, in order."""
     return [task for task in TASKS if task.module <= module]

@@ -75,6 +75,7 @@ class Workplace:
         self.closed = False
         self.process: subprocess.Popen[bytes] | None = None
         self.tree, self.private = folder / "tree", folder / "private"
+        self.solved = self.private / "tree"
         self.writable = {name: folder / name for name in ("home", "tmp", "numba")}
         for path in (self.tree, self.private, *self.writable.values()):
             path.mkdir(parents=True)

@@ -64,7 +64,7 @@ def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
     write_tree(max(task.module for task in tasks), place.solved, lambda region: None)
     seeds = {task.id: secrets.randbits(62) for task in tasks}
     expected = Expected({}, {}, None, seeds, {})
-    speed = {SPEED} if any(task.speed for task in tasks) else set()
+    speed = {SPEED[task.module] for task in tasks if task.speed}
     for simulator, simulated in sorted({_how(task, place) for task in tasks}):
         own = [task for task in tasks if _how(task, place) == (simulator, simulated)]
         files = {file for task in own for file in task.tests} | speed
@@ -91,7 +91,7 @@ def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
                 expected.speed[task.id] = [
                     test
                     for test, its in marks.items()
-                    if test.split("::")[0] == SPEED and task.mark in its
+                    if test.split("::")[0] == SPEED.get(task.module) and task.mark in its
                 ]
             speed = set()
     for task in tasks:
@@ -202,7 +202,9 @@ def _run(
     speed: bool = False,
 ) -> tuple[Verdict, list[Any]]:  # fmt: skip
     """Run tests of a task, confined, and judge them; return the records too."""
-    files, chosen = ((SPEED,), task.mark) if speed else (task.tests, expression(task, place.gpu))
+    files, chosen = task.tests, expression(task, place.gpu)
+    if speed:
+        files, chosen = (SPEED[task.module],), task.mark
     seeds, values = {}, {}
     if expected is not None:
         seeds, values = {task.id: expected.seeds[task.id]}, expected.values[task.id]

@@ -168,6 +168,6 @@ def _readme(module: int, root: Path) -> str:
         "", f"| task, guide | title | {sum(task.points for task in tasks)} points | write |",
         "|---|---|---|---|", *rows, "", "## Hints", "", *hints, "", "## Commands", "", "```",
         *(f"{command(task)}" for task in tasks),
-        *(f"python -m pytest -m {task.mark} {SPEED}  # how fast" for task in tasks if task.speed),
+        *(f"python -m pytest -m {t.mark} {SPEED[module]}  # how fast" for t in tasks if t.speed),
         "```", "",
     ])  # fmt: skip

@@ -93,21 +93,21 @@ MODULES = (
     ),
 )
 
-OPERATORS = ("tests/minitorch/test_operators.py",)
-SCALARS = ("tests/minitorch/test_autodiff.py", "tests/minitorch/test_scalar.py")
-DATA, LOOPS = ("tests/minitorch/test_tensor_data.py",), "tests/course/test_loops.py"
-TENSORS = (LOOPS, "tests/minitorch/test_tensor.py")
-GENERAL = (LOOPS, "tests/minitorch/test_tensor_general.py")
+OPERATORS = ("tests/course/test_operators.py",)
+SCALARS = ("tests/course/test_autodiff.py", "tests/course/test_scalar.py")
+DATA, LOOPS = ("tests/course/test_tensor_data.py",), "tests/course/test_loops.py"
+TENSORS = (LOOPS, "tests/course/test_tensor.py")
+GENERAL = ("tests/course/test_fast_loops.py", "tests/course/test_tensor_general.py")
 KERNELS = (
     "tests/course/test_course_kernels.py",
-    "tests/minitorch/test_cuda_ops.py",
+    "tests/course/test_cuda_ops.py",
 )
 SMALL = "tests/course/test_layers.py"
-CONV = (SMALL, "tests/minitorch/test_conv.py")
-LAYERS = (SMALL, "tests/minitorch/test_nn.py")
+CONV = (SMALL, "tests/course/test_conv.py")
+LAYERS = (SMALL, "tests/course/test_nn.py")
 FLASH, TRAFFIC = ("tests/course/test_module5.py",), ("tests/course/test_module5_traffic.py",)
-#: Measures how fast a right solution is, task by task.
-SPEED = "tests/course/speed.py"
+#: Module → the file that measures how fast a right solution is, task by task.
+SPEED = {3: "tests/course/speed.py", 5: "tests/course/attention_speed.py"}
 
 TASKS = (
     Task(
@@ -132,7 +132,7 @@ TASKS = (
         "0.4", "Modules", 10,
         "A module is a tree. A method does its work for the module itself, and then calls the same "
         "method of each child.",
-        ("tests/minitorch/test_module.py",),
+        ("tests/course/test_module.py",),
     ),
     Task(
         "1.1", "Numerical derivative", 5,
@@ -282,7 +282,7 @@ TASKS = (
         "5.9", "Block-sparse attention", 10,
         "The kernel skips fully masked tiles. Each row of tiles has a list of the tiles to visit. The "
         "lists are stored one after the other, with a pointer to the beginning of each list.",
-        FLASH, needs=("5.4", "5.7"), speed=2, simulator=True,
+        FLASH, needs=("5.4", "5.7"), simulator=True,
     ),
     Task(
         "5.10", "Train the transformer", 10,

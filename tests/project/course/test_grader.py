@@ -235,7 +235,7 @@ def test_every_task_is_probed_and_what_it_gives_depends_on_the_seed(
 
 def test_the_tests_of_the_course_count_and_not_the_students(student: Path, counts: Any) -> None:
     in_train(student, "        self.training = None\n")
-    (student / "tests" / "minitorch" / "test_module.py").write_text("", encoding="utf-8")
+    (student / "tests" / "course" / "test_module.py").write_text("", encoding="utf-8")
     (student / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '-k no'\n")
     (student / "conftest.py").write_text("import os; os._exit(0)\n", encoding="utf-8")
     assert graded(student, counts).message.startswith("test_train_and_eval_reach_every_module")
@@ -437,10 +437,10 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 
 
 def rewritten(student: Path, name: str, body: str) -> None:
-    file = student / "tests" / "minitorch" / "test_operators.py"
+    file = student / "tests" / "course" / "test_operators.py"
     text = file.read_text(encoding="utf-8")
     new = replaced(
-        text, "tests/minitorch/test_operators.py", lambda r: [body] if r.key.name == name else None
+        text, "tests/course/test_operators.py", lambda r: [body] if r.key.name == name else None
     )
     assert new != text
     file.write_text(new, encoding="utf-8")
@@ -472,10 +472,10 @@ def test_property_tests_are_judged_by_the_courses_operators(student: Path, count
 
 
 def test_markers_that_are_gone_are_named(student: Path, counts: Any) -> None:
-    file = student / "tests" / "minitorch" / "test_operators.py"
+    file = student / "tests" / "course" / "test_operators.py"
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace("    # END TASK 0.2\n", "", 1), encoding="utf-8")
-    assert "tests/minitorch/test_operators.py, line" in graded(student, counts, "0.2").message
+    assert "tests/course/test_operators.py, line" in graded(student, counts, "0.2").message
 
 
 # -- tasks that wait, and speed --------------------------------------------------------------------

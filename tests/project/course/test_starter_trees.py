@@ -44,7 +44,7 @@ def test_every_task_has_a_place_to_write_and_every_place_a_task() -> None:
     assert {r.key.task for r in marked_regions(ROOT)} == {task.id for task in TASKS}
     assert [task.id for task in TASKS] == sorted((t.id for t in TASKS), key=_order)
     places = {r.key.file for r in marked_regions(ROOT) if r.key.file.startswith("tests/")}
-    assert places == {"tests/minitorch/test_operators.py"}
+    assert places == {"tests/course/test_operators.py"}
     assert {task.module for task in TASKS} == {module.number for module in MODULES}
 
 

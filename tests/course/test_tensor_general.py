@@ -1,0 +1,506 @@
+"""Module 3: every operation, on every backend, through the same tests; NumPy is the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis.extra.numpy import arrays, mutually_broadcastable_shapes
+from hypothesis.strategies import DataObject, data, integers, permutations, sampled_from
+
+from minitorch import (
+    FastBackend,
+    FastOps,
+    MathTestVariable,
+    Tensor,
+    TensorBackend,
+    TensorData,
+    fast_ops,
+    from_numpy,
+    grad_check,
+    operators,
+    zeros,
+)
+
+from ..strategies import small_ints
+from ..support.tolerances import assert_close_arrays
+from ..tensor_strategies import (
+    Array,
+    backends,
+    laid_out,
+    lattice,
+    on_backends,
+    on_dtypes,
+    shapes,
+    sum_to,
+)
+
+MAP_BACKENDS = backends(pytest.mark.task3_1, pytest.mark.task3_3)
+on_map_backends = pytest.mark.parametrize("backend", MAP_BACKENDS)
+on_matmul_backends = on_backends(pytest.mark.task3_2, pytest.mark.task3_4)
+few = settings(max_examples=8)
+
+
+class Operation(NamedTuple):
+    """An operation on tensors, and what NumPy says of its value and its slopes."""
+
+    name: str
+    on_tensors: Callable[..., Tensor]
+    on_arrays: Callable[..., Any]
+    slopes: tuple[Callable[..., Any], ...]
+    low: int = -50  # in tenths: the numbers that it is tried on
+
+
+def sigmoid(x: Array) -> Array:
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+def step(*operands: Array) -> Array:
+    return np.zeros(np.broadcast_shapes(*(x.shape for x in operands)))
+
+
+EPS = operators.EPS
+# The slopes stand in the order of the operands.
+UNARY = [
+    Operation("neg", lambda a: -a, lambda x: -x, (lambda x: -1.0 + 0 * x,)),
+    Operation("sigmoid", lambda a: a.sigmoid(), sigmoid, (lambda x: sigmoid(x) * sigmoid(-x),)),
+    Operation("relu", lambda a: a.relu(), lambda x: np.maximum(x, 0.0), (lambda x: 1.0 * (x > 0),)),
+    Operation(
+        "log", lambda a: a.log(), lambda x: np.log(x + EPS), (lambda x: 1.0 / (x + EPS),), low=0
+    ),
+    Operation("exp", lambda a: a.exp(), np.exp, (np.exp,)),
+    Operation("tanh", lambda a: a.tanh(), np.tanh, (lambda x: 1.0 - np.tanh(x) ** 2,)),
+    Operation("inverse", lambda a: 2.0 / a, lambda x: 2.0 / x, (lambda x: -2.0 / x**2,)),
+    Operation("cube", lambda a: a**3, lambda x: x**3, (lambda x: 3.0 * x**2,)),
+    Operation("root", lambda a: a**0.5, np.sqrt, (lambda x: 0.5 / np.sqrt(x),), low=0),
+    Operation("affine", lambda a: 5 - a * 3, lambda x: 5 - 3 * x, (lambda x: -3.0 + 0 * x,)),
+    Operation("variance", lambda a: a.var(0), lambda x: x.var(0, keepdims=True), (
+        lambda x: 2.0 * (x - x.mean(0)) / len(x),)),
+]  # fmt: skip
+BINARY = [
+    Operation("add", lambda a, b: a + b, np.add, (lambda x, y: 1.0, lambda x, y: 1.0)),
+    Operation("sub", lambda a, b: a - b, np.subtract, (lambda x, y: 1.0, lambda x, y: -1.0)),
+    Operation("mul", lambda a, b: a * b, np.multiply, (lambda x, y: y, lambda x, y: x)),
+    Operation("div", lambda a, b: a / b, np.divide, (lambda x, y: 1.0 / y, lambda x, y: -x / y**2)),
+    Operation("lt", lambda a, b: a < b, lambda x, y: 1.0 * (x < y), (step, step)),
+    Operation("gt", lambda a, b: a > b, lambda x, y: 1.0 * (x > y), (step, step)),
+    Operation("eq", lambda a, b: a == b, lambda x, y: 1.0 * (x == y), (step, step)),
+    Operation("ne", lambda a, b: a != b, lambda x, y: 1.0 * (x != y), (step, step)),
+]
+REDUCTIONS = [
+    Operation("sum", lambda a, dim: a.sum(dim), np.sum, (lambda x, dim: 1.0 + 0 * x,)),
+    Operation("mean", lambda a, dim: a.mean(dim), np.mean, (lambda x, dim: 0 * x + 1 / x.shape[dim],)),
+]  # fmt: skip
+
+
+#: Task 3.1 asks for these in float32, for all in float64: each further function is a loop to compile,
+#: and what is in the loop is the same.
+IN_FLOAT32 = {"neg", "add", "sub", "mul", "sum", "mean"}
+
+
+def on_operations(operations: list[Operation]) -> Any:
+    """Run a test on operations, in both dtypes, on every backend."""
+    cases = []
+    for backend, dtype, op in product(MAP_BACKENDS, (np.float32, np.float64), operations):
+        counts = backend.id != "fast" or dtype == np.float64 or op.name in IN_FLOAT32
+        name = f"{op.name}-{dtype.__name__}-{backend.id}"
+        marks = backend.marks if counts else ()
+        cases.append(pytest.param(op, dtype, *backend.values, id=name, marks=marks))
+    return pytest.mark.parametrize(("op", "dtype", "backend"), cases)
+
+
+def drawn(
+    data: DataObject,
+    backend: TensorBackend,
+    dtype: npt.DTypeLike,
+    shape: tuple[int, ...] | None = None,
+    low: int = -50,
+) -> tuple[Array, Tensor]:
+    """Draw a float64 array, and a tensor of the same elements in some dtype and some layout."""
+    numbers = data.draw(lattice(data.draw(shapes()) if shape is None else shape, low=low))
+    rounded = numbers.astype(dtype)
+    return rounded.astype(np.float64), data.draw(laid_out(rounded, backend))
+
+
+def check_gradients(
+    op: Operation, operands: list[tuple[Array, Tensor]], dtype: npt.DTypeLike, *options: Any
+) -> None:
+    """Compare the gradient of each operand with the slope, times a gradient that differs by place."""
+    arrays_, tensors_ = zip(*operands, strict=True)
+    for a in tensors_:
+        a.requires_grad_(True)
+    out = op.on_tensors(*tensors_, *options)
+    weights = np.linspace(-1.0, 2.0, out.size).reshape(out.shape)
+    out.backward(from_numpy(weights.astype(dtype), out.backend))
+    for i, (a, slope) in enumerate(zip(tensors_, op.slopes, strict=True)):
+        expected = sum_to(weights * slope(*arrays_, *options) + np.zeros(out.shape), a.shape)
+        size = 100.0 if len(arrays_) == 2 else 1.0
+        assert_close_arrays(a.grad, expected, dtype, f"gradient {i} of {op.name}", size)
+
+
+# --- task 3.1: map, zip, reduce --------------------------------------------------------------
+
+
+@on_operations(UNARY)
+@few
+@given(data())
+def test_operations_on_one_tensor(
+    op: Operation, dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject
+) -> None:
+    array, a = drawn(data, backend, dtype, low=op.low)
+    assert_close_arrays(op.on_tensors(a), op.on_arrays(array), dtype, op.name)
+
+
+@on_operations(UNARY)
+@few
+@given(data())
+def test_gradients_of_operations_on_one_tensor(
+    op: Operation, dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject
+) -> None:
+    if op.name == "variance":
+        array, a = drawn(data, backend, dtype)
+        a.requires_grad_(True)
+        out = a.var(0)
+        weights = np.linspace(-1.0, 2.0, out.size).reshape(out.shape)
+        out.backward(from_numpy(weights.astype(dtype), backend))
+        assert_close_arrays(a.grad, weights * op.slopes[0](array), dtype, "gradient", 10.0)
+    else:
+        check_gradients(op, [drawn(data, backend, dtype, low=op.low)], dtype)
+
+
+@on_operations(BINARY)
+@few
+@given(data(), mutually_broadcastable_shapes(num_shapes=2, min_dims=1, max_dims=4, max_side=3))
+def test_operations_on_two_tensors_that_broadcast(
+    op: Operation, dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject, drawn_shapes: Any
+) -> None:
+    (array_a, a), (array_b, b) = (
+        drawn(data, backend, dtype, shape) for shape in drawn_shapes.input_shapes
+    )
+    assert_close_arrays(op.on_tensors(a, b), op.on_arrays(array_a, array_b), dtype, op.name)
+
+
+@on_operations(BINARY)
+@few
+@given(data(), mutually_broadcastable_shapes(num_shapes=2, min_dims=1, max_dims=4, max_side=3))
+def test_gradients_of_operations_on_two_tensors_that_broadcast(
+    op: Operation, dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject, drawn_shapes: Any
+) -> None:
+    operands = [drawn(data, backend, dtype, shape) for shape in drawn_shapes.input_shapes]
+    check_gradients(op, operands, dtype)
+
+
+@on_operations(REDUCTIONS)
+@few
+@given(data())
+def test_reductions_keep_the_dimension(
+    op: Operation, dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject
+) -> None:
+    array, a = drawn(data, backend, dtype)
+    dim = data.draw(integers(-a.dims, a.dims - 1))
+    expected = op.on_arrays(array, axis=dim, keepdims=True)
+    assert_close_arrays(op.on_tensors(a, dim), expected, dtype, op.name, 15.0)
+    total = op.on_tensors(a, None)
+    assert_close_arrays(total, op.on_arrays(array).reshape(1), dtype, op.name, 400.0)
+
+
+@on_operations(REDUCTIONS)
+@few
+@given(data())
+def test_gradients_of_reductions(
+    op: Operation, dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject
+) -> None:
+    array, a = drawn(data, backend, dtype)
+    check_gradients(op, [(array, a)], dtype, data.draw(integers(-a.dims, a.dims - 1)))
+
+
+@on_map_backends
+@on_dtypes
+@few
+@given(data())
+def test_products_and_maxima(
+    dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject
+) -> None:
+    array, a = drawn(data, backend, dtype)
+    dim = data.draw(integers(-a.dims, a.dims - 1))
+    product = backend.mul_reduce(a, dim)
+    assert_close_arrays(product, array.prod(dim, keepdims=True), dtype, "product")
+    largest = backend.max_reduce(a, dim)
+    assert_close_arrays(largest, array.max(dim, keepdims=True), dtype, "maximum")
+
+
+@on_map_backends
+@on_dtypes
+@pytest.mark.parametrize("size", [31, 32, 33, 100, 1025])
+def test_reductions_of_sizes_that_divide_nothing(
+    size: int, dtype: npt.DTypeLike, backend: TensorBackend
+) -> None:
+    # Blocks, runs and vectors end in the middle of these.
+    array = np.random.default_rng(size).standard_normal((3, size)).astype(dtype)
+    for seen, dim in ((array, 1), (array.T, 0), (array, 0), (array.T, 1)):
+        expected = seen.astype(np.float64).sum(dim, keepdims=True)
+        assert_close_arrays(from_numpy(seen, backend).sum(dim), expected, dtype, "sum", size)
+    everything = np.full(1, array.astype(np.float64).sum())
+    assert_close_arrays(from_numpy(array, backend).sum(), everything, dtype, "sum", size)
+
+
+@on_map_backends
+def test_an_empty_tensor(backend: TensorBackend) -> None:
+    empty = zeros((2, 0, 3), backend)
+    for mapped in (-empty, empty + 1.0, empty * empty):
+        assert mapped.shape == (2, 0, 3)
+    assert empty.sum(1).to_numpy().tolist() == [[[0.0] * 3], [[0.0] * 3]]
+    assert empty.sum(0).shape == (1, 0, 3)
+    assert zeros((2, 0), backend).sum(0).shape == (1, 0)
+    assert zeros((0, 2), backend).sum(1).shape == (0, 1)
+    assert empty.sum().to_numpy().tolist() == [0.0]
+
+
+@on_map_backends
+def test_a_tensor_without_dimensions(backend: TensorBackend) -> None:
+    a = from_numpy(np.array(3.0), backend, requires_grad=True)
+    assert (-a).shape == (a * a).shape == ()
+    assert (a * from_numpy(np.ones((2, 3)), backend)).to_numpy().tolist() == [[3.0] * 3] * 2
+    (a * a * from_numpy(np.ones((2, 3)), backend)).sum().backward()
+    assert a.grad is not None
+    assert (a.grad.shape, a.grad.item()) == ((), 6 * 2 * 3.0)
+
+
+@on_map_backends
+@few
+@given(data())
+def test_all_of_a_tensor(backend: TensorBackend, data: DataObject) -> None:
+    numbers = data.draw(
+        arrays(np.float64, data.draw(shapes()), elements=sampled_from([0.0, 1.0, -2.5]))
+    )
+    truth = numbers != 0
+    a = data.draw(laid_out(numbers, backend))
+    dim = data.draw(integers(-a.dims, a.dims - 1))
+    assert_close_arrays(a.all(dim), 1.0 * truth.all(dim, keepdims=True), np.float64)
+    assert_close_arrays(a.contiguous().all(), np.full(1, 1.0 * truth.all()), np.float64)
+
+
+@on_map_backends
+@few
+@given(data(), mutually_broadcastable_shapes(num_shapes=2, min_dims=1, max_dims=4, max_side=3))
+def test_map_fills_a_given_tensor(
+    backend: TensorBackend, data: DataObject, drawn_shapes: Any
+) -> None:
+    array, a = drawn(data, backend, np.float64, drawn_shapes.input_shapes[0])
+    out = data.draw(laid_out(np.zeros(drawn_shapes.result_shape), backend))
+    assert backend.neg_map(a, out) is out
+    assert_close_arrays(out, -np.broadcast_to(array, out.shape), np.float64)
+
+
+@on_map_backends
+@pytest.mark.parametrize(
+    ("shape", "into"),
+    [((3,), (2, 3)), ((2, 1), (4, 2, 3)), ((1, 3), (3, 3)), ((1,), (2, 2))],
+    ids=str,
+)
+def test_map_fills_a_tensor_of_more_dimensions(
+    backend: TensorBackend, shape: tuple[int, ...], into: tuple[int, ...]
+) -> None:
+    array = np.arange(1.0, 1.0 + np.prod(shape)).reshape(shape)
+    out = backend.neg_map(from_numpy(array, backend), zeros(into, backend))
+    np.testing.assert_array_equal(out.to_numpy(), -np.broadcast_to(array, into))
+
+
+@on_map_backends
+@few
+@given(data())
+def test_permuted_and_viewed(backend: TensorBackend, data: DataObject) -> None:
+    array, a = drawn(data, backend, np.float64)
+    order = data.draw(permutations(range(a.dims)))
+    a.requires_grad_(True)
+    flat = a.permute(*order).contiguous().view(a.size)
+    weights = np.arange(1.0, a.size + 1)
+    np.testing.assert_array_equal(flat.to_numpy(), array.transpose(order).reshape(-1))
+    flat.backward(from_numpy(weights, backend))
+    expected = weights.reshape(array.transpose(order).shape).transpose(np.argsort(order))
+    assert_close_arrays(a.grad, expected, np.float64, "gradient")
+
+
+@on_map_backends
+def test_operands_far_from_zero(backend: TensorBackend) -> None:
+    a = from_numpy(np.array([-1e4, -800.0, 0.0, 800.0, 1e4]), backend, requires_grad=True)
+    assert a.sigmoid().to_numpy().tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]
+    assert a.tanh().to_numpy().tolist() == [-1.0, -1.0, 0.0, 1.0, 1.0]
+    assert (a - 1e4).exp().to_numpy().tolist() == [0.0, 0.0, 0.0, 0.0, 1.0]
+    (a.sigmoid() + a.tanh()).sum().backward()
+    assert a.grad is not None
+    assert a.grad.to_numpy().tolist() == [0.0, 0.0, 1.25, 0.0, 0.0]
+
+
+# --- the course's functions, on the backends of module 3 --------------------------------------
+
+Fn = tuple[str, Callable[..., float], Callable[..., Tensor]]
+one_arg, two_arg, red_arg = MathTestVariable._comp_testing()
+
+
+def course_functions(fns: list[Fn]) -> Any:
+    return pytest.mark.parametrize("fn", fns, ids=[name for name, _, _ in fns])
+
+
+@pytest.mark.task3_1
+@course_functions(one_arg)
+@few
+@given(data())
+def test_one_args(fn: Fn, data: DataObject) -> None:
+    array, a = drawn(data, FastBackend, np.float64)
+    expected = np.vectorize(fn[1], otypes=[float])(array)
+    assert_close_arrays(fn[2](a), expected, np.float64)
+    grad_check(fn[2], a)
+
+
+@pytest.mark.task3_1
+@course_functions(two_arg)
+@few
+@given(data())
+def test_two_args(fn: Fn, data: DataObject) -> None:
+    array_a, a = drawn(data, FastBackend, np.float64)
+    array_b = data.draw(lattice(a.shape[1:] or (1,), first=0.06))
+    b = data.draw(laid_out(array_b, FastBackend))
+    expected = np.vectorize(fn[1], otypes=[float])(array_a, array_b)
+    assert_close_arrays(fn[2](a, b), expected, np.float64)
+    grad_check(fn[2], a, b)
+
+
+@pytest.mark.task3_1
+@course_functions(red_arg)
+@few
+@given(data())
+def test_reductions(fn: Fn, data: DataObject) -> None:
+    grad_check(fn[2], drawn(data, FastBackend, np.float64)[1])
+
+
+# --- task 3.2: matrix multiply ---------------------------------------------------------------
+
+
+def matrices(
+    data: DataObject, backend: TensorBackend, dtype: npt.DTypeLike, dims: tuple[int, int]
+) -> tuple[tuple[Array, Tensor], tuple[Array, Tensor]]:
+    """Draw two operands of a product whose batch dimensions broadcast."""
+    rows, depth, cols = (data.draw(integers(1, 5)) for _ in range(3))
+    batch = data.draw(
+        mutually_broadcastable_shapes(num_shapes=2, min_dims=0, max_dims=max(dims) - 2, max_side=3)
+    ).input_shapes
+    return (
+        drawn(data, backend, dtype, (*batch[0], rows, depth)),
+        drawn(data, backend, dtype, (*batch[1], depth, cols)),
+    )
+
+
+@on_matmul_backends
+@on_dtypes
+@pytest.mark.parametrize("dims", [2, 3, 4])
+@few
+@given(data())
+def test_products_of_matrices(
+    dims: int, dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject
+) -> None:
+    (array_a, a), (array_b, b) = matrices(data, backend, dtype, (dims, dims))
+    assert_close_arrays(a @ b, array_a @ array_b, dtype, "product", 125.0)
+
+
+@on_matmul_backends
+@on_dtypes
+@pytest.mark.parametrize("dims", [2, 4])
+@few
+@given(data())
+def test_gradients_of_products_of_matrices(
+    dims: int, dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject
+) -> None:
+    (array_a, a), (array_b, b) = matrices(data, backend, dtype, (dims, dims))
+    a.requires_grad_(True)
+    b.requires_grad_(True)
+    out = a @ b
+    weights = np.linspace(-1.0, 2.0, out.size).reshape(out.shape)
+    out.backward(from_numpy(weights.astype(dtype), backend))
+    d_a = sum_to(weights @ array_b.swapaxes(-1, -2), a.shape)
+    d_b = sum_to(array_a.swapaxes(-1, -2) @ weights, b.shape)
+    assert_close_arrays(a.grad, d_a, dtype, "gradient of the left", 500.0)
+    assert_close_arrays(b.grad, d_b, dtype, "gradient of the right", 500.0)
+
+
+@on_matmul_backends
+@given(small_ints, small_ints, small_ints, small_ints)
+@few
+def test_a_product_is_a_sum_of_products(
+    backend: TensorBackend, batch: int, rows: int, depth: int, cols: int
+) -> None:
+    rng = np.random.default_rng(batch + 3 * rows)
+    a = from_numpy(rng.standard_normal((batch, rows, depth)), backend)
+    b = from_numpy(rng.standard_normal((1, depth, cols)), backend)
+    slow = (a.view(batch, rows, depth, 1) * b.view(1, 1, depth, cols)).sum(2)
+    assert_close_arrays(a @ b, slow.to_numpy()[:, :, 0, :], np.float64)
+
+
+@on_matmul_backends
+@on_dtypes
+@pytest.mark.parametrize(
+    ("rows", "depth", "cols"), [(33, 17, 31), (1, 65, 3), (32, 1, 32), (64, 40, 1), (3, 0, 2)]
+)
+def test_products_whose_sizes_divide_nothing(
+    rows: int, depth: int, cols: int, dtype: npt.DTypeLike, backend: TensorBackend
+) -> None:
+    rng = np.random.default_rng(rows)
+    a, b = rng.standard_normal((2, rows, depth)), rng.standard_normal((depth, cols))
+    a, b = a.astype(dtype), b.astype(dtype)
+    expected = a.astype(np.float64) @ b.astype(np.float64)
+    transposed = np.ascontiguousarray(b.T).T
+    for left, right in (
+        (a, b),
+        (a, transposed),
+        (a.transpose(1, 2, 0).copy().transpose(2, 0, 1), b),
+    ):
+        product = from_numpy(left, backend) @ from_numpy(right, backend)
+        assert_close_arrays(product, expected, dtype, "product", depth + 1.0)
+
+
+@pytest.mark.task3_2
+@on_dtypes
+@given(data())
+@settings(max_examples=20)
+def test_blas_and_the_teaching_kernel_agree(dtype: npt.DTypeLike, data: DataObject) -> None:
+    (_, a), (_, b) = matrices(data, FastBackend, dtype, (4, 4))
+    by_hand = (a @ b).zeros()
+    # What FastOps does where BLAS cannot read the operands: any batch, as the loop of the course.
+    super(FastOps, FastOps).matmul_into(by_hand._tensor, a._tensor, b._tensor)
+    assert_close_arrays(a @ b, by_hand.to_numpy(), dtype, "product", 125.0)
+
+
+@pytest.mark.task3_2
+@on_dtypes
+def test_the_teaching_kernel_reads_any_strides(dtype: npt.DTypeLike) -> None:
+    rng = np.random.default_rng(1)
+    a, b = (
+        rng.standard_normal((3, 2, 4)).astype(dtype),
+        rng.standard_normal((1, 4, 5)).astype(dtype),
+    )
+    expected = a.astype(np.float64) @ b.astype(np.float64)
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        back = np.argsort(order)
+        left = from_numpy(np.ascontiguousarray(a.transpose(order)).transpose(back))
+        right = from_numpy(np.ascontiguousarray(b.transpose(order)).transpose(back))
+        out = TensorData(np.empty(30, dtype), (3, 2, 5))
+        fast_ops.tensor_matrix_multiply(*out.tuple(), *left.tuple(), *right.tuple())
+        assert_close_arrays(out.to_array(), expected, dtype, f"product of {order}", 20.0)
+
+
+# --- a backend of one's own ------------------------------------------------------------------
+
+
+@pytest.mark.task3_1
+def test_the_backend_of_a_result_is_that_of_its_operands() -> None:
+    a = from_numpy(np.ones((2, 2)), FastBackend, requires_grad=True)
+    result = ((a * a).relu() + 1.0).sum(1).permute(1, 0)
+    assert result.backend is result.f is FastBackend
+    result.sum().backward()
+    assert a.grad is not None
+    assert a.grad.backend is FastBackend

@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 
 from kernels.runtime.dtypes import BFLOAT16, BITS, rounded
-from kernels.runtime.targets import cuda
+from kernels.runtime.targets import cuda, why_no_cuda
 
 from .memory import Ints, PlainHost
 
 
 class PlainDevice(PlainHost):
     """Numba's arrays on the device."""
+
+    def why_not(self) -> str | None:
+        """Return why there is no such device, or None if there is one."""
+        return why_no_cuda()
 
     def empty(self, shape: Ints, dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised array."""

@@ -15,6 +15,10 @@ Ints = tuple[int, ...]
 class PlainHost:
     """NumPy arrays."""
 
+    def why_not(self) -> str | None:
+        """Return why this memory cannot be used here, or None if it can."""
+        return None
+
     def view(self, storage: Any, shape: Ints, strides: Ints) -> Any:
         """View a flat storage with a shape and strides in elements."""
         steps = [step * storage.itemsize for step in strides]

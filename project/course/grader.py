@@ -27,9 +27,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from course.markers import CourseError
+from course.markers import ROOT, CourseError
 from course.report import finish, print_row, refuse_unwritable
-from course.starter_trees import ROOT, module_of, write_tree
+from course.starter_trees import module_of, write_tree
 from course.tasks import SPEED, Task, expression, tasks_of
 from course.verdict import Result, Verdict, judge, notes
 from course.workplace import Workplace, assemble
@@ -64,10 +64,10 @@ def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
     write_tree(max(task.module for task in tasks), place.solved, lambda region: None)
     seeds = {task.id: secrets.randbits(62) for task in tasks}
     expected = Expected({}, {}, None, seeds, {})
-    speed = {SPEED[task.module] for task in tasks if task.speed}
     for simulator, simulated in sorted({_how(task, place) for task in tasks}):
         own = [task for task in tasks if _how(task, place) == (simulator, simulated)]
-        files = {file for task in own for file in task.tests} | speed
+        files = {file for task in own for file in task.tests}
+        files |= {SPEED for task in own if task.speed}
         own_seeds = {task.id: seeds[task.id] for task in own}
         (found, *values) = _collected(place, files, own_seeds, simulated)
         expected = expected._replace(no_gpu=expected.no_gpu or found["no_gpu"])
@@ -86,14 +86,9 @@ def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
             # What fails first is shown in full.
             found.sort(key=lambda test: task.tests.index(test.split("::")[0]))
             expected.tests[task.id] = found
-        if speed:
-            for task in tasks:
-                expected.speed[task.id] = [
-                    test
-                    for test, its in marks.items()
-                    if test.split("::")[0] == SPEED.get(task.module) and task.mark in its
-                ]
-            speed = set()
+            expected.speed[task.id] = [
+                test for test, its in marks.items() if test.startswith(SPEED) and task.mark in its
+            ]
     for task in tasks:
         if not expected.tests[task.id] or (task.speed and not expected.speed[task.id]):
             raise CourseError(f"the course has no test, or none of speed, with mark {task.mark}")
@@ -158,15 +153,13 @@ def _grade_right(place: Workplace, task: Task, expected: Expected) -> Result:
     """Run the tests that decide; the points of speed are open still."""
     tests = expected.tests[task.id]
     result = Result(task.id, task.title, task.mark, possible=task.points, tests=len(tests))
-    swapped: dict[Path, bytes] = {}
+    operators = place.tree / "minitorch" / "operators.py"
+    theirs = operators.read_bytes()
     if task.own_tests:  # they are judged by whether they tell right code from wrong, the course's
-        for path in (place.tree / "minitorch" / "operators.py",):
-            swapped[path] = path.read_bytes()
-            shutil.copyfile(ROOT / path.relative_to(place.tree), path)
+        shutil.copyfile(ROOT / "minitorch" / "operators.py", operators)
     begin = time.perf_counter()
     verdict, _ = _run(place, task, tests, expected)
-    for path, content in swapped.items():
-        path.write_bytes(content)
+    operators.write_bytes(theirs)
     result.passed, result.message, result.also = verdict.passed, verdict.message, [*verdict.also]
     result.waits_for, result.speed_possible = verdict.waits_for, task.speed
     result.refused = [*verdict.refused]
@@ -204,7 +197,7 @@ def _run(
     """Run tests of a task, confined, and judge them; return the records too."""
     files, chosen = task.tests, expression(task, place.gpu)
     if speed:
-        files, chosen = (SPEED[task.module],), task.mark
+        files, chosen = (SPEED,), task.mark
     seeds, values = {}, {}
     if expected is not None:
         seeds, values = {task.id: expected.seeds[task.id]}, expected.values[task.id]

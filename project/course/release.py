@@ -9,8 +9,8 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-from course.markers import PACKAGES
-from course.starter_trees import ROOT, start
+from course.markers import PACKAGES, ROOT
+from course.starter_trees import start
 
 WORKFLOW = """# GitHub Classroom: the tests of each push, task by task. Your teacher's grader gives points.
 name: grade

@@ -74,24 +74,48 @@ class Module:
         title: A few words.
         scripts: What of ``project/`` belongs to it.
         pages: What of ``project/app_pages`` belongs to it.
+        files: What these and its tests share with others.
     """
 
     number: int
     title: str
     scripts: tuple[str, ...] = ()
     pages: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
 
 
+POINTS = ("project/training/points.py", "project/training/script_helpers.py")
+DRAWN = ("tests/tensor_strategies.py",)
 MODULES = (
-    Module(0, "Fundamentals", ("run_manual",), ("math_page", "training_page")),
-    Module(1, "Autodiff", ("run_scalar",), ("graph_page",)),
-    Module(2, "Tensors", ("run_tensor",), ("tensor_page",)),
-    Module(3, "Efficiency", ("run_fast_tensor", "parallel_check")),
-    Module(4, "Networks", ("run_digits", "run_sentiment"), ("conv_page",)),
+    Module(0, "Fundamentals", ("run_manual",), ("math_page", "training_page"), POINTS),
     Module(
-        5, "FlashAttention", ("train_gpt", "train_tasks", "bench_attention"), ("attention_page",)
+        1, "Autodiff", ("run_scalar",), ("graph_page", "training_page"),
+        (*POINTS, "project/app_pages/expressions.py"),
     ),
-)
+    Module(
+        2, "Tensors", ("run_tensor",), ("tensor_page", "graph_page", "training_page"),
+        (*POINTS, *DRAWN, "project/app_pages/expressions.py"),
+    ),
+    Module(
+        3, "Efficiency", ("run_fast_tensor", "parallel_check"), ("training_page",),
+        (
+            *POINTS, *DRAWN, "project/run_tensor.py", "tests/course/test_loops.py",
+            "tests/support/cuda_tensors.py", "tests/support/missing_barriers.py",
+        ),
+    ),
+    Module(
+        4, "Networks", ("run_digits", "run_sentiment"), ("conv_page",),
+        (*DRAWN, POINTS[1], "project/data/digits.py", "project/data/sentiment.py"),
+    ),
+    Module(
+        5, "FlashAttention", ("train_tasks",), ("attention_page",),
+        (
+            "project/app_pages/recording.py", "project/app_pages/tile_view.py",
+            "project/app_pages/tile_words.py", POINTS[1],
+            "tests/support/attention/mistakes.py", "tests/support/missing_barriers.py",
+        ),
+    ),
+)  # fmt: skip
 
 OPERATORS = ("tests/course/test_operators.py",)
 SCALARS = ("tests/course/test_autodiff.py", "tests/course/test_scalar.py")
@@ -106,8 +130,8 @@ SMALL = "tests/course/test_layers.py"
 CONV = (SMALL, "tests/course/test_conv.py")
 LAYERS = (SMALL, "tests/course/test_nn.py")
 FLASH, TRAFFIC = ("tests/course/test_module5.py",), ("tests/course/test_module5_traffic.py",)
-#: Module → the file that measures how fast a right solution is, task by task.
-SPEED = {3: "tests/course/speed.py", 5: "tests/course/attention_speed.py"}
+#: Measures how fast a right solution is, task by task.
+SPEED = "tests/course/speed.py"
 
 TASKS = (
     Task(

@@ -16,6 +16,9 @@ import numpy as np
 import pytest
 from numba import njit, prange
 
+import kernels  # beyond module 4
+from kernels import launch  # beyond module 4
+from kernels.problem.operands import make_operands  # beyond module 4
 from minitorch import fast_ops, operators
 
 PAIRS, ROUNDS = 7, 3
@@ -122,4 +125,19 @@ def test_the_inner_loop_of_a_product_computes_no_index(record_property: Any) -> 
     assert_faster(
         lambda: mine(*operands), lambda: multiplied_by_index(*operands), 2.0, record_property,
         "a parallel loop that computes every index",
+    )  # fmt: skip
+
+
+@pytest.mark.task5_3  # beyond module 4
+def test_a_tile_is_a_few_products_of_matrices(record_property: Any) -> None:  # beyond module 4
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, 256, 32)) for _ in range(3))
+    problem = kernels.make_problem(q, k, v, rung="flash2")
+    operands = make_operands(launch.NUMPY.memory, problem, q, k, v)
+
+    scores = rng.standard_normal((2, 256, 256))
+    assert_faster(
+        lambda: launch.forward(launch.NUMPY, problem, operands, (64, 64)),
+        lambda: np.exp(scores - scores.max(-1, keepdims=True)).sum(-1), 0.05,
+        record_property, "the exponentials alone, all at once",
     )  # fmt: skip

@@ -12,6 +12,8 @@ from hypothesis.strategies import DataObject, data, integers
 
 import minitorch
 from minitorch import (
+    FastBackend,
+    SimpleBackend,
     Tensor,
     TensorBackend,
     argmax,
@@ -22,7 +24,9 @@ from minitorch import (
     logsoftmax,
     logsumexp,
     maxpool2d,
+    one_hot,
     softmax,
+    softmax_loss,
     tensor,
     tile,
 )
@@ -290,3 +294,36 @@ def test_dropout_drops_the_part_it_was_told_to() -> None:
     out.sum().backward()
     assert a.grad is not None
     np.testing.assert_array_equal(a.grad.to_numpy(), out.to_numpy())
+
+
+# --- losses ----------------------------------------------------------------------------------
+
+
+@on_backends()
+@few
+@given(data())
+def test_cross_entropy(backend: TensorBackend, data: DataObject) -> None:
+    rows, classes = data.draw(integers(1, 4)), data.draw(integers(1, 4))
+    array = data.draw(lattice((rows, classes)))
+    logits = data.draw(laid_out(array, backend))
+    target = np.array([data.draw(integers(0, classes - 1)) for _ in range(rows)])
+    expected = -np.log(softmax_of(array, 1))[np.arange(rows), target]
+    for as_given in (target, tensor(target.tolist(), backend)):
+        assert_close_arrays(softmax_loss(logits, as_given), expected, np.float64, size=10.0)
+    grad_check(lambda x: softmax_loss(x, target), logits)
+
+
+def test_one_hot() -> None:
+    coded = one_hot(tensor([[0, 2], [1, 1]]), 3)
+    assert coded.is_constant()
+    np.testing.assert_array_equal(coded.to_numpy(), np.eye(3)[[[0, 2], [1, 1]]])
+
+
+def test_functions_stay_on_their_backend() -> None:
+    for backend in (SimpleBackend, FastBackend):
+        a = from_numpy(np.arange(16.0).reshape(1, 1, 4, 4), backend)
+        for result in (
+            maxpool2d(a, (2, 2)), avgpool2d(a, (2, 2)), softmax(a, 3), softmax(a, 0),
+            logsoftmax(a, 1), argmax(a, 2), dropout(a, 0.5), one_hot(a, 16),
+        ):  # fmt: skip
+            assert result.backend is backend

@@ -26,6 +26,7 @@ from minitorch import (
     operators,
     zeros,
 )
+from minitorch.tensor_ops import TensorOps
 
 from ..strategies import small_ints
 from ..support.tolerances import assert_close_arrays
@@ -504,3 +505,40 @@ def test_the_backend_of_a_result_is_that_of_its_operands() -> None:
     result.sum().backward()
     assert a.grad is not None
     assert a.grad.backend is FastBackend
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fn"),
+    [
+        (fast_ops.tensor_map, operators.neg),
+        (fast_ops.tensor_zip, operators.add),
+        (fast_ops.tensor_reduce, operators.add),
+    ],
+)
+def test_a_loop_is_compiled_once_for_each_function(
+    kernel: Callable[..., Any], fn: Callable[..., float]
+) -> None:
+    assert kernel(fn) is kernel(fn)
+
+
+# --- a backend of one's own ------------------------------------------------------------------
+
+
+def test_a_backend_supplies_loops_and_nothing_else() -> None:
+    def never(*args: Any) -> None:
+        raise AssertionError("a loop ran when the backend was made")
+
+    class Counting(TensorOps):
+        make_map = staticmethod(lambda fn: never)
+        make_zip = staticmethod(lambda fn: never)
+
+        @classmethod
+        def reduce_loop(cls, fn: Any) -> Any:
+            return lambda out, a, dim: np.sum(
+                a.to_array(), axis=dim, keepdims=True, out=out.to_array()
+            )
+
+    a = from_numpy(np.arange(6.0).reshape(2, 3), TensorBackend(Counting))
+    assert a.sum(0).to_numpy().tolist() == [[3.0, 5.0, 7.0]]
+    with pytest.raises(AssertionError, match="a loop ran"):
+        _ = -a

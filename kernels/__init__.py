@@ -10,7 +10,7 @@ import numpy as np
 
 from kernels import array_call, launch
 from kernels.array_call import Call
-from kernels.call_plan import CallPlan
+from kernels.call_plan import CallPlan  # beyond module 5
 from kernels.common.arguments import shown, whole
 from kernels.problem.argument_types import check_types
 from kernels.problem.option_values import check_dropout
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockMask",
-    "CallPlan",
+    "CallPlan",  # beyond module 5
     "Problem",
     "available_rungs",
     "dropout_mask",
@@ -36,7 +36,7 @@ __all__ = [
     "flash_attention_varlen_backward",
     "flash_attention_varlen_forward",
     "make_problem",
-    "plan",
+    "plan",  # beyond module 5
     "takes_attention_options",
     "varying",
 ]
@@ -129,8 +129,8 @@ def flash_attention_backward(
     return array_call.backward((q, k, v), results, options, tile, mask_gradient, sink_gradient)
 
 
-@takes_attention_options
-def plan(
+@takes_attention_options  # beyond module 5
+def plan(  # beyond module 5
     q: Any,
     k: Any,
     v: Any,

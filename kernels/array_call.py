@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from kernels import launch
-from kernels.call_plan import CallPlan, plan_by_running
+from kernels.call_plan import CallPlan, plan_by_running  # beyond module 5
 from kernels.common.arguments import as_host_array, as_plain
 from kernels.cuda.runtime.arrays import device_view, element_strides, is_device_array
 from kernels.interop.libraries import Library, as_array, library_of
@@ -61,7 +61,7 @@ class Call:
         operands = make_operands(self.target.memory, self.problem, q, k, v, *in_order(arrays))
         self.operands = operands.having(**given)
 
-    def plan(self, tile: Any, backward: bool = False) -> CallPlan:
+    def plan(self, tile: Any, backward: bool = False) -> CallPlan:  # beyond module 5
         """Return the plan of the call; for the backward pass, the plan of the gradients of q, k and v."""
         check_types(backward=backward)
         operands = self.operands

@@ -4,35 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial  # beyond module 5
 from typing import Any
 
 import numpy as np
 
-from kernels.cpu.attention import flash2 as cpu_flash2
-from kernels.cpu.attention import flash2_backward as cpu_flash2_backward
-from kernels.cpu.attention import mask_gradient as cpu_mask_gradient
+from kernels.cpu.attention import flash2 as cpu_flash2  # beyond module 5
+from kernels.cpu.attention import flash2_backward as cpu_flash2_backward  # beyond module 5
+from kernels.cpu.attention import mask_gradient as cpu_mask_gradient  # beyond module 5
 from kernels.cuda.attention import flash1
 from kernels.cuda.attention import naive as cuda_naive
 from kernels.cuda.attention import sink as cuda_sink
 from kernels.cuda.attention.flash2 import backward as flash2_backward
 from kernels.cuda.attention.flash2 import forward as cuda_flash2
 from kernels.cuda.attention.flash2 import mask_gradient as flash2_mask_gradient
-from kernels.cuda.attention.flash2_mma import launch as flash2_mma
-from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_wgmma_backward
-from kernels.cuda.attention.flash3_wgmma.float8 import launch as flash3_float8
-from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_wgmma
-from kernels.cuda.attention.options.listed_mods import on_device
-from kernels.cuda.device import per_device
+from kernels.cuda.attention.flash2_mma import launch as flash2_mma  # beyond module 5
+from kernels.cuda.attention.flash3_wgmma.backward import (  # beyond module 5
+    launch as flash3_wgmma_backward,
+)
+from kernels.cuda.attention.flash3_wgmma.float8 import launch as flash3_float8  # beyond module 5
+from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_wgmma  # beyond module 5
+from kernels.cuda.attention.options.listed_mods import on_device  # beyond module 5
+from kernels.cuda.device import per_device  # beyond module 5
 from kernels.cuda.device.memory import DeviceMemory
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.problem.float8 import FLOAT8, why_not_float8
-from kernels.problem.listed_mods import Evaluate, listed, on_host
+from kernels.problem.listed_mods import Evaluate, listed, on_host  # beyond module 5
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.problem.rungs import unknown_rung, unusable_rung
 from kernels.reference import attention as reference
-from kernels.reference import float8
+from kernels.reference import float8  # beyond module 5
 from kernels.runtime.dtypes import COMPUTE_DTYPES, FLOAT32, HALF_DTYPES
 from kernels.runtime.memory import HostMemory, Memory
 
@@ -80,7 +82,7 @@ class Rung:
     why_no_device: Callable[[], str | None] = lambda: None
     prepare_forward: Callable[..., Any] | None = None
     prepare_backward: Callable[..., Any] | None = None
-    evaluate: Evaluate | None = None
+    evaluate: Evaluate | None = None  # beyond module 5
     forward_float8: Callable[..., None] | None = None
 
     def taken(self, problem: Problem) -> Problem | None:
@@ -89,7 +91,8 @@ class Rung:
         16-bit operands are converted to float32 for a rung that does not support them.  float32 operands
         are converted to 16 bits if the call's precision allows it and the rung supports that dtype.
         """
-        problem = problem if self.evaluate is None else listed(problem, self.evaluate)
+        if self.evaluate is not None:  # beyond module 5
+            problem = listed(problem, self.evaluate)
         own, half = problem.dtype, _HALF_BY_NAME.get(problem.precision)
         if half is not None and half in self.dtypes:
             return problem if half == own else replace(problem, dtype=half)
@@ -135,7 +138,7 @@ class Target:
     name: str
     memory: Memory
     rungs: tuple[Rung, ...]
-    mask_gradient: Callable[[Problem, Operands, Any], None]
+    mask_gradient: Callable[[Problem, Operands, Any], None] = reference.mask_gradient
     sink_gradient: Callable[[Problem, Operands, Any], None] = reference.sink_gradient
     plans: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -171,7 +174,13 @@ def _rung(
 
 def _numpy_rung(name: str, forward: Any, backward: Any, tile: Tile) -> Rung:
     """Return a rung of NumPy functions."""
-    return _rung(name, forward, backward, tile, forward_float8=float8.rounding(forward))
+    return _rung(
+        name,
+        forward,
+        backward,
+        tile,
+        forward_float8=float8.rounding(forward),  # beyond module 5
+    )
 
 
 _HOST = HostMemory()
@@ -187,14 +196,13 @@ NUMPY = Target(
         ),
         _NAIVE,
     ),
-    reference.mask_gradient,
 )
 #: Compiled loops on the host, parallel over heads and tiles.
 CPU = Target(
     "cpu",
     _HOST,
     (
-        Rung(
+        Rung(  # beyond module 5
             "flash2",
             cpu_flash2.forward,
             cpu_flash2_backward.backward,
@@ -208,14 +216,14 @@ CPU = Target(
         ),
         _NAIVE,
     ),
-    cpu_mask_gradient.mask_gradient,
+    mask_gradient=cpu_mask_gradient.mask_gradient,  # beyond module 5
 )
 #: Kernels on a GPU, or in numba's simulator.
 CUDA = Target(
     "cuda",
     DeviceMemory(),
     (
-        *(
+        *(  # beyond module 5
             Rung(
                 name,
                 module.forward,
@@ -247,7 +255,7 @@ CUDA = Target(
             cuda_flash2.tile,
             flash2_backward.tile,
             flash2_backward.why_not,
-            evaluate=on_device,
+            evaluate=on_device,  # beyond module 5
         ),
         Rung(
             "flash1",

@@ -94,7 +94,7 @@ def sgd_step(value: Tensor, grad: Tensor, lr: float) -> Tensor:
     return value.expand(value - grad * lr)  # of shape () where a number's is (1,)
 
 
-class Adam(Moments, Optimizer):
+class Adam(Moments, Optimizer):  # beyond module 3
     """The Adam optimiser, or AdamW with ``weight_decay``.
 
     Moments of fp16 and bf16 parameters are float32: a 16-bit mean would lose most small changes.
@@ -158,8 +158,8 @@ class Adam(Moments, Optimizer):
         return moved
 
 
-@operation
-def adam_step(
+@operation  # beyond module 3
+def adam_step(  # beyond module 3
     value: Tensor, grad: Tensor, m: Tensor, v: Tensor, *, lr: float, beta1: float, beta2: float,
     eps: float, step: int, weight_decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip

@@ -136,11 +136,12 @@ def main() -> None:
         )
         st.stop()
     args = parse(sys.argv[1:])
+    # A starter tree has the pages of its module alone.
+    first = args.module if (FOLDER.parents[1] / "course.json").exists() else 0
     names = [
         name
         for name, page in PAGES.items()
-        # A starter tree has the pages of its module and of earlier ones.
-        if page.module <= args.module and (FOLDER / f"{page.place[0]}.py").exists()
+        if first <= page.module <= args.module and (FOLDER / f"{page.place[0]}.py").exists()
     ]
     if "page" not in st.session_state:
         # Not by index: an older Streamlit takes another index for another widget, and forgets the click.

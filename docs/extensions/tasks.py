@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from course.starter_trees import ROOT, Region, marked_regions
+from course.markers import ROOT, Region, marked_regions
 from course.tasks import MODULES, Task, tasks_of
 from docutils import nodes
 from docutils.statemachine import StringList

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.device.memory import DeviceMemory, fill, row_major_copy
 from kernels.cuda.layers import indexing
-from kernels.cuda.layers.merge_rows import merge_rows
+from kernels.cuda.layers.merge_rows import merge_rows  # beyond module 5
 from kernels.cuda.layers.put_rows import put_rows
 from kernels.cuda.runtime.arena import Arena, Stretch
 from kernels.cuda.runtime.arrays import (
@@ -18,7 +18,7 @@ from kernels.cuda.runtime.arrays import (
     to_device,
     to_host,
 )
-from kernels.cuda.runtime.graphs import Graph
+from kernels.cuda.runtime.graphs import Graph  # beyond module 5
 from kernels.cuda.runtime.kernel import (
     ALL_LANES,
     WARP,
@@ -29,7 +29,7 @@ from kernels.cuda.runtime.kernel import (
     scalar_type,
 )
 from kernels.cuda.runtime.memory_pool import Pool
-from kernels.cuda.runtime.numba_watch import watching_numba
+from kernels.cuda.runtime.numba_watch import watching_numba  # beyond module 5
 from kernels.cuda.runtime.recorder import (
     Recording,
     active,
@@ -49,8 +49,8 @@ __all__ = [  # noqa: RUF022  # grouped by use
     "ALL_LANES", "SIZES", "WARP", "Adopted", "FoldShape", "Kernel", "device_callable", "device_function",
     "form", "scalar_type",
     # Layers.
-    "indexing", "merge_rows", "put_rows",
+    "indexing", "put_rows",
     # Recording a step as a graph.
-    "Arena", "Graph", "Pool", "Recording", "Stretch", "active", "between_launches", "computed", "drawn",
-    "refuse", "watching_numba",
+    "Arena", "Pool", "Recording", "Stretch", "active", "between_launches", "computed", "drawn", "refuse",
+    "Graph", "merge_rows", "watching_numba",  # beyond module 5
 ]  # fmt: skip

@@ -8,10 +8,10 @@ from typing import Any
 
 #: The most recently launched kernels, the latest at the end.  Launches are asynchronous, so an error is
 #: reported by a later call; its cause is among these.
-LAUNCHED: deque[str] = deque(maxlen=8)
+LAUNCHED: deque[str] = deque(maxlen=8)  # beyond module 4
 
 
-class CaptureError(RuntimeError):
+class CaptureError(RuntimeError):  # beyond module 4
     """A function does something that a CUDA graph cannot contain."""
 
 
@@ -19,7 +19,7 @@ class CaptureError(RuntimeError):
 BLOCKING_VARIABLE = "MINITORCH_CUDA_SYNC"
 
 #: CUDA's name for a failure of a running kernel → its cause.
-KERNEL_FAULTS = {
+KERNEL_FAULTS = {  # beyond module 4
     "CUDA_ERROR_ILLEGAL_ADDRESS": "read or wrote outside its memory",
     "CUDA_ERROR_MISALIGNED_ADDRESS": "read or wrote at an address that its access does not divide",
     "CUDA_ERROR_INVALID_ADDRESS_SPACE": "used an address of another kind of memory",
@@ -67,21 +67,23 @@ NO_COMPILER = (
 )
 
 
-def out_of_memory(requested: int, free: int, total: int) -> MemoryError:
+def out_of_memory(requested: int, free: int, total: int) -> MemoryError:  # beyond module 4
     """Return the error for an allocation that failed; all arguments in bytes."""
     return _out_of_memory(
         f"{_size(requested)} were asked for, {_size(free)} of {_size(total)} are free"
     )
 
 
-def _out_of_memory(what: str) -> MemoryError:
+def _out_of_memory(what: str) -> MemoryError:  # beyond module 4
     return MemoryError(
         f"out of device memory: {what}; use a smaller batch or shorter sequences, drop tensors that "
         "are no longer needed, or end other processes on the device (nvidia-smi lists them)"
     )
 
 
-def explain(error: BaseException, doing: str, *, is_culprit: bool = False) -> Exception | None:
+def explain(  # beyond module 4
+    error: BaseException, doing: str, *, is_culprit: bool = False
+) -> Exception | None:
     """Convert an error of numba or CUDA to one that explains it and says what to do.
 
     Args:
@@ -105,7 +107,9 @@ def explain(error: BaseException, doing: str, *, is_culprit: bool = False) -> Ex
     return None
 
 
-def explain_code(code: str, doing: str, *, is_culprit: bool = False) -> Exception:
+def explain_code(  # beyond module 4
+    code: str, doing: str, *, is_culprit: bool = False
+) -> Exception:
     """Return the error for a CUDA error name; see :func:`explain`."""
     if code == "CUDA_ERROR_OUT_OF_MEMORY":
         return _out_of_memory(f"{doing} needs more than is free")
@@ -136,7 +140,7 @@ def first_line(text: str) -> str:
     return lines[0].rstrip(".:") if lines else "no reason given"
 
 
-def _size(count: int) -> str:
+def _size(count: int) -> str:  # beyond module 4
     """Return a number of bytes in readable form."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
@@ -144,7 +148,7 @@ def _size(count: int) -> str:
     return f"{count} bytes"
 
 
-class explained:
+class explained:  # beyond module 4
     """Convert exceptions of numba and CUDA inside the ``with`` to errors that say what to do.
 
     Args:

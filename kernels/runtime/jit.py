@@ -317,12 +317,12 @@ class Parallel:
         return result
 
 
-def serial(loop: Any) -> Any:
+def serial(loop: Any) -> Any:  # beyond module 5
     """Return a kernel of :func:`njit_cached` with its loops on the calling thread."""
     return loop if JIT_DISABLED else loop.serial
 
 
-class BySize:
+class BySize:  # beyond module 5
     """A kernel whose ``prange`` loops are parallel for large operands and serial for small ones.
 
     Args:
@@ -348,7 +348,7 @@ class BySize:
         (self.serial if args[0].size < SERIAL_BELOW else self.parallel)(*args)
 
 
-def by_size(**options: Any) -> Callable[[Callable[..., Any]], BySize]:
+def by_size(**options: Any) -> Callable[[Callable[..., Any]], BySize]:  # beyond module 5
     """Compile the decorated kernel as a :class:`BySize`.
 
     Args:
@@ -357,7 +357,7 @@ def by_size(**options: Any) -> Callable[[Callable[..., Any]], BySize]:
     return lambda function: BySize(function, **options)
 
 
-def compile_signature(dispatcher: Any, signature: Any) -> Any:
+def compile_signature(dispatcher: Any, signature: Any) -> Any:  # beyond module 5
     """Add an explicit signature; calls may then use only the added signatures.
 
     Without this, numba would recompile a kernel for each combination of layouts.

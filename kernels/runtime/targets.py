@@ -31,14 +31,14 @@ from numba.core.types import Type
 
 from kernels.runtime.cuda_errors import (
     BLOCKING_VARIABLE,
-    LAUNCHED,
+    LAUNCHED,  # beyond module 4
     MEANINGS,
     NO_COMPILER,
     code_in,
-    explain,
+    explain,  # beyond module 4
     first_line,
 )
-from kernels.runtime.cuda_errors import explained as explained
+from kernels.runtime.cuda_errors import explained as explained  # beyond module 4
 
 # Students launch small grids, and the warning would bury their own output.  Setting the variable is
 # not enough, because numba reads it when it is imported, which may have been earlier.
@@ -101,7 +101,7 @@ BLOCKING: bool = any(
 )
 
 
-class launching:
+class launching:  # beyond module 4
     """Name the kernel that is launched inside the ``with`` in errors of its launch and execution.
 
     Args:
@@ -132,7 +132,7 @@ class launching:
                 raise known from None
 
 
-class EventTimer:
+class EventTimer:  # beyond module 4
     """Measure the device time of the work inside the ``with``, by two events on the default stream.
 
     ::
@@ -199,22 +199,22 @@ def _why_no_cuda() -> str | None:
     return f"no CUDA device can be used: {known}; {otherwise}"
 
 
-def device_name() -> str:
+def device_name() -> str:  # beyond module 4
     """Return the name of the device that kernels run on."""
     return "numba's simulator" if IS_SIMULATOR else _text(cuda.get_current_device().name)
 
 
-def _text(name: bytes | str) -> str:
+def _text(name: bytes | str) -> str:  # beyond module 4
     return name.decode() if isinstance(name, bytes) else name
 
 
-@cache
-def has_several_devices() -> bool:
+@cache  # beyond module 4
+def has_several_devices() -> bool:  # beyond module 4
     """Tell whether this process has more than one CUDA device."""
     return not IS_SIMULATOR and why_no_cuda() is None and len(cuda.gpus) > 1
 
 
-def current_device() -> int:
+def current_device() -> int:  # beyond module 4
     """Return the number of the device on which this thread launches, the key of all cached data.
 
     The number of devices is determined once; with a single device the driver is not called.
@@ -228,36 +228,36 @@ def current_device() -> int:
     return int(cuda.current_context().device.id)  # makes one current on this thread
 
 
-def on_device(number: int) -> Any:
+def on_device(number: int) -> Any:  # beyond module 4
     """Return a context manager that makes a CUDA device the current one of this thread."""
     return nullcontext() if number == current_device() else cuda.gpus[number]
 
 
-def compute_capability() -> tuple[int, int]:
+def compute_capability() -> tuple[int, int]:  # beyond module 4
     """Return the compute capability of the current device; (0, 0) in the simulator."""
     return (0, 0) if IS_SIMULATOR else _compute_capability(current_device())
 
 
-@cache
-def _compute_capability(device: int) -> tuple[int, int]:
+@cache  # beyond module 4
+def _compute_capability(device: int) -> tuple[int, int]:  # beyond module 4
     major, minor = cuda.get_current_device().compute_capability
     return int(major), int(minor)
 
 
-def shared_memory_bytes() -> int:
+def shared_memory_bytes() -> int:  # beyond module 4
     """Return the size of static shared memory per block, in bytes."""
     if IS_SIMULATOR:
         return 48 * 1024  # the size on every GPU
     return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK)
 
 
-def dynamic_shared_memory_bytes() -> int:
+def dynamic_shared_memory_bytes() -> int:  # beyond module 4
     """Return the maximum size of dynamic shared memory per block, in bytes."""
     if IS_SIMULATOR:
         return 96 * 1024  # no limit in the simulator; enough for any tile of the tests
     return _dynamic_shared_memory_bytes(current_device())
 
 
-@cache
-def _dynamic_shared_memory_bytes(device: int) -> int:
+@cache  # beyond module 4
+def _dynamic_shared_memory_bytes(device: int) -> int:  # beyond module 4
     return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
+import os  # beyond module 5
 from collections.abc import Callable, Iterable
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kernels.common.arguments import as_host_array, listed, shown, whole
 from kernels.sparsity import builders, elements
-from kernels.sparsity.picture import as_svg, as_text, save_png
+from kernels.sparsity.picture import as_svg, as_text, save_png  # beyond module 5
 from kernels.sparsity.states import (
     FULL,
     HIDDEN,
@@ -263,11 +263,11 @@ class BlockMask:
             f"patterns={len(self.patterns)})"
         )
 
-    def _repr_svg_(self) -> str:
+    def _repr_svg_(self) -> str:  # beyond module 5
         """Return a picture of the first head for a notebook."""
         return as_svg(self.picture(), repr(self))
 
-    def picture(self, width: int = 64, head: int = 0) -> str:
+    def picture(self, width: int = 64, head: int = 0) -> str:  # beyond module 5
         """Return a string with one character per block of a head: ``█`` full, ``▒`` partial, ``·`` hidden.
 
         Args:
@@ -282,7 +282,7 @@ class BlockMask:
             raise ValueError(f"head must be from 0 to {self.heads - 1}, got {head}")
         return as_text(self.states[head], whole("width", width, 1))
 
-    def save_picture(self, path: str | os.PathLike[str]) -> None:
+    def save_picture(self, path: str | os.PathLike[str]) -> None:  # beyond module 5
         """Write a PNG file with a panel for each head.
 
         Raises:

@@ -80,8 +80,9 @@ class naming_the_doctor:
     ) -> None:
         if isinstance(error, (Exception, SystemExit)) and not is_ours(error):
             raise ImportError(
-                f"minitorch cannot be imported here ({describe(error)}); run `{DOCTOR}`, which reports "
-                "what is wrong with this environment and how to fix it"
+                f"minitorch cannot be imported here ({describe(error)})"
+                f"; run `{DOCTOR}`, which reports what is wrong with this "  # beyond module 5
+                "environment and how to fix it"  # beyond module 5
             ) from error
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kernels.common.arguments import flag, not_negative, one_of, shown, whole
 
-from ..attention.approximate.choices import APPROXIMATIONS
+from ..attention.approximate.choices import APPROXIMATIONS  # beyond module 5
 from ..backends.matmul_precision import Precision, find_precision
 from ..layers.rms_norm import RMSNorm
 from ..modules_basic import LayerNorm1d
@@ -20,7 +20,11 @@ from ..nn import switch
 from ..tensor_ops import SimpleBackend, TensorBackend
 from .rotary import Rotary
 
-ATTENTIONS = ("flash", "naive", *APPROXIMATIONS)
+ATTENTIONS = (
+    "flash",
+    "naive",
+    *APPROXIMATIONS,  # beyond module 5
+)
 #: Norms by name, GPT-2's and Llama's.
 NORMS: dict[str, type[LayerNorm1d] | type[RMSNorm]] = {"layer": LayerNorm1d, "rms": RMSNorm}
 FEED_FORWARDS = ("gelu", "swiglu")
@@ -162,7 +166,7 @@ class Config:
         if self.is_exact:
             if self.attention_options:
                 raise TypeError(
-                    f"attention_options belong to the approximations {APPROXIMATIONS}, and this attention "
+                    f"attention_options belong to the approximations {ATTENTIONS[2:]}, and this attention "
                     f"is {self.attention}; leave them out"
                 )
         elif self.kv_heads != self.n_head:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import os  # beyond module 5
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,14 +14,14 @@ import numpy.typing as npt
 from kernels.common.arguments import whole
 
 from ..backends.operations import operation
-from ..fast_ops import FastBackend
+from ..fast_ops import FastBackend  # beyond module 5
 from ..module import Module
 from ..modules_basic import lookup
 from ..scalars.modes import no_grad, without_drawing
 from ..tensor_ops import TensorBackend
 from .evaluation import evaluating
 from .kv_cache import KVCache
-from .pretrained import load_pretrained, read_pretrained, write_pretrained
+from .pretrained import load_pretrained, read_pretrained, write_pretrained  # beyond module 5
 from .sampling import make_sampler, prompt_ids
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class TextGeneration(Module):
     hidden: Any
     score: Any
 
-    @classmethod
-    def from_pretrained(
+    @classmethod  # beyond module 5
+    def from_pretrained(  # beyond module 5
         cls,
         folder: str | os.PathLike[str],
         backend: TensorBackend | None = None,
@@ -76,7 +76,9 @@ class TextGeneration(Module):
         model.eval()
         return model
 
-    def save_pretrained(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
+    def save_pretrained(  # beyond module 5
+        self, folder: str | os.PathLike[str], tokenizer: Any = None
+    ) -> None:
         """Write the model in Hugging Face format, which ``transformers`` can load.
 
         A model with rotary positions is written as a Llama, any other model as a GPT-2.

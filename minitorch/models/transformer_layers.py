@@ -9,7 +9,7 @@ import numpy as np
 
 from kernels.problem.options import Options
 
-from ..attention.approximate.choices import make_attention
+from ..attention.approximate.choices import make_attention  # beyond module 5
 from ..attention.approximate.support import Masked, key_mask_array, key_penalty
 from ..attention.naive import naive_attention
 from ..backends.operations import operation
@@ -52,7 +52,7 @@ class MultiHeadAttention(Module):
         # Zero: as if each position could also attend to a key that is orthogonal to its query.
         self.sink = Parameter(zeros((c.n_head,), c.backend, dtype=c.dtype)) if c.sinks else None
         self.attend: Any = Methods.flash_attention if c.attention == "flash" else naive_attention
-        if not c.is_exact:
+        if not c.is_exact:  # beyond module 5
             masked = Masked(dropout_p=c.attention_dropout, is_causal=c.causal)
             options = c.attention_options or {}
             self.attend = make_attention(c.attention, options, masked, c.backend, c.dtype)

@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from course.markers import CourseError
+from course.markers import ROOT, CourseError
 from course.report import refuse_unwritable, replace_file
-from course.starter_trees import ROOT
 
 
 def grade_folder(folder: Path, table: Path, jobs: int, options: list[str]) -> int:

@@ -27,19 +27,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from course.markers import CourseError
+from course.markers import ROOT, CourseError
 from course.report import finish, print_row, refuse_unwritable
-from course.starter_trees import ROOT, STAMP, module_of
-from course.tasks import SPEED, Task, tasks_of
+from course.starter_trees import module_of, write_tree
+from course.tasks import SPEED, Task, expression, tasks_of
 from course.verdict import Result, Verdict, judge, notes
 from course.workplace import Workplace, assemble
-
-
-def expression(task: Task, gpu: bool) -> str:
-    """Return pytest's ``-m`` for the tests that decide."""
-    if task.is_simulated(gpu):
-        return f"{task.mark} and simulator and not cuda"
-    return task.mark if task.simulator else f"{task.mark} and not cuda"
 
 
 class Expected(NamedTuple):
@@ -49,7 +42,7 @@ class Expected(NamedTuple):
         tests: Task → the tests that decide.
         speed: Task → those that measure its speed; empty for most.
         no_gpu: Why there is no GPU, or None.
-        seeds: Task → the secret seed of its probes; empty in a starter tree, which has no solutions.
+        seeds: Task → the secret seed of its probes.
         values: Task → what the course's solution computes from it.
     """
 
@@ -63,17 +56,19 @@ class Expected(NamedTuple):
 def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
     """Return what the course has for some tasks.
 
+    A solved tree of their module is asked, which needs only the packages that a student has.
+
     Raises:
         CourseError: If the course's own tests cannot be read.
     """
-    has_solutions = not (ROOT / STAMP).exists()
-    seeds = {task.id: secrets.randbits(62) for task in tasks} if has_solutions else {}
+    write_tree(max(task.module for task in tasks), place.solved, lambda region: None)
+    seeds = {task.id: secrets.randbits(62) for task in tasks}
     expected = Expected({}, {}, None, seeds, {})
-    speed = {SPEED} if any(task.speed for task in tasks) else set()
     for simulator, simulated in sorted({_how(task, place) for task in tasks}):
         own = [task for task in tasks if _how(task, place) == (simulator, simulated)]
-        files = {file for task in own for file in task.tests} | speed
-        own_seeds = {task.id: seeds[task.id] for task in own if task.id in seeds}
+        files = {file for task in own for file in task.tests}
+        files |= {SPEED for task in own if task.speed}
+        own_seeds = {task.id: seeds[task.id] for task in own}
         (found, *values) = _collected(place, files, own_seeds, simulated)
         expected = expected._replace(no_gpu=expected.no_gpu or found["no_gpu"])
         expected.values.update((record["task"], record["values"]) for record in values)
@@ -91,18 +86,13 @@ def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
             # What fails first is shown in full.
             found.sort(key=lambda test: task.tests.index(test.split("::")[0]))
             expected.tests[task.id] = found
-        if speed:
-            for task in tasks:
-                expected.speed[task.id] = [
-                    test
-                    for test, its in marks.items()
-                    if test.split("::")[0] == SPEED and task.mark in its
-                ]
-            speed = set()
+            expected.speed[task.id] = [
+                test for test, its in marks.items() if test.startswith(SPEED) and task.mark in its
+            ]
     for task in tasks:
         if not expected.tests[task.id] or (task.speed and not expected.speed[task.id]):
             raise CourseError(f"the course has no test, or none of speed, with mark {task.mark}")
-        if task.id in seeds and not expected.values.get(task.id) and not expected.no_gpu:
+        if not expected.values.get(task.id) and not expected.no_gpu:
             raise CourseError(
                 f"the course's own solution of task {task.id} gives no values; run its tests"
             )
@@ -117,8 +107,8 @@ def _collected(
     place: Workplace, files: set[str], seeds: dict[str, int], simulator: bool
 ) -> list[dict[str, Any]]:
     """Return the course's tests in some files with their marks, and then the values of probes."""
-    arguments = _arguments(ROOT, sorted(files), "")
-    job = {"trusted": True, "tree": str(ROOT), "arguments": arguments, "seeds": seeds}
+    arguments = _arguments(place.solved, sorted(files), "")
+    job = {"trusted": True, "tree": str(place.solved), "arguments": arguments, "seeds": seeds}
     records, end = place.run(job, simulator, 180.0)
     if not records or records[0]["code"] != 0:
         if missing := _missing():
@@ -163,15 +153,13 @@ def _grade_right(place: Workplace, task: Task, expected: Expected) -> Result:
     """Run the tests that decide; the points of speed are open still."""
     tests = expected.tests[task.id]
     result = Result(task.id, task.title, task.mark, possible=task.points, tests=len(tests))
-    swapped: dict[Path, bytes] = {}
+    operators = place.tree / "minitorch" / "operators.py"
+    theirs = operators.read_bytes()
     if task.own_tests:  # they are judged by whether they tell right code from wrong, the course's
-        for path in (place.tree / "minitorch" / "operators.py",):
-            swapped[path] = path.read_bytes()
-            shutil.copyfile(ROOT / path.relative_to(place.tree), path)
+        shutil.copyfile(ROOT / "minitorch" / "operators.py", operators)
     begin = time.perf_counter()
     verdict, _ = _run(place, task, tests, expected)
-    for path, content in swapped.items():
-        path.write_bytes(content)
+    operators.write_bytes(theirs)
     result.passed, result.message, result.also = verdict.passed, verdict.message, [*verdict.also]
     result.waits_for, result.speed_possible = verdict.waits_for, task.speed
     result.refused = [*verdict.refused]
@@ -207,9 +195,11 @@ def _run(
     speed: bool = False,
 ) -> tuple[Verdict, list[Any]]:  # fmt: skip
     """Run tests of a task, confined, and judge them; return the records too."""
-    files, chosen = ((SPEED,), task.mark) if speed else (task.tests, expression(task, place.gpu))
+    files, chosen = task.tests, expression(task, place.gpu)
+    if speed:
+        files, chosen = (SPEED,), task.mark
     seeds, values = {}, {}
-    if expected is not None and task.id in expected.seeds:
+    if expected is not None:
         seeds, values = {task.id: expected.seeds[task.id]}, expected.values[task.id]
     job = {
         "trusted": False, "tree": str(place.tree), "seeds": seeds,

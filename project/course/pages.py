@@ -12,12 +12,12 @@ import re
 import shutil
 from pathlib import Path, PurePosixPath
 
-from course.markers import marked_regions, read_text
+from course.markers import ROOT, marked_regions, read_text
 from course.tasks import MODULES, SPEED, Task, tasks_of
 
 GUIDES, README = "docs/guides", "README.md"
 #: What the guide of the last module leads to.
-BESIDE = ("docs/symbols.md", "docs/rungs/*.md", "docs/ladder.md")
+BESIDE = ("docs/symbols.md", "docs/rungs/naive.md", "docs/rungs/flash[12].md")
 PICTURES = (".svg", ".png")
 
 START = "course.py start"
@@ -29,31 +29,30 @@ LINE = re.compile(r"^(\d+)\*?: ", re.MULTILINE)
 HEADING = re.compile(r"^# (.+)$", re.MULTILINE)
 
 
-def write_pages(module: int, out: Path, root: Path) -> None:
+def write_pages(module: int, out: Path) -> None:
     """Write the README of a starter tree, and the guides of its module and of those before it.
 
     Args:
         module: 0 to 5.
         out: The tree.
-        root: The course.
     """
-    pages = _guides(module, root)
+    pages = _guides(module)
     if module == MODULES[-1].number:
-        pages += [p.relative_to(root).as_posix() for g in BESIDE for p in sorted(root.glob(g))]
+        pages += [p.relative_to(ROOT).as_posix() for g in BESIDE for p in sorted(ROOT.glob(g))]
     for page in pages:
-        text, pictures = plain(read_text(root / page), page, {*pages, README}, module)
+        text, pictures = plain(read_text(ROOT / page), page, {*pages, README}, module)
         for file in (page, *pictures):
             (out / file).parent.mkdir(parents=True, exist_ok=True)
         (out / page).write_text(text, encoding="utf-8")
         for picture in pictures:
-            shutil.copyfile(root / picture, out / picture)
-    (out / README).write_text(_readme(module, root), encoding="utf-8")
+            shutil.copyfile(ROOT / picture, out / picture)
+    (out / README).write_text(_readme(module), encoding="utf-8")
 
 
-def _guides(module: int, root: Path) -> list[str]:
+def _guides(module: int) -> list[str]:
     """Return the guide pages of the modules up to one; a module's own in the order of reading."""
-    names = [path for m in range(module + 1) for path in sorted(root.glob(f"{GUIDES}/module{m}*"))]
-    return [path.relative_to(root).as_posix() for path in sorted(names, key=lambda p: p.stem)]
+    names = [path for m in range(module + 1) for path in sorted(ROOT.glob(f"{GUIDES}/module{m}*"))]
+    return [path.relative_to(ROOT).as_posix() for path in sorted(names, key=lambda p: p.stem)]
 
 
 def plain(text: str, page: str, known: set[str], module: int) -> tuple[str, set[str]]:
@@ -122,12 +121,10 @@ def command(task: Task) -> str:
     return f"python -m pytest -m {task.mark}"
 
 
-def _readme(module: int, root: Path) -> str:
+def _readme(module: int) -> str:
     """Return the one page that a student begins with: where to write, in which order, what to run."""
-    tasks, regions = tasks_of(module), marked_regions(root)
-    guides = {
-        page: read_text(root / page) for page in _guides(module, root) if f"e{module}" in page
-    }
+    tasks, regions = tasks_of(module), marked_regions(ROOT)
+    guides = {page: read_text(ROOT / page) for page in _guides(module) if f"e{module}" in page}
     rows, hints = list[str](), list[str]()
     for task in tasks:
         names: dict[str, list[str]] = {}
@@ -168,6 +165,6 @@ def _readme(module: int, root: Path) -> str:
         "", f"| task, guide | title | {sum(task.points for task in tasks)} points | write |",
         "|---|---|---|---|", *rows, "", "## Hints", "", *hints, "", "## Commands", "", "```",
         *(f"{command(task)}" for task in tasks),
-        *(f"python -m pytest -m {task.mark} {SPEED}  # how fast" for task in tasks if task.speed),
+        *(f"python -m pytest -m {t.mark} {SPEED}  # how fast" for t in tasks if t.speed),
         "```", "",
     ])  # fmt: skip

@@ -1,7 +1,7 @@
 """Writes what a teacher hands out of a module, and the autograder that judges it.
 
-A student gets a starter tree, with a workflow that grades each push on GitHub. The autograder is a zip file
-for Gradescope: it has the course with its solutions, and is for the teacher alone.
+A student gets a starter tree, with a workflow that runs the tests of each push on GitHub. The autograder
+is a zip file for Gradescope: it has the course with its solutions, and is for the teacher alone.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-from course.markers import PACKAGES
-from course.starter_trees import ROOT, start
+from course.markers import PACKAGES, ROOT
+from course.starter_trees import start
 
-WORKFLOW = """# GitHub Classroom: the points of each push. Your teacher's grader has tests of its own.
+WORKFLOW = """# GitHub Classroom: the tests of each push, task by task. Your teacher's grader gives points.
 name: grade
 on: [push, workflow_dispatch]
 jobs:
@@ -71,7 +71,7 @@ def release(module: int, out: Path) -> None:
         module: 0 to 5.
         out: A folder that does not exist, or is empty.
     """
-    start(module, out / "student")
+    start(module, out / "student", here=False)
     workflow = out / "student" / ".github" / "workflows" / "grade.yml"
     workflow.parent.mkdir(parents=True)
     workflow.write_text(WORKFLOW, encoding="utf-8")

@@ -6,14 +6,14 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 
 from course.markers import (
+    ROOT,
     CourseError,
     Key,
     Region,
-    marked_regions,
+    find_regions,
     read_bodies,
     read_text,
     replaced,
@@ -21,22 +21,23 @@ from course.markers import (
     stub,
 )
 from course.pages import write_pages
-from course.tasks import MODULES, SPEED, TASKS, Task, find_task, tasks_of, tasks_until
+from course.tasks import MODULES, TASKS, expression, tasks_of, tasks_until
 from course.tree_files import tree_texts
 
-ROOT = Path(__file__).resolve().parents[2]
 #: Says of which module a starter tree is.
 STAMP = "course.json"
+#: What every tree has beside its Python files: file → the course's.
+COPIED = {
+    "project/course.py": "project/course/tree_course.py",
+    **{file: file for file in ("setup.py", ".gitignore", ".streamlit/config.toml")},
+}
 #: A library, in an import or by its name.
 IMPORTED = re.compile(r"""(?:^ *(?:import|from) |["'])(\w+)""", re.MULTILINE)
-#: Of the tests; the grader needs them in every tree.
-HELPERS = {"__init__", "conftest", "strategies"}
-
 
 # -- starter trees -------------------------------------------------------------------------------
 
 
-def start(module: int, out: Path, earlier: Path | None = None, root: Path = ROOT) -> None:
+def start(module: int, out: Path, earlier: Path | None = None, here: bool = True) -> None:
     """Write the starter tree of a module.
 
     Args:
@@ -44,7 +45,7 @@ def start(module: int, out: Path, earlier: Path | None = None, root: Path = ROOT
         out: A folder that does not exist, or is empty.
         earlier: A tree of the student's, from which the bodies of earlier modules are taken; the
             course's solutions when None.
-        root: The course.
+        here: The tree is graded by this course, on this machine.
 
     Raises:
         CourseError: If the folder is in use, there is no such module, or a body is missing in
@@ -54,25 +55,26 @@ def start(module: int, out: Path, earlier: Path | None = None, root: Path = ROOT
         raise CourseError(f"there is no module {module}; there are 0 to {len(MODULES) - 1}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CourseError(f"{out} is not empty; choose an empty or a new folder")
-    if (root / STAMP).exists():
-        raise CourseError(
-            f"{root} is a starter tree itself, without the solutions; start from the course"
-        )
     if earlier is not None and not earlier.is_dir():
         raise CourseError(f"{earlier} is no folder; name the tree of an earlier module")
-    solved = _bodies_of_earlier(module, earlier, root) if earlier is not None else {}
+    solved = _bodies_of_earlier(module, earlier) if earlier is not None else {}
 
     def body_of(region: Region) -> list[str] | None:
         if int(region.key.task.split(".")[0]) >= module:
             return stub(region)
         return solved.get(region.key)
 
-    write_tree(module, out, body_of, root)
-    write_pages(module, out, root)
+    write_tree(module, out, body_of, module)
+    write_pages(module, out)
+    tasks = {t.id: [t.title, expression(t, False), t.simulator] for t in tasks_of(module)}
+    stamp = {"module": module, "course": str(ROOT) if here else None, "tasks": tasks}
+    (out / STAMP).write_text(json.dumps(stamp, indent=1) + "\n", encoding="utf-8")
 
 
-def _bodies_of_earlier(module: int, earlier: Path, root: Path) -> dict[Key, list[str]]:
-    needed = [r for r in marked_regions(root) if int(r.key.task.split(".")[0]) < module]
+def _bodies_of_earlier(module: int, earlier: Path) -> dict[Key, list[str]]:
+    texts = tree_texts(module, module)
+    marked = [region for file, text in texts.items() for region in find_regions(text, file)]
+    needed = [r for r in marked if int(r.key.task.split(".")[0]) < module]
     have = read_bodies(earlier, [f for f in sources(earlier) if f in {r.key.file for r in needed}])
     missing = [r.key for r in needed if r.key not in have]
     if missing:
@@ -84,14 +86,13 @@ def _bodies_of_earlier(module: int, earlier: Path, root: Path) -> dict[Key, list
     return {key: have[key] for key in (r.key for r in needed)}
 
 
-def left_behind(earlier: Path, root: Path = ROOT) -> list[str]:
+def left_behind(earlier: Path) -> list[str]:
     """Return what of a student's tree is not in the next one, a line a file: only bodies are carried.
 
     Args:
         earlier: The tree.
-        root: The course.
     """
-    found, known = [], _texts(module_of(earlier), root)
+    found, known = [], tree_texts(module := module_of(earlier), module)
     for file in sources(earlier):
         if file not in known:
             found.append(f"{file}: a file of your own")
@@ -104,75 +105,45 @@ def left_behind(earlier: Path, root: Path = ROOT) -> list[str]:
 
 
 def write_tree(
-    module: int, out: Path, body_of: Callable[[Region], list[str] | None], root: Path = ROOT
+    module: int,
+    out: Path,
+    body_of: Callable[[Region], list[str] | None],
+    first: int = 0,
 ) -> None:
     """Write the tree of a module with bodies of the caller's choice.
 
     Args:
-        module: Its tests and those of earlier modules go in.
+        module: 0 to 5.
         out: The folder.
         body_of: Region → lines, or None for the course's own.
-        root: The course.
+        first: The first module whose tests go in.
     """
-    for file, text in _texts(module, root).items():
+    texts = tree_texts(module, first)
+    for file, text in texts.items():
         target = out / file
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(replaced(text, file, body_of), encoding="utf-8")
-    for file in ("setup.py", ".gitignore", ".streamlit/config.toml"):
+    for file, source in COPIED.items():
         (out / file).parent.mkdir(exist_ok=True)
-        shutil.copyfile(root / file, out / file)
-    named = {
-        word
-        for file, text in _texts(module, root).items()
-        if not file.startswith("project/course/")
-        for word in IMPORTED.findall(text)
-    }
+        shutil.copyfile(ROOT / source, out / file)
+    named = {word for text in texts.values() for word in IMPORTED.findall(text)}
     if "numba" in named:
         named.add("scipy")  # numba takes BLAS from there
-    needed = read_text(root / "requirements.txt").splitlines(keepends=True)
+    needed = read_text(ROOT / "requirements.txt").splitlines(keepends=True)
     needed = [line for line in needed if line[0] != "#" and re.split(r"\W", line)[0] in named]
     (out / "requirements.txt").write_text("".join(needed), encoding="utf-8")
-    marks = [task.mark for task in tasks_until(module)]
-    settings = read_text(root / "pyproject.toml")
-    # A starter tree, in which a student calls the grader, has a selection of marks there already.
-    addopts = 'addopts = "-q --strict-markers'
-    chosen = addopts + f" -m '{' or '.join(marks)}'\""
-    settings, count = re.subn(f"^{addopts}.*$", lambda match: chosen, settings, flags=re.MULTILINE)
-    if count != 1:
-        raise CourseError(f"pyproject.toml has {count} lines {addopts}…, not one; mend write_tree")
-    (out / "pyproject.toml").write_text(settings, encoding="utf-8")
+    marks = " or ".join(task.mark for task in tasks_until(module) if task.module >= first)
+    plain = 'addopts = "-q --strict-markers'
+    parts = read_text(ROOT / "pyproject.toml").split(f'{plain}"')
+    if len(parts) != 2:
+        raise CourseError(f"pyproject.toml has {len(parts) - 1} lines {plain}, not one")
+    (out / "pyproject.toml").write_text(f"{plain} -m '{marks}'\"".join(parts), encoding="utf-8")
     (out / "Makefile").write_text(_makefile(module), encoding="utf-8")
-    (out / STAMP).write_text(json.dumps({"module": module}) + "\n", encoding="utf-8")
-
-
-@lru_cache
-def _texts(module: int, root: Path) -> dict[str, str]:
-    """Return the Python files of a tree, as in the course."""
-    tasks = tasks_until(module)
-    tests = {file for task in tasks for file in task.tests}
-    speed = {SPEED} if any(task.speed for task in tasks) else set()
-    marked = {r.key.file for r in marked_regions(root) if find_task(r.key.task).module <= module}
-    files = {f"project/{name}.py" for m in MODULES[: module + 1] for name in m.scripts}
-    files |= {path.relative_to(root).as_posix() for path in (root / "project/course").glob("*.py")}
-    files |= {f"project/app_pages/{name}.py" for m in MODULES[: module + 1] for name in m.pages}
-    files |= {
-        "project/course.py",
-        "project/app.py",
-        *(f"tests/{name}.py" for name in HELPERS),
-        *(marked - tests),
-    }
-    return tree_texts(root, module, tests | speed, files)
-
-
-def _expressions(tasks: list[Task]) -> tuple[str, str]:
-    """Return pytest's ``-m`` of the tasks without and with the simulator."""
-    plain = " or ".join(task.mark for task in tasks if not task.simulator)
-    simulated = " or ".join(task.mark for task in tasks if task.simulator)
-    return plain, simulated
 
 
 def _makefile(module: int) -> str:
-    plain, simulated = _expressions(tasks_of(module))
+    plain = " or ".join(task.mark for task in tasks_of(module) if not task.simulator)
+    simulated = " or ".join(task.mark for task in tasks_of(module) if task.simulator)
     runs = [
         f'$(PYTHON) -m pytest -m "{plain}" $(ARGS)' if plain else "",
         f'NUMBA_ENABLE_CUDASIM=1 $(PYTHON) -m pytest -m "simulator and not cuda and ({simulated})" '

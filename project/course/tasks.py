@@ -74,37 +74,61 @@ class Module:
         title: A few words.
         scripts: What of ``project/`` belongs to it.
         pages: What of ``project/app_pages`` belongs to it.
+        files: What these and its tests share with others.
     """
 
     number: int
     title: str
     scripts: tuple[str, ...] = ()
     pages: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
 
 
+POINTS = ("project/training/points.py", "project/training/script_helpers.py")
+DRAWN = ("tests/tensor_strategies.py",)
 MODULES = (
-    Module(0, "Fundamentals", ("run_manual",), ("math_page", "training_page")),
-    Module(1, "Autodiff", ("run_scalar",), ("graph_page",)),
-    Module(2, "Tensors", ("run_tensor",), ("tensor_page",)),
-    Module(3, "Efficiency", ("run_fast_tensor", "parallel_check")),
-    Module(4, "Networks", ("run_digits", "run_sentiment"), ("conv_page",)),
+    Module(0, "Fundamentals", ("run_manual",), ("math_page", "training_page"), POINTS),
     Module(
-        5, "FlashAttention", ("train_gpt", "train_tasks", "bench_attention"), ("attention_page",)
+        1, "Autodiff", ("run_scalar",), ("graph_page", "training_page"),
+        (*POINTS, "project/app_pages/expressions.py"),
     ),
-)
+    Module(
+        2, "Tensors", ("run_tensor",), ("tensor_page", "graph_page", "training_page"),
+        (*POINTS, *DRAWN, "project/app_pages/expressions.py"),
+    ),
+    Module(
+        3, "Efficiency", ("run_fast_tensor", "parallel_check"), ("training_page",),
+        (
+            *POINTS, *DRAWN, "project/run_tensor.py", "tests/course/test_loops.py",
+            "tests/support/cuda_tensors.py", "tests/support/missing_barriers.py",
+        ),
+    ),
+    Module(
+        4, "Networks", ("run_digits", "run_sentiment"), ("conv_page",),
+        (*DRAWN, POINTS[1], "project/data/digits.py", "project/data/sentiment.py"),
+    ),
+    Module(
+        5, "FlashAttention", ("train_tasks",), ("attention_page",),
+        (
+            "project/app_pages/recording.py", "project/app_pages/tile_view.py",
+            "project/app_pages/tile_words.py", POINTS[1],
+            "tests/support/attention/mistakes.py", "tests/support/missing_barriers.py",
+        ),
+    ),
+)  # fmt: skip
 
-OPERATORS = ("tests/minitorch/test_operators.py",)
-SCALARS = ("tests/minitorch/test_autodiff.py", "tests/minitorch/test_scalar.py")
-DATA, LOOPS = ("tests/minitorch/test_tensor_data.py",), "tests/course/test_loops.py"
-TENSORS = (LOOPS, "tests/minitorch/test_tensor.py")
-GENERAL = (LOOPS, "tests/minitorch/test_tensor_general.py")
+OPERATORS = ("tests/course/test_operators.py",)
+SCALARS = ("tests/course/test_autodiff.py", "tests/course/test_scalar.py")
+DATA, LOOPS = ("tests/course/test_tensor_data.py",), "tests/course/test_loops.py"
+TENSORS = (LOOPS, "tests/course/test_tensor.py")
+GENERAL = ("tests/course/test_fast_loops.py", "tests/course/test_tensor_general.py")
 KERNELS = (
     "tests/course/test_course_kernels.py",
-    "tests/minitorch/test_cuda_ops.py",
+    "tests/course/test_cuda_ops.py",
 )
 SMALL = "tests/course/test_layers.py"
-CONV = (SMALL, "tests/minitorch/test_conv.py")
-LAYERS = (SMALL, "tests/minitorch/test_nn.py")
+CONV = (SMALL, "tests/course/test_conv.py")
+LAYERS = (SMALL, "tests/course/test_nn.py")
 FLASH, TRAFFIC = ("tests/course/test_module5.py",), ("tests/course/test_module5_traffic.py",)
 #: Measures how fast a right solution is, task by task.
 SPEED = "tests/course/speed.py"
@@ -132,7 +156,7 @@ TASKS = (
         "0.4", "Modules", 10,
         "A module is a tree. A method does its work for the module itself, and then calls the same "
         "method of each child.",
-        ("tests/minitorch/test_module.py",),
+        ("tests/course/test_module.py",),
     ),
     Task(
         "1.1", "Numerical derivative", 5,
@@ -282,7 +306,7 @@ TASKS = (
         "5.9", "Block-sparse attention", 10,
         "The kernel skips fully masked tiles. Each row of tiles has a list of the tiles to visit. The "
         "lists are stored one after the other, with a pointer to the beginning of each list.",
-        FLASH, needs=("5.4", "5.7"), speed=2, simulator=True,
+        FLASH, needs=("5.4", "5.7"), simulator=True,
     ),
     Task(
         "5.10", "Train the transformer", 10,
@@ -305,6 +329,13 @@ def find_task(name: str) -> Task:
     near = [task.id for task in TASKS if re.match(rf"{re.escape(name[:1])}\.", task.id)]
     near = near or [task.id for task in TASKS]
     raise ValueError(f"there is no task {name!r}; there are {', '.join(near)}")
+
+
+def expression(task: Task, gpu: bool) -> str:
+    """Return pytest's ``-m`` for the tests that decide."""
+    if task.is_simulated(gpu):
+        return f"{task.mark} and simulator and not cuda"
+    return task.mark if task.simulator else f"{task.mark} and not cuda"
 
 
 def tasks_until(module: int) -> list[Task]:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from course.confine import HAS_FILTERS, has_bubblewrap, in_namespaces, readable, refused_calls
 from course.markers import (
     PACKAGES,
+    ROOT,
     CourseError,
     Key,
     Region,
@@ -30,7 +31,7 @@ from course.markers import (
     sources,
     stub,
 )
-from course.starter_trees import ROOT, write_tree
+from course.starter_trees import write_tree
 
 COURSE, LONGEST_FILE = ROOT / "project" / "course", 1 << 20
 #: Of what was refused: so many operations are named, in so many characters.
@@ -75,6 +76,7 @@ class Workplace:
         self.closed = False
         self.process: subprocess.Popen[bytes] | None = None
         self.tree, self.private = folder / "tree", folder / "private"
+        self.solved = self.private / "tree"
         self.writable = {name: folder / name for name in ("home", "tmp", "numba")}
         for path in (self.tree, self.private, *self.writable.values()):
             path.mkdir(parents=True)
@@ -268,22 +270,21 @@ def _records(report: bytes) -> Iterator[dict[str, Any]]:
 # -- the tree ------------------------------------------------------------------------------------
 
 
-def assemble(submission: Path, tree: Path, module: int, root: Path = ROOT) -> None:
+def assemble(submission: Path, tree: Path, module: int) -> None:
     """Write the tree that is graded.
 
     Args:
         submission: The student's tree.
         tree: An empty folder.
         module: Tasks of this module and of earlier ones are the student's.
-        root: The course.
     """
 
     def ours(region: Region) -> bool:
         return int(region.key.task.split(".")[0]) <= module
 
     marked: dict[str, list[Region]] = {}
-    for file in sources(root):
-        regions = [r for r in find_regions(read_text(root / file), file) if ours(r)]
+    for file in sources(ROOT):
+        regions = [r for r in find_regions(read_text(ROOT / file), file) if ours(r)]
         if regions:
             marked[file] = regions
     tests = {file for file in marked if file.startswith("tests/")}
@@ -296,9 +297,9 @@ def assemble(submission: Path, tree: Path, module: int, root: Path = ROOT) -> No
             return written.get(region.key) or stub(missing)
         return stub(region)  # what the student's own files shall replace
 
-    write_tree(module, tree, body_of, root)
+    write_tree(module, tree, body_of)
     for file in theirs:
-        if file.split("/")[0] in PACKAGES and (file in marked or not (root / file).exists()):
+        if file.split("/")[0] in PACKAGES and (file in marked or not (ROOT / file).exists()):
             if (submission / file).stat().st_size > LONGEST_FILE:
                 raise CourseError(f"{submission / file} is larger than {LONGEST_FILE} bytes")
             target = tree / file

@@ -28,9 +28,11 @@ from minitorch import (
     from_numpy,
     grad_check,
     manual_seed,
+    naive_attention,
     tensor,
 )
 
+from ..course.test_nn import softmax_of
 from ..support.tolerances import assert_close_arrays
 from ..tensor_strategies import Array, laid_out, lattice, on_backends, on_dtypes
 
@@ -378,3 +380,18 @@ def test_writing_text_drops_nothing_and_leaves_the_mode(training: bool) -> None:
     first = model.generate([1], 6, temperature=0)
     assert model.generate([1], 6, temperature=0) == first
     assert model.training is model.dropout.training is training
+
+
+@on_backends()
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_naive_attention(is_causal: bool, backend: TensorBackend) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(shape) for shape in ((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 2)))
+    scores = q @ k.swapaxes(2, 3) / 2.0
+    if is_causal:
+        scores[..., np.arange(5)[:, None] < np.arange(7)] = -np.inf
+    expected = softmax_of(scores, 3) @ v
+    operands: list[Any] = [from_numpy(x, backend) for x in (q, k, v)]
+    assert_close_arrays(
+        naive_attention(*operands, is_causal=is_causal), expected, np.float64, size=10.0
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,10 +22,7 @@ from course.grader import Expected  # noqa: E402
 from course.markers import fill, is_solved, read_bodies  # noqa: E402
 from course.starter_trees import start  # noqa: E402
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif((ROOT / "course.json").exists(), reason="a starter tree has no solutions"),
-]
+pytestmark = pytest.mark.slow
 
 
 def test_what_needs_a_gpu_is_blocked_without_one(
@@ -73,11 +71,29 @@ def test_a_place_for_the_result_is_refused_before_anything_is_graded(
     assert "is a folder; name a file" in capsys.readouterr().err
 
 
-def test_the_command_runs_inside_the_tree(tmp_path: Path) -> None:
-    start(0, tmp_path / "tree")
+def test_a_tree_is_graded_by_the_course_or_else_by_its_tests(tmp_path: Path) -> None:
+    start(0, tree := tmp_path / "tree")
+    fill(tree, ["0.1", "0.4"], read_bodies(ROOT))
     command = [sys.executable, "project/course.py", "grade", ".", "--task", "0.4"]
-    done = subprocess.run(command, cwd=tmp_path / "tree", capture_output=True, text=True)
-    assert done.returncode == 1 and "0/10" in done.stdout, done.stdout + done.stderr
+
+    def run(*options: str) -> tuple[int, str]:
+        done = subprocess.run([*command, *options], cwd=tree, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    code, text = run()
+    assert code == 0 and "10/10" in text, text
+    stamp = (tree / "course.json").read_text(encoding="utf-8")
+    (tree / "course.json").write_text(stamp.replace(str(ROOT), "/moved"), encoding="utf-8")
+    code, text = run("--task", "0.3")
+    assert code == 1 and "is not in /moved: no points" in text and "--course" in text, text
+    assert re.search(r"0\.3 .*failed", text) and re.search(r"0\.4 .*passed", text), text
+    assert "Task 0.3: " in text and "10/10" not in text
+    code, text = run("--course", str(ROOT))
+    assert code == 0 and "10/10" in text, text
+    code, text = run("--course", str(tree))
+    assert code == 2 and "is not the course" in text
+    code, text = run("--gpu")
+    assert code == 2 and "without the course, only --task with one of 0.1" in text
 
 
 def test_the_command_runs(tmp_path: Path) -> None:
@@ -116,6 +132,7 @@ def test_a_release_keeps_the_solutions_out_of_what_students_get(tmp_path: Path) 
     own = {key: body for key, body in read_bodies(ROOT).items() if key.task.startswith("1.")}
     given = read_bodies(tmp_path / "one" / "student")
     assert all(not is_solved(given[key]) for key in own)
+    assert str(ROOT) not in (tmp_path / "one" / "student" / "course.json").read_text()
     workflow = (tmp_path / "one" / "student" / ".github" / "workflows" / "grade.yml").read_text()
     assert "course.py grade ." in workflow
     with zipfile.ZipFile(tmp_path / "one" / "autograder.zip") as file:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from ...support import rooms
+
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "project"))
 
 from course import grader as course_grader  # noqa: E402
-from course import tree_files  # noqa: E402
 from course.command import main  # noqa: E402
 from course.grader import Expected, expected_tests, grade_task  # noqa: E402
 from course.markers import (  # noqa: E402
@@ -31,13 +32,11 @@ from course.markers import (  # noqa: E402
     stub,
 )
 from course.starter_trees import left_behind, start  # noqa: E402
-from course.tasks import MODULES, TASKS, Task, find_task, tasks_of, tasks_until  # noqa: E402
+from course.tasks import MODULES, TASKS, Task, find_task, tasks_of  # noqa: E402
+from course.tree_files import without_later  # noqa: E402
 from course.workplace import Workplace  # noqa: E402
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif((ROOT / "course.json").exists(), reason="a starter tree has no solutions"),
-]
+pytestmark = pytest.mark.slow
 
 
 # -- the table and the markers -------------------------------------------------------------------
@@ -47,7 +46,7 @@ def test_every_task_has_a_place_to_write_and_every_place_a_task() -> None:
     assert {r.key.task for r in marked_regions(ROOT)} == {task.id for task in TASKS}
     assert [task.id for task in TASKS] == sorted((t.id for t in TASKS), key=_order)
     places = {r.key.file for r in marked_regions(ROOT) if r.key.file.startswith("tests/")}
-    assert places == {"tests/minitorch/test_operators.py"}
+    assert places == {"tests/course/test_operators.py"}
     assert {task.module for task in TASKS} == {module.number for module in MODULES}
 
 
@@ -204,7 +203,9 @@ def test_a_starter_tree_fails_task_by_task_until_it_is_solved(
         task.id for task in tasks
     }
     have = read_bodies(tree)
-    assert {key for key in bodies if int(key.task.split(".")[0]) <= module} <= have.keys()
+    # What a student writes in tests stays in the tree of module 0.
+    known = {key for key in bodies if module == 0 or not key.file.startswith("tests/")}
+    assert {key for key in known if int(key.task.split(".")[0]) <= module} <= have.keys()
     for key, body in read_bodies(tmp_path / "next").items():
         if int(key.task.split(".")[0]) <= module < len(MODULES) - 1:
             assert body == have[key] == bodies[key], key
@@ -238,30 +239,35 @@ def _solved(tree: Path) -> list[Any]:
 
 
 #: Beside what a student reads and writes.
-AROUND = ("project/course", "project/app", "docs/diagrams", ".streamlit")
-#: Module → the most files that its tree has without those, and what none of them may name.
+AROUND = ("project/app", "docs/diagrams", ".streamlit")
+#: Module → the most files that its tree has without those, the most lines of Python of all its files, and
+#: what no file may name.
 SMALL = {
-    0: (30, "numba kernels scalar tensor_data"),
-    1: (40, "numba kernels tensor_data"),
-    2: (90, "flash numba fast_loops test_tensor_general test_conv"),
-    3: (134, "flash test_conv accelerated"),
-    4: (148, "flash accelerated"),
+    0: (29, 2_750, "numba kernels scalar tensor_data"),
+    1: (36, 4_000, "numba kernels tensor_data"),
+    2: (77, 8_550, "flash numba fast_loops test_tensor_general test_conv"),
+    3: (94, 10_700, "flash test_conv accelerated"),
+    4: (98, 11_400, "flash accelerated"),
+    5: (240, 33_500, "_mma wgmma accelerated distributed reformer bench kernels/cpu"),
 }
 
 
 @pytest.mark.parametrize("module", SMALL)
 def test_a_starter_tree_has_what_its_module_needs_and_no_more(module: int, tmp_path: Path) -> None:
-    most, later = SMALL[module]
-    start(module, tmp_path / "tree")
-    files = {p.relative_to(tmp_path / "tree").as_posix() for p in (tmp_path / "tree").rglob("*")}
+    (most, lines, later), tree = SMALL[module], tmp_path / "tree"
+    start(module, tree)
+    code = [path.read_text(encoding="utf-8") for path in tree.rglob("*.py")]
+    assert sum(text.count("\n") for text in code) <= lines
+    files = {p.relative_to(tree).as_posix() for p in tree.rglob("*")}
     files = {file for file in files if not file.startswith(AROUND)}
-    assert len([file for file in files if (tmp_path / "tree" / file).is_file()]) <= most
+    assert len([file for file in files if (tree / file).is_file()]) <= most
     assert not [file for file in files for name in later.split() if name in file]
-    assert all(file in files for task in tasks_until(module) for file in task.tests)
-    needed = (tmp_path / "tree" / "requirements.txt").read_text(encoding="utf-8")
+    assert all(file in files for task in tasks_of(module) for file in task.tests)
+    needed = (tree / "requirements.txt").read_text(encoding="utf-8")
     assert ("numba" in needed) == (module >= 3)
-    assert json.loads((tmp_path / "tree" / "course.json").read_text()) == {"module": module}
-    readme = (tmp_path / "tree" / "README.md").read_text(encoding="utf-8")
+    stamp = json.loads((tree / "course.json").read_text())
+    assert stamp["module"] == module and [*stamp["tasks"]] == [t.id for t in tasks_of(module)]
+    readme = (tree / "README.md").read_text(encoding="utf-8")
     assert f"python -m pytest -m task{module}_1" in readme
     assert len(readme.splitlines()) < 70
 
@@ -272,7 +278,7 @@ import sys
 sys.path[:0] = ["project", "."]
 sys.argv = ["project/app.py", "1"]  # as in its Makefile
 from streamlit.testing.v1 import AppTest
-for page in ("math", "autodiff", "tensor"):
+for page in ("scalar", "autodiff", "tensor"):
     app = AppTest.from_file("project/app.py", default_timeout=60)
     app.query_params["page"] = page
     app.run()
@@ -291,10 +297,10 @@ def test_the_app_of_a_starter_tree_shows_its_module_and_says_what_is_missing(
         text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    math, autodiff, tensor = done.stdout.splitlines()
-    assert math.startswith("math 0 []"), "module 0 is solved in this tree"
+    scalar, autodiff, tensor = done.stdout.splitlines()
+    assert scalar.startswith("scalar 0") and "not written yet" in scalar
     assert autodiff.startswith("autodiff 0") and "not written yet" in autodiff
-    assert tensor.startswith("tensor 0 []") and "2 · " not in tensor, "its page is not in this tree"
+    assert "2 · " not in tensor and "0 · " not in tensor, "these pages are not in this tree"
 
 
 SCRIPTS = {
@@ -319,53 +325,28 @@ def test_the_script_of_a_module_runs_in_its_tree_when_it_is_solved(
     assert done.returncode == 0, done.stderr
 
 
-TESTS = """
-import numba
-import pytest
-
-from minitorch import Scalar, operators
-
-pytestmark = pytest.mark.simulator
-#: Of both.
-SIZES = [1, 2]
-own = pytest.mark.task1_2
+def test_what_lies_beyond_the_module_of_a_tree_is_left_out() -> None:
+    text = """from .a import f  # beyond module 2
+from .b import (  # beyond module 2
+    g,
+)
 
 
-def helper() -> None:
-    numba.njit()
+class A:
+    x: int
+    y: int  # beyond module 3
 
+    @f  # beyond module 2
+    def z(self) -> int:  # beyond module 2
+        return self.y
 
-@pytest.mark.task0_1
-@pytest.mark.parametrize("size", SIZES)
-def test_first(size: int) -> None:
-    operators.add(size, 1)
-
-
-@own
-def test_second() -> None:
-    Scalar(1.0)
-
-
-def test_without_a_task() -> None:
-    helper()
+    def w(self) -> int:
+        return 1
 """
-
-
-def test_tests_of_later_modules_and_of_no_task_are_left_out() -> None:
-    zero, one = tree_files.tests_of(TESTS, 0), tree_files.tests_of(TESTS, 1)
-    assert "test_first" in zero and "SIZES = [1, 2]" in zero and "simulator" in zero
-    assert "from minitorch import operators\n" in zero
-    assert not [
-        name for name in ("numba", "Scalar", "test_second", "own", "helper") if name in zero
-    ]
-    assert "test_second" in one and "own = " in one and "test_without" not in one
-
-
-def test_what_a_tree_lacks_is_left_out_with_what_uses_it() -> None:
-    text = "from .a import f, g\n\n\nclass A:\n    x = f\n\n    def y(self):\n        return g\n"
-    assert tree_files.without(
-        text, "minitorch/b.py", lambda place, name: (place, name) == ("minitorch/a", "f")
-    ) == ("from .a import g\n\n\nclass A:\n\n    def y(self):\n        return g\n")
+    kept = "class A:\n    x: int\n    def w(self) -> int:\n        return 1\n"
+    assert without_later(text, 2) == kept
+    assert "y: int" not in without_later(text, 3) and "return self.y" in without_later(text, 3)
+    assert without_later(text, 4) == text
 
 
 def test_earlier_modules_may_come_from_the_student(tmp_path: Path) -> None:
@@ -415,3 +396,40 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "is not empty" in capsys.readouterr().err
     assert main(["start", "9", str(tmp_path / "new")]) == 2
     assert "there are 0 to 5" in capsys.readouterr().err
+
+
+#: What the files of earlier modules take if it is there.
+OPTIONAL = {"minitorch.tensors.extras.Methods"}
+#: Imports each module of a tree, and prints why one cannot be.
+IMPORT = """
+import importlib, pathlib, sys
+sys.path[:0] = ["project", "."]
+for path in sorted(pathlib.Path().rglob("*.py")):
+    name = ".".join(path.with_suffix("").parts).removesuffix(".__init__").removeprefix("project.")
+    if path.name != "setup.py" and not (name.startswith("app") and "streamlit" in path.read_text()):
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            print(name, repr(error))
+"""
+
+
+@pytest.mark.parametrize("module", range(len(MODULES)))
+def test_no_file_of_a_tree_names_one_that_the_tree_lacks(
+    module: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    course = {rooms.module_name(file) for file in rooms.sources()}
+    start(module, tree := tmp_path / "tree")
+    done = subprocess.run([sys.executable, "-c", IMPORT], cwd=tree, capture_output=True, text=True)
+    assert done.stdout == "" and done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.setattr(rooms, "ROOT", tree)
+    own = {rooms.module_name(file) for file in rooms.sources()}
+    lacking = {
+        (file, name)
+        for file in rooms.sources()
+        for name in rooms.imported_names(file)
+        for place in ("", "project.")
+        for part in (name, name.rpartition(".")[0])
+        if place + part in course - own
+    }
+    assert {name for _, name in lacking} <= OPTIONAL, lacking

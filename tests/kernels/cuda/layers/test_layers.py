@@ -26,6 +26,13 @@ from kernels.runtime.targets import IS_SIMULATOR, cuda
 from minitorch import CudaBackend, FastBackend, Parameter, Tensor, TensorData, from_numpy
 from minitorch.accelerated.layers import Gelu, Lookup, SeededDropout
 
+from ....course.test_conv import (
+    Convolution,
+    check_gradients,
+    convolved,
+    drawn_arrays,
+    in_one_and_two_dimensions,
+)
 from ....minitorch.functions.test_fused import (
     check,
     check_adam,
@@ -37,13 +44,6 @@ from ....minitorch.functions.test_fused import (
     gelu_of,
     layers,
     small_inputs,
-)
-from ....minitorch.test_conv import (
-    Convolution,
-    check_gradients,
-    convolved,
-    drawn_arrays,
-    in_one_and_two_dimensions,
 )
 from ....support.examples import at_most
 from ....support.tolerances import assert_close_arrays

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,6 @@ from minitorch import (
     logsoftmax,
     logsumexp,
     maxpool2d,
-    naive_attention,
     one_hot,
     softmax,
     softmax_loss,
@@ -271,29 +269,6 @@ def test_softmax_of_large_numbers(dtype: npt.DTypeLike, backend: TensorBackend) 
     )
 
 
-# --- losses ----------------------------------------------------------------------------------
-
-
-@on_backends()
-@few
-@given(data())
-def test_cross_entropy(backend: TensorBackend, data: DataObject) -> None:
-    rows, classes = data.draw(integers(1, 4)), data.draw(integers(1, 4))
-    array = data.draw(lattice((rows, classes)))
-    logits = data.draw(laid_out(array, backend))
-    target = np.array([data.draw(integers(0, classes - 1)) for _ in range(rows)])
-    expected = -np.log(softmax_of(array, 1))[np.arange(rows), target]
-    for as_given in (target, tensor(target.tolist(), backend)):
-        assert_close_arrays(softmax_loss(logits, as_given), expected, np.float64, size=10.0)
-    grad_check(lambda x: softmax_loss(x, target), logits)
-
-
-def test_one_hot() -> None:
-    coded = one_hot(tensor([[0, 2], [1, 1]]), 3)
-    assert coded.is_constant()
-    np.testing.assert_array_equal(coded.to_numpy(), np.eye(3)[[[0, 2], [1, 1]]])
-
-
 # --- dropout ---------------------------------------------------------------------------------
 
 
@@ -321,22 +296,27 @@ def test_dropout_drops_the_part_it_was_told_to() -> None:
     np.testing.assert_array_equal(a.grad.to_numpy(), out.to_numpy())
 
 
-# --- attention, composed ---------------------------------------------------------------------
+# --- losses ----------------------------------------------------------------------------------
 
 
 @on_backends()
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_naive_attention(is_causal: bool, backend: TensorBackend) -> None:
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal(shape) for shape in ((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 2)))
-    scores = q @ k.swapaxes(2, 3) / 2.0
-    if is_causal:
-        scores[..., np.arange(5)[:, None] < np.arange(7)] = -np.inf
-    expected = softmax_of(scores, 3) @ v
-    operands: list[Any] = [from_numpy(x, backend) for x in (q, k, v)]
-    assert_close_arrays(
-        naive_attention(*operands, is_causal=is_causal), expected, np.float64, size=10.0
-    )
+@few
+@given(data())
+def test_cross_entropy(backend: TensorBackend, data: DataObject) -> None:
+    rows, classes = data.draw(integers(1, 4)), data.draw(integers(1, 4))
+    array = data.draw(lattice((rows, classes)))
+    logits = data.draw(laid_out(array, backend))
+    target = np.array([data.draw(integers(0, classes - 1)) for _ in range(rows)])
+    expected = -np.log(softmax_of(array, 1))[np.arange(rows), target]
+    for as_given in (target, tensor(target.tolist(), backend)):
+        assert_close_arrays(softmax_loss(logits, as_given), expected, np.float64, size=10.0)
+    grad_check(lambda x: softmax_loss(x, target), logits)
+
+
+def test_one_hot() -> None:
+    coded = one_hot(tensor([[0, 2], [1, 1]]), 3)
+    assert coded.is_constant()
+    np.testing.assert_array_equal(coded.to_numpy(), np.eye(3)[[[0, 2], [1, 1]]])
 
 
 def test_functions_stay_on_their_backend() -> None:

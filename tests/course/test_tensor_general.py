@@ -338,20 +338,6 @@ def test_operands_far_from_zero(backend: TensorBackend) -> None:
     assert a.grad.to_numpy().tolist() == [0.0, 0.0, 1.25, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("kernel", "fn"),
-    [
-        (fast_ops.tensor_map, operators.neg),
-        (fast_ops.tensor_zip, operators.add),
-        (fast_ops.tensor_reduce, operators.add),
-    ],
-)
-def test_a_loop_is_compiled_once_for_each_function(
-    kernel: Callable[..., Any], fn: Callable[..., float]
-) -> None:
-    assert kernel(fn) is kernel(fn)
-
-
 # --- the course's functions, on the backends of module 3 --------------------------------------
 
 Fn = tuple[str, Callable[..., float], Callable[..., Tensor]]
@@ -511,6 +497,33 @@ def test_the_teaching_kernel_reads_any_strides(dtype: npt.DTypeLike) -> None:
 # --- a backend of one's own ------------------------------------------------------------------
 
 
+@pytest.mark.task3_1
+def test_the_backend_of_a_result_is_that_of_its_operands() -> None:
+    a = from_numpy(np.ones((2, 2)), FastBackend, requires_grad=True)
+    result = ((a * a).relu() + 1.0).sum(1).permute(1, 0)
+    assert result.backend is result.f is FastBackend
+    result.sum().backward()
+    assert a.grad is not None
+    assert a.grad.backend is FastBackend
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fn"),
+    [
+        (fast_ops.tensor_map, operators.neg),
+        (fast_ops.tensor_zip, operators.add),
+        (fast_ops.tensor_reduce, operators.add),
+    ],
+)
+def test_a_loop_is_compiled_once_for_each_function(
+    kernel: Callable[..., Any], fn: Callable[..., float]
+) -> None:
+    assert kernel(fn) is kernel(fn)
+
+
+# --- a backend of one's own ------------------------------------------------------------------
+
+
 def test_a_backend_supplies_loops_and_nothing_else() -> None:
     def never(*args: Any) -> None:
         raise AssertionError("a loop ran when the backend was made")
@@ -529,13 +542,3 @@ def test_a_backend_supplies_loops_and_nothing_else() -> None:
     assert a.sum(0).to_numpy().tolist() == [[3.0, 5.0, 7.0]]
     with pytest.raises(AssertionError, match="a loop ran"):
         _ = -a
-
-
-@pytest.mark.task3_1
-def test_the_backend_of_a_result_is_that_of_its_operands() -> None:
-    a = from_numpy(np.ones((2, 2)), FastBackend, requires_grad=True)
-    result = ((a * a).relu() + 1.0).sum(1).permute(1, 0)
-    assert result.backend is result.f is FastBackend
-    result.sum().backward()
-    assert a.grad is not None
-    assert a.grad.backend is FastBackend

@@ -36,6 +36,7 @@ from kernels.cuda.runtime.recorder import (
     between_launches,
     computed,
     drawn,
+    recorded_by,
     refuse,
 )
 from kernels.cuda.runtime.repeated import address_of, bound, repeats
@@ -52,5 +53,5 @@ __all__ = [  # noqa: RUF022  # grouped by use
     "indexing", "merge_rows", "put_rows",
     # Recording a step as a graph.
     "Arena", "Graph", "Pool", "Recording", "Stretch", "active", "between_launches", "computed", "drawn",
-    "refuse", "watching_numba",
+    "recorded_by", "refuse", "watching_numba",
 ]  # fmt: skip

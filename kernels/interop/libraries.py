@@ -220,8 +220,8 @@ class Torch(Library):
         dlpack.wait_for(stream)
         device, dtypes, scratch = like.device, self._dtypes, repeat.scratch
         made = [
-            self._empty_strided(shape, strides, dtype=dtypes[number], device=device)
-            for shape, strides, number in repeat.parts
+            self._empty_strided(shape, strides, dtype=dtypes[dtype.num], device=device)
+            for shape, strides, dtype, _ in repeat.parts
         ]
         addresses = [x.data_ptr() for x in made]
         memory = self._empty(scratch, dtype=self.module.uint8, device=device) if scratch else None

@@ -19,6 +19,7 @@ from kernels.cuda.backend import (
     Stretch,
     active,
     pool,
+    recorded_by,
     refuse,
     watching_numba,
 )
@@ -171,7 +172,7 @@ class GraphStep:
         arena.begin(stretch)
         hosts = [x.to_numpy() if is_tensor(x) else x for x in kind.places if _is_host(x)]
         recording, state = Recording(arena, hosts, before), _random_state()
-        with _uncollected(), recording, watching_numba(_refuse_numba):
+        with _uncollected(), recorded_by(recording), watching_numba(_refuse_numba):
             outputs = self._fn(*kind.places)
         if not recording.launches:
             self.why_eager = "the function launches nothing on a CUDA device"

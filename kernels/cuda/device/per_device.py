@@ -64,7 +64,13 @@ def map_of(
     if (recording := active()) is not None:
         # An object for this map alone, for several operands may begin at one address.
         found = device_view(found, found.shape, element_strides(found))
-        recording.mapped(found, array, lambda address: device_map(address, *rest))
+
+        @lru_cache(maxsize=256)
+        def remake(address: int) -> tuple[Any, int]:
+            made = device_map(address, *rest)
+            return made, int(made.device_ctypes_pointer.value)
+
+        recording.mapped(found, array, remake)
     return found
 
 

@@ -12,18 +12,12 @@ from kernels.runtime.cuda_errors import CaptureError
 
 #: Alignment of the pieces of an arena, bytes.
 ALIGNMENT = 512
+#: Where a piece begins and ends, in bytes from the start of the call's memory.
+Place = tuple[int, int]
 
 
 class Stretch:
-    """A piece of memory in which calls are computed; it is freed with its last reference.
-
-    Args:
-        source: The pool that the memory comes from.
-        size: Bytes.
-
-    Raises:
-        MemoryError: If the device has too little memory left.
-    """
+    """Memory of the pool in which calls are computed; it goes back to the driver with the last reference."""
 
     block: Any = None
 
@@ -37,18 +31,11 @@ class Stretch:
 
 
 class Piece(NamedTuple):
-    """A piece of an arena.
-
-    Attributes:
-        address: The address in the driver's type.
-        place: Where it begins and ends, in bytes from the start of the call's memory.
-        used: The places of all pieces in use of the same call.
-        holder: The block or the stretch that it is in.
-    """
+    """A piece of an arena: its address, its place, those in use of its call, and the memory it is in."""
 
     address: Any
-    place: tuple[int, int]
-    used: list[tuple[int, int]]
+    place: Place
+    used: list[Place]
     holder: Block | Stretch
 
 
@@ -57,15 +44,9 @@ class Arena:
 
     A piece that is freed within a call is reused by later allocations of the call, because launches run in
     order.  The first call of a kind allocates its pieces from the pool and determines how much memory the
-    others need.  The other calls use a stretch, which several kinds may share.  When a call begins, the
-    whole stretch is free, even if pieces are still referenced, so the same order of allocations gives the
-    same addresses.
-
-    Args:
-        source: The pool for the memory of first calls.
-
-    Attributes:
-        extent: Bytes that the call has needed so far.
+    others need (``extent``, in bytes).  The other calls use a stretch, which several kinds may share.  When a
+    call begins, the whole stretch is free, even if pieces are still referenced, so the same order of
+    allocations gives the same addresses.
     """
 
     def __init__(self, source: Pool):
@@ -75,7 +56,7 @@ class Arena:
     def begin(self, stretch: Stretch | None = None) -> None:
         """Begin a call on this thread in a stretch of memory, None for the first call of its kind."""
         self._stretch, self._thread, self.extent = stretch, threading.get_ident(), ALIGNMENT
-        self._used: list[tuple[int, int]] = []
+        self._used: list[Place] = []
 
     def allocate(self, size: int) -> Piece:
         """Return ``size`` bytes, at least 1, in the first place that has room for them.

@@ -80,15 +80,13 @@ def _unpack(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
 _ADDRESS = 4
 
 
-def _words(kinds: Sequence[Any]) -> list[Any]:
-    """Return the type of each word of arguments; of an array, its own type for all of its numbers."""
-    words = list[Any]()
-    for kind in kinds:
-        if isinstance(kind, types.BaseTuple):
-            words += _words(kind.types)  # type: ignore[attr-defined]
-        else:
-            words += [kind] * (5 + 2 * kind.ndim if isinstance(kind, types.Array) else 1)
-    return words
+def _formats(kind: Any) -> list[str]:
+    """Return the format of each word of an argument of a type."""
+    if isinstance(kind, types.Array):
+        return ["q"] * (5 + 2 * kind.ndim)
+    if isinstance(kind, types.BaseTuple):
+        return list(chain.from_iterable(map(_formats, kind.types)))  # type: ignore[attr-defined]
+    return [SLOTS[kind]]
 
 
 def _parts(kinds: Sequence[Any], args: Any, word: int = 0) -> Iterator[tuple[int, Any]]:
@@ -98,13 +96,7 @@ def _parts(kinds: Sequence[Any], args: Any, word: int = 0) -> Iterator[tuple[int
             yield from _parts(kind.types, arg, word)
         else:
             yield word + (_ADDRESS if isinstance(kind, types.Array) else 0), arg
-        word += len(_words([kind]))
-
-
-def packer(words: Sequence[Any]) -> struct.Struct:
-    """Return what packs words of some types."""
-    formats = ["q" if isinstance(kind, types.Array) else SLOTS[kind] for kind in words]
-    return struct.Struct("=" + "".join(formats))
+        word += len(_formats(kind))
 
 
 class Buffer:
@@ -165,8 +157,8 @@ class Launcher:
         self._prepare = prepare
         self._unpackers = [_unpack(kind) for kind in signature.args]
         self._kinds = tuple(signature.args)
-        self._words = _words(self._kinds)
-        self._packer = packer(self._words)
+        self._formats = list(chain.from_iterable(map(_formats, self._kinds)))
+        self._packer = struct.Struct("=" + "".join(self._formats))
         self._buffer = Buffer(self._packer.size)
         self.enqueue = driver.cuLaunchKernel
         self._stream = driver.CUstream(0)
@@ -190,15 +182,17 @@ class Launcher:
 
     def write(self, buffer: Buffer, first: int, numbers: Sequence[Any]) -> None:
         """Write the numbers of a tuple, which begin at the word ``first``, into a buffer."""
-        own = packer(self._words[first : first + len(numbers)])
-        own.pack_into(buffer.slots, first * 8, *numbers)
+        own = "".join(self._formats[first : first + len(numbers)])
+        struct.pack_into(f"={own}", buffer.slots, first * 8, *numbers)
 
     def shown(self, word: int, bits: int) -> str:
         """Describe what a word holds for an error message: its number, and the argument it is part of."""
-        kind, ends = self._words[word], accumulate(len(_words([kind])) for kind in self._kinds)
-        (value,) = packer([kind]).unpack(bits.to_bytes(8, "little"))
-        what = f"an array at {bits:#x}" if isinstance(kind, types.Array) else value
-        return f"{what} as argument {1 + sum(end <= word for end in ends)}"
+        ends = [*accumulate(len(_formats(kind)) for kind in self._kinds)]
+        place = sum(end <= word for end in ends)
+        (what,) = struct.unpack(f"={self._formats[word]}", bits.to_bytes(8, "little"))
+        if isinstance(self._kinds[place], types.Array):
+            what = f"an array at {bits:#x}"
+        return f"{what} as argument {place + 1}"
 
     def _numbers(self, args: tuple[Any, ...]) -> chain[Any]:
         return chain.from_iterable(

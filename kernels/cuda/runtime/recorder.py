@@ -3,10 +3,9 @@
 A recorded call runs like any other.  Its launches are recorded in order, with their packed arguments and
 the origin of each address among them: an operand, memory that the call allocated, or other memory.
 
-Values that each call brings anew are recorded with a way to obtain them again: copies of inputs, random
-numbers (:func:`drawn`), numbers of an optimiser (:class:`Renewed`), results that the host computes from
-inputs (:func:`computed`), and work between launches (:func:`between_launches`).  Only graphs have them; a
-call to repeat has only operands and a dropout seed, and anything else *spoils* its recording.
+What each call brings anew is recorded with a way to obtain it again: copies of inputs, drawn numbers,
+numbers of an optimiser, results that the host computes from inputs, and work between launches.  Only graphs
+have it; a call to repeat has only operands and a dropout seed, and anything else *spoils* its recording.
 """
 
 from __future__ import annotations
@@ -43,12 +42,13 @@ class Origin(NamedTuple):
     Attributes:
         number: Index of the memory among the operands and allocations of the call.
         offset: Bytes from the start of this memory.
-        remake: Makes the tensor map that the kernel receives instead of the address; None for an address.
+        remake: Returns the tensor map of an address, and where it is, as the kernel receives it instead; or
+            None.
     """
 
     number: int
     offset: int
-    remake: Callable[[int], Any] | None = None
+    remake: Callable[[int], tuple[Any, int]] | None = None
 
 
 class Launch(NamedTuple):
@@ -71,7 +71,7 @@ class Launch(NamedTuple):
 
 
 class Recording:
-    """The work of one call on the device, recorded inside a ``with`` block.
+    """The work of one call on the device; see :func:`recorded_by`.
 
     Args:
         source: Provides the memory of the call: the pool, or for a graph an ``Arena``.
@@ -79,8 +79,7 @@ class Recording:
         before: For a graph, the recording of the call before, in the same memory; None if there is none.
 
     Attributes:
-        launches: The launches in order.
-        messages: Work between launches, each with the number of launches before it.
+        steps: The launches in order, and functions that do work between them.
         sizes: Bytes of each operand and allocation.
         kept: Other memory that the launches read or write, which must be kept alive.
         is_spoilt: Whether the call did what can only be part of a graph, or of nothing.
@@ -99,9 +98,8 @@ class Recording:
         inputs: Iterable[np.ndarray[Any, Any]] | None = None,
         before: Recording | None = None,
     ):
-        self.source, self._before, self._of_graph = source, before, inputs is not None
-        self.launches: list[Launch] = []
-        self.messages: list[tuple[int, Callable[[], None]]] = []
+        self.source, self.before, self.is_of_graph = source, before, inputs is not None
+        self.steps: list[Launch | Callable[[], None]] = []
         self.sizes: list[int] = []
         self.kept: dict[int, Any] = {}
         self.is_spoilt = False
@@ -113,15 +111,11 @@ class Recording:
         self.guards: list[Callable[[], bool]] = []
         self.memo: dict[Any, Any] = {}
         self._maps: dict[int, tuple[Any, Origin]] = {}
-        self._on_host: CaptureError | None = None
 
-    def __enter__(self) -> Recording:
-        assert _thread.recording is None, "a recorded call records no other"
-        _thread.recording = self
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _thread.recording = None
+    @property
+    def launches(self) -> list[Launch]:
+        """The launches in order."""
+        return [step for step in self.steps if isinstance(step, Launch)]
 
     def took(self, memory: Any, size: int) -> None:
         """Record the memory of an operand or an allocation."""
@@ -144,7 +138,7 @@ class Recording:
         if call is self.sizes:
             start, address = (int(x.device_ctypes_pointer.value or 0) for x in (memory, array))
             return Origin(number, address - start)
-        if self._of_graph and getattr(memory, "source", None) is self.source:
+        if self.is_of_graph and getattr(memory, "source", None) is self.source:
             raise CaptureError(
                 f"{reader} reads what an earlier call of the function left behind (of shape "
                 f"{array.shape}), and a graph computes every call in the same memory; drop gradients at "
@@ -154,8 +148,8 @@ class Recording:
         self.kept[id(memory)] = memory
         return None
 
-    def mapped(self, found: Any, array: Any, remake: Callable[[int], Any]) -> None:
-        """Record the tensor map ``found`` of an array; ``remake`` makes that of another address."""
+    def mapped(self, found: Any, array: Any, remake: Callable[[int], tuple[Any, int]]) -> None:
+        """Record the tensor map ``found`` of an array; see :class:`Origin` for ``remake``."""
         if (origin := self.origin(array)) is not None:
             self._maps[id(found)] = found, origin._replace(remake=remake)
 
@@ -163,58 +157,44 @@ class Recording:
         self, launcher: Any, sizes: Any, buffer: Any, parts: Iterable[tuple[int, Any]]
     ) -> None:
         """Record a launch, whose arrays and numbers are ``parts``, each with its word."""
-        if self._on_host is not None:
-            raise self._on_host
         addresses, numbers = [], []
         for word, part in parts:
             if isinstance(part, (Seed, Renewed)):
                 numbers.append((word, part))
             elif (origin := self.origin(part, f"the kernel {launcher.name}")) is not None:
                 addresses.append((word, origin))
-        self.launches.append(Launch(launcher, sizes, buffer, addresses, numbers))
+        self.steps.append(Launch(launcher, sizes, buffer, addresses, numbers))
 
     def uploaded(
         self, array: np.ndarray[Any, Any], copy: Callable[[np.ndarray[Any, Any], Any], Any]
     ) -> Any:
-        """Copy an array to the device, and record the copy if a replay has to repeat it.
+        """Copy an array to the device by ``copy(array, target)``, and record it if replays repeat it.
 
-        Args:
-            array: A contiguous array on the host.
-            copy: ``(array, target)``, which returns the array on the device; new memory if there is no
-                target.
+        Without a target, ``copy`` makes new memory, which is not the call's.
 
         Raises:
             CaptureError: If the array is copied in each call, but is not an input.
         """
-        before = self._before
-        if not self.is_live(array):
-            if before is None:
-                return copy(array, None)  # somebody keeps it: there is no second copy, or it is refused
-            raise CaptureError(
-                f"the function copies an array of shape {array.shape} ({array.dtype}) to the device in "
-                "each call, and it is none of its inputs: a graph would keep these numbers for ever; "
-                "pass it to the function as an argument, or put it on the device before"
-            )
-        target, number = None, len(self.uploads)
-        if before is not None and number < len(before.uploads):
-            target = before.uploads[number][1]
-            if (target.shape, target.dtype) != (array.shape, array.dtype):
+        before = self.before
+        if self.is_live(array):
+            (_, target), *_ = [*(before.uploads[len(self.uploads) :] if before else ()), (None, None)]
+            if target is not None and (target.shape, target.dtype) != (array.shape, array.dtype):
                 target = None  # the two calls differ, as their launches will show
-        self.uploads.append((array, copy(array, target)))
-        return self.uploads[-1][1]
+            self.uploads.append((array, copy(array, target)))
+            return self.uploads[-1][1]
+        if before is None:
+            return copy(array, None)  # somebody keeps it: there is no second copy, or it is refused
+        raise CaptureError(
+            f"the function copies an array of shape {array.shape} ({array.dtype}) to the device in each "
+            "call, and it is none of its inputs: a graph would keep these numbers for ever; pass it to the "
+            "function as an argument, or put it on the device before"
+        )
 
     def is_live(self, array: Any) -> bool:
         """Tell whether an array holds an input, or a result computed from one."""
         return isinstance(array, np.ndarray) and any(
             np.may_share_memory(array, known) for known in self.live
         )
-
-    def refuse(self, error: CaptureError, on_host: bool) -> None:
-        """Raise an error in a call for a graph, for work on the host by the first launch; spoil others."""
-        self.is_spoilt = True
-        if self._of_graph and (self.launches or not on_host):
-            raise error
-        self._on_host = error if self._of_graph else None
 
 
 class _Thread(threading.local):
@@ -230,13 +210,13 @@ def active() -> Recording | None:
 
 
 @contextmanager
-def aside() -> Iterator[None]:
-    """Do not record work that only the first call of a kind does, and whose results are cached."""
-    recording, _thread.recording = _thread.recording, None
+def recorded_by(recording: Recording | None) -> Iterator[None]:
+    """Record the work of this thread, or with None leave it out, as what is done once and then kept."""
+    before, _thread.recording = _thread.recording, recording
     try:
         yield
     finally:
-        _thread.recording = recording
+        _thread.recording = before
 
 
 def drawn(again: Callable[[], int]) -> int:
@@ -260,15 +240,13 @@ def between_launches(act: Callable[[], None], *arrays: Any) -> None:
         recording.is_spoilt = True
         for array in arrays:
             recording.origin(array, "a message to another device")
-        recording.messages.append((len(recording.launches), act))
+        recording.steps.append(act)
 
 
 def computed(compute: Callable[[], Any], *sources: Any) -> Any:
-    """Return an array that the host computes from other arrays; a replay computes it again.
+    """Return an array that the host computes from ``sources``; a replay computes it again.
 
-    Args:
-        compute: A function that returns a new array each time, always of the same shape.
-        *sources: The arrays from which it is computed.
+    The function ``compute`` returns a new array each time, always of the same shape.
     """
     result = compute()
     recording = _thread.recording
@@ -287,8 +265,9 @@ def refuse(what: str, remedy: str, on_host: bool = False) -> None:
         on_host: Whether this happens on the host, which is allowed in a function without launches.
 
     Raises:
-        CaptureError: In a recorded call, now or by the first launch.
+        CaptureError: In a recorded call; for work on the host, in the last of the recorded calls.
     """
     if (recording := _thread.recording) is not None:
-        message = f"the function {what}, which a CUDA graph cannot hold; {remedy}"
-        recording.refuse(CaptureError(message), on_host)
+        recording.is_spoilt = True
+        if recording.is_of_graph and not (on_host and recording.before is None):
+            raise CaptureError(f"the function {what}, which a CUDA graph cannot hold; {remedy}")

@@ -199,7 +199,7 @@ def _compiled(own: FakeDriver) -> Any:
     """Return what stands for ``Kernel._compiled``: a handle, and no machine code."""
 
     def compiled(kernel: runtime_kernel.Kernel) -> Any:
-        slots = len(launcher._words(kernel.signature.args))
+        slots = sum(len(launcher._formats(kind)) for kind in kernel.signature.args)
         handle = own.kernel(kernel.name, slots)
         library = SimpleNamespace(get_cufunc=lambda: SimpleNamespace(handle=handle))
         return SimpleNamespace(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+from threading import Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -208,6 +210,27 @@ def test_pieces_of_scratch_memory_do_not_overlap() -> None:
 def test_what_a_call_cannot_find_again_is_not_repeated(run: Any) -> None:
     with fake_device():
         assert noted(lambda arrays, seed: [run(*arrays)], [_bytes(3)], 0)[1] is None
+
+
+def test_threads_that_share_a_launch_launch_with_their_own_arrays() -> None:
+    with fake_device() as own:
+        tensors = [minitorch.zeros((3,), minitorch.CudaBackend, dtype=np.float32) for _ in range(4)]
+        for _ in range(3):
+            tensors[0] + tensors[1]
+        own.launches.clear()
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            threads = [Thread(target=lambda x=x: [x + x for _ in range(50)]) for x in tensors]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(before)
+        places = [x._tensor._storage.device_ctypes_pointer.value for x in tensors]
+        found = [[word for word in one.words if word in places] for one in own.launches]
+    assert sorted(found) == sorted([place, place] for place in places for _ in range(50))
 
 
 def test_what_is_kept_of_a_kind_of_call_holds_none_of_its_arrays() -> None:

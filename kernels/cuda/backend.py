@@ -44,8 +44,8 @@ from kernels.cuda.runtime.sizes import SIZES, FoldShape
 
 __all__ = [  # noqa: RUF022  # grouped by use
     # Arrays on the device.
-    "DeviceMemory", "address_of", "as_bits", "bound", "device_view", "element_strides", "empty_device", "fill",
-    "flattened", "is_device_array", "pool", "repeats", "row_major_copy", "to_device", "to_host",
+    "DeviceMemory", "address_of", "as_bits", "bound", "device_view", "element_strides", "empty_device",
+    "fill", "flattened", "is_device_array", "pool", "repeats", "row_major_copy", "to_device", "to_host",
     # Kernels of the library's own.
     "ALL_LANES", "SIZES", "WARP", "Adopted", "FoldShape", "Kernel", "device_callable", "device_function",
     "form", "scalar_type",

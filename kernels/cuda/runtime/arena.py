@@ -17,7 +17,7 @@ Place = tuple[int, int]
 
 
 class Stretch:
-    """Memory of the pool in which calls are computed; it goes back to the driver with the last reference."""
+    """Memory of the pool in which calls are computed; the last reference gives it back to the driver."""
 
     block: Any = None
 
@@ -43,10 +43,10 @@ class Arena:
     """Pieces of memory that all calls of one kind receive in the same order at the same addresses.
 
     A piece that is freed within a call is reused by later allocations of the call, because launches run in
-    order.  The first call of a kind allocates its pieces from the pool and determines how much memory the
-    others need (``extent``, in bytes).  The other calls use a stretch, which several kinds may share.  When a
-    call begins, the whole stretch is free, even if pieces are still referenced, so the same order of
-    allocations gives the same addresses.
+    order.  The first call of a kind allocates its pieces from the pool and determines how many bytes the
+    others need, :attr:`extent`.  The other calls use a stretch, which several kinds may share.  When a call
+    begins, the whole stretch is free, even if pieces are still referenced, so the same order of allocations
+    gives the same addresses.
     """
 
     def __init__(self, source: Pool):

@@ -19,7 +19,7 @@ from kernels.runtime.targets import cuda, driver
 
 
 class Chain:
-    """A graph of kernels, one after the other; calling it launches them."""
+    """A graph of kernels, one after the other."""
 
     _graph: Any = None
     _exec: Any = None
@@ -52,7 +52,8 @@ class Chain:
                     one.buffer.words[word] = drawn[number]
             _call(driver.cuGraphExecKernelNodeSetParams, self._exec, node, params)
 
-    def __call__(self) -> None:
+    def launch(self) -> None:
+        """Launch the kernels."""
         _call(driver.cuGraphLaunch, self._exec, self._stream)
 
     def __del__(self) -> None:
@@ -126,11 +127,15 @@ class Graph:
         cuda.current_context()
         self._recording, self._pool, self.size = second, pool, len(second.launches)
         self._uploads = [(device_pointer(target), source) for source, target in second.uploads]
+        self._chains: list[Chain] = []
         #: Functions in order, each of which launches a graph or does the work between two graphs.
         self._acts: list[Any] = []
         for is_launch, steps in groupby(second.steps, lambda step: isinstance(step, Launch)):
             own: list[Any] = [*steps]
-            self._acts += [Chain(own)] if is_launch else own
+            if is_launch:
+                self._chains.append(Chain(own))
+                own = [self._chains[-1].launch]
+            self._acts += own
 
     def is_valid(self) -> bool:
         """Tell whether all memory that the graph reads and writes is still at the same addresses."""
@@ -148,9 +153,8 @@ class Graph:
         for act in recording.actions:
             act()
         drawn = [again() for again in recording.draws.values()]
-        for act in self._acts:
-            if isinstance(act, Chain):
-                act.change(drawn)
+        for chain in self._chains:
+            chain.change(drawn)
         # Last, for a large one waits until the device comes to it.
         for address, source in self._uploads:
             self._pool.upload(address, source)

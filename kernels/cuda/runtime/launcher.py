@@ -17,7 +17,7 @@ import numpy as np
 from numba import types
 
 from kernels.cuda.runtime.recorder import Renewed, active
-from kernels.runtime.cuda_errors import LAUNCHED, explain_code
+from kernels.runtime.cuda_errors import explain_code
 from kernels.runtime.targets import cuda, current_device, driver
 
 #: Format of a number in its slot of eight bytes, by type.

@@ -177,7 +177,10 @@ class Recording:
         """
         before = self.before
         if self.is_live(array):
-            (_, target), *_ = [*(before.uploads[len(self.uploads) :] if before else ()), (None, None)]
+            (_, target), *_ = [
+                *(before.uploads[len(self.uploads) :] if before else ()),
+                (None, None),
+            ]
             if target is not None and (target.shape, target.dtype) != (array.shape, array.dtype):
                 target = None  # the two calls differ, as their launches will show
             self.uploads.append((array, copy(array, target)))

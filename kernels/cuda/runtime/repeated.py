@@ -110,13 +110,11 @@ class Repeat:
         Args:
             starts: Addresses of the operands.
             results: Addresses of memory for :attr:`parts`.
-            scratch: Address of :attr:`scratch` bytes, aligned to 512; any number if there are none.
+            scratch: Address of :attr:`scratch` bytes, aligned to 512; 0 if there are none.
             seed: Dropout seed, a signed 64-bit number.
         """
-        self.launch([*starts, *results, *[scratch + offset for offset in self._offsets]], seed)
-
-    def launch(self, starts: list[int], seed: int) -> None:
-        """Launch with the addresses of the operands, the parts, and the pieces of the scratch memory."""
+        if results or scratch:
+            starts = [*starts, *results, *[scratch + offset for offset in self._offsets]]
         with self._lock:
             for launcher, function, sizes, words, addresses, seeds, _ in self._steps:
                 for word, number, offset, remake in addresses:
@@ -134,15 +132,12 @@ class Repeat:
         source = pool()
         assert source is not None, "only calls on the pool are repeated"
         made = [Pooled(source, source.allocate(size), size) for size in self._sizes]
-        starts = [*starts, *[memory.address for memory in made]]
-        if not self.scratch:
-            self.launch(starts, seed)
-            return made
-        scratch = source.allocate(self.scratch)
+        scratch = source.allocate(self.scratch) if self.scratch else None
         try:
-            self.launch([*starts, *[scratch.start + offset for offset in self._offsets]], seed)
+            self.into(starts, [x.address for x in made], scratch.start if scratch else 0, seed)
         finally:
-            source.free(scratch)  # in stream order
+            if scratch is not None:
+                source.free(scratch)  # in stream order
         return made
 
     def arrays(self, starts: list[int], seed: int) -> list[Any]:
@@ -186,16 +181,17 @@ def noted(run: Run, arrays: Sequence[Any], seed: int) -> tuple[Sequence[Any], Re
         results = run(named, Seed(seed))
     layouts, numbers = dict[int, Layout](), list[int | None]()
     for array in results:
-        origin = None if array is None else recording.origin(array)
-        numbers.append(None if origin is None else origin.number)
+        number = None
         if array is not None:
             # Each is an allocation of the call; two are of one if they are the same.
-            is_own = origin is not None and origin.number >= len(places) and not origin.offset
-            if not is_own or layouts.setdefault(origin.number, _layout(array)) != _layout(array):
+            origin, layout = recording.origin(array), _layout(array)
+            if origin is None or origin.number < len(places) or origin.offset:
                 return results, None
-    if recording.is_spoilt:
-        return results, None
-    return results, Repeat(recording, places, numbers, layouts)
+            number = origin.number
+            if layouts.setdefault(number, layout) != layout:
+                return results, None
+        numbers.append(number)
+    return results, None if recording.is_spoilt else Repeat(recording, places, numbers, layouts)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -219,7 +215,7 @@ def bound(function: Callable[..., None]) -> Callable[..., None]:
         repeat = None if active() is not None else known.get(current_device(), _NEW)
         if type(repeat) is Repeat:
             starts = [address_of(x) for x in arrays]
-            repeat.at(starts, 0) if repeat.scratch else repeat.launch(starts, 0)
+            repeat.at(starts, 0) if repeat.scratch else repeat.into(starts, [], 0, 0)
         elif repeat is _SEEN:
             _, known[current_device()] = noted(lambda own, _: function(*own) or (), arrays, 0)
         else:

@@ -161,6 +161,7 @@ class Recording:
         for word, part in parts:
             if isinstance(part, (Seed, Renewed)):
                 numbers.append((word, part))
+                self.is_spoilt |= isinstance(part, Renewed)
             elif (origin := self.origin(part, f"the kernel {launcher.name}")) is not None:
                 addresses.append((word, origin))
         self.steps.append(Launch(launcher, sizes, buffer, addresses, numbers))

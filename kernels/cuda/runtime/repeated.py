@@ -70,15 +70,11 @@ class Repeat:
         self._places, self._lock, self._kept = places, Lock(), recording.kept
         self._layouts, sizes = [*layouts.values()], recording.sizes
         self._sizes = [sizes[number] for number in layouts]
-        self.parts = [
-            (
-                shape,
-                tuple(step // dtype.itemsize for step in steps),
-                dtype,
-                ((math.prod(shape),), (dtype.itemsize,), dtype),
-            )
-            for shape, steps, dtype in self._layouts
-        ]
+        self.parts = list[tuple[Any, ...]]()
+        for shape, steps, dtype in self._layouts:
+            size = dtype.itemsize
+            flat = (math.prod(shape),), (size,), dtype
+            self.parts.append((shape, tuple(step // size for step in steps), dtype, flat))
         others = [n for n in range(len(places), len(sizes)) if n not in layouts]
         rooms = [PLAIN.ceil_div(sizes[n], ALIGNMENT) * ALIGNMENT for n in others]
         *self._offsets, self.scratch = accumulate(rooms, initial=0)
@@ -86,15 +82,7 @@ class Repeat:
         place = {n: at for at, n in enumerate([*range(len(places)), *layouts, *others])}
         self._order = [None if n is None else place[n] - len(places) for n in results]
         self._steps = [
-            (
-                one.launcher,
-                one.launcher.function(),
-                one.sizes,
-                one.buffer.words,
-                [(word, place[x.number], x.offset, x.remake) for word, x in one.addresses],
-                [word for word, _ in one.numbers],
-                one.buffer,  # the owner of the words
-            )
+            (one, one.launcher.function(), [(w, place[x.number], *x[1:]) for w, x in one.addresses])
             for one in recording.launches
         ]
 
@@ -116,11 +104,12 @@ class Repeat:
         if results or scratch:
             starts = [*starts, *results, *[scratch + offset for offset in self._offsets]]
         with self._lock:
-            for launcher, function, sizes, words, addresses, seeds, _ in self._steps:
+            for (launcher, sizes, buffer, _, seeds), function, addresses in self._steps:
+                words = buffer.words
                 for word, number, offset, remake in addresses:
                     start = starts[number] + offset
                     words[word] = start if remake is None else remake(start)[1]
-                for word in seeds:
+                for word, _ in seeds:
                     words[word] = seed & ALL_BITS
                 (error,) = launcher.enqueue(function, *sizes)
                 if error:  # success is 0

@@ -178,10 +178,8 @@ class Recording:
         """
         before = self.before
         if self.is_live(array):
-            (_, target), *_ = [
-                *(before.uploads[len(self.uploads) :] if before else ()),
-                (None, None),
-            ]
+            known = [] if before is None else before.uploads[len(self.uploads) :]
+            target = known[0][1] if known else None
             if target is not None and (target.shape, target.dtype) != (array.shape, array.dtype):
                 target = None  # the two calls differ, as their launches will show
             self.uploads.append((array, copy(array, target)))

@@ -36,21 +36,23 @@ from kernels.cuda.runtime.recorder import (
     between_launches,
     computed,
     drawn,
+    recorded_by,
     refuse,
 )
-from kernels.cuda.runtime.repeated import address_of, repeats
+from kernels.cuda.runtime.repeated import address_of, bound, repeats
 from kernels.cuda.runtime.sizes import SIZES, FoldShape
 
 __all__ = [  # noqa: RUF022  # grouped by use
     # Arrays on the device.
-    "DeviceMemory", "address_of", "as_bits", "device_view", "element_strides", "empty_device", "fill",
-    "flattened", "is_device_array", "pool", "repeats", "row_major_copy", "to_device", "to_host",
+    "DeviceMemory", "address_of", "as_bits", "bound", "device_view", "element_strides", "empty_device",
+    "fill", "flattened", "is_device_array", "pool", "repeats", "row_major_copy", "to_device", "to_host",
     # Kernels of the library's own.
     "ALL_LANES", "SIZES", "WARP", "Adopted", "FoldShape", "Kernel", "device_callable", "device_function",
     "form", "scalar_type",
     # Layers.
     "indexing", "put_rows",
     # Recording a step as a graph.
-    "Arena", "Pool", "Recording", "Stretch", "active", "between_launches", "computed", "drawn", "refuse",
+    "Arena", "Pool", "Recording", "Stretch", "active", "between_launches", "computed", "drawn",
+    "recorded_by", "refuse",
     "Graph", "merge_rows", "watching_numba",  # beyond module 5
 ]  # fmt: skip

@@ -218,21 +218,16 @@ class Torch(Library):
         """Return the results of a repeated call, in PyTorch's memory and in the order of its stream."""
         stream = self._current_stream(like)
         dlpack.wait_for(stream)
-        if repeat.parts is None:  # two results in one allocation
-            return super().repeat(repeat, starts, seed, like)
         device, dtypes, scratch = like.device, self._dtypes, repeat.scratch
         made = [
-            self._empty_strided(shape, strides, dtype=dtypes[number], device=device)
-            for shape, strides, number in repeat.parts
+            self._empty_strided(shape, strides, dtype=dtypes[dtype.num], device=device)
+            for shape, strides, dtype, _ in repeat.parts
         ]
         addresses = [x.data_ptr() for x in made]
         memory = self._empty(scratch, dtype=self.module.uint8, device=device) if scratch else None
         repeat.into(starts, addresses, 0 if memory is None else memory.data_ptr(), seed)
         dlpack.let_wait(stream)
-        if len(made) == len(repeat.layouts):
-            return made
-        found = iter(made)
-        return [None if layout is None else next(found) for layout in repeat.layouts]
+        return repeat.ordered(made)
 
 
 def _computed(tensor: Any) -> Any:

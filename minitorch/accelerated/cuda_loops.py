@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.common.geometry import ceil_div
-from kernels.cuda.backend import SIZES, as_bits, empty_device, repeats
+from kernels.cuda.backend import SIZES, as_bits, bound, empty_device, repeats
 from kernels.cuda.matmul import cuda_cores as cuda_core_matmul
 from kernels.cuda.matmul import dispatch as matmul_dispatch
 from kernels.runtime.dtypes import acc_dtype
@@ -43,11 +43,10 @@ def _bind_elementwise(kernel: Any, other: Any, out: TensorData, *inputs: TensorD
     if len(shape) <= 3 and out.size < FLAT_LIMIT:
         blocks = ceil_div(out.size, SIZES.flat_threads * SIZES.flat_items)
         run = kernel(len(shape), *[t.dtype for t in (out, *inputs)])
-        steps = chain.from_iterable(_padded(steps, 3) for steps in strides[1:])
-        launch = run.prepared((blocks, SIZES.flat_threads), *_padded(shape, 3)[1:], *steps)
-        if any(t.is_half for t in (out, *inputs)):
-            return lambda *storages: launch(*map(as_bits, storages))
-        return launch
+        own = (*_padded(shape, 3)[1:], *chain.from_iterable(_padded(x, 3) for x in strides[1:]))
+        return bound(
+            lambda *storages: run[blocks, SIZES.flat_threads](*map(as_bits, storages), *own)
+        )
 
     return as_loop(other).bind(out, *inputs)
 
@@ -122,7 +121,9 @@ class FasterCudaOps(BoundOps, CudaOps):
             )
         if out.is_half:
             return None
-        return cuda_core_matmul.bind(out.dtype, out_steps, a_steps, b_steps, shape)
+        return bound(
+            lambda o, x, y: cuda_core_matmul.multiply(o, out_steps, x, a_steps, y, b_steps, shape)
+        )
 
     @classmethod
     def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:

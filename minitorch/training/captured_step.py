@@ -19,6 +19,7 @@ from kernels.cuda.backend import (
     Stretch,
     active,
     pool,
+    recorded_by,
     refuse,
     watching_numba,
 )
@@ -47,7 +48,8 @@ class _Kind:
         places: Arrays and tensors that hold the inputs of a call, where a graph reads them.
         calls: Number of calls.
         needed: Bytes that a call computes in; 0 before it is known.
-        before: The last recorded call, whose memory the next one shares; None if there is none.
+        stretch: The memory that the graph and its recorded calls but the first compute in, or None.
+        before: The last recorded call in this memory; None if there is none.
         graph: The graph; None before the last recorded call.
         outputs: The results of a replay.
     """
@@ -55,6 +57,7 @@ class _Kind:
     def __init__(self, inputs: tuple[Any, ...]):
         self.places = [_place_for(x) for x in inputs]
         self.calls = self.needed = 0
+        self.stretch: Stretch | None = None
         self.before: Recording | None = None
         self.graph: Graph | None = None
         self.outputs: Any = None
@@ -115,8 +118,8 @@ class GraphStep:
     @property
     def memory(self) -> int:
         """Device memory reserved for the graphs, in bytes; 0 before there are any."""
-        stretches = {graph.stretch for graph in self._graphs}
-        return sum(stretch.bytes for stretch in stretches)
+        stretches = {kind.stretch for kind in self._kinds.values() if kind.graph is not None}
+        return sum(stretch.bytes for stretch in stretches if stretch is not None)
 
     def __call__(self, *inputs: Any) -> Any:
         """Call the function, or replay its graph, with these inputs; return its results.
@@ -161,20 +164,21 @@ class GraphStep:
         """Call the function on the inputs and record it; build the graph after the last recorded call."""
         source = pool()
         assert source is not None, "or calls are eager"
-        arena = self._arena = self._arena or Arena(source, driver.CUdeviceptr)
-        needed, before = kind.needed, kind.before
-        kind.needed, kind.before = 0, None  # after a failed call, start again
-        stretch = before.stretch if before else self._room(source, needed) if needed else None
+        arena = self._arena = self._arena or Arena(source)
+        needed, stretch, before = kind.needed, kind.stretch, kind.before
+        kind.needed, kind.stretch, kind.before = 0, None, None  # after a failed call, start again
+        if needed and stretch is None:
+            stretch = self._room(source, needed)
+        arena.begin(stretch)
         hosts = [x.to_numpy() if is_tensor(x) else x for x in kind.places if _is_host(x)]
-        recording, state = Recording(arena, hosts, stretch, before), _random_state()
-        with _uncollected(), recording, watching_numba(_refuse_numba):
+        recording, state = Recording(arena, hosts, before), _random_state()
+        with _uncollected(), recorded_by(recording), watching_numba(_refuse_numba):
             outputs = self._fn(*kind.places)
         if not recording.launches:
             self.why_eager = "the function launches nothing on a CUDA device"
             return outputs
-        recording.check_host()
         _check_draws(recording, state)
-        kind.needed = recording.needed
+        kind.needed, kind.stretch = arena.extent, stretch
         if before is not None:
             kind.graph, kind.outputs = Graph(before, recording, source), outputs
             self._device = current_device()
@@ -306,7 +310,7 @@ def _check_draws(recording: Recording, before: tuple[Any, Any]) -> None:
     """
     after = _random_state()
     random.setstate(before[0])
-    for _, again in recording.draws:
+    for again in recording.draws.values():
         again()
     expected = random.getstate(), before[1]
     random.setstate(after[0])

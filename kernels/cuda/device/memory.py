@@ -176,7 +176,10 @@ class DeviceMemory(Memory):
         self, run: Callable[[Sequence[Any], int], Sequence[Any]], arrays: Sequence[Any], seed: int
     ) -> tuple[Sequence[Any], Callable[..., Sequence[Any]] | None]:
         """Run a call, and return a function that repeats its launches; see :meth:`Memory.noted`."""
-        return noted(run, arrays, seed)
+        results, repeat = noted(run, arrays, seed)
+        if repeat is not None:
+            repeat.in_full = run
+        return results, repeat
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised, contiguous array."""

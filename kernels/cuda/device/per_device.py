@@ -14,7 +14,7 @@ from kernels.cuda.runtime.arrays import (
     element_strides,
     to_device,
 )
-from kernels.cuda.runtime.recipe import written
+from kernels.cuda.runtime.recorder import active
 from kernels.runtime.targets import IS_SIMULATOR, compute_capability, cuda, current_device
 
 #: The compute capability of Hopper.
@@ -61,10 +61,16 @@ def map_of(
     """Return the tensor map of an array under a shape and strides; see :func:`device_map`."""
     rest = shape, strides, box, dtype
     found = device_map(device_pointer(array), *rest)
-    if (recipe := written()) is not None:
+    if (recording := active()) is not None:
         # An object for this map alone, for several operands may begin at one address.
         found = device_view(found, found.shape, element_strides(found))
-        recipe.mapped(found, array, lambda address: device_map(address, *rest))
+
+        @lru_cache(maxsize=256)
+        def remake(address: int) -> tuple[Any, int]:
+            made = device_map(address, *rest)
+            return made, int(made.device_ctypes_pointer.value)
+
+        recording.mapped(found, array, remake)
     return found
 
 

@@ -19,7 +19,6 @@ from kernels.cuda.device.one_source import ceil_div
 from kernels.cuda.device.vector import VECTOR, load_shared
 from kernels.cuda.runtime.arrays import device_view, empty_device, reshaped
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
-from kernels.cuda.runtime.launcher import LATER
 from kernels.cuda.runtime.sizes import SIZES, ProductTile
 from kernels.runtime.targets import cuda
 
@@ -268,22 +267,6 @@ def _is_contiguous(shape: Ints, steps: Ints) -> bool:
     _, heads, rows, cols = shape
     dims = zip(shape, steps, (heads * rows * cols, rows * cols, cols, 1), strict=True)
     return all(size == 1 or step == expected for size, step, expected in dims)
-
-
-def bind(
-    dtype: np.dtype[Any], out_steps: Ints, a_steps: Ints, b_steps: Ints, shape: Ints
-) -> Callable[[Any, Any, Any], None]:
-    """Return a function (out, a, b) that multiplies operands with these layouts; see :func:`multiply`."""
-    batch, heads, rows, cols, depth = shape
-    tile = pick_tile(batch * heads, rows, cols, depth, dtype.itemsize)
-    blocks = _blocks(batch * heads, rows, cols, tile)
-    if _parts(blocks, depth) > 1 and _is_contiguous(shape[:4], out_steps):
-        return lambda out, a, b: multiply(out, out_steps, a, a_steps, b, b_steps, shape)
-    launch = product_kernel(tile, dtype).prepared(
-        (blocks, tile.threads), LATER, out_steps, LATER, a_steps, LATER, b_steps,
-        (heads, rows, cols, depth), depth, 1.0, 0, 0,
-    )  # fmt: skip
-    return launch
 
 
 def _parts(blocks: int, depth: int) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from kernels.cuda.runtime.memory_pool import Block, Pool
-from kernels.cuda.runtime.recipe import spoil, written
 from kernels.cuda.runtime.recorder import active, refuse
 from kernels.runtime.dtypes import BFLOAT16, BITS
 from kernels.runtime.memory import check_dense, row_major_strides, same_layout
@@ -66,7 +65,7 @@ class Pooled(MemoryPointer):
 
     def view(self, start: int, stop: int | None = None) -> Any:
         """Return the bytes from ``start`` to ``stop``, which keep the whole alive."""
-        return Part(self, super().view(start, stop))
+        return Part(self, MemoryPointer.view(self, start, stop))
 
 
 class Part(MemoryPointer):
@@ -82,9 +81,10 @@ class Part(MemoryPointer):
 
 
 class Foreign(MemoryPointer):
-    """Memory of another library, which its owner keeps alive."""
+    """Memory of another library, or of an operand of a recorded call, which its owner keeps alive."""
 
     device_ctypes_pointer: Any = None  # as of Pooled
+    view = Pooled.view
 
     def __init__(self, address: int, size: int, owner: Any):
         super().__init__(None, driver.CUdeviceptr(address), size, owner=owner)
@@ -168,13 +168,13 @@ def empty_device(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         MemoryError: If the device has too little memory left.
     """
     recording = active()
-    source = pool() if recording is None else recording.arena
+    source = pool() if recording is None else recording.source
     if source is None:
         with explained(f"allocating an array of shape {shape}"):
             return cuda.device_array(shape, dtype)
     array = _empty(shape, dtype, source)
-    if (recipe := written()) is not None and array.size:
-        recipe.took(array.gpu_data, array.nbytes)
+    if recording is not None and array.size:
+        recording.took(array.gpu_data, array.nbytes)
     return array
 
 
@@ -233,7 +233,6 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
         "reads numbers of the device on the host",
         "return the tensor and read it outside; token ids and class indices come in as NumPy arrays",
     )
-    spoil()
     with explained("copying an array to the host"):
         return array.copy_to_host()
 
@@ -320,5 +319,5 @@ def pool_device(array: Any) -> int | None:
 def device_pointer(array: Any) -> int:
     """Return the address of the first element of a device array; 0 in the simulator."""
     if (recording := active()) is not None:
-        recording.touched(array)
+        recording.origin(array)  # a kernel may be given the address as a number
     return 0 if IS_SIMULATOR else int(array.device_ctypes_pointer.value or 0)

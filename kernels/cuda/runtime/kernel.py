@@ -17,11 +17,10 @@ from numba import types
 
 from kernels.common.geometry import same
 from kernels.cuda.runtime.compiling import allow_shared_memory, compile_kernel
-from kernels.cuda.runtime.launcher import Launcher, filled, three
+from kernels.cuda.runtime.launcher import Launcher, three
 from kernels.cuda.runtime.numba_inlining import share_copies
 from kernels.runtime.launch_notes import Launched, noted
 from kernels.runtime.targets import (
-    BLOCKING,
     IS_SIMULATOR,
     cuda,
     driver,
@@ -148,24 +147,6 @@ class Kernel:
         if isinstance(registers, dict):  # by signature, of which there is one
             (registers,) = registers.values()
         return Launched(self.name, grid, block, self.shared_bytes, registers)
-
-    def prepared(self, launch: Any, *rest: Any) -> Callable[..., None]:
-        """Return a function of arrays that launches on (grid, block) with the arrays followed by ``rest``.
-
-        It is for launches that are repeated often: all arrays must have the shapes, strides and dtypes of
-        those of the first call, and only their addresses are read again; see ``Launcher.prepared``.
-        """
-        if driver is None:
-            return lambda *arrays: self[launch](*filled(rest, arrays))
-        own = self._launcher.prepared(*map(three, launch), *rest)
-        if not BLOCKING:
-            return own
-
-        def run(*arrays: Any) -> None:
-            with self._launching:
-                own(*arrays)
-
-        return run
 
 
 class Adopted:

@@ -8,17 +8,16 @@ its size, the bytes of an element, its address, its shape and its strides in byt
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, chain
 from threading import Lock
 from typing import Any
 
 import numpy as np
 from numba import types
 
-from kernels.cuda.runtime.recipe import ALL_BITS, spoil, written
-from kernels.cuda.runtime.recorder import Launch, Renewed, active
-from kernels.runtime.cuda_errors import LAUNCHED, explain_code
+from kernels.cuda.runtime.recorder import Renewed, active
+from kernels.runtime.cuda_errors import explain_code
 from kernels.runtime.targets import cuda, current_device, driver
 
 #: Format of a number in its slot of eight bytes, by type.
@@ -35,15 +34,6 @@ SLOTS = {
     types.float32: "f4x",
     types.float64: "d",
 }
-
-
-def _layout(kind: Any) -> str:
-    """Return the format of an argument of a type in the buffer."""
-    if isinstance(kind, types.Array):
-        return "q" * (5 + 2 * kind.ndim)
-    if isinstance(kind, types.BaseTuple):
-        return "".join(map(_layout, kind.types))  # type: ignore[attr-defined]
-    return SLOTS[kind]
 
 
 def _number(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
@@ -88,38 +78,25 @@ def _unpack(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
 
 #: Index of the address among the numbers of an array.
 _ADDRESS = 4
-#: Bytes of a slot.
-_WORD_BYTES = 8
-#: Placeholder for an argument of a prepared launch that each call supplies.
-LATER: Any = type("_Later", (), {"__repr__": lambda self: "LATER"})()
 
 
-def _arrays_and_numbers(
-    kinds: tuple[Any, ...], args: Any, place: int = 0
-) -> Iterator[tuple[int, Any]]:
-    """Yield the arrays and numbers among arguments with their slots (of an array: of its address)."""
+def _formats(kind: Any) -> list[str]:
+    """Return the format of each word of an argument of a type."""
+    if isinstance(kind, types.Array):
+        return ["q"] * (5 + 2 * kind.ndim)
+    if isinstance(kind, types.BaseTuple):
+        return list(chain.from_iterable(map(_formats, kind.types)))  # type: ignore[attr-defined]
+    return [SLOTS[kind]]
+
+
+def _parts(kinds: Sequence[Any], args: Any, word: int = 0) -> Iterator[tuple[int, Any]]:
+    """Yield the arrays and numbers among arguments with their words (of an array: of its address)."""
     for kind, arg in zip(kinds, args, strict=True):
-        if isinstance(kind, types.BaseTuple):
-            yield from _arrays_and_numbers(kind.types, arg, place)  # type: ignore[attr-defined]
+        if isinstance(arg, tuple) and not isinstance(arg, Renewed):
+            yield from _parts(kind.types, arg, word)
         else:
-            yield place + (_ADDRESS if isinstance(kind, types.Array) else 0), arg
-        place += struct.calcsize(f"={_layout(kind)}") // _WORD_BYTES
-
-
-def filled(rest: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a launch, with the last of the given ones in place of each :data:`LATER`."""
-    count = sum(
-        part is LATER for arg in rest for part in (arg if isinstance(arg, tuple) else (arg,))
-    )
-    values = iter(given[len(given) - count :])
-
-    def fill(arg: Any) -> Any:
-        if isinstance(arg, tuple):
-            parts = [next(values) if part is LATER else part for part in arg]
-            return arg._make(parts) if hasattr(arg, "_make") else tuple(parts)  # type: ignore[attr-defined]
-        return next(values) if arg is LATER else arg
-
-    return (*given[: len(given) - count], *map(fill, rest))
+            yield word + (_ADDRESS if isinstance(kind, types.Array) else 0), arg
+        word += len(_formats(kind))
 
 
 class Buffer:
@@ -180,7 +157,8 @@ class Launcher:
         self._prepare = prepare
         self._unpackers = [_unpack(kind) for kind in signature.args]
         self._kinds = tuple(signature.args)
-        self._packer = struct.Struct("=" + "".join(map(_layout, self._kinds)))
+        self._formats = list(chain.from_iterable(map(_formats, self._kinds)))
+        self._packer = struct.Struct("=" + "".join(self._formats))
         self._buffer = Buffer(self._packer.size)
         self.enqueue = driver.cuLaunchKernel
         self._stream = driver.CUstream(0)
@@ -197,98 +175,24 @@ class Launcher:
         with self._buffer.lock:
             self._packer.pack_into(self._buffer.slots, 0, *numbers)
             self._start(self.sizes(grid, block, self._buffer))
-            if (recipe := written()) is not None:
-                found = _arrays_and_numbers(self._kinds, args)
-                recipe.launched(self, grid, block, found, self._buffer.copy())
             if (recording := active()) is not None:
-                words = self._buffer.slots.view(np.uint64).copy()
-                recording.launched(Launch(self, grid, block, words, self._renewed(args)), args)
+                buffer = self._buffer.copy()
+                sizes = self.sizes(grid, block, buffer)
+                recording.launched(self, sizes, buffer, _parts(self._kinds, args))
 
-    def prepared(
-        self, grid: tuple[int, int, int], block: tuple[int, int, int], *rest: Any
-    ) -> Callable[..., None]:
-        """Return a function that repeats a launch with different arrays and the same other arguments.
+    def write(self, buffer: Buffer, first: int, numbers: Sequence[Any]) -> None:
+        """Write the numbers of a tuple, which begin at the word ``first``, into a buffer."""
+        own = "".join(self._formats[first : first + len(numbers)])
+        struct.pack_into(f"={own}", buffer.slots, first * 8, *numbers)
 
-        The shapes, strides and dtypes of the arrays are those of the first call; later calls only read
-        addresses.
-
-        Args:
-            grid: Blocks.
-            block: Threads.
-            rest: The arguments after the arrays.  For each :data:`LATER` among them, also within a tuple, a
-                call passes an array or a whole number after its other arrays, in this order.
-        """
-        buffer, places = Buffer(self._packer.size), list[int]()
-        words, lock = buffer.words, buffer.lock
-        sizes = self.sizes(grid, block, buffer)
-
-        def pack(given: tuple[Any, ...]) -> None:
-            args = filled(rest, given)
-            self._packer.pack_into(buffer.slots, 0, *self._numbers(args))
-            pattern = (LATER,) * (len(args) - len(rest)) + rest
-            found = _arrays_and_numbers(self._kinds, pattern)
-            places.extend(place for place, arg in found if arg is LATER)
-
-        def run(*given: Any) -> None:
-            spoil()  # no recipe knows these arguments
-            with lock:
-                if not places:
-                    pack(given)
-                for place, x in zip(places, given, strict=True):
-                    words[place] = (
-                        x & ALL_BITS if type(x) is int else x.device_ctypes_pointer.value or 0
-                    )
-                self._start(sizes)
-                LAUNCHED.append(self.name)
-                if (recording := active()) is not None:
-                    numbers = buffer.slots.view(np.uint64).copy()
-                    recording.launched(Launch(self, grid, block, numbers), (given, rest))
-
-        return run
-
-    def packer(self, first: int) -> Callable[..., None]:
-        """Return a function that writes an argument that is a tuple of numbers.
-
-        Args:
-            first: Its first slot.
-
-        Returns:
-            A function of the slots of all arguments and of the numbers of the tuple.
-        """
-        kind = next(kind for place, kind in self._places() if place == first)
-        own, offset = struct.Struct(f"={_layout(kind)}"), first * _WORD_BYTES
-        return lambda slots, *numbers: own.pack_into(slots, offset, *numbers)
-
-    def shown(self, slot: int, word: int) -> str:
-        """Describe a slot for an error message: its argument, and the number.
-
-        Args:
-            slot: Index of the slot.
-            word: The number in it.
-        """
-        number, (place, kind) = [
-            (i, at) for i, at in enumerate(self._places(), start=1) if at[0] <= slot
-        ][-1]
-        parts = kind.types if isinstance(kind, types.BaseTuple) else (kind,)  # type: ignore[attr-defined]
-        if all(part in SLOTS for part in parts):
-            (value,) = struct.unpack(f"={SLOTS[parts[slot - place]]}", word.to_bytes(8, "little"))
-            return f"{value} as argument {number}"
-        what = "an array at" if isinstance(kind, types.Array) else "a tuple with"
-        return f"{what} {word:#x} as argument {number}"
-
-    def _places(self) -> Iterator[tuple[int, Any]]:
-        """Yield the first slot and the type of each argument."""
-        place = 0
-        for kind in self._kinds:
-            yield place, kind
-            place += struct.calcsize(f"={_layout(kind)}") // _WORD_BYTES
-
-    def _renewed(self, args: tuple[Any, ...]) -> tuple[tuple[int, Renewed], ...]:
-        return tuple(
-            (place, arg)
-            for (place, _), arg in zip(self._places(), args, strict=True)
-            if isinstance(arg, Renewed)
-        )
+    def shown(self, word: int, bits: int) -> str:
+        """Describe what a word holds for an error message: its number, and the argument it is part of."""
+        ends = [*accumulate(len(_formats(kind)) for kind in self._kinds)]
+        place = sum(end <= word for end in ends)
+        (what,) = struct.unpack(f"={self._formats[word]}", bits.to_bytes(8, "little"))
+        if isinstance(self._kinds[place], types.Array):
+            what = f"an array at {bits:#x}"
+        return f"{what} as argument {place + 1}"
 
     def _numbers(self, args: tuple[Any, ...]) -> chain[Any]:
         return chain.from_iterable(

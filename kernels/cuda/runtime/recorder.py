@@ -1,31 +1,31 @@
-"""Record the work of a function on the device while it runs, for a CUDA graph.
+"""Record what a call does on the device, to repeat it (``repeated``) or to make a CUDA graph (``graphs``).
 
-A recorded call runs like any other, and its launches are recorded.  Values that later calls bring from the
-host are recorded with a way to obtain them again: copies of inputs, random numbers (:func:`drawn`), numbers
-of an optimiser (:class:`Renewed`), results that the host computes from inputs (:func:`computed`), and work
-between launches (:func:`between_launches`).
+A recorded call runs like any other.  Its launches are recorded in order, with their packed arguments and
+the origin of each address among them: an operand, memory that the call allocated, or other memory.
+
+What each call brings anew is recorded with a way to obtain it again: copies of inputs, drawn numbers,
+numbers of an optimiser, results that the host computes from inputs, and work between launches.  Only graphs
+have it; a call to repeat has only operands and a dropout seed, and anything else *spoils* its recording.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels.cuda.runtime.arena import Arena, Stretch
-from kernels.cuda.runtime.recipe import spoil, unwritten
 from kernels.runtime.cuda_errors import CaptureError
 
 
-class Renewed(tuple[Any, ...]):
-    """Numbers of a launch that the host computes for each call.
+class Seed(int):
+    """The dropout seed of a call to repeat, which is the one number that later calls replace."""
 
-    Args:
-        again: A function that returns them, now and for each replay.
-    """
+
+class Renewed(tuple[Any, ...]):
+    """Numbers of a launch that the host computes for each call, by the function ``again``."""
 
     again: Callable[[], tuple[Any, ...]]
 
@@ -36,180 +36,170 @@ class Renewed(tuple[Any, ...]):
         return self
 
 
+class Origin(NamedTuple):
+    """The origin of an address.
+
+    Attributes:
+        number: Index of the memory among the operands and allocations of the call.
+        offset: Bytes from the start of this memory.
+        remake: Returns the tensor map of an address, and where it is, as the kernel receives it instead; or
+            None.
+    """
+
+    number: int
+    offset: int
+    remake: Callable[[int], tuple[Any, int]] | None = None
+
+
 class Launch(NamedTuple):
     """A recorded launch.
 
     Attributes:
         launcher: The launcher of the kernel.
-        grid: Blocks.
-        block: Threads.
-        words: Its packed arguments, (slots,) uint64.
-        renewed: Arguments that each call computes, each with its first slot.
+        sizes: The driver's arguments after the kernel: three of the grid, three of the block, and so on.
+        buffer: A copy of the packed arguments.
+        addresses: The words that hold addresses of the call's memory, each with its origin.
+        numbers: The words of numbers that later calls replace, each with its :class:`Seed` or the
+            :class:`Renewed` numbers that begin there.
     """
 
     launcher: Any
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    words: np.ndarray[Any, Any]
-    renewed: tuple[tuple[int, Renewed], ...] = ()
-
-
-class Upload(NamedTuple):
-    """A copy of an input to the device: the array on the host and the array on the device."""
-
-    source: np.ndarray[Any, Any]
-    target: Any
+    sizes: tuple[Any, ...]
+    buffer: Any
+    addresses: list[tuple[int, Origin]]
+    numbers: list[tuple[int, Any]]
 
 
 class Recording:
-    """The recorded work of one call on the device.
+    """The work of one call on the device; see :func:`recorded_by`.
 
     Args:
-        arena: The arena for its allocations.
-        inputs: Host arrays whose contents change with each call, in the same memory.
-        stretch: The memory in the arena; None for the first call, which determines the needed size.
-        before: The recording of the call before, in the same stretch; None if there is none.
+        source: Provides the memory of the call: the pool, or for a graph an ``Arena``.
+        inputs: For a graph, host arrays whose contents change with each call, in the same memory.
+        before: For a graph, the recording of the call before, in the same memory; None if there is none.
 
     Attributes:
-        launches: The launches in order.
-        draws: Drawn numbers, with the functions that draw the next ones.
-        uploads: Copies of inputs, and of results computed from them.
-        computations: Computations of the host from inputs, in order, each with the memory of its result.
-        actions: Other work on the host in each replay, before the first launch.
-        between: Work between launches, with the number of launches before it.
+        steps: The launches in order, and functions that do work between them.
+        sizes: Bytes of each operand and allocation.
+        kept: Other memory that the launches read or write, which must be kept alive.
+        is_spoilt: Whether the call did what can only be part of a graph, or of nothing.
+        draws: Drawn numbers, each with the function that draws the next one.
+        live: Host arrays that hold inputs, or results computed from them.
+        computations: Functions that compute such results again, in order.
+        uploads: Copies of such arrays to the device: the array, and the one on the device.
+        actions: Other work of the host in each replay, before the first launch.
         guards: Functions that tell whether the memory of the launches is still at the same addresses.
-        kept: Memory outside of the arena that the launches read or write; a graph keeps it alive.
-        on_host: The first work on the host that a graph cannot contain, or None.
         memo: Objects that are made once per call, by key.
-        needed: Number of bytes of the arena that the call needs, known once it has ended.
     """
 
     def __init__(
         self,
-        arena: Arena,
-        inputs: Sequence[np.ndarray[Any, Any]],
-        stretch: Stretch | None = None,
+        source: Any,
+        inputs: Iterable[np.ndarray[Any, Any]] | None = None,
         before: Recording | None = None,
     ):
-        self.arena, self.stretch, self.before, self.needed = arena, stretch, before, 0
-        self.launches: list[Launch] = []
-        self.draws: list[tuple[int, Callable[[], int]]] = []
-        self.uploads: list[Upload] = []
-        self.computations: list[Callable[[], None]] = []
-        self.actions: list[Callable[[], None]] = []
-        self.between: list[tuple[int, Callable[[], None]]] = []
-        self.guards: list[Callable[[], bool]] = []
+        self.source, self.before, self.is_of_graph = source, before, inputs is not None
+        self.steps: list[Launch | Callable[[], None]] = []
+        self.sizes: list[int] = []
         self.kept: dict[int, Any] = {}
-        self.on_host: CaptureError | None = None
+        self.is_spoilt = False
+        self.draws: dict[int, Callable[[], int]] = {}
+        self.live = [*(inputs or ())]
+        self.computations: list[Callable[[], None]] = []
+        self.uploads: list[tuple[np.ndarray[Any, Any], Any]] = []
+        self.actions: list[Callable[[], None]] = []
+        self.guards: list[Callable[[], bool]] = []
         self.memo: dict[Any, Any] = {}
-        self._live = [*inputs]
-        self._drawn: set[int] = set()
+        self._maps: dict[int, tuple[Any, Origin]] = {}
 
-    def __enter__(self) -> Recording:
-        assert _thread.recording is None, "a recorded call records no other"
-        self.arena.begin(self.stretch)
-        _thread.recording = self
-        return self
+    @property
+    def launches(self) -> list[Launch]:
+        """The launches in order."""
+        return [step for step in self.steps if isinstance(step, Launch)]
 
-    def __exit__(self, *error: object) -> None:
-        _thread.recording = None
-        self.needed = self.arena.end()
+    def took(self, memory: Any, size: int) -> None:
+        """Record the memory of an operand or an allocation."""
+        memory.place = self.sizes, len(self.sizes)
+        self.sizes.append(size)
 
-    def check_host(self) -> None:
-        """Raise the error for work on the host that a graph cannot contain, if there are launches."""
-        if self.launches and self.on_host is not None:
-            raise self.on_host
-
-    def launched(self, launch: Launch, args: Any) -> None:
-        """Record a launch, and the arrays among its arguments."""
-        for arg in _flat(args):
-            self.touched(arg, f"the kernel {launch.launcher.name}")
-        self.launches.append(launch)
-
-    def touched(self, array: Any, reader: str = "a kernel") -> None:
-        """Record that a launch reads or writes an array; other objects are ignored.
-
-        Args:
-            array: An array on the device.
-            reader: Name of the reader for error messages.
+    def origin(self, array: Any, reader: str = "a kernel") -> Origin | None:
+        """Return the origin of the address of an array; None for other memory, which is kept.
 
         Raises:
-            CaptureError: If it belongs to an earlier recorded call, whose memory is reused.
+            CaptureError: If ``reader`` reads memory of an earlier recorded call, which is reused.
         """
-        memory = getattr(array, "gpu_data", None)
+        if (known := self._maps.get(id(array))) is not None:
+            return known[1]
+        memory: Any = getattr(array, "gpu_data", None)
+        if memory is None:  # not an array
+            return None
         memory = getattr(memory, "whole", memory)
-        if memory is None:
-            return
-        if not self.arena.owns(memory):
-            self.kept[id(memory)] = memory
-        elif not self.arena.is_current(memory):
+        call, number = getattr(memory, "place", (None, 0))
+        if call is self.sizes:
+            start, address = (int(x.device_ctypes_pointer.value or 0) for x in (memory, array))
+            return Origin(number, address - start)
+        if self.is_of_graph and getattr(memory, "source", None) is self.source:
             raise CaptureError(
                 f"{reader} reads what an earlier call of the function left behind (of shape "
                 f"{array.shape}), and a graph computes every call in the same memory; drop gradients at "
                 "the beginning of the function (zero_grad), write to what lasts in place as "
                 "minitorch.AdamW does, and pass what it needs of a call before as an input"
             )
+        self.kept[id(memory)] = memory
+        return None
 
-    def drew(self, number: int, again: Callable[[], int]) -> None:
-        """Record a drawn number; recomputation draws the same number again."""
-        if number not in self._drawn:
-            self._drawn.add(number)
-            self.draws.append((number, again))
+    def mapped(self, found: Any, array: Any, remake: Callable[[int], tuple[Any, int]]) -> None:
+        """Record the tensor map ``found`` of an array; see :class:`Origin` for ``remake``."""
+        if (origin := self.origin(array)) is not None:
+            self._maps[id(found)] = found, origin._replace(remake=remake)
 
-    def computed(
-        self, result: np.ndarray[Any, Any], compute: Callable[[], Any], sources: Sequence[Any]
+    def launched(
+        self, launcher: Any, sizes: Any, buffer: Any, parts: Iterable[tuple[int, Any]]
     ) -> None:
-        """Record a result of the host, if it is computed from an input."""
-        if any(map(self.is_live, sources)):
-            self._live.append(result)
-            self.computations.append(lambda: np.copyto(result, compute()))
+        """Record a launch, whose arrays and numbers are ``parts``, each with its word."""
+        addresses, numbers = [], []
+        for word, part in parts:
+            if isinstance(part, (Seed, Renewed)):
+                numbers.append((word, part))
+                self.is_spoilt |= isinstance(part, Renewed)
+            elif (origin := self.origin(part, f"the kernel {launcher.name}")) is not None:
+                addresses.append((word, origin))
+        self.steps.append(Launch(launcher, sizes, buffer, addresses, numbers))
 
     def uploaded(
         self, array: np.ndarray[Any, Any], copy: Callable[[np.ndarray[Any, Any], Any], Any]
     ) -> Any:
-        """Copy an array to the device, and record the copy if a replay has to repeat it.
+        """Copy an array to the device by ``copy(array, target)``, and record it if replays repeat it.
 
-        Args:
-            array: A contiguous array on the host.
-            copy: ``(array, target)``, which copies (to memory outside of the arena if the target is None)
-                and returns the array on the device.
+        Without a target, ``copy`` makes new memory, which is not the call's.
 
         Raises:
             CaptureError: If the array is copied in each call, but is not an input.
         """
-        place, before = len(self.uploads), self.before
-        if not self.is_live(array):
-            if before is not None:
-                raise CaptureError(
-                    f"the function copies an array of shape {array.shape} ({array.dtype}) to the device in "
-                    "each call, and it is none of its inputs: a graph would keep these numbers for ever; "
-                    "pass it to the function as an argument, or put it on the device before"
-                )
+        before = self.before
+        if self.is_live(array):
+            known = [] if before is None else before.uploads[len(self.uploads) :]
+            target = known[0][1] if known else None
+            if target is not None and (target.shape, target.dtype) != (array.shape, array.dtype):
+                target = None  # the two calls differ, as their launches will show
+            self.uploads.append((array, copy(array, target)))
+            return self.uploads[-1][1]
+        if before is None:
             return copy(array, None)  # somebody keeps it: there is no second copy, or it is refused
-        target = None if before is None else before.target(place, array)
-        self.uploads.append(Upload(array, copy(array, target)))
-        return self.uploads[-1].target
-
-    def target(self, place: int, array: np.ndarray[Any, Any]) -> Any:
-        """Return where the copy of a place went."""
-        found = self.uploads[place].target if place < len(self.uploads) else None
-        if found is None or (found.shape, found.dtype) != (array.shape, array.dtype):
-            raise CaptureError(
-                f"the function copied an array of shape {array.shape} that a call before did not copy; "
-                "shapes must be the same in every call"
-            )
-        return found
+        raise CaptureError(
+            f"the function copies an array of shape {array.shape} ({array.dtype}) to the device in each "
+            "call, and it is none of its inputs: a graph would keep these numbers for ever; pass it to the "
+            "function as an argument, or put it on the device before"
+        )
 
     def is_live(self, array: Any) -> bool:
         """Tell whether an array holds an input, or a result computed from one."""
         return isinstance(array, np.ndarray) and any(
-            np.may_share_memory(array, known) for known in self._live
+            np.may_share_memory(array, known) for known in self.live
         )
 
 
 class _Thread(threading.local):
-    """The current recording of a thread, or None."""
-
     recording: Recording | None = None
 
 
@@ -217,34 +207,26 @@ _thread = _Thread()
 
 
 def active() -> Recording | None:
-    """Return the current recording of this thread, or None."""
+    """Return the recording of the call that this thread makes, or None."""
     return _thread.recording
 
 
 @contextmanager
-def aside() -> Iterator[None]:
-    """Do not record the work of this thread in a ``with`` block, neither for a graph nor for a recipe.
-
-    This is for work that only the first call of a kind does, and whose results are cached.
-    """
-    recording, _thread.recording = _thread.recording, None
+def recorded_by(recording: Recording | None) -> Iterator[None]:
+    """Record the work of this thread, or with None leave it out, as what is done once and then kept."""
+    before, _thread.recording = _thread.recording, recording
     try:
-        with unwritten():
-            yield
+        yield
     finally:
-        _thread.recording = recording
+        _thread.recording = before
 
 
 def drawn(again: Callable[[], int]) -> int:
-    """Return a number that differs in every call.
-
-    Args:
-        again: Draws the number, and the next numbers for replays.
-    """
+    """Return a number that differs in every call, from the function that draws each of them."""
     number = again()
-    spoil()
     if (recording := _thread.recording) is not None:
-        recording.drew(number, again)
+        recording.is_spoilt = True
+        recording.draws.setdefault(number, again)  # recomputation draws the same number again
     return number
 
 
@@ -256,48 +238,38 @@ def between_launches(act: Callable[[], None], *arrays: Any) -> None:
         *arrays: Arrays on the device that it reads or writes.
     """
     act()
-    spoil()
     if (recording := _thread.recording) is not None:
+        recording.is_spoilt = True
         for array in arrays:
-            recording.touched(array, "a message to another device")
-        recording.between.append((len(recording.launches), act))
+            recording.origin(array, "a message to another device")
+        recording.steps.append(act)
 
 
 def computed(compute: Callable[[], Any], *sources: Any) -> Any:
-    """Return an array that the host computes from other arrays; a replay computes it again.
+    """Return an array that the host computes from ``sources``; a replay computes it again.
 
-    Args:
-        compute: A function that returns a new array each time, always of the same shape.
-        *sources: The arrays from which it is computed.
+    The function ``compute`` returns a new array each time, always of the same shape.
     """
     result = compute()
-    if (recording := _thread.recording) is not None:
-        recording.computed(result, compute, sources)
+    recording = _thread.recording
+    if recording is not None and any(map(recording.is_live, sources)):
+        recording.live.append(result)
+        recording.computations.append(lambda: np.copyto(result, compute()))
     return result
 
 
 def refuse(what: str, remedy: str, on_host: bool = False) -> None:
-    """Raise an error if this thread records.
+    """Raise an error if this thread records a call for a graph.
 
     Args:
         what: What the function does, such as "reads numbers of the device".
         remedy: What to do instead.
-        on_host: Whether this happens on the host, which is allowed in a function without launches; then
-            :meth:`Recording.check_host` raises the error.
+        on_host: Whether this happens on the host, which is allowed in a function without launches.
 
     Raises:
-        CaptureError: If this thread records.
+        CaptureError: In a recorded call; for work on the host, in the last of the recorded calls.
     """
     if (recording := _thread.recording) is not None:
-        error = CaptureError(f"the function {what}, which a CUDA graph cannot hold; {remedy}")
-        if not on_host:
-            raise error
-        recording.on_host = recording.on_host or error
-
-
-def _flat(args: Any) -> Iterator[Any]:
-    for arg in args:
-        if isinstance(arg, tuple):
-            yield from _flat(arg)
-        else:
-            yield arg
+        recording.is_spoilt = True
+        if recording.is_of_graph and not (on_host and recording.before is None):
+            raise CaptureError(f"the function {what}, which a CUDA graph cannot hold; {remedy}")

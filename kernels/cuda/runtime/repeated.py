@@ -1,115 +1,141 @@
-"""Repeat the launches of an earlier call, which a recipe has recorded."""
+"""Repeat the launches of an earlier call with other operands.
+
+A rung is written plainly: it allocates memory, chooses kernels and launches them.  The first call of a kind
+is recorded; later calls allocate memory, write addresses into the packed arguments and launch, and nothing
+is chosen or checked again.  Everything that a call does must therefore depend on its kind alone.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import accumulate
+from operator import itemgetter
+from threading import Lock
 from typing import Any, TypeVar
 
-import numpy as np
-
-from kernels.cuda.runtime.arrays import DeviceArray, Foreign, Part, Pooled, array_on, pool
-from kernels.cuda.runtime.recipe import Launches, Recipe, Seed, written
-from kernels.cuda.runtime.recorder import active
+from kernels.common.geometry import PLAIN
+from kernels.cuda.runtime.arrays import DeviceArray, Foreign, Pooled, array_on, pool
+from kernels.cuda.runtime.recorder import Recording, Seed, active, recorded_by
+from kernels.runtime.cuda_errors import LAUNCHED
 from kernels.runtime.targets import BLOCKING, IS_SIMULATOR, current_device
 
-#: Alignment in bytes that vector loads need.
-VECTOR = 16
+#: Alignment in bytes that vector loads need, and that of the parts of the scratch memory.
+VECTOR, ALIGNMENT = 16, 512
+#: Mask of the eight bytes of a packed argument.
+ALL_BITS = 2**64 - 1
+#: Shape, strides in bytes and dtype of an array.
+Layout = tuple[tuple[int, ...], tuple[int, ...], Any]
 #: Computes results from arrays, which may be None, and a dropout seed.
 Run = Callable[[Sequence[Any], int], Sequence[Any]]
 
 
-class _Operand(Foreign):
-    """The memory of an operand of a recorded call."""
-
-    def __init__(self, recipe: Recipe, number: int, array: Any):
-        super().__init__(address_of(array), array.gpu_data.size, array)
-        self.place = recipe, number
-
-    def view(self, start: int, stop: int | None = None) -> Any:
-        """Return the bytes from ``start`` to ``stop``."""
-        return Part(self, super().view(start, stop))
-
-
 def address_of(array: Any) -> int:
     """Return the address of the first element of a device array; 0 for no elements."""
-    return int(array.device_ctypes_pointer.value or 0)
+    return array.device_ctypes_pointer.value or 0
+
+
+def _layout(array: Any) -> Layout:
+    return tuple(array.shape), tuple(array.strides), array.dtype
 
 
 class Repeat:
-    """Repeat a call with other operands of the same layouts.
+    """Repeat a recorded call with other operands of the same layouts.
+
+    Each result has its own allocation; all other memory of the call is one allocation.
 
     Args:
-        run: Runs the call in full.
+        recording: The recorded call.
         places: Indices of the operands that are not None.
-        launches: The launches of the call.
-        layouts: (shape, strides in bytes, dtype) of each result; None for a result that is not computed.
+        results: The memory of each result in the recording; None for a result that is not computed.
+        layouts: The layout of the result in each of these.
 
     Attributes:
-        layouts: (shape, strides in bytes, dtype) of each result; None for a result that is not computed.
+        in_full: Runs the call in full, for a graph that is being recorded; None if the caller does this.
         scratch: Bytes of memory that a call needs for intermediate values.
-        parts: (shape, strides in elements, number of the dtype) of each computed result; None if two
-            results share an allocation.
+        parts: Shape, strides in elements, and dtype of each computed result, and the layout of its elements
+            as one dimension.
     """
 
-    def __init__(self, run: Run, places: list[int], launches: Launches, layouts: list[Any]):
-        self._run, self._places, self._launches, self.layouts = run, places, launches, layouts
-        computed = [layout for layout in layouts if layout is not None]
-        self._flat = [_flat(*layout) for layout in computed]
-        self.scratch = launches.scratch
-        self.parts: list[Any] | None = None
-        if launches.results == [(number, 0) for number in range(len(computed))]:
-            self.parts = [
-                (shape, strides, dtype.num)
-                for (_, shape, strides), (_, _, dtype) in zip(self._flat, computed, strict=True)
-            ]
+    in_full: Run | None = None
+
+    def __init__(
+        self,
+        recording: Recording,
+        places: list[int],
+        results: list[int | None],
+        layouts: dict[int, Layout],
+    ):
+        self._places, self._lock, self._kept = places, Lock(), recording.kept
+        self._layouts, sizes = [*layouts.values()], recording.sizes
+        self._sizes = [sizes[number] for number in layouts]
+        self.parts = list[tuple[Any, ...]]()
+        for shape, steps, dtype in self._layouts:
+            size = dtype.itemsize
+            flat = (math.prod(shape),), (size,), dtype
+            self.parts.append((shape, tuple(step // size for step in steps), dtype, flat))
+        others = [n for n in range(len(places), len(sizes)) if n not in layouts]
+        rooms = [PLAIN.ceil_div(sizes[n], ALIGNMENT) * ALIGNMENT for n in others]
+        *self._offsets, self.scratch = accumulate(rooms, initial=0)
+        # Addresses are given in this order.
+        place = {n: at for at, n in enumerate([*range(len(places)), *layouts, *others])}
+        self._order = [None if n is None else place[n] - len(places) for n in results]
+        self._steps = [
+            (one, one.launcher.function(), [(w, place[x.number], *x[1:]) for w, x in one.addresses])
+            for one in recording.launches
+        ]
 
     def __call__(self, arrays: Sequence[Any], seed: int) -> Sequence[Any]:
         """Return the results for the operands, which may be None."""
-        if active() is not None:  # the launches are being recorded for a graph
-            return self._run(arrays, seed)
+        if self.in_full is not None and active() is not None:
+            return self.in_full(arrays, seed)
         return self.arrays([address_of(arrays[place]) for place in self._places], seed)
 
-    def at(self, starts: list[int], seed: int) -> list[Any]:
-        """Return the memory of each computed result, for operands at these addresses."""
-        source, launches = pool(), self._launches
-        assert source is not None, "only calls on the pool are repeated"
-        kept = [Pooled(source, source.allocate(size), size) for size in launches.sizes]
-        starts = [*starts, *[memory.address for memory in kept]]
-        scratch = None
-        if launches.scratch:
-            scratch = source.allocate(launches.scratch)
-            first = int(scratch[0])
-            starts += [first + start for start in launches.starts]
-        try:
-            launches.run(starts, seed)
-        finally:
-            if scratch is not None:
-                source.free(scratch)  # in stream order
-        return [
-            kept[number].view(offset) if offset else kept[number]
-            for number, offset in launches.results
-        ]
-
     def into(self, starts: list[int], results: list[int], scratch: int, seed: int) -> None:
-        """Launch with memory of the caller, where :attr:`parts` are in allocations of their own.
+        """Launch with memory of the caller.
 
         Args:
             starts: Addresses of the operands.
-            results: Addresses of the computed results.
-            scratch: Address of :attr:`scratch` bytes, aligned to 512; any number if there are none.
-            seed: Dropout seed.
+            results: Addresses of memory for :attr:`parts`.
+            scratch: Address of :attr:`scratch` bytes, aligned to 512; 0 if there are none.
+            seed: Dropout seed, a signed 64-bit number.
         """
-        parts = [scratch + start for start in self._launches.starts] if scratch else []
-        self._launches.run([*starts, *results, *parts], seed)
+        if results or scratch:
+            starts = [*starts, *results, *[scratch + offset for offset in self._offsets]]
+        with self._lock:
+            for (launcher, sizes, buffer, _, seeds), function, addresses in self._steps:
+                words = buffer.words
+                for word, number, offset, remake in addresses:
+                    start = starts[number] + offset
+                    words[word] = start if remake is None else remake(start)[1]
+                for word, _ in seeds:
+                    words[word] = seed & ALL_BITS
+                (error,) = launcher.enqueue(function, *sizes)
+                if error:  # success is 0
+                    launcher.mend(error, sizes)
+                LAUNCHED.append(launcher.name)
+
+    def at(self, starts: list[int], seed: int) -> list[Any]:
+        """Return the memory of each of the :attr:`parts`, for operands at these addresses."""
+        source = pool()
+        assert source is not None, "only calls on the pool are repeated"
+        made = [Pooled(source, source.allocate(size), size) for size in self._sizes]
+        scratch = source.allocate(self.scratch) if self.scratch else None
+        try:
+            self.into(starts, [x.address for x in made], scratch.start if scratch else 0, seed)
+        finally:
+            if scratch is not None:
+                source.free(scratch)  # in stream order
+        return made
 
     def arrays(self, starts: list[int], seed: int) -> list[Any]:
         """Return all results for operands at these addresses; None for those that are not computed."""
-        found = iter(self.at(starts, seed))
-        return [
-            None if layout is None else array_on(next(found), layout) for layout in self.layouts
-        ]
+        return self.ordered(list(map(array_on, self.at(starts, seed), self._layouts)))
+
+    def ordered(self, made: list[Any]) -> list[Any]:
+        """Return all results, given an array for each of the :attr:`parts`."""
+        return [None if place is None else made[place] for place in self._order]
 
     def storages(
         self, starts: list[int], seed: int
@@ -117,19 +143,10 @@ class Repeat:
         """Return each computed result as a flat array, its shape, and its strides in elements."""
         return [
             (array_on(memory, flat), shape, strides)
-            for memory, (flat, shape, strides) in zip(
-                self.at(starts, seed), self._flat, strict=True
+            for memory, (shape, strides, _, flat) in zip(
+                self.at(starts, seed), self.parts, strict=True
             )
         ]
-
-
-def _flat(
-    shape: tuple[int, ...], steps: tuple[int, ...], dtype: np.dtype[Any]
-) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
-    """Return the layout of an array as one dimension, its shape, and its strides in elements."""
-    size = dtype.itemsize
-    flat = (math.prod(shape),), (size,), dtype
-    return flat, shape, tuple(step // size for step in steps)
 
 
 def noted(run: Run, arrays: Sequence[Any], seed: int) -> tuple[Sequence[Any], Repeat | None]:
@@ -140,31 +157,62 @@ def noted(run: Run, arrays: Sequence[Any], seed: int) -> tuple[Sequence[Any], Re
         arrays: The operands.
         seed: Dropout seed.
     """
-    if active() is not None or BLOCKING or pool() is None:
+    if active() is not None or BLOCKING or (source := pool()) is None:
         return run(arrays, seed), None
     places = [place for place, array in enumerate(arrays) if array is not None]
-    recipe, named = Recipe(len(places)), [*arrays]
-    for number, place in enumerate(places):
+    recording, named = Recording(source), [*arrays]
+    for place in places:
         array = arrays[place]
-        own = tuple(array.shape), tuple(array.strides), array.dtype
-        named[place] = array_on(_Operand(recipe, number, array), own)
-    with recipe:
+        memory = Foreign(address_of(array), array.gpu_data.size, array)
+        recording.took(memory, memory.size)
+        named[place] = array_on(memory, _layout(array))
+    with recorded_by(recording):
         results = run(named, Seed(seed))
-        sources = [None if x is None else recipe.source(x) for x in results]
-    if any(x is not None and source is None for x, source in zip(results, sources, strict=True)):
-        return results, None
-    launches = recipe.finished(sources)
-    if launches is None:
-        return results, None
-    layouts = [None if x is None else (tuple(x.shape), tuple(x.strides), x.dtype) for x in results]
-    return results, Repeat(run, places, launches, layouts)
+    layouts, numbers = dict[int, Layout](), list[int | None]()
+    for array in results:
+        number = None
+        if array is not None:
+            # Each is an allocation of the call; two are of one if they are the same.
+            origin, layout = recording.origin(array), _layout(array)
+            if origin is None or origin.number < len(places) or origin.offset:
+                return results, None
+            number = origin.number
+            if layouts.setdefault(number, layout) != layout:
+                return results, None
+        numbers.append(number)
+    return results, None if recording.is_spoilt else Repeat(recording, places, numbers, layouts)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: Kinds of calls that a function stores, at most; then all are dropped.
 MOST_KINDS = 1024
-#: The entries of a kind that was called once, and of a kind that cannot be repeated.
-_SEEN, _PLAIN = object(), object()
+#: The entries of a kind that is new, and of one that was called once; that of one that cannot be repeated
+#: is None.
+_NEW, _SEEN = object(), object()
+
+
+def bound(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a function whose calls repeat the launches of an earlier one on their device.
+
+    Args:
+        function: A function of device arrays, which it writes to.  Its calls have arrays of the same
+            layouts, and its launches do not depend on their alignment.
+    """
+    known: dict[int, Any] = {}
+
+    def launch(*arrays: Any) -> None:
+        repeat = None if active() is not None else known.get(current_device(), _NEW)
+        if type(repeat) is Repeat:
+            starts = [address_of(x) for x in arrays]
+            repeat.at(starts, 0) if repeat.scratch else repeat.into(starts, [], 0, 0)
+        elif repeat is _SEEN:
+            _, known[current_device()] = noted(lambda own, _: function(*own) or (), arrays, 0)
+        else:
+            function(*arrays)
+            if repeat is _NEW:
+                known[current_device()] = _SEEN
+
+    return function if IS_SIMULATOR else launch
 
 
 def repeats(function: _Function) -> _Function:
@@ -181,7 +229,7 @@ def repeats(function: _Function) -> _Function:
 
     @wraps(function)
     def run(*args: Any) -> Any:
-        if IS_SIMULATOR or active() is not None or written() is not None:
+        if IS_SIMULATOR or active() is not None:
             return function(*args)
         kind, starts = [current_device()], list[int]()
         for arg in args:
@@ -193,55 +241,42 @@ def repeats(function: _Function) -> _Function:
                 kind.append(arg)
         own = tuple(kind)
         try:
-            known = kinds.get(own)
+            known = kinds.get(own, _NEW)
         except TypeError:  # arrays of another kind
             return function(*args)
         if type(known) is tuple:
             repeat, make = known
             return make(repeat.arrays(starts, 0))
-        if known is None:
+        if known is _NEW:
             if len(kinds) >= MOST_KINDS:
                 kinds.clear()
             kinds[own] = _SEEN
-        if known is not _SEEN:
-            return function(*args)
-        return note(own, args)
+        elif known is _SEEN:
+            return note(own, args)
+        return function(*args)
 
     def note(own: Any, args: tuple[Any, ...]) -> Any:
-        # What is kept from this call must not hold its arrays.
-        places = [place for place, arg in enumerate(args) if type(arg) is DeviceArray]
-        others = [None if type(arg) is DeviceArray else arg for arg in args]
-        makers: list[Callable[[list[Any]], Any]] = []
+        form: Any = None
 
         def in_full(arrays: Sequence[Any], seed: int) -> Sequence[Any]:
-            given = [*others]
-            for place, array in zip(places, arrays, strict=True):
-                given[place] = array
-            result = function(*given)
-            if not makers:
-                makers.append(_maker(result))
-            return _as_list(result)
+            nonlocal form
+            given = iter(arrays)
+            result = function(*[next(given) if type(x) is DeviceArray else x for x in args])
+            found, form = _form(result)
+            return found
 
-        results, repeat = noted(in_full, [args[place] for place in places], 0)
-        (make,) = makers
-        kinds[own] = _PLAIN if repeat is None else (repeat, make)
-        return make([*results])
+        results, repeat = noted(in_full, [x for x in args if type(x) is DeviceArray], 0)
+        kinds[own] = None if repeat is None else (repeat, form)
+        return form(results)
 
     run.cache_clear = kinds.clear  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]
 
 
-def _as_list(result: Any) -> list[Any]:
-    """Return the arrays of a result as a list."""
+def _form(result: Any) -> tuple[Sequence[Any], Callable[[Sequence[Any]], Any]]:
+    """Return the arrays of a result, and the function that makes such a result of other arrays."""
     if result is None:
-        return []
-    return [*result] if isinstance(result, tuple) else [result]
-
-
-def _maker(result: Any) -> Callable[[list[Any]], Any]:
-    """Return a function that makes a result of the same form from its arrays."""
-    if result is None:
-        return lambda arrays: None
+        return (), lambda arrays: None
     if not isinstance(result, tuple):
-        return lambda arrays: arrays[0]
-    return getattr(result, "_make", tuple)
+        return (result,), itemgetter(0)
+    return result, getattr(result, "_make", tuple)

@@ -184,7 +184,7 @@ def test_a_message_in_some_calls_only_is_refused(device: FakeDriver) -> None:
         return w * 2.0
 
     step = minitorch.graph_step(fn)
-    with pytest.raises(minitorch.CaptureError, match="0 and 1 messages"):
+    with pytest.raises(minitorch.CaptureError, match="did a message to another device"):
         for _ in range(FIRST):
             step(np.zeros(3))
 
@@ -317,7 +317,7 @@ class _Source:
 @given(lists(tuples(integers(1, 1 << 20), integers(0, 5)), max_size=20))
 def test_pieces_never_overlap_and_the_next_call_has_the_same(steps: list[tuple[int, int]]) -> None:
     source: Any = _Source()
-    arena, stretch, needed = Arena(source, int), None, 0
+    arena, stretch, needed = Arena(source), None, 0
     calls, leftover = [], []
     for _ in range(3):
         if needed and stretch is None:
@@ -341,7 +341,7 @@ def test_pieces_never_overlap_and_the_next_call_has_the_same(steps: list[tuple[i
             places.append(start)
         leftover = [block for block, _ in held]
         calls.append(places)
-        needed = arena.end()
+        needed = arena.extent
     assert calls[1] == calls[2], "what the first call made room for is there from the beginning"
-    del arena, stretch
+    arena = stretch = held = leftover = block = None  # a piece keeps the memory that it is in
     assert source.given == {}

@@ -73,7 +73,7 @@ def test_a_repeated_call_takes_few_frames_to_its_launch() -> None:
             out = q.flash_attention(k, v, **options)
             plan = glance((q._tensor, k._tensor, v._tensor), options, q.backend)
             assert plan is not None and plan.plan is not None
-            with stacks(type(plan.plan.repeat._launches), "run") as found:
+            with stacks(type(plan.plan.repeat), "into") as found:
                 q.flash_attention(k, v, **options)
                 out.sum().backward()
             forward, backward = (stack for stack in found if "storages" in stack)

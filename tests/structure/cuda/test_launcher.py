@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import sys
-from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 from numba import float32, float64, int64, types, uint64, void
 
 from kernels.cuda.runtime import launcher
-from kernels.cuda.runtime.launcher import LATER, Launcher, filled, three
+from kernels.cuda.runtime.launcher import Launcher, three
 
 
 class FakeArray:
@@ -107,82 +105,6 @@ def test_a_wrong_number_of_arguments_is_refused(monkeypatch: pytest.MonkeyPatch)
         run.launch((1, 1, 1), (1, 1, 1), 1)
     with pytest.raises(struct.error):
         run.launch((1, 1, 1), (1, 1, 1), 1, (2, 3, 4))
-
-
-def test_a_prepared_launch_asks_arrays_for_their_addresses_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    vector = types.Array(float32, 1, "C")
-    run, driver = make(monkeypatch, void(vector, vector, float64), "q" * 14 + "d")
-    arrays = [FakeArray(np.zeros(5, np.float32)) for _ in range(4)]
-    launch = run.prepared((3, 1, 1), (32, 1, 1), 0.5)
-    for pair in (arrays[:2], arrays[2:], arrays[1:3]):
-        launch(*pair)
-        run.launch((3, 1, 1), (32, 1, 1), *pair, 0.5)
-        prepared, other = driver.seen[-2:]
-        assert prepared == other
-    with pytest.raises(ValueError, match="argument"):
-        launch(arrays[0])
-
-
-class Given(NamedTuple):
-    """Numbers and an array, as what options need."""
-
-    lower: Any
-    seed: Any
-    table: Any
-
-
-def test_a_prepared_launch_takes_later_what_a_call_brings(monkeypatch: pytest.MonkeyPatch) -> None:
-    vector = types.Array(float32, 1, "C")
-    given = types.NamedTuple((int64, int64, vector), Given)
-    signature = void(vector, float32, vector, types.UniTuple(int64, 2), given)
-    run, driver = make(monkeypatch, signature, "q" * 7 + "f" + "q" * 7 + "qq" + "qq" + "q" * 7)
-    first, second, table, *others = (FakeArray(np.zeros(5, np.float32)) for _ in range(6))
-    rest = 0.5, LATER, (7, 8), Given(-3, LATER, LATER)
-    launch = run.prepared((3, 1, 1), (32, 1, 1), *rest)
-    calls = (first, second, 11, table), (*others[:2], -(2**63), others[2])
-    for array, later, seed, own in (*calls, calls[0]):
-        launch(array, later, seed, own)
-        args = array, 0.5, later, (7, 8), Given(-3, seed, own)
-        assert filled(rest, (array, later, seed, own)) == args
-        run.launch((3, 1, 1), (32, 1, 1), *args)
-        prepared, other = driver.seen[-2:]
-        assert prepared == other
-    assert driver.seen[0] != driver.seen[2]
-
-
-def test_a_prepared_launch_refuses_arrays_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, driver = make(monkeypatch, void(types.Array(float32, 1, "C"), int64), "q" * 8)
-    launch = run.prepared((1, 1, 1), (1, 1, 1), 7)
-    with pytest.raises(TypeError, match="the kernel takes float32 of 1 dimensions, got"):
-        launch(FakeArray(np.zeros(3)))
-    assert driver.seen == []
-
-
-def test_threads_that_share_a_prepared_launch_launch_with_their_own_arrays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    vector = types.Array(float32, 1, "C")
-    run, driver = make(monkeypatch, void(vector, vector), "q" * 14)
-    launch = run.prepared((1, 1, 1), (1, 1, 1))
-    pairs = [[FakeArray(np.zeros(3, np.float32)) for _ in range(2)] for _ in range(4)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [
-            Thread(target=lambda own=own: [launch(*own) for _ in range(50)]) for own in pairs
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    addresses = {tuple(array.owner.ctypes.data for array in own) for own in pairs}
-    found = [(numbers[4], numbers[11]) for *_, numbers in driver.seen]
-    assert len(found) == 200
-    assert set(found) == addresses
 
 
 def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import kernels
 from kernels.cuda.attention.options import listed_mods
-from kernels.cuda.runtime import recorder
-from kernels.cuda.runtime.recipe import Recipe
+from kernels.cuda.runtime.recorder import Recording, recorded_by
 from kernels.problem.listed_mods import Asked, on_host
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import IS_SIMULATOR
@@ -144,7 +143,8 @@ def test_a_function_that_the_device_cannot_run_is_evaluated_on_the_host() -> Non
 
 def test_an_evaluation_is_no_part_of_a_recorded_call() -> None:
     asked = Asked(prefix(9), Grid(40, 33, *BLOCK), 1, 1, (-40, 33), FLOAT32)
-    with patch.object(recorder._thread, "recording", object()), Recipe(0) as recipe:
+    recording = Recording(None)
+    with recorded_by(recording):
         mask = mask_of(listed_mods.on_device, asked)
-        assert not recipe.is_spoilt and not recipe.noted and not recipe.sizes
+    assert not recording.is_spoilt and not recording.steps and not recording.sizes
     assert mask == mask_of(on_host, asked)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import enum
 import hashlib
-import struct
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -200,8 +199,8 @@ def _compiled(own: FakeDriver) -> Any:
     """Return what stands for ``Kernel._compiled``: a handle, and no machine code."""
 
     def compiled(kernel: runtime_kernel.Kernel) -> Any:
-        layout = "=" + "".join(map(launcher._layout, kernel.signature.args))
-        handle = own.kernel(kernel.name, struct.calcsize(layout) // 8)
+        slots = sum(len(launcher._formats(kind)) for kind in kernel.signature.args)
+        handle = own.kernel(kernel.name, slots)
         library = SimpleNamespace(get_cufunc=lambda: SimpleNamespace(handle=handle))
         return SimpleNamespace(
             overloads={0: SimpleNamespace(_codelibrary=library)}, get_regs_per_thread=lambda: 32

@@ -12,7 +12,7 @@ from numba import int32, int64, types, uint8, void
 from kernels.cuda.attention.options.mods import MOST_PLACES, mask_function
 from kernels.cuda.runtime.arrays import empty_device, to_host
 from kernels.cuda.runtime.kernel import Kernel
-from kernels.cuda.runtime.recorder import aside
+from kernels.cuda.runtime.recorder import recorded_by
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.problem.listed_mods import MOST_PATTERNS, Asked, on_host
 from kernels.runtime.targets import cuda, why_no_cuda
@@ -39,7 +39,7 @@ def on_device(asked: Asked) -> tuple[Layout, bool]:
     if why_no_cuda() is not None or max(asked.grid.seq) > MOST_PLACES:
         return on_host(asked)
     try:
-        with aside():
+        with recorded_by(None):
             return _on_device(asked)
     except Exception:  # of numba or ptxas, or for want of memory
         return on_host(asked)

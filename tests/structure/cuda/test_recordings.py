@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from types import SimpleNamespace
+import sys
+from threading import Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -15,8 +16,16 @@ import kernels
 import minitorch
 from kernels import BlockMask, launch
 from kernels.cuda.device import per_device
-from kernels.cuda.runtime import recipe
-from kernels.cuda.runtime.arrays import device_view, element_strides, pool, to_device
+from kernels.cuda.runtime.arrays import (
+    device_view,
+    element_strides,
+    empty_device,
+    pool,
+    to_device,
+    to_host,
+)
+from kernels.cuda.runtime.recorder import drawn
+from kernels.cuda.runtime.repeated import noted
 from kernels.runtime.targets import IS_SIMULATOR
 
 from ...support.device.fake_device import FakeDriver, fake_device
@@ -167,27 +176,60 @@ def test_a_repeated_call_launches_what_a_first_one_does(call: str, shape: Any) -
         assert all(plan.run != plan.direct for plan in launch.CUDA.plans.values())
 
 
+def _bytes(size: int) -> Any:
+    return empty_device((size,), np.dtype(np.uint8))
+
+
 def test_pieces_of_scratch_memory_do_not_overlap() -> None:
-    own, sizes = recipe.Recipe(2), [1, 512, 513, 40_000, 7]
-    for size in sizes:
-        own.took(SimpleNamespace(), size)
-    launches = own.finished([recipe.Address(4, 0), None, recipe.Address(4, 8)])
-    assert launches is not None
-    assert (launches.sizes, launches.results) == ([513], [(0, 0), (0, 8)])
-    stops = [*launches.starts[1:], launches.scratch]
-    pieces = zip(launches.starts, stops, [1, 512, 40_000, 7], strict=True)
+    sizes = [1, 512, 513, 40_000, 7]
+
+    def run(arrays: Any, seed: int) -> Any:
+        made = [_bytes(size) for size in sizes]
+        return made[2], None, made[2]
+
+    with fake_device():
+        _, repeat = noted(run, [_bytes(3), None, _bytes(4)], 0)
+        assert repeat is not None
+        one, nothing, same = repeat([_bytes(3), None, _bytes(4)], 0)
+    assert one is same and one.shape == (513,) and nothing is None
+    stops = [*repeat._offsets[1:], repeat.scratch]
+    pieces = zip(repeat._offsets, stops, [1, 512, 40_000, 7], strict=True)
     assert all(start % 512 == 0 and stop - start >= size for start, stop, size in pieces)
 
 
-def test_a_result_that_is_an_operand_is_not_repeated() -> None:
-    assert recipe.Recipe(2).finished([recipe.Address(1, 0)]) is None
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda array: array,
+        lambda array: device_view(_bytes(8), (4,), (1,), 4),
+        lambda array: _bytes(drawn(lambda: 8)),
+        lambda array: _bytes(1 + int(to_host(array)[0])),
+    ],
+    ids=["an operand", "a part", "drawn", "read"],
+)
+def test_what_a_call_cannot_find_again_is_not_repeated(run: Any) -> None:
+    with fake_device():
+        assert noted(lambda arrays, seed: [run(*arrays)], [_bytes(3)], 0)[1] is None
 
 
-def test_what_draws_a_number_is_not_repeated() -> None:
-    with recipe.Recipe(0) as own:
-        recipe.spoil()
-    assert own.is_spoilt
-    recipe.spoil()  # where nothing is written nothing is spoilt
+def test_threads_that_share_a_launch_launch_with_their_own_arrays() -> None:
+    with fake_device() as own:
+        tensors = [minitorch.zeros((3,), minitorch.CudaBackend, dtype=np.float32) for _ in range(4)]
+        assert all((tensors[0] + tensors[1]).shape == (3,) for _ in range(3))
+        own.launches.clear()
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            threads = [Thread(target=lambda x=x: [x + x for _ in range(50)]) for x in tensors]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(before)
+        places = [x.array().device_ctypes_pointer.value for x in tensors]
+        found = [[word for word in one.words if word in places] for one in own.launches]
+    assert sorted(found) == sorted([place, place] for place in places for _ in range(50))
 
 
 def test_what_is_kept_of_a_kind_of_call_holds_none_of_its_arrays() -> None:

@@ -179,7 +179,7 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
     def wrap(self, array: Any) -> Tensor:
         """Return a constant tensor on this backend around a contiguous array from a kernel."""
         storage, strides = self.backend.memory.flat(array)
-        return self._new(TensorData(storage, tuple(array.shape), strides))
+        return self._new(TensorData.fresh(storage, tuple(array.shape), strides))
 
     def on(self, storage: Any, shape: Ints, strides: Ints) -> Tensor:
         """Return a constant tensor on this backend around a flat storage from a kernel."""

@@ -73,7 +73,7 @@ def flash_attention_forward(
     Source: FlashAttention-2, Algorithm 1.
     """
     own = by_name("flash_attention_forward", args, options)
-    out, lse = array_call.forward(q, k, v, own, tile)
+    out, lse = array_call.attend((q, k, v), own, tile, count=2)
     return out, lse
 
 
@@ -125,8 +125,8 @@ def flash_attention_backward(
     Source: FlashAttention-2, Algorithm 2.
     """
     options = by_name("flash_attention_backward", args, options)
-    results = dout, out, lse, dlse
-    return array_call.backward((q, k, v), results, options, tile, mask_gradient, sink_gradient)
+    wanted = launch.Wanted(True, mask_gradient, sink_gradient)
+    return array_call.attend((q, k, v), options, tile, wanted, (out, lse, None, dout, dlse))
 
 
 @takes_attention_options  # beyond module 5

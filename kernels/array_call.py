@@ -8,18 +8,21 @@ from typing import Any, cast
 import numpy as np
 
 from kernels import launch
+from kernels.bound_calls import as_operand, find
 from kernels.call_plan import CallPlan, plan_by_running  # beyond module 5
-from kernels.common.arguments import as_host_array, as_plain
+from kernels.common.arguments import as_host_array
 from kernels.cuda.runtime.arrays import device_view, element_strides, is_device_array
-from kernels.interop.libraries import Library, as_array, library_of
-from kernels.known_calls import Glance, glance, learn_type
+from kernels.interop.libraries import Library, library_of
 from kernels.problem.argument_types import check_types
 from kernels.problem.operands import in_order, make_operands
+from kernels.problem.option_values import check_seed
 from kernels.problem.options import ARRAYS, Options
 from kernels.problem.question import Problem, check_gradient_operands, problem_of
 
-#: The operands of the backward pass in addition to q, k and v; callers may leave out the last one.
-_RESULTS = ("dout", "out", "lse", "dlse", "lse_rest")
+#: The operands of the backward pass in addition to those of the forward pass, in the order of ``Operands``.
+_RESULTS = ("out", "lse", "lse_rest", "dout", "dlse")
+#: Builds the problem of a call from q, k, v and the options.
+Make = Callable[[Any, Any, Any, Options], Problem]
 
 
 class Call:
@@ -30,8 +33,9 @@ class Call:
         k: (…, heads, seq_k, head_dim).
         v: (…, heads, seq_k, value_dim).
         options: Options of ``make_problem``, by name.
-        results: For a gradient, dout, out, lse, dlse or None, and the rest of lse if there is one.
+        results: For a gradient, out, lse, the rest of lse or None, dout, and dlse or None.
         make: Builds the problem, as :func:`kernels.problem.question.problem_of` does.
+        known: The bound call, which has been checked.
 
     Raises:
         TypeError: Also if operands are not all on the host or all on one device.
@@ -43,17 +47,23 @@ class Call:
         k: Any,
         v: Any,
         options: Options,
-        results: tuple[Any, ...] | None = None,
-        make: Callable[[Any, Any, Any, Options], Problem] = problem_of,
+        results: tuple[Any, ...] = (),
+        make: Make = problem_of,
+        known: launch.BoundCall | None = None,
     ):
         q, k, v = as_operand(q), as_operand(k), as_operand(v)
         options, arrays = with_arrays(options)
-        self.problem = make(q, k, v, options)
+        if known is None:
+            self.problem = make(q, k, v, options)
+        else:
+            self.problem = known.problem.with_seed(check_seed(options.get("seed") or 0))
         places = [q, k, v]
         given: dict[str, Any] = {}
-        if results is not None:
-            given = {n: as_operand(x) for n, x in zip(_RESULTS, results, strict=False)}
-            check_gradient_operands(self.problem, *[given[n] for n in _RESULTS[:4]])
+        if results:
+            given = {n: as_operand(x) for n, x in zip(_RESULTS, results, strict=True)}
+            if known is None:
+                names = "dout", "out", "lse", "dlse"
+                check_gradient_operands(self.problem, *[given[name] for name in names])
             places += [array for array in given.values() if array is not None]
         self.target = _target(places)
         if arrays and self.target is launch.CPU:
@@ -66,64 +76,13 @@ class Call:
         check_types(backward=backward)
         operands = self.operands
         if backward:
-            out, lse, rest = self.forward(tile)
+            out, lse, rest = launch.forward(self.target, self.problem, operands, tile)
             operands = operands.having(out=out, lse=lse, lse_rest=rest, dout=out)
         wanted = launch.Wanted(backward=bool(backward))
-        plan = launch.plan_of(self.target, self.problem, operands, tile, wanted)
-        return plan_by_running(plan, self.problem, operands)
+        call = launch.BoundCall(self.target, self.problem, tile, wanted)
+        return plan_by_running(call, self.problem, operands)
 
-    def forward(self, tile: Any, seen: Glance | None = None) -> tuple[Any, Any, Any]:
-        """Return out, lse and its rest.
-
-        Args:
-            tile: (block_q, block_k); the rung's own when None.
-            seen: Stores the plan for later calls.
-        """
-        plan = launch.plan_of(self.target, self.problem, self.operands, tile)
-        results = plan.run(self.problem, self.operands)
-        if seen is not None:
-            seen.learn(plan, self.operands)
-        return results
-
-    def backward(
-        self,
-        tile: Any,
-        with_mask: bool = False,
-        with_sink: bool = False,
-        seen: Glance | None = None,
-    ) -> tuple[Any, ...]:
-        """Return dq, dk and dv, in the operands' shapes, and the gradients of mask and sinks if wanted.
-
-        Args:
-            tile: (block_q, block_k); the rung's own when None.
-            with_mask: Also return the gradient of the floating mask.
-            with_sink: Also return the gradient of the sinks.
-            seen: Stores the plan for later calls.
-        """
-        check_types(mask_gradient=with_mask, sink_gradient=with_sink)
-        if with_mask and self.problem.mask != "float":
-            raise ValueError(
-                "mask_gradient needs a floating attn_mask, but the call has none; leave it at False"
-            )
-        if with_sink and not self.problem.sink:
-            raise ValueError(
-                "sink_gradient needs a call with sink, but this one has none; leave it at False"
-            )
-        operands, wanted = self.operands, launch.Wanted(True, with_mask, with_sink)
-        plan = launch.plan_of(self.target, self.problem, operands, tile, wanted)
-        gradients = plan.run(self.problem, operands)
-        own = [
-            self._own(gradient, operand)
-            for gradient, operand in zip(
-                gradients, (operands.q, operands.k, operands.v), strict=False
-            )
-        ]
-        if seen is not None and all(a is b for a, b in zip(own, gradients, strict=False)):
-            seen.learn(plan, operands)
-        others = (gradients.dmask,) * with_mask + (gradients.dsink,) * with_sink
-        return *own, *others
-
-    def _own(self, gradient: Any, operand: Any) -> Any:
+    def own_gradient(self, gradient: Any, operand: Any) -> Any:
         """Return the gradient of an operand from that of its broadcast shape."""
         memory = self.target.memory
         summed = memory.sum_to(gradient, tuple(operand.shape))
@@ -131,59 +90,68 @@ class Call:
         return gradient if summed is gradient else memory.laid_as(summed, operand)
 
 
-def forward(
-    q: Any, k: Any, v: Any, options: Options, tile: Any, with_rest: bool = False
-) -> tuple[Any, ...]:
-    """Return out, lse and, if wanted, its rest; see :func:`kernels.flash_attention_forward`."""
-    library = library_of(q)
-    if library is not None and (place := library.place(q)) is not None:
-        with place:
-            return forward(q, k, v, options, tile, with_rest)
-    seen = glance((q, k, v), options, "forward", tile)
-    count = 2 + with_rest
-    if seen is not None and seen.plan is not None:
-        return _repeated(seen, library, q)[:count]
-    return results_of(library, Call(q, k, v, options).forward(tile, seen)[:count])
-
-
-def backward(
+def attend(
     operands: tuple[Any, Any, Any],
-    results: tuple[Any, ...],
     options: Options,
     tile: Any,
-    with_mask: bool,
-    with_sink: bool,
+    wanted: launch.Wanted = launch.FORWARD,
+    results: tuple[Any, ...] = (),
+    make: Make = problem_of,
+    count: int | None = None,
 ) -> tuple[Any, ...]:
-    """Return gradients; see :func:`kernels.flash_attention_backward`.
+    """Compute attention, or its gradients, on arrays of any library.
 
     Args:
         operands: q, k and v.
-        results: dout, out, lse, dlse or None, and the rest of lse if there is one.
         options: Options by name.
         tile: (block_q, block_k); the rung's own when None.
-        with_mask: Also return the gradient of the floating mask.
-        with_sink: Also return the gradient of the sinks.
+        wanted: What is computed.
+        results: For a gradient, out, lse, the rest of lse or None, dout, and dlse or None.
+        make: Builds the problem.
+        count: How many results are returned; None for all.
+
+    Returns:
+        out, lse and its rest; or dq, dk and dv in the operands' shapes, and the gradients of the mask and
+        the sinks where they are wanted.  All are arrays of the library of q.
     """
     library = library_of(operands[0])
     if library is not None and (place := library.place(operands[0])) is not None:
         with place:
-            return backward(operands, results, options, tile, with_mask, with_sink)
-    dout, out, lse, dlse, *rest = results
-    given = (*operands, out, lse, *rest, dout, *(() if dlse is None else (dlse,)))
-    seen = glance(given, options, "backward", tile, with_mask, with_sink)
-    if seen is not None and seen.plan is not None:
-        return _repeated(seen, library, operands[0])[:3]
-    call = Call(*operands, options, results)
-    return results_of(library, call.backward(tile, with_mask, with_sink, seen))
+            return attend(operands, options, tile, wanted, results, make, count)
+    given, rest = (), (tile, wanted)
+    if results:
+        given = [array for array in results if array is not None]
+        rest = *rest, results[2] is None, results[4] is None
+    found = find(operands, options, *rest, make=make, results=given)
+    known = None if found is None else found.call
+    if found is not None and known is not None and found.repeats:
+        if library is not None and not found.on_host:
+            repeat = library.repeat(known.repeat, found.starts, found.seed, operands[0])
+            return tuple([array for array in repeat if array is not None][:count])
+        if (arrays := found.repeated(found.seed)) is not None:
+            return results_of(library, tuple([x for x in arrays if x is not None][:count]))
+    own = Call(*operands, options, results, make, known)
+    if known is None:
+        _check_wanted(own.problem, wanted)
+    arrays = launch.run(found, own.target, own.problem, own.operands, wanted, tile)
+    if wanted.backward:
+        gradients = map(own.own_gradient, arrays[:3], own.operands[:3])
+        arrays = (*gradients, *[x for x in arrays[3:] if x is not None])
+    return results_of(library, tuple(arrays[:count]))
 
 
-def _repeated(seen: Glance, library: Library | None, like: Any) -> tuple[Any, ...]:
-    """Return the results of a known call as arrays of the caller's library."""
-    assert seen.plan is not None, "the caller looks first"
-    repeat = seen.plan.repeat
-    if library is None:
-        return tuple(repeat.arrays(seen.starts, seen.seed))
-    return tuple(library.repeat(repeat, seen.starts, seen.seed, like))
+def _check_wanted(problem: Problem, wanted: launch.Wanted) -> None:
+    """Check that a call has the options whose gradients are wanted."""
+    _, with_mask, with_sink = wanted
+    check_types(mask_gradient=with_mask, sink_gradient=with_sink)
+    if with_mask and problem.mask != "float":
+        raise ValueError(
+            "mask_gradient needs a floating attn_mask, but the call has none; leave it at False"
+        )
+    if with_sink and not problem.sink:
+        raise ValueError(
+            "sink_gradient needs a call with sink, but this one has none; leave it at False"
+        )
 
 
 def results_of(library: Library | None, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -194,24 +162,6 @@ def results_of(library: Library | None, arrays: tuple[Any, ...]) -> tuple[Any, .
         arrays: The results of a call.
     """
     return arrays if library is None else tuple(map(library.result, arrays))
-
-
-def as_operand(array: Any) -> Any:
-    """Return an operand, or None, as NumPy's or numba's array; see ``arguments.as_plain``.
-
-    A device array with a negative stride is copied: no view of it could begin at its lowest address.
-    """
-    if isinstance(array, np.ndarray):  # and so memory of the host that a device can read
-        is_usual = type(array) is np.ndarray and array.dtype.isnative
-        return array if is_usual else as_plain(array)
-    if array is None:
-        return None
-    if not is_device_array(array):
-        array = as_array(foreign := array)
-        learn_type(foreign)
-    if is_device_array(array) and min(array.strides, default=0) < 0:
-        return launch.CUDA.memory.laid_as(array, array)
-    return array
 
 
 def with_arrays(options: Options) -> tuple[Options, dict[str, Any]]:

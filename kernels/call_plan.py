@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.launch import Plan, Tile
+from kernels.launch import BoundCall, Tile
 from kernels.problem.listed_mods import evaluated
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
@@ -57,10 +57,10 @@ class CallPlan:
         return "\n".join(lines)
 
 
-def plan_by_running(plan: Plan, problem: Problem, operands: Operands) -> CallPlan:
+def plan_by_running(plan: BoundCall, problem: Problem, operands: Operands) -> CallPlan:
     """Return the plan of a call, which is run once to record its launches."""
     with launches_noted() as launches:
-        results = plan.direct(problem, operands)
+        results = plan.in_full(problem, operands)
     arrays = [x for x in (*operands, *results) if x is not None and x is not operands.mask_batch]
     rungs = plan.target.rungs
     return CallPlan(
@@ -79,7 +79,7 @@ def plan_by_running(plan: Plan, problem: Problem, operands: Operands) -> CallPla
     )
 
 
-def _mask_mod(plan: Plan, problem: Problem) -> str:
+def _mask_mod(plan: BoundCall, problem: Problem) -> str:
     """Describe how ``mask_mod`` is evaluated, in words."""
     if problem.mask_mod is None:
         return ""

@@ -1,22 +1,23 @@
-"""Plans: the first call of a kind determines how all calls of this kind run.
-
-The kind of a call consists of its problem without the dropout seed, its tile, and the layout of its arrays.
-The first call of a kind picks the rung, runs, and leaves a :class:`Plan`; later calls look it up, allocate
-results and launch.
-"""
+"""Run a checked attention call: pick a rung and a tile, convert and view arrays, allocate the results."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kernels.bound_calls import BoundLoops, Found
+from kernels.cpu.attention.call_record import start_of
+from kernels.cuda.runtime.recorder import active
+from kernels.cuda.runtime.repeated import noted
 from kernels.problem.argument_types import check_tile
 from kernels.problem.float8 import check_float8_gradient
-from kernels.problem.operands import Operands, own_mask
+from kernels.problem.operands import Operands, own_mask, view_of
 from kernels.problem.question import Problem
 from kernels.rungs import CPU as CPU
 from kernels.rungs import CUDA as CUDA
@@ -45,11 +46,12 @@ class Wanted(NamedTuple):
     sink: bool = False
 
 
-_FORWARD = Wanted()
+#: What a forward pass computes.
+FORWARD = Wanted()
 
 
-class Plan:
-    """A plan, which determines how calls of one kind run.
+class BoundCall:
+    """How all calls of one key run: by a rung with its tile, and if possible by repeating the first call.
 
     Args:
         target: The target of the operands.
@@ -59,59 +61,92 @@ class Plan:
 
     Attributes:
         target: The target, as given.
-        problem: The problem, as given.
+        problem: The problem, without its seed.
         wanted: What the call computes, as given.
         rung: The rung that runs the calls.
         tile: (block_q, block_k) of its kernels.
-        run: A function of ``(problem, operands)`` with the results of :func:`forward` or :func:`backward`.
-        repeat: A function that repeats the launches of the first call, or None if there is none.
+        repeat: A ``BoundLoops`` or ``Repeat``, which runs the loops or launches of the first call on other
+            arrays; None before it, or if every call runs in full.
+        reads_given: Whether ``repeat`` takes the caller's own arrays, and returns the caller's results.
 
     Raises:
-        ValueError: If no rung can run the call; see ``Target.pick``.
+        TypeError: If the tile is not a pair of integers.
+        ValueError: If the tile is out of range, or no rung can run the call; see ``Target.pick``.  If
+            gradients are wanted, also for a ``score_mod`` without its derivative, or float8 products.
     """
 
-    def __init__(self, target: Target, problem: Problem, tile: Tile | None, wanted: Wanted):
-        self.target, self.problem, self.wanted = target, problem, wanted
+    def __init__(
+        self, target: Target, problem: Problem, tile: Any = None, wanted: Wanted = FORWARD
+    ):
+        tile = None if tile is None else check_tile(tile)
+        if wanted.backward:
+            check_derivative(problem.score_mod)
+            check_float8_gradient(problem)
+        self.target, self.problem, self.wanted = target, problem.unseeded, wanted
         self.rung = target.pick(problem, tile)
         own_tile = self.rung.backward_tile if wanted.backward else self.rung.tile
         self.tile = tile or own_tile(self._taken(problem))
-        self.run: Callable[[Problem, Operands], Any] = self._first
         self.repeat: Any = None
+        self.reads_given = self._is_noted = False
 
-    def _first(self, problem: Problem, operands: Operands) -> Any:
-        """Run the first call in full, and find out how the others run with less work around them."""
+    def run(self, problem: Problem, operands: Operands) -> Any:
+        """Return the results of :func:`forward` or :func:`backward`; the first call is recorded.
+
+        Args:
+            problem: The problem of the key, with any seed.
+            operands: Arrays with the layouts of the key.
+        """
 
         def run(arrays: Sequence[Any], seed: int) -> Any:
             own = problem.with_seed(seed) if problem.dropout_p else problem
-            return self.direct(own, Operands(*arrays))
+            return self.in_full(own, Operands(*arrays))
 
-        memory = self.target.memory
-        result, repeat = memory.noted(run, operands, problem.seed)
-        if repeat is not None:
-            self.repeat = repeat
-            make: Any = Gradients._make if self.wanted.backward else tuple
-            self.run = lambda problem, operands: make(repeat(operands, problem.seed))
-        elif memory.may_note():
-            self.run = self._short(problem, operands, result) or self.direct
-        return result
+        if active() is not None:  # launches are being recorded for a graph
+            return self.in_full(problem, operands)
+        if self.repeat is not None:
+            if (found := self.repeat(operands, problem.seed)) is not None:
+                return Gradients(*found) if self.wanted.backward else tuple(found)
+        elif self.target is CUDA and not self._is_noted:
+            self._is_noted = True
+            results, self.repeat = noted(run, operands, problem.seed)
+            return results
+        return self.in_full(problem, operands)
 
-    def direct(self, problem: Problem, operands: Operands) -> Any:
-        """Run a call without the shortcuts of a prepared plan."""
-        return (
-            _backward(self, problem, operands)
-            if self.wanted.backward
-            else _forward(self, problem, operands)
-        )
+    def in_full(self, problem: Problem, operands: Operands) -> Any:
+        """Run a call without repeating another."""
+        return (_backward if self.wanted.backward else _forward)(self, problem, operands)
 
-    def _short(self, problem: Problem, operands: Operands, result: Any) -> Any:
-        """Return the function that runs later calls, or None if they run in full, too."""
-        prepare = self.rung.prepare_backward if self.wanted.backward else self.rung.prepare_forward
-        asked = problem.sinkless if self.wanted.backward else problem
-        taken = self._taken(asked)
-        as_it_is = taken.dtype == asked.dtype and not (self.wanted.mask or self.wanted.sink)
-        if prepare is None or not as_it_is:
-            return None
-        return prepare(taken, self.tile, self.target.memory, operands, result)
+    def bind(
+        self,
+        bind: Any,
+        taken: Problem,
+        given: Operands,
+        viewed: Operands,
+        written: dict[str, Any],
+        finish: Callable[..., Sequence[Any]] | None,
+    ) -> None:
+        """Bind later calls to the loops of this one.
+
+        Args:
+            bind: What the rung returned; None if every call has to run in full.
+            taken: The problem that the rung received.
+            given: The operands of the call.
+            viewed: The operands and results that the rung received.
+            written: These results, before they were viewed.
+            finish: Returns the results of the call from these; None if they are the same.
+        """
+        if bind is None:
+            return
+        memory, names, copies = self.target.memory, list[str](), list[Any]()
+        for name, array in zip(given._fields, given, strict=True):
+            if array is None or name == "mask_batch":
+                continue
+            if start_of(array) != start_of(getattr(viewed, name)):
+                if name not in ("q", "k", "v", "out", "dout"):
+                    return
+                copies.append((len(names), partial(_copied, memory, taken, name)))
+            names.append(name)
+        self.repeat = BoundLoops(bind, names, copies, written, finish)
 
     def _taken(self, problem: Problem) -> Problem:
         taken = self.rung.taken(problem)
@@ -129,52 +164,30 @@ class Plan:
         return taken, operands.converted(self.target.memory, taken.dtype)
 
 
-#: The maximum number of plans that a target keeps.
-MOST_PLANS = 1024
-
-
-def plan_of(
+def run(
+    found: Found | None,
     target: Target,
     problem: Problem,
     operands: Operands,
+    wanted: Wanted = FORWARD,
     tile: Any = None,
-    wanted: Wanted = _FORWARD,
-) -> Plan:
-    """Return the plan of a call; the first call of a kind makes it.
+) -> Any:
+    """Return the results of :func:`forward` or :func:`backward`, and keep how the call runs.
 
     Args:
+        found: The call as ``bound_calls.find`` has looked it up.
         target: The target of the operands.
         problem: The checked call.
         operands: The operands of :func:`forward`, or of :func:`backward`.
-        tile: (block_q, block_k); the rung's own when None.
         wanted: What the call computes.
-
-    Raises:
-        TypeError: As in :func:`forward`.
-        ValueError: As in :func:`forward`, or if gradients are wanted and the problem has a ``score_mod``
-            without its derivative, or float8 products.
+        tile: (block_q, block_k); the rung's own when None.
     """
-    tile = None if tile is None else check_tile(tile)
-    if wanted.backward:
-        check_derivative(problem.score_mod)
-        check_float8_gradient(problem)
-    memory = target.memory
-    kind = problem.unseeded, tile, wanted, memory.device(), memory.layouts(operands)
-    try:
-        plan = target.plans.get(kind)
-    except TypeError:  # of a function that cannot be remembered
-        return Plan(target, problem, tile, wanted)
-    if plan is None:
-        plan = Plan(target, problem, tile, wanted)
-        keep_plan(target, kind, plan)
-    return plan
-
-
-def keep_plan(target: Target, kind: Any, plan: Plan) -> None:
-    """Keep the plan of a kind; if there are :data:`MOST_PLANS` already, drop them all first."""
-    if len(target.plans) >= MOST_PLANS:
-        target.plans.clear()
-    target.plans[kind] = plan
+    known = None if found is None else found.call
+    call = known or BoundCall(target, problem, tile, wanted)
+    results = call.run(problem, operands)
+    if found is not None and known is None:
+        found.keep(call, operands)
+    return results
 
 
 def forward(
@@ -198,18 +211,33 @@ def forward(
         TypeError: If the tile is not a pair of integers.
         ValueError: If the tile is out of range, or no rung can run the call; see ``Target.pick``.
     """
-    return plan_of(target, problem, operands, tile).run(problem, operands)
+    return BoundCall(target, problem, tile).in_full(problem, operands)
 
 
-def _forward(plan: Plan, problem: Problem, operands: Operands) -> tuple[Any, Any, Any]:
-    """Do what :func:`forward` says, by the rung of a plan."""
-    memory = plan.target.memory
-    taken, own = plan.taken(problem, operands)
+def _forward(call: BoundCall, problem: Problem, operands: Operands) -> tuple[Any, Any, Any]:
+    """Do what :func:`forward` says, by the rung of a call."""
+    memory = call.target.memory
+    taken, own = call.taken(problem, operands)
     out = _like(memory, own.q, problem, problem.out_shape, taken.dtype)
     lse, rest = (memory.empty(problem.lse_shape, problem.acc_dtype) for _ in range(2))
     viewed = own.having(out=out, lse=lse, lse_rest=rest).viewed(memory, problem)
-    plan.rung.forward_of(taken)(taken, plan.tile, viewed)
-    return memory.laid_as(memory.convert(out, problem.dtype), operands.q), lse, rest
+    bind = call.rung.forward_of(taken)(taken, call.tile, viewed)
+    written, dtype = {"out": out, "lse": lse, "lse_rest": rest}, problem.dtype
+
+    def finish(out: Any, lse: Any, rest: Any) -> tuple[Any, Any, Any]:
+        return memory.convert(out, dtype), lse, rest
+
+    result, *_ = finish(*written.values())
+    laid = memory.laid_as(result, operands.q)
+    if laid is result:
+        is_done = result is out
+        call.bind(bind, taken, operands, viewed, written, None if is_done else finish)
+    return laid, lse, rest
+
+
+def _copied(memory: Memory, taken: Problem, name: str, array: Any) -> Any:
+    """Return an operand as the kernels take it; see ``Operands.viewed``."""
+    return view_of(memory, taken, name, memory.convert(array, taken.dtype))
 
 
 def _like(
@@ -265,15 +293,15 @@ def backward(
         TypeError: As in :func:`forward`.
         ValueError: As in :func:`forward`, or for a ``score_mod`` without its derivative.
     """
-    plan = plan_of(target, problem, operands, tile, Wanted(True, with_mask, with_sink))
-    return plan.run(problem, operands)
+    wanted = Wanted(True, with_mask, with_sink)
+    return BoundCall(target, problem, tile, wanted).in_full(problem, operands)
 
 
-def _backward(plan: Plan, problem: Problem, operands: Operands) -> Gradients:
-    """Do what :func:`backward` says, by the rung of a plan."""
-    target, memory = plan.target, plan.target.memory
+def _backward(call: BoundCall, problem: Problem, operands: Operands) -> Gradients:
+    """Do what :func:`backward` says, by the rung of a call."""
+    target, memory, given = call.target, call.target.memory, operands
     operands = operands.with_rest(memory, problem)
-    taken, own = plan.taken(problem.sinkless, operands)
+    taken, own = call.taken(problem.sinkless, operands)
     dq = _like(memory, own.q, problem, problem.q_shape, taken.dtype)
     # A head of k and v that several query heads share gets a gradient from each.
     dk, dv = (
@@ -281,26 +309,35 @@ def _backward(plan: Plan, problem: Problem, operands: Operands) -> Gradients:
         for operand, shape in ((own.k, problem.k_shape), (own.v, problem.v_shape))
     )
     viewed = own.having(dq=dq, dk=dk, dv=dv).viewed(memory, problem)
-    plan.rung.backward(taken, plan.tile, viewed)
-    if problem.groups > 1:
-        dk, dv = (
-            memory.sum_to(gradient, (*problem.key_lead, 1, *shape[-2:])).reshape(shape)
-            for gradient, shape in ((dk, problem.k_shape), (dv, problem.v_shape))
-        )
+    bind = call.rung.backward(taken, call.tile, viewed)
+    written, dtype, sinkless = {"dq": dq, "dk": dk, "dv": dv}, problem.dtype, taken
+    lead, groups, shapes = problem.key_lead, problem.groups, (problem.k_shape, problem.v_shape)
+
+    def finish(dq: Any, *of_keys: Any) -> tuple[Any, ...]:
+        if groups > 1:
+            of_keys = tuple(
+                memory.sum_to(gradient, (*lead, 1, *shape[-2:])).reshape(shape)
+                for gradient, shape in zip(of_keys, shapes, strict=True)
+            )
+        return tuple([memory.convert(gradient, dtype) for gradient in (dq, *of_keys)])
+
     dmask = dsink = None
-    if plan.wanted.mask:
+    if call.wanted.mask:
         dmask = memory.empty(tuple(operands.mask.shape), problem.acc_dtype)
         if taken.dtype != problem.acc_dtype:
             taken = replace(problem.sinkless, dtype=problem.acc_dtype)
             viewed = operands.converted(memory, taken.dtype).viewed(memory, problem)
         target.mask_gradient(taken, viewed, own_mask(memory, problem, dmask)[0])
         dmask = memory.laid_as(memory.convert(dmask, problem.dtype), operands.mask)
-    if plan.wanted.sink:
+    if call.wanted.sink:
         dsink = memory.empty((math.prod(problem.lead),), problem.acc_dtype)
         target.sink_gradient(problem, operands.viewed(memory, problem), dsink)
         dsink = memory.sum_to(dsink.reshape(problem.lead or (1,)), problem.lead[-1:] or (1,))
-    dq, dk, dv = (
-        memory.laid_as(memory.convert(gradient, problem.dtype), operand)
-        for gradient, operand in ((dq, operands.q), (dk, operands.k), (dv, operands.v))
-    )
-    return Gradients(dq, dk, dv, dmask, dsink)
+    results = finish(*written.values())
+    pairs = zip(results, (operands.q, operands.k, operands.v), strict=True)
+    laid = [memory.laid_as(gradient, operand) for gradient, operand in pairs]
+    needs_more = call.wanted.mask or call.wanted.sink
+    if not needs_more and all(map(is_, laid, results)):
+        is_done = all(map(is_, results, written.values()))
+        call.bind(bind, sinkless, given, viewed, written, None if is_done else finish)
+    return Gradients(laid[0], laid[1], laid[2], dmask, dsink)

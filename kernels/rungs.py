@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial  # beyond module 5
 from typing import Any
 
@@ -52,8 +52,9 @@ class Rung:
 
     Attributes:
         name: The name that selects it, as in ``rung="flash2"``.
-        forward: A function of ``(problem, tile, operands)`` that fills out and lse.
-        backward: A function of ``(problem, tile, operands)`` that fills dq, dk and dv.
+        forward: A function of ``(problem, tile, operands)`` that fills out and lse.  On the CPU it may
+            return a function that binds the call to other arrays; see ``call_record.Bind``.
+        backward: A function of ``(problem, tile, operands)`` that fills dq, dk and dv; it returns the same.
         tile: A function that returns the default tile, (block_q, block_k), for a problem.
         backward_tile: The same for the backward pass.
         why_not: A function of ``(problem, tile)`` that returns why the rung cannot run the problem, or
@@ -62,26 +63,20 @@ class Rung:
             before and after the call.  A floating mask, lse and slopes have the accumulator's dtype.
         reads_masks: Whether the rung reads a floating mask in the mask's own dtype, without conversion.
         why_no_device: A function that returns why the target's device cannot run the rung, or None.
-        prepare_forward: A function of ``(problem, tile, memory, operands, result)``, called after the first
-            call of a kind.  It returns a function of ``(problem, operands)`` that runs later calls of this
-            kind with less overhead, or None.  The attribute may be None.
-        prepare_backward: The same for the backward pass.
         evaluate: A function that converts a ``mask_mod`` to a block mask, once for each kind of call.  If
             it is None, the kernels evaluate the ``mask_mod`` for each element.
         forward_float8: Like ``forward``, with float8 products; None if the rung has none.
     """
 
     name: str
-    forward: Callable[..., None]
-    backward: Callable[..., None]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
     tile: Callable[[Problem], Tile]
     backward_tile: Callable[[Problem], Tile]
     why_not: Callable[[Problem, Tile | None], str | None] = _anything
     dtypes: tuple[np.dtype[Any], ...] = COMPUTE_DTYPES
     reads_masks: bool = False
     why_no_device: Callable[[], str | None] = lambda: None
-    prepare_forward: Callable[..., Any] | None = None
-    prepare_backward: Callable[..., Any] | None = None
     evaluate: Evaluate | None = None  # beyond module 5
     forward_float8: Callable[..., None] | None = None
 
@@ -101,7 +96,7 @@ class Rung:
         sums = problem.acc_dtype
         return replace(problem, dtype=sums) if sums in self.dtypes else None
 
-    def forward_of(self, problem: Problem) -> Callable[..., None]:
+    def forward_of(self, problem: Problem) -> Callable[..., Any]:
         """Return the function that fills out and lse of a problem."""
         own = self.forward_float8 if problem.precision in FLOAT8 else self.forward
         assert own is not None, "Target.pick returns a rung that can run the problem"
@@ -132,7 +127,6 @@ class Target:
             mask in a separate pass, the same for every rung.  It supports float32 and float64.
         sink_gradient: A function of ``(problem, operands, dsink)`` that fills the gradient of the sinks for
             each (batch, head), the same for every rung.  It supports any dtype.
-        plans: The plans of earlier calls, by kind; see ``launch.Plan``.
     """
 
     name: str
@@ -140,7 +134,6 @@ class Target:
     rungs: tuple[Rung, ...]
     mask_gradient: Callable[[Problem, Operands, Any], None] = reference.mask_gradient
     sink_gradient: Callable[[Problem, Operands, Any], None] = reference.sink_gradient
-    plans: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def pick(self, problem: Problem, tile: Tile | None = None) -> Rung:
         """Return the rung that the problem names, or the fastest one that can run it.
@@ -209,8 +202,6 @@ CPU = Target(
             cpu_flash2.tile,
             cpu_flash2_backward.backward_tile,
             cpu_flash2.why_not,
-            prepare_forward=cpu_flash2.prepare,
-            prepare_backward=cpu_flash2_backward.prepare,
             evaluate=on_host,
             forward_float8=float8.rounding(cpu_flash2.forward),
         ),

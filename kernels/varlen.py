@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kernels.array_call import Call, as_operand, heads_first, results_of
+from kernels.array_call import attend, heads_first, results_of
+from kernels.bound_calls import as_operand
 from kernels.cuda.attention.options.packed_tiles import sequences_of_call
 from kernels.interop.libraries import library_of, place_of
-from kernels.launch import Tile
+from kernels.launch import Tile, Wanted
 from kernels.problem.options import Options
-from kernels.problem.packed_problem import check_packed, make_packed_problem
-from kernels.problem.question import Problem
+from kernels.problem.packed_problem import PackedMaker, check_packed
 from kernels.problem.signature import by_name, takes_attention_options
 
 if TYPE_CHECKING:
@@ -59,14 +57,10 @@ def flash_attention_varlen_forward(
 
     Source: FlashAttention-2, Algorithm 1; the layout is that of FlashAttention.
     """
+    own = by_name("flash_attention_varlen_forward", args, options)
     with place_of(q):
-        call = _call(
-            (q, k, v),
-            cu_seqlens_q,
-            cu_seqlens_k,
-            by_name("flash_attention_varlen_forward", args, options),
-        )
-        out, lse, _ = call.forward(tile)
+        make = PackedMaker(cu_seqlens_q, cu_seqlens_k, sequences_of_call)
+        out, lse = attend(_all_heads_first(q, k, v), own, tile, make=make, count=2)
         return results_of(library_of(q), (heads_first(out), lse))
 
 
@@ -116,15 +110,15 @@ def flash_attention_varlen_backward(
     """
     with place_of(q):
         dout, out = (_heads_first(name, array) for name, array in (("dout", dout), ("out", out)))
-        results = dout, out, as_operand(lse), as_operand(dlse)
-        call = _call(
-            (q, k, v),
-            cu_seqlens_q,
-            cu_seqlens_k,
+        results = out, as_operand(lse), None, dout, as_operand(dlse)
+        dq, dk, dv, *others = attend(
+            _all_heads_first(q, k, v),
             by_name("flash_attention_varlen_backward", args, options),
+            tile,
+            Wanted(True, False, sink_gradient),
             results,
+            PackedMaker(cu_seqlens_q, cu_seqlens_k, sequences_of_call),
         )
-        dq, dk, dv, *others = call.backward(tile, with_sink=sink_gradient)
         return results_of(library_of(q), (*map(heads_first, (dq, dk, dv)), *others))
 
 
@@ -134,18 +128,5 @@ def _heads_first(name: str, operand: Any) -> Any:
     return heads_first(operand)
 
 
-def _call(
-    operands: tuple[Any, Any, Any],
-    cu_q: Any,
-    cu_k: Any,
-    options: Options,
-    results: Any = None,
-) -> Call:
-    q, k, v = (_heads_first(name, x) for name, x in zip("qkv", operands, strict=True))
-    return Call(q, k, v, options, results, maker(cu_q, cu_k))
-
-
-def maker(cu_seqlens_q: Any, cu_seqlens_k: Any) -> Callable[..., Problem]:
-    """Return the function that builds the problem of a packed call; see ``make_packed_problem``."""
-    sums = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    return partial(make_packed_problem, **sums, find=sequences_of_call)
+def _all_heads_first(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    return _heads_first("q", q), _heads_first("k", k), _heads_first("v", v)

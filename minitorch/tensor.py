@@ -159,7 +159,7 @@ class Tensor(Methods, Conversions, Container):
     def wrap(self, array: Any) -> Tensor:
         """Return a constant tensor on this backend around a contiguous array from a kernel."""
         storage, strides = self.backend.memory.flat(array)
-        return self._new(TensorData(storage, tuple(array.shape), strides))
+        return self._new(TensorData.fresh(storage, tuple(array.shape), strides))
 
     def on(self, storage: Any, shape: Ints, strides: Ints) -> Tensor:
         """Return a constant tensor on this backend around a flat storage from a kernel."""

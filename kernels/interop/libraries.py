@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kernels.cuda.runtime.arrays import is_device_array
-from kernels.cuda.runtime.repeated import Repeat
+from kernels.cuda.runtime.repeated import VECTOR, Repeat
 from kernels.interop import dlpack
 from kernels.runtime.dtypes import BFLOAT16
 from kernels.runtime.jit import NUM_THREADS, at_most, get_num_threads
@@ -182,8 +182,8 @@ class Torch(Library):
         if self._levels._current_level >= 0 and self._levels.unpack_dual(array).tangent is not None:
             raise NotImplementedError(NO_FORWARD_MODE)
 
-    def describe(self, array: Any) -> tuple[Any, int]:
-        """Return the layout of a tensor, and its address.
+    def describe(self, array: Any) -> tuple[Any, tuple[int, int, bool]]:
+        """Return the layout of a tensor; its address, unit of alignment, and whether it is on the host.
 
         Raises:
             ValueError: If the tensor requires grad where PyTorch records, or its memory holds other numbers
@@ -194,7 +194,9 @@ class Torch(Library):
         start = array.data_ptr()
         if array.is_neg() or not start:  # a negated view, or zeros without memory
             raise ValueError("the tensor has to be computed before it is read")
-        return (array.shape, array.stride(), array.dtype, array.device), start
+        layout = array.shape, array.stride(), array.dtype, array.device
+        on_host = array.device.type == "cpu"
+        return layout, (start, array.element_size() if on_host else VECTOR, on_host)
 
     def _current_stream(self, array: Any) -> int:
         """Return PyTorch's current stream of a tensor's device; 0 is the legacy default stream."""

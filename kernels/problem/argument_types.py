@@ -113,8 +113,8 @@ def check_array(name: str, operand: Any) -> None:
     Raises:
         TypeError: If it is not.
     """
-    facts = getattr(operand, "shape", None), getattr(operand, "dtype", None)
-    if any(fact is None for fact in facts) or isinstance(operand, np.generic):
+    shape, dtype = getattr(operand, "shape", None), getattr(operand, "dtype", None)
+    if shape is None or dtype is None or isinstance(operand, np.generic):
         raise TypeError(
             f"{name} must be an array or a tensor, got {type(operand).__name__}; convert it first"
         )

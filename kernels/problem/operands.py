@@ -15,6 +15,8 @@ from kernels.runtime.memory import Memory
 
 #: Options with one number per head, by the name of their operand.
 PER_HEAD = {"slopes": "alibi_slopes", "sink": "sink"}
+#: The options that are arrays, in the order of :class:`Operands`.
+ARRAY_ORDER = ("attn_mask", *PER_HEAD.values())
 
 
 class Operands(NamedTuple):
@@ -87,7 +89,7 @@ class Operands(NamedTuple):
             return self
         scores = problem.scores_shape[-2:]
         views = {
-            name: _viewed(memory, problem, name, array)
+            name: view_of(memory, problem, name, array)
             for name, array in self._asdict().items()
             if array is not None and name not in ("mask", "mask_batch")
         }
@@ -126,14 +128,14 @@ def make_operands(
     own = {}
     for name, array in zip(PER_HEAD, per_head, strict=False):
         if isinstance(array, np.ndarray):
-            array = memory.constant(array.astype(problem.acc_dtype))
+            array = memory.constant(array.astype(problem.acc_dtype, copy=False))
         own[name] = array if array is None else memory.convert(array, problem.acc_dtype)
     return Operands(q, k, v, mask if mask is None else memory.bring(mask), **own)
 
 
 def in_order(arrays: Mapping[str, Any]) -> list[Any]:
     """Return options that are arrays, by name, in the order of :func:`make_operands`."""
-    return [arrays.get(name) for name in ("attn_mask", *PER_HEAD.values())] if arrays else []
+    return [arrays.get(name) for name in ARRAY_ORDER] if arrays else []
 
 
 def own_mask(memory: Memory, problem: Problem, mask: Any) -> tuple[Any, npt.NDArray[np.int64]]:
@@ -155,7 +157,8 @@ def own_mask(memory: Memory, problem: Problem, mask: Any) -> tuple[Any, npt.NDAr
     return own, np.broadcast_to(numbers, lead[:-1]).reshape(-1)
 
 
-def _viewed(memory: Memory, problem: Problem, name: str, array: Any) -> Any:
+def view_of(memory: Memory, problem: Problem, name: str, array: Any) -> Any:
+    """View an array that is not a mask in the form of the kernels; see :meth:`Operands.viewed`."""
     if name in ("lse", "lse_rest", "dlse"):
         if problem.groups == 1 and len(array.shape) == 3:
             return array  # as it is

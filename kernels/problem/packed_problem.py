@@ -3,59 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
+from kernels.common.arguments import as_host_array
 from kernels.problem.argument_types import check_array
 from kernels.problem.options import Options
 from kernels.problem.packed_sequences import Sequences, sequences_of
 from kernels.problem.question import Problem, problem_of
 
 
-def make_packed_problem(
-    q: Any,
-    k: Any,
-    v: Any,
-    options: Options,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    *,
-    find: Callable[[Any, Any, int, int], Sequences] = sequences_of,
-) -> Problem:
-    """Check a call on packed sequences.
+class PackedMaker:
+    """A function that checks a call on packed sequences and returns its problem.
 
     Args:
-        q: (heads, total_q, head_dim), a view.
-        k: (heads, total_k, head_dim).
-        v: (heads, total_k, value_dim).
-        options: Options by name.
         cu_seqlens_q: Cumulative query lengths, (count + 1,), starting at 0.
         cu_seqlens_k: Cumulative key lengths, (count + 1,), starting at 0.
         find: Returns the bounds of the sequences.
-
-    Raises:
-        TypeError: See :func:`kernels.make_problem`, and
-            :class:`kernels.problem.packed_sequences.Sequences`.
-        ValueError: Also for ``attn_mask`` or ``block_mask``.
     """
-    for name in ("attn_mask", "block_mask"):
-        if options.get(name) is not None:
-            raise ValueError(
-                f"flash_attention_varlen does not support {name}, which has one shape for all sequences; "
-                "use is_causal, window_size or mask_mod(sequence, head, row, col) instead"
-            )
-    problem = problem_of(q, k, v, options)
-    sequences = find(cu_seqlens_q, cu_seqlens_k, problem.seq_q, problem.seq_k)
-    with suppress(TypeError):  # an option that cannot be hashed
-        return _packed(problem, sequences)
-    return replace(problem, sequences=sequences)
 
+    def __init__(
+        self,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        find: Callable[[Any, Any, int, int], Sequences] = sequences_of,
+    ):
+        self._sums, self._find = (cu_seqlens_q, cu_seqlens_k), find
 
-@lru_cache(maxsize=256)
-def _packed(problem: Problem, sequences: Sequences) -> Problem:
-    return replace(problem, sequences=sequences)
+    @property
+    def key(self) -> Any:
+        """The lengths by value, by which a call is looked up."""
+        own = [as_host_array("the cumulative lengths", sums) for sums in self._sums]
+        return tuple([(sums.dtype, sums.shape, sums.tobytes()) for sums in own])
+
+    def __call__(self, q: Any, k: Any, v: Any, options: Options) -> Problem:
+        """Check the call.
+
+        Args:
+            q: (heads, total_q, head_dim), a view.
+            k: (heads, total_k, head_dim).
+            v: (heads, total_k, value_dim).
+            options: Options by name.
+
+        Raises:
+            TypeError: See :func:`kernels.make_problem`, and
+                :class:`kernels.problem.packed_sequences.Sequences`.
+            ValueError: Also for ``attn_mask`` or ``block_mask``.
+        """
+        for name in ("attn_mask", "block_mask"):
+            if options.get(name) is not None:
+                raise ValueError(
+                    f"flash_attention_varlen does not support {name}, which has one shape for all "
+                    "sequences; use is_causal, window_size or mask_mod(sequence, head, row, col) instead"
+                )
+        problem = problem_of(q, k, v, options)
+        return replace(problem, sequences=self._find(*self._sums, problem.seq_q, problem.seq_k))
 
 
 def check_packed(name: str, operand: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from kernels.problem.option_values import (
     check_offset,
     check_precision,
     check_scale,
-    check_seed,
     check_sink,
     check_slopes,
     check_softcap,
@@ -31,7 +30,7 @@ from kernels.problem.packed_sequences import Sequences
 from kernels.problem.rungs import rung_of_run
 from kernels.problem.shapes import check_dtypes, check_shapes
 from kernels.runtime.dtypes import acc_dtype
-from kernels.scores.mods import KEPT, ScoreMod, as_mask_mod, as_score_mod
+from kernels.scores.mods import ScoreMod, as_mask_mod, as_score_mod
 from kernels.scores.program import PLAIN, Features, features_of
 from kernels.sparsity.block_mask import BlockMask
 
@@ -292,73 +291,6 @@ def make_problem(
     )  # fmt: skip
 
 
-#: Checked problems by the kind of call.  A training step repeats the same calls, and checking one takes
-#: longer than launching it.
-_problems: dict[Any, Problem] = {}
-#: Maximum number of cached problems.
-MOST_PROBLEMS = 1024
-
-
-def problem_of(q: Any, k: Any, v: Any, options: Options) -> Problem:
-    """Return the problem of a call; only the first call of a kind is checked in full.
-
-    The values of the ALiBi slopes and of the seed are checked in every call.
-
-    Args:
-        q: Queries, (…, heads, seq_q, head_dim).
-        k: Keys, (…, heads, seq_k, head_dim).
-        v: Values, (…, heads, seq_k, value_dim).
-        options: Options by name; missing ones have the defaults of :func:`make_problem`.
-
-    Raises:
-        TypeError: If :func:`make_problem` rejects the type of an argument.
-        ValueError: If :func:`make_problem` rejects a shape or a value.
-    """
-    seed, kind, problem = options.get("seed"), None, None
-    try:
-        kind = _kind(q, k, v, options)
-        problem = None if kind is None else _problems.get(kind)
-    except (AttributeError, TypeError):  # an invalid argument, or one that cannot be hashed
-        kind = None
-    if problem is None:
-        problem = _checked(q, k, v, options)
-        if kind is not None:
-            if len(_problems) >= MOST_PROBLEMS:
-                _problems.clear()
-            _problems[kind] = problem.unseeded
-        return problem
-    if (slopes := options.get("alibi_slopes")) is not None:
-        check_slopes(slopes, problem.lead)
-    if seed is not None:
-        check_types(seed=seed)
-        seed = check_seed(seed)
-        return problem.with_seed(seed) if problem.dropout_p else problem
-    return problem
-
-
-def _kind(q: Any, k: Any, v: Any, options: Options) -> Any:
-    """Return the key of a problem, or None if the options must be checked first."""
-    described: list[Any] = [q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, rung_of_run()]
-    for name, value in cast("dict[str, Any]", options).items():
-        if name in ARRAYS and value is not None:
-            if isinstance(value, np.generic):
-                return None  # no array, though it has a shape and a dtype
-            # Not the elements of arrays.
-            value = tuple(value.shape), np.dtype(value.dtype)
-        elif name == "seed":
-            value = value is None
-        elif name == "window_size" and value is not None:
-            described += map(type, value)
-        elif name in KEPT and value is not None:
-            try:
-                value = KEPT[name](value)  # equal functions may capture other numbers
-            except (TypeError, ValueError):
-                return None  # the full check raises the error
-        # By type as well: True is 1, and 1.0 is too.
-        described += name, type(value), value
-    return tuple(described)
-
-
 #: The options of a call that names none.
 _DEFAULTS = {
     name: parameter.default
@@ -366,11 +298,11 @@ _DEFAULTS = {
 }
 
 
-def _checked(q: Any, k: Any, v: Any, options: Options) -> Problem:
-    """Return the problem of a call."""
+def problem_of(q: Any, k: Any, v: Any, options: Options) -> Problem:
+    """Return the problem of a call; see :func:`make_problem`, which has the defaults of the options."""
     dtype = check_dtypes(q, k, v)
     o = SimpleNamespace(**{**_DEFAULTS, **options})
-    check_types(**{name: value for name, value in vars(o).items() if name not in ARRAYS})
+    check_types(**{name: value for name, value in options.items() if name not in ARRAYS})
     shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
     lead, groups, seq_q, seq_k, head_dim, value_dim = check_shapes(
         *shapes, enable_gqa=bool(o.enable_gqa)

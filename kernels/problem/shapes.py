@@ -21,23 +21,22 @@ def check_dtypes(q: Any, k: Any, v: Any) -> np.dtype[Any]:
     Raises:
         TypeError: If one is not an array, or their dtype is not supported or not the same.
     """
-    known = None
+    dtypes: list[Any] = []
     for name, operand in (("q", q), ("k", k), ("v", v)):
         check_array(name, operand)
-        if operand.dtype is known:  # the usual case
-            continue
-        known = operand.dtype
-        if np.dtype(known) not in NAMES:
+        dtypes.append(dtype := operand.dtype)
+        if np.dtype(dtype) not in NAMES:
             raise TypeError(
-                f"attention needs {_NAMES}, got {name} of {operand.dtype}; convert it with "
+                f"attention needs {_NAMES}, got {name} of {dtype}; convert it with "
                 "Tensor.to (NumPy arrays: .astype) to float32"
             )
-    if not q.dtype == k.dtype == v.dtype:
+    if not dtypes[0] == dtypes[1] == dtypes[2]:
         raise TypeError(
-            f"q, k and v must have the same dtype, got {q.dtype}, {k.dtype} and {v.dtype}; convert them "
-            "to one"
+            "q, k and v must have the same dtype, got {}, {} and {}; convert them to one".format(
+                *dtypes
+            )
         )
-    return np.dtype(q.dtype)
+    return np.dtype(dtypes[0])
 
 
 @lru_cache(maxsize=1024)

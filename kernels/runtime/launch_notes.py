@@ -55,19 +55,19 @@ class _Thread(threading.local):
     noted: list[Launched | Loop] | None = None
 
 
-_thread = _Thread()
+thread = _Thread()
 
 
 @contextmanager
 def launches_noted() -> Iterator[list[Launched | Loop]]:
     """Record the launches of this thread within a ``with`` block."""
-    before, _thread.noted = _thread.noted, []
+    before, thread.noted = thread.noted, []
     try:
-        yield _thread.noted
+        yield thread.noted
     finally:
-        _thread.noted = before
+        thread.noted = before
 
 
 def noted() -> list[Launched | Loop] | None:
     """Return the launches that this thread records, or None."""
-    return _thread.noted
+    return thread.noted

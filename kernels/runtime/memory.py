@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
@@ -141,33 +140,6 @@ class Memory:
         """Return why there is no such memory on this machine, or None."""
         raise NotImplementedError
 
-    def device(self) -> int:
-        """Return the number of the current device of this thread, 0 if there is only one."""
-        return 0
-
-    def layouts(self, arrays: Iterable[Any]) -> tuple[Any, ...]:
-        """Return the layouts of arrays, None for None; calls with equal layouts run in the same way."""
-        return tuple([x if x is None else (x.shape, x.strides) for x in arrays])
-
-    def may_note(self) -> bool:
-        """Tell whether :meth:`noted` would record a call now."""
-        return True
-
-    def noted(
-        self, run: Callable[[Sequence[Any], int], Sequence[Any]], arrays: Sequence[Any], seed: int
-    ) -> tuple[Sequence[Any], Callable[..., Sequence[Any]] | None]:
-        """Run a call, and return a function that repeats it with less overhead, or None.
-
-        Args:
-            run: Computes results from ``(arrays, seed)``.
-            arrays: The arrays of the call, some of them None.
-            seed: The seed of the call.
-
-        Returns:
-            The results, some of them None, and a function of other such arrays and another seed.
-        """
-        return run(arrays, seed), None
-
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised, contiguous array."""
         raise NotImplementedError
@@ -179,10 +151,6 @@ class Memory:
         write that order, the array is row-major; see :meth:`laid_as`.
         """
         return self.empty(shape, dtype)
-
-    def like(self, array: Any) -> Callable[[], Any]:
-        """Return a function that allocates uninitialised arrays of the shape, layout and dtype of one."""
-        raise NotImplementedError
 
     def laid_as(self, array: Any, operand: Any) -> Any:
         """Return a dense array with the same elements and the memory order of an operand.
@@ -308,13 +276,6 @@ class HostMemory(Memory):
             return np.empty(shape, dtype)
         strides = strides_as(_element_strides(array), tuple(shape))
         return self.view(np.empty(math.prod(shape), dtype), tuple(shape), strides)
-
-    def like(self, array: Any) -> Callable[[], Any]:
-        """Return a function that allocates arrays like a dense one; see :meth:`Memory.like`."""
-        shape, dtype, strides = array.shape, array.dtype, array.strides
-        if array.flags.c_contiguous:
-            return lambda: np.empty(shape, dtype)
-        return lambda: np.ndarray(shape, dtype, np.empty(math.prod(shape), dtype), 0, strides)
 
     def laid_as(self, array: Any, operand: Any) -> Any:
         """Return an array in the memory order of an operand; see :meth:`Memory.laid_as`."""

@@ -13,16 +13,15 @@ from functools import wraps
 from operator import attrgetter
 from typing import Any
 
-from kernels import launch
 from kernels.common.arguments import flag
-from kernels.problem.operands import make_operands
+from kernels.problem.operands import Operands
 from kernels.problem.options import Options
 
 from .. import operators, tensor_functions
 from ..attention.score_options import masking_penalty
 from ..autodiff import Context
 from ..functions.base import Function, as_int, is_tensor
-from ..functions.flash_attention import FlashAttention, attention_call
+from ..functions.flash_attention import FlashAttention, attention_call, attention_gradients
 from ..functions.views import swap_last
 from ..modules_basic import LayerNorm1d, layer_norm
 from ..nn import softmax
@@ -194,14 +193,9 @@ def flash_attn2_bw(
         m: The maximum of each row; not used.
         causal_mask: Whether later columns are masked; the same value as in the forward pass.
     """
-    target = launch.TARGETS[q.f.target]
     problem = attention_call(q, k, v, _options(causal_mask)).problem
-    operands = make_operands(target.memory, problem, q.array(), k.array(), v.array(), None, None)
-    ctx = Context(needs_input_grad=(True, True, True, False))
-    results = operands.having(out=out.array(), lse=lse.array())
-    ctx.save_for_backward(target, problem, q, (), results)
-    dq, dk, dv, *_ = FlashAttention.backward(ctx, out_grad)
-    return dq, dk, dv, causal_mask
+    gradients = attention_gradients(problem, out_grad, Operands(q, k, v, out=out, lse=lse))
+    return *gradients, causal_mask
 
 
 def flash_attn_bw(

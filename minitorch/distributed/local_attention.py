@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
-from kernels import Problem, launch
-from kernels.problem.operands import make_operands
+from kernels import Problem
+from kernels.array_call import Make
+from kernels.problem.operands import Operands
 from kernels.problem.options import Options
 from kernels.problem.origin import Origin
-from kernels.problem.packed_problem import make_packed_problem
+from kernels.problem.packed_problem import PackedMaker
 from kernels.problem.question import problem_of
 
-from ..functions.flash_attention import FlashAttention, attention_call
+from ..functions.flash_attention import FlashAttention, attention_call, attention_gradients
 from ..tensor import Tensor
 from ..tensor_data import TensorData
 
 #: A log-sum-exp and what it loses by rounding, each (…, heads, rows); see ``Operands.lse_rest``.
 Lse = tuple[Tensor, Tensor]
-
-#: Builds a problem from operands and options; see ``problem_of``.
-Make = Callable[[Any, Any, Any, Options], Problem]
 
 
 class Part(NamedTuple):
@@ -58,16 +54,25 @@ def part_of(
     own: Options = {**options}
     if row != col and (options.get("is_causal") or options.get("window_size") is not None):
         own["causal_offset"] = row - col
-    make: Make = problem_of
-    if sums:
-        make = partial(make_packed_problem, cu_seqlens_q=sums, cu_seqlens_k=sums)
+    make: Make = PackedMaker(sums, sums) if sums else problem_of
     if options.get("dropout_p"):
-        make = partial(_moved, make, Origin(heads, batch_head, row, col))
+        make = _Moved(make, Origin(heads, batch_head, row, col))
     return Part(own, make)
 
 
-def _moved(make: Make, origin: Origin, q: Any, k: Any, v: Any, options: Options) -> Problem:
-    return replace(make(q, k, v, options), origin=origin)
+class _Moved(NamedTuple):
+    """Builds the problem of a part of a larger attention."""
+
+    make: Make
+    origin: Origin
+
+    @property
+    def key(self) -> Any:
+        """What a call is looked up by."""
+        return getattr(self.make, "key", self.make), self.origin
+
+    def __call__(self, q: Any, k: Any, v: Any, options: Options) -> Problem:
+        return replace(self.make(q, k, v, options), origin=self.origin)
 
 
 def view_of(a: Tensor, dim: int, places: range) -> Tensor:
@@ -131,9 +136,5 @@ def gradients(
         lse: The log-sum-exp of all keys.
     """
     problem = attention_call(q, k, v, part.options, part.make).problem
-    target = launch.TARGETS[q.backend.target]
-    operands = make_operands(target.memory, problem, q.array(), k.array(), v.array())
-    logs, rest = (x.array() for x in lse)
-    operands = operands.having(out=out.array(), lse=logs, lse_rest=rest, dout=dout.array())
-    found = launch.backward(target, problem, operands)
-    return [q.wrap(x) for x in (found.dq, found.dk, found.dv)]
+    saved = Operands(q, k, v, out=out, lse=lse[0], lse_rest=lse[1])
+    return [*attention_gradients(problem, dout, saved)]

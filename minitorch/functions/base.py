@@ -142,25 +142,27 @@ class Function:
     @classmethod
     def _prepared(cls, args: tuple[Any, ...]) -> tuple[Context, tuple[Any, ...]]:
         """Return the context of a call, and its arguments as ``forward`` takes them: without history."""
-        # Loops and lists, not generators: with these the bookkeeping of a small tensor takes twice as long.
-        has_tensor = is_recorded = False
+        needs_grad, has_tensor = list[bool](), False
         for arg in args:
-            if hasattr(arg, "history"):
-                has_tensor, is_recorded = True, is_recorded or arg.history is not None
+            history = getattr(arg, "history", args)  # ``args`` stands for none
+            has_tensor = has_tensor or history is not args
+            needs_grad.append(history is not args and history is not None)
         if not has_tensor:
             raise TypeError(
                 f"{cls.__name__}.apply needs a tensor, got "
                 f"{', '.join(type(arg).__name__ for arg in args) or 'nothing'}; make one with "
                 "minitorch.tensor or minitorch.from_numpy"
             )
-        if not (is_recorded and modes.recording):
+        if not modes.recording or True not in needs_grad:
             # Nothing will be recorded, so that the arguments may be what they are.
             ctx = Context.__new__(Context)  # the other attributes have their defaults
             ctx.no_grad, ctx.needs_input_grad = True, (False,) * len(args)
         else:
-            needs_grad = [getattr(arg, "history", None) is not None for arg in args]
-            ctx = Context(False, (), tuple(needs_grad))
-            args = tuple([arg.detach() if is_tensor(arg) else arg for arg in args])
+            ctx, own = Context(False, (), tuple(needs_grad)), [*args]
+            for at, recorded in enumerate(needs_grad):
+                if recorded and hasattr(args[at], "_tensor"):  # not a Scalar
+                    own[at] = args[at]._new(args[at]._tensor)
+            args = tuple(own)
         return ctx, args
 
     @classmethod
@@ -183,7 +185,7 @@ class Function:
         # A tensor of its own: `value` may be saved in ctx, and a history on it would close a cycle
         # that keeps the whole graph in memory; or it may be an argument.
         if not ctx.no_grad:
-            result = value.detach()
+            result = value._new(value._tensor)
             result.history = History(cls, ctx, args)
             return result
         for arg in args:

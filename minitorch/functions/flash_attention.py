@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from kernels import Problem, launch
-from kernels.array_call import check_on_host, with_arrays
+from kernels.array_call import Make, check_on_host, with_arrays
+from kernels.bound_calls import DESCRIBE, READ, find, read
 from kernels.common.arguments import flag, is_number
-from kernels.cuda.backend import address_of, row_major_copy
-from kernels.known_calls import DESCRIBE, Glance, glance
+from kernels.cuda.backend import row_major_copy
 from kernels.problem.float8 import check_float8_gradient
 from kernels.problem.operands import PER_HEAD, Operands, in_order, make_operands
 from kernels.problem.options import ARRAYS, Options
 from kernels.problem.packed_problem import check_packed
 from kernels.problem.question import problem_of
 from kernels.scores.mods import check_derivative
-from kernels.varlen import maker as packed_maker
+from kernels.varlen import PackedMaker, sequences_of_call
 
 from ..autodiff import Context
 from ..backends import kernel_memory as kernel_memory  # which the operands need
 from ..backends.tensor_protocol import TensorLike as Tensor
-from ..tensor_data import TensorData
 from .base import Function, check_tensor, is_tensor
 from .dropout_seeds import dropout_seed
 from .views import Permute
@@ -46,7 +45,7 @@ def attention_call(
     k: Any,
     v: Any,
     options: Options,
-    make: Callable[[Any, Any, Any, Options], Problem] = problem_of,
+    make: Make = problem_of,
 ) -> AttentionCall:
     """Check the operands and options of attention on tensors; see ``kernels.make_problem``.
 
@@ -64,6 +63,7 @@ def attention_call(
     """
     for name, operand in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, operand)
+    _describe(q)
     if not q.backend.kind is k.backend.kind is v.backend.kind:
         raise TypeError(
             "q, k and v must be on one backend, got "
@@ -73,8 +73,7 @@ def attention_call(
     given, arrays = options, dict[str, Any]()
     if not ARRAYS.isdisjoint(options):
         _check_slopes(options.get("alibi_slopes"))
-        readable: Any = {name: _readable(option) for name, option in options.items()}
-        options, arrays = with_arrays(readable)
+        options, arrays = with_arrays(_readable_options(options))
     rate = options.get("dropout_p")
     if drawn := is_number(rate) and rate and options.get("seed") is None:
         options = {**options, "seed": 0}
@@ -116,6 +115,11 @@ def _check_backend(name: str, option: Any, q: Any) -> None:
         )
 
 
+def _readable_options(options: Options) -> Options:
+    """Return options with arrays in the place of tensors."""
+    return cast("Options", {name: _readable(option) for name, option in options.items()})
+
+
 def _readable(option: Any) -> Any:
     """Return a tensor as the array that kernels read; anything else as it is."""
     return option.array() if is_tensor(option) else option
@@ -128,7 +132,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, options
         check_packed(name, operand)
         # What is no tensor is refused where all operands are checked.
         views.append(Permute.apply(operand, (1, 0, 2)) if is_tensor(operand) else operand)
-    make = packed_maker(cu_q, cu_k)
+    make = PackedMaker(cu_q, cu_k, sequences_of_call)
     several = "return_lse" in options and flag("return_lse", options["return_lse"])
     apply = FlashAttention.apply_several if several else FlashAttention.apply
     result = apply(*views, options.get("attn_mask"), options.get("sink"), options, make)
@@ -141,38 +145,16 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, options
 _RESULTS = ("out", "lse", "lse_rest")
 
 
-class _Kept(NamedTuple):
-    """The data of a call that its backward pass needs.
-
-    Attributes:
-        target: The target on which it ran.
-        problem: The checked call.
-        q: The queries.
-        data: On a device, the data of q, k, v, out, lse and its rest.
-        operands: All arrays of the call, including these results; None if ``data`` has all of them.
-    """
-
-    target: Any
-    problem: Problem
-    q: Tensor
-    data: tuple[TensorData, ...]
-    operands: Operands | None
-
-    def having(self, dout: Any, dlse: Any = None) -> Operands:
-        """Return the operands of the backward pass."""
-        operands = self.operands
-        if operands is None:
-            view = self.target.memory.view
-            q, k, v, *results = (view(x._storage, x.shape, x.strides) for x in self.data)
-            operands = Operands(q, k, v, **dict(zip(_RESULTS, results, strict=True)))
-        return operands.having(dout=dout, dlse=dlse)
+def _describe(t: Any) -> None:
+    """Let calls be looked up by tensors of this type, if it is one."""
+    if is_tensor(t):
+        DESCRIBE[type(t)], READ[type(t)] = _of_tensor, _readable
 
 
-def _of_data(data: TensorData) -> tuple[Any, int]:
-    return (data.shape, data.strides, data.dtype), address_of(data._storage)
-
-
-DESCRIBE[TensorData] = _of_data
+def _of_tensor(t: Tensor) -> tuple[Any, Any]:
+    """Return the layout of a tensor, and its storage; see ``bound_calls.DESCRIBE``."""
+    data = t._tensor
+    return (data.shape, data.strides, data.dtype, t.backend), data._storage
 
 
 class FlashAttention(Function):
@@ -189,12 +171,12 @@ class FlashAttention(Function):
         mask: Any,
         sink: Any,
         options: Options,
-        make: Callable[[Any, Any, Any, Options], Problem] = problem_of,
+        make: Make = problem_of,
     ) -> Any:
-        """Check the call, compute out and lse, and keep them for the backward pass.
+        """Look up the call; if it is new, check it, pick a kernel, and keep how it runs.
 
         Args:
-            ctx: Stores the target (CPU or GPU), the problem, q, and all arrays of the call.
+            ctx: Stores the name of the target (CPU or GPU), the problem, and all arrays of the call.
             q: (…, heads, seq_q, head_dim).
             k: (…, heads, seq_k, head_dim).
             v: (…, heads, seq_k, value_dim).
@@ -211,39 +193,38 @@ class FlashAttention(Function):
             ValueError: If the call is invalid; if gradients are recorded, also for a ``score_mod`` without
                 its derivative and for float8 products.
         """
-        target, operands = launch.TARGETS[q.backend.target], None
-        seen = _glance(q, k, v, options) if make is problem_of else None
-        if seen is not None and seen.plan is not None:
-            problem = seen.plan.problem
+        if mask is not None or sink is not None:  # without their history
+            options = {**options, "attn_mask": mask, "sink": sink}
+        if type(q) not in DESCRIBE:
+            _describe(q)
+        found = results = operands = None
+        target = q.backend.target
+        if getattr(options.get("alibi_slopes"), "history", None) is None:
+            found = find((q, k, v), options, target, ctx.no_grad, make=make)
+        if found is not None and found.call is not None:
+            problem, seed = found.call.problem, found.seed
             if problem.dropout_p:
-                drawn = dropout_seed() if options.get("seed") is None else seen.seed
-                problem = problem.with_seed(drawn)
-            again = seen.plan.repeat.storages(seen.starts, problem.seed)
-            out, lse, rest = (q.on(*result) for result in again)
+                seed = dropout_seed() if options.get("seed") is None else seed
+                problem = problem.with_seed(seed)
+            results = found.repeated(seed)
         else:
-            if mask is not None or sink is not None:  # without their history
-                options = {**options, "attn_mask": mask, "sink": sink}
-            call = attention_call(q, k, v, options, make)
-            problem = call.problem
+            problem = attention_call(q, k, v, options, make).problem
             if not ctx.no_grad:
                 check_derivative(problem.score_mod)
                 check_float8_gradient(problem)
+        if results is None:
+            place = launch.TARGETS[target]
+            _, given = with_arrays(_readable_options(options))
             own = q.array(), k.array(), v.array()
-            operands = make_operands(target.memory, problem, *own, *in_order(call.arrays))
-            plan = launch.plan_of(target, problem, operands)
-            results = plan.run(problem, operands)
-            if seen is not None:
-                seen.learn(plan, operands)
-            operands = operands.having(**dict(zip(_RESULTS, results, strict=True)))
-            if call.arrays and not ctx.no_grad:
-                operands = _with_copies(operands, call.arrays, options)
-            out, lse, rest = map(q.wrap, results)
+            operands = make_operands(place.memory, problem, *own, *in_order(given))
+            results = launch.run(found, place, problem, operands)
+        out = q.wrap(results[0])
         if not ctx.no_grad:
-            data = (q, k, v, out, lse, rest) if q.backend.cuda else ()
-            ctx.save_for_backward(
-                *_Kept(target, problem, q, tuple([x._tensor for x in data]), operands)
-            )
-        return (out, lse, rest) if options.get("return_lse") else out
+            saved = Operands(q, k, v, **dict(zip(_RESULTS, results, strict=True)))
+            if not ARRAYS.isdisjoint(options):
+                saved = _with_options(saved, operands, options)
+            ctx.save_for_backward(target, problem, *saved)
+        return (out, q.wrap(results[1]), q.wrap(results[2])) if options.get("return_lse") else out
 
     @staticmethod
     def backward(
@@ -256,46 +237,60 @@ class FlashAttention(Function):
 
         The rest of lse is a constant, as the error of a rounding is.
         """
-        kept = _Kept(*ctx.saved_values)
-        problem, q = kept.problem, kept.q
+        target, problem, *saved = ctx.saved_values
+        q, needs_grad = saved[0], ctx.needs_input_grad
         dout = q.zeros(problem.out_shape) if grad_output is None else grad_output
-        given = [_in_dtype(dout, q.dtype)]
-        if grad_lse is not None:
-            given.append(_in_dtype(grad_lse, problem.acc_dtype))
-        is_plain = bool(kept.data) and not (problem.mask or problem.slopes or problem.sink)
-        seen = None
-        if is_plain and problem.score_mod is None and problem.mask_mod is None:
-            data = *kept.data, *[x._tensor for x in given]
-            seen = glance(data, {}, "gradients", problem.unseeded)
-        if seen is not None and seen.plan is not None:
-            again = seen.plan.repeat.storages(seen.starts, problem.seed)
-            results: list[Any] = [q.on(*result) for result in again]
-        else:
-            operands = kept.having(*[x.array() for x in given])
-            wanted = launch.Wanted(
-                True,
-                ctx.needs_input_grad[3] and problem.mask == "float",
-                problem.sink and ctx.needs_input_grad[4],
-            )
-            plan = launch.plan_of(kept.target, problem, operands, wanted=wanted)
-            gradients = plan.run(problem, operands)
-            if seen is not None:
-                seen.learn(plan, operands)
-            results = [None if array is None else q.wrap(array) for array in gradients]
-        return (*results, *[None] * (len(ctx.needs_input_grad) - len(results)))
+        dlse = None if grad_lse is None else _in_dtype(grad_lse, problem.acc_dtype)
+        kept = Operands(*saved).having(dout=_in_dtype(dout, problem.dtype), dlse=dlse)
+        wanted = launch.Wanted(
+            True, needs_grad[3] and problem.mask == "float", problem.sink and needs_grad[4]
+        )
+        given = [x for x in kept if x is not None]
+        found = find(given, {}, target, problem.unseeded, wanted)
+        none = [None] * (len(needs_grad) - 3)
+        if found is not None and found.repeats and not found.on_host and not any(wanted[1:]):
+            made = found.call.repeat.storages(found.starts, problem.seed)  # faster than arrays
+            return (*[q.on(*gradient) for gradient in made], *none)
+        results = None if found is None else found.repeated(problem.seed)
+        if results is None:
+            operands = Operands(*[None if x is None else read(x) for x in kept])
+            results = launch.run(found, launch.TARGETS[target], problem, operands, wanted)
+        gradients = [None if x is None else q.wrap(x) for x in results]
+        return (*gradients, *none[len(gradients) - 3 :])
 
 
-def _with_copies(operands: Operands, arrays: dict[str, Any], options: Options) -> Operands:
-    """Copy options that are arrays of the caller's, who may refill them before the backward pass.
+def attention_gradients(problem: Problem, dout: Tensor, saved: Operands) -> Sequence[Any]:
+    """Return dq, dk and dv of a call whose results are given.
 
-    Writes into tensors are noticed there, so that these are not copied.
+    Args:
+        problem: The checked call; see :func:`attention_call`.
+        dout: Gradient of out.
+        saved: q, k, v, out, lse, and its rest if there is one: tensors.
+    """
+    ctx = Context(needs_input_grad=(True, True, True, False, False))
+    ctx.save_for_backward(saved.q.backend.target, problem, *saved)
+    return FlashAttention.backward(ctx, dout)[:3]
+
+
+def _with_options(saved: Operands, operands: Operands | None, options: Options) -> Operands:
+    """Return saved arrays with the options that are arrays, as the call read them.
+
+    Arrays of the caller's are copied, who may refill them before the backward pass.  Writes into tensors
+    are noticed there, so that these are not copied.
+
+    Args:
+        saved: The other arrays.
+        operands: The operands of the call; None if it read the options as they are.
+        options: All options by name.
     """
     given: Any = options
     for field, name in {"mask": "attn_mask", **PER_HEAD}.items():
-        array = getattr(operands, field)
-        if array is not None and array is arrays.get(name) and not is_tensor(given[name]):
-            operands = operands.having(**{field: _copy(array)})
-    return operands
+        if (option := given.get(name)) is not None:
+            own = read(option)
+            array = own if operands is None else getattr(operands, field)
+            is_callers = array is own and not is_tensor(option)
+            saved = saved.having(**{field: _copy(array) if is_callers else array})
+    return saved
 
 
 def _copy(array: Any) -> Any:
@@ -304,16 +299,6 @@ def _copy(array: Any) -> Any:
         return row_major_copy(array)
     once = tuple(slice(None if step else 1) for step in array.strides)
     return array[once].copy()
-
-
-def _glance(q: Any, k: Any, v: Any, options: Options) -> Glance | None:
-    """Describe a call on a device by the layouts of its operands; None if it has to run in full."""
-    backend = q.backend
-    if not (backend.cuda and is_tensor(k) and is_tensor(v)):
-        return None
-    if not (backend is k.backend is v.backend):
-        return None
-    return glance((q._tensor, k._tensor, v._tensor), options, backend)
 
 
 def _in_dtype(t: Tensor, dtype: Any) -> Tensor:

@@ -35,7 +35,7 @@ def check_bits(target: str, rung: str, origin: Any, sizes: Any, bring: Any, back
     problem = replace(problem, origin=Origin(HEADS, first, row, col))
     operands = Operands(*map(bring, (q, k, v)))
     place = launch.TARGETS[target]
-    out, lse, rest = launch.plan_of(place, problem, operands).run(problem, operands)
+    out, lse, rest = launch.forward(place, problem, operands)
     given = operands.having(out=out, lse=lse, lse_rest=rest, dout=bring(dout))
     flat = np.arange(batch)[:, None] * HEADS + np.arange(heads) + first
     whole = kernels.dropout_mask((flat.max() + 1, row + seq_q, col + seq_k), RATE, SEED)
@@ -74,7 +74,7 @@ def test_packed_sequences_count_on_from_the_first_of_the_call() -> None:
         origin=Origin(HEADS, first * HEADS + 1),
     )
     operands = Operands(q, q, v)
-    out, *_ = launch.plan_of(launch.CPU, problem, operands).run(problem, operands)
+    out, *_ = launch.forward(launch.CPU, problem, operands)
     whole = kernels.dropout_mask((first + 2, HEADS, 8, 8), RATE, SEED)
     for number, length in enumerate(lengths):
         own = out[:, cu[number] : cu[number + 1], :length]

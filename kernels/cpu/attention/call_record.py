@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char
 from functools import lru_cache
 from typing import Any
@@ -25,12 +25,14 @@ from kernels.cpu.attention.tile_scores import (
     score_address,
 )
 from kernels.cpu.matmul.tile_product import product_address
-from kernels.cpu.runtime.function_pointers import run_alone, run_items, settings_argument
+from kernels.cpu.runtime import plain_python
+from kernels.cpu.runtime.function_pointers import run_alone, run_items
 from kernels.problem.operands import PER_HEAD, Operands
 from kernels.problem.origin import Origin
 from kernels.problem.question import Problem
+from kernels.runtime import launch_notes
 from kernels.runtime.jit import JIT_DISABLED, get_num_threads
-from kernels.runtime.launch_notes import Loop, noted
+from kernels.runtime.launch_notes import Loop
 
 #: Multiply-adds below which a call runs on one thread: waking the others takes 100 microseconds.
 ALONE_BELOW = 1 << 21
@@ -40,6 +42,13 @@ _pack_array = struct.Struct("=9q").pack_into
 WORD = 8
 #: Offset of each field.
 _OFFSETS = {name: int(SETTINGS.fields[name][1]) for name in SETTINGS.names or ()}  # type: ignore[index]
+_SEED, _PHASE = (_OFFSETS[name] // WORD for name in ("seed", "phase"))
+#: A function of ``(starts, seed, results, array)`` that runs a call on other arrays: the addresses of its
+#: operands and results, the dropout seed, the results, and a function that returns the array of an address
+#: by its index.  It returns False, and does nothing, if the call has to run in full.
+Run = Callable[..., bool]
+#: A function that returns a :data:`Run`, given the names of the fields whose addresses it takes, in order.
+Bind = Callable[[Sequence[str]], Run]
 #: Arguments of every kernel: the record and the index of the work item.
 ITEM_SIGNATURE = void(SETTINGS_TYPE, int64)
 
@@ -155,18 +164,61 @@ class CallOptions:
         self._record["tiles"] = len(table)
         return len(table)
 
-    def run(self, address: int, items: int) -> None:
-        """Run a kernel: call the function at an address for each work item, on all threads."""
-        settings = settings_argument(self.settings)
-        threads = 1 if self._is_small else min(get_num_threads(), items)
-        if (launches := noted()) is not None:
-            launches.append(Loop(items, threads))
-        before = mods.failures()
-        if threads > 1:
-            run_items(address, settings, np.zeros(1, np.int64), items, threads)
-        else:
-            run_alone(address, settings, items)
-        mods.check_finished(before)
+    def run(self, address: int, items: int, phases: int = 1) -> Bind:
+        """Run a kernel: call the function at an address for each work item, on all threads.
+
+        Args:
+            address: Address of the kernel.
+            items: Number of work items.
+            phases: How often the kernel runs, for the backward pass.
+
+        Returns:
+            A function that binds the kernel to other arrays of the same layouts; see :data:`Bind`.
+        """
+
+        def bind(names: Sequence[str]) -> Run:
+            return self._bind(address, items, phases, names)
+
+        bind(())((), self.problem.seed)
+        return bind
+
+    def _bind(self, address: int, items: int, phases: int, names: Sequence[str]) -> Run:
+        template = self.settings.view(np.int64)
+        brought = [
+            (_OFFSETS[name] // WORD, place)
+            for place, name in enumerate(names)
+            if name in self._arrays
+        ]
+        constants = [array for name, array in self._arrays.items() if name not in names]
+        threads_wanted = 1 if self._is_small else items
+        has_user_pass = bool(self._record["user_pass"])
+
+        def run(starts: Sequence[int], seed: int, *rest: Any, kept: Any = constants) -> bool:
+            words = template.copy()
+            for word, place in brought:
+                words[word] = starts[place]
+            words[_SEED] = seed
+            settings = (
+                [plain_python.Record(words.view(SETTINGS)[0])]
+                if JIT_DISABLED
+                else words.view(np.uint8)  # numba is slow to look up the type of a record
+            )
+            threads = min(get_num_threads(), threads_wanted) if threads_wanted > 1 else 1
+            launches = launch_notes.thread.noted
+            before = mods.failures() if has_user_pass else 0
+            for phase in range(phases):
+                words[_PHASE] = phase
+                if launches is not None:
+                    launches.append(Loop(items, threads))
+                if threads > 1:
+                    run_items(address, settings, np.zeros(1, np.int64), items, threads)
+                else:
+                    run_alone(address, settings, items)
+            if has_user_pass:
+                mods.check_finished(before)
+            return True
+
+        return run
 
     @property
     def _is_small(self) -> bool:
@@ -174,77 +226,13 @@ class CallOptions:
         work = math.prod(problem.scores_shape) * (problem.head_dim + problem.value_dim)
         return work < ALONE_BELOW
 
-    def prepared(
-        self,
-        address: int,
-        items: int,
-        others: tuple[str, ...],
-        phases: int = 1,
-        given: Operands | None = None,
-    ) -> Callable[..., bool] | None:
-        """Return a function that runs a kernel on other arrays of the same layout as those of this record.
 
-        Args:
-            address: Address of the kernel.
-            items: Number of work items.
-            others: Fields of a call in addition to its operands.
-            phases: How often the kernel runs, for the backward pass.
-            given: The operands of a backward pass, whose rest of lse may be missing.
-
-        Returns:
-            A function of ``(seed, operands, *others)``, which returns False without running if an array is
-            misaligned.  None if the call has user functions, or compilation is off.
-        """
-        if JIT_DISABLED or self._record["user_pass"]:
-            return None
-        template, is_small = self.settings.view(np.int64), self._is_small
-        own = {name: number for number, name in enumerate((*Operands._fields, *others))}
-        del own["mask_batch"]
-        if given is not None and given.lse_rest is None:
-            del own["lse_rest"]  # the zeros of this record
-        brought = [
-            (number, _OFFSETS[name] // WORD) for name, number in own.items() if name in self._arrays
-        ]
-        seed_place, phase_place = _OFFSETS["seed"] // WORD, _OFFSETS["phase"] // WORD
-        odd = self.problem.dtype.itemsize - 1
-        constants = [array for name, array in self._arrays.items() if name not in own]
-
-        def run(seed: int, operands: Operands, *rest: Any, kept: Any = constants) -> bool:
-            words, arrays, every = template.copy(), operands + rest, 0
-            for number, place in brought:
-                words[place] = start = _start_of(arrays[number])
-                every |= start
-            if every & odd:
-                return False
-            words[seed_place] = seed
-            settings = words.view(np.uint8)
-            threads = 1 if is_small else min(get_num_threads(), items)
-            for phase in range(phases):
-                words[phase_place] = phase
-                if threads > 1:
-                    run_items(address, settings, np.zeros(1, np.int64), items, threads)
-                else:
-                    run_alone(address, settings, items)
-            return True
-
-        return run
-
-
-def _start_of(array: Any) -> int:
+def start_of(array: Any) -> int:
     """Return the address of an array; through its buffer, if it has one, in a third of the time."""
     try:
         return addressof(c_char.from_buffer(array))
     except (BufferError, TypeError, ValueError):
         return array.ctypes.data
-
-
-def lie_as_viewed(given: Operands, viewed: Operands) -> bool:
-    """Tell whether the views of all arrays have the addresses of the arrays, so that none was copied."""
-    return all(
-        view.ctypes.data == array.ctypes.data
-        for name, array, view in zip(Operands._fields, given, viewed, strict=True)
-        if array is not None and name != "mask_batch"
-    )
 
 
 def _visible(

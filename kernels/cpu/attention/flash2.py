@@ -16,7 +16,6 @@ Options    the bounds of causal masks and windows are applied here; all others a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from numba import njit
 
 from kernels.common.online_softmax import LARGE, LOG2_E, PATIENCE
 from kernels.cpu.attention import flash_decoding
-from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions, lie_as_viewed
+from kernels.cpu.attention.call_record import ITEM_SIGNATURE, Bind, CallOptions
 from kernels.cpu.attention.mods import why_not_compiled
 from kernels.cpu.attention.tile_scores import Place, rows_of
 from kernels.cpu.attention.tiles import (
@@ -53,7 +52,6 @@ from kernels.cpu.runtime.function_pointers import address_of, call
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.jit import FASTMATH, njit_cached
-from kernels.runtime.memory import Memory
 
 #: (block_q, block_k): rows are lanes, and the number of keys keeps S in the cache.
 TILE = (128, 64)
@@ -216,24 +214,29 @@ def _address(dtype: np.dtype[Any]) -> int:
     return address_of(make_forward(dtype.type), ITEM_SIGNATURE)
 
 
-def forward(problem: Problem, size: tuple[int, int], operands: Operands) -> None:
+def forward(problem: Problem, size: tuple[int, int], operands: Operands) -> Bind | None:
     """Fill out, lse and lse_rest.
 
     Args:
         problem: The checked call.
         size: (block_q, block_k).
         operands: The operands, with any strides; the results are written.
+
+    Returns:
+        A function that binds the call to other arrays, or None if each call has to run in full.
     """
-    if _has_few_rows(problem, size, operands):
-        flash_decoding.forward(problem, operands)
-    else:
-        forward_by_tiles(problem, size, operands)
+    if size == tile(problem) and flash_decoding.pays(problem, operands):
+        return flash_decoding.forward(problem, operands)
+    return forward_by_tiles(problem, size, operands)
 
 
-def forward_by_tiles(problem: Problem, size: tuple[int, int], operands: Operands) -> None:
+def forward_by_tiles(problem: Problem, size: tuple[int, int], o: Operands) -> Bind:
     """Do what :func:`forward` says, by the kernel whose scores are those of the backward pass."""
-    options, items = _options(problem, size, operands)
-    options.run(_address(problem.dtype), items)
+    options = CallOptions(problem, o, size, by_keys=False)
+    logs = {"lse": o.lse[..., None], "lse_rest": o.lse_rest[..., None]}
+    options.name(q=o.q, k=o.k, v=o.v, out=o.out, **logs)
+    items = o.q.shape[0] * o.q.shape[1] * options.tile_table(False)
+    return options.run(_address(problem.dtype), items)
 
 
 def is_large(lse: Any) -> bool:
@@ -253,43 +256,6 @@ def with_scores_by_tiles(problem: Problem, o: Operands) -> Operands:
     whole = replace(problem, sink=o.sink is not None)
     forward_by_tiles(whole, tile(whole), o.having(out=out, lse=lse, lse_rest=rest))
     return o.having(lse=lse, lse_rest=rest)
-
-
-def _has_few_rows(problem: Problem, size: tuple[int, int], operands: Operands) -> bool:
-    return size == tile(problem) and flash_decoding.pays(problem, operands)
-
-
-def _options(problem: Problem, size: tuple[int, int], o: Operands) -> tuple[CallOptions, int]:
-    """Return the record of a call, and its work items."""
-    options = CallOptions(problem, o, size, by_keys=False)
-    logs = {"lse": o.lse[..., None], "lse_rest": o.lse_rest[..., None]}
-    options.name(q=o.q, k=o.k, v=o.v, out=o.out, **logs)
-    return options, o.q.shape[0] * o.q.shape[1] * options.tile_table(False)
-
-
-def prepare(
-    problem: Problem, size: tuple[int, int], memory: Memory, operands: Operands, result: Any
-) -> Callable[[Problem, Operands], Any] | None:
-    """Return a function that repeats a call on other arrays; see ``rungs.Rung.prepare_forward``."""
-    names = ("out", "lse", "lse_rest")
-    given = operands.having(**dict(zip(names, result, strict=True)))
-    viewed = given.viewed(memory, problem)
-    if not lie_as_viewed(given, viewed) or _has_few_rows(problem, size, viewed):
-        return None
-    options, items = _options(problem, size, viewed)
-    run = options.prepared(_address(problem.dtype), items, names)
-    if run is None:
-        return None
-    new_out, new_lse, new_rest = map(memory.like, result)
-
-    def again(problem: Problem, operands: Operands) -> Any:
-        out, lse, rest = new_out(), new_lse(), new_rest()
-        if not run(problem.seed, operands, out, lse, rest):
-            own = operands.having(out=out, lse=lse, lse_rest=rest)
-            forward(problem, size, own.viewed(memory, problem))
-        return out, lse, rest
-
-    return again
 
 
 def why_not(problem: Problem, size: tuple[int, int] | None) -> str | None:

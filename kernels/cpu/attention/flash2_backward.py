@@ -15,7 +15,7 @@ Options    as in the forward kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,13 @@ import numpy as np
 
 from kernels.common.geometry import PLAIN
 from kernels.cpu.attention import flash2, flash_decoding
-from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions, lie_as_viewed
+from kernels.cpu.attention.call_record import (
+    ITEM_SIGNATURE,
+    Bind,
+    CallOptions,
+    Run,
+    start_of,
+)
 from kernels.cpu.attention.gradient_tiles import (
     Buffers,
     add_key_gradients,
@@ -56,7 +62,6 @@ from kernels.cpu.runtime.function_pointers import address_of
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.jit import FASTMATH, njit_cached
-from kernels.runtime.memory import Memory
 
 #: Target number of work items of the backward pass, fixed so that sums do not depend on the number of
 #: threads.
@@ -196,7 +201,7 @@ def _address(dtype: np.dtype[Any]) -> int:
     return address_of(make_backward(dtype.type), ITEM_SIGNATURE)
 
 
-def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
+def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Bind:
     """Fill dq, dk and dv.
 
     The only memory in addition to the gradients is delta.
@@ -205,16 +210,12 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
         problem: The checked call.
         tile: (block_q, block_k).
         operands: The operands, with any strides; dq, dk and dv are written.
+
+    Returns:
+        A function that binds the call to other arrays.
     """
-    operands = flash2.with_scores_by_tiles(problem, operands)
-    options, items, parts = _options(problem, tile, operands)
-    for phase in range(parts):
-        options.settings["phase"] = phase
-        options.run(_address(problem.dtype), items)
-
-
-def _options(problem: Problem, tile: tuple[int, int], o: Operands) -> tuple[CallOptions, int, int]:
-    """Return the record of a call, its work items, and how often they are run."""
+    few_rows = flash_decoding.pays(problem, operands)
+    o = flash2.with_scores_by_tiles(problem, operands) if few_rows else operands
     batch_heads, seq_q = o.q.shape[0] * o.q.shape[1], o.q.shape[2]
     options = CallOptions(problem, o, tile, by_keys=True, backward=True)
     most = PLAIN.ceil_div(ITEMS, max(batch_heads, 1))
@@ -223,44 +224,30 @@ def _options(problem: Problem, tile: tuple[int, int], o: Operands) -> tuple[Call
     options.tile_table(True, parts)
     options.name(
         dout=o.dout, q=o.q, k=o.k, v=o.v, lse=o.lse[..., None], lse_rest=o.lse_rest[..., None],
-        delta=_delta(o)[..., None], out=o.out, dq=o.dq, dk=o.dk, dv=o.dv,
+        delta=_delta(o.dlse, o.lse.shape, o.lse.dtype)[..., None], out=o.out,
+        dq=o.dq, dk=o.dk, dv=o.dv,
     )  # fmt: skip
     options.settings["parts"], options.settings["part_rows"] = parts, part_rows
-    return options, parts * batch_heads, parts
+    bind = options.run(_address(problem.dtype), parts * batch_heads, parts)
+    layout, has_dlse = (o.lse.shape, o.lse.dtype), o.dlse is not None
+
+    def bind_with_delta(names: Sequence[str]) -> Run:
+        run, lse = bind([*names, "delta"]), names.index("lse")
+        dlse = names.index("dlse") if has_dlse else None
+
+        def run_with_delta(
+            starts: Sequence[int], seed: int, results: Any, array: Callable[[int], Any]
+        ) -> bool:
+            if few_rows and flash2.is_large(array(lse)):
+                return False
+            delta = _delta(None if dlse is None else array(dlse), *layout)
+            return run([*starts, start_of(delta)], seed)
+
+        return run_with_delta
+
+    return bind_with_delta
 
 
-def _delta(o: Operands) -> Any:
+def _delta(dlse: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     """Return the array to which the kernel adds rowsum(dO ∘ O), (batch, heads, seq_q)."""
-    return np.zeros(o.lse.shape, o.lse.dtype) if o.dlse is None else -o.dlse
-
-
-def prepare(
-    problem: Problem, tile: tuple[int, int], memory: Memory, operands: Operands, result: Any
-) -> Callable[[Problem, Operands], Any] | None:
-    """Return a function that repeats a call on other arrays; see ``rungs.Rung.prepare_backward``."""
-    gradients = result[:3]
-    given = operands.with_rest(memory, problem)
-    given = given.having(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
-    viewed = given.viewed(memory, problem)
-    if problem.groups > 1 or not lie_as_viewed(given, viewed):
-        return None
-    options, items, parts = _options(problem, tile, viewed)
-    others = ("dq", "dk", "dv", "delta")
-    run = options.prepared(_address(problem.dtype), items, others, parts, operands)
-    if run is None:
-        return None
-    new_dq, new_dk, new_dv = map(memory.like, gradients)
-    make = type(result)
-
-    few_rows = flash_decoding.pays(problem, viewed)
-
-    def again(problem: Problem, operands: Operands) -> Any:
-        dq, dk, dv = new_dq(), new_dk(), new_dv()
-        is_in_full = few_rows and flash2.is_large(operands.lse)
-        # A record has the sums D where operands have the gradient of lse.
-        if is_in_full or not run(problem.seed, operands, dq, dk, dv, _delta(operands)):
-            own = operands.with_rest(memory, problem).having(dq=dq, dk=dk, dv=dv)
-            backward(problem, tile, own.viewed(memory, problem))
-        return make(dq, dk, dv)
-
-    return again
+    return np.zeros(shape, dtype) if dlse is None else -dlse.reshape(shape)

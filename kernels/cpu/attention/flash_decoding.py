@@ -11,6 +11,7 @@ Traffic    k and v are read once, in place; nothing is transposed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,13 @@ from numba import njit
 
 from kernels.common.geometry import PLAIN
 from kernels.common.online_softmax import LOG2_E
-from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
+from kernels.cpu.attention.call_record import (
+    ITEM_SIGNATURE,
+    Bind,
+    CallOptions,
+    Run,
+    start_of,
+)
 from kernels.cpu.attention.tile_scores import Place, blocks_hide, rows_of
 from kernels.cpu.attention.tiles import (
     inverse_sum,
@@ -161,19 +168,22 @@ def make_part(real):
 
 
 @njit_cached(fastmath=FASTMATH)
-def merge_parts(out_parts, lse_parts, rest_parts, sink, out, lse, rest):
+def merge_parts(of_parts, sink, out, lse, rest):
     """Merge the parts by their sums, together with the sinks, which count as parts with out = 0.
 
     Args:
-        out_parts: (parts, rows, value_dim).
-        lse_parts: (parts, rows).
-        rest_parts: (parts, rows).
+        of_parts: Flat: out (parts, rows, value_dim), then lse and its rest, (parts, rows) each.
         sink: (rows,), minus infinity without sinks.
         out: (rows, value_dim), written.
         lse: (rows,), written.
         rest: (rows,), written.
     """
-    parts, rows, value_dim = out_parts.shape
+    rows, value_dim = out.shape
+    parts = len(of_parts) // (rows * (value_dim + 2))
+    end = parts * rows * value_dim
+    out_parts = of_parts[:end].reshape(parts, rows, value_dim)
+    logs = of_parts[end:].reshape(2, parts, rows)
+    lse_parts, rest_parts = logs[0], logs[1]
     for r in range(rows):
         largest = sink[r]
         for part in range(parts):
@@ -211,8 +221,8 @@ def pays(problem: Problem, operands: Operands) -> bool:
     return 0 < rows_of_a_sequence(problem) <= MOST_ROWS and in_rows
 
 
-def forward(problem: Problem, operands: Operands) -> None:
-    """Fill out, lse and lse_rest.
+def forward(problem: Problem, operands: Operands) -> Bind | None:
+    """Fill out, lse and lse_rest, and bind the call; see ``flash2.forward``.
 
     Args:
         problem: The checked call.
@@ -225,30 +235,46 @@ def forward(problem: Problem, operands: Operands) -> None:
     block_q = rows_of_a_sequence(problem)
     own = problem.sinkless if parts > 1 else problem
     options = CallOptions(own, o, (block_q, BLOCK_K), by_keys=True, listed=False)
-    out_parts, lse_parts, rest_parts = (
-        np.empty((parts, *x.shape), x.dtype) if parts > 1 else x[None]
-        for x in (o.out, o.lse, o.lse_rest)
+    results, rows, dim = (o.out, o.lse, o.lse_rest), o.lse.size, o.out.shape[-1]
+    logs = parts * rows * dim, parts * rows * (dim + 1)  # where lse and its rest begin
+    size = parts * rows * (dim + 2) if parts > 1 else 0
+    memory = np.empty(size, o.lse.dtype)
+    of_parts = np.split(memory, logs) if size else results
+    out, lse, rest = (
+        x.reshape(-1, *own.shape[1:]) for x, own in zip(of_parts, results, strict=True)
     )
-    options.name(
-        q=o.q, k=o.k, v=o.v, out=out_parts.reshape(-1, *o.out.shape[1:]),
-        lse=lse_parts.reshape(-1, *o.lse.shape[1:], 1),
-        lse_rest=rest_parts.reshape(-1, *o.lse.shape[1:], 1),
-    )  # fmt: skip
+    options.name(q=o.q, k=o.k, v=o.v, out=out, lse=lse[..., None], lse_rest=rest[..., None])
     options.settings["parts"] = parts
     tiles = options.tile_table(False)
-    options.run(_address(problem.dtype), o.q.shape[0] * o.q.shape[1] * tiles * parts)
-    if parts > 1:
-        dim = o.out.shape[-1]
-        sink = o.lse.dtype.type(-np.inf) if o.sink is None else o.sink[..., 0]
-        merged = o.out.reshape(-1, dim)  # a copy if out is not contiguous
-        merge_parts(
-            out_parts.reshape(parts, -1, dim),
-            lse_parts.reshape(parts, -1),
-            rest_parts.reshape(parts, -1),
-            np.broadcast_to(sink, o.lse.shape).reshape(-1),
-            merged,
-            o.lse.reshape(-1),
-            o.lse_rest.reshape(-1),
-        )
-        if not o.out.flags.c_contiguous:
-            o.out[...] = merged.reshape(o.out.shape)
+    bind = options.run(_address(problem.dtype), o.q.shape[0] * o.q.shape[1] * tiles * parts)
+    if not size:
+        return bind
+    no_sink = np.full(o.lse.shape, -np.inf, o.lse.dtype)
+    sink = no_sink if o.sink is None else np.broadcast_to(o.sink[..., 0], o.lse.shape)
+    _merge(memory, sink, *results)
+    if o.sink is not None:
+        return None
+    layout, dtype = (o.out.shape, o.out.strides), o.lse.dtype
+    offsets = [place * dtype.itemsize for place in (0, *logs)]
+
+    def bind_parts(names: Sequence[str]) -> Run:
+        run = bind(names)
+
+        def run_parts(starts: Sequence[int], seed: int, results: Sequence[Any], *_: Any) -> bool:
+            memory, (shape, strides), (out, *logs) = np.empty(size, dtype), layout, results
+            start = start_of(memory)
+            run([*starts[:-3], start + offsets[0], start + offsets[1], start + offsets[2]], seed)
+            _merge(memory, no_sink, np.ndarray(shape, dtype, out, 0, strides), *logs)
+            return True
+
+        return run_parts
+
+    return bind_parts
+
+
+def _merge(of_parts: Any, sink: Any, out: Any, lse: Any, rest: Any) -> None:
+    """Fill out, lse and its rest from those of all parts, and the sinks, shaped like lse."""
+    merged = out.reshape(-1, out.shape[-1])  # a copy if out is not contiguous
+    merge_parts(of_parts, sink.reshape(-1), merged, lse.reshape(-1), rest.reshape(-1))
+    if not out.flags.c_contiguous:
+        out[...] = merged.reshape(out.shape)

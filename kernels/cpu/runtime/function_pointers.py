@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
@@ -28,14 +27,6 @@ def address_of(dispatcher: Any, signature: Any) -> int:
     compile_signature(dispatcher, signature)
     compiled = dispatcher.get_compile_result(signature)
     return compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
-
-
-def settings_argument(record: Any) -> Any:
-    """Return a one-element array of records as kernels receive it.
-
-    The kernel receives its bytes, because numba is slow to look up the type of a record.
-    """
-    return [plain_python.Record(record[0])] if JIT_DISABLED else record.view(np.uint8)
 
 
 @intrinsic(plain_python.call)
@@ -115,7 +106,7 @@ def run_alone(address, settings, items):
 
     Args:
         address: Address of a compiled function.
-        settings: First argument of the function; see :func:`settings_argument`.
+        settings: First argument of the function: the bytes of a record, or a list with the record.
         items: Number of work items.
     """
     for item in range(items):
@@ -128,7 +119,7 @@ def run_items(address, settings, counter, items, threads):
 
     Args:
         address: Address of a compiled function.
-        settings: First argument of the function; see :func:`settings_argument`.
+        settings: First argument of the function: the bytes of a record, or a list with the record.
         counter: (1,) int64, zero: the index of the next work item.
         items: Number of work items; a thread takes the next one when it has finished its last.
         threads: Number of threads.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -13,7 +12,7 @@ from numba import void
 from kernels.common.geometry import ceil_div
 from kernels.cuda.device.half import as_bits, convert_flat
 from kernels.cuda.runtime.arrays import (
-    device_pointer,
+    array_on,
     device_view,
     element_strides,
     empty_device,
@@ -23,12 +22,11 @@ from kernels.cuda.runtime.arrays import (
     to_device,
 )
 from kernels.cuda.runtime.kernel import Kernel, array_type, scalar_type
-from kernels.cuda.runtime.recorder import active
-from kernels.cuda.runtime.repeated import noted
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.dtypes import BITS, acc_dtype, is_half
 from kernels.runtime.memory import (
     Memory,
+    check_dense,
     is_dense,
     join_dims,
     joined_step,
@@ -149,6 +147,15 @@ def device_constant(
     return to_device(np.frombuffer(content, dtype).reshape(shape))
 
 
+@lru_cache(maxsize=4096)
+def _flat(shape: tuple[int, ...], steps: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return the layout of a dense array as one dimension, and its strides; see ``Memory.flat``."""
+    strides = tuple(step // dtype.itemsize for step in steps)
+    check_dense(shape, strides)
+    flat = (math.prod(shape),), (dtype.itemsize,), dtype
+    return flat, None if strides == row_major_strides(shape) else strides
+
+
 class DeviceMemory(Memory):
     """Numba's device arrays."""
 
@@ -157,29 +164,6 @@ class DeviceMemory(Memory):
     def why_not(self) -> str | None:
         """Return why there is no device on this machine, or None."""
         return why_no_cuda()
-
-    def device(self) -> int:
-        """Return the number of the current device."""
-        return current_device()
-
-    def layouts(self, arrays: Iterable[Any]) -> tuple[Any, ...]:
-        """Return the layouts of arrays, and whether they are aligned for vectors of 16 bytes."""
-        return tuple(
-            [x if x is None else (x.shape, x.strides, device_pointer(x) % 16 == 0) for x in arrays]
-        )
-
-    def may_note(self) -> bool:
-        """Tell whether launches are not currently recorded for a graph."""
-        return active() is None
-
-    def noted(
-        self, run: Callable[[Sequence[Any], int], Sequence[Any]], arrays: Sequence[Any], seed: int
-    ) -> tuple[Sequence[Any], Callable[..., Sequence[Any]] | None]:
-        """Run a call, and return a function that repeats its launches; see :meth:`Memory.noted`."""
-        results, repeat = noted(run, arrays, seed)
-        if repeat is not None:
-            repeat.in_full = run
-        return results, repeat
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised, contiguous array."""
@@ -234,8 +218,9 @@ class DeviceMemory(Memory):
 
     def flat(self, array: Any) -> tuple[Any, tuple[int, ...] | None]:
         """Return the flat storage and the strides of a dense array; see :meth:`Memory.flat`."""
-        strides, storage = element_strides(array), flattened(array)
-        return storage, None if strides == row_major_strides(tuple(array.shape)) else strides
+        flat, strides = _flat(tuple(array.shape), tuple(array.strides), array.dtype)
+        memory = getattr(array, "gpu_data", None)  # the simulator's have none
+        return flattened(array) if memory is None else array_on(memory, flat), strides
 
     def split_heads(self, array: Any, count: int) -> Any:
         """View (…, heads, seq, dim) as (…, count, heads / count, seq, dim)."""

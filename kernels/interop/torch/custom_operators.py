@@ -13,9 +13,10 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 import kernels
-from kernels import array_call
+from kernels.array_call import attend
 from kernels.interop.libraries import NO_FORWARD_MODE, NO_NESTED
 from kernels.interop.torch.eager import eager_attention, in_loop, with_arrays
+from kernels.launch import Wanted
 from kernels.runtime.dtypes import BFLOAT16
 
 #: Sets of options that no operator of PyTorch can take, such as functions; an operator takes their number.
@@ -214,7 +215,7 @@ def _forward(
         attn_mask, alibi_slopes, sink, seed, dropout_p, is_causal, scale, enable_gqa, causal_offset,
         left, right, softcap, deterministic, others,
     )  # fmt: skip
-    return array_call.forward(q, k, v, options, None, True)
+    return attend((q, k, v), options, None)  # type: ignore[return-value]
 
 
 @torch.library.custom_op("minitorch::flash_attention_backward", **_OPTIONS)
@@ -230,8 +231,8 @@ def _backward(
         attn_mask, alibi_slopes, sink, seed, dropout_p, is_causal, scale, enable_gqa, causal_offset,
         left, right, softcap, deterministic, others,
     )  # fmt: skip
-    results, wanted = (dout, out, lse, dlse, rest), (mask_gradient, sink_gradient)
-    return list(array_call.backward((q, k, v), results, options, None, *wanted))
+    results, wanted = (out, lse, rest, dout, dlse), Wanted(True, mask_gradient, sink_gradient)
+    return list(attend((q, k, v), options, None, wanted, results))
 
 
 def _like(operand: Tensor, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from kernels import array_call
 from kernels.interop.libraries import NO_FORWARD_MODE
+from kernels.launch import Wanted
 from kernels.scores.mods import KEPT, with_kept_mods
 
 
@@ -43,7 +44,7 @@ def with_arrays(options: dict[str, Any], *arrays: Tensor | None) -> Any:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, slopes: Any, sink: Any, options: dict[str, Any]
 ) -> Any:
-    return array_call.forward(q, k, v, with_arrays(options, mask, slopes, sink), None, True)
+    return array_call.attend((q, k, v), with_arrays(options, mask, slopes, sink), None)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -117,8 +118,8 @@ class _Gradient(torch.autograd.Function):
         out: Tensor, lse: Tensor, rest: Tensor, wanted: tuple[bool, bool], options: dict[str, Any],
     ) -> tuple[Tensor, ...]:  # fmt: skip
         own = with_arrays(options, mask, slopes, sink)
-        results = dout, out, lse, dlse, rest
-        found = array_call.backward((q, k, v), results, own, None, *wanted)
+        results = out, lse, rest, dout, dlse
+        found = array_call.attend((q, k, v), own, None, Wanted(True, *wanted), results)
         if wanted[1]:
             return *found[:-1], found[-1].to(sink.dtype)
         return found

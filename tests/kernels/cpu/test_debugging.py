@@ -21,18 +21,18 @@ from ...support.tolerances import assert_close_arrays
 
 ROOT = Path(__file__).parents[3]
 
-#: Hops of a call, the table of docs/architecture.md: each function and its file.
+#: Functions that a first call passes through, as docs/architecture.md has them, each with its file.
 FORWARD = [
     ("AttentionMethods.flash_attention", "minitorch/tensors/attention_methods.py"),
     ("FlashAttention.forward", "minitorch/functions/flash_attention.py"),
-    ("plan_of", "kernels/launch.py"),
-    ("Plan.direct", "kernels/launch.py"),
+    ("BoundCall.__init__", "kernels/launch.py"),
+    ("BoundCall.in_full", "kernels/launch.py"),
     ("make_forward.forward_item", "kernels/cpu/attention/flash2.py"),
 ]
 BACKWARD = [
     ("FlashAttention.backward", "minitorch/functions/flash_attention.py"),
-    ("plan_of", "kernels/launch.py"),
-    ("Plan.direct", "kernels/launch.py"),
+    ("BoundCall.__init__", "kernels/launch.py"),
+    ("BoundCall.in_full", "kernels/launch.py"),
     ("make_backward.backward_item", "kernels/cpu/attention/flash2_backward.py"),
 ]
 

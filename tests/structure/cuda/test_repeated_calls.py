@@ -16,7 +16,7 @@ from kernels import BlockMask, launch
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.problem.operands import make_operands
-from kernels.problem.packed_problem import make_packed_problem
+from kernels.problem.packed_problem import PackedMaker
 from kernels.problem.packed_sequences import Sequences, sequences_of
 from kernels.problem.question import Problem, make_problem
 from kernels.runtime.dtypes import FLOAT16
@@ -97,7 +97,7 @@ def _problem(option: str, operands: list[Any], **more: Any) -> tuple[Problem, di
     if option == "documents":
         q, k, v = operands
         every: Any = {**options, **more}
-        return make_packed_problem(q, k, v, every, *map(np.array, SUMS)), options
+        return PackedMaker(*map(np.array, SUMS))(q, k, v, every), options
     return make_problem(*operands, **options, **more), options
 
 

@@ -11,9 +11,9 @@ from unittest.mock import patch
 import pytest
 
 import kernels
+from kernels.bound_calls import DESCRIBE, as_operand, find
 from kernels.cuda.runtime.memory_pool import Pool
 from kernels.interop import dlpack, libraries
-from kernels.known_calls import DESCRIBE, glance, learn_type
 from kernels.runtime.targets import IS_SIMULATOR
 
 from ...support.device.fake_device import FakeDriver, fake_device
@@ -96,14 +96,14 @@ def test_a_call_in_full_on_another_stream_waits_both_ways() -> None:
 def test_tensors_are_described_by_layout_and_address() -> None:
     with torch_on_a_device() as (fake, *_):
         q, other = fake.randn(*SHAPE), fake.randn(*SHAPE)
-        learn_type(q)
-        one = glance([q, other], {})
+        as_operand(q)
+        one = find([q, other], {})
         assert one is not None and one.starts == [q.data_ptr(), other.data_ptr()]
         shifted = Tensor(q.data_ptr() + 2, q.shape, q.stride(), q.dtype)  # not aligned
         for tensor in (shifted, fake.randn(*SHAPE, dtype="bfloat16"), fake.randn(1, 2, 64, 40)):
-            found = glance([tensor, other], {})
-            assert found is not None and found.kind != one.kind
-        assert glance([fake.randn(*SHAPE, requires_grad=True), other], {}) is None
+            found = find([tensor, other], {})
+            assert found is not None and found.key != one.key
+        assert find([fake.randn(*SHAPE, requires_grad=True), other], {}) is None
 
 
 def test_a_captured_stream_is_refused() -> None:

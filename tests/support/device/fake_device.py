@@ -20,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 
 import minitorch  # noqa: F401
-from kernels import launch
+from kernels import bound_calls
 from kernels.cuda.device import per_device
 from kernels.cuda.runtime import arrays, graphs, launcher
 from kernels.cuda.runtime import kernel as runtime_kernel
@@ -240,7 +240,7 @@ def _caches() -> Iterator[Any]:
 def _forget() -> None:
     for cache in _caches():
         cache.cache_clear()
-    launch.CUDA.plans.clear()
+    bound_calls.cache_clear()
 
 
 @contextmanager

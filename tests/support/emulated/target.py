@@ -78,7 +78,6 @@ def _forget() -> None:
     tiles = extras._block_arrays, extras._list_arrays, packed_tiles._copied
     for kept in (*tiles, memory.device_constant, layout, split_operands.split_kernel):
         kept.cache_clear()
-    EMULATED.plans.clear()  # what its rungs can was asked of another device
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import minitorch
 from kernels import launch
-from kernels.array_call import as_operand
+from kernels.bound_calls import as_operand
 from kernels.interop.libraries import as_array
 from kernels.runtime.dtypes import BFLOAT16, is_half
 

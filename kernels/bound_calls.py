@@ -1,0 +1,253 @@
+"""The memory of calls: an attention call with a known key runs without being checked or planned again.
+
+The key of a call consists of the layouts of its arrays, its options with their types, what it computes, and
+its device.  The first call with a key runs in full and leaves a bound call (``launch.BoundCall``).  Later
+ones only allocate results, write addresses and the dropout seed into prepared arguments, and run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import addressof, c_char
+from os import environ
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kernels.common.arguments import as_plain
+from kernels.cpu.attention.call_record import Bind, start_of
+from kernels.cuda.runtime.arrays import DeviceArray, is_device_array
+from kernels.cuda.runtime.recorder import active
+from kernels.cuda.runtime.repeated import VECTOR, address_of
+from kernels.interop.libraries import Torch, as_array, library_of
+from kernels.problem.operands import ARRAY_ORDER, Operands
+from kernels.problem.option_values import check_seed, check_slopes
+from kernels.problem.options import ARRAYS, Options
+from kernels.problem.rungs import RUNG_VARIABLE
+from kernels.rungs import CUDA
+from kernels.runtime.targets import current_device
+from kernels.scores.mods import KEPT, with_kept_mods
+
+#: The maximum number of bound calls; when it is reached, all are dropped.
+MOST_CALLS = 1024
+#: The bound calls by key.
+_calls: dict[Any, Any] = {}
+
+
+def cache_clear() -> None:
+    """Drop all bound calls, and the launches that they hold."""
+    _calls.clear()
+
+
+def _of_array(array: Any) -> tuple[Any, Any]:
+    return (array.shape, array.strides, array.dtype), array
+
+
+#: For each type of array, the function that returns its layout, and a NumPy or device array at its address;
+#: or the address, the unit of its alignment, and whether it is on the host.
+DESCRIBE: dict[type, Callable[[Any], tuple[Any, Any]]] = {
+    np.ndarray: _of_array,
+    DeviceArray: _of_array,
+}
+#: For types that :func:`as_operand` cannot read, the function that returns NumPy's or numba's array.
+READ: dict[type, Callable[[Any], Any]] = {}
+
+
+class Found(NamedTuple):
+    """A call that has been looked up.
+
+    Attributes:
+        key: The key.
+        arrays: Its arrays, in the order of ``Operands``.
+        starts: Their addresses.
+        seed: The option ``seed``; 0 if it is not given.
+        on_host: Whether the arrays are on the host.
+        call: The bound call, or None for the first call with this key.
+        repeats: Whether it can be repeated on these arrays themselves.
+    """
+
+    key: Any
+    arrays: Sequence[Any]
+    starts: list[int]
+    seed: int
+    on_host: bool
+    call: Any
+    repeats: bool
+
+    def keep(self, call: Any, operands: Operands) -> None:
+        """Keep the bound call of this key.
+
+        Args:
+            call: It has run with these arrays, or with copies of them.
+            operands: The arrays that it received.
+        """
+        if len(_calls) >= MOST_CALLS:
+            _calls.clear()
+        # A gradient of a broadcast operand is still summed.
+        shapes = call.problem.q_shape, call.problem.k_shape, call.problem.v_shape
+        is_whole = not call.wanted.backward or shapes == tuple([x.shape for x in operands[:3]])
+        reads_given = starts_of(operands) == self.starts
+        call.reads_given = is_whole and call.repeat is not None and reads_given
+        _calls[self.key] = call
+
+    def repeated(self, seed: int) -> Sequence[Any] | None:
+        """Repeat the bound call on these arrays; return its results, or None if it has to run in full."""
+        if not self.repeats:
+            return None
+        given = (self.arrays,) if self.on_host else ()
+        return self.call.repeat.arrays(self.starts, seed, *given)
+
+
+def starts_of(operands: Operands) -> list[int]:
+    """Return the addresses of a call's arrays."""
+    return [
+        (start_of if isinstance(x, np.ndarray) else address_of)(x)
+        for name, x in operands._asdict().items()
+        if x is not None and name != "mask_batch"
+    ]
+
+
+def find(
+    operands: Sequence[Any],
+    options: Options,
+    *rest: Any,
+    make: Any = None,
+    results: Sequence[Any] = (),
+) -> Found | None:
+    """Look up a call; None if it has to run in full.
+
+    Args:
+        operands: q, k and v, arrays of a type in :data:`DESCRIBE`.
+        options: Options by name.
+        *rest: Other values that the call depends on, of types that tell equal values apart, or tuples.
+        make: The function that builds the problem, which may have an attribute ``key`` to be looked up by.
+        results: The operands of a backward pass after those of the forward pass.
+    """
+    given: Any = options
+    seed, arrays, starts, on_host = 0, operands, list[int](), True
+    try:
+        key = [environ.get(RUNG_VARIABLE), rest, getattr(make, "key", make)]
+        if given and not ARRAYS.isdisjoint(given):
+            named = {name: given[name] for name in ARRAY_ORDER if given.get(name) is not None}
+            given = {name: x for name, x in given.items() if name not in ARRAYS}
+            arrays = *operands, *named.values()
+            key += named
+        for array in (*arrays, *results) if results else arrays:
+            layout, place = DESCRIBE[type(array)](array)
+            if isinstance(place, np.ndarray):
+                try:  # as ``start_of`` does, without a call
+                    start = addressof(c_char.from_buffer(place))  # type: ignore[arg-type]
+                except (BufferError, TypeError, ValueError):
+                    start = place.ctypes.data
+                on_host, unit = True, place.itemsize
+            elif type(place) is tuple:
+                start, unit, on_host = place
+            else:
+                start, unit, on_host = place.device_ctypes_pointer.value or 0, VECTOR, False
+            key += layout, start % unit, on_host
+            starts.append(start)
+        if not on_host:
+            if active() is not None:  # launches are being recorded for a graph
+                return None
+            key.append(current_device())
+        for value in rest:
+            if isinstance(value, tuple):
+                key += map(type, value)  # because True == 1 == 1.0
+        if given:
+            if not KEPT.keys().isdisjoint(given):
+                given = with_kept_mods(given)
+            if (drawn := given.get("seed")) is not None:
+                given, seed = {**given, "seed": None}, check_seed(drawn)
+                key.append(type(drawn))
+            key += given.items()
+            key += map(type, given.values())
+            if (window := given.get("window_size")) is not None:
+                key += map(type, window)
+        call = _calls.get(own := tuple(key))
+        if call is not None and call.problem.slopes and "alibi_slopes" in options:
+            check_slopes(read(options["alibi_slopes"]), call.problem.lead)
+        repeats = call is not None and call.reads_given
+        return Found(own, (*arrays, *results), starts, seed, on_host, call, repeats)
+    except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError):
+        return None  # an unknown type or a wrong value: the full call raises the error
+
+
+class BoundLoops:
+    """The loops of a call on the CPU, to run on other arrays of the same layouts.
+
+    Args:
+        bind: What the rung returned.
+        names: The names of the operands.
+        copies: For each operand that is converted or copied, its index and the function that does this.
+        written: The arrays that the rung wrote, by name.
+        finish: Returns the results from the arrays that the rung wrote; None if they are the results.
+    """
+
+    def __init__(
+        self,
+        bind: Bind,
+        names: Sequence[str],
+        copies: Sequence[tuple[int, Callable[[Any], Any]]],
+        written: Mapping[str, Any],
+        finish: Callable[..., Sequence[Any]] | None,
+    ):
+        self._run, self._copies, self._finish = bind((*names, *written)), copies, finish
+        own = [*written.values()]
+        self._made = [(x.shape if x.flags.c_contiguous else x.size, x.dtype) for x in own]
+        is_permuted = not all(x.flags.c_contiguous for x in own)
+        self._layouts = [(x.shape, x.strides) for x in own] if is_permuted else None
+
+    def __call__(self, operands: Operands, seed: int) -> Sequence[Any] | None:
+        """Return the results as arrays, given the arrays of a call; see :meth:`arrays`."""
+        given = [x for x in operands if x is not None and x is not operands.mask_batch]
+        return self.arrays(starts_of(operands), seed, given)
+
+    def arrays(
+        self, starts: Sequence[int], seed: int, arrays: Sequence[Any]
+    ) -> Sequence[Any] | None:
+        """Return the results; None if the call has to run in full.
+
+        Args:
+            starts: Addresses of the operands.
+            seed: Dropout seed.
+            arrays: The operands.
+        """
+        found, starts, kept = list[Any](), [*starts], list[Any]()
+        for place, copy in self._copies:
+            kept.append(copied := copy(read(arrays[place])))
+            starts[place] = start_of(copied)
+        for shape, dtype in self._made:
+            array: Any = np.empty(shape, dtype)
+            found.append(array)
+            starts.append(addressof(c_char.from_buffer(array)) if array.size else 0)
+        if not self._run(starts, seed, found, lambda at: read(arrays[at])):
+            return None
+        if self._layouts is not None:
+            layouts = zip(found, self._layouts, strict=True)
+            found = [np.ndarray(shape, x.dtype, x, 0, steps) for x, (shape, steps) in layouts]
+        return found if self._finish is None else self._finish(*found)
+
+
+def read(array: Any) -> Any:
+    """Return an array of a known type as NumPy's or numba's."""
+    return READ.get(type(array), as_operand)(array)
+
+
+def as_operand(array: Any) -> Any:
+    """Return an operand, or None, as NumPy's or numba's array; see ``arguments.as_plain``.
+
+    A device array with a negative stride is copied: no view of it could begin at its lowest address.
+    """
+    if isinstance(array, np.ndarray):  # and so memory of the host that a device can read
+        is_usual = type(array) is np.ndarray and array.dtype.isnative
+        return array if is_usual else as_plain(array)
+    if array is None:
+        return None
+    if not is_device_array(array):
+        array = as_array(foreign := array)
+        library = library_of(foreign)
+        if isinstance(library, Torch):
+            DESCRIBE[type(foreign)] = library.describe
+    if is_device_array(array) and min(array.strides, default=0) < 0:
+        return CUDA.memory.laid_as(array, array)
+    return array

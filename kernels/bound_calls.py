@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.common.arguments import as_plain
-from kernels.cpu.attention.call_record import Bind, start_of
 from kernels.cuda.runtime.arrays import DeviceArray, is_device_array
 from kernels.cuda.runtime.recorder import active
 from kernels.cuda.runtime.repeated import VECTOR, address_of
@@ -25,6 +24,7 @@ from kernels.problem.option_values import check_seed, check_slopes
 from kernels.problem.options import ARRAYS, Options
 from kernels.problem.rungs import RUNG_VARIABLE
 from kernels.rungs import CUDA
+from kernels.runtime.memory import Bind, start_of
 from kernels.runtime.targets import current_device
 from kernels.scores.mods import KEPT, with_kept_mods
 

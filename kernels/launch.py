@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.bound_calls import BoundLoops, Found
-from kernels.cpu.attention.call_record import start_of
 from kernels.cuda.runtime.recorder import active
 from kernels.cuda.runtime.repeated import noted
 from kernels.problem.argument_types import check_tile
@@ -28,7 +27,7 @@ from kernels.rungs import Rung as Rung
 from kernels.rungs import Target as Target
 from kernels.rungs import Tile as Tile
 from kernels.rungs import check_rung as check_rung
-from kernels.runtime.memory import Memory
+from kernels.runtime.memory import Memory, start_of
 from kernels.scores.mods import check_derivative
 
 

@@ -53,7 +53,7 @@ class Rung:
     Attributes:
         name: The name that selects it, as in ``rung="flash2"``.
         forward: A function of ``(problem, tile, operands)`` that fills out and lse.  On the CPU it may
-            return a function that binds the call to other arrays; see ``call_record.Bind``.
+            return a function that binds the call to other arrays; see ``memory.Bind``.
         backward: A function of ``(problem, tile, operands)`` that fills dq, dk and dv; it returns the same.
         tile: A function that returns the default tile, (block_q, block_k), for a problem.
         backward_tile: The same for the backward pass.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from ctypes import addressof, c_char
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
@@ -14,6 +16,20 @@ import numpy.typing as npt
 from kernels.runtime.dtypes import BITS, acc_dtype, rounded
 
 Ints = tuple[int, ...]
+#: A function of ``(starts, seed, results, array)`` that runs a call on other arrays: the addresses of its
+#: operands and results, the dropout seed, the results, and a function that returns the array of an address
+#: by its index.  It returns False, and does nothing, if the call has to run in full.
+Run = Callable[..., bool]
+#: A function that returns a :data:`Run`, given the names of the fields whose addresses it takes, in order.
+Bind = Callable[[Sequence[str]], Run]
+
+
+def start_of(array: Any) -> int:
+    """Return the address of an array; through its buffer, if it has one, in a third of the time."""
+    try:
+        return addressof(c_char.from_buffer(array))
+    except (BufferError, TypeError, ValueError):
+        return array.ctypes.data
 
 
 @lru_cache(maxsize=4096)

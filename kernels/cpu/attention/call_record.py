@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
-from ctypes import addressof, c_char
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -33,6 +32,7 @@ from kernels.problem.question import Problem
 from kernels.runtime import launch_notes
 from kernels.runtime.jit import JIT_DISABLED, get_num_threads
 from kernels.runtime.launch_notes import Loop
+from kernels.runtime.memory import Bind, Run
 
 #: Multiply-adds below which a call runs on one thread: waking the others takes 100 microseconds.
 ALONE_BELOW = 1 << 21
@@ -43,12 +43,6 @@ WORD = 8
 #: Offset of each field.
 _OFFSETS = {name: int(SETTINGS.fields[name][1]) for name in SETTINGS.names or ()}  # type: ignore[index]
 _SEED, _PHASE = (_OFFSETS[name] // WORD for name in ("seed", "phase"))
-#: A function of ``(starts, seed, results, array)`` that runs a call on other arrays: the addresses of its
-#: operands and results, the dropout seed, the results, and a function that returns the array of an address
-#: by its index.  It returns False, and does nothing, if the call has to run in full.
-Run = Callable[..., bool]
-#: A function that returns a :data:`Run`, given the names of the fields whose addresses it takes, in order.
-Bind = Callable[[Sequence[str]], Run]
 #: Arguments of every kernel: the record and the index of the work item.
 ITEM_SIGNATURE = void(SETTINGS_TYPE, int64)
 
@@ -225,14 +219,6 @@ class CallOptions:
         problem = self.problem
         work = math.prod(problem.scores_shape) * (problem.head_dim + problem.value_dim)
         return work < ALONE_BELOW
-
-
-def start_of(array: Any) -> int:
-    """Return the address of an array; through its buffer, if it has one, in a third of the time."""
-    try:
-        return addressof(c_char.from_buffer(array))
-    except (BufferError, TypeError, ValueError):
-        return array.ctypes.data
 
 
 def _visible(

@@ -25,7 +25,7 @@ from numba import njit
 
 from kernels.common.online_softmax import LARGE, LOG2_E, PATIENCE
 from kernels.cpu.attention import flash_decoding
-from kernels.cpu.attention.call_record import ITEM_SIGNATURE, Bind, CallOptions
+from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
 from kernels.cpu.attention.mods import why_not_compiled
 from kernels.cpu.attention.tile_scores import Place, rows_of
 from kernels.cpu.attention.tiles import (
@@ -52,6 +52,7 @@ from kernels.cpu.runtime.function_pointers import address_of, call
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.jit import FASTMATH, njit_cached
+from kernels.runtime.memory import Bind
 
 #: (block_q, block_k): rows are lanes, and the number of keys keeps S in the cache.
 TILE = (128, 64)

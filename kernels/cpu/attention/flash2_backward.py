@@ -23,13 +23,7 @@ import numpy as np
 
 from kernels.common.geometry import PLAIN
 from kernels.cpu.attention import flash2, flash_decoding
-from kernels.cpu.attention.call_record import (
-    ITEM_SIGNATURE,
-    Bind,
-    CallOptions,
-    Run,
-    start_of,
-)
+from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
 from kernels.cpu.attention.gradient_tiles import (
     Buffers,
     add_key_gradients,
@@ -62,6 +56,7 @@ from kernels.cpu.runtime.function_pointers import address_of
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.jit import FASTMATH, njit_cached
+from kernels.runtime.memory import Bind, Run, start_of
 
 #: Target number of work items of the backward pass, fixed so that sums do not depend on the number of
 #: threads.

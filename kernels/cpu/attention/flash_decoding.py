@@ -20,13 +20,7 @@ from numba import njit
 
 from kernels.common.geometry import PLAIN
 from kernels.common.online_softmax import LOG2_E
-from kernels.cpu.attention.call_record import (
-    ITEM_SIGNATURE,
-    Bind,
-    CallOptions,
-    Run,
-    start_of,
-)
+from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
 from kernels.cpu.attention.tile_scores import Place, blocks_hide, rows_of
 from kernels.cpu.attention.tiles import (
     inverse_sum,
@@ -42,6 +36,7 @@ from kernels.cpu.runtime.function_pointers import address_of, call, contiguous
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.jit import FASTMATH, njit_cached
+from kernels.runtime.memory import Bind, Run, start_of
 
 #: Maximum number of rows for which this is faster: more rows fill the lanes of the other kernel.
 MOST_ROWS = 8

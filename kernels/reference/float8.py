@@ -74,7 +74,7 @@ def quantised(x: Array, has_blocks: bool = False) -> tuple[Array, Array]:
         return (np.clip(x / unit, -MOST, MOST) + (x - x)).astype(E4M3), unit
 
 
-def rounding(forward: Callable[..., None]) -> Callable[..., None]:
+def rounding(forward: Callable[..., Any]) -> Callable[..., None]:
     """Return a function of ``(problem, tile, operands)`` that computes attention on rounded operands.
 
     Args:

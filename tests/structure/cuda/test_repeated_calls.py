@@ -97,7 +97,7 @@ def _problem(option: str, operands: list[Any], **more: Any) -> tuple[Problem, di
     if option == "documents":
         q, k, v = operands
         every: Any = {**options, **more}
-        return PackedMaker(*map(np.array, SUMS))(q, k, v, every), options
+        return PackedMaker(np.array(SUMS[0]), np.array(SUMS[1]))(q, k, v, every), options
     return make_problem(*operands, **options, **more), options
 
 

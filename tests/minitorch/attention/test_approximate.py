@@ -79,15 +79,17 @@ class Case:
         out.backward(from_numpy(weights, backend))
         for name, t in tensors.items():
             direction = random.standard_normal(t.shape)
-            ends = [
+            low, middle, high = (
                 (
                     weights
                     * self.expected({**self.arrays, name: self.arrays[name] + h * direction})
                 ).sum()
-                for h in (1e-5, -1e-5)
-            ]
+                for h in (-1e-5, 0.0, 1e-5)
+            )
+            if abs(low - 2 * middle + high) > 1e-5:
+                continue  # a hash or a cluster changes between the ends, where there is no derivative
             assert t.grad is not None
-            found, slope = (t.grad.to_numpy() * direction).sum(), (ends[0] - ends[1]) / 2e-5
+            found, slope = (t.grad.to_numpy() * direction).sum(), (high - low) / 2e-5
             assert found == pytest.approx(slope, rel=1e-4, abs=1e-4), f"gradient of {name}"
 
 

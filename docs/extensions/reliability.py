@@ -62,6 +62,7 @@ FIGURES = {
     "fuzz_gpu": {
         "cases": "calls",
         "outcomes/right": "right results",
+        "right_by/extreme/True": "of these with extreme scores",
         "outcomes/refused": "refused calls",
         "failures": "failures",
         "kinds": "combinations drawn",

@@ -88,9 +88,8 @@ class Units(NamedTuple):
         keep_scale: Factor of the probabilities that dropout keeps.
         k: Units of k, (batch, heads) float32.
         v: Units of v, (batch, heads) float32.
-        q: Units of q, (batch, heads) float32; this and the following are 0 in the forward pass, whose
-            kernel splits its query rows itself.
-        dout: Units of dout, (batch, heads) float32.
+        q: Units of q, (batch, heads) float32.
+        dout: Units of dout, (batch, heads) float32; this and the following are 0 in the forward pass.
         delta: Units of delta; 2**TOP of them exceed any delta of the head.
         v_norm: The largest norm of a row of v of the head, in its unit.
         dout_norm: The largest norm of a row of dout of the head, in its unit.
@@ -101,7 +100,7 @@ class Units(NamedTuple):
     keep_scale: Any
     k: Any
     v: Any
-    q: Any = 0
+    q: Any
     dout: Any = 0
     delta: Any = 0
     v_norm: Any = 0
@@ -113,15 +112,15 @@ def scale_type(numbers: Numbers, is_backward: bool = False) -> Any:
     if not numbers.is_scaled:
         return float64
     heads = array_type(FLOAT32, 2)
-    rest = [heads if is_backward else int64] * 5
-    return types.NamedTuple((float64, float32, float32, heads, heads, *rest), Units)
+    rest = [heads if is_backward else int64] * 4
+    return types.NamedTuple((float64, float32, float32, *[heads] * 3, *rest), Units)
 
 
 class UnitFunctions(NamedTuple):
     """The functions of ``(scale, b, h)`` that :func:`make_units` returns, which return factors.
 
     Attributes:
-        keys: Factor of products of q and k, for scale · q · k in the unit of q.
+        split_q: Factor of q before it is split, 1 / its unit.
         scores: Factor of products of q and k, for scale · q · k.
         top: Not a factor: the power of two of probabilities.
         out: Factor of products of probabilities and v, for P · v.
@@ -132,7 +131,7 @@ class UnitFunctions(NamedTuple):
         dv: Factor of products of probabilities and dout.
     """
 
-    keys: Callable[..., Any]
+    split_q: Callable[..., Any]
     scores: Callable[..., Any]
     top: Callable[..., Any]
     out: Callable[..., Any]
@@ -162,12 +161,12 @@ def make_units(numbers: Numbers) -> UnitFunctions:
         return zero
 
     @device_function
-    def keys(scale, b, h):
-        return float32(scale.scale) * scale.k[b, h]
+    def split_q(scale, b, h):
+        return one / scale.q[b, h]
 
     @device_function
     def scores(scale, b, h):
-        return keys(scale, b, h) * scale.q[b, h]
+        return float32(scale.scale) * scale.k[b, h] * scale.q[b, h]
 
     @device_function
     def top_of(scale, b, h):
@@ -210,6 +209,6 @@ def make_units(numbers: Numbers) -> UnitFunctions:
         return scale.dout[b, h] * ex2(-scale.top)
 
     if not numbers.is_scaled:
-        one_each = plain_scale, plain_scale, no_top, nothing, nothing, nothing
+        one_each = nothing, plain_scale, no_top, nothing, nothing, nothing
         return UnitFunctions(*one_each, plain_scale, plain_scale, nothing)
-    return UnitFunctions(keys, scores, top_of, out, dp, delta, dq, dk, dv)
+    return UnitFunctions(split_q, scores, top_of, out, dp, delta, dq, dk, dv)

@@ -83,9 +83,8 @@ def _copy_nothing(thread, source, b, h, first, stop, target):
 
 
 @device_function
-def _no_split(q, b, h, first_q, row, seq_q, seq_k, extras, tile, lane, warp_row):
-    """Return the unit of rows that were copied."""
-    return np.float32(1)
+def _no_split(q, scale, b, h, first_q, row, seq_q, seq_k, extras, tile, lane, warp_row):
+    """Leave the query tile to ``copy_tile``."""
 
 
 @cache
@@ -122,7 +121,8 @@ def forward_kernel(
     terms, units = numbers.terms, make_units(numbers)
     copied = vectors or numbers.is_scaled
     a_tiles, b_tiles = terms * row_tiles, 2 * terms
-    unit_of_keys, unit_of_out, top_of = units.keys, units.out, units.top
+    unit_of_scores, unit_of_out, top_of = units.scores, units.out, units.top
+    scale_of_q = units.split_q
     tiles = forward_tiles(layout, head_width, value_width, terms)
     q_offset, k_offset, v_offset = tiles["q"], tiles["k"], tiles["v"]
     k_bytes, v_bytes = (terms * HALF * block_k * width for width in (head_width, value_width))
@@ -211,10 +211,11 @@ def forward_kernel(
             k_row = first_k + tile_of(entry, extras) * block_k
             copy_k(thread, k, b, h, k_row, k_stop, k_tile)
             copy_v(thread, v, b, h, k_row, k_stop, v_tile)
-        q_unit = split_q(q, b, h, first_q, row, seq_q, seq_k, extras, q_tile, lane, warp_row)
+        q_scale = scale_of_q(scale, b, h)
+        split_q(q, q_scale, b, h, first_q, row, seq_q, seq_k, extras, q_tile, lane, warp_row)
         cp_async_commit_group()
         # 5: O = 0, l = 0, m = -inf
-        factor = unit_of_keys(scale, b, h) * q_unit
+        factor = unit_of_scores(scale, b, h)
         top = top_of(scale, b, h)
         unit = log2_e
         if is_plain and is_positive:

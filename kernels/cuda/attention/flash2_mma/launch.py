@@ -302,15 +302,16 @@ def _call(
 def _split(
     problem: Problem, tensors: tuple[Any, ...], delta: Any, numbers: Numbers
 ) -> tuple[tuple[Any, ...], Units]:
-    """Return float32 operands split into terms, except q in the forward pass, and their units."""
+    """Return float32 operands split into terms, and their units; the forward kernel splits q itself."""
     head, value = _widths(problem)
     scale = keep_scale(problem.dropout_p)
     top = float(TOP - math.ceil(math.log2(scale)))
     keys = tensor_cores.keys_in_bounds(problem)
-    if delta is None:
-        k, v = split_operands(tensors[1:], (head, value), numbers, (keys, keys))
-        return (tensors[0], k.bits, v.bits), Units(problem.scale, top, scale, k.unit, v.unit)
     rows = tensor_cores.rows_in_bounds(problem)
+    if delta is None:
+        q, *tensors = tensors
+        k, v, of_q = split_operands((*tensors, q), (head, value), numbers, (keys, keys, rows))
+        return (q, k.bits, v.bits), Units(problem.scale, top, scale, k.unit, v.unit, of_q.unit)
     tensors = (*tensors, reshaped(delta, (*delta.shape, 1)))
     counting = rows, keys, keys, rows, rows
     splits = split_operands(tensors, (head, head, value, value), numbers, counting, has_norms=True)

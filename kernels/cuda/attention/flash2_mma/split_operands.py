@@ -119,11 +119,12 @@ def _make_split_piece(numbers: Numbers) -> Callable[..., None]:
 
 @cache
 def make_split_rows(layout: MmaLayout, width: int, dtype: str, vectors: bool) -> Callable[..., Any]:
-    """Return ``split_rows(q, b, h, first_q, row, seq_q, seq_k, extras, tile, lane, warp_row)``.
+    """Return ``split_rows(q, scale, b, h, first_q, row, seq_q, seq_k, extras, tile, lane, warp_row)``.
 
     Each warp splits its own rows of the query tile at ``row`` into the tile in shared memory, which has the
-    layout that ``copy_tile`` gives terms, and returns the unit of these rows.  The sequence begins at
-    ``first_q``.  Rows whose keys are all out of bounds become zeros and do not affect the scale.
+    layout that ``copy_tile`` gives terms, multiplied by ``scale``, that of the head, as in the backward
+    pass: both compute the same scores.  The sequence begins at ``first_q``.  Rows whose keys are all out of
+    bounds become zeros.
 
     Args:
         layout: Layout of the block.
@@ -150,18 +151,12 @@ def make_split_rows(layout: MmaLayout, width: int, dtype: str, vectors: bool) ->
                     x[k * PIECE + j] = _ZERO
 
     @device_function
-    def split_rows(q, b, h, first_q, row, seq_q, seq_k, extras, tile, lane, warp_row):
+    def split_rows(q, scale, b, h, first_q, row, seq_q, seq_k, extras, tile, lane, warp_row):
         # (batch * PIECE,), and (4,), pairs
         x, words = cuda.local.array(numbers, float32), cuda.local.array(4, uint32)
         low_words = cuda.local.array(4, uint32)  # (4,)
         start, stop = -extras.upper, min(seq_k - extras.lower, seq_q)
-        most = _ZERO
         for i in range(0, loads, batch):
-            load(x, words, q, b, h, first_q, row + warp_row, start, stop, lane, i)
-            for k in range(batch):
-                most = largest_of(x, k * PIECE, PIECE, most)
-        scale, unit = _scale_and_unit(warp_max(most))
-        for i in range(0, loads, batch):  # from the cache
             load(x, words, q, b, h, first_q, row + warp_row, start, stop, lane, i)
             for k in range(batch):
                 n = lane + (i + k) * WARP
@@ -172,7 +167,6 @@ def make_split_rows(layout: MmaLayout, width: int, dtype: str, vectors: bool) ->
                 st_shared_v4(to, words)
                 if terms == 2:
                     st_shared_v4(to + term, low_words)
-        return unit
 
     return split_rows
 

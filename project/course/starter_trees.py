@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -29,12 +30,14 @@ STAMP = "course.json"
 #: What every tree has beside its Python files: file → the course's.
 COPIED = {
     "project/course.py": "project/course/tree_course.py",
-    **{file: file for file in ("setup.py", ".gitignore", ".streamlit/config.toml")},
+    **{file: file for file in (".gitignore", ".streamlit/config.toml")},
 }
 #: A library, in an import or by its name.
 IMPORTED = re.compile(r"""(?:^ *(?:import|from) |["'])(\w+)""", re.MULTILINE)
 
 # -- starter trees -------------------------------------------------------------------------------
+#: A constant of setup.py: its name, and its value as a literal.
+CONSTANT = re.compile(r'^([A-Z]+) = (".+"|\[.+\])$', re.M)
 
 
 def start(module: int, out: Path, earlier: Path | None = None, here: bool = True) -> None:
@@ -132,6 +135,7 @@ def write_tree(
     needed = read_text(ROOT / "requirements.txt").splitlines(keepends=True)
     needed = [line for line in needed if line[0] != "#" and re.split(r"\W", line)[0] in named]
     (out / "requirements.txt").write_text("".join(needed), encoding="utf-8")
+    (out / "setup.py").write_text(_setup(module), encoding="utf-8")
     marks = " or ".join(task.mark for task in tasks_until(module) if task.module >= first)
     plain = 'addopts = "-q --strict-markers'
     parts = read_text(ROOT / "pyproject.toml").split(f'{plain}"')
@@ -139,6 +143,34 @@ def write_tree(
         raise CourseError(f"pyproject.toml has {len(parts) - 1} lines {plain}, not one")
     (out / "pyproject.toml").write_text(f"{plain} -m '{marks}'\"".join(parts), encoding="utf-8")
     (out / "Makefile").write_text(_makefile(module), encoding="utf-8")
+
+
+def _setup(module: int) -> str:
+    """Return the ``setup.py`` of a tree: the course's extras that a student needs, and no more."""
+    source = read_text(ROOT / "setup.py")
+    python = re.findall(r'python_requires="(.+)"', source)[0]
+    names = {name: ast.literal_eval(value) for name, value in CONSTANT.findall(source)}
+    extras = {
+        name: [names.get(one, one.strip('"')) for one in re.findall(r'"[^"]+"|[A-Z]+', listed)]
+        for name, listed in re.findall(r'^    "(plot|digits|app|cuda)": \[(.+)\],$', source, re.M)
+    }
+    extras["course"] = names["COURSE"]
+    lines = [
+        '"""What this tree needs: the packages of requirements.txt, and extras by name."""',
+        "",
+        "from pathlib import Path",
+        "",
+        "from setuptools import find_packages, setup",
+        "",
+        "setup(",
+        f'    name="minitorch-module-{module}",',
+        '    packages=find_packages(include=["minitorch*", "kernels*"]),',
+        f'    python_requires="{python}",',
+        '    install_requires=Path(__file__).with_name("requirements.txt").read_text().splitlines(),',
+        f"    extras_require={extras!r},",
+        ")",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _makefile(module: int) -> str:

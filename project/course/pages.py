@@ -24,7 +24,7 @@ START = "course.py start"
 
 FENCED = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
 DIRECTIVE = re.compile(r"```\{([\w-]+)\} *(.*?)\n(.*)```", re.DOTALL)
-LINK = re.compile(r"(?<!`)(!?)\[([^\]]*)\]\(<?([^)\s>#]*)(#[^)\s>]*)?>?\)")
+LINK = re.compile(r"(?<!`)(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(<?([^)\s>#]*)(#[^)\s>]*)?>?\)")
 LINE = re.compile(r"^(\d+)\*?: ", re.MULTILINE)
 HEADING = re.compile(r"^# (.+)$", re.MULTILINE)
 
@@ -152,16 +152,16 @@ def _readme(module: int) -> str:
         f'   raise NotImplementedError("Task {first.id}: a hint")',
         f"   # END TASK {first.id}", "   ```", "",
         f"4. `{command(first)}` runs the tests of one task, and "
-        f"`python project/course.py grade . --task {first.id}` grades it the way your instructor's "
-        "grader does.",
-        "5. `make test` runs the tests of this module, and `python project/course.py grade .` prints its "
-        "points.",
+        f"`python project/course.py grade . --task {first.id}` grades it: with points, the way your "
+        "instructor's grader does, if the course repository is on your machine.",
+        "5. `make test` runs the tests of this module, and `python project/course.py grade .` grades all "
+        "its tasks.",
         "6. `make app` opens pages in a browser that show the ideas of this module, computed by your code.",
         "",
         "You may add functions and imports in the files named here, and files of your own. Every other "
         "file is taken from the course when your work is graded."
         + f" To begin the next module with your code, run `python project/course.py start {module + 1} "
-        "NEW --from OLD` in the course repository." * more,
+        "NEW --from OLD` in the course repository, if you have it." * more,
         "", f"| task, guide | title | {sum(task.points for task in tasks)} points | write |",
         "|---|---|---|---|", *rows, "", "## Hints", "", *hints, "", "## Commands", "", "```",
         *(f"{command(task)}" for task in tasks),

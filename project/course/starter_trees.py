@@ -186,7 +186,7 @@ def _makefile(module: int) -> str:
     lines = [
         "# make test    the tests of this module, compiled without optimisation, which takes half the time",
         "#              (pytest alone compiles as for use, and looks for the smallest example too)",
-        "# make grade   task by task, with points",
+        "# make grade   task by task",
         "# make app     this module's ideas in a browser, computed by your code",
         "ARGS ?= -n 2",
         "PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ def main() -> int:
     parser.add_argument("--task", action="append", metavar="3.2", help="may be repeated")
     parser.add_argument("--course", default=os.environ.get("MINITORCH_COURSE"), metavar="DIR")
     args, options = parser.parse_known_args()
+    if not (args.dir / "course.json").is_file():
+        parser.error(f"{args.dir} is not a tree of the course: it has no course.json")
     stamp = json.loads((args.dir / "course.json").read_text(encoding="utf-8"))
     course = Path(args.course or stamp["course"] or "")
     if (course / "project" / "course" / "grader.py").is_file():
@@ -35,20 +38,29 @@ def main() -> int:
         return subprocess.call([sys.executable, str(script), "grade", str(args.dir), *options])
     if args.course:
         parser.error(f"{course} is not the course: it has no project/course/grader.py")
-    where = f"is not in {course}" if stamp["course"] else "is not here"
-    print(f"The course {where}: no points; name its folder with --course DIR.", flush=True)
+    if stamp["course"]:
+        print(f"The course is not in {course}; name its folder with --course DIR.", flush=True)
+    print("Without the course there are no points; the tests of each task decide.", flush=True)
     tasks = {name: how for name, how in stamp["tasks"].items() if name in (args.task or [name])}
     if options or not tasks:
         parser.error(f"without the course, only --task with one of {', '.join(stamp['tasks'])}")
     failed = False
     for name, (title, marks, simulator) in tasks.items():
-        environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"} if simulator else None
+        # As in the Makefile: compiled without optimisation, and no search for the smallest example.
+        cache = str((args.dir / "build" / "numba").resolve())
+        environment = {"MINITORCH_SHRINK": "0", "NUMBA_OPT": "0", "NUMBA_CACHE_DIR": cache}
+        environment |= {"NUMBA_ENABLE_CUDASIM": "1"} if simulator else {}
         run = [sys.executable, "-m", "pytest", "-m", marks, "--tb=line", "--disable-warnings"]
-        done = subprocess.run(run, cwd=args.dir, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            run, cwd=args.dir, env={**os.environ, **environment}, capture_output=True, text=True
+        )
         print(f"{name:5} {title:32} {'failed' if done.returncode else 'passed'}", flush=True)
         if done.returncode:
             failed = True
-            print("".join(f"      {line}\n" for line in done.stdout.splitlines()[-12:]), end="")
+            lines = done.stdout.splitlines() or done.stderr.splitlines() or [""]
+            causes = [line for line in lines if re.search(r"^\S+:\d+: ", line)]
+            shown = [*list(dict.fromkeys(causes))[:5], lines[-1]]
+            print("".join(f"      {line}\n" for line in shown), end="")
     return int(failed)
 
 

@@ -309,8 +309,8 @@ def _split(
     keys = tensor_cores.keys_in_bounds(problem)
     rows = tensor_cores.rows_in_bounds(problem)
     if delta is None:
-        q, *tensors = tensors
-        k, v, of_q = split_operands((*tensors, q), (head, value), numbers, (keys, keys, rows))
+        q, *others = tensors
+        k, v, of_q = split_operands((*others, q), (head, value), numbers, (keys, keys, rows))
         return (q, k.bits, v.bits), Units(problem.scale, top, scale, k.unit, v.unit, of_q.unit)
     tensors = (*tensors, reshaped(delta, (*delta.shape, 1)))
     counting = rows, keys, keys, rows, rows

@@ -85,7 +85,8 @@ def test_a_tree_is_graded_by_the_course_or_else_by_its_tests(tmp_path: Path) -> 
     stamp = (tree / "course.json").read_text(encoding="utf-8")
     (tree / "course.json").write_text(stamp.replace(str(ROOT), "/moved"), encoding="utf-8")
     code, text = run("--task", "0.3")
-    assert code == 1 and "is not in /moved: no points" in text and "--course" in text, text
+    assert code == 1 and "is not in /moved; name its folder with --course" in text, text
+    assert "there are no points" in text and "NotImplementedError: Task 0.3: map" in text, text
     assert re.search(r"0\.3 .*failed", text) and re.search(r"0\.4 .*passed", text), text
     assert "Task 0.3: " in text and "10/10" not in text
     code, text = run("--course", str(ROOT))

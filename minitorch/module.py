@@ -191,6 +191,8 @@ class Parameter:
     """
 
     def __init__(self, x: Any, name: str | None = None) -> None:
+        if not isinstance(name, str | None):
+            raise TypeError(f"the name of a parameter is a string, not a {type(name).__name__}")
         self.name = name
         self.update(x)
 

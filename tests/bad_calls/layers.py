@@ -297,4 +297,7 @@ MODULES = {
     "a parameter of ids": wrong(
         lambda o: Parameter(o.ids), TypeError, "int64", "to(numpy.float32)"
     ),
+    "a parameter named by an array": wrong(
+        lambda o: Parameter(tensor([1.0]), o.ids), TypeError, "Tensor", "string"
+    ),
 }  # fmt: skip

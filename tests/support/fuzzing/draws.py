@@ -257,10 +257,9 @@ def _judge(drawn: Draw, actual: dict[str, Any]) -> str:
         return "returned"
     with np.errstate(all="ignore"):
         most = _largest(case)
-        exact = [np.isfinite(np.asarray(x, np.float64)).all() for x in (*case.operands, case.dout)]
-        infinite = any(
-            np.isinf(np.asarray(x, np.float64)).any() for x in (*case.operands, case.dout)
-        )
+        given = (*case.operands, case.dout, *([] if case.dlse is None else [case.dlse]))
+        exact = [np.isfinite(np.asarray(x, np.float64)).all() for x in given]
+        infinite = any(np.isinf(np.asarray(x, np.float64)).any() for x in given)
         if most > (1e2 if case.q.dtype == np.float16 else 1e3):
             _check_kinds(actual, case)
             return "returned"
@@ -340,7 +339,7 @@ def _largest(case: Case) -> float:
 def _check_kinds(actual: dict[str, Any], case: Case) -> None:
     """Check dtypes of results whose values rounding decides."""
     for name, got in actual.items():
-        own = acc_dtype(case.q.dtype) if name == "lse" else case.q.dtype
+        own = acc_dtype(case.q.dtype) if name in ("lse", "dsink") else case.q.dtype
         assert name == "dmask" or got.dtype == own, f"{name} is {got.dtype}, not {own}"
 
 

@@ -67,18 +67,6 @@ def test_map_agrees_with_numpy_and_the_simple_backend(fn: Any, expected: Any, dt
         ((33,), (1,)),
         ((2, 1), (1, 3)),
         ((1, 1, 1), (2,)),
-    ],
-)
-def test_zip_broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> None:
-    x, y = draw(a), draw(b, seed=1)
-    assert_equal(on_cuda(x) + on_cuda(y), x + y, f"shapes {a} and {b}")
-    assert_equal(on_cuda(y) * on_cuda(x), x * y, f"shapes {b} and {a}")
-
-
-@pytest.mark.task3_3
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
         ((5, 3), (3,)),  # a row
         ((5, 3), (5, 1)),  # a column
         ((5, 1), (3,)),  # a column and a row
@@ -89,12 +77,11 @@ def test_zip_broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> None:
         ((2, 2, 2, 2, 2), (2, 1, 2, 1, 2)),
     ],
 )
-def test_rows_columns_and_what_lies_between_them_broadcast(
-    a: tuple[int, ...], b: tuple[int, ...]
-) -> None:
-    x, y = draw(a, np.float32), draw(b, np.float32, seed=1)
-    assert_equal(on_cuda(x) * on_cuda(y), x * y, f"{a} by {b}")
-    assert_equal(on_cuda(permuted(x)) * on_cuda(y), x * y, f"{a} in reverse by {b}")
+def test_zip_broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    x, y = draw(a), draw(b, seed=1)
+    assert_equal(on_cuda(x) + on_cuda(y), x + y, f"shapes {a} and {b}")
+    x, y = x.astype(np.float32), y.astype(np.float32)
+    assert_equal(on_cuda(y) * on_cuda(permuted(x)), x * y, f"shapes {b} and {a}, in reverse")
 
 
 @st.composite
@@ -120,24 +107,6 @@ def test_any_dimension_of_any_layout_is_folded_as_in_numpy(layout: tuple[Any, in
 
 
 @pytest.mark.task3_3
-@pytest.mark.parametrize("arrays", [True, False], ids=["arrays", "tuples"])
-def test_raw_map_and_zip_take_the_published_arguments(arrays: bool) -> None:
-    x, y = on_cuda(draw((7, 5))), on_cuda(permuted(draw((7, 5), seed=1)))
-    shapes = [(t._tensor._storage, t._tensor.shape, t._tensor.strides) for t in (x, y)]
-    triples = [x.tuple(), y.tuple()] if arrays else shapes
-    threads = cuda_ops.THREADS_PER_BLOCK
-    blocks = -(-x.size // threads)
-
-    out = x.zeros()
-    cuda_ops.tensor_map(operators.exp)[blocks, threads](*out.tuple(), out.size, *triples[1])
-    assert_equal(out, np.exp(y.to_numpy()))
-    cuda_ops.tensor_zip(operators.mul)[blocks, threads](
-        *out.tuple(), out.size, *triples[0], *triples[1]
-    )
-    assert_equal(out, x.to_numpy() * y.to_numpy())
-
-
-@pytest.mark.task3_3
 def test_raw_reduce_writes_one_partial_fold_for_each_1024_elements() -> None:
     length = 1025
     x = on_cuda(draw((1, length)))
@@ -146,18 +115,6 @@ def test_raw_reduce_writes_one_partial_fold_for_each_1024_elements() -> None:
     kernel[out.size, 1024](*out.tuple(), out.size, *x.tuple(), 1, 0.0)
     values = x.to_numpy()
     assert_equal(out, [[values[0, :1024].sum(), values[0, 1024:].sum()]])
-
-
-@pytest.mark.task3_4
-def test_raw_matrix_multiply_takes_the_published_launch() -> None:
-    rows, depth, cols, tile = 33, 5, 3, cuda_ops.THREADS_PER_BLOCK
-    x, y = on_cuda(draw((1, rows, depth))), on_cuda(draw((1, depth, cols), seed=1))
-    out = x.zeros((1, rows, cols))
-    grid = (-(-rows // tile), -(-cols // tile), 1)
-    cuda_ops.tensor_matrix_multiply[grid, (tile, tile, 1)](
-        *out.tuple(), out.size, *x.tuple(), *y.tuple()
-    )
-    assert_equal(out, x.to_numpy() @ y.to_numpy())
 
 
 # -- practice kernels ---------------------------------------------------------------------------

@@ -3,35 +3,12 @@
 from collections.abc import Callable
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis.strategies import SearchStrategy, floats, sampled_from
+from hypothesis import given, settings
+from hypothesis.strategies import floats, sampled_from
 
-from minitorch import MathTestVariable, Scalar, central_difference, derivative_check, operators
+from minitorch import Scalar, central_difference, operators
 
-from ..strategies import result_of, small_floats
-
-scalars: SearchStrategy[Scalar] = small_floats.map(Scalar)
-small_scalars: SearchStrategy[Scalar] = small_floats.map(lambda x: Scalar(x / 10.0))
-
-Fn = tuple[str, Callable[..., float], Callable[..., Scalar]]
-one_arg, two_arg, _ = MathTestVariable._comp_testing()
-
-# Where a function jumps or bends, its slope is not what a central difference measures; near a pole
-# the difference is too coarse. Hypothesis finds such points: it reads the constants of our source.
-EDGES: dict[str, Callable[..., float]] = {
-    "inv": lambda a: a + 3.5,
-    "relu": lambda a: a + 5.5,
-    "complex": lambda a: a + 0.7,
-    "div2": lambda a, b: b + 5.5,
-    "gt2": lambda a, b: a + 1.2 - b,
-    "lt2": lambda a, b: a + 1.2 - b,
-    "eq2": lambda a, b: a - b - 5.5,
-}
-
-
-def away_from_edges(name: str, *xs: Scalar) -> bool:
-    return name not in EDGES or abs(EDGES[name](*(x.data for x in xs))) > 1e-2
-
+from ..strategies import result_of
 
 NOT_ZERO = floats(min_value=0.25, max_value=4.0).flatmap(lambda x: sampled_from([x, -x]))
 #: What is written → the same on Scalars, its value, and its slope in each Scalar.
@@ -121,30 +98,6 @@ def test_a_function_has_its_value_and_records_how_it_was_computed(
         )
 
 
-@pytest.mark.task1_2
-@pytest.mark.parametrize("fn", one_arg)
-@settings(max_examples=30)
-@given(scalars)
-def test_one_args(fn: Fn, a: Scalar) -> None:
-    name, on_floats, on_scalars = fn
-    assume(away_from_edges(name, a))
-    got, expected = on_scalars(a).data, on_floats(a.data)
-    assert got == pytest.approx(expected), f"{name}({a.data}) is {got}, expected {expected}"
-
-
-@pytest.mark.task1_2
-@pytest.mark.parametrize("fn", two_arg)
-@settings(max_examples=30)
-@given(scalars, scalars)
-def test_two_args(fn: Fn, a: Scalar, b: Scalar) -> None:
-    name, on_floats, on_scalars = fn
-    assume(away_from_edges(name, a, b))
-    got, expected = on_scalars(a, b).data, on_floats(a.data, b.data)
-    assert got == pytest.approx(expected), (
-        f"{name}({a.data}, {b.data}) is {got}, expected {expected}"
-    )
-
-
 # --- task 1.4: backward ----------------------------------------------------------------------
 
 
@@ -160,26 +113,6 @@ def test_a_function_has_its_slopes(name: str, x: float, y: float) -> None:
         assert v.derivative == pytest.approx(expected), (
             f"derivative of {call} in {letter}: backward(3.0) gives {v.derivative}, expected {expected}"
         )
-
-
-@pytest.mark.task1_4
-@pytest.mark.parametrize("fn", one_arg)
-@settings(max_examples=30)
-@given(scalars)
-def test_one_derivative(fn: Fn, a: Scalar) -> None:
-    name, _, on_scalars = fn
-    assume(away_from_edges(name, a))
-    derivative_check(on_scalars, a)
-
-
-@pytest.mark.task1_4
-@pytest.mark.parametrize("fn", two_arg)
-@settings(max_examples=30)
-@given(small_scalars, small_scalars)
-def test_two_derivative(fn: Fn, a: Scalar, b: Scalar) -> None:
-    name, _, on_scalars = fn
-    assume(away_from_edges(name, a, b))
-    derivative_check(on_scalars, a, b)
 
 
 # --- the rest of the contract ----------------------------------------------------------------

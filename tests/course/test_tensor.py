@@ -165,16 +165,6 @@ def test_one_derivative(fn: Fn, data: DataObject) -> None:
 @pytest.mark.parametrize("fn", two_arg, ids=lambda fn: fn[0])
 @few
 @given(data())
-def test_two_derivatives(fn: Fn, data: DataObject) -> None:
-    _, a = on_lattice(data)
-    _, b = on_lattice(data, first=0.06, shape=a.shape)
-    grad_check(fn[2], a, b)
-
-
-@pytest.mark.task2_4
-@pytest.mark.parametrize("fn", two_arg, ids=lambda fn: fn[0])
-@few
-@given(data())
 def test_two_derivatives_of_operands_that_broadcast(fn: Fn, data: DataObject) -> None:
     _, a = on_lattice(data)
     _, row = on_lattice(data, first=0.06, shape=(1, *a.shape[1:]))

@@ -18,7 +18,8 @@ from app_pages.tile_words import sentence
 from app_pages.widgets import choose, refuse
 from kernels.traffic.formulas import TRAFFIC, HeadShape, total
 
-RUNGS = ("naive", "flash1", "flash2")
+#: With the task that a student writes it in.
+RUNGS = {"naive": "", "flash1": "task 5.4", "flash2": "task 5.7, and task 5.9 for masks of blocks"}
 #: flash1 has the options of the paper of 2022, and of these masks no others.
 MASKS_OF_FLASH1 = ("none", "causal")
 TILE_SIZES = (4, 8, 16)
@@ -258,7 +259,7 @@ def page(hide_source: bool = False) -> None:
         return
     recording = next((each for each in found if each.settings.rung == rung), None)
     if recording is None:
-        refuse(f"{rung} is not written yet; choose another kernel")
+        refuse(f"{rung} is not written yet: it is {RUNGS[rung]}; choose another kernel")
         return
     story = Story(recording)
     number = choose_step(len(recording.steps), story.last_steps())

@@ -363,6 +363,14 @@ def test_a_step_changes_the_counters(rung: str) -> None:
     assert " = " in app.caption[-1].value, "the count is not what the formula says"
 
 
+def test_a_kernel_that_is_not_written_is_named_with_its_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_page, "recordings", lambda *settings: [])
+    shown = opened("attention", rung="flash2").error[0].value.replace("\\", "")
+    assert "flash2 is not written yet: it is task 5.7" in shown
+
+
 def test_the_tile_buttons_go_from_visit_to_visit() -> None:
     app = opened("attention", rung="flash1")
     step: Any = app.slider(key="step").value

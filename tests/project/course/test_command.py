@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 def test_what_needs_a_gpu_is_blocked_without_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    no_gpu = Expected({"3.3": ["a"]}, {}, "there is none", {}, {})
+    no_gpu = Expected({"3.3": ["a"]}, "there is none", {}, {})
     monkeypatch.setattr(course_grader, "expected_tests", lambda *args: no_gpu)
     start(3, tmp_path / "three")
     assert main(["grade", str(tmp_path / "three"), "--task", "3.3", "--gpu"]) == 2
@@ -82,6 +82,9 @@ def test_a_tree_is_graded_by_the_course_or_else_by_its_tests(tmp_path: Path) -> 
 
     code, text = run()
     assert code == 0 and "10/10" in text, text
+    for name, code in (("test_module", 0), ("add_lists", 1)):
+        tests = [sys.executable, "project/course.py", "test", ".", "-k", name]
+        assert subprocess.run(tests, cwd=tree, capture_output=True).returncode == code
     stamp = (tree / "course.json").read_text(encoding="utf-8")
     (tree / "course.json").write_text(stamp.replace(str(ROOT), "/moved"), encoding="utf-8")
     code, text = run("--task", "0.3")

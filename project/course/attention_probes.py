@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from course import probes
 from course.probes import Probes, Rng, after, drawn
 
 
 def ladder(rng: Rng) -> Probes:
     s, block = import_module("kernels.reference.softmax_ladder"), int(rng.integers(2, 5))
-    x, large = rng.normal(0.0, 3.0, 11), rng.normal(1e3, 3.0, 11)
+    x, large = np.sort(rng.normal(0.0, 3.0, 11)), rng.normal(1e3, 3.0, 11)
     large[: rng.integers(0, 5)] = -np.inf
     yield "naive_softmax", lambda: s.naive_softmax(x)
     yield "safe_softmax", lambda: s.safe_softmax(large)
@@ -31,12 +31,15 @@ def heads(rng: Rng, seq_q: int, seq_k: int, dim: int) -> list[Any]:
 
 def attend(
     target: str, rung: str, arrays: Sequence[Any], tile: Any = None, backward: bool = False,
-    **options: Any,
+    saved: Sequence[Any] = (), **options: Any,
 ) -> Callable[[], list[Any]]:  # fmt: skip
-    """Return a function that runs one rung and returns out and lse, and gradients if asked to."""
+    """Return a function that runs one rung and returns out and lse, and gradients if asked to.
+
+    With ``saved``, an out and an lse, only the backward pass runs.
+    """
     launch, problems = import_module("kernels.launch"), import_module("kernels")
     operands_of = import_module("kernels.problem.operands").make_operands
-    on, rung = (launch.NUMPY, "naive") if probes.TRUSTED else (getattr(launch, target), rung)
+    on = getattr(launch, target)
     there = (
         import_module("kernels.runtime.targets").cuda.to_device if on is launch.CUDA else np.asarray
     )
@@ -48,10 +51,12 @@ def attend(
         operands = operands_of(
             on.memory, problem, q, k, v, None if mask is None else there(mask), None
         )
-        out, lse = launch.forward(on, problem, operands, tile)
+        out, lse, rest = (
+            (*map(there, saved), None) if saved else launch.forward(on, problem, operands, tile)
+        )
         if not backward:
             return [out, lse]
-        operands = operands.having(out=out, lse=lse, dout=dout, dlse=dlse)
+        operands = operands.having(out=out, lse=lse, lse_rest=rest, dout=dout, dlse=dlse)
         found = launch.backward(on, problem, operands, tile)
         return [out, lse, found.dq, found.dk, found.dv]
 
@@ -59,7 +64,8 @@ def attend(
 
 
 def causal(rng: Rng) -> dict[str, Any]:
-    return {"is_causal": True, "causal_offset": int(rng.integers(-1, 2))}
+    """Draw a causal mask under which the first rows see nothing."""
+    return {"is_causal": True, "causal_offset": int(rng.integers(-2, 0))}
 
 
 def textbook(rng: Rng) -> Probes:
@@ -94,12 +100,12 @@ def algorithm_1(rng: Rng) -> Probes:
     cuda = import_module("kernels.runtime.targets").cuda
     float64 = import_module("numba").types.float64
     arrays, (rows, cols), scale = (
-        heads(rng, 4, 5, 2),
+        heads(rng, 4, 8, 2),
         rng.integers(2, 4, 2).tolist(),
         float(drawn(rng)),
     )
     q, k, v, out = (cuda.to_device(x[0]) for x in arrays[:4])
-    s, row_max, row_sum = (cuda.to_device(np.zeros(x)) for x in ((2, 4, 5), (2, 4), (2, 4)))
+    s, row_max, row_sum = (cuda.to_device(np.zeros(x)) for x in ((2, 4, 8), (2, 4), (2, 4)))
     run = practice.algorithm0[(2, 2), 2]
     yield "algorithm0", after(run, out, q, k, v, s, out, scale)
     run = practice.make_flash1_rows(rows, cols, 2, float64)[2, rows]
@@ -109,9 +115,29 @@ def algorithm_1(rng: Rng) -> Probes:
 
 
 def backward_1(rng: Rng) -> Probes:
-    for name, options in (("plain", {}), ("causal", causal(rng))):
+    flash1 = import_module("kernels.cuda.attention.flash1")
+    device_function = import_module("kernels.cuda.runtime.kernel").device_function
+    make, kernel = flash1.make_score_functions, flash1.backward_kernel
+    factor, step = float(drawn(rng)), int(rng.integers(2, 4))
+
+    @device_function
+    def kept(place: Any, extras: Any) -> float:  # that of the library is task 5.6
+        return 0.0 if (place.row + place.col) % step == 0 else factor
+
+    def with_factors(call: Callable[[], Any]) -> Any:
+        with import_module("pytest").MonkeyPatch.context() as patch:
+            patch.setattr(
+                flash1, "make_score_functions", lambda *args: make(*args)._replace(kept=kept)
+            )
+            patch.setattr(flash1, "backward_kernel", kernel.__wrapped__)
+            return call()
+
+    dropout = {"dropout_p": 0.4, "seed": 1}
+    for name, options in (("plain", {}), ("causal", causal(rng)), ("dropout", dropout)):
         arrays, tile = heads(rng, 3, 4, 2), tuple(rng.integers(2, 4, 2).tolist())
-        yield name, attend("CUDA", "flash1", arrays, tile, True, **options)
+        saved = rng.normal(size=(1, 2, 3, 2)), rng.uniform(2.0, 4.0, (1, 2, 3))
+        call = attend("CUDA", "flash1", arrays, tile, True, saved, **options)
+        yield name, lambda: with_factors(call) if name == "dropout" else call()
 
 
 def masks(rng: Rng) -> Probes:
@@ -130,9 +156,12 @@ def masks(rng: Rng) -> Probes:
 
 
 def flash2(rng: Rng) -> Probes:
+    split_keys: Any = import_module("kernels.cuda.attention.split_keys")
+    # One block computes all keys of a query tile, so that it has earlier sums to rescale.
+    split_keys.SIZES = replace(split_keys.SIZES, split_blocks=0)
     more = causal(rng) | {"dropout_p": 0.4, "seed": int(rng.integers(1 << 30))}
     for name, options in (("plain", {}), ("causal, with dropout", more)):
-        yield name, attend("CUDA", "flash2", heads(rng, 4, 6, 2), (4, 4), **options)
+        yield name, attend("CUDA", "flash2", heads(rng, 4, 10, 2), (4, 4), **options)
 
 
 def traffic(rng: Rng) -> Probes:

@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from course import probes
 from course.confine import guard, inside, landlock, seccomp
 from course.probing import values_of
 
@@ -109,7 +108,7 @@ class Recorder:
         outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
         self.write({
             "id": report.nodeid, "when": report.when, "outcome": outcome,
-            "message": text.strip()[:2000], "notes": dict(report.user_properties),
+            "message": text.strip()[:2000],
         })  # fmt: skip
 
 
@@ -174,7 +173,6 @@ def main() -> None:
         hide_the_course()
         sys.path.insert(0, tree)
         if job["trusted"]:
-            probes.TRUSTED = True
             write(collect(job))
         else:
             limit(job["memory_mb"], job["seconds"])

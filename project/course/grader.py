@@ -2,11 +2,8 @@
 
 The tree that is graded is made of the course's files, the files of the student that have tasks in them
 and any that the student has added. Points are given for each test of the course that has run and passed,
-but no more than for the values that the submission computes from drawn arguments, which are compared
-with the course's outside of its process: see ``probing``.
-
-What is right may have to be fast as well, for some of the points: as a ratio of two times, measured when
-everything else has passed. Tasks run beside each other; speed is measured while no other task runs.
+but no more than for what is judged outside of the submission's process: the values that it computes from
+drawn arguments, see ``probing``, and the text of its kernels, see ``kernel_text``.
 """
 
 from __future__ import annotations
@@ -18,20 +15,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from course.kernel_text import faults
 from course.markers import ROOT, CourseError
 from course.report import finish, print_row, refuse_unwritable
 from course.starter_trees import module_of, write_tree
-from course.tasks import SPEED, Task, expression, tasks_of
-from course.verdict import Result, Verdict, judge, notes
+from course.tasks import Task, expression, tasks_of
+from course.verdict import Result, judge, result_of
 from course.workplace import Workplace, assemble
 
 
@@ -40,14 +37,12 @@ class Expected(NamedTuple):
 
     Attributes:
         tests: Task → the tests that decide.
-        speed: Task → those that measure its speed; empty for most.
         no_gpu: Why there is no GPU, or None.
         seeds: Task → the secret seed of its probes.
         values: Task → what the course's solution computes from it.
     """
 
     tests: dict[str, list[str]]
-    speed: dict[str, list[str]]
     no_gpu: str | None
     seeds: dict[str, int]
     values: dict[str, dict[str, Any]]
@@ -63,11 +58,10 @@ def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
     """
     write_tree(max(task.module for task in tasks), place.solved, lambda region: None)
     seeds = {task.id: secrets.randbits(62) for task in tasks}
-    expected = Expected({}, {}, None, seeds, {})
+    expected = Expected({}, None, seeds, {})
     for simulator, simulated in sorted({_how(task, place) for task in tasks}):
         own = [task for task in tasks if _how(task, place) == (simulator, simulated)]
         files = {file for task in own for file in task.tests}
-        files |= {SPEED for task in own if task.speed}
         own_seeds = {task.id: seeds[task.id] for task in own}
         (found, *values) = _collected(place, files, own_seeds, simulated)
         expected = expected._replace(no_gpu=expected.no_gpu or found["no_gpu"])
@@ -86,17 +80,21 @@ def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
             # What fails first is shown in full.
             found.sort(key=lambda test: task.tests.index(test.split("::")[0]))
             expected.tests[task.id] = found
-            expected.speed[task.id] = [
-                test for test, its in marks.items() if test.startswith(SPEED) and task.mark in its
-            ]
     for task in tasks:
-        if not expected.tests[task.id] or (task.speed and not expected.speed[task.id]):
-            raise CourseError(f"the course has no test, or none of speed, with mark {task.mark}")
-        if not expected.values.get(task.id) and not expected.no_gpu:
+        if not expected.tests[task.id]:
+            raise CourseError(f"the course has no test with mark {task.mark}")
+        values = expected.values.get(task.id) or {"any call": None}
+        missing = [name for name, value in values.items() if value is None]
+        if missing and not _lacks_gpu(place, task, expected):
             raise CourseError(
-                f"the course's own solution of task {task.id} gives no values; run its tests"
+                f"the course's own solution of task {task.id} gives no value of "
+                f"{', '.join(missing)}; run its tests"
             )
     return expected
+
+
+def _lacks_gpu(place: Workplace, task: Task, expected: Expected) -> bool:
+    return task.simulator and not task.is_simulated(place.gpu) and expected.no_gpu is not None
 
 
 def _how(task: Task, place: Workplace) -> tuple[bool, bool]:
@@ -139,118 +137,55 @@ def _arguments(tree: Path, files: list[str], chosen: str) -> list[str]:
 
 
 def grade_task(place: Workplace, task: Task, expected: Expected) -> Result:
-    """Run the tests of one task and return what became of it.
+    """Run the tests of one task, confined, and return what became of it.
 
     Args:
         place: With the tree.
         task: What to grade.
         expected: Of the course.
     """
-    return _grade_fast(place, task, _grade_right(place, task, expected), expected)
-
-
-def _grade_right(place: Workplace, task: Task, expected: Expected) -> Result:
-    """Run the tests that decide; the points of speed are open still."""
-    tests = expected.tests[task.id]
-    result = Result(task.id, task.title, task.mark, possible=task.points, tests=len(tests))
+    if _lacks_gpu(place, task, expected):
+        return result_of(task, f"needs a GPU: {expected.no_gpu}", status="blocked")
     operators = place.tree / "minitorch" / "operators.py"
-    theirs = operators.read_bytes()
+    theirs, lacking = operators.read_bytes(), faults(place.tree, task.id)
     if task.own_tests:  # they are judged by whether they tell right code from wrong, the course's
         shutil.copyfile(ROOT / "minitorch" / "operators.py", operators)
+    job = {
+        "trusted": False, "tree": str(place.tree), "seeds": {task.id: expected.seeds[task.id]},
+        "memory_mb": task.memory_mb, "seconds": task.seconds,
+        "arguments": _arguments(place.tree, [*task.tests], expression(task, place.gpu)),
+    }  # fmt: skip
     begin = time.perf_counter()
-    verdict, _ = _run(place, task, tests, expected)
+    records, end = place.run(job, task.is_simulated(place.gpu), task.seconds)
     operators.write_bytes(theirs)
-    result.passed, result.message, result.also = verdict.passed, verdict.message, [*verdict.also]
-    result.waits_for, result.speed_possible = verdict.waits_for, task.speed
-    result.refused = [*verdict.refused]
-    if verdict.waits_for:
-        result.status = "waiting"
-    elif not verdict.message:
-        result.status, result.points = "passed", task.points - task.speed
-    elif verdict.honest:
-        right = int((task.points - task.speed) * verdict.right)
-        result.points = min(task.points_for(verdict.passed, len(tests)), right)
+    tests, values = expected.tests[task.id], expected.values[task.id]
+    try:
+        result = judge(task, tests, values, lacking, records, end)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        text = "the process has written a report that makes no sense"
+        result = result_of(task, text, tests=len(tests), refused=[*end.refused])
     result.seconds = round(time.perf_counter() - begin, 2)
     return result
-
-
-def _grade_fast(place: Workplace, task: Task, result: Result, expected: Expected) -> Result:
-    """Measure what is right, if that gives points; return the result with them."""
-    if not task.speed or result.status != "passed":
-        return result
-    begin = time.perf_counter()
-    verdict, records = _run(place, task, expected.speed[task.id], speed=True)
-    seconds = round(result.seconds + time.perf_counter() - begin, 2)
-    measured = replace(result, speed=notes(records, "speed"), seconds=seconds)
-    measured.refused = [*dict.fromkeys((*result.refused, *verdict.refused))]
-    if verdict.message:
-        slow = f"right, but too slow: {verdict.message}"
-        return replace(measured, status="failed", message=slow)
-    points = result.points + task.speed
-    return replace(measured, points=points, speed_points=task.speed)
-
-
-def _run(
-    place: Workplace, task: Task, tests: list[str], expected: Expected | None = None,
-    speed: bool = False,
-) -> tuple[Verdict, list[Any]]:  # fmt: skip
-    """Run tests of a task, confined, and judge them; return the records too."""
-    files, chosen = task.tests, expression(task, place.gpu)
-    if speed:
-        files, chosen = (SPEED,), task.mark
-    seeds, values = {}, {}
-    if expected is not None:
-        seeds, values = {task.id: expected.seeds[task.id]}, expected.values[task.id]
-    job = {
-        "trusted": False, "tree": str(place.tree), "seeds": seeds,
-        "memory_mb": task.memory_mb, "seconds": task.seconds,
-        "arguments": _arguments(place.tree, [*files], chosen),
-    }  # fmt: skip
-    simulator = task.is_simulated(place.gpu) and not speed
-    records, end = place.run(job, simulator, task.seconds, optimised=speed)
-    try:
-        return judge(task, tests, values, records, end), records
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return Verdict(
-            0, "the process has written a report that makes no sense", refused=end.refused
-        ), []
 
 
 def _grade_all(
     places: list[Workplace], tasks: list[Task], expected: Expected
 ) -> Generator[Result, None, None]:
-    """Yield the result of each task, in order.
-
-    Module after module: its tasks beside each other, each in a place that is free, and then how fast
-    they are, one by one.
-    """
+    """Yield the result of each task, in order; each is graded in a place that is free."""
     free: SimpleQueue[Workplace] = SimpleQueue()
     for place in places:
         free.put(place)
 
-    def right(task: Task) -> Result:
+    def in_free_place(task: Task) -> Result:
         place = free.get()
         try:
-            blocked = task.simulator and not task.is_simulated(place.gpu) and expected.no_gpu
-            if blocked:
-                text = f"needs a GPU: {expected.no_gpu}"
-                return Result(
-                    task.id, task.title, task.mark, "blocked", possible=task.points, message=text
-                )
-            return _grade_right(place, task, expected)
+            return grade_task(place, task, expected)
         finally:
             free.put(place)
 
     pool = ThreadPoolExecutor(len(places))
     try:
-        for _, tasks_of_module in groupby(tasks, lambda task: task.module):
-            group = list(tasks_of_module)
-            runs = [pool.submit(right, task) for task in group]
-            for task, run in zip(group, runs, strict=True):
-                result = run.result()
-                if task.speed and result.status == "passed":
-                    wait(runs)
-                yield _grade_fast(places[0], task, result, expected)
+        yield from pool.map(in_free_place, tasks)
     finally:  # after an interrupt too
         pool.shutdown(wait=False, cancel_futures=True)
         for place in places:
@@ -316,6 +251,7 @@ def grade(
                 open_ = [r.task for r in results if r.task in task.needs and r.status != "passed"]
                 if open_ and result.status == "failed":
                     result.message += f" (it builds on {', '.join(open_)}, which has not passed)"
+                    result.points = result.outside  # tests call what it builds on too
                 results.append(result)
                 print_row(result)
     return finish(results, json_file)

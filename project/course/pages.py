@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path, PurePosixPath
 
 from course.markers import ROOT, marked_regions, read_text
-from course.tasks import MODULES, SPEED, Task, tasks_of
+from course.tasks import MODULES, Task, tasks_of
 
 GUIDES, README = "docs/guides", "README.md"
 #: What the guide of the last module leads to.
@@ -107,11 +107,6 @@ def plain(text: str, page: str, known: set[str], module: int) -> tuple[str, set[
     ), pictures
 
 
-def points_of(task: Task) -> str:
-    """Return the points of a task in words."""
-    return f"{task.points}" + (f", {task.speed} of them for speed" if task.speed else "")
-
-
 def command(task: Task) -> str:
     """Return the command that runs the tests of a task."""
     if task.simulator:
@@ -136,7 +131,7 @@ def _readme(module: int) -> str:
         )
         page = next(page for page, text in guides.items() if f"## Task {task.id}:" in text)
         link = f"[{task.id}]({page})"
-        rows.append(f"| {link} | {task.title} | {points_of(task)} | {places} |")
+        rows.append(f"| {link} | {task.title} | {task.points} | {places} |")
         after = f" After {' and '.join(task.needs)}." if task.needs else ""
         hints.append(f"- **{task.id}** {task.hint}{after}")
     first = tasks[0]
@@ -165,6 +160,5 @@ def _readme(module: int) -> str:
         "", f"| task, guide | title | {sum(task.points for task in tasks)} points | write |",
         "|---|---|---|---|", *rows, "", "## Hints", "", *hints, "", "## Commands", "", "```",
         *(f"{command(task)}" for task in tasks),
-        *(f"python -m pytest -m {t.mark} {SPEED}  # how fast" for t in tasks if t.speed),
         "```", "",
     ])  # fmt: skip

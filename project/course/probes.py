@@ -3,7 +3,6 @@
 # ruff: noqa: B023 - a function that is yielded is called before the next one
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
@@ -13,13 +12,22 @@ import numpy as np
 Rng = np.random.Generator
 #: Names, each with a function that is called at once.
 Probes = Iterator[tuple[str, Callable[[], Any]]]
-#: In the trusted process attention runs in NumPy, and property tests are not tried; that takes less time.
-TRUSTED = False
 
 
 def after(call: Callable[..., Any], out: Any, *args: Any) -> Callable[[], Any]:
     """Return a function that makes a call and returns what the call has written to."""
     return lambda: (call(*args), out)[1]
+
+
+def refused(call: Callable[[], Any], kind: Any) -> str:
+    """Tell whether a call raises an error of a kind; what is not written raises its own."""
+    try:
+        call()
+    except NotImplementedError:
+        raise
+    except kind:
+        return "refused"
+    return "accepted"
 
 
 def drawn(rng: Rng, *shape: int) -> Any:
@@ -34,56 +42,40 @@ def operators(rng: Rng) -> Probes:
     o = import_module("minitorch.operators")
     for name in ("id", "neg", "sigmoid", "relu", "exp", "log", "inv"):
         xs = rng.normal(0.0, 3.0, 6)
-        xs = abs(xs) + 0.1 if name == "log" else xs
+        xs = np.append(abs(xs), 0.0) if name == "log" else xs
         yield name, lambda: [getattr(o, name)(x) for x in xs.tolist()]
     for name in ("mul", "add", "lt", "eq", "max", "is_close", "log_back", "inv_back", "relu_back"):
         xs = rng.normal(0.0, 3.0, 20)
-        xs = abs(xs) + 0.1 if name == "log_back" else xs
+        xs[0] = 0.0 if name != "inv_back" else xs[0]
+        xs = abs(xs) if name == "log_back" else xs
         ys = xs + rng.choice([0.0, 0.005, -0.05, 2.0, -3.0], 20)
         yield name, lambda: [getattr(o, name)(*xy) for xy in np.c_[xs, ys].tolist()]
 
 
-def property_test(rng: Rng, test: str, name: str, kind: Callable[..., Any]) -> Any:
-    """Return a function that tells with which operators a student's property test passes.
+def property_tests(rng: Rng, task: str) -> Probes:
+    """Probe whether a student's property tests notice a broken operator, and accept a right one."""
+    mutants = import_module("tests.course.test_property_mutants")
+    broken: dict[str, list[Any]] = {} if task == "0.3" else {"test_other": [*mutants.ANY.items()]}
+    for index in rng.permutation(len(mutants.BROKEN)):
+        test, *operator, _ = mutants.BROKEN[index]
+        if (test in mutants.MARKS) == (task == "0.3"):
+            broken[test] = [operator]  # of several, the last one
 
-    Args:
-        rng: Orders two operators, a right one and a wrong one.
-        test: Name of the test.
-        name: Of the operator that is replaced.
-        kind: Makes an operator of a number; it is right if the number is 0.
-    """
-    cases = rng.permutation([0.0, rng.uniform(1.0, 2.0)])
+    def notices(test: str, replaced: Any, is_wrong: bool) -> bool:
+        (name, wrong), patch = replaced, import_module("pytest").MonkeyPatch()
+        right = getattr(mutants.operators, name)
+        operator = wrong if is_wrong else lambda *args: right(*args)
+        return mutants.notices(test, name, operator, patch)
 
-    def passes(operator: Callable[..., Any]) -> bool:
-        properties = import_module("tests.course.test_property_mutants").properties
-        modules = [import_module("minitorch.operators"), properties]
-        before = [getattr(module, name) for module in modules]
-        try:
-            for module in modules:
-                setattr(module, name, operator)
-            getattr(properties, test)()
-        except Exception:
-            return False
-        finally:
-            for module, old in zip(modules, before, strict=True):
-                setattr(module, name, old)
-        return True
-
-    return lambda: [c == 0.0 if TRUSTED else passes(kind(c)) for c in cases]
-
-
-def properties(rng: Rng) -> Probes:
-    def rising(x: float) -> float:
-        return 1.0 / (1.0 + math.exp(-x))
-
-    for test, name, kind in (
-        ("test_sigmoid", "sigmoid", lambda c: lambda x: rising(-x if c else x)),
-        ("test_transitive", "lt",
-         lambda c: lambda x, y: float(0.0 < (y - x) % 3.0 < 1.0 + c / 2.0 if c else x < y)),
-        ("test_symmetric", "mul", lambda c: lambda x, y: x * y + c * x),
-        ("test_distribute", "mul", lambda c: lambda x, y: x * y + c),
-    ):  # fmt: skip
-        yield test, property_test(rng, test, name, kind)
+    for test, operators in broken.items():
+        order = rng.permutation([False, True]).tolist()
+        yield (
+            test,
+            lambda: [
+                any(notices(test, one, is_wrong) for one in operators[: None if is_wrong else 1])
+                for is_wrong in order
+            ],
+        )
 
 
 def lists(rng: Rng) -> Probes:
@@ -91,13 +83,16 @@ def lists(rng: Rng) -> Probes:
     xs, ys, (a, b, *_) = rng.normal(size=(3, 5)).tolist()
     yield "map", lambda: list(o.map(lambda x: a * x + b)(xs))
     yield "zipWith", lambda: list(o.zipWith(lambda x, y: a * x - y)(xs, ys))
+    unequal = [
+        lambda n=n: [*o.zipWith(o.add)(xs, ys[:n])] for n in rng.permutation([3, 5]).tolist()
+    ]
+    yield "zipWith of any lengths", lambda: [refused(call, ValueError) for call in unequal]
     yield "reduce", lambda: o.reduce(lambda x, y: a * x - y, b)(xs)
     yield "negList", lambda: list(o.negList(xs))
     yield "addLists", lambda: list(o.addLists(xs, ys))
     yield "sum", lambda: [o.sum(xs), o.sum([])]
     yield "prod", lambda: [o.prod(xs), o.prod([])]
-    test = "test_sum_distribute"
-    yield test, property_test(rng, test, "sum", lambda c: lambda xs: math.fsum(xs) + c)
+    yield from property_tests(rng, "0.3")
 
 
 def modules(rng: Rng) -> Probes:
@@ -122,7 +117,7 @@ def modules(rng: Rng) -> Probes:
         for module in everything:
             module.training = before
         getattr(everything[place], method)()
-        return [module.training for module in everything]
+        return [float(module.training) for module in everything]
 
     yield "named_parameters", lambda: [[name, p.value] for name, p in root.named_parameters()]
     yield "parameters", lambda: [p.value for p in root.parameters()]
@@ -161,7 +156,7 @@ def scalars(rng: Rng) -> Probes:
     scalar = import_module("minitorch").Scalar
     for name, operation in ARITHMETIC.items():
         a, b = drawn(rng, 2).tolist()
-        yield name, lambda: operation(scalar(a), scalar(b)) * scalar(b)
+        yield name, lambda: [(x := operation(scalar(a), scalar(b))) * scalar(b), x.is_leaf()]
 
 
 def chain_rule(rng: Rng) -> Probes:
@@ -178,7 +173,21 @@ def chain_rule(rng: Rng) -> Probes:
         def backward(ctx: Any, d_output: float) -> tuple[float, float]:
             return 2.0 * a * ctx.saved_values[0] * d_output, b * d_output
 
-    yield "chain_rule", lambda: [*map(list, Curve.apply(scalar(x), scalar(y)).chain_rule(d))]
+    class Forgetful(Curve):
+        @staticmethod
+        def backward(ctx: Any, d_output: float) -> Any:
+            return d_output
+
+    makers = [
+        lambda: scalar(x),
+        *(lambda f=f: f.apply(scalar(x), scalar(y)) for f in (Forgetful, Curve)),
+    ]
+    order = rng.permutation(3).tolist()
+    yield "chain_rule", lambda: [*map(list, makers[2]().chain_rule(d))]
+    yield (
+        "chain_rule without enough derivatives",
+        lambda: [refused(lambda: [*makers[i]().chain_rule(d)], AssertionError) for i in order],
+    )
 
 
 def backpropagation(rng: Rng) -> Probes:
@@ -207,9 +216,12 @@ def backpropagation(rng: Rng) -> Probes:
 # -- modules 2 to 4: tensors ---------------------------------------------------------------------
 
 
-def laid_out(rng: Rng, array: Any, backend: str = "SimpleBackend") -> Any:
-    """Return a tensor whose dimensions lie in memory in a drawn order."""
-    m, order = import_module("minitorch"), rng.permutation(array.ndim)
+def laid_out(rng: Rng, array: Any, backend: str = "SimpleBackend", order: Any = None) -> Any:
+    """Return a tensor whose dimensions lie in memory in this order; a drawn one is not the usual one."""
+    m, usual = import_module("minitorch"), np.arange(array.ndim)
+    while order is None:
+        drawn_order = rng.permutation(usual)
+        order = None if array.ndim > 1 and (drawn_order == usual).all() else drawn_order
     stored = np.ascontiguousarray(array.transpose(order))
     return m.from_numpy(stored.transpose(np.argsort(order)), getattr(m, backend))
 
@@ -219,7 +231,7 @@ def tensor_data(rng: Rng) -> Probes:
     shape, strides, index = *rng.integers(2, 5, (2, 3)), rng.integers(0, 9, 5)
     buffer, size = np.zeros(5, np.int32), int(shape.prod())
     data = t.TensorData(np.arange(size), tuple(shape.tolist()))
-    order = rng.permutation(3).tolist()
+    order = np.roll(range(3), rng.integers(1, 3)).tolist()
     yield "index_to_position", lambda: t.index_to_position(index, strides * index[0])
     yield "to_index", after(t.to_index, buffer, int(rng.integers(size)), shape, buffer)
     yield "permute", lambda: [(y := data.permute(*order)).shape, y.strides]
@@ -228,13 +240,18 @@ def tensor_data(rng: Rng) -> Probes:
 def broadcasting(rng: Rng) -> Probes:
     t = import_module("minitorch.tensor_data")
     big, buffer = rng.integers(2, 9, 4), np.zeros(5, np.int32)
-    small = np.where(rng.random(3) < 0.5, 1, big[1:])
-    index, other = rng.integers(0, big), np.where(small == 1, big[1:], 1)
+    small = np.where(rng.permutation([True, rng.random() < 0.5, False]), 1, big[1:])
+    index, other = rng.integers(1, big), np.where(small == 1, big[1:], 1)
     shapes = [tuple(x.tolist()) for x in (big, small, other)]
     yield "broadcast_index", after(t.broadcast_index, buffer, index, big, small, buffer)
     yield (
         "shape_broadcast",
         lambda: [t.shape_broadcast(*pair) for pair in (shapes[:2], shapes[1:], shapes[::-1][:2])],
+    )
+    pairs = [(shapes[0], (n,)) for n in rng.permutation([shapes[0][-1], 11]).tolist()]
+    yield (
+        "shapes that do not fit",
+        lambda: [refused(lambda: t.shape_broadcast(*pair), t.IndexingError) for pair in pairs],
     )
 
 
@@ -246,10 +263,11 @@ def loops(rng: Rng, module: str, backend: str = "SimpleBackend") -> Probes:
     """Probe map, zip and reduce of a backend, on operands in any layout."""
     ops, o = (import_module(f"minitorch.{name}") for name in (module, "operators"))
     cuda = backend == "CudaBackend"
-    for what in ("of one shape", "broadcast"):
+    for what, order in (("alike", [1, 0]), ("of one shape", [0, 1]), ("broadcast", None)):
         a, b = drawn(rng, 3, 4), drawn(rng, 3, 4)
         a, b = (a[:, :1], b[0]) if what == "broadcast" else (a, b)
-        out, a, b = (laid_out(rng, x, backend) for x in (np.zeros((3, 4)), a, b))
+        out, b = (laid_out(rng, x, backend) for x in (np.zeros((3, 4)), b))
+        a = laid_out(rng, a, backend, order)
         size = [int(rng.integers(8, 12))] if cuda else []  # what lies beyond is not written
         for make, fn, operands in ((ops.tensor_map, o.neg, (a,)), (ops.tensor_zip, minus, (a, b))):
             run = make(fn)[2, 8] if cuda else make(fn)
@@ -309,7 +327,8 @@ def products(rng: Rng) -> Probes:
     for batches in ((2, 2), (2, 1), (1, 2)):
         n, k, m = rng.integers(2, 6, 3).tolist()
         shapes = (2, n, m), (batches[0], n, k), (batches[1], k, m)
-        out, a, b = (laid_out(rng, drawn(rng, *shape)) for shape in shapes)
+        order = [2, 1, 0] if batches == (2, 2) else None
+        out, a, b = (laid_out(rng, drawn(rng, *shape), order=order) for shape in shapes)
         yield f"batches {batches}", after(run, out, *out.tuple(), *a.tuple(), *b.tuple())
 
 
@@ -377,7 +396,7 @@ def softmaxes(rng: Rng) -> Probes:
 
 
 PROBES: dict[str, Callable[[Rng], Probes]] = {
-    "0.1": operators, "0.2": properties, "0.3": lists, "0.4": modules,
+    "0.1": operators, "0.2": lambda rng: property_tests(rng, "0.2"), "0.3": lists, "0.4": modules,
     "1.1": numerical_derivative, "1.2": scalars, "1.3": chain_rule, "1.4": backpropagation,
     "2.1": tensor_data, "2.2": broadcasting, "2.3": tensors, "2.4": tensor_gradients,
     "3.1": lambda rng: loops(rng, "fast_ops"), "3.2": products,

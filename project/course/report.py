@@ -28,7 +28,6 @@ def print_row(result: Result) -> None:
     lines = result.message.splitlines() + result.also[:LISTED]
     if len(result.also) > LISTED:
         lines.append(f"and {len(result.also) - LISTED} more")
-    lines += [f"speed: {result.speed}"] if result.speed else []
     lines += [f"refused: {', '.join(result.refused)}"] if result.refused else []
     for line in lines:
         print(f"      {line}")

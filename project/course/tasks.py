@@ -21,8 +21,6 @@ class Task:
         hint: The idea that solves it.
         tests: The files whose tests with this task's mark decide.
         needs: Tasks of the same module that it builds on.
-        free: How many of the tests pass in a starter tree; they give no points.
-        speed: How many of the points are for speed, see ``SPEED``.
         simulator: The tests run in the CUDA simulator, so that no GPU is needed.
         metered: They run there even if there is a GPU: only there can traffic be counted.
         own_tests: The student writes tests, which are taken from the student; what they test is the
@@ -37,8 +35,6 @@ class Task:
     hint: str
     tests: tuple[str, ...]
     needs: tuple[str, ...] = ()
-    free: int = 0
-    speed: int = 0
     simulator: bool = False
     metered: bool = False
     own_tests: bool = False
@@ -49,11 +45,6 @@ class Task:
     def module(self) -> int:
         """Number of the module."""
         return int(self.id.split(".")[0])
-
-    def points_for(self, passed: int, tests: int) -> int:
-        """Return the points, without those for speed, if some of the tests have passed."""
-        share = max(passed - self.free, 0) / (tests - self.free)
-        return int((self.points - self.speed) * share)
 
     def is_simulated(self, gpu: bool) -> bool:
         """Tell whether the tests run in the simulator, when there is a GPU to use or there is none."""
@@ -100,7 +91,7 @@ MODULES = (
         3, "Efficiency", ("run_fast_tensor", "parallel_check"), ("training_page",),
         (
             *POINTS, *DRAWN, "project/run_tensor.py", "tests/course/test_loops.py",
-            "tests/support/cuda_tensors.py", "tests/support/missing_barriers.py",
+            "tests/support/cuda_tensors.py", "project/course/kernel_text.py",
         ),
     ),
     Module(
@@ -112,7 +103,7 @@ MODULES = (
         (
             "project/app_pages/recording.py", "project/app_pages/tile_view.py",
             "project/app_pages/tile_words.py", POINTS[1],
-            "tests/support/attention/mistakes.py", "tests/support/missing_barriers.py",
+            "tests/support/attention/mistakes.py", "project/course/kernel_text.py",
         ),
     ),
 )  # fmt: skip
@@ -130,8 +121,6 @@ SMALL = "tests/course/test_layers.py"
 CONV = (SMALL, "tests/course/test_conv.py")
 LAYERS = (SMALL, "tests/course/test_nn.py")
 FLASH, TRAFFIC = ("tests/course/test_module5.py",), ("tests/course/test_module5_traffic.py",)
-#: Measures how fast a right solution is, task by task.
-SPEED = "tests/course/speed.py"
 
 TASKS = (
     Task(
@@ -167,7 +156,7 @@ TASKS = (
         "1.2", "Scalars, forward", 10,
         "Each operator of Scalar applies a ScalarFunction, whose method forward computes with plain "
         "floats and saves the values that backward needs.",
-        SCALARS, free=1,
+        SCALARS,
     ),
     Task(
         "1.3", "Chain rule", 10,
@@ -207,19 +196,19 @@ TASKS = (
         "3.1", "Parallel map, zip and reduce", 15,
         "Write the loops of 2.3 for compilation. Run the outer loop in parallel, compute no index if "
         "the strides are equal, and call nothing but fn in the inner loop.",
-        GENERAL, speed=4, seconds=600,  # many loops are compiled
+        GENERAL, seconds=600,  # many loops are compiled
     ),
     Task(
         "3.2", "Matrix multiplication", 10,
         "Make the loop over the rows of the output parallel. Use no index buffers. The inner loop has "
         "one multiplication and one addition.",
-        GENERAL, free=8, speed=3,
+        GENERAL, needs=("3.1",),
     ),
     Task(
         "3.3", "CUDA map, zip and reduce", 15,
         "In map and zip, each thread computes one element. In a reduction, the threads of a block "
         "share partial results. Put a barrier between one thread's write and another thread's read.",
-        KERNELS, free=11, simulator=True,
+        KERNELS, simulator=True,
     ),
     Task(
         "3.4", "CUDA matrix multiplication", 15,
@@ -230,12 +219,12 @@ TASKS = (
     Task(
         "4.1", "Convolution in one dimension", 10,
         "Sum over the channels and over the kernel. Elements outside the input count as zero.",
-        CONV, free=1,
+        CONV,
     ),
     Task(
         "4.2", "Convolution in two dimensions", 10,
         "This is the convolution of 4.1 with one more loop.",
-        CONV, free=1,
+        CONV,
     ),
     Task(
         "4.3", "Pooling", 10,
@@ -247,7 +236,7 @@ TASKS = (
         "4.4", "Softmax, dropout and max", 15,
         "The gradient of a maximum goes to every element that equals the maximum. In softmax, exp "
         "overflows unless the maximum is subtracted first.",
-        LAYERS, free=1,
+        LAYERS,
     ),
     Task(
         "5.1", "The softmax ladder", 5,
@@ -266,7 +255,7 @@ TASKS = (
         "5.3", "Tiled attention in NumPy", 10,
         "Use the online softmax of 5.1 for a tile of rows. Accumulate the output along with the sum of "
         "the exponentials, and divide the output by this sum at the end.",
-        FLASH, speed=2,
+        FLASH,
     ),
     Task(
         "5.4", "Algorithm 1 as a CUDA kernel", 15,
@@ -300,7 +289,7 @@ TASKS = (
         "Go through the loops of a kernel with pencil and paper. How often is each array read and "
         "written, and in which tiles? Compare your formulas with the traffic that the simulator "
         "measures. Then use them to choose a tile.",
-        TRAFFIC, needs=("5.4", "5.7"), free=2, simulator=True, metered=True,
+        TRAFFIC, needs=("5.4", "5.7"), simulator=True, metered=True,
     ),
     Task(
         "5.9", "Block-sparse attention", 10,

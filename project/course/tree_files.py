@@ -7,17 +7,20 @@ not have the line, nor the lines below it that are indented deeper or close its 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from course.markers import ROOT, read_text
-from course.tasks import MODULES, SPEED, tasks_of
+from course.tasks import MODULES, tasks_of
 
-#: Module → what its tree and those of later modules have; scripts, pages and tests are of one module.
+#: Module → what its tree and those of later modules have, but for files after a minus; scripts, pages and
+#: tests are of one module.
 FILES = (
     """
     minitorch/__init__.py minitorch/datasets.py minitorch/doctor/entrance.py minitorch/module.py
     minitorch/operators.py
-    project/app.py project/app_pages/guide.py project/app_pages/pictures.py
-    project/app_pages/widgets.py project/common/command_line.py project/common/notebooks.py
+    project/app.py project/app_pages/__init__.py project/app_pages/guide.py
+    project/app_pages/pictures.py project/app_pages/widgets.py project/common/__init__.py
+    project/common/command_line.py project/common/notebooks.py
     tests/__init__.py tests/conftest.py tests/strategies.py
     """,
     """
@@ -46,24 +49,26 @@ FILES = (
     minitorch/layers/linear.py
     """,
     """
-    kernels/__init__.py kernels/array_call.py kernels/*_calls.py kernels/launch.py kernels/rungs.py
+    kernels/__init__.py kernels/array_call.py kernels/bound_calls.py kernels/launch.py kernels/rungs.py
     kernels/varlen.py kernels/common/geometry.py kernels/common/online_softmax.py
     kernels/common/philox.py
     kernels/cuda/backend.py kernels/cuda/attention/flash1.py kernels/cuda/attention/naive.py
     kernels/cuda/attention/practice.py kernels/cuda/attention/register_tiles.py
     kernels/cuda/attention/sink.py kernels/cuda/attention/split_keys.py
     kernels/cuda/attention/tile_bits.py kernels/cuda/attention/flash2/*.py
-    kernels/cuda/attention/options/[!l]*.py kernels/cuda/device/branchless.py
+    kernels/cuda/attention/options/*.py -kernels/cuda/attention/options/listed_mods.py
+    kernels/cuda/device/branchless.py
     kernels/cuda/device/emitted.py kernels/cuda/device/half.py kernels/cuda/device/memory.py
     kernels/cuda/device/one_source.py kernels/cuda/device/row_folds.py
     kernels/cuda/device/shared_tiles.py kernels/cuda/device/vector.py
     kernels/cuda/layers/indexing.py kernels/cuda/layers/put_rows.py kernels/cuda/matmul/cuda_cores.py
     kernels/cuda/ptx/inline.py kernels/cuda/ptx/numbers.py
-    kernels/cuda/runtime/[!gn]*.py kernels/cuda/runtime/numba_inlining.py
+    kernels/cuda/runtime/*.py -kernels/cuda/runtime/graphs.py -kernels/cuda/runtime/numba_watch.py
     kernels/interop/*.py kernels/metering/*.py
-    kernels/problem/[!l]*.py kernels/reference/attention.py kernels/reference/lines.py
-    kernels/reference/scores.py kernels/reference/softmax_ladder.py kernels/runtime/*.py
-    kernels/scores/*.py kernels/sparsity/[!p]*.py kernels/traffic/*.py
+    kernels/problem/*.py -kernels/problem/listed_mods.py kernels/reference/attention.py
+    kernels/reference/lines.py kernels/reference/scores.py kernels/reference/softmax_ladder.py
+    kernels/runtime/*.py kernels/scores/*.py kernels/sparsity/*.py -kernels/sparsity/picture.py
+    kernels/traffic/*.py
     minitorch/transformer.py minitorch/attention/*.py minitorch/attention/approximate/support.py
     minitorch/backends/kernel_memory.py
     minitorch/backends/matmul_precision.py minitorch/functions/*.py
@@ -71,7 +76,7 @@ FILES = (
     minitorch/models/evaluation.py minitorch/models/text_generation.py
     minitorch/models/feed_forward.py minitorch/models/kv_cache.py minitorch/models/positions.py
     minitorch/models/rotary.py minitorch/models/sampling.py minitorch/models/transformer_layers.py
-    minitorch/tensors/[!d]*.py minitorch/training/recompute.py
+    minitorch/tensors/*.py -minitorch/tensors/dlpack.py minitorch/training/recompute.py
     """,
 )
 #: Stands in the trees before module 3 for a backend that it brings, so that earlier files can name it.
@@ -97,7 +102,7 @@ def tree_texts(module: int, first: int) -> dict[str, str]:
     for number in range(first, module + 1):
         patterns += MODULES[number].files
         for task in tasks_of(number):
-            patterns += [*task.tests, *([SPEED] if task.speed else [])]
+            patterns += task.tests
     patterns += [f"project/{name}.py" for name in own.scripts]
     patterns += [f"project/app_pages/{name}.py" for name in own.pages]
     files = {
@@ -105,7 +110,7 @@ def tree_texts(module: int, first: int) -> dict[str, str]:
         for pattern in patterns
         for path in ROOT.glob(pattern)
         if path.name != "__init__.py" or pattern.endswith(path.name)
-    }
+    } - {Path(pattern[1:]) for pattern in patterns if pattern[0] == "-"}
     texts = {file.as_posix(): read_text(ROOT / file) for file in files}
     if module == 2:
         for name in ("Fast", "Cuda"):

@@ -35,9 +35,7 @@ class Result:
         waits_for: The id of the task that is waited for, or empty.
         tests: How many tests decide.
         passed: How many of them passed.
-        speed: How fast what is right is, if that gives points; a line for each test.
-        speed_points: Given for it, among ``points``.
-        speed_possible: Likewise among ``possible``.
+        outside: The points by what is judged outside of the submission's process alone.
         refused: What the submission may not do and has tried.
         seconds: How long the tests took.
     """
@@ -53,45 +51,27 @@ class Result:
     waits_for: str = ""
     tests: int = 0
     passed: int = 0
-    speed: str = ""
-    speed_points: int = 0
-    speed_possible: int = 0
+    outside: int = 0
     refused: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What a run says.
-
-    Attributes:
-        passed: How many of the expected tests passed.
-        message: The first thing that is wrong, in full, or empty.
-        waits_for: The id of the task whose missing body is all that is wrong, or empty.
-        also: The other tests that failed, a line each.
-        honest: The run ended by itself.
-        right: Which part of the probes gave the course's values; points are given for no more.
-        refused: What the submission may not do and has tried.
-    """
-
-    passed: int
-    message: str = ""
-    waits_for: str = ""
-    also: tuple[str, ...] = ()
-    honest: bool = False
-    right: float = 0.0
-    refused: tuple[str, ...] = ()
+def result_of(task: Task, message: str, **more: Any) -> Result:
+    """Return a result without points."""
+    return Result(task.id, task.title, task.mark, possible=task.points, message=message, **more)
 
 
 def judge(
-    task: Task, expected: list[str], values: dict[str, Any], records: list[Any], end: Ending
-) -> Verdict:
+    task: Task, expected: list[str], values: dict[str, Any], faults: dict[str, str],
+    records: list[Any], end: Ending,
+) -> Result:  # fmt: skip
     """Judge a run.
 
     Args:
         task: What ran.
         expected: The tests that must have passed.
         values: Of the probes, by the course's solution.
+        faults: What the text of each function lacks, or empty.
         records: Of the child, which may have forged them.
         end: How it ended.
     """
@@ -103,11 +83,23 @@ def judge(
     finished = any("finished" in record for record in records)
     found = next((r["values"] for r in records if isinstance(r.get("values"), dict)), {})
     other = [name for name in values if name not in found or not same(found[name], values[name])]
-    right = 1.0 - len(other) / max(len(values), 1)
-    honest = finished and not end.late and not end.full
+    lacking = [fault for fault in faults.values() if fault]
+    right = 1.0 - (len(other) + len(lacking)) / max(len(values) + len(faults), 1)
 
-    def wrong(message: str, waits_for: str = "", also: Iterable[str] = ()) -> Verdict:
-        return Verdict(len(good), message, waits_for, tuple(also), honest, right, end.refused)
+    def wrong(message: str, waits_for: str = "", also: Iterable[str] = ()) -> Result:
+        honest = finished and not end.late and not end.full
+        result = result_of(
+            task, message, also=[*also], waits_for=waits_for, tests=len(expected),
+            passed=len(good), refused=[*end.refused], outside=int(task.points * right * honest),
+        )  # fmt: skip
+        if waits_for:
+            result.status = "waiting"
+        elif not message:
+            result.status, result.points = "passed", task.points
+        else:
+            by_tests = int(task.points * len(good) / len(expected))
+            result.points = min(by_tests, result.outside)
+        return result
 
     running = next((r["begun"] for r in reversed(records) if "begun" in r), "")
     where = f", in {_short(running)}" if running else ""
@@ -152,23 +144,19 @@ def judge(
             f"the tests passed, but {len(other)} of {len(values)} calls with other arguments gave wrong "
             f"results, or none: {', '.join(other)}"
         )
+    if lacking:
+        return wrong(f"the tests passed, but the text is judged too: {'; '.join(lacking)}")
     return wrong("")
 
 
 def same(got: Any, expected: Any) -> bool:
-    """Compare results, with a tolerance for rounding."""
+    """Compare results and their types, with a tolerance for rounding."""
     if isinstance(got, list) and isinstance(expected, list):
         return len(got) == len(expected) and all(map(same, got, expected))
     if isinstance(got, float) and isinstance(expected, float):
         both_nan = math.isnan(got) and math.isnan(expected)
         return both_nan or math.isclose(got, expected, rel_tol=1e-5, abs_tol=1e-7)
-    return got == expected
-
-
-def notes(records: list[Any], name: str) -> str:
-    """Return what tests recorded under a name, the first time each."""
-    found = [r["notes"][name] for r in records if name in r.get("notes", {})]
-    return "; ".join(dict.fromkeys(found))
+    return type(got) is type(expected) and got == expected
 
 
 def _passed(phases: dict[str, Any]) -> bool:

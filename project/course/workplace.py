@@ -81,13 +81,11 @@ class Workplace:
         for path in (self.tree, self.private, *self.writable.values()):
             path.mkdir(parents=True)
 
-    def environment(
-        self, simulator: bool, trusted: bool = False, optimised: bool = False
-    ) -> dict[str, str]:
+    def environment(self, simulator: bool, trusted: bool = False) -> dict[str, str]:
         """Return the environment of a run: little of ours, and every folder inside this one.
 
         Whether code is right shows without LLVM's optimisation too, and compiling is most of the time
-        that tests take; how fast it is does not. Numba's cache does not tell the two apart.
+        that tests take.
         """
         kept = (
             "PATH",
@@ -108,17 +106,15 @@ class Workplace:
             "MINITORCH_SHRINK": "0",  # the first that fails will do
             "HOME": home, "USERPROFILE": home, "TMPDIR": tmp, "TEMP": tmp, "TMP": tmp,
             "HYPOTHESIS_STORAGE_DIRECTORY": tmp,
-            "NUMBA_CACHE_DIR": str(cache / ("fast" if optimised else "plain")),
+            "NUMBA_CACHE_DIR": str(cache),
             "NUMBA_DISABLE_JIT": str(int(trusted and not self.gpu)),  # for a few small arrays
-            "NUMBA_OPT": "3" if optimised else "0",
+            "NUMBA_OPT": "0",
             "NUMBA_ENABLE_CUDASIM": str(int(simulator)),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
         }  # fmt: skip
 
-    def run(
-        self, job: dict[str, Any], simulator: bool, seconds: float, optimised: bool = False
-    ) -> tuple[list[Any], Ending]:
+    def run(self, job: dict[str, Any], simulator: bool, seconds: float) -> tuple[list[Any], Ending]:
         """Run the child and return its records and its end."""
         trusted = job["trusted"]
         command = [sys.executable, "-I", "-B", str(COURSE / "child.py")]
@@ -143,7 +139,7 @@ class Workplace:
                 before = _adopted()
                 process = self.process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=report, stderr=output, pass_fds=handles,
-                    env=self.environment(simulator, trusted, optimised), start_new_session=True,
+                    env=self.environment(simulator, trusted), start_new_session=True,
                 )  # fmt: skip
                 RUNNING.add(process.pid)
             refused: dict[str, None] = {}

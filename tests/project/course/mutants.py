@@ -54,7 +54,7 @@ MUTANTS = [
      "cuda.syncthreads() is missing above line"),
     ("3.3", COURSE, "if i < out_size:", "if True:", "guard by i < out_size"),
     ("3.4", COURSE, "a_shared[row, k] * b_shared[k, col]", "a[row * size + k] * b_shared[k, col]",
-     "load each into shared memory once"),
+     "load each element into shared memory once"),
     ("3.4", COURSE, "cuda.syncthreads()  # both tiles are complete before any thread reads them", "pass",
      "cuda.syncthreads() is missing above line"),
     ("3.1", "minitorch/fast_ops.py", "out[i] = fn(in_storage[i])", "out[i] = in_storage[i]", "worst at"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import sys
@@ -21,11 +22,11 @@ from course import workplace as course_workplace  # noqa: E402
 from course.command import main  # noqa: E402
 from course.confine import has_bubblewrap, landlock_version  # noqa: E402
 from course.grader import Expected, expected_tests, grade_task  # noqa: E402
+from course.kernel_text import KERNELS, fault_of, faults  # noqa: E402
 from course.markers import fill, read_bodies, replaced  # noqa: E402
-from course.probing import PROBES  # noqa: E402
 from course.starter_trees import start  # noqa: E402
-from course.tasks import TASKS, find_task, tasks_of, tasks_until  # noqa: E402
-from course.verdict import Result, judge, same  # noqa: E402
+from course.tasks import MODULES, find_task, tasks_of, tasks_until  # noqa: E402
+from course.verdict import Result, judge  # noqa: E402
 from course.workplace import Ending, Workplace, assemble  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -103,44 +104,44 @@ def test_the_first_assertion_that_fails_is_shown(student: Path, counts: Any) -> 
     assert (result.also, result.passed, result.tests) == ([], 3, 4)
 
 
-def test_an_endless_loop_is_stopped(student: Path, counts: Any) -> None:
-    in_train(student, "        while True: pass\n")
-    result = graded(student, counts, seconds=6)
-    assert result.status == "failed"
-    assert result.message == "stopped after 6 s, in test_train_and_eval_reach_every_module"
+FOREVER = """import sys, threading
+def forever():
+    while True:
+        try:
+            print('more', flush=True)
+        except (OSError, ValueError):
+            pass
+threading.Thread(target=forever).start()
+"""
+BEGINS = "in test_train_and_eval_reach_every_module"
 
 
-def test_what_goes_on_when_the_tests_are_over_is_stopped_and_no_hidden_test_named(
-    student: Path, counts: Any
+@pytest.mark.parametrize(
+    ("place", "code", "limits", "message"),
+    [
+        (in_train, "        while True: pass\n", {"seconds": 6}, f"stopped after 6 s, {BEGINS}"),
+        (
+            at_import, FOREVER, {"seconds": 15},
+            "stopped after 15 s, when the tests of the task had run",
+        ),
+        (in_train, "        while True: print('more' * 1000)\n", {}, "OSError: [Errno 27]"),
+        pytest.param(
+            in_train,
+            "        eaten = []\n        while True: eaten.append(bytearray(1 << 24))\n",
+            {"memory_mb": 2048}, "the limit is 2048 MB",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="memory is limited only there"),
+        ),
+        (in_train, "        import os; os._exit(0)\n", {}, "ended early (exit code 0)"),
+    ],
+    ids=["a loop", "a thread", "printing", "memory", "an end"],
+)  # fmt: skip
+def test_what_does_not_end_by_itself_is_stopped(
+    student: Path, counts: Any, place: Any, code: str, limits: dict[str, Any], message: str
 ) -> None:
-    at_import(
-        student,
-        "import sys, threading\n"
-        "def forever():\n"
-        "    while True:\n"
-        "        try:\n"
-        "            print('more', flush=True)\n"
-        "        except (OSError, ValueError):\n"
-        "            pass\n"
-        "threading.Thread(target=forever).start()\n",
-    )
-    result = graded(student, counts, seconds=15)
-    assert (result.status, result.points) == ("failed", 0)
-    assert result.message == "stopped after 15 s, when the tests of the task had run"
-
-
-def test_endless_printing_is_stopped(student: Path, counts: Any) -> None:
-    in_train(student, "        while True: print('more' * 1000)\n")
-    message = graded(student, counts).message
-    assert message.startswith("test_train_and_eval_reach_every_module: OSError: [Errno 27]")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only there the limit of memory holds")
-def test_an_eater_of_memory_is_stopped(student: Path, counts: Any) -> None:
-    in_train(student, "        eaten = []\n        while True: eaten.append(bytearray(1 << 24))\n")
-    result = graded(student, counts, memory_mb=2048)
+    place(student, code)
+    result = graded(student, counts, **limits)
+    assert message in result.message
     assert result.status == "failed"
-    assert "the limit is 2048 MB" in result.message
 
 
 SKIP = "import pytest; pytest.skip('x', allow_module_level=True)"
@@ -151,14 +152,6 @@ def test_ending_the_process_early_is_no_pass(student: Path, counts: Any, end: st
     at_import(student, end + "\n")
     result = graded(student, counts)
     assert (result.status, result.passed) == ("failed", 0)
-
-
-def test_ending_the_process_in_the_middle_is_no_pass(student: Path, counts: Any) -> None:
-    in_train(student, "        import os; os._exit(0)\n")
-    result = graded(student, counts)
-    assert result.status == "failed"
-    assert "ended early (exit code 0)" in result.message
-    assert "in test_train_and_eval_reach_every_module" in result.message
 
 
 WRITE = """import os
@@ -222,15 +215,30 @@ def test_a_report_that_makes_no_sense_does_not_end_the_grader(
     assert graded(student, counts).status in ("failed", "passed")
 
 
-def test_every_task_is_probed_and_what_it_gives_depends_on_the_seed(
-    counts: Expected, tmp_path: Path
+@pytest.mark.parametrize("module", range(len(MODULES)))
+def test_a_solution_gets_all_points_outside_of_its_process_and_an_empty_tree_none(
+    module: int, tmp_path: Path
 ) -> None:
-    assert {*PROBES} == {task.id for task in TASKS}
-    again = expected_tests(Workplace(tmp_path, False), tasks_of(0)).values
-    for task, values in counts.values.items():
-        # A property test either passes or not, so two seeds may give the same.
-        assert values and values.keys() == again[task].keys()
-        assert task == "0.2" or not same([*values.values()], [*again[task].values()])
+    """Only calls and texts are judged; no test runs."""
+    place = Workplace(tmp_path / "place", False)
+    start(module, tree := tmp_path / "tree")
+    expected = expected_tests(place, tasks_of(module))
+    for solved, simulator in ((False, False), (False, True), (True, False), (True, True)):
+        tasks = [task for task in tasks_of(module) if task.simulator == simulator]
+        fill(tree, [task.id for task in tasks if solved], read_bodies(ROOT))
+        shutil.rmtree(place.tree)
+        assemble(tree, place.tree, module)
+        job = {
+            "trusted": False, "tree": str(place.tree), "memory_mb": 4096, "seconds": 300,
+            "seeds": {task.id: expected.seeds[task.id] for task in tasks},
+            "arguments": course_grader._arguments(place.tree, ["--collect-only"], ""),
+        }  # fmt: skip
+        records, end = place.run(job, simulator, 300.0)
+        for task in tasks:
+            own = [r for r in records if "finished" in r or r.get("task") == task.id]
+            lacking = faults(place.tree, task.id)
+            result = judge(task, ["t"], expected.values[task.id], lacking, own, end)
+            assert result.outside == task.points * solved, (task.id, lacking, own)
 
 
 def test_the_tests_of_the_course_count_and_not_the_students(student: Path, counts: Any) -> None:
@@ -478,7 +486,93 @@ def test_markers_that_are_gone_are_named(student: Path, counts: Any) -> None:
     assert "tests/course/test_operators.py, line" in graded(student, counts, "0.2").message
 
 
-# -- tasks that wait, and speed --------------------------------------------------------------------
+# -- the text of kernels -----------------------------------------------------------------------------
+
+#: The body of ``_sum_practice`` as others write it.
+SUM = """    pos = cuda.threadIdx.x
+    cache = cuda.shared.array(32, float64)
+    cache[pos] = 0.0
+    if cuda.blockIdx.x * 32 + pos < size:
+        cache[pos] = a[cuda.blockIdx.x * 32 + pos]
+    for j in (1, 2, 4, 8, 16):
+        cuda.syncthreads()
+        if pos % (j * 2) == 0:
+            cache[pos] += cache[pos + j]
+    if pos == 0:
+        out[cuda.blockIdx.x] = cache[0]"""
+FIRST = "    cuda.syncthreads()  # every element"
+
+
+@pytest.mark.parametrize(
+    ("task", "number", "right", "wrong", "fault"),
+    [
+        ("3.3", 1, "SUM", "", ""),
+        ("3.3", 1, "SUM", "        cuda.syncthreads()\n", "line .* reads cache, .* missing above line"),
+        ("3.3", 1, FIRST, "    pass  #", "line .* reads partial, .* missing above line"),
+        ("3.3", 1, FIRST, "    if size < 0:\n    " + FIRST, "missing above line"),
+        ("3.3", 1, "cuda.shared", "cuda.local", "uses 0 of 1 arrays in shared memory"),
+        ("3.4", 0, "cuda.syncthreads()  # all have", "pass  #", "writes a_tile, .* missing below line"),
+        ("3.4", 0, "a_tile[tile_row, k] *", "a_storage[a_start + k] *", "uses global memory in the inn"),
+        ("3.4", 0, "b_tile[k, tile_col]", "a_tile[k, tile_col]", "uses 1 of 2 arrays"),
+        ("5.1", 0, "x.dtype.type(-np.inf)", "x.max()", "x is read in 2 places"),
+    ],
+)  # fmt: skip
+def test_a_text_is_judged_as_what_it_says(
+    task: str, number: int, right: str, wrong: str, fault: str
+) -> None:
+    file, name, arrays = KERNELS[task][number]
+    text = (ROOT / file).read_text(encoding="utf-8")
+    if right == "SUM":
+        body = SUM.replace(wrong, "").split("\n")
+        text = replaced(text, file, lambda r: body if r.key.name == name else None)
+    else:
+        assert right in text
+        text = text.replace(right, wrong)
+    found = fault_of(text, name, task, arrays)
+    assert re.search(fault, found) if fault else not found, found
+
+
+#: Makes each report of its process say what is wanted: of the judge of texts, of clocks and of counts.
+PATCHES = """import gc, time
+from course import kernel_text
+from numba import cuda
+kernel_text.faults = lambda tree, task: {}
+time.perf_counter = time.process_time = lambda: 0.0
+for thing in gc.get_objects():
+    if type(thing).__name__ == 'BlockThread':
+        thing.barriers_passed = 10
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "right", "wrong", "points"),
+    [
+        ("3.3", "minitorch/cuda_ops.py", "cuda.syncthreads()  # every", "pass  # every", 13),
+        ("3.4", "minitorch/cuda_ops.py", "a_shared[row, k]", "a[row * size + k]", 11),
+        ("5.1", "kernels/reference/softmax_ladder.py", "len(x), block", "x.copy().size, block", 4),
+    ],
+)  # fmt: skip
+def test_forged_counts_and_barriers_give_no_points(
+    task: str, file: str, right: str, wrong: str, points: int, tmp_path: Path
+) -> None:
+    chosen = find_task(task)
+    start(chosen.module, tree := tmp_path / "tree")
+    fill(tree, [task.id for task in tasks_of(chosen.module)], read_bodies(ROOT))
+    text = (tree / file).read_text(encoding="utf-8")
+    assert right in text
+    head, future, rest = text.partition("from __future__ import annotations\n")
+    forged = PATCHES + FORGERIES["the recorder is replaced"] + rest.replace(right, wrong)
+    (tree / file).write_text(head + future + forged, encoding="utf-8")
+    place = Workplace(tmp_path / "place", gpu=False)
+    assemble(tree, place.tree, chosen.module)
+    result = grade_task(place, chosen, expected_tests(place, [chosen]))
+    # Without a barrier values may be wrong too.
+    assert result.status == "failed" and result.points <= points, result
+    assert result.passed == result.tests  # as the report says
+    assert "the tests passed, but " in result.message
+
+
+# -- tasks that wait, and those that build on others -----------------------------------------------
 
 STUBS = {"5.4": "NotImplementedError: tid=[0, 0, 0] ctaid=[1, 0, 0]: Task 5.4: Lines 10 to 13",
          "5.5": "NotImplementedError: Task 5.5: Line 19"}  # fmt: skip
@@ -504,7 +598,7 @@ def test_a_task_waits_if_only_other_tasks_are_missing(
     ]  # fmt: skip
     tests = [f"a.py::t{i}" for i in range(len(errors))]
     end = Ending(0, False)
-    verdict = judge(find_task("5.5"), tests, {}, [*records, {"finished": 0}], end)
+    verdict = judge(find_task("5.5"), tests, {}, {}, [*records, {"finished": 0}], end)
     assert (verdict.waits_for, verdict.message) == (waits_for, message)
 
 
@@ -521,27 +615,16 @@ def test_what_waits_and_what_it_waits_for_are_told(
     assert (task["status"], task["waits_for"], task["points"]) == ("waiting", "0.1", 0)
 
 
-def test_what_is_right_and_slow_loses_the_points_of_speed(tmp_path: Path) -> None:
-    """A tile whose exponentials a Python loop computes one by one."""
-    task, tree = find_task("5.3"), tmp_path / "five"
-    start(5, tree)
-    fill(tree, ["5.2", "5.3"], read_bodies(ROOT))
-    file = tree / "kernels" / "reference" / "lines.py"
-    right = file.read_text(encoding="utf-8")
-    one_by_one = """    p = np.zeros_like(s)
-    for place in np.ndindex(*s.shape):
-        p[place] = np.exp(s[place] - shift[place[:-1]])"""
-    line = "    p = np.exp(s - shift[..., None])"
-    head, found, tile = right.rpartition(line)
-    slow = head + one_by_one + tile
-    assert found
-    file.write_text(slow, encoding="utf-8")
-    (tmp_path / "place").mkdir()
-    place = Workplace(tmp_path / "place", gpu=False)
-    own = expected_tests(place, [task])
-    assemble(tree, place.tree, 5)
-    result = grade_task(place, task, own)
-    assert (result.status, result.points) == ("failed", task.points - task.speed)
-    assert (result.speed_points, result.speed_possible) == (0, task.speed)
-    assert result.message.startswith("right, but too slow: test_a_tile_is_a_few_products")
-    assert "required: 0.05 ×" in result.speed
+def test_a_failed_task_takes_no_points_from_one_that_builds_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong map fails the tests of the product, but not the calls of its loop."""
+    own = [find_task("0.3"), replace(find_task("0.4"), needs=("0.3",))]
+    results = [Result(task.id, "", "", points=5, possible=10, outside=10) for task in own]
+    monkeypatch.setattr(course_grader, "expected_tests", lambda *args: None)
+    monkeypatch.setattr(course_grader, "_grade_all", lambda *args: (r for r in results))
+    start(0, tmp_path / "zero")
+    course_grader.grade(tmp_path / "zero", own)
+    assert [result.points for result in results] == [5, 10]
+    assert results[1].message.endswith("(it builds on 0.3, which has not passed)")
+    assert find_task("3.2").needs == ("3.1",)

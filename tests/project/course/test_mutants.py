@@ -59,4 +59,6 @@ def test_a_common_mistake_earns_its_sentence(
     assemble(tree, place.tree, chosen.module)
     result = grade_task(place, chosen, expected)
     assert result.status == "failed" and result.points < chosen.points
+    # A forged report would give these points.
+    assert result.outside < chosen.points
     assert sentence in "\n".join([result.message, *result.also]), result.message

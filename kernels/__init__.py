@@ -12,9 +12,8 @@ from kernels import array_call, launch
 from kernels.array_call import Call
 from kernels.call_plan import CallPlan  # beyond module 5
 from kernels.common.arguments import shown, whole
-from kernels.problem.argument_types import check_types
 from kernels.problem.option_values import check_dropout
-from kernels.problem.options import Options
+from kernels.problem.options import Options, check_types
 from kernels.problem.question import Problem, make_problem
 from kernels.problem.signature import by_name, takes_attention_options
 from kernels.reference.scores import kept
@@ -107,7 +106,7 @@ def flash_attention_backward(
         args: Options by position; the same values as in the forward pass.
         dlse: Gradient of lse, (…, heads, seq_q); zeros when None.
         mask_gradient: Also return the gradient of a floating ``attn_mask``, after dv.
-        sink_gradient: Also return the gradient of ``sink``, last.
+        sink_gradient: Also return the gradient of the sinks, last.
         tile: (block_q, block_k), query rows and keys per tile; None uses the rung's default.
         options: Options by name; the same values as in the forward pass.
 

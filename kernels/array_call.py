@@ -10,13 +10,12 @@ import numpy as np
 from kernels import launch
 from kernels.bound_calls import as_operand, find
 from kernels.call_plan import CallPlan, plan_by_running  # beyond module 5
-from kernels.common.arguments import as_host_array
+from kernels.common.arguments import as_host_array, flag
 from kernels.cuda.runtime.arrays import device_view, element_strides, is_device_array
 from kernels.interop.libraries import Library, library_of
-from kernels.problem.argument_types import check_types
-from kernels.problem.operands import in_order, make_operands
+from kernels.problem.operands import make_operands
 from kernels.problem.option_values import check_seed
-from kernels.problem.options import ARRAYS, Options
+from kernels.problem.options import ARRAYS, WITH_GRADIENT, Options, field_of
 from kernels.problem.question import Problem, check_gradient_operands, problem_of
 
 #: The operands of the backward pass in addition to those of the forward pass, in the order of ``Operands``.
@@ -68,17 +67,17 @@ class Call:
         self.target = _target(places)
         if arrays and self.target is launch.CPU:
             check_on_host(arrays)
-        operands = make_operands(self.target.memory, self.problem, q, k, v, *in_order(arrays))
+        operands = make_operands(self.target.memory, self.problem, q, k, v, arrays)
         self.operands = operands.having(**given)
 
     def plan(self, tile: Any, backward: bool = False) -> CallPlan:  # beyond module 5
         """Return the plan of the call; for the backward pass, the plan of the gradients of q, k and v."""
-        check_types(backward=backward)
+        backward = flag("backward", backward)
         operands = self.operands
         if backward:
             out, lse, rest = launch.forward(self.target, self.problem, operands, tile)
             operands = operands.having(out=out, lse=lse, lse_rest=rest, dout=out)
-        wanted = launch.Wanted(backward=bool(backward))
+        wanted = launch.Wanted(backward=backward)
         call = launch.BoundCall(self.target, self.problem, tile, wanted)
         return plan_by_running(call, self.problem, operands)
 
@@ -142,16 +141,14 @@ def attend(
 
 def _check_wanted(problem: Problem, wanted: launch.Wanted) -> None:
     """Check that a call has the options whose gradients are wanted."""
-    _, with_mask, with_sink = wanted
-    check_types(mask_gradient=with_mask, sink_gradient=with_sink)
-    if with_mask and problem.mask != "float":
-        raise ValueError(
-            "mask_gradient needs a floating attn_mask, but the call has none; leave it at False"
-        )
-    if with_sink and not problem.sink:
-        raise ValueError(
-            "sink_gradient needs a call with sink, but this one has none; leave it at False"
-        )
+    for name, is_wanted in zip(WITH_GRADIENT, wanted[1:], strict=True):
+        field = field_of(name)
+        has_option = flag(f"{field}_gradient", is_wanted) and getattr(problem, field)
+        if is_wanted and (not has_option or has_option == "bool"):
+            kind = "a floating attn_mask" if field == "mask" else name
+            raise ValueError(
+                f"{field}_gradient needs a call with {kind}, but this one has none; leave it at False"
+            )
 
 
 def results_of(library: Library | None, arrays: tuple[Any, ...]) -> tuple[Any, ...]:

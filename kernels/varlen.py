@@ -93,7 +93,7 @@ def flash_attention_varlen_backward(
         cu_seqlens_k: Cumulative key lengths, (count + 1,) integers on the host, starting at 0.
         args: Options by position; the same values as in the forward pass.
         dlse: Gradient of lse, (heads, total_q); zeros when None.
-        sink_gradient: Also return the gradient of ``sink``, last.
+        sink_gradient: Also return the gradient of the sinks, last.
         tile: (block_q, block_k), query rows and keys per tile; None uses the rung's default.
         options: Options by name; the same values as in the forward pass.
 

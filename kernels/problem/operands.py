@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kernels.problem.options import ARRAY_ORDER, field_of
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import acc_dtype, is_floating
 from kernels.runtime.memory import Memory
 
-#: Options with one number per head, by the name of their operand.
-PER_HEAD = {"slopes": "alibi_slopes", "sink": "sink"}
-#: The options that are arrays, in the order of :class:`Operands`.
-ARRAY_ORDER = ("attn_mask", *PER_HEAD.values())
+#: The operands that are options: name → option.
+OPTION_ARRAYS = {field_of(name): name for name in ARRAY_ORDER}
+#: Those with one number per head.
+PER_HEAD = {name: option for name, option in OPTION_ARRAYS.items() if name != "mask"}
 
 
 class Operands(NamedTuple):
@@ -112,7 +113,12 @@ class Operands(NamedTuple):
 
 
 def make_operands(
-    memory: Memory, problem: Problem, q: Any, k: Any, v: Any, mask: Any = None, *per_head: Any
+    memory: Memory,
+    problem: Problem,
+    q: Any,
+    k: Any,
+    v: Any,
+    arrays: Mapping[str, Any] | None = None,
 ) -> Operands:
     """Return the record of a call; option arrays may be on the host for a call on a device.
 
@@ -122,20 +128,21 @@ def make_operands(
         q: (…, heads, seq_q, head_dim).
         k: (…, heads, seq_k, head_dim).
         v: (…, heads, seq_k, value_dim).
-        mask: Broadcasts to (…, heads, seq_q, seq_k); or None.
-        per_head: The options of :data:`PER_HEAD` in that order, or None.
+        arrays: The options that are arrays, by name; other names are ignored.
     """
-    own = {}
-    for name, array in zip(PER_HEAD, per_head, strict=False):
-        if isinstance(array, np.ndarray):
-            array = memory.constant(array.astype(problem.acc_dtype, copy=False))
-        own[name] = array if array is None else memory.convert(array, problem.acc_dtype)
-    return Operands(q, k, v, mask if mask is None else memory.bring(mask), **own)
-
-
-def in_order(arrays: Mapping[str, Any]) -> list[Any]:
-    """Return options that are arrays, by name, in the order of :func:`make_operands`."""
-    return [arrays.get(name) for name in ARRAY_ORDER] if arrays else []
+    if not arrays:
+        return Operands(q, k, v)
+    found: dict[str, Any] = {}
+    for name, option in OPTION_ARRAYS.items():
+        array = arrays.get(option)
+        if array is not None and name == "mask":
+            array = memory.bring(array)
+        elif array is not None:
+            if isinstance(array, np.ndarray):
+                array = memory.constant(array.astype(problem.acc_dtype, copy=False))
+            array = memory.convert(array, problem.acc_dtype)
+        found[name] = array
+    return Operands(q, k, v, **found)
 
 
 def own_mask(memory: Memory, problem: Problem, mask: Any) -> tuple[Any, npt.NDArray[np.int64]]:

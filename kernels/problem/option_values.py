@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,10 +26,31 @@ MOST_SLOPE = 1e28
 PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
 
 
-def check_mask(mask: Any, scores_shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
+class Given(NamedTuple):
+    """What the checks of options know of a call.
+
+    Attributes:
+        lead: Leading dimensions of the scores, heads included.
+        seq_q: Query rows.
+        seq_k: Key columns.
+        head_dim: Size of a query and of a key.
+        dtype: Dtype of q, k and v.
+        options: All options by name, of the right types but not checked.
+    """
+
+    lead: tuple[int, ...]
+    seq_q: int
+    seq_k: int
+    head_dim: int
+    dtype: np.dtype[Any]
+    options: Mapping[str, Any]
+
+
+def check_mask(mask: Any, given: Given) -> str:
     """Check ``attn_mask``; return "bool", "float", or "" if there is none."""
     if mask is None:
         return ""
+    scores_shape, dtype = (*given.lead, given.seq_q, given.seq_k), given.dtype
     check_array("attn_mask", mask)
     is_bool, is_float = np.dtype(mask.dtype).kind == "b", is_floating(np.dtype(mask.dtype))
     if not (is_bool or is_float):
@@ -53,51 +75,60 @@ def check_mask(mask: Any, scores_shape: tuple[int, ...], dtype: np.dtype[Any]) -
     return "bool" if is_bool else "float"
 
 
-def check_slopes(slopes: Any, lead: tuple[int, ...]) -> None:
-    """Check ``alibi_slopes`` against the leading dimensions (…, heads) of the scores."""
-    if slopes is None:
-        return
-    check_array("alibi_slopes", slopes)
-    if not is_floating(np.dtype(slopes.dtype)):
-        raise TypeError(f"alibi_slopes must be floating, got {slopes.dtype}; convert them")
+def check_per_head(name: str, array: Any, lead: tuple[int, ...], per_batch: bool = False) -> bool:
+    """Check an option with a number for each head, and return whether it is given.
+
+    Args:
+        name: The name of the option.
+        array: Its value.
+        lead: Leading dimensions (…, heads) of the scores.
+        per_batch: Whether it may have a number for each (batch, head).
+    """
+    if array is None:
+        return False
+    check_array(name, array)
+    if not is_floating(np.dtype(array.dtype)):
+        raise TypeError(f"{name} must be floating, got {array.dtype}; convert it")
     heads = lead[-1:] or (1,)
-    if tuple(slopes.shape) not in (heads, lead):
+    if tuple(array.shape) not in ((heads, lead) if per_batch else (heads,)):
+        more = f", or {lead}, one for each (batch, head)" if per_batch else ""
         raise ValueError(
-            f"alibi_slopes must have shape {heads}, one for each head, or {lead}, one for each "
-            f"(batch, head); got {tuple(slopes.shape)}"
+            f"{name} must have shape {heads}, one number for each query head{more}; got "
+            f"{tuple(array.shape)}"
         )
+    return True
+
+
+def check_slopes(slopes: Any, lead: tuple[int, ...]) -> bool:
+    """Check ``alibi_slopes``, and return whether there are any."""
+    has_slopes = check_per_head("alibi_slopes", slopes, lead, per_batch=True)
     # Values on a device are not checked, as that would wait for it.
     if isinstance(slopes, np.ndarray) and not (abs(slopes.astype(np.float64)) <= MOST_SLOPE).all():
         raise ValueError(
             f"alibi_slopes must be numbers from -{MOST_SLOPE} to {MOST_SLOPE}, got "
             f"{np.array2string(slopes, threshold=8)}; a slope is usually 2**-1 to 2**-8"
         )
+    return has_slopes
 
 
-def check_sink(sink: Any, lead: tuple[int, ...]) -> None:
-    """Check ``sink`` against the leading dimensions (…, heads) of the scores."""
-    if sink is None:
-        return
-    check_array("sink", sink)
-    if not is_floating(np.dtype(sink.dtype)):
-        raise TypeError(f"sink must be floating, got {sink.dtype}; convert it")
-    heads = lead[-1:] or (1,)
-    if tuple(sink.shape) != heads:
+def check_offset(offset: Any, given: Given) -> int:
+    """Check that ``causal_offset`` has a diagonal, and ALiBi's distances from it are exact; return it."""
+    offset, options = int(offset), given.options  # a narrow integer would wrap
+    has_slopes = options["alibi_slopes"] is not None
+    if offset and not (options["is_causal"] or options["window_size"] is not None or has_slopes):
         raise ValueError(
-            f"sink must have shape {heads}, a logit for each query head; got {tuple(sink.shape)}"
+            f"causal_offset shifts the diagonal of is_causal, window_size and alibi_slopes, got "
+            f"{offset} without any of them; set one, or leave the offset at 0"
         )
-
-
-def check_offset(offset: int, slopes: Any) -> None:
-    """Check that ALiBi's distances from the shifted diagonal are exact."""
-    if slopes is not None and abs(offset) >= MOST_OFFSET:
+    if has_slopes and abs(offset) >= MOST_OFFSET:
         raise ValueError(
             f"with alibi_slopes, causal_offset must be between -2**31 and 2**31, got {offset}; in float32, "
             "all distances from a diagonal so far away are the same"
         )
+    return offset
 
 
-def check_softcap(softcap: float) -> float:
+def check_softcap(softcap: float, given: Given) -> float:
     """Check that ``softcap`` is off or a positive bound that scores can be divided by; return it."""
     cap = number("softcap", softcap)
     if cap != 0.0 and not LEAST_CAP <= cap <= MOST_CAP:
@@ -108,8 +139,9 @@ def check_softcap(softcap: float) -> float:
     return cap
 
 
-def check_precision(precision: str | None, dtype: np.dtype[Any]) -> str:
+def check_precision(precision: str | None, given: Given) -> str:
     """Check ``precision``; return the name of the format in which products may be computed."""
+    dtype = given.dtype
     if precision is None:
         return NAMES[dtype]
     if precision not in PRECISIONS and precision not in FLOAT8:
@@ -132,9 +164,9 @@ def check_precision(precision: str | None, dtype: np.dtype[Any]) -> str:
     return precision
 
 
-def check_scale(scale: float | None, head_dim: int) -> float:
+def check_scale(scale: float | None, given: Given) -> float:
     """Check that ``scale`` is None or a finite number other than 0; return the factor of the scores."""
-    factor = 1.0 / math.sqrt(head_dim) if scale is None else number("scale", scale)
+    factor = 1.0 / math.sqrt(given.head_dim) if scale is None else number("scale", scale)
     if not 0.0 < abs(factor) < math.inf:
         raise ValueError(
             f"scale must be finite and not zero, got {short(scale)}; None gives 1/sqrt(head_dim)"
@@ -142,7 +174,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     return factor
 
 
-def check_window(window: Any) -> tuple[int, int]:
+def check_window(window: Any, given: Given) -> tuple[int, int]:
     """Check ``window_size``; return (left, right), -1 where it is unbounded."""
     left, right = (-1, -1) if window is None else map(int, window)
     if left < -1 or right < -1:
@@ -153,9 +185,19 @@ def check_window(window: Any) -> tuple[int, int]:
     return left, right
 
 
+def check_rate(dropout_p: float, given: Given | None = None) -> float:
+    """Check ``dropout_p``; return it as a float."""
+    return not_negative("dropout_p", dropout_p, 1.0, "; 0 turns dropout off")
+
+
+def check_seed_of(seed: int | None, given: Given) -> int:
+    """Check that dropout has a seed; return the seed as a signed number of 64 bits."""
+    return check_dropout(given.options["dropout_p"], seed)
+
+
 def check_dropout(dropout_p: float, seed: int | None) -> int:
     """Check ``dropout_p`` and ``seed``; return the seed as a signed number of 64 bits."""
-    not_negative("dropout_p", dropout_p, 1.0, "; 0 turns dropout off")
+    check_rate(dropout_p)
     if seed is None:
         if dropout_p > 0.0:
             raise ValueError(
@@ -174,10 +216,11 @@ def check_seed(seed: int) -> int:
     return seed - SEEDS if seed >= SEEDS // 2 else seed
 
 
-def check_block_mask(mask: BlockMask | None, lead: tuple[int, ...], seq_q: int, seq_k: int) -> None:
-    """Check that ``block_mask`` fits these lengths and heads."""
+def check_block_mask(mask: BlockMask | None, given: Given) -> BlockMask | None:
+    """Check that ``block_mask`` fits the lengths and the heads; return it."""
     if mask is None:
-        return
+        return None
+    lead, seq_q, seq_k = given.lead, given.seq_q, given.seq_k
     heads = lead[-1] if lead else 1
     if (mask.seq_q, mask.seq_k) != (seq_q, seq_k):
         raise ValueError(
@@ -189,3 +232,4 @@ def check_block_mask(mask: BlockMask | None, lead: tuple[int, ...], seq_q: int, 
             f"block_mask has {mask.heads} heads, but the call has {heads}; build it with one pattern for "
             "all heads, or one for each"
         )
+    return mask

@@ -1,36 +1,285 @@
-"""The names and types of the options of attention, for editors and type checkers."""
+"""The table of the options of attention: each one's type, default, checks, text, and how it is passed on.
+
+:class:`Options` names the options for editors and type checkers, and an :class:`Option` is what the library
+knows of one.  Checks, signatures, docstrings, the fields of ``Problem``, the schema of the PyTorch operator
+and the random calls of tests are made from the table.  What an option does to a score is in
+``kernels.scores.program``.
+"""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
-if TYPE_CHECKING:
-    from kernels.sparsity.block_mask import BlockMask
+import numpy as np
+
+from kernels.common.arguments import is_number, shown
+from kernels.problem import option_values as values
+from kernels.problem.argument_types import is_whole
+from kernels.problem.rungs import rung_of_run
+from kernels.scores.mods import as_mask_mod, as_score_mod
+from kernels.sparsity.block_mask import BlockMask
+
+
+class Kind(NamedTuple):
+    """The types that an option may have, besides a default of None.
+
+    Attributes:
+        words: The types in words.
+        fits: Whether a value has one of them.
+        usual: The most common type, which needs no further check.
+    """
+
+    words: str
+    fits: Callable[[Any], bool]
+    usual: type | None = None
+
+
+def _is_window(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_whole, value))
+
+
+def _is_score_mod(value: Any) -> bool:
+    pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(map(callable, value))
+    return pair or callable(value)
+
+
+FLAG = Kind("True or False", lambda value: isinstance(value, (bool, np.bool_)), bool)
+NUMBER = Kind("a number", is_number, float)
+WHOLE = Kind("a whole number", is_whole, int)
+NAME = Kind("a name", lambda value: isinstance(value, str), str)
+WINDOW = Kind("(left, right), two whole numbers,", _is_window)
+FUNCTION = Kind("a function", callable)
+SCORE_MOD = Kind("a function, a pair of it and its derivative,", _is_score_mod)
+BLOCK_MASK = Kind(
+    "a kernels.BlockMask (BlockMask.from_dense makes one of an array)",
+    lambda value: isinstance(value, BlockMask),
+)
+#: An array of any library, which the check of its value looks at.
+ARRAY = Kind("an array", lambda value: True)
+
+
+class Option(NamedTuple):
+    """One option of attention.
+
+    Attributes:
+        text: What it does, for docstrings.
+        kind: Its types.
+        default: Its default.
+        check: ``(value, given)``: the checked value, where ``given`` is an ``option_values.Given``.
+        field: The field of ``Problem`` for the checked value, and of ``Operands`` for an array; the name of
+            the option when "".
+        has_gradient: Whether it is an array that receives a gradient.
+        schema: Its type in the schema of the PyTorch operator; "" for one that is a constant of the graph.
+        by_position: Whether it may be given by position, as in PyTorch.
+        is_packed: Whether packed sequences support it.
+        in_2022: Whether the algorithm of 2022, the rung ``flash1``, has it.
+    """
+
+    text: str
+    kind: Kind
+    default: Any = None
+    check: Callable[[Any, values.Given], Any] = lambda value, given: value
+    field: str = ""
+    has_gradient: bool = False
+    schema: str = ""
+    by_position: bool = False
+    is_packed: bool = True
+    in_2022: bool = False
 
 
 class Options(TypedDict, total=False):
-    """Options of one attention call; :func:`kernels.make_problem` describes them and has the defaults."""
+    """Options of one attention call, all of which have defaults."""
 
-    attn_mask: Any
-    dropout_p: float
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-    causal_offset: int
-    window_size: tuple[int, int] | None
-    softcap: float
-    alibi_slopes: Any
-    sink: Any
-    block_mask: BlockMask | None
-    mask_mod: Callable[..., Any] | None
-    score_mod: Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]] | None
-    seed: int | None
-    precision: str | None
-    deterministic: bool
-    return_lse: bool
-    rung: str
+    attn_mask: Annotated[
+        Any,
+        Option(
+            "A boolean mask (True keeps), or an additive mask of the dtype of q; it broadcasts to (…, "
+            "heads, seq_q, seq_k) and may have any strides.  Must be None for packed sequences.",
+            ARRAY, None, values.check_mask, "mask", True, "Tensor?", True, False, True,
+        ),
+    ]  # fmt: skip
+    dropout_p: Annotated[
+        float,
+        Option(
+            "Probability of dropping an attention weight, in [0, 1), rounded to a multiple of 2⁻¹⁶.  The"
+            " remaining weights are divided by 1 - dropout_p.",
+            NUMBER, 0.0, values.check_rate, schema="float", by_position=True, in_2022=True,
+        ),
+    ]  # fmt: skip
+    is_causal: Annotated[
+        bool,
+        Option(
+            "Query i attends to keys 0 to i (top-left aligned, as in PyTorch).",
+            FLAG, False, schema="bool", by_position=True, in_2022=True,
+        ),
+    ]  # fmt: skip
+    scale: Annotated[
+        float | None,
+        Option(
+            "Factor of the scores; 1/sqrt(head_dim) when None.",
+            NUMBER, None, values.check_scale, schema="float?", by_position=True, in_2022=True,
+        ),
+    ]  # fmt: skip
+    enable_gqa: Annotated[
+        bool,
+        Option(
+            "Let groups of adjacent query heads share one head of k and v; the number of query heads "
+            "must be a multiple of the number of heads of k and v.",
+            FLAG, False, schema="bool", by_position=True, in_2022=True,
+        ),
+    ]  # fmt: skip
+    causal_offset: Annotated[
+        int,
+        Option(
+            "Shift of the diagonal: with ``is_causal``, query ``row`` attends to columns up to ``row + "
+            "causal_offset``; seq_k - seq_q aligns it bottom-right.",
+            WHOLE, 0, values.check_offset, schema="SymInt", in_2022=True,
+        ),
+    ]  # fmt: skip
+    window_size: Annotated[
+        tuple[int, int] | None,
+        Option(
+            "(left, right): query ``row`` attends to columns from ``row + causal_offset - left`` to "
+            "``row + causal_offset + right``, both inclusive; -1 is unbounded.",
+            WINDOW, None, values.check_window, schema="SymInt[]?",
+        ),
+    ]  # fmt: skip
+    softcap: Annotated[
+        float,
+        Option(
+            "Scores become cap · tanh(score / cap); 0 turns it off.",
+            NUMBER, 0.0, values.check_softcap, schema="float",
+        ),
+    ]  # fmt: skip
+    alibi_slopes: Annotated[
+        Any,
+        Option(
+            "(heads,) or (batch, heads): slope · |row + causal_offset - col| is subtracted from each "
+            "score.  The slopes are constants and receive no gradient.",
+            ARRAY, None, lambda value, given: values.check_slopes(value, given.lead), "slopes",
+            schema="Tensor?",
+        ),
+    ]  # fmt: skip
+    sink: Annotated[
+        Any,
+        Option(
+            "(heads,), one logit per head, which enters the softmax as the score of an additional key "
+            "whose value is zero: P = exp(S) / (exp(sink) + rowsum exp(S)).  lse includes it.",
+            ARRAY, None, lambda value, given: values.check_per_head("sink", value, given.lead),
+            has_gradient=True, schema="Tensor?",
+        ),
+    ]  # fmt: skip
+    block_mask: Annotated[
+        BlockMask | None,
+        Option(
+            "A :class:`kernels.BlockMask`; tiles that it masks are skipped.  Must be None for packed "
+            "sequences.",
+            BLOCK_MASK, None, values.check_block_mask, is_packed=False,
+        ),
+    ]  # fmt: skip
+    mask_mod: Annotated[
+        Callable[..., Any] | None,
+        Option(
+            "``(batch, head, row, col) -> bool``, True keeps; a function that numba can compile.",
+            FUNCTION, None, lambda value, given: as_mask_mod(value),
+        ),
+    ]  # fmt: skip
+    score_mod: Annotated[
+        Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]] | None,
+        Option(
+            "``(score, batch, head, row, col) -> score``, applied after scale and softcap.  For "
+            "gradients, pass a pair of the function and its derivative with respect to the score, which "
+            "takes the same arguments.",
+            SCORE_MOD, None, lambda value, given: as_score_mod(value),
+        ),
+    ]  # fmt: skip
+    seed: Annotated[
+        int | None,
+        Option(
+            "Seed of the dropout mask, from 0 to 2⁶⁴ - 1; a seed gives the same mask on every device.  "
+            "Dropout on arrays requires one; on tensors the default is drawn from the generator of "
+            "``minitorch.manual_seed``.",
+            WHOLE, None, values.check_seed_of, schema="Tensor?", in_2022=True,
+        ),
+    ]  # fmt: skip
+    precision: Annotated[
+        str | None,
+        Option(
+            "For float32 operands, a lower precision that matrix products may use where a rung is faster"
+            ' with it: "tf32" (11 bits of significand), "bfloat16" or "float16".  Sums stay in float32.'
+            '  None selects "float32", as do rungs without such products.  In "float32", tensor cores '
+            "compute each product as a sum of several float16 products.  For fp16 and bf16 operands, "
+            '"float8_e4m3" rounds q, k, v and the probabilities to 4 bits of significand.  It supports '
+            'only the forward pass and few options; the suffixes "+hadamard", "+blocks" and '
+            '"+blocks+hadamard" reduce the error.',
+            NAME, None, values.check_precision, in_2022=True,
+        ),
+    ]  # fmt: skip
+    deterministic: Annotated[
+        bool,
+        Option(
+            "Make gradients bitwise reproducible; False lets a kernel add them in any order where that "
+            "is faster.",
+            FLAG, True, lambda value, given: bool(value), schema="bool", in_2022=True,
+        ),
+    ]  # fmt: skip
+    return_lse: Annotated[
+        bool,
+        Option(
+            "Also return lse, on tensors; a forward call on arrays always returns it.",
+            FLAG, False, in_2022=True,
+        ),
+    ]  # fmt: skip
+    rung: Annotated[
+        str,
+        Option(
+            'Name of the kernel.  "auto" selects the one that the environment variable '
+            "``MINITORCH_RUNG`` names or, if it is unset, the fastest one that can run the call.",
+            NAME._replace(words="the name of a kernel or 'auto'"), "auto",
+            lambda value, given: rung_of_run() if value == "auto" else value, in_2022=True,
+        ),
+    ]  # fmt: skip
 
 
-#: The options that are arrays.
-ARRAYS = frozenset(("attn_mask", "alibi_slopes", "sink"))
+#: The table: name → option, in the order of signatures.
+OPTIONS: dict[str, Option] = {}
+#: Name → type.
+TYPES: dict[str, Any] = {}
+for _name, _hint in get_type_hints(Options, include_extras=True).items():
+    TYPES[_name], OPTIONS[_name] = _hint.__origin__, _hint.__metadata__[0]
+#: Name → default.
+DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
+#: The options that are arrays, in the order of ``Operands``.
+ARRAY_ORDER = tuple(name for name, option in OPTIONS.items() if option.kind is ARRAY)
+ARRAYS = frozenset(ARRAY_ORDER)
+#: The arrays that receive a gradient.
+WITH_GRADIENT = tuple(name for name in ARRAY_ORDER if OPTIONS[name].has_gradient)
+
+
+def field_of(name: str) -> str:
+    """Return the field of ``Problem``, and of ``Operands``, for an option."""
+    return OPTIONS[name].field or name
+
+
+def text_of(name: str) -> list[str]:
+    """Return the lines that describe an option in a docstring."""
+    return textwrap.wrap(
+        f"{name}: {OPTIONS[name].text}", 104, initial_indent=" " * 4, subsequent_indent=" " * 8
+    )
+
+
+def check_types(**options: Any) -> None:
+    """Check the types of options by name, except those of arrays.
+
+    Raises:
+        TypeError: If an option has the wrong type.
+    """
+    for name, value in options.items():
+        kind, default = OPTIONS[name].kind, OPTIONS[name].default
+        if type(value) is kind.usual or (value is None and default is None):
+            continue
+        if not kind.fits(value):
+            words = kind.words if default is not None else f"{kind.words} or None"
+            raise TypeError(f"{name} must be {words}, got {shown(value)}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from kernels.common.arguments import as_host_array
 from kernels.problem.argument_types import check_array
-from kernels.problem.options import Options
+from kernels.problem.options import OPTIONS, Options
 from kernels.problem.packed_sequences import Sequences, sequences_of
 from kernels.problem.question import Problem, problem_of
 
@@ -50,8 +50,8 @@ class PackedMaker:
                 :class:`kernels.problem.packed_sequences.Sequences`.
             ValueError: Also for ``attn_mask`` or ``block_mask``.
         """
-        for name in ("attn_mask", "block_mask"):
-            if options.get(name) is not None:
+        for name, option in OPTIONS.items():
+            if not option.is_packed and options.get(name) is not None:
                 raise ValueError(
                     f"flash_attention_varlen does not support {name}, which has one shape for all "
                     "sequences; use is_causal, window_size or mask_mod(sequence, head, row, col) instead"

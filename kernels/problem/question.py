@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernels.problem.argument_types import check_array, check_types
-from kernels.problem.option_values import (
-    check_block_mask,
-    check_dropout,
-    check_mask,
-    check_offset,
-    check_precision,
-    check_scale,
-    check_sink,
-    check_slopes,
-    check_softcap,
-    check_window,
-)
-from kernels.problem.options import ARRAYS, Options
+from kernels.problem.argument_types import check_array
+from kernels.problem.option_values import Given
+from kernels.problem.options import DEFAULTS, OPTIONS, Options, check_types, field_of
 from kernels.problem.origin import Origin
 from kernels.problem.packed_sequences import Sequences
-from kernels.problem.rungs import rung_of_run
 from kernels.problem.shapes import check_dtypes, check_shapes
+from kernels.problem.signature import by_name, takes_attention_options
 from kernels.runtime.dtypes import acc_dtype
-from kernels.scores.mods import ScoreMod, as_mask_mod, as_score_mod
+from kernels.scores.mods import ScoreMod
 from kernels.scores.program import PLAIN, Features, features_of
 from kernels.sparsity.block_mask import BlockMask
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -199,74 +189,16 @@ class Problem:
         return (*self.lead, self.seq_q, self.seq_k)
 
 
-def make_problem(
-    q: Any,
-    k: Any,
-    v: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    causal_offset: int = 0,
-    window_size: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    sink: Any = None,
-    block_mask: Any = None,
-    mask_mod: Callable[..., Any] | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    seed: int | None = None,
-    precision: str | None = None,
-    deterministic: bool = True,
-    return_lse: bool = False,
-    rung: str = "auto",
-) -> Problem:
+@takes_attention_options
+def make_problem(q: Any, k: Any, v: Any, *args: Any, **options: Unpack[Options]) -> Problem:
     """Check the operands and the options of an attention call.
 
     Args:
         q: Queries, (…, heads, seq_q, head_dim); any object with ``shape`` and ``dtype``.
         k: Keys, (…, heads, seq_k, head_dim), of the dtype of q.
         v: Values, (…, heads, seq_k, value_dim), of the dtype of q.
-        attn_mask: A boolean mask (True keeps), or an additive mask of the dtype of q; it broadcasts to
-            (…, heads, seq_q, seq_k) and may have any strides.  Must be None for packed sequences.
-        dropout_p: Probability of dropping an attention weight, in [0, 1), rounded to a multiple of 2⁻¹⁶.
-            The remaining weights are divided by 1 - dropout_p.
-        is_causal: Query i attends to keys 0 to i (top-left aligned, as in PyTorch).
-        scale: Factor of the scores; 1/sqrt(head_dim) when None.
-        enable_gqa: Let groups of adjacent query heads share one head of k and v; the number of query heads
-            must be a multiple of the number of heads of k and v.
-        causal_offset: Shift of the diagonal: with ``is_causal``, query ``row`` attends to columns up to
-            ``row + causal_offset``; seq_k - seq_q aligns it bottom-right.
-        window_size: (left, right): query ``row`` attends to columns from ``row + causal_offset - left`` to
-            ``row + causal_offset + right``, both inclusive; -1 is unbounded.
-        softcap: Scores become cap · tanh(score / cap); 0 turns it off.
-        alibi_slopes: (heads,) or (batch, heads): slope · |row + causal_offset - col| is subtracted from
-            each score.  The slopes are constants and receive no gradient.
-        sink: (heads,), one logit per head, which enters the softmax as the score of an additional key
-            whose value is zero: P = exp(S) / (exp(sink) + rowsum exp(S)).  lse includes it.
-        block_mask: A :class:`kernels.BlockMask`; tiles that it masks are skipped.  Must be None for packed
-            sequences.
-        mask_mod: ``(batch, head, row, col) -> bool``, True keeps; a function that numba can compile.
-        score_mod: ``(score, batch, head, row, col) -> score``, applied after scale and softcap.  For
-            gradients, pass a pair of the function and its derivative with respect to the score, which
-            takes the same arguments.
-        seed: Seed of the dropout mask, from 0 to 2⁶⁴ - 1; a seed gives the same mask on every device.
-            Dropout on arrays requires one; on tensors the default is drawn from the generator of
-            ``minitorch.manual_seed``.
-        precision: For float32 operands, a lower precision that matrix products may use where a rung is
-            faster with it: "tf32" (11 bits of significand), "bfloat16" or "float16".  Sums stay in float32.
-            None selects "float32", as do rungs without such products.  In "float32", tensor cores compute
-            each product as a sum of several float16 products.  For fp16 and bf16 operands,
-            "float8_e4m3" rounds q, k, v and the probabilities to 4 bits of significand.  It supports only
-            the forward pass and few options; the suffixes "+hadamard", "+blocks" and "+blocks+hadamard"
-            reduce the error.
-        deterministic: Make gradients bitwise reproducible; False lets a kernel add them in any order
-            where that is faster.
-        return_lse: Also return lse, on tensors; a forward call on arrays always returns it.
-        rung: Name of the kernel.  "auto" selects the one that the environment variable ``MINITORCH_RUNG``
-            names or, if it is unset, the fastest one that can run the call.
+        args: Options by position.
+        options: Options by name.
 
     Returns:
         The problem.
@@ -277,54 +209,24 @@ def make_problem(
         ValueError: If a shape or a value is invalid, or a precision is given for operands of another
             dtype.
     """
-    return problem_of(
-        q,
-        k,
-        v,
-        Options(
-            attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-            enable_gqa=enable_gqa, causal_offset=causal_offset, window_size=window_size,
-            softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, block_mask=block_mask,
-            mask_mod=mask_mod, score_mod=score_mod, seed=seed, precision=precision,
-            deterministic=deterministic, return_lse=return_lse, rung=rung,
-        ),
-    )  # fmt: skip
-
-
-#: The options of a call that names none.
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in [*inspect.signature(make_problem).parameters.items()][3:]
-}
+    return problem_of(q, k, v, by_name("make_problem", args, options))
 
 
 def problem_of(q: Any, k: Any, v: Any, options: Options) -> Problem:
-    """Return the problem of a call; see :func:`make_problem`, which has the defaults of the options."""
+    """Return the problem of a call; see :func:`make_problem`."""
     dtype = check_dtypes(q, k, v)
-    o = SimpleNamespace(**{**_DEFAULTS, **options})
-    check_types(**{name: value for name, value in options.items() if name not in ARRAYS})
+    check_types(**options)
+    every = {**DEFAULTS, **options}
     shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
     lead, groups, seq_q, seq_k, head_dim, value_dim = check_shapes(
-        *shapes, enable_gqa=bool(o.enable_gqa)
+        *shapes, enable_gqa=bool(every["enable_gqa"])
     )
-    offset = int(o.causal_offset)  # a narrow integer would wrap
-    if offset and not (o.is_causal or o.window_size is not None or o.alibi_slopes is not None):
-        raise ValueError(
-            f"causal_offset shifts the diagonal of is_causal, window_size and alibi_slopes, got "
-            f"{offset} without any of them; set one, or leave the offset at 0"
-        )
-    mask = check_mask(o.attn_mask, (*lead, seq_q, seq_k), dtype)
-    check_slopes(o.alibi_slopes, lead)
-    check_offset(offset, o.alibi_slopes)
-    check_sink(o.sink, lead)
-    left, right = check_window(o.window_size)
-    check_block_mask(o.block_mask, lead, seq_q, seq_k)
-    mask_mod = as_mask_mod(o.mask_mod)
-    # Before the rate is converted to float, for which it may be too large.
-    seed = check_dropout(o.dropout_p, o.seed)
+    given = Given(lead, seq_q, seq_k, head_dim, dtype, every)
+    checked = {name: option.check(every[name], given) for name, option in OPTIONS.items()}
+    offset, (left, right) = checked["causal_offset"], checked["window_size"]
     lower = offset - left if left >= 0 else -seq_q
     upper = offset + right if right >= 0 else seq_k
-    if o.is_causal:
+    if checked["is_causal"]:
         upper = min(upper, offset)
     return Problem(
         lead=lead,
@@ -333,25 +235,17 @@ def problem_of(q: Any, k: Any, v: Any, options: Options) -> Problem:
         head_dim=head_dim,
         value_dim=value_dim,
         dtype=dtype,
-        scale=check_scale(o.scale, head_dim),
         # Clipping here does not change the visible columns, and keeps kernels' integers small.
         lower=min(max(lower, -seq_q), seq_k),
         upper=min(max(upper, -seq_q), seq_k),
-        diagonal=0 if o.alibi_slopes is None else offset,
-        rung=rung_of_run() if o.rung == "auto" else o.rung,
-        precision=check_precision(o.precision, dtype),
-        deterministic=bool(o.deterministic),
+        diagonal=offset if checked["alibi_slopes"] else 0,
         groups=groups,
-        softcap=check_softcap(o.softcap),
-        mask=mask,
-        slopes=o.alibi_slopes is not None,
-        sink=o.sink is not None,
-        dropout_p=float(o.dropout_p),
-        seed=seed,
-        block_mask=o.block_mask,
-        mask_mod=mask_mod,
-        score_mod=as_score_mod(o.score_mod),
+        **{field_of(name): checked[name] for name in _OF_PROBLEM},
     )
+
+
+#: The options with a field of ``Problem``; the others become bounds and groups.
+_OF_PROBLEM = [name for name in OPTIONS if field_of(name) in Problem.__dataclass_fields__]
 
 
 def check_gradient_operands(

@@ -7,15 +7,24 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar, cast
 
-from kernels.problem.options import Options
-from kernels.problem.question import make_problem
+from kernels.problem.options import OPTIONS, TYPES, Options, text_of
 
-_OPTIONS = list(inspect.signature(make_problem).parameters.values())[3:]
-
-
-_NAMES = frozenset(option.name for option in _OPTIONS)
+_PARAMETERS = [
+    inspect.Parameter(
+        name,
+        (
+            inspect.Parameter.POSITIONAL_OR_KEYWORD
+            if option.by_position
+            else inspect.Parameter.KEYWORD_ONLY
+        ),
+        default=option.default,
+        annotation=TYPES[name],
+    )
+    for name, option in OPTIONS.items()
+]
+_NAMES = frozenset(OPTIONS)
 #: The options that may be given by position, as PyTorch has them.
-_BY_POSITION = [p.name for p in _OPTIONS if p.kind is p.POSITIONAL_OR_KEYWORD]
+_BY_POSITION = [name for name, option in OPTIONS.items() if option.by_position]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -48,19 +57,22 @@ def by_name(function: str, args: Sequence[Any], options: Options) -> Options:
 
 
 def takes_attention_options(function: _Function) -> _Function:
-    """Add the options of ``make_problem`` to the signature of a function with ``*args, **options``.
+    """Add the options of attention to the signature of a function with ``*args, **options``.
 
-    The names, order, defaults and descriptions of options are thus defined once.  In the docstring, the
-    entries of ``make_problem`` replace ``args`` and ``options``.
+    In the docstring, the texts of options replace ``args`` and ``options``.  An option that the function
+    names itself, by keyword only, keeps the default and the text that it has there.
 
     Args:
         function: A function whose body passes ``args`` and ``options`` to :func:`by_name`.
     """
     own = inspect.signature(function)
     lead = [p for p in own.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    last = [p for p in own.parameters.values() if p.kind is p.KEYWORD_ONLY]
-    function.__signature__ = own.replace(parameters=[*lead, *_OPTIONS, *last])  # type: ignore[attr-defined]
-    function.__doc__ = _with_options(function.__doc__)
+    named = {p.name: p for p in own.parameters.values() if p.kind is p.KEYWORD_ONLY}
+    options = [named.pop(p.name, p) for p in _PARAMETERS]
+    parameters = [*lead, *options, *named.values()]
+    function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    if function.__doc__ is not None:  # python -OO
+        function.__doc__ = _with_options(function.__doc__)
     return function
 
 
@@ -70,27 +82,13 @@ def _unknown(function: str, names: set[str]) -> TypeError:
     for name in sorted(names):
         close = get_close_matches(name, _NAMES, n=1)
         hints.append(f"{name!r}" + (f" (did you mean {close[0]}?)" if close else ""))
-    every = ", ".join(option.name for option in _OPTIONS)
-    return TypeError(f"{function} has no option {', '.join(hints)}; its options are {every}")
+    return TypeError(
+        f"{function} has no option {', '.join(hints)}; its options are {', '.join(OPTIONS)}"
+    )
 
 
-def _with_options(doc: str | None) -> str | None:
-    """Return a docstring with the options of ``make_problem`` in place of ``args`` and ``options``."""
-    if doc is None or make_problem.__doc__ is None:  # python -OO
-        return doc
-    before, entries, after = _arguments(doc)
-    _, all_entries, _ = _arguments(make_problem.__doc__)
-    lines = [*before]
-    for name, entry in entries.items():
-        if name == "args":
-            lines += [line for option in _OPTIONS for line in all_entries[option.name]]
-        elif name != "options":
-            lines += entry
-    return "\n".join([*lines, *after])
-
-
-def _arguments(doc: str) -> tuple[list[str], dict[str, list[str]], list[str]]:
-    """Split a docstring into the lines before the arguments, those of each argument, and the rest."""
+def _with_options(doc: str) -> str:
+    """Return a docstring with the texts of all options in place of ``args`` and ``options``."""
     lines = inspect.cleandoc(doc).split("\n")
     first = lines.index("Args:") + 1
     last = lines.index("", first)
@@ -100,4 +98,7 @@ def _arguments(doc: str) -> tuple[list[str], dict[str, list[str]], list[str]]:
         if not line.startswith(" " * 8):  # else the entry continues
             entry = entries[line.split(":")[0].strip()] = []
         entry.append(line)
-    return lines[:first], entries, lines[last:]
+    texts = {name: entries.pop(name, None) or text_of(name) for name in OPTIONS}
+    placed = {"args": [line for text in texts.values() for line in text], "options": []}
+    every = [line for name, entry in entries.items() for line in placed.get(name, entry)]
+    return "\n".join([*lines[:first], *every, *lines[last:]])

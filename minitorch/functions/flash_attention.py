@@ -13,7 +13,7 @@ from kernels.bound_calls import DESCRIBE, READ, find, read
 from kernels.common.arguments import flag, is_number
 from kernels.cuda.backend import row_major_copy
 from kernels.problem.float8 import check_float8_gradient
-from kernels.problem.operands import PER_HEAD, Operands, in_order, make_operands
+from kernels.problem.operands import OPTION_ARRAYS, Operands, make_operands
 from kernels.problem.options import ARRAYS, Options
 from kernels.problem.packed_problem import check_packed
 from kernels.problem.question import problem_of
@@ -216,7 +216,7 @@ class FlashAttention(Function):
             place = launch.TARGETS[target]
             _, given = with_arrays(_readable_options(options))
             own = q.array(), k.array(), v.array()
-            operands = make_operands(place.memory, problem, *own, *in_order(given))
+            operands = make_operands(place.memory, problem, *own, given)
             results = launch.run(found, place, problem, operands)
         out = q.wrap(results[0])
         if not ctx.no_grad:
@@ -284,7 +284,7 @@ def _with_options(saved: Operands, operands: Operands | None, options: Options) 
         options: All options by name.
     """
     given: Any = options
-    for field, name in {"mask": "attn_mask", **PER_HEAD}.items():
+    for field, name in OPTION_ARRAYS.items():
         if (option := given.get(name)) is not None:
             own = read(option)
             array = own if operands is None else getattr(operands, field)

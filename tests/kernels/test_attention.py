@@ -166,8 +166,7 @@ def test_every_output_element_is_written(case: Case) -> None:
             "dv": (*problem.grouped_lead, *problem.v_shape[-2:]),
         }  # fmt: skip
         blank = {name: np.full(shape, np.nan, problem.dtype) for name, shape in shapes.items()}
-        arrays = map(case.options.get, ("attn_mask", "alibi_slopes", "sink"))
-        operands = make_operands(target.memory, problem, *case.operands, *arrays)
+        operands = make_operands(target.memory, problem, *case.operands, case.options)
         operands = operands.having(**blank, dout=case.dout, dlse=case.dlse)
         viewed = operands.viewed(target.memory, problem)
         rung.forward(problem, case.tile, viewed)

@@ -8,7 +8,7 @@ import numpy as np
 
 from kernels.common.arguments import as_host_array
 from kernels.cuda.backend import computed
-from kernels.problem.argument_types import check_types
+from kernels.problem.options import check_types
 from kernels.runtime.dtypes import acc_dtype, is_floating
 
 from ...functions.base import check_tensor, is_tensor

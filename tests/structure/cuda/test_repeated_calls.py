@@ -107,8 +107,7 @@ def _call(option: str, rung: str, deterministic: bool, seed: int | None = None) 
     q, k, v, dout = (np.zeros((*lead, seq, WIDTH), FLOAT16) for seq in (ROWS, COLS, COLS, ROWS))
     more = {} if seed is None else {"seed": seed}
     problem, options = _problem(option, [q, k, v], rung=rung, deterministic=deterministic, **more)
-    arrays = (options.get(name) for name in ("attn_mask", "alibi_slopes", "sink"))
-    operands = make_operands(EMULATED.memory, problem, q, k, v, *arrays)
+    operands = make_operands(EMULATED.memory, problem, q, k, v, options)
     out, lse, rest = launch.forward(EMULATED, problem, operands)
     launch.backward(EMULATED, problem, operands.having(out=out, lse=lse, lse_rest=rest, dout=dout))
 

@@ -78,9 +78,8 @@ def _gradients(
     """Run the backward kernels on what the textbook has of the forward pass."""
     problem = case.problem(rung="flash3_wgmma", deterministic=deterministic)
     problem = replace(problem, sequences=sequences)
-    mask, slopes = (case.options.get(name) for name in ("attn_mask", "alibi_slopes"))
     with emulated_hopper_backward():
-        operands = make_operands(EMULATED.memory, problem, *case.operands, mask, slopes)
+        operands = make_operands(EMULATED.memory, problem, *case.operands, case.options)
         operands = operands.having(
             out=expected["out"].astype(case.q.dtype),
             lse=expected["lse"].astype(np.float32),

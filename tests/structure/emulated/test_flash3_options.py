@@ -78,18 +78,16 @@ def _forward(
     case: Case, layout: ForwardLayout | None = SMALL, sequences: Any = None, blocks: int = 2
 ) -> tuple[Any, Any]:
     problem = replace(case.problem(rung="flash3_wgmma"), sequences=sequences)
-    arrays = map(case.options.get, ("attn_mask", "alibi_slopes", "sink"))
     with emulated_hopper(layout, blocks):
-        operands = make_operands(EMULATED.memory, problem, *case.operands, *arrays)
+        operands = make_operands(EMULATED.memory, problem, *case.operands, case.options)
         return launch.forward(EMULATED, problem, operands)[:2]
 
 
 def _check(case: Case, found: tuple[Any, Any]) -> None:
     wide = case.plain()
     problem = wide.problem(rung="naive")
-    arrays = map(wide.options.get, ("attn_mask", "alibi_slopes", "sink"))
     memory = launch.NUMPY.memory
-    operands = make_operands(memory, problem, *wide.operands, *arrays)
+    operands = make_operands(memory, problem, *wide.operands, wide.options)
     out, lse, _ = launch.forward(launch.NUMPY, problem, operands)
     assert_close_arrays(found[0], out, case.q.dtype, "out")
     assert_close_arrays(found[1], lse, FLOAT32, "lse")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import kernels
 from kernels import launch
 from kernels.problem.operands import make_operands
+from kernels.problem.options import ARRAY_ORDER
 from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import acc_dtype, is_floating, is_half
 
@@ -117,9 +118,10 @@ class Case:
         problem = self.problem(rung=rung, **more)
         problem = problem if sequences is None else replace(problem, sequences=sequences)
         memory = target.memory
-        mask, *per_head = map(self.options.get, ("attn_mask", "alibi_slopes", "sink"))
-        q, k, v, mask = (put(x) if x is not None else None for x in (*self.operands, mask))
-        operands = make_operands(memory, problem, q, k, v, mask, *per_head)
+        arrays = dict(self.options)
+        if arrays.get("attn_mask") is not None:
+            arrays["attn_mask"] = put(arrays["attn_mask"])
+        operands = make_operands(memory, problem, *map(put, self.operands), arrays)
         out, lse, rest = launch.forward(target, problem, operands, tile)
         dlse = None if self.dlse is None else put(self.dlse)
         kept = out if stored_out is None else stored_out
@@ -144,7 +146,7 @@ class Case:
         put = place or (lambda array: array)
         q, k, v, dout = map(put, (*self.operands, self.dout))
         options = {**self.options, **more}
-        for name in ("attn_mask", "alibi_slopes", "sink"):
+        for name in ARRAY_ORDER:
             if isinstance(options.get(name), np.ndarray):
                 options[name] = put(options[name])
         found, lse = kernels.flash_attention_forward(q, k, v, **options)
@@ -160,9 +162,7 @@ class Case:
     def in_dtype(self, dtype: np.dtype[Any]) -> Case:
         """Return the case with floating operands rounded to a dtype, which keeps their strides."""
         options = {
-            name: value.astype(dtype)
-            if name in ("attn_mask", "alibi_slopes", "sink") and is_floating(value.dtype)
-            else value
+            name: value.astype(dtype) if name in ARRAY_ORDER and is_floating(value.dtype) else value
             for name, value in self.options.items()
         }
         q, k, v, dout = (x.astype(dtype) for x in (*self.operands, self.dout))
@@ -175,7 +175,7 @@ class Case:
         Groups of query heads that share a head of k and v are written out by repeating it.
         """
         options = dict(self.options)
-        for name in ("attn_mask", "alibi_slopes", "sink"):
+        for name in ARRAY_ORDER:
             array = options.get(name)
             if array is not None and is_floating(array.dtype):
                 options[name] = array.astype(np.float64)

@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kernels import launch
-from kernels.problem.operands import in_order, make_operands
+from kernels.problem.operands import make_operands
 from kernels.reference.scores import packed_parts
 from kernels.runtime.dtypes import acc_dtype, is_half, rounded
 
@@ -122,7 +122,7 @@ def _roundings(case: Case) -> tuple[Any, Any]:
     """
     own = _reference(case)
     problem, eps = own.problem(), float(np.finfo(acc_dtype(case.q.dtype)).eps)
-    operands = make_operands(launch.NUMPY.memory, problem, *own.operands, *in_order(own.options))
+    operands = make_operands(launch.NUMPY.memory, problem, *own.operands, own.options)
     operands = operands.viewed(launch.NUMPY.memory, problem)
     q, k, error = operands.q, operands.k, eps * (operands.q.shape[-1] + 8)
 

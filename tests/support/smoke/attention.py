@@ -164,8 +164,7 @@ def results(
     """
     on_device = target is launch.CUDA
     q, k, v, dout, dlse = (to_device(x) if on_device else x for x in arrays.values())
-    own = map(given.get, ("attn_mask", "alibi_slopes", "sink"))
-    operands = make_operands(target.memory, problem, q, k, v, *own)
+    operands = make_operands(target.memory, problem, q, k, v, given)
     out, lse, rest = launch.forward(target, problem, operands)
     found = {"out": out, "lse": lse}
     if problem.precision not in FLOAT8:

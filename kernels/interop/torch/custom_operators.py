@@ -15,13 +15,25 @@ from torch.utils.flop_counter import register_flop_formula
 import kernels
 from kernels.array_call import attend
 from kernels.interop.libraries import NO_FORWARD_MODE, NO_NESTED
-from kernels.interop.torch.eager import eager_attention, in_loop, with_arrays
+from kernels.interop.torch.eager import (
+    CONSTANTS,
+    array_gradients,
+    eager_attention,
+    in_loop,
+    wanted_of,
+    with_arrays,
+)
 from kernels.launch import Wanted
+from kernels.problem.options import ARRAY_ORDER, DEFAULTS, OPTIONS, WITH_GRADIENT, field_of
 from kernels.runtime.dtypes import BFLOAT16
 
-#: Sets of options that no operator of PyTorch can take, such as functions; an operator takes their number.
+#: Sets of the options of :data:`CONSTANTS`; an operator takes the number of a set.
 _SETS: list[dict[str, Any]] = [{}]
-_NUMBERS: dict[tuple[Any, ...], int] = {}
+_KNOWN: dict[tuple[Any, ...], int] = {}
+#: The options that are arguments of the operators, after arrays and the seed.
+_NUMBERS = [name for name, option in OPTIONS.items() if option.schema not in ("", "Tensor?")]
+_SCHEMA = ", ".join(f"{OPTIONS[n].schema} {n}" for n in (*ARRAY_ORDER, "seed", *_NUMBERS))
+_SCHEMA += ", SymInt others"
 #: The number of modes that receive every operator, such as those of fake tensors.
 _modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
@@ -29,7 +41,7 @@ _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 #: CUDA graphs of torch.compile leave the operators out: the kernels run on the legacy default stream.
 _TAGS = [getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)]
-_OPTIONS: Any = {"mutates_args": (), **({"tags": _TAGS} if _TAGS else {})}
+_OPERATOR: Any = {"mutates_args": (), **({"tags": _TAGS} if _TAGS else {})}
 
 
 def is_traced(tensors: tuple[Any, ...]) -> bool:
@@ -48,22 +60,16 @@ def draw_seed() -> Tensor:
 
 
 def compiled_attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None,
-    sink: Tensor | None, seed: int | None, options: dict[str, Any],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    arrays: tuple[Any, ...], seed: int | None, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, lse and what lse loses by rounding by the custom operator.
 
     Args:
-        q: (…, heads, seq_q, head_dim).
-        k: (…, heads, seq_k, head_dim).
-        v: (…, heads, seq_k, value_dim).
-        attn_mask: As the kernels take it.
-        alibi_slopes: Likewise.
-        sink: Likewise.
+        arrays: q, k, v and the options that are arrays, as the kernels take them.
         seed: Of dropout; drawn where None.
         options: The other options of the kernels.
     """
-    given = [x for x in (q, k, v, attn_mask, sink) if x is not None]
+    given = [x for x in arrays if x is not None]
     if any(x.is_nested for x in given):
         raise TypeError(NO_NESTED)
     # A custom operator would give the results a tangent of zeros.
@@ -79,24 +85,21 @@ def compiled_attention(
     if torch._C._are_functorch_transforms_active() and _is_differentiated():
         if torch.compiler.is_dynamo_compiling():
             own = options if drawn is None else {**options, "seed": drawn}
-            return eager_attention(q, k, v, attn_mask, alibi_slopes, sink, own)  # breaks the graph
+            return eager_attention(*arrays, own)  # breaks the graph
         raise NotImplementedError(
             "flash_attention cannot be differentiated by torch.func within make_fx or torch.export; call "
             "torch.func outside of them, or use torch.autograd.grad"
         )
-    left, right = options.get("window_size") or (-1, -1)
     others = 0
-    if "rung" in options:
-        mods = options["score_mod"]
-        mods = tuple(mods) if isinstance(mods, (tuple, list)) else (mods, None)
-        parts = [part for mod in (options["mask_mod"], *mods) for part in _parts(mod)]
-        others = _number(options["block_mask"], options["precision"], options["rung"], *parts)
-    return _forward(
-        q, k, v, attn_mask, alibi_slopes, sink, drawn, options.get("dropout_p", 0.0),
-        options["is_causal"], options.get("scale"), options.get("enable_gqa", False),
-        options.get("causal_offset", 0), left, right, options.get("softcap", 0.0),
-        options["deterministic"], others,
-    )  # fmt: skip
+    if any(options.get(name, DEFAULTS[name]) is not DEFAULTS[name] for name in CONSTANTS):
+        parts: list[Any] = []
+        for name in CONSTANTS:
+            value = options.get(name, DEFAULTS[name])
+            for part in value if isinstance(value, (tuple, list)) else (value, None):
+                parts += _parts(part)
+        others = _number(*parts)
+    numbers = [options.get(name, DEFAULTS[name]) for name in _NUMBERS]
+    return _forward(*arrays, drawn, *numbers, others)
 
 
 @torch.compiler.assume_constant_result
@@ -108,11 +111,11 @@ def _is_differentiated() -> bool:
 
 
 def _parts(mod: Any) -> tuple[Any, Any]:
-    """Return a user function and the object it is bound to or None, with guards for torch.compile."""
+    """Return an option, or a user function and the object it is bound to, with guards for torch.compile."""
     owner = None
     if isinstance(mod, MethodType):  # each access to a method makes a new object
         mod, owner = mod.__func__, mod.__self__
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and callable(mod):
         _guard(mod)
     return mod, owner
 
@@ -164,75 +167,52 @@ def _captures_constants(function: FunctionType) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _number(block_mask: Any, precision: Any, rung: Any, *parts: Any) -> int:
-    """Return the number of a set of options, which is kept from now on."""
-    own = block_mask, precision, rung, *parts
-    if own not in _NUMBERS:
+def _number(*parts: Any) -> int:
+    """Return the number of a set of options, which is kept from now on; four parts for each option."""
+    if parts not in _KNOWN:
         pairs = zip(parts[::2], parts[1::2], strict=True)
-        mask_mod, *score_mod = (f if owner is None else MethodType(f, owner) for f, owner in pairs)
-        _SETS.append(
-            {
-                "block_mask": block_mask,
-                "precision": precision,
-                "rung": rung,
-                "mask_mod": mask_mod,
-                "score_mod": None if score_mod == [None, None] else tuple(score_mod),
-            }
-        )
-        _NUMBERS[own] = len(_SETS) - 1
-    return _NUMBERS[own]
+        values = [f if owner is None else MethodType(f, owner) for f, owner in pairs]
+        options = zip(CONSTANTS, values[::2], values[1::2], strict=True)
+        _SETS.append({name: x if y is None else (x, y) for name, x, y in options})
+        _KNOWN[parts] = len(_SETS) - 1
+    return _KNOWN[parts]
 
 
-def _options(
-    attn_mask: Any, alibi_slopes: Any, sink: Any, seed: Any, dropout_p: float, is_causal: bool,
-    scale: float | None, enable_gqa: bool, causal_offset: int, left: int, right: int, softcap: float,
-    deterministic: bool, others: int,
-) -> Any:  # fmt: skip
-    """Return the options of the kernels for the arguments of the operator."""
-    options = {
-        "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "softcap": softcap,
-        "deterministic": deterministic, **_SETS[others],
-    }  # fmt: skip
-    options = with_arrays(options, attn_mask, alibi_slopes, sink)
-    if dropout_p:
-        options.update(dropout_p=dropout_p, seed=int(seed) % 2**64)
-    if causal_offset:
-        options["causal_offset"] = causal_offset
-    if (left, right) != (-1, -1):
-        options["window_size"] = left, right
-    return options
+def _options(*args: Any) -> Any:
+    """Return the options of the kernels for the arguments of the operator after q, k and v."""
+    count = len(ARRAY_ORDER)
+    seed, *numbers, others = args[count:]
+    given = zip(_NUMBERS, numbers, strict=True)
+    options = {name: number for name, number in given if number != DEFAULTS[name]}
+    if options.get("dropout_p"):
+        options["seed"] = int(seed) % 2**64
+    if "window_size" in options:
+        options["window_size"] = tuple(options["window_size"])
+    return with_arrays({**options, **_SETS[others]}, args[:count])
 
 
-@torch.library.custom_op("minitorch::flash_attention", **_OPTIONS)
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None,
-    sink: Tensor | None, seed: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
-    enable_gqa: bool, causal_offset: int, left: int, right: int, softcap: float, deterministic: bool,
-    others: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+@torch.library.custom_op(
+    "minitorch::flash_attention",
+    schema=f"(Tensor q, Tensor k, Tensor v, {_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    **_OPERATOR,
+)
+def _forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, lse and what lse loses by rounding."""
-    options = _options(
-        attn_mask, alibi_slopes, sink, seed, dropout_p, is_causal, scale, enable_gqa, causal_offset,
-        left, right, softcap, deterministic, others,
-    )  # fmt: skip
-    return attend((q, k, v), options, None)  # type: ignore[return-value]
+    return attend((q, k, v), _options(*others), None)  # type: ignore[return-value]
 
 
-@torch.library.custom_op("minitorch::flash_attention_backward", **_OPTIONS)
-def _backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    rest: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None, sink: Tensor | None,
-    seed: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool,
-    causal_offset: int, left: int, right: int, softcap: float, deterministic: bool, others: int,
-    mask_gradient: bool, sink_gradient: bool,
-) -> list[Tensor]:  # fmt: skip
-    """Return dq, dk and dv, and the gradients of the mask and of the sinks if wanted."""
-    options = _options(
-        attn_mask, alibi_slopes, sink, seed, dropout_p, is_causal, scale, enable_gqa, causal_offset,
-        left, right, softcap, deterministic, others,
-    )  # fmt: skip
-    results, wanted = (out, lse, rest, dout, dlse), Wanted(True, mask_gradient, sink_gradient)
-    return list(attend((q, k, v), options, None, wanted, results))
+@torch.library.custom_op(
+    "minitorch::flash_attention_backward",
+    schema="(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor rest, "
+    f"{_SCHEMA}, {', '.join(f'bool {field_of(name)}_gradient' for name in WITH_GRADIENT)}) -> Tensor[]",
+    **_OPERATOR,
+)
+def _backward(dout: Tensor, dlse: Tensor | None, *others: Any) -> list[Tensor]:
+    """Return dq, dk and dv, and the gradients of options that are wanted."""
+    q, k, v, out, lse, rest, *arguments = others
+    end = len(arguments) - len(WITH_GRADIENT)
+    options, wanted = _options(*arguments[:end]), Wanted(True, *arguments[end:])
+    return list(attend((q, k, v), options, None, wanted, (out, lse, rest, dout, dlse)))
 
 
 def _like(operand: Tensor, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
@@ -264,9 +244,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
 
 @_forward.register_fake
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    _check(q, k, v, _options(*others[:3], 0, *others[4:]))
-    enable_gqa = others[7]
-    until = -3 if enable_gqa else -2
+    count = len(ARRAY_ORDER)
+    options = _options(*others[:count], 0, *others[count + 1 :])
+    _check(q, k, v, options)
+    until = -3 if options.get("enable_gqa") else -2
     batch = torch.broadcast_shapes(q.shape[:until], k.shape[:until], v.shape[:until])
     rows = *batch, *q.shape[until:-1]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -275,39 +256,33 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor
 
 
 @_backward.register_fake
-def _fake_backward(
-    dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    rest: Tensor, attn_mask: Any, alibi_slopes: Any, sink: Any, *others: Any,
-) -> list[Tensor]:  # fmt: skip
-    *_, mask_gradient, sink_gradient = others
+def _fake_backward(dout: Tensor, dlse: Any, *others: Any) -> list[Tensor]:
+    q, k, v, _, lse, _, *arguments = others
     found = [_like(x, x.shape, x.dtype) for x in (q, k, v)]
-    if mask_gradient:
-        found.append(_like(attn_mask, attn_mask.shape, attn_mask.dtype))
-    if sink_gradient:
-        found.append(sink.new_empty(sink.shape, dtype=lse.dtype))
+    arrays = dict(zip(ARRAY_ORDER, arguments, strict=False))
+    for name, is_wanted in zip(WITH_GRADIENT, arguments[-len(WITH_GRADIENT) :], strict=True):
+        if is_wanted:
+            array = arrays[name]
+            dtype = array.dtype if name == "attn_mask" else lse.dtype
+            found.append(_like(array, array.shape, dtype))
     return found
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, attn_mask, alibi_slopes, sink, seed, *ctx.numbers = inputs
+    tensors = 4 + len(ARRAY_ORDER)
+    ctx.numbers = inputs[tensors:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, attn_mask, alibi_slopes, sink, seed)
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:tensors])
 
 
 def _differentiate(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, drest: Tensor | None
 ) -> tuple[Any, ...]:
-    q, k, v, out, lse, rest, attn_mask, alibi_slopes, sink, seed = ctx.saved_tensors
-    wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
-    found = _backward(
-        torch.zeros_like(out) if dout is None else dout, dlse, q, k, v, out, lse, rest,
-        attn_mask, alibi_slopes, sink, seed, *ctx.numbers, *wanted,
-    )  # fmt: skip
-    others = iter(found[3:])
-    dmask, dsink = (next(others) if want else None for want in wanted)
-    if dsink is not None:
-        dsink = dsink.to(sink.dtype)
-    return *found[:3], dmask, None, dsink, *[None] * (1 + len(ctx.numbers))
+    saved, wanted = ctx.saved_tensors, wanted_of(ctx.needs_input_grad)
+    dout = torch.zeros_like(saved[3]) if dout is None else dout
+    found = _backward(dout, dlse, *saved, *ctx.numbers, *wanted)
+    others = array_gradients(wanted, found[3:], saved[6:-1])
+    return *found[:3], *others, *[None] * (1 + len(ctx.numbers))
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,20 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from kernels import array_call
 from kernels.interop.libraries import NO_FORWARD_MODE
 from kernels.launch import Wanted
+from kernels.problem.options import ARRAY_ORDER, DEFAULTS, OPTIONS, WITH_GRADIENT
 from kernels.scores.mods import KEPT, with_kept_mods
+
+#: Number of tensors that a call may have: q, k, v and the options that are arrays.
+_TENSORS = 3 + len(ARRAY_ORDER)
+#: The options that no operator of PyTorch can take, such as functions.
+CONSTANTS = [name for name, option in OPTIONS.items() if not option.schema and name != "return_lse"]
 
 
 def eager_attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, lse and what lse loses by rounding, which is a constant.
 
     Args:
-        *args: q, k, v, attn_mask, alibi_slopes and sink, tensors or None, and the other options.
+        *args: q, k, v and the options that are arrays, tensors or None, and the other options.
     """
     if torch._C._are_functorch_transforms_active():
         return _without_dynamo(_Transformed.apply, *args)
@@ -32,19 +38,34 @@ def _without_dynamo(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def with_arrays(options: dict[str, Any], *arrays: Tensor | None) -> Any:
-    """Return the options of the kernels with attn_mask, alibi_slopes and sink where they are given."""
-    given = zip(("attn_mask", "alibi_slopes", "sink"), arrays, strict=True)
+def with_arrays(options: dict[str, Any], arrays: Sequence[Tensor | None]) -> Any:
+    """Return the options of the kernels with those that are arrays, in the order of ``ARRAY_ORDER``."""
+    given = zip(ARRAY_ORDER, arrays, strict=True)
     own = {**options, **{name: array for name, array in given if array is not None}}
     if isinstance(own.get("seed"), Tensor):  # drawn within torch.func
         own["seed"] = int(own["seed"])
     return own
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, slopes: Any, sink: Any, options: dict[str, Any]
-) -> Any:
-    return array_call.attend((q, k, v), with_arrays(options, mask, slopes, sink), None)
+def wanted_of(needs_input_grad: Sequence[bool]) -> list[bool]:
+    """Return for each option with a gradient whether it is needed; arrays follow q, k and v."""
+    return [needs_input_grad[3 + ARRAY_ORDER.index(name)] for name in WITH_GRADIENT]
+
+
+def array_gradients(
+    wanted: Sequence[bool], found: Sequence[Tensor], arrays: Sequence[Any]
+) -> list[Any]:
+    """Return the gradients of the options that are arrays, in their dtypes; None for all others."""
+    gradients, named = iter(found), dict(zip(WITH_GRADIENT, wanted, strict=True))
+    return [
+        next(gradients).to(array.dtype) if named.get(name) else None
+        for name, array in zip(ARRAY_ORDER, arrays, strict=True)
+    ]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
+    *arrays, options = others
+    return array_call.attend((q, k, v), with_arrays(options, arrays), None)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -68,7 +89,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         dout, dlse, _ = gradients
         *_, out, _lse, _rest = saved = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
+        wanted = wanted_of(ctx.needs_input_grad)
         dout = torch.zeros_like(out) if dout is None else dout
         args = dout, dlse, *saved, wanted, ctx.options
         in_func = torch._C._are_functorch_transforms_active()
@@ -86,8 +107,7 @@ class _Attention(torch.autograd.Function):
                         "vectorize=True; map torch.autograd.grad or torch.func.vjp by torch.func.vmap"
                     ) from error
                 raise
-        dmask, dsink = (others.pop(0) if want else None for want in wanted)
-        return dq, dk, dv, dmask, None, dsink, None
+        return dq, dk, dv, *array_gradients(wanted, others, saved[3:_TENSORS]), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -103,26 +123,20 @@ class _Transformed(_Attention):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         *tensors, options = args
-        rank = _rank_to_batch(in_dims[:6], tensors, options)
+        rank = _rank_to_batch(in_dims[:_TENSORS], tensors, options)
         if rank is None:
             return in_loop(eager_attention, info, in_dims, args)
-        ranks = *[rank] * 4, None, None
-        batched = _batched(info.batch_size, in_dims[:6], tensors, ranks)
+        batched = _batched(info.batch_size, in_dims[:_TENSORS], tensors, _ranks(rank))
         return eager_attention(*batched, options), (0, 0, 0)
 
 
 class _Gradient(torch.autograd.Function):
     @staticmethod
-    def forward(
-        dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, slopes: Any, sink: Any,
-        out: Tensor, lse: Tensor, rest: Tensor, wanted: tuple[bool, bool], options: dict[str, Any],
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        own = with_arrays(options, mask, slopes, sink)
+    def forward(dout: Tensor, dlse: Any, *tensors: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        q, k, v, *arrays, out, lse, rest, wanted, options = tensors
         results = out, lse, rest, dout, dlse
-        found = array_call.attend((q, k, v), own, None, Wanted(True, *wanted), results)
-        if wanted[1]:
-            return *found[:-1], found[-1].to(sink.dtype)
-        return found
+        own = with_arrays(options, arrays)
+        return array_call.attend((q, k, v), own, None, Wanted(True, *wanted), results)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -138,11 +152,12 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         *tensors, wanted, options = args
-        rank = _rank_to_batch(in_dims[2:8], tensors[2:8], options)
+        first = slice(2, 2 + _TENSORS)
+        rank = _rank_to_batch(in_dims[first], tensors[first], options)
         if rank is None or any(wanted):
             return in_loop(_Gradient.apply, info, in_dims, args)
-        ranks = rank, rank - 1, *[rank] * 4, None, None, rank, rank - 1, rank - 1
-        batched = _batched(info.batch_size, in_dims[:11], tensors, ranks)
+        ranks = rank, rank - 1, *_ranks(rank), rank, rank - 1, rank - 1
+        batched = _batched(info.batch_size, in_dims[: len(ranks)], tensors, ranks)
         found: Any = _Gradient.apply(*batched, wanted, options)
         shapes = [_own_shape(dim, x) for dim, x in zip(in_dims[2:5], tensors[2:5], strict=True)]
         return tuple(
@@ -184,19 +199,26 @@ def _rank_to_batch(in_dims: Any, tensors: Any, options: dict[str, Any]) -> int |
 
     Indices of batches and heads, which functions and dropout take, have to be those of each call alone.
     """
-    _, _, _, mask, slopes, sink = tensors
-    names = "block_mask", "mask_mod", "score_mod", "dropout_p"
+    mask, *per_head = tensors[3:]
+    per_head = [x for x in per_head if x is not None]
     ranks = [len(_own_shape(dim, x)) for dim, x in zip(in_dims[:3], tensors[:3], strict=True)]
-    per_head = [x for x in (slopes, sink) if x is not None]
     if (
-        any(options.get(name) for name in names)
-        or in_dims[4:6] != (None, None)
+        any(
+            options.get(name, DEFAULTS[name]) != DEFAULTS[name]
+            for name in (*CONSTANTS, "dropout_p")
+        )
+        or any(dim is not None for dim in in_dims[4:])
         or any(x.ndim != 1 for x in per_head)
         or ((per_head or options.get("enable_gqa")) and min(ranks) < 3)
         or (mask is not None and len(_own_shape(in_dims[3], mask)) > max(ranks))
     ):
         return None
     return max(ranks)
+
+
+def _ranks(rank: int) -> list[int | None]:
+    """Return the ranks of q, k, v and the arrays in one call for all; those per head stay as they are."""
+    return [rank] * 4 + [None] * (_TENSORS - 4)
 
 
 def _batched(size: int, in_dims: Any, tensors: Any, ranks: Any) -> list[Any]:

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import kernels
 from kernels.interop.torch.custom_operators import compiled_attention, draw_seed, is_traced
 from kernels.interop.torch.eager import eager_attention
+from kernels.problem.options import ARRAY_ORDER, WITH_GRADIENT
+from kernels.problem.signature import by_name, takes_attention_options
+
+_OPERANDS = ("q", "k", "v", *ARRAY_ORDER)
 
 
+@takes_attention_options
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    causal_offset: int = 0,
-    window_size: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sink: Tensor | None = None,
-    block_mask: kernels.BlockMask | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    score_mod: Any = None,
-    seed: int | None = None,
-    precision: str | None = None,
-    deterministic: bool | None = None,
-    return_lse: bool = False,
-    rung: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, *args: Any, deterministic: bool | None = None, **options: Any
 ) -> Any:
     """Compute attention on PyTorch tensors, with support for autograd and ``torch.compile``.
 
@@ -48,70 +30,38 @@ def flash_attention(
             CUDA device, with any strides.
         k: Keys, (batch, heads, seq_k, head_dim), of the dtype and on the device of q.
         v: Values, (batch, heads, seq_k, value_dim), of the dtype and on the device of q.
-        attn_mask: A boolean mask (True keeps), or an additive mask of the dtype of q; it broadcasts to
-            (batch, heads, seq_q, seq_k).  An additive mask receives a gradient if it requires one.
-        dropout_p: Probability of dropping an attention weight, in [0, 1).
-        is_causal: Query i attends to keys 0 to i.
-        scale: Factor of the scores; 1/sqrt(head_dim) when None.
-        enable_gqa: Let groups of adjacent query heads share one head of k and v.
-        causal_offset: Shift of the diagonal of ``is_causal``, ``window_size`` and ``alibi_slopes``.
-        window_size: (left, right): columns visible to each side of the diagonal, inclusive; -1: unbounded.
-        softcap: Scores become cap · tanh(score / cap); 0 turns it off.
-        alibi_slopes: (heads,) or (batch, heads), constants that must not require a gradient.
-        sink: (heads,), one logit per head, in the softmax's denominator only.  It receives a gradient.
-        block_mask: A :class:`kernels.BlockMask`.
+        args: Options by position.
         mask_mod: ``(batch, head, row, col) -> bool``, a plain function that numba can compile, not
             operations on tensors.
-        score_mod: ``(score, batch, head, row, col) -> score``, a plain function like ``mask_mod``.  For
-            gradients, pass a pair of the function and its derivative.
         seed: Seed of the dropout mask; None draws one from PyTorch's generator of the CPU, so that
             ``torch.manual_seed`` determines it.
-        precision: A lower precision of products; see :func:`kernels.make_problem`.
         deterministic: Make gradients bitwise reproducible; None follows
             ``torch.are_deterministic_algorithms_enabled()``.
-        return_lse: Also return lse, (batch, heads, seq_q), which is differentiable.
-        rung: Name of the kernel, or "auto".
+        options: Options by name.  An additive ``attn_mask`` and a ``sink`` receive gradients if they
+            require them.
 
     Returns:
         out (batch, heads, seq_q, value_dim), whose dimensions have the same order in memory as those of q;
-        with ``return_lse``, a pair of out and lse.
+        with ``return_lse``, a pair of out and lse, which is differentiable.
 
     Raises:
         TypeError: If an operand is not a tensor, dtypes differ, or an option has the wrong type.
         ValueError: If tensors are on different devices, or a shape or a value is invalid.
     """
-    arrays: Any = q, k, v, attn_mask, alibi_slopes, sink
+    options = {**by_name("flash_attention", args, options)}
+    arrays: Any = q, k, v, *[options.pop(name, None) for name in ARRAY_ORDER]
+    return_lse, seed = options.pop("return_lse", False), options.pop("seed", None)
     _check_tensors(arrays)
     kind = q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
-        arrays = *_in_autocast(kind, *arrays[:4]), alibi_slopes, sink
+        arrays = *_in_autocast(kind, *arrays[:4]), *arrays[4:]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    options: dict[str, Any] = {"is_causal": is_causal, "deterministic": deterministic}
-    # Few options make the look-up of a known call short.
-    if scale is not None:
-        options["scale"] = scale
-    if enable_gqa:
-        options["enable_gqa"] = enable_gqa
-    if dropout_p or softcap or causal_offset or window_size is not None:
-        options.update(
-            dropout_p=dropout_p,
-            softcap=softcap,
-            causal_offset=causal_offset,
-            window_size=window_size,
-        )
-    if not (block_mask is mask_mod is score_mod is precision is None and rung == "auto"):
-        options.update(
-            block_mask=block_mask,
-            mask_mod=mask_mod,
-            score_mod=score_mod,
-            precision=precision,
-            rung=rung,
-        )
+    options["deterministic"] = deterministic
     if kind == "meta" or is_traced(arrays):
-        out, lse, _ = compiled_attention(*arrays, seed, options)
+        out, lse, _ = compiled_attention(arrays, seed, options)
     else:
-        if dropout_p or seed is not None:
+        if options.get("dropout_p") or seed is not None:
             if seed is None:
                 drawn = draw_seed()
                 # Within torch.func a tensor, which vmap may give one value for each index.
@@ -127,7 +77,7 @@ def _check_tensors(tensors: tuple[Any, ...]) -> None:
     for number, tensor in enumerate(tensors):
         if tensor is None and number > 2:
             continue
-        name = ("q", "k", "v", "attn_mask", "alibi_slopes", "sink")[number]
+        name = _OPERANDS[number]
         if not isinstance(tensor, Tensor):
             raise TypeError(
                 f"{name} must be a torch.Tensor, got {type(tensor).__name__}; for other arrays call "
@@ -137,11 +87,16 @@ def _check_tensors(tensors: tuple[Any, ...]) -> None:
             raise ValueError(
                 f"q is on {device} and {name} on {tensor.device}; move all tensors to one device"
             )
-    if tensors[4] is not None and tensors[4].requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "alibi_slopes are constants, but this tensor requires a gradient; pass its detach(), or for a "
-            "learnable bias, pass a float attn_mask"
-        )
+        if (
+            number > 2
+            and name not in WITH_GRADIENT
+            and tensor.requires_grad
+            and torch.is_grad_enabled()
+        ):
+            raise ValueError(
+                f"{name} are constants, but this tensor requires a gradient; pass its detach(), or for a "
+                "learnable bias, pass a float attn_mask"
+            )
 
 
 def _in_autocast(device: str, *tensors: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 import kernels  # noqa: E402
 import minitorch  # noqa: E402
 from kernels.interop.torch import flash_attention  # noqa: E402
+from kernels.problem.options import DEFAULTS  # noqa: E402
 
 from ....support.busy_threads import busy_threads  # noqa: E402
 
@@ -123,14 +124,14 @@ def test_the_custom_operator_passes_the_checks_of_pytorch(call: Any, dropout: bo
     q, k, v, mask, sink = (
         x.requires_grad_() if x is not None and x.dtype == FLOAT64 else x for x in tensors
     )
-    left, right = options.get("window_size", (-1, -1))
     seed = torch.tensor(3) if dropout else None
-    numbers = (
-        0.5 if dropout else 0.0, options["is_causal"], options.get("scale"),
-        options.get("enable_gqa", False), 0, left, right, options.get("softcap", 0.0), True, 0,
-    )  # fmt: skip
-    args = q, k, v, mask, options.get("alibi_slopes"), sink, seed, *numbers
     forward = torch.ops.minitorch.flash_attention
+    given = {
+        **DEFAULTS, **options, "attn_mask": mask, "sink": sink, "seed": seed, "others": 0,
+        "dropout_p": 0.5 if dropout else 0.0,
+    }  # fmt: skip
+    numbers = [given[argument.name] for argument in forward.default._schema.arguments[7:]]
+    args = q, k, v, mask, options.get("alibi_slopes"), sink, seed, *numbers
     torch.library.opcheck(forward, args)
     results = [x.detach() for x in forward(*args)]
     inner = [None if x is None else x.detach() for x in args[:6]]

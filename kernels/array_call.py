@@ -141,10 +141,9 @@ def attend(
 
 def _check_wanted(problem: Problem, wanted: launch.Wanted) -> None:
     """Check that a call has the options whose gradients are wanted."""
-    for name, is_wanted in zip(WITH_GRADIENT, wanted[1:], strict=True):
+    for name, is_wanted, can in zip(WITH_GRADIENT, wanted[1:], problem.has_gradients, strict=True):
         field = field_of(name)
-        has_option = flag(f"{field}_gradient", is_wanted) and getattr(problem, field)
-        if is_wanted and (not has_option or has_option == "bool"):
+        if flag(f"{field}_gradient", is_wanted) and not can:
             kind = "a floating attn_mask" if field == "mask" else name
             raise ValueError(
                 f"{field}_gradient needs a call with {kind}, but this one has none; leave it at False"

@@ -11,7 +11,14 @@ import numpy as np
 
 from kernels.problem.argument_types import check_array
 from kernels.problem.option_values import Given
-from kernels.problem.options import DEFAULTS, OPTIONS, Options, check_types, field_of
+from kernels.problem.options import (
+    DEFAULTS,
+    OPTIONS,
+    WITH_GRADIENT,
+    Options,
+    check_types,
+    field_of,
+)
 from kernels.problem.origin import Origin
 from kernels.problem.packed_sequences import Sequences
 from kernels.problem.shapes import check_dtypes, check_shapes
@@ -142,6 +149,12 @@ class Problem:
     def is_plain(self) -> bool:
         """Tell whether the call has no options but scale and causal or window bounds."""
         return self.features == PLAIN
+
+    @cached_property
+    def has_gradients(self) -> tuple[bool, ...]:
+        """For each option of ``WITH_GRADIENT`` whether the call has one that can receive a gradient."""
+        given = (getattr(self, field_of(name)) for name in WITH_GRADIENT)
+        return tuple([value not in (False, "", "bool") for value in given])
 
     @property
     def bend_count(self) -> int:

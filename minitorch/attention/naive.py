@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from kernels import Problem, takes_attention_options
 from kernels.problem.option_values import SEEDS
-from kernels.problem.options import Options
+from kernels.problem.options import WITH_GRADIENT, Options
 from kernels.problem.signature import by_name
 
 from ..functions.base import is_tensor
 from ..functions.flash_attention import attention_call
-from ..nn import logsumexp, softmax
-from ..operators import EPS
+from ..nn import softmax
 from ..tensor import Tensor
-from .score_options import kept_probabilities, masking_penalty, modified, sink_logits
+from .score_options import kept_probabilities, masking_penalty, modified, row_end
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -55,13 +54,9 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Unpa
     if problem.dropout_p:
         probs = probs * kept_probabilities(problem, probs)
     out = probs @ v  # (…, seq_q, value_dim)
-    if not (problem.sink or options.get("return_lse")):
-        return out
-    lse = logsumexp(scores, scores.dims - 1)  # (…, seq_q, 1)
-    if problem.sink:
-        share, lse = _with_sink(lse, sink_logits(call, options.get("sink"), scores))
-        out = out * share
-    return (out, _as_lse(lse, problem)) if options.get("return_lse") else out
+    share, lse = row_end(call, scores, options)
+    out = out if share is None else out * share
+    return out if lse is None else (out, _as_lse(lse, problem))
 
 
 def _transpose(t: Tensor) -> Tensor:
@@ -76,14 +71,6 @@ def _repeat_heads(t: Tensor, groups: int) -> Tensor:
     return repeated.view(*lead, heads * groups, seq, dim)
 
 
-def _with_sink(lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys' share of the softmax, e^lse / (e^lse + e^sink), and lse with the sink."""
-    larger = (sink + (lse - sink).relu()).detach()  # so that exp does not overflow
-    keys = (lse - larger).exp()
-    total = keys + (sink - larger).exp()
-    return keys / total, larger + (total - EPS).log()  # log adds EPS
-
-
 def _as_lse(lse: Tensor, problem: Problem) -> Tensor:
     """Return lse as (…, heads, seq_q), repeated where q and k both broadcast to v."""
     lse = lse.contiguous().view(*lse.shape[:-1])
@@ -95,14 +82,12 @@ def _attend_widened(operands: tuple[Tensor, ...], problem: Problem, options: Opt
 
     Scores in 16 bits would overflow, or lose all but three digits, before the softmax.
     """
-    mask, sums = options.get("attn_mask"), problem.acc_dtype
-    if mask is not None and problem.mask == "float":
-        options = {**options, "attn_mask": mask.to(sums)}
-    sink: Any = options.get("sink")
-    if is_tensor(sink):
-        options = {**options, "sink": sink.to(sums)}
-    seed = problem.seed % SEEDS  # the seed drawn for this call
-    result = naive_attention(*(t.to(sums) for t in operands), **{**options, "seed": seed})
+    every, sums = dict[str, Any](options), problem.acc_dtype
+    for name, has_gradient in zip(WITH_GRADIENT, problem.has_gradients, strict=True):
+        if has_gradient and is_tensor(every[name]):
+            every[name] = every[name].to(sums)
+    every["seed"] = problem.seed % SEEDS  # the seed drawn for this call
+    result = naive_attention(*(t.to(sums) for t in operands), **every)
     if not isinstance(result, tuple):
         return result.to(problem.dtype)
     return result[0].to(problem.dtype), result[1]

@@ -22,6 +22,8 @@ from kernels.scores.visibility import distance, is_visible
 from ..autodiff import Context
 from ..functions.base import Function, is_tensor
 from ..functions.flash_attention import AttentionCall
+from ..nn import logsumexp
+from ..operators import EPS
 from ..tensor_ops import TensorBackend
 from ..tensors.factories import from_numpy, tensor
 
@@ -128,12 +130,30 @@ def _tensor_target(call: AttentionCall, scores: Any = None, mask: Any = None) ->
     )
 
 
-def sink_logits(call: AttentionCall, sink: Any, like: Tensor) -> Tensor:
-    """Return the sinks as a tensor that broadcasts to lse, (…, heads, seq_q, 1)."""
+def row_end(
+    call: AttentionCall, scores: Tensor, options: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the share of the keys in each row's softmax, and lse, each None if it is not needed.
+
+    Args:
+        call: The checked call.
+        scores: (…, heads, seq_q, seq_k), after all options.
+        options: All options by name.
+    """
+    has_lse, sink = options.get("return_lse"), options.get("sink")
+    if not (has_lse or call.problem.sink):
+        return None, None
+    lse = logsumexp(scores, scores.dims - 1)  # (…, seq_q, 1)
+    if not call.problem.sink:
+        return None, lse
     if not is_tensor(sink):
-        sink = tensor(_on_host(call.arrays["sink"]), like.backend, False, like.dtype)
+        sink = tensor(_on_host(call.arrays["sink"]), scores.backend, False, scores.dtype)
     shape = (*sink.shape, 1, 1) if call.problem.lead else (1, 1)
-    return sink.to(like.dtype).contiguous().view(*shape)
+    sink = sink.to(scores.dtype).contiguous().view(*shape)
+    larger = (sink + (lse - sink).relu()).detach()  # so that exp does not overflow
+    keys = (lse - larger).exp()
+    total = keys + (sink - larger).exp()
+    return keys / total, larger + (total - EPS).log() if has_lse else None  # log adds EPS
 
 
 def _on_host(array: Any) -> npt.NDArray[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import and_
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -14,7 +15,7 @@ from kernels.common.arguments import flag, is_number
 from kernels.cuda.backend import row_major_copy
 from kernels.problem.float8 import check_float8_gradient
 from kernels.problem.operands import OPTION_ARRAYS, Operands, make_operands
-from kernels.problem.options import ARRAYS, Options
+from kernels.problem.options import ARRAYS, WITH_GRADIENT, Options
 from kernels.problem.packed_problem import check_packed
 from kernels.problem.question import problem_of
 from kernels.scores.mods import check_derivative
@@ -97,10 +98,11 @@ def _check_slopes(slopes: Any) -> None:
 
 def _check_places(problem: Problem, q: Any, arrays: dict[str, Any], given: Options) -> None:
     """Check that a call can read its options, and that those with a gradient are on the backend of q."""
-    if problem.mask == "float":
-        _check_backend("a floating attn_mask", given.get("attn_mask"), q)
-    if is_tensor(sink := given.get("sink")):
-        _check_backend("a sink that is a tensor", sink, q)
+    for name, has_gradient in zip(WITH_GRADIENT, problem.has_gradients, strict=True):
+        option = dict(given).get(name)
+        if has_gradient and (name == "attn_mask" or is_tensor(option)):
+            kind = "a floating attn_mask" if name == "attn_mask" else f"a {name} that is a tensor"
+            _check_backend(kind, option, q)
     if not q.backend.cuda:
         check_on_host(arrays)
 
@@ -135,7 +137,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, options
     make = PackedMaker(cu_q, cu_k, sequences_of_call)
     several = "return_lse" in options and flag("return_lse", options["return_lse"])
     apply = FlashAttention.apply_several if several else FlashAttention.apply
-    result = apply(*views, options.get("attn_mask"), options.get("sink"), options, make)
+    result = apply(*views, *map(dict(options).get, WITH_GRADIENT), options, make)
     if not isinstance(result, tuple):
         return Permute.apply(result, (1, 0, 2))  # (total_q, heads, value_dim)
     return Permute.apply(result[0], (1, 0, 2)), result[1]
@@ -168,10 +170,7 @@ class FlashAttention(Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Any,
-        sink: Any,
-        options: Options,
-        make: Make = problem_of,
+        *others: Any,
     ) -> Any:
         """Look up the call; if it is new, check it, pick a kernel, and keep how it runs.
 
@@ -180,10 +179,8 @@ class FlashAttention(Function):
             q: (…, heads, seq_q, head_dim).
             k: (…, heads, seq_k, head_dim).
             v: (…, heads, seq_k, value_dim).
-            mask: The option ``attn_mask``.
-            sink: The option ``sink``.
-            options: All options by name.
-            make: The function that builds the problem.
+            *others: The options that may require gradients, in the order of ``WITH_GRADIENT``, all options
+                by name, and the function that builds the problem, ``problem_of`` if it is missing.
 
         Returns:
             out (…, heads, seq_q, value_dim); with ``return_lse`` also lse (…, heads, seq_q), float32 for
@@ -193,8 +190,12 @@ class FlashAttention(Function):
             ValueError: If the call is invalid; if gradients are recorded, also for a ``score_mod`` without
                 its derivative and for float8 products.
         """
-        if mask is not None or sink is not None:  # without their history
-            options = {**options, "attn_mask": mask, "sink": sink}
+        options, *rest = others[len(WITH_GRADIENT) :]
+        make: Make = rest[0] if rest else problem_of
+        for option in others[: len(WITH_GRADIENT)]:
+            if option is not None:  # without their history
+                options = {**options, **dict(zip(WITH_GRADIENT, others, strict=False))}
+                break
         if type(q) not in DESCRIBE:
             _describe(q)
         found = results = operands = None
@@ -242,9 +243,7 @@ class FlashAttention(Function):
         dout = q.zeros(problem.out_shape) if grad_output is None else grad_output
         dlse = None if grad_lse is None else _in_dtype(grad_lse, problem.acc_dtype)
         kept = Operands(*saved).having(dout=_in_dtype(dout, problem.dtype), dlse=dlse)
-        wanted = launch.Wanted(
-            True, needs_grad[3] and problem.mask == "float", problem.sink and needs_grad[4]
-        )
+        wanted = launch.Wanted(True, *map(and_, needs_grad[3:], problem.has_gradients))
         given = [x for x in kept if x is not None]
         found = find(given, {}, target, problem.unseeded, wanted)
         none = [None] * (len(needs_grad) - 3)
@@ -267,7 +266,7 @@ def attention_gradients(problem: Problem, dout: Tensor, saved: Operands) -> Sequ
         dout: Gradient of out.
         saved: q, k, v, out, lse, and its rest if there is one: tensors.
     """
-    ctx = Context(needs_input_grad=(True, True, True, False, False))
+    ctx = Context(needs_input_grad=(*[True] * 3, *[False] * len(WITH_GRADIENT)))
     ctx.save_for_backward(saved.q.backend.target, problem, *saved)
     return FlashAttention.backward(ctx, dout)[:3]
 

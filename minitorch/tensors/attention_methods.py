@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernels import takes_attention_options
 from kernels.common.arguments import flag
-from kernels.problem.options import Options
+from kernels.problem.options import WITH_GRADIENT, Options
 from kernels.problem.signature import by_name
 
 from ..functions.flash_attention import FlashAttention, attend_packed
@@ -44,8 +44,8 @@ class AttentionMethods(_Tensor):
             ValueError: If a shape or a value is invalid.
         """
         options = by_name("flash_attention", args, options)
-        # A mask and sinks may require gradients: they are arguments of their own.
-        args = self, k, v, options.get("attn_mask"), options.get("sink"), options
+        # Options that may require gradients are arguments of their own.
+        args = self, k, v, *map(dict(options).get, WITH_GRADIENT), options
         if "return_lse" in options and flag("return_lse", options["return_lse"]):
             out, lse, _ = FlashAttention.apply_several(*args)
             return out, lse

@@ -14,7 +14,7 @@ from kernels.cpu.attention import flash2_backward as cpu_flash2_backward  # beyo
 from kernels.cpu.attention import mask_gradient as cpu_mask_gradient  # beyond module 5
 from kernels.cuda.attention import flash1
 from kernels.cuda.attention import naive as cuda_naive
-from kernels.cuda.attention import sink as cuda_sink
+from kernels.cuda.attention import sink_gradient as cuda_sink_gradient
 from kernels.cuda.attention.flash2 import backward as flash2_backward
 from kernels.cuda.attention.flash2 import forward as cuda_flash2
 from kernels.cuda.attention.flash2 import mask_gradient as flash2_mask_gradient
@@ -261,7 +261,7 @@ CUDA = Target(
         ),
     ),
     flash2_mask_gradient.mask_gradient,
-    cuda_sink.sink_gradient,
+    cuda_sink_gradient.sink_gradient,
 )
 
 #: The targets by name.

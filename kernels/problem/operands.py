@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,6 +77,14 @@ class Operands(NamedTuple):
         if self.mask is not None and is_floating(self.mask.dtype):
             converted["mask"] = memory.convert(self.mask, acc_dtype(self.mask.dtype))
         return self.having(**converted)
+
+    def forward_problem(self, problem: Problem) -> Problem:
+        """Return the problem of the forward pass that a problem without sinks is the backward pass of."""
+        return replace(problem, sink=self.sink is not None)
+
+    def extra_logits(self) -> Any:
+        """Return the scores of an additional key whose value is 0, shaped like lse; None without sinks."""
+        return None if self.sink is None else np.broadcast_to(self.sink[..., 0], self.lse.shape)
 
     def with_rest(self, memory: Memory, problem: Problem) -> Operands:
         """Return the record of a backward pass, with zeros for a missing rest of lse."""

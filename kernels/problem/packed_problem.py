@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kernels.common.arguments import as_host_array
@@ -56,8 +56,7 @@ class PackedMaker:
                     f"flash_attention_varlen does not support {name}, which has one shape for all "
                     "sequences; use is_causal, window_size or mask_mod(sequence, head, row, col) instead"
                 )
-        problem = problem_of(q, k, v, options)
-        return replace(problem, sequences=self._find(*self._sums, problem.seq_q, problem.seq_k))
+        return problem_of(q, k, v, options, partial(self._find, *self._sums))
 
 
 def check_packed(name: str, operand: Any) -> None:

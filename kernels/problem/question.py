@@ -225,8 +225,19 @@ def make_problem(q: Any, k: Any, v: Any, *args: Any, **options: Unpack[Options])
     return problem_of(q, k, v, by_name("make_problem", args, options))
 
 
-def problem_of(q: Any, k: Any, v: Any, options: Options) -> Problem:
-    """Return the problem of a call; see :func:`make_problem`."""
+def problem_of(
+    q: Any, k: Any, v: Any, options: Options, find: Callable[[int, int], Sequences] | None = None
+) -> Problem:
+    """Return the problem of a call; see :func:`make_problem`.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        options: Options by name.
+        find: Returns the bounds of packed sequences from the rows and columns of all; None if none are
+            packed.
+    """
     dtype = check_dtypes(q, k, v)
     check_types(**options)
     every = {**DEFAULTS, **options}
@@ -253,6 +264,7 @@ def problem_of(q: Any, k: Any, v: Any, options: Options) -> Problem:
         upper=min(max(upper, -seq_q), seq_k),
         diagonal=offset if checked["alibi_slopes"] else 0,
         groups=groups,
+        sequences=find(seq_q, seq_k) if find is not None else None,
         **{field_of(name): checked[name] for name in _OF_PROBLEM},
     )
 

@@ -54,7 +54,7 @@ FILES = (
     kernels/common/philox.py
     kernels/cuda/backend.py kernels/cuda/attention/flash1.py kernels/cuda/attention/naive.py
     kernels/cuda/attention/practice.py kernels/cuda/attention/register_tiles.py
-    kernels/cuda/attention/sink.py kernels/cuda/attention/split_keys.py
+    kernels/cuda/attention/sink_gradient.py kernels/cuda/attention/split_keys.py
     kernels/cuda/attention/tile_bits.py kernels/cuda/attention/flash2/*.py
     kernels/cuda/attention/options/*.py -kernels/cuda/attention/options/listed_mods.py
     kernels/cuda/device/branchless.py

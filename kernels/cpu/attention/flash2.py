@@ -16,7 +16,6 @@ Options    the bounds of causal masks and windows are applied here; all others a
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -254,7 +253,7 @@ def with_scores_by_tiles(problem: Problem, o: Operands) -> Operands:
     if not (flash_decoding.pays(problem, o) and is_large(o.lse)):
         return o
     out, lse, rest = (np.empty(x.shape, x.dtype) for x in (o.out, o.lse, o.lse))
-    whole = replace(problem, sink=o.sink is not None)
+    whole = o.forward_problem(problem)
     forward_by_tiles(whole, tile(whole), o.having(out=out, lse=lse, lse_rest=rest))
     return o.having(lse=lse, lse_rest=rest)
 

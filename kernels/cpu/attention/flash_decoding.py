@@ -163,12 +163,12 @@ def make_part(real):
 
 
 @njit_cached(fastmath=FASTMATH)
-def merge_parts(of_parts, sink, out, lse, rest):
-    """Merge the parts by their sums, together with the sinks, which count as parts with out = 0.
+def merge_parts(of_parts, extra, out, lse, rest):
+    """Merge the parts by their sums, together with an additional key in each row, whose value is 0.
 
     Args:
         of_parts: Flat: out (parts, rows, value_dim), then lse and its rest, (parts, rows) each.
-        sink: (rows,), minus infinity without sinks.
+        extra: (rows,), the score of the additional key; minus infinity if there is none.
         out: (rows, value_dim), written.
         lse: (rows,), written.
         rest: (rows,), written.
@@ -180,11 +180,11 @@ def merge_parts(of_parts, sink, out, lse, rest):
     logs = of_parts[end:].reshape(2, parts, rows)
     lse_parts, rest_parts = logs[0], logs[1]
     for r in range(rows):
-        largest = sink[r]
+        largest = extra[r]
         for part in range(parts):
             largest = max(largest, lse_parts[part, r])
         shift = out.dtype.type(shift_of(largest))
-        total = out.dtype.type(merge_weight(sink[r], 0, shift))
+        total = out.dtype.type(merge_weight(extra[r], 0, shift))
         for part in range(parts):
             total += merge_weight(lse_parts[part, r], rest_parts[part, r], shift)
         inverse = out.dtype.type(inverse_sum(total))
@@ -244,10 +244,9 @@ def forward(problem: Problem, operands: Operands) -> Bind | None:
     bind = options.run(_address(problem.dtype), o.q.shape[0] * o.q.shape[1] * tiles * parts)
     if not size:
         return bind
-    no_sink = np.full(o.lse.shape, -np.inf, o.lse.dtype)
-    sink = no_sink if o.sink is None else np.broadcast_to(o.sink[..., 0], o.lse.shape)
-    _merge(memory, sink, *results)
-    if o.sink is not None:
+    none, extra = np.full(o.lse.shape, -np.inf, o.lse.dtype), o.extra_logits()
+    _merge(memory, none if extra is None else extra, *results)
+    if extra is not None:
         return None
     layout, dtype = (o.out.shape, o.out.strides), o.lse.dtype
     offsets = [place * dtype.itemsize for place in (0, *logs)]
@@ -259,7 +258,7 @@ def forward(problem: Problem, operands: Operands) -> Bind | None:
             memory, (shape, strides), (out, *logs) = np.empty(size, dtype), layout, results
             start = start_of(memory)
             run([*starts[:-3], start + offsets[0], start + offsets[1], start + offsets[2]], seed)
-            _merge(memory, no_sink, np.ndarray(shape, dtype, out, 0, strides), *logs)
+            _merge(memory, none, np.ndarray(shape, dtype, out, 0, strides), *logs)
             return True
 
         return run_parts
@@ -267,9 +266,9 @@ def forward(problem: Problem, operands: Operands) -> Bind | None:
     return bind_parts
 
 
-def _merge(of_parts: Any, sink: Any, out: Any, lse: Any, rest: Any) -> None:
-    """Fill out, lse and its rest from those of all parts, and the sinks, shaped like lse."""
+def _merge(of_parts: Any, extra: Any, out: Any, lse: Any, rest: Any) -> None:
+    """Fill out, lse and its rest from those of all parts; see :func:`merge_parts`."""
     merged = out.reshape(-1, out.shape[-1])  # a copy if out is not contiguous
-    merge_parts(of_parts, sink.reshape(-1), merged, lse.reshape(-1), rest.reshape(-1))
+    merge_parts(of_parts, extra.reshape(-1), merged, lse.reshape(-1), rest.reshape(-1))
     if not out.flags.c_contiguous:
         out[...] = merged.reshape(out.shape)

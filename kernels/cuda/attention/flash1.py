@@ -47,6 +47,7 @@ from kernels.cuda.runtime.kernel import (
 )
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.problem.operands import Operands
+from kernels.problem.options import OPTIONS, field_of
 from kernels.problem.question import Problem
 from kernels.runtime.targets import cuda, shared_memory_bytes
 from kernels.scores.program import PLAIN, Features, Place
@@ -101,17 +102,10 @@ def backward_elements(tile: Tile, head_dim: int, value_dim: int) -> int:
 
 def why_not(problem: Problem, requested_tile: Tile | None) -> str | None:
     """Return why this rung cannot run a problem with a tile (None: its own), or None."""
-    later = {
-        "window_size": problem.lower > -problem.seq_q,
-        "softcap": problem.softcap > 0.0,
-        "alibi_slopes": problem.slopes,
-        "sink": problem.sink,
-        "block_mask": problem.block_mask is not None,
-        "mask_mod": problem.mask_mod is not None,
-        "score_mod": problem.score_mod is not None,
-        "packed sequences": problem.sequences is not None,
-    }
-    absent = [name for name, is_asked in later.items() if is_asked]
+    later = [name for name, option in OPTIONS.items() if not option.in_2022]
+    absent = ["window_size"] if problem.lower > -problem.seq_q else []
+    absent += [name for name in later if getattr(problem, field_of(name), None)]
+    absent += ["packed sequences"] if problem.sequences is not None else []
     if absent:
         names = " or ".join(absent)
         return f"it implements the algorithm of 2022, which has no {names}; 'flash2' has"

@@ -37,7 +37,7 @@ def flash_attention(
             ``torch.manual_seed`` determines it.
         deterministic: Make gradients bitwise reproducible; None follows
             ``torch.are_deterministic_algorithms_enabled()``.
-        options: Options by name.  An additive ``attn_mask`` and a ``sink`` receive gradients if they
+        options: Options by name.  An additive ``attn_mask`` and sinks receive gradients if they
             require them.
 
     Returns:

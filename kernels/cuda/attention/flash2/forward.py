@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -389,7 +388,7 @@ def with_own_rows(problem: Problem, operands: Operands) -> Operands:
         problem: The checked call, in float32 or float64.
         operands: The operands, on the device, and the results of any rung.
     """
-    problem = replace(problem, sink=operands.sink is not None)
+    problem = operands.forward_problem(problem)
     layout, features = forward_layout(problem), problem.features
     q, k, v, out = operands.q, operands.k, operands.v, operands.out
     results = [empty_device(tuple(x.shape), problem.dtype) for x in (out, *[operands.lse] * 2)]

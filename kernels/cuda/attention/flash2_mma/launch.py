@@ -218,7 +218,7 @@ def _widths(problem: Problem) -> tuple[int, int]:
 
 def _table_of(problem: Problem) -> int:
     """Return the table of layouts: 0 without options, 1 with options, 2 if several modify a score."""
-    if problem.features._replace(packed=False, sink=False) == PLAIN:
+    if problem.sinkless.features._replace(packed=False) == PLAIN:
         return 0
     return 2 if problem.bend_count + (problem.score_mod is not None) > 1 else 1
 

@@ -42,7 +42,7 @@ def make_extras(
     Raises:
         ValueError: If a call with a user function has too many rows or columns.
     """
-    numbers = _numbers(problem.unseeded)
+    numbers = numbers_of(problem.unseeded)
     if problem.is_plain:
         return numbers
     found: dict[str, Any] = {"seed": problem.seed} if problem.dropout_p else {}
@@ -67,7 +67,8 @@ def make_extras(
 
 
 @lru_cache(maxsize=1024)
-def _numbers(problem: Problem) -> Extras:
+def numbers_of(problem: Problem) -> Extras:
+    """Return the option arguments of a kernel that reads no array, for a problem without a seed."""
     check_places(problem)
     real = problem.acc_dtype.type
     return Extras(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -48,7 +47,8 @@ from kernels.cuda.attention.flash3_wgmma.packed_mask import (
     pack_patterns_by_keys,
     packed_mask,
 )
-from kernels.cuda.attention.options.extras import make_extras
+from kernels.cuda.attention.options.extras import make_extras, numbers_of
+from kernels.cuda.attention.options.packed_tiles import device_tiles
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.attention.options.visits import tiles_of
 from kernels.cuda.attention.tensor_cores import lists_whole_tiles
@@ -67,8 +67,6 @@ from kernels.scores.program import Features
 
 #: The largest softcap whose scores may be off by 2⁻¹¹.
 SMALL_CAP = 64.0
-#: The operands of a call without options that are arrays.
-_NO_OPERANDS = Operands(None, None, None)
 
 
 class _Plan(NamedTuple):
@@ -106,9 +104,9 @@ def _plan(problem: Problem, device: int) -> _Plan:
     if _lists_whole_tiles(problem, *_layouts(problem, widths, in_whole)):
         features = in_whole
     by_keys, by_rows = _layouts(problem, widths, features)
-    bare = replace(problem, slopes=False, sink=False, mask="", block_mask=None)
-    extras = make_extras(bare, _NO_OPERANDS, PADDING, PADDING)
-    plain = Extras(*extras[: Extras._fields.index("slopes")])
+    bounds = numbers_of(problem)
+    if sequences is not None:
+        bounds = bounds._replace(tiles=device_tiles(sequences, PADDING, False, device))
     return _Plan(
         widths,
         NAMES[problem.dtype],
@@ -116,8 +114,8 @@ def _plan(problem: Problem, device: int) -> _Plan:
         round_up(problem.seq_q, PADDING) + (PADDING * (sequences.count + 1) if sequences else 0),
         by_keys,
         by_rows,
-        plain._replace(seed=0, tiles=extras.tiles),
-        extras.keep_scale,
+        bounds,
+        bounds.keep_scale,
     )
 
 

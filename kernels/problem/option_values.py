@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels.common.arguments import not_negative, number, short
+from kernels.common.arguments import not_negative, number, short, whole
 from kernels.problem.argument_types import check_array
 from kernels.problem.float8 import FLOAT8
 from kernels.runtime.dtypes import FLOAT32, NAMES, is_floating, is_half
@@ -115,9 +115,10 @@ def check_offset(offset: Any, given: Given) -> int:
     """Check that ``causal_offset`` has a diagonal, and ALiBi's distances from it are exact; return it."""
     offset, options = int(offset), given.options  # a narrow integer would wrap
     has_slopes = options["alibi_slopes"] is not None
-    if offset and not (options["is_causal"] or options["window_size"] is not None or has_slopes):
+    shifted = ("window_size", "alibi_slopes", "chunk_size")
+    if offset and not (options["is_causal"] or any(options[name] is not None for name in shifted)):
         raise ValueError(
-            f"causal_offset shifts the diagonal of is_causal, window_size and alibi_slopes, got "
+            f"causal_offset shifts the rows of is_causal, {', '.join(shifted[:-1])} and {shifted[-1]}, got "
             f"{offset} without any of them; set one, or leave the offset at 0"
         )
     if has_slopes and abs(offset) >= MOST_OFFSET:
@@ -183,6 +184,11 @@ def check_window(window: Any, given: Given) -> tuple[int, int]:
             f"{(left, right)}"
         )
     return left, right
+
+
+def check_chunk(chunk: Any, given: Given) -> int | None:
+    """Check ``chunk_size``; return it, or None."""
+    return None if chunk is None else whole("chunk_size", chunk, 1)
 
 
 def check_rate(dropout_p: float, given: Given | None = None) -> float:

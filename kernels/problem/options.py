@@ -146,6 +146,14 @@ class Options(TypedDict, total=False):
             WINDOW, None, values.check_window, schema="SymInt[]?",
         ),
     ]  # fmt: skip
+    chunk_size: Annotated[
+        int | None,
+        Option(
+            "Query ``row`` attends only to columns of its own chunk: those with "
+            "``col // chunk_size == (row + causal_offset) // chunk_size``, as in Llama 4.",
+            WHOLE, None, values.check_chunk, schema="SymInt?",
+        ),
+    ]  # fmt: skip
     softcap: Annotated[
         float,
         Option(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kernels.problem.argument_types import check_array
+from kernels.problem.chunks import within_chunks
 from kernels.problem.option_values import Given
 from kernels.problem.options import (
     DEFAULTS,
@@ -252,21 +253,24 @@ def problem_of(
     upper = offset + right if right >= 0 else seq_k
     if checked["is_causal"]:
         upper = min(upper, offset)
-    return Problem(
-        lead=lead,
-        seq_q=seq_q,
-        seq_k=seq_k,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        dtype=dtype,
+    found = {
+        "lead": lead,
+        "seq_q": seq_q,
+        "seq_k": seq_k,
+        "head_dim": head_dim,
+        "value_dim": value_dim,
+        "dtype": dtype,
         # Clipping here does not change the visible columns, and keeps kernels' integers small.
-        lower=min(max(lower, -seq_q), seq_k),
-        upper=min(max(upper, -seq_q), seq_k),
-        diagonal=offset if checked["alibi_slopes"] else 0,
-        groups=groups,
-        sequences=find(seq_q, seq_k) if find is not None else None,
+        "lower": min(max(lower, -seq_q), seq_k),
+        "upper": min(max(upper, -seq_q), seq_k),
+        "diagonal": offset if checked["alibi_slopes"] else 0,
+        "groups": groups,
+        "sequences": find(seq_q, seq_k) if find is not None else None,
         **{field_of(name): checked[name] for name in _OF_PROBLEM},
-    )
+    }
+    if (chunk := checked["chunk_size"]) is not None:
+        found = within_chunks(chunk, offset, found)
+    return Problem(**found)
 
 
 #: The options with a field of ``Problem``; the others become bounds and groups.

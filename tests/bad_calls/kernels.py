@@ -242,6 +242,12 @@ OPTIONS = {
         attend(window_size=(True, 1)), TypeError, "two whole numbers", "(True, 1)"
     ),
     "window below -1": wrong(attend(window_size=(-2, 0)), ValueError, "-1 for no bound", "(-2, 0)"),
+    "chunk of nothing": wrong(attend(chunk_size=0), ValueError, "chunk_size must be 1 or more", "got 0"),
+    "chunk text": wrong(attend(chunk_size="4"), TypeError, "chunk_size must be a whole number", "'4'"),
+    "chunks and mask_mod of packed sequences": wrong(
+        pack((0, 2, 5), (0, 2, 5), chunk_size=2, mask_mod=raises_late), ValueError, "chunk_size=2",
+        "not both", "(row + 0) // 2"
+    ),
     "softcap below 0": wrong(
         attend(softcap=-1.0), ValueError, "must be positive", "0 to turn it off", "-1.0"
     ),

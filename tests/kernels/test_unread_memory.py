@@ -52,7 +52,7 @@ def run(case: Case, target: launch.Target, rung: launch.Rung) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("target", "rung"), rungs(*VISIT_EVERYTHING))
 @pytest.mark.parametrize("rows", ["one row", "one block"])
-@pytest.mark.parametrize("skip", ["causal", "window", "block mask"])
+@pytest.mark.parametrize("skip", ["causal", "window", "block mask", "chunks"])
 def test_tiles_that_are_skipped_are_not_read(
     target: launch.Target, rung: launch.Rung, rows: str, skip: str
 ) -> None:
@@ -62,6 +62,7 @@ def test_tiles_that_are_skipped_are_not_read(
     seq_q, seq_k = 1 if rows == "one row" else block, 7 * block
     options: dict[str, Any] = {
         "causal": {"is_causal": True, "causal_offset": 3 * block},
+        "chunks": {"chunk_size": block, "causal_offset": 3 * block},
         "window": {"window_size": (4, 4), "causal_offset": 3 * block},
         "block mask": {
             "block_mask": kernels.BlockMask([[[0, 0, 0, 1, 0, 0, 0]]], seq_q, seq_k, block)

@@ -114,13 +114,15 @@ def packed(draw: Any) -> Packed:
                 [
                     {"softcap": 1.5}, {"alibi_slopes": rng.random(heads)}, {"mask_mod": neighbours},
                     {"score_mod": SCORE_MODS[1]}, {"scale": -0.5},
-                    {"sink": 2.0 * rng.standard_normal(heads)},
+                    {"sink": 2.0 * rng.standard_normal(heads)}, {"chunk_size": 3},
                 ]
             ),
             max_size=2,
         )
     ):  # fmt: skip
         options |= more
+    if "chunk_size" in options:
+        options.pop("mask_mod", None)  # which packed sequences cannot combine
     shapes = (
         (total_q, heads, head_dim), (total_k, key_heads, head_dim), (total_k, key_heads, value_dim),
         (total_q, heads, value_dim), (heads, total_q),

@@ -201,6 +201,7 @@ def test_all_options_together_are_the_textbooks_through_the_launch() -> None:
         "block_mask": blocks,
         "mask_mod": MASK_MODS[0],
         "score_mod": SCORE_MODS[0],
+        "chunk_size": 20,
         "is_causal": True,
         "causal_offset": 5,
         "enable_gqa": True,

@@ -46,6 +46,7 @@ OPTIONS: dict[str, Any] = {
     "floating mask of rows": lambda rng: {"attn_mask": rng.standard_normal((1, SEQ_Q, 1)).astype(FLOAT16)},
     "dropout": lambda rng: {"dropout_p": 0.2, "seed": 5},
     "softcap": lambda rng: {"softcap": 2.0},
+    "chunks": lambda rng: {"chunk_size": 48},
     "alibi": lambda rng: {"alibi_slopes": np.array([0.5], np.float32)},
     "mask_mod": lambda rng: {"mask_mod": MASK_MODS[0]},
     "score_mod": lambda rng: {"score_mod": SCORE_MODS[0]},
@@ -103,7 +104,7 @@ IN_BOTH = ("dropout", "floating mask", "block mask", "many")
 
 
 #: A call takes seconds: the others are left to ``make fuzz-options``; all are compiled, and run on a GPU.
-ALWAYS = ("boolean mask", "dropout", "many")
+ALWAYS = ("boolean mask", "dropout", "many", "chunks")
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ OPTIONS: dict[str, Any] = {
     "floating mask of rows": lambda rng: {"attn_mask": rng.standard_normal((2, SEQ_Q, 1)).astype(FLOAT16)},
     "dropout": lambda rng: {"dropout_p": 0.2, "seed": 5},
     "softcap": lambda rng: {"softcap": 2.0},
+    "chunks": lambda rng: {"chunk_size": 48},
     "alibi": lambda rng: {"alibi_slopes": np.array([0.5, 0.1], np.float32)},
     "sink": lambda rng: {"sink": np.array([3.0, -1.0], np.float32)},
     "mask_mod": lambda rng: {"mask_mod": MASK_MODS[0]},
@@ -94,7 +95,7 @@ def _check(case: Case, found: tuple[Any, Any]) -> None:
 
 
 #: A call takes seconds: the others are left to ``make fuzz-options``; all are compiled, and run on a GPU.
-ALWAYS = ("boolean mask", "floating mask", "dropout", "softcap", "block mask", "sink")
+ALWAYS = ("boolean mask", "floating mask", "dropout", "softcap", "block mask", "sink", "chunks")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from kernels import launch
 from kernels.array_call import heads_first
 from kernels.bound_calls import as_operand
 from kernels.cuda.runtime.arrays import is_device_array
+from kernels.problem.options import OPTIONS
 from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import FLOAT64
 from kernels.runtime.targets import IS_SIMULATOR
@@ -24,7 +25,7 @@ from .strategies import Case, bounds, cases, option
 #: Those that compute in the dtype of their operands, float32 or float64.
 RUNGS = [rung.name for rung in launch.CUDA.rungs if FLOAT64 in rung.dtypes]
 #: Options that flash1, the algorithm of 2022, does not have; of a window it has the right side.
-LATER_OPTIONS = ("softcap", "alibi_slopes", "block_mask", "mask_mod", "score_mod", "sink")
+LATER_OPTIONS = {name for name, option in OPTIONS.items() if not option.in_2022} - {"window_size"}
 #: Options that packed sequences take.
 PACKED_FEATURES = ("softcap", "alibi", "dropout", "mask_mod", "score_mod", "sink")
 RESULTS = ("out", "lse", "dq", "dk", "dv")

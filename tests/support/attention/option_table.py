@@ -74,6 +74,7 @@ OPTIONS: dict[str, Callable[[], Case]] = {
     "`is_causal`": lambda: _case(is_causal=True),
     "`is_causal`, `causal_offset`": lambda: _case(is_causal=True, causal_offset=COLS - ROWS),
     "`window_size`": lambda: _case(window_size=(3, 2), causal_offset=4),
+    "`chunk_size`": lambda: _case(chunk_size=5, causal_offset=4),
     "`attn_mask`, boolean": lambda: _case(attn_mask=_float_mask() > 0),
     "`attn_mask`, floating, and its gradient": lambda: _case(attn_mask=_float_mask()),
     "`softcap`": lambda: _case(softcap=1.5),

@@ -58,7 +58,7 @@ SCORE_MODS = ((bowl, slope_of_bowl), (squash, slope_of_squash))
 #: Names of the options that :func:`cases` draws beyond q, k, v, scale and bounds.
 FEATURES = (
     "bool mask", "float mask", "softcap", "alibi", "dropout", "block mask", "mask_mod", "score_mod", "sink",
-    "dlse",
+    "chunks", "dlse",
 )  # fmt: skip
 
 
@@ -180,6 +180,16 @@ class Case:
             if array is not None and is_floating(array.dtype):
                 options[name] = array.astype(np.float64)
         q, k, v, dout = (x.astype(np.float64) for x in (*self.operands, self.dout))
+        if (chunk := options.pop("chunk_size", None)) is not None:
+            seen, offset = options.get("mask_mod"), options.get("causal_offset", 0)
+            options["mask_mod"] = lambda batch, head, row, col: (
+                (row + offset) // chunk == col // chunk
+                and (seen is None or seen(batch, head, row, col))
+            )
+            if not options.keys() & {"window_size", "alibi_slopes"} and not options.get(
+                "is_causal"
+            ):
+                options.pop("causal_offset", None)
         if options.pop("enable_gqa", False):
             k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) for x in (k, v))
         dlse = None if self.dlse is None else self.dlse.astype(np.float64)
@@ -505,6 +515,9 @@ def option(
     if feature == "sink":
         sink = (2.0 * rng.standard_normal(tuple(lead[-1:]) or (1,))).astype(dtype)
         return {"sink": laid(sink, draw(layouts(1)))}
+    if feature == "chunks":
+        offset = draw(st.sampled_from([{}, {"causal_offset": seq_k - seq_q}]))
+        return {"chunk_size": draw(st.sampled_from([1, 3, 16, 32, 50])), **offset}
     if feature == "dropout":
         rate = draw(st.sampled_from([0.1, 0.5, 0.9]))
         return {"dropout_p": rate, "seed": draw(st.integers(0, 2**64 - 1))}

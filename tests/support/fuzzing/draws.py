@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from kernels.problem.options import OPTIONS
 from kernels.runtime.dtypes import BFLOAT16, acc_dtype, is_floating, is_half
 
 from ..attention.strategies import FEATURES, Case, cases, sum_to
@@ -38,11 +39,7 @@ NONSENSE: tuple[Any, ...] = (
     np.array([]), 1j, Decimal("0.5"), object(), range(2), ..., int, len, [[1.0], [1.0, 2.0]],
     np.datetime64("2020"),
 )  # fmt: skip
-OPTIONS = (
-    "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "causal_offset", "window_size",
-    "softcap", "alibi_slopes", "sink", "block_mask", "mask_mod", "score_mod", "seed", "precision",
-    "deterministic", "return_lse", "rung", "tile",
-)  # fmt: skip
+NAMES = (*OPTIONS, "tile")
 #: Values that a float may have and seldom has.
 ODD_VALUES = (
     np.nan, np.inf, -np.inf, 0.0, -0.0, 5e-324, 1e-45, 1e-40, 2e-38, 1e-30, 3e4, 1e30, 3e38, -3e38, 1e300,
@@ -195,7 +192,7 @@ def odd_operand(draw: Any, drawn: Draw) -> None:
 
 def odd_option(draw: Any, drawn: Draw) -> None:
     """Give an option a value that fits none."""
-    name = draw(st.sampled_from(OPTIONS))
+    name = draw(st.sampled_from(NAMES))
     value = draw(st.sampled_from(NONSENSE))
     drawn.case.options = {**drawn.case.options, name: value}
     drawn.valid = False

@@ -65,6 +65,7 @@ def options(rng: np.random.Generator, seq_q: int, seq_k: int) -> dict[str, dict[
     bias = rng.standard_normal((HEADS, 1, seq_k), dtype=np.float32)
     return {
         "window": {"window_size": (20, 30)},
+        "chunks": {"chunk_size": 24, "causal_offset": 7},
         "softcap": {"softcap": 2.0},
         "alibi": {"alibi_slopes": np.array([0.5, 0.1], np.float32)},
         "sink": {"sink": np.array([3.0, -1.0], np.float32)},

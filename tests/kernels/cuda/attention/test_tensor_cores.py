@@ -39,6 +39,7 @@ OPTIONS = {
     "floating mask": lambda rng: {"attn_mask": rng.standard_normal((2, 300, 1)).astype(FLOAT16)},
     "dropout": lambda rng: {"dropout_p": 0.2, "seed": 5},
     "softcap": lambda rng: {"softcap": 2.0},
+    "chunks": lambda rng: {"chunk_size": 48},
     "alibi": lambda rng: {"alibi_slopes": np.array([0.5, 0.1], np.float32)},
     "sink": lambda rng: {"sink": np.array([3.0, -1.0], np.float32)},
     "mask_mod": lambda rng: {"mask_mod": MASK_MODS[0]},

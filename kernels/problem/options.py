@@ -22,7 +22,7 @@ from kernels.scores.mods import as_mask_mod, as_score_mod
 from kernels.sparsity.block_mask import BlockMask
 
 
-class Kind(NamedTuple):
+class OptionType(NamedTuple):
     """The types that an option may have, besides a default of None.
 
     Attributes:
@@ -45,19 +45,19 @@ def _is_score_mod(value: Any) -> bool:
     return pair or callable(value)
 
 
-FLAG = Kind("True or False", lambda value: isinstance(value, (bool, np.bool_)), bool)
-NUMBER = Kind("a number", is_number, float)
-WHOLE = Kind("a whole number", is_whole, int)
-NAME = Kind("a name", lambda value: isinstance(value, str), str)
-WINDOW = Kind("(left, right), two whole numbers,", _is_window)
-FUNCTION = Kind("a function", callable)
-SCORE_MOD = Kind("a function, a pair of it and its derivative,", _is_score_mod)
-BLOCK_MASK = Kind(
+FLAG = OptionType("True or False", lambda value: isinstance(value, (bool, np.bool_)), bool)
+NUMBER = OptionType("a number", is_number, float)
+WHOLE = OptionType("a whole number", is_whole, int)
+NAME = OptionType("a name", lambda value: isinstance(value, str), str)
+WINDOW = OptionType("(left, right), two whole numbers,", _is_window)
+FUNCTION = OptionType("a function", callable)
+SCORE_MOD = OptionType("a function, a pair of it and its derivative,", _is_score_mod)
+BLOCK_MASK = OptionType(
     "a kernels.BlockMask (BlockMask.from_dense makes one of an array)",
     lambda value: isinstance(value, BlockMask),
 )
 #: An array of any library, which the check of its value looks at.
-ARRAY = Kind("an array", lambda value: True)
+ARRAY = OptionType("an array", lambda value: True)
 
 
 class Option(NamedTuple):
@@ -78,7 +78,7 @@ class Option(NamedTuple):
     """
 
     text: str
-    kind: Kind
+    kind: OptionType
     default: Any = None
     check: Callable[[Any, values.Given], Any] = lambda value, given: value
     field: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Origin(NamedTuple):
+class DropoutOrigin(NamedTuple):
     """Where the scores of a call begin among those of an attention that several calls compute.
 
     Element (batch, head, row, col) of the call takes the dropout bit of batch_head

@@ -20,7 +20,7 @@ from kernels.problem.options import (
     check_types,
     field_of,
 )
-from kernels.problem.origin import Origin
+from kernels.problem.origin import DropoutOrigin
 from kernels.problem.packed_sequences import Sequences
 from kernels.problem.shapes import check_dtypes, check_shapes
 from kernels.problem.signature import by_name, takes_attention_options
@@ -90,7 +90,7 @@ class Problem:
     sink: bool = False
     dropout_p: float = 0.0
     seed: int = 0
-    origin: Origin | None = None
+    origin: DropoutOrigin | None = None
     block_mask: BlockMask | None = None
     mask_mod: Callable[..., Any] | None = None
     score_mod: ScoreMod | None = None
@@ -158,7 +158,7 @@ class Problem:
         return tuple([value not in (False, "", "bool") for value in given])
 
     @property
-    def bend_count(self) -> int:
+    def modifier_count(self) -> int:
         """Number of options among softcap, ALiBi and a floating mask, which modify a score."""
         return (self.softcap > 0.0) + self.slopes + (self.mask == "float")
 

@@ -36,7 +36,7 @@ def unit_of(most: Array) -> Array:
     return ((np.clip(exponent, 9, 254) - 8).astype(np.uint32) << np.uint32(23)).view(np.float32)
 
 
-def turned(x: Array) -> Array:
+def rotated(x: Array) -> Array:
     """Multiply rows by random signs and a Hadamard matrix, without its factor 1/sqrt(width).
 
     Args:
@@ -91,7 +91,7 @@ def rounding(forward: Callable[..., Any]) -> Callable[..., None]:
         q, k, v = operands.q, operands.k, rounded(operands.v, False)
         if how.has_hadamard:
             padding = [(0, 0)] * (q.ndim - 1) + [(0, width - problem.head_dim)]
-            q, k = (turned(np.pad(x, padding)) for x in (q, k))
+            q, k = (rotated(np.pad(x, padding)) for x in (q, k))
             problem = replace(problem, head_dim=width, scale=problem.scale / width)
         q, k = rounded(q, how.has_blocks), rounded(k, how.has_blocks)
         forward(problem, tile, operands.having(q=q, k=k, v=v))

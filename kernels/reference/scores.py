@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kernels.common.geometry import same
 from kernels.common.philox import COLUMNS, HALF, HALF_MASK, PLAIN, attention_threshold, keep_scale
 from kernels.problem.operands import PER_HEAD, Operands
-from kernels.problem.origin import Origin
+from kernels.problem.origin import DropoutOrigin
 from kernels.problem.question import Problem
 from kernels.scores.mods import evaluate
 from kernels.scores.program import Place, ScoreTarget, make_score_program
@@ -99,7 +99,7 @@ class Scores:
         problem = self.problem
         if not problem.dropout_p:
             return 1
-        first = problem.origin or Origin(problem.heads)
+        first = problem.origin or DropoutOrigin(problem.heads)
         batch_head = self.batch * first.heads + self.head + first.batch_head  # (batch, heads, 1, 1)
         row = np.arange(rows.start, rows.stop)[:, None] + first.row
         col = np.arange(cols.start, cols.stop) + first.col

@@ -57,7 +57,7 @@ class Features(NamedTuple):
     large_cap: bool = False
 
     @property
-    def bends(self) -> bool:
+    def modifies_scores(self) -> bool:
         """Whether a visible score differs from scale · q · k."""
         return bool(self.softcap or self.slopes or self.has_bias or self.score_mod)
 
@@ -205,8 +205,8 @@ def make_score_program(features: Features, target: ScoreTarget) -> ScoreProgram:
 
     @compile_
     def capped(score, place, call):
-        bent = tanh(score * call.over_cap if over_cap else score)
-        return call.softcap * bent, one - bent * bent if derives else one
+        squashed = tanh(score * call.over_cap if over_cap else score)
+        return call.softcap * squashed, one - squashed * squashed if derives else one
 
     @compile_
     def less_distance(score, place, call):

@@ -113,14 +113,14 @@ def from_strips(
     strip = np.zeros((grid.block_q, grid.counts[1] * grid.block_k), bool)
     blocks = strip.reshape(grid.block_q, grid.counts[1], grid.block_k)
 
-    def read(head: int, i: int) -> Line:
+    def read(head: int, i: int) -> BlockRow:
         row = i * grid.block_q
         rows = min(grid.block_q, grid.seq_q - row)
         strip[rows:] = False
         fill(head, row, rows, strip)
         some: Any = strip.any(axis=0)  # (key blocks · block_k,)
         every: Any = strip[:rows].all(axis=0)
-        return Line(
+        return BlockRow(
             some.reshape(-1, grid.block_k).any(axis=1),
             every.reshape(-1, grid.block_k).all(axis=1),
             lambda chosen: pack(blocks[:, chosen].swapaxes(0, 1)),
@@ -129,7 +129,7 @@ def from_strips(
     return from_lines(grid, heads, read, most_patterns)
 
 
-class Line(NamedTuple):
+class BlockRow(NamedTuple):
     """The elements of one row of blocks.
 
     Attributes:
@@ -146,7 +146,7 @@ class Line(NamedTuple):
 def from_lines(
     grid: Grid,
     heads: int,
-    read: Callable[[int, int], Line],
+    read: Callable[[int, int], BlockRow],
     most_patterns: int | None = None,
 ) -> tuple[Layout, bool]:
     """Return the layout of rows of blocks, and whether it is exact.

@@ -30,7 +30,7 @@ class TileList(NamedTuple):
     tile_full: Any
 
 
-class Parts(NamedTuple):
+class BlockParts(NamedTuple):
     """One side of the scores, divided at the beginning of every block and tile.
 
     Attributes:
@@ -48,7 +48,7 @@ class Parts(NamedTuple):
     counts: Ints
 
 
-def cut(total: int, block: int, tile: int) -> Parts:
+def cut(total: int, block: int, tile: int) -> BlockParts:
     """Return the parts of ``total`` rows (or columns), for blocks and tiles of these sizes."""
     tiles = np.arange(0, total, tile)
     start = np.union1d(np.arange(0, total, block), tiles)  # (parts,)
@@ -58,7 +58,7 @@ def cut(total: int, block: int, tile: int) -> Parts:
     places, place = np.unique(within, axis=0, return_inverse=True)
     first = np.searchsorted(start, tiles)
     counts = np.diff(np.append(first, len(start)))
-    return Parts(number, place.reshape(-1), places, first, counts)
+    return BlockParts(number, place.reshape(-1), places, first, counts)
 
 
 def make_tile_list(
@@ -155,7 +155,11 @@ def make_tile_patterns(
 
 
 def _fill_tile(
-    out: Bools, blocks: Blocks, head: int, sides: tuple[Parts, Parts], tile: tuple[int, int]
+    out: Bools,
+    blocks: Blocks,
+    head: int,
+    sides: tuple[BlockParts, BlockParts],
+    tile: tuple[int, int],
 ) -> None:
     """Write the visibility of the elements of a tile."""
     (rows, cols), (i, j), top = sides, tile, 0
@@ -173,18 +177,18 @@ def _fill_tile(
         top += stop_row - first_row
 
 
-def _parts_of(side: Parts, tile: Ints) -> Ints:
+def _parts_of(side: BlockParts, tile: Ints) -> Ints:
     """Return the parts of tiles, (tiles, most parts); the last one repeats where there are fewer."""
     step = np.arange(side.counts.max(initial=1))
     return side.first[tile][:, None] + np.minimum(step, side.counts[tile][:, None] - 1)
 
 
-def _spread(blocks: Bools, rows: Parts, cols: Parts) -> Bools:
+def _spread(blocks: Bools, rows: BlockParts, cols: BlockParts) -> Bools:
     """Spread a value per block to its parts, (heads, row parts, column parts)."""
     return blocks.take(rows.block, axis=1).take(cols.block, axis=2)
 
 
-def _of_places(patterns: Bools, rows: Parts, cols: Parts, function: Any) -> Bools:
+def _of_places(patterns: Bools, rows: BlockParts, cols: BlockParts, function: Any) -> Bools:
     """Return whether any or all elements of a range are kept, (patterns, row places, column places)."""
     out = np.empty((len(patterns), len(rows.places), len(cols.places)), bool)
     for i, (top, bottom) in enumerate(rows.places):
@@ -193,7 +197,7 @@ def _of_places(patterns: Bools, rows: Parts, cols: Parts, function: Any) -> Bool
     return out
 
 
-def _gather(parts: Bools, rows: Parts, cols: Parts, operation: Any) -> Bools:
+def _gather(parts: Bools, rows: BlockParts, cols: BlockParts, operation: Any) -> Bools:
     """Reduce (heads, row parts, column parts) to (heads, query tiles, key tiles)."""
     for axis, side in ((1, rows), (2, cols)):
         out = parts.take(side.first, axis=axis)

@@ -9,7 +9,7 @@ from kernels import Problem
 from kernels.array_call import Make
 from kernels.problem.operands import Operands
 from kernels.problem.options import Options
-from kernels.problem.origin import Origin
+from kernels.problem.origin import DropoutOrigin
 from kernels.problem.packed_problem import PackedMaker
 from kernels.problem.question import problem_of
 
@@ -56,7 +56,7 @@ def part_of(
         own["causal_offset"] = row - col
     make: Make = PackedMaker(sums, sums) if sums else problem_of
     if options.get("dropout_p"):
-        make = _Moved(make, Origin(heads, batch_head, row, col))
+        make = _Moved(make, DropoutOrigin(heads, batch_head, row, col))
     return Part(own, make)
 
 
@@ -64,7 +64,7 @@ class _Moved(NamedTuple):
     """Builds the problem of a part of a larger attention."""
 
     make: Make
-    origin: Origin
+    origin: DropoutOrigin
 
     @property
     def key(self) -> Any:

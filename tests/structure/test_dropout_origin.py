@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import kernels
 from kernels import launch
 from kernels.problem.operands import Operands
-from kernels.problem.origin import Origin
+from kernels.problem.origin import DropoutOrigin
 from kernels.problem.packed_sequences import Sequences
 
 from ..support.layouts import on_device
@@ -32,7 +32,7 @@ def check_bits(target: str, rung: str, origin: Any, sizes: Any, bring: Any, back
     k = np.zeros((batch, heads, seq_k, 4))
     v, dout = (np.broadcast_to(np.eye(n), (batch, heads, n, n)).copy() for n in (seq_k, seq_q))
     problem = kernels.make_problem(q, k, v, dropout_p=RATE, seed=SEED, rung=rung)
-    problem = replace(problem, origin=Origin(HEADS, first, row, col))
+    problem = replace(problem, origin=DropoutOrigin(HEADS, first, row, col))
     operands = Operands(*map(bring, (q, k, v)))
     place = launch.TARGETS[target]
     out, lse, rest = launch.forward(place, problem, operands)
@@ -71,7 +71,7 @@ def test_packed_sequences_count_on_from_the_first_of_the_call() -> None:
     problem = replace(
         kernels.make_problem(q, q, v, dropout_p=RATE, seed=SEED),
         sequences=Sequences(cu, cu, 8, 8),
-        origin=Origin(HEADS, first * HEADS + 1),
+        origin=DropoutOrigin(HEADS, first * HEADS + 1),
     )
     operands = Operands(q, q, v)
     out, *_ = launch.forward(launch.CPU, problem, operands)

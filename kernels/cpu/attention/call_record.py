@@ -27,7 +27,7 @@ from kernels.cpu.matmul.tile_product import product_address
 from kernels.cpu.runtime import plain_python
 from kernels.cpu.runtime.function_pointers import run_alone, run_items
 from kernels.problem.operands import PER_HEAD, Operands
-from kernels.problem.origin import Origin
+from kernels.problem.origin import DropoutOrigin
 from kernels.problem.question import Problem
 from kernels.runtime import launch_notes
 from kernels.runtime.jit import JIT_DISABLED, get_num_threads
@@ -85,19 +85,19 @@ class CallOptions:
         if problem.is_plain:
             return
         o["softcap"], o["diagonal"] = problem.softcap, problem.diagonal
-        o["bends"] = backward and bool(problem.softcap or problem.score_mod)
+        o["modifies_scores"] = backward and bool(problem.softcap or problem.score_mod)
         o["user_pass"] = mods.pass_address(problem)
         self.name(**{name: getattr(operands, name) for name in PER_HEAD if getattr(problem, name)})
         hides = problem.mask or problem.block_mask is not None or problem.mask_mod is not None
         if hides:
             self._hiding_options(operands, by_keys, listed)
-        if problem.features.bends or hides:
+        if problem.features.modifies_scores or hides:
             o["score_pass"] = score_address(problem.dtype)
         if problem.dropout_p:
             o["keep_pass"] = keep_address(problem.dtype)
             o["seed"], o["threshold"] = problem.seed, attention_threshold(problem.dropout_p)
             o["kept"] = keep_scale(problem.dropout_p)
-            origin = problem.origin or Origin(problem.heads)
+            origin = problem.origin or DropoutOrigin(problem.heads)
             o["whole_heads"], o["first_head"], o["first_row"], o["first_col"] = origin
 
     def name(self, **arrays: Any) -> None:

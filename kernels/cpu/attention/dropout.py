@@ -20,7 +20,7 @@ from kernels.common.philox import (
     WORDS,
     make_philox,
 )
-from kernels.cpu.attention.tile_scores import PLACE_TYPE, SETTINGS_TYPE
+from kernels.cpu.attention.tile_scores import SETTINGS_TYPE, TILE_POSITION_TYPE
 from kernels.cpu.runtime.function_pointers import address_of
 from kernels.runtime.jit import FASTMATH, njit_cached
 
@@ -53,7 +53,7 @@ def keep_pass(z, settings, place):
     Args:
         z: (lines, lanes), written up to ``place.width``.
         settings: (1,) of ``SETTINGS``.
-        place: A ``Place``.
+        place: A ``TilePosition``.
 
     One counter, (column / 8, row, batch · heads + head, ATTENTION), gives the words of eight columns.
     """
@@ -102,5 +102,5 @@ def keep_pass(z, settings, place):
 def keep_address(dtype: np.dtype[Any]) -> int:
     """Return the address of the dropout pass for one dtype."""
     return address_of(
-        keep_pass, void(types.Array(from_dtype(dtype), 2, "C"), SETTINGS_TYPE, PLACE_TYPE)
+        keep_pass, void(types.Array(from_dtype(dtype), 2, "C"), SETTINGS_TYPE, TILE_POSITION_TYPE)
     )

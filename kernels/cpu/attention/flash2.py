@@ -26,7 +26,7 @@ from kernels.common.online_softmax import LARGE, LOG2_E, PATIENCE
 from kernels.cpu.attention import flash_decoding
 from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
 from kernels.cpu.attention.mods import why_not_compiled
-from kernels.cpu.attention.tile_scores import Place, rows_of
+from kernels.cpu.attention.tile_scores import TilePosition, rows_of
 from kernels.cpu.attention.tiles import (
     ceil_div,
     empty_tile,
@@ -175,7 +175,7 @@ def make_forward(real):
                 continue
             k_tile = k[col : col + cols]  # (cols, head_dim)
             v_tile = v[col : col + cols]  # (cols, value_dim)
-            here = Place(b, h, flat, sequence, col, row, rows, partial)
+            here = TilePosition(b, h, flat, sequence, col, row, rows, partial)
             # 8: S = Q_i K_jᵀ
             s = s_tile[:cols]  # (cols, lanes)
             set_product(o.product, s, k_tile, q_t)

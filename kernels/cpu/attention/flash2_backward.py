@@ -36,7 +36,7 @@ from kernels.cpu.attention.gradient_tiles import (
     multiply_by_slope,
     piece_of,
 )
-from kernels.cpu.attention.tile_scores import Place, rows_of
+from kernels.cpu.attention.tile_scores import TilePosition, rows_of
 from kernels.cpu.attention.tiles import (
     add_rows,
     as_tile,
@@ -125,7 +125,7 @@ def make_backward(real):
             tile = load_keys(k, v, tau)
             buffers = Buffers(
                 empty_tile(block_q, lanes, real), empty_tile(block_q, lanes, real),
-                zero_tile(block_q if o.bends != 0 else 0, lanes, real),
+                zero_tile(block_q if o.modifies_scores != 0 else 0, lanes, real),
                 zero_tile(block_q if o.keep_pass != 0 else 0, lanes, real),
                 empty_tile(block_q, columns, real),
             )  # fmt: skip
@@ -138,7 +138,7 @@ def make_backward(real):
                 while row < last:
                     rows, left, right, bounded = piece_of(row, last, col, cols, lower, upper)
                     width, end_lane = right - left, left + lanes_for(right - left)
-                    here = Place(b, h, flat, sequence, row, col + left, width, partial)
+                    here = TilePosition(b, h, flat, sequence, row, col + left, width, partial)
                     s = as_tile(buffers.s, rows, end_lane - left)  # (rows, lanes of the piece)
                     dp = as_tile(buffers.dp, rows, end_lane - left)
                     slope = as_tile(buffers.slope, rows, end_lane - left)  # or (0, lanes)
@@ -160,7 +160,7 @@ def make_backward(real):
                         s, dp, z, dout_tile, v_t, own_lse, own_rest, own_delta, settings, here
                     )
                     p, ds = s, dp  # the same memory
-                    if o.bends != 0:
+                    if o.modifies_scores != 0:
                         multiply_by_slope(ds, slope)
                     if o.keep_pass != 0:
                         multiply(p, z)

@@ -21,7 +21,7 @@ from numba import njit
 from kernels.common.geometry import PLAIN
 from kernels.common.online_softmax import LOG2_E
 from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
-from kernels.cpu.attention.tile_scores import Place, blocks_hide, rows_of
+from kernels.cpu.attention.tile_scores import TilePosition, blocks_hide, rows_of
 from kernels.cpu.attention.tiles import (
     inverse_sum,
     is_visible,
@@ -115,7 +115,7 @@ def make_part(real):
         # 6: for 1 <= j <= T_c
         for col in range(begin, stop, o.block_k):
             cols = min(o.block_k, seq_k - col)
-            here = Place(b, h, flat, sequence, row, col, cols, np.int64(1))
+            here = TilePosition(b, h, flat, sequence, row, col, cols, np.int64(1))
             if blocks_hide(o, here, rows):
                 continue
             # 7: load K_j, V_j

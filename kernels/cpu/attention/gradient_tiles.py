@@ -156,7 +156,7 @@ def fill_scores(s, slope, q_tile, k_t, settings, place, bounded):
         q_tile: (rows, head_dim); it or ``k_t`` is scaled.
         k_t: (head_dim, lanes).
         settings: (1,) of ``SETTINGS``.
-        place: A ``Place``.
+        place: A ``TilePosition``.
         bounded: Whether the bounds may mask anything in it.
     """
     o = settings[0]
@@ -214,7 +214,7 @@ def fill_gradient(s, dp, z, dout_tile, v_t, lse, rest, delta, settings, place):
         rest: (rows,), that of lse.
         delta: (rows,).
         settings: (1,) of ``SETTINGS``.
-        place: A ``Place``.
+        place: A ``TilePosition``.
     """
     o = settings[0]
     real = s.dtype.type
@@ -247,8 +247,8 @@ def multiply_by_slope(ds, slope):
     for r in range(ds.shape[0]):
         ds_row, slope_row = ds[r], slope[r]  # (lanes,)
         for lane in range(ds.shape[1]):
-            bent = ds_row[lane] * slope_row[lane]
-            ds_row[lane] = zero if ds_row[lane] == zero else bent
+            product = ds_row[lane] * slope_row[lane]
+            ds_row[lane] = zero if ds_row[lane] == zero else product
 
 
 @njit(fastmath=FASTMATH)

@@ -22,7 +22,7 @@ from kernels.common.geometry import PLAIN
 from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
 from kernels.cpu.attention.flash2 import with_scores_by_tiles
 from kernels.cpu.attention.gradient_tiles import fill_gradient, fill_scores, is_bounded
-from kernels.cpu.attention.tile_scores import Place, blocks_hide, rows_of, view
+from kernels.cpu.attention.tile_scores import TilePosition, blocks_hide, rows_of, view
 from kernels.cpu.attention.tiles import ceil_div, lanes_for, pack_rows, pack_transposed
 from kernels.cpu.runtime.function_pointers import address_of
 from kernels.problem.operands import Operands
@@ -106,7 +106,7 @@ def make_mask_gradient(real):
                     rows = min(block_q, row_stop - row)
                     if row + lower > col + cols - 1 or row + rows - 1 + upper < col:
                         continue  # all columns are masked
-                    place = Place(b, h, flat, np.int64(0), row, col, cols, np.int64(1))
+                    place = TilePosition(b, h, flat, np.int64(0), row, col, cols, np.int64(1))
                     if blocks_hide(o, place, rows):
                         continue
                     s, dp, z = s_tile[:rows], dp_tile[:rows], z_tile[:rows]  # (rows, lanes)

@@ -82,7 +82,7 @@ def pass_address(problem: Problem) -> int:
     """Return the address of the pass of the user functions over a tile, 0 if a call has none.
 
     The pass takes a tile of scores and their derivative, (lines, lanes) each, or (0, lanes) if no
-    derivative is needed, and the numbers of :class:`tile_scores.Place`.
+    derivative is needed, and the numbers of :class:`tile_scores.TilePosition`.
 
     Args:
         problem: A call for which :func:`why_not_compiled` returns None.

@@ -59,7 +59,10 @@ SETTINGS = np.dtype(
         ("scale", "f8"),
         ("lower", "i8"),
         ("upper", "i8"),
-        ("bends", "i8"),  # whether the derivative of a score by scale · q · k is needed and not 1
+        (
+            "modifies_scores",
+            "i8",
+        ),  # whether the derivative of a score by scale · q · k is needed and not 1
         ("score_pass", "i8"),  # addresses; 0 if there is nothing to do
         ("keep_pass", "i8"),
         ("by_keys", "i8"),
@@ -85,7 +88,7 @@ SETTINGS = np.dtype(
         ("seed", "i8"),
         ("threshold", "i8"),
         ("kept", "f8"),  # ``philox.keep_scale``
-        # where the dropout bits of the call begin: a ``problem.origin.Origin``
+        # where the dropout bits of the call begin: a ``problem.origin.DropoutOrigin``
         ("whole_heads", "i8"),
         ("first_head", "i8"),
         ("first_row", "i8"),
@@ -95,7 +98,7 @@ SETTINGS = np.dtype(
 )
 
 
-class Place(NamedTuple):
+class TilePosition(NamedTuple):
     """The position of a tile.
 
     Attributes:
@@ -272,7 +275,7 @@ def make_score_pass(real):
             tile: (lines, lanes), read and written.
             slope: (lines, lanes), the derivative of a score, written; (0, lanes) if not needed.
             settings: (1,) of :data:`SETTINGS`.
-            where: A :class:`Place`.
+            where: A :class:`TilePosition`.
         """
         o = settings[0]
         lines, lanes = tile.shape
@@ -282,14 +285,14 @@ def make_score_pass(real):
             cap = Cap(real(o.softcap), real(1.0 / o.softcap))
             for i in range(lines):
                 s = tile[i]  # (lanes,)
-                if o.bends == 0:
+                if o.modifies_scores == 0:
                     for lane in range(lanes):
                         s[lane] = capped(s[lane], None, cap)[0]
                 else:
                     derivative = slope[i]  # (lanes,)
                     for lane in range(lanes):
                         s[lane], derivative[lane] = capped(s[lane], None, cap)
-        elif o.bends != 0:
+        elif o.modifies_scores != 0:
             slope[:] = one
         if o.user_pass != 0:
             # A masked score stays minus infinity.
@@ -333,7 +336,7 @@ def make_score_pass(real):
     return score_pass
 
 
-PLACE_TYPE = types.NamedTuple([int64] * len(Place._fields), Place)
+TILE_POSITION_TYPE = types.NamedTuple([int64] * len(TilePosition._fields), TilePosition)
 
 
 @cache
@@ -341,5 +344,5 @@ def score_address(dtype: np.dtype[Any]) -> int:
     """Return the address of the score pass for one dtype."""
     scalar = from_dtype(dtype)
     tile = types.Array(scalar, 2, "C")
-    signature = void(tile, tile, SETTINGS_TYPE, PLACE_TYPE)
+    signature = void(tile, tile, SETTINGS_TYPE, TILE_POSITION_TYPE)
     return address_of(make_score_pass(dtype.type), signature)

@@ -96,7 +96,7 @@ def demand_of(problem: Problem) -> Demand:
         widths(problem),
         problem.dtype.itemsize,
         problem.seq_q <= SIZES.few_rows,
-        problem.score_mod is not None or problem.bend_count > 1,
+        problem.score_mod is not None or problem.modifier_count > 1,
         (problem.dropout_p > 0.0)
         + (problem.block_mask is not None or problem.mask_mod is not None),
     )

@@ -28,7 +28,7 @@ from kernels.cuda.ptx.barriers import (
     mbarrier_init,
     mbarrier_wait,
 )
-from kernels.cuda.ptx.copies import align_up, anew, shared_address
+from kernels.cuda.ptx.copies import align_up, recomputed, shared_address
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cuda
 
@@ -54,7 +54,7 @@ class Pipeline(NamedTuple):
     stages: Any
 
 
-class Place(NamedTuple):
+class StagePhase(NamedTuple):
     """A stage of a pipeline, and the parity of the round; both are int32."""
 
     stage: Any
@@ -105,16 +105,16 @@ def placed(pipeline, memory):
 @device_function
 def start():
     """Return the first place of a pipeline."""
-    return Place(int32(0), int32(0))
+    return StagePhase(int32(0), int32(0))
 
 
 @device_function
 def following(pipeline, at):
     """Return the next place; the phase flips at the end of the ring."""
     if pipeline.stages == 1:  # the compiler does not see by itself that the stage stays 0
-        return Place(int32(0), int32(at.phase ^ 1))
+        return StagePhase(int32(0), int32(at.phase ^ 1))
     last = at.stage == pipeline.stages - 1
-    return Place(int32(0 if last else at.stage + 1), int32(at.phase ^ 1 if last else at.phase))
+    return StagePhase(int32(0 if last else at.stage + 1), int32(at.phase ^ 1 if last else at.phase))
 
 
 @device_function
@@ -170,7 +170,7 @@ def opaque(memory):
     products, which makes them up to a tenth longer; only in the producer, which has few registers, is this
     better.
     """
-    return anew(int32(memory))
+    return recomputed(int32(memory))
 
 
 def make_prologue(

@@ -32,7 +32,7 @@ def align_up(address, multiple):
 
 
 @instruction("mov.b32 $result, $x;", I32, x=I32)
-def anew(x):
+def recomputed(x):
     """Return x as a value that is opaque to the compiler.
 
     Values that a loop computes from it, such as addresses, are then not hoisted and kept in registers.

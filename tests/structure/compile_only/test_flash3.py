@@ -10,7 +10,7 @@ import pytest
 from kernels.cuda.attention.flash3_wgmma.backward.dkdv import dkdv_kernel
 from kernels.cuda.attention.flash3_wgmma.backward.dq import dq_kernel
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
-    Parts,
+    KeyGradients,
     dq_share,
     key_layout,
     parts_of,
@@ -79,7 +79,7 @@ def _name(x: Any) -> str:
     return "+".join(part for part, has in x._asdict().items() if has)
 
 
-def _products(widths: Widths, parts: Parts) -> int:
+def _products(widths: Widths, parts: KeyGradients) -> int:
     """Return how many instructions the products of a kernel by key tiles take."""
     block_q, block_k = key_layout(widths, parts).block_q, key_layout(widths, parts).block_k
     scores, values = widths.head // 16, widths.value // 16
@@ -94,7 +94,7 @@ def _products(widths: Widths, parts: Parts) -> int:
 
 @needs_nvvm
 @pytest.mark.parametrize(("widths", "parts"), BY_KEYS[:2], ids=_name)
-def test_the_backward_kernel_makes_each_product_once(widths: Widths, parts: Parts) -> None:
+def test_the_backward_kernel_makes_each_product_once(widths: Widths, parts: KeyGradients) -> None:
     layout = key_layout(widths, parts)
     kernel = dkdv_kernel(layout, widths, "bfloat16", parts)
     ptx = compile_ptx(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
@@ -108,7 +108,9 @@ def test_the_backward_kernel_makes_each_product_once(widths: Widths, parts: Part
 
 @needs_ptxas
 @pytest.mark.parametrize(("widths", "parts"), BY_KEYS, ids=_name)
-def test_no_product_of_the_backward_kernel_waits_for_the_last(widths: Widths, parts: Parts) -> None:
+def test_no_product_of_the_backward_kernel_waits_for_the_last(
+    widths: Widths, parts: KeyGradients
+) -> None:
     kernel = dkdv_kernel(key_layout(widths, parts), widths, "float16", parts)
     found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
     assert not found.warnings

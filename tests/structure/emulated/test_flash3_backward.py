@@ -18,7 +18,7 @@ from kernels.cuda.attention.flash3_wgmma import launch_common
 from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_wgmma_backward
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     PADDING,
-    Parts,
+    KeyGradients,
     key_layout,
     key_tiles,
     parts_of,
@@ -227,5 +227,5 @@ def test_tiles_fit_in_shared_memory_where_the_swizzle_begins_anew(
 @drawn(st.integers(1, 16).map(lambda n: 16 * n), st.integers(1, 16).map(lambda n: 16 * n))
 def test_every_gradient_is_computed_once(head: int, value: int) -> None:
     kernels = parts_of(Widths(head, value), True)
-    for part in Parts._fields[:2]:
+    for part in KeyGradients._fields[:2]:
         assert sum(getattr(parts, part) for parts in kernels) == 1

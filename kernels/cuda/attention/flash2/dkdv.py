@@ -88,7 +88,7 @@ def dkdv_kernel(
     draw = tile_bits.draw
     put_row_values = make_put_row_values(layout, dtype, tiles)
     to_gradients = make_gradients_by_keys(layout, features, dtype, tile_bits, tiles)
-    keep_p, keep_ds = (make_keep_tile(layout, block_k, block_q, turned) for turned in (False, True))
+    keep_p, keep_ds = (make_keep_tile(layout, block_k, block_q, is_ds) for is_ds in (False, True))
     loads = make_load_tiles(layout, head_width, value_width, real, vectors)
     load_q, load_dout, load_k, load_v = loads
     multiply_kq = make_multiply(layout, block_k, block_q, head_width, real)

@@ -46,9 +46,9 @@ from kernels.cuda.attention.tile_bits import make_tile_bits
 from kernels.cuda.device.one_source import batch_and_head
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.ptx.copies import (
-    anew,
     cp_async_commit_group,
     cp_async_wait_all,
+    recomputed,
     shared_address,
 )
 from kernels.cuda.ptx.fragments import lane_col, lane_row
@@ -95,8 +95,8 @@ def dkdv_kernel(
         parts: Blocks that share the columns of dk, dv and dq of one key tile.
     """
     block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
-    turned, step_q = layout.turned, layout.step_q
-    key_tiles, col_tiles = turned.row_tiles, step_q // COLS
+    transposed, step_q = layout.transposed, layout.step_q
+    key_tiles, col_tiles = transposed.row_tiles, step_q // COLS
     k_own, v_own = head_width // parts, value_width // parts
     dk_tiles, dv_tiles = key_tiles * k_own // COLS, key_tiles * v_own // COLS
     s_tiles, warp_keys = key_tiles * col_tiles, ROWS * key_tiles
@@ -123,17 +123,17 @@ def dkdv_kernel(
     copy_v = make_copy_tile(threads, block_k, value_width, copied, terms)
     copy_q = make_copy_tile(threads, block_q, head_width, copied, terms)
     copy_dout = make_copy_tile(threads, block_q, value_width, copied, terms)
-    multiply_kq = make_multiply(turned, head_width, dtype, block_q, is_turned=True)
-    multiply_v_dout = make_multiply(turned, value_width, dtype, block_q)
-    accumulate_dk = make_accumulate(turned, head_width, dtype, k_own, block_q)
-    accumulate_dv = make_accumulate(turned, value_width, dtype, v_own, block_q)
-    store_ds = make_keep_tile(turned, block_k, block_q, dtype)
+    multiply_kq = make_multiply(transposed, head_width, dtype, block_q, is_transposed=True)
+    multiply_v_dout = make_multiply(transposed, value_width, dtype, block_q)
+    accumulate_dk = make_accumulate(transposed, head_width, dtype, k_own, block_q)
+    accumulate_dv = make_accumulate(transposed, value_width, dtype, v_own, block_q)
+    store_ds = make_keep_tile(transposed, block_k, block_q, dtype)
     add_dq = make_add_dq(layout, sums, head_width, k_own, dtype) if sums else add_nothing
     store = make_store_sums if numbers.is_scaled else make_store_tile
-    store_dk = store(turned, head_width, dtype, vectors, k_own)
-    store_dv = store(turned, value_width, dtype, vectors, v_own)
+    store_dk = store(transposed, head_width, dtype, vectors, k_own)
+    store_dv = store(transposed, value_width, dtype, vectors, v_own)
     bounds, is_inside = make_key_bounds(block_q, block_k)
-    row_values, subtract_lse = make_row_values(layout), make_subtract_by_keys(turned)
+    row_values, subtract_lse = make_row_values(layout), make_subtract_by_keys(transposed)
     is_plain, zero = features.of_elements == PLAIN, np.float32(0)
     operand_factor = np.float32(LOG2_E if is_plain else 1)
 
@@ -243,7 +243,7 @@ def dkdv_kernel(
             own = moved(start, row + lane_col(lane), warp_key + lane_row(lane))
             edge = edge_of(own, extras)
             for step in range(0, block_q, step_q):
-                lane = anew(lane)  # addresses of fragments would fill the registers
+                lane = recomputed(lane)  # addresses of fragments would fill the registers
                 q_stage = q_tile + stage * q_bytes + HALF * head_width * step
                 dout_stage = dout_tile + stage * dout_bytes + HALF * value_width * step
                 # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
@@ -269,7 +269,7 @@ def dkdv_kernel(
             if has_sums or has_bits:
                 cuda.syncthreads()  # dS is whole, and the bits have been read
             # 15: dQ_i += dS K_j
-            lane = anew(lane)
+            lane = recomputed(lane)
             add_dq(dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, t, part, k_chunk, extras)
             stage = other
         # 18: write dK_j, dV_j

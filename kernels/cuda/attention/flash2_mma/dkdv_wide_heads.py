@@ -52,11 +52,11 @@ from kernels.cuda.device.one_source import batch_and_head
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.ptx.barriers import bar_arrive, bar_sync
 from kernels.cuda.ptx.copies import (
-    anew,
     cp_async_commit_group,
     cp_async_wait_all,
     ld_shared_v2,
     ld_shared_v4,
+    recomputed,
     shared_address,
     st_shared_v4_f32,
 )
@@ -98,7 +98,7 @@ def _make_to_probabilities(layout: MmaRoleLayout) -> Callable[..., None]:
     The function is ``to_probabilities(s, shift_row, unit, whole, lane, place, extras)``.  The warp's rows
     and keys begin at ``place``, and ``shift_row`` is the address of the shift of the lane's first row.
     """
-    key_tiles, col_tiles = layout.turned.row_tiles, layout.step_q // COLS
+    key_tiles, col_tiles = layout.transposed.row_tiles, layout.step_q // COLS
     minus_inf = np.float32(-math.inf)
     rows_of, cols_of = ROW_OF, COL_OF
 
@@ -133,7 +133,7 @@ def _make_to_ds(layout: MmaRoleLayout) -> Callable[..., None]:
     In ``to_ds(s, delta_row, exchange, dp_unit)``, ``delta_row`` is the address of D of the lane's first row
     and ``exchange`` the address of the lane's part of Pᵀ.
     """
-    key_tiles, col_tiles = layout.turned.row_tiles, layout.step_q // COLS
+    key_tiles, col_tiles = layout.transposed.row_tiles, layout.step_q // COLS
 
     @device_function
     def to_ds(s, delta_row, exchange, dp_unit):
@@ -171,8 +171,8 @@ def roles_kernel(
         features: Options of the call; only packed sequences are supported.
     """
     block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
-    step_q, q_warps, turned = layout.step_q, layout.q_warps, layout.turned
-    key_tiles, col_tiles, own = turned.row_tiles, step_q // COLS, width // q_warps
+    step_q, q_warps, transposed = layout.step_q, layout.q_warps, layout.transposed
+    key_tiles, col_tiles, own = transposed.row_tiles, step_q // COLS, width // q_warps
     s_tiles, acc_tiles, warp_keys = key_tiles * col_tiles, key_tiles * own // COLS, ROWS * key_tiles
     role_warps, role_threads = layout.role_warps, layout.threads // 2
     numbers = NUMBERS[dtype]
@@ -188,16 +188,16 @@ def roles_kernel(
     place, entries = make_visits(features, block_k, by_keys=True)[:2]
     to_probabilities, to_ds = _make_to_probabilities(layout), _make_to_ds(layout)
     bounds, is_whole = make_key_bounds(block_q, block_k)
-    row_values, subtract_lse = make_row_values(layout), make_subtract_by_keys(turned)
+    row_values, subtract_lse = make_row_values(layout), make_subtract_by_keys(transposed)
     zero, log2_e = np.float32(0), np.float32(LOG2_E)
     copy_keys = make_copy_tile(threads, block_k, width, copied, terms)
     copy_rows = make_copy_tile(threads, block_q, width, copied, terms)
-    multiply = make_multiply(turned, width, dtype, block_q, is_turned=True)
-    keep_scores = make_keep_tile(turned, block_k, block_q, dtype)
-    accumulate = make_accumulate_stored(turned, block_q, width, dtype, own)
+    multiply = make_multiply(transposed, width, dtype, block_q, is_transposed=True)
+    keep_scores = make_keep_tile(transposed, block_k, block_q, dtype)
+    accumulate = make_accumulate_stored(transposed, block_q, width, dtype, own)
     add_dq = make_add_dq(layout, sums, width, width, dtype) if sums else add_nothing
     store = make_store_sums if numbers.is_scaled else make_store_tile
-    store_keys = store(turned, width, dtype, vectors, own)
+    store_keys = store(transposed, width, dtype, vectors, own)
 
     def flash2_mma_roles(dout, q, k, v, lse, lse_rest, delta, dq_sums, dk, dv, scale, extras):
         """Fill one key tile of dk and dv; with sums, add its part of dq to the sums, which are zero before.
@@ -290,7 +290,7 @@ def roles_kernel(
                     )
                 )
             cp_async_commit_group()
-            lane = anew(lane)  # addresses of fragments would fill the registers
+            lane = recomputed(lane)  # addresses of fragments would fill the registers
             # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
             multiply(s, a_fragment, b_fragment, left, right + stage * stage_bytes, lane, first_key)
             large_row = memory + rows_offset + WORD * (stage * block_q + first_row + lane_col(lane))
@@ -316,7 +316,7 @@ def roles_kernel(
                     bar_arrive(DS_READY, threads)  # its dS is there for the other half
                 bar_sync(DS_WHOLE, role_threads)  # all of the half have stored their dS
             # 12: dV_j += P_ijᵀ dO_i     16: dK_j += dSᵀ Q_i
-            lane = anew(lane)
+            lane = recomputed(lane)
             rows = own_rows + stage * stage_bytes
             accumulate(acc, a_fragment, b_fragment, own_scores, rows, lane, first_key, chunk)
             if thread < block_q:
@@ -326,7 +326,7 @@ def roles_kernel(
             if has_sums and of_scores:
                 bar_sync(DS_READY, threads)  # all of dS is there
             # 15: dQ_i += dS K_j
-            lane = anew(lane)
+            lane = recomputed(lane)
             add_dq(
                 dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, row // block_q, 0, 0, extras
             )

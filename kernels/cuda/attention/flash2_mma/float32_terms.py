@@ -77,7 +77,7 @@ def make_split(dtype: str) -> Callable[..., Any]:
     return split
 
 
-class Units(NamedTuple):
+class SplitUnits(NamedTuple):
     """The units of scaled operands, which replace a kernel's argument ``scale``.
 
     A number of a head is the 16-bit number times the unit of the head.
@@ -113,7 +113,7 @@ def scale_type(numbers: Numbers, is_backward: bool = False) -> Any:
         return float64
     heads = array_type(FLOAT32, 2)
     rest = [heads if is_backward else int64] * 4
-    return types.NamedTuple((float64, float32, float32, *[heads] * 3, *rest), Units)
+    return types.NamedTuple((float64, float32, float32, *[heads] * 3, *rest), SplitUnits)
 
 
 class UnitFunctions(NamedTuple):

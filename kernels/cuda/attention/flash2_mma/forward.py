@@ -49,9 +49,9 @@ from kernels.cuda.device.one_source import (
 )
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.ptx.copies import (
-    anew,
     cp_async_commit_group,
     cp_async_wait_all,
+    recomputed,
     shared_address,
 )
 from kernels.cuda.runtime.kernel import ALL_LANES, Kernel, array_type, device_function
@@ -250,7 +250,7 @@ def forward_kernel(
                     stage = 1 - stage
                     continue  # leaves the tensor cores to the other warps
             if terms > 1:
-                lane = anew(lane)  # addresses of fragments would fill the registers
+                lane = recomputed(lane)  # addresses of fragments would fill the registers
             # 8: S = Q_i K_jᵀ
             k_stage = k_tile + stage * k_bytes
             multiply(s, a_fragment, b_fragment, q_tile, k_stage, lane, warp_row)

@@ -131,8 +131,8 @@ def make_gradients_by_keys(
     and D of the lane's first row, as by rows, and ``step`` is the first row in the registers.  ``own`` is
     the ``TilePlace`` of the lane's first element, and ``edge`` its ``edge_of``.
     """
-    turned = layout.turned
-    key_tiles, col_tiles = turned.row_tiles, layout.step_q // COLS
+    transposed = layout.transposed
+    key_tiles, col_tiles = transposed.row_tiles, layout.step_q // COLS
     scores = make_tile_scores(features, FLOAT32, by_keys=True, exp2=ex2)
     gradient_of, listed, kept = scores.gradient, tile_bits.listed, tile_bits.kept
     is_plain, rows_of, cols_of = features.of_elements == PLAIN, ROW_OF, COL_OF

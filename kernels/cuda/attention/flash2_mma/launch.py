@@ -17,7 +17,7 @@ from kernels.cuda.attention.flash2_mma.dkdv import dkdv_kernel, dkdv_tiles
 from kernels.cuda.attention.flash2_mma.dkdv_wide_heads import role_tiles, roles_kernel
 from kernels.cuda.attention.flash2_mma.dq import dq_kernel, dq_tiles
 from kernels.cuda.attention.flash2_mma.dq_atomics import DqSums, dq_end_kernel, dq_sums, slots_of
-from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, TOP, Numbers, Units
+from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, TOP, Numbers, SplitUnits
 from kernels.cuda.attention.flash2_mma.forward import forward_kernel, forward_tiles
 from kernels.cuda.attention.flash2_mma.split_operands import split_operands
 from kernels.cuda.attention.flash2_mma.tiles import ROWS, MmaKeyLayout, MmaLayout, MmaRoleLayout
@@ -220,7 +220,7 @@ def _table_of(problem: Problem) -> int:
     """Return the table of layouts: 0 without options, 1 with options, 2 if several modify a score."""
     if problem.sinkless.features._replace(packed=False) == PLAIN:
         return 0
-    return 2 if problem.bend_count + (problem.score_mod is not None) > 1 else 1
+    return 2 if problem.modifier_count + (problem.score_mod is not None) > 1 else 1
 
 
 def backward_tile(problem: Problem) -> tuple[int, int]:
@@ -245,7 +245,7 @@ def _is_small(problem: Problem) -> bool:
     return problem.seq_q < LEAST_ROWS or work < LEAST_WORK
 
 
-class _Call(NamedTuple):
+class MmaBackwardCall(NamedTuple):
     """The common arguments of the kernels of a call.
 
     Attributes:
@@ -277,7 +277,7 @@ class _Call(NamedTuple):
 
 def _call(
     problem: Problem, operands: Operands, results: tuple[Any, ...], sums: Any = None
-) -> _Call:
+) -> MmaBackwardCall:
     """Return the common arguments of the kernels.
 
     Args:
@@ -294,14 +294,14 @@ def _call(
     if NUMBERS[name].is_scaled:
         bits, units = _split(problem, tensors, delta, NUMBERS[name])
         compiled = name, are_vectors(*results, *bits[: not is_backward])
-        return _Call(problem, operands, bits, features, compiled, units, delta)
+        return MmaBackwardCall(problem, operands, bits, features, compiled, units, delta)
     compiled = name, all(map(are_vectors, (*tensors, *results)))
-    return _Call(problem, operands, tensors, features, compiled, problem.scale, delta)
+    return MmaBackwardCall(problem, operands, tensors, features, compiled, problem.scale, delta)
 
 
 def _split(
     problem: Problem, tensors: tuple[Any, ...], delta: Any, numbers: Numbers
-) -> tuple[tuple[Any, ...], Units]:
+) -> tuple[tuple[Any, ...], SplitUnits]:
     """Return float32 operands split into terms, and their units; the forward kernel splits q itself."""
     head, value = _widths(problem)
     scale = keep_scale(problem.dropout_p)
@@ -311,12 +311,12 @@ def _split(
     if delta is None:
         q, *others = tensors
         k, v, of_q = split_operands((*others, q), (head, value), numbers, (keys, keys, rows))
-        return (q, k.bits, v.bits), Units(problem.scale, top, scale, k.unit, v.unit, of_q.unit)
+        return (q, k.bits, v.bits), SplitUnits(problem.scale, top, scale, k.unit, v.unit, of_q.unit)
     tensors = (*tensors, reshaped(delta, (*delta.shape, 1)))
     counting = rows, keys, keys, rows, rows
     splits = split_operands(tensors, (head, head, value, value), numbers, counting, has_norms=True)
     q, k, v, dout, of_delta = splits
-    units = Units(
+    units = SplitUnits(
         problem.scale, top, scale, k.unit, v.unit, q.unit, dout.unit, of_delta.unit, v.norm, dout.norm
     )  # fmt: skip
     return tuple(one.bits for one in splits[:4]), units
@@ -409,7 +409,7 @@ def _by_keys(problem: Problem) -> ByKeys:
     return _fitting(fitting, lambda one: one.shared_bytes(problem, terms))
 
 
-def _keys_kernel(by_keys: ByKeys, call: _Call, shares: DqSums | None) -> Kernel:
+def _keys_kernel(by_keys: ByKeys, call: MmaBackwardCall, shares: DqSums | None) -> Kernel:
     """Return the kernel by key columns."""
     layout, widths = by_keys.layout, by_keys.widths(call.problem)
     if isinstance(layout, MmaRoleLayout):
@@ -424,7 +424,7 @@ def _fitting(choices: tuple[_T, ...], shared_bytes: Callable[[_T], int]) -> _T:
     return next((one for one in first if shared_bytes(one) <= limit), last)
 
 
-def _by_rows(problem: Problem, call: _Call, read: tuple[Any, ...], dq: Any) -> None:
+def _by_rows(problem: Problem, call: MmaBackwardCall, read: tuple[Any, ...], dq: Any) -> None:
     """Fill dq by a separate kernel."""
     terms, widths = _numbers(problem).terms, _widths(problem)
     tables = _BY_ROWS, _BY_ROWS_WITH_OPTIONS, _BY_ROWS_WITH_OPTIONS

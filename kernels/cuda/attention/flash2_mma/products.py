@@ -62,7 +62,7 @@ class Products(NamedTuple):
 
 @cache
 def make_products(
-    dtype: str, row_tiles: int, stride: int, apart: bool = False, is_turned: bool = False
+    dtype: str, row_tiles: int, stride: int, apart: bool = False, is_transposed: bool = False
 ) -> Products:
     """Return functions that add products of multi-term numbers to sums with the accuracy of float32.
 
@@ -78,13 +78,13 @@ def make_products(
         stride: Distance of the sums of consecutive tiles of A.
         apart: Whether ``part`` has separate tiles for the products of a step, so that none waits for
             another.
-        is_turned: Whether the operands are exchanged: their terms then are, so that the order of sums is
-            the same.
+        is_transposed: Whether the operands are exchanged: their terms then are, so that the order of sums
+            is the same.
     """
     numbers = NUMBERS[dtype]
     mma, terms, zero = MMA[numbers.dtype], numbers.terms, np.float32(0)
     lefts, rights, products = LEFT_TERMS[terms], RIGHT_TERMS[terms], len(LEFT_TERMS[terms])
-    if is_turned:
+    if is_transposed:
         lefts, rights = rights, lefts
     own, parts = (2 * row_tiles, products) if apart else (0, 1)
     part_tiles = parts * 2 * row_tiles
@@ -118,7 +118,7 @@ def make_products(
 
 @cache
 def make_multiply(
-    layout: MmaLayout, width: int, dtype: str, b_rows: int = 0, is_turned: bool = False
+    layout: MmaLayout, width: int, dtype: str, b_rows: int = 0, is_transposed: bool = False
 ) -> Callable[..., None]:
     """Return ``multiply(s, a, b, q_tile, k_tile, lane, row)``: s = Q·Kᵀ for the warp's rows.
 
@@ -133,7 +133,7 @@ def make_multiply(
         width: Width of the tiles.
         dtype: See ``float32_terms.NUMBERS``.
         b_rows: Rows of the tile of K, if more than block_k.
-        is_turned: Whether the product is K·Qᵀ, whose terms are added in the same order.
+        is_transposed: Whether the product is K·Qᵀ, whose terms are added in the same order.
     """
     numbers, place = NUMBERS[dtype], make_tile_place(device_function, HALF * width)
     mma, terms = MMA[numbers.dtype], numbers.terms
@@ -169,7 +169,7 @@ def make_multiply(
         return multiply
 
     # For wide heads, warps have few tiles of S, and would wait for one product after the other.
-    of_terms = make_products(dtype, row_tiles, col_tiles, width > WIDE, is_turned)
+    of_terms = make_products(dtype, row_tiles, col_tiles, width > WIDE, is_transposed)
     begin, multiply_step, add, parts_of_terms = of_terms
     part_tiles = parts_of_terms * 2 * row_tiles
     nothing = np.float32(-0.0)  # what is added to that stays as it is, and the compiler knows

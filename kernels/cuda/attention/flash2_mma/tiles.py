@@ -99,7 +99,7 @@ class MmaKeyLayout:
         return WARP * self.warps
 
     @property
-    def turned(self) -> MmaLayout:
+    def transposed(self) -> MmaLayout:
         """The layout of Sᵀ = K·Qᵀ, with keys in place of query rows."""
         return MmaLayout(self.block_k, self.step_q, self.warps, self.resident)
 
@@ -123,7 +123,7 @@ class MmaRoleLayout(MmaKeyLayout):
         return self.block_q // self.step_q
 
     @property
-    def turned(self) -> MmaLayout:
+    def transposed(self) -> MmaLayout:
         """The layout of Sᵀ or dPᵀ of a half, with keys in place of query rows."""
         return MmaLayout(self.block_k, self.step_q, self.role_warps // self.q_warps, self.resident)
 

@@ -128,8 +128,8 @@ def _make_kept(draw: Callable[..., None], place: Callable[..., Any]) -> Kept:
     @device_function
     def pair_of(pair, bits, t, half):
         n, byte, below = place(t, 2 * half)
-        turned = uint32(bits[n] << uint32(below))
-        return uint32(pair & (spread_high(turned) if byte >= 2 else spread_low(turned)))
+        shifted = uint32(bits[n] << uint32(below))
+        return uint32(pair & (spread_high(shifted) if byte >= 2 else spread_low(shifted)))
 
     @device_function
     def at_sign(bits, t, i):

@@ -131,7 +131,7 @@ def tiles_of(
 
 
 def item_bytes(layout: ForwardLayout) -> int:
-    """Return the bytes of an item, ``forward.scheduler.Item``, with its skip count for each consumer."""
+    """Return the bytes of an item, ``forward.scheduler.WorkItem``, with a skip count per consumer."""
     return WORD * (ITEM_NUMBERS + layout.consumers)
 
 

@@ -18,7 +18,7 @@ from kernels.runtime.dtypes import FLOAT32
 from kernels.scores.program import Features, ScoreTarget
 
 
-class Line(NamedTuple):
+class ItemValues(NamedTuple):
     """Values that a lane's elements share in all tiles of a work item.
 
     Attributes:
@@ -47,13 +47,13 @@ class LanePlace(NamedTuple):
         lane: Number of the lane in the warp.
         row: Query row of the element, from the start of its sequence.
         col: Key column of the element, from the start of its sequence.
-        line: The :class:`Line` of the work item.
+        line: The :class:`ItemValues` of the work item.
     """
 
     lane: Any
     row: Any
     col: Any
-    line: Line
+    line: ItemValues
 
 
 class ElementPlace(NamedTuple):
@@ -82,14 +82,14 @@ class ElementPlace(NamedTuple):
 
 
 def line_of(features: Features) -> Callable[..., Any]:
-    """Return ``line(flat, b, h, rows, cols, extras)``, which makes a :class:`Line`."""
+    """Return ``line(flat, b, h, rows, cols, extras)``, which makes a :class:`ItemValues`."""
     has_mods, has_slopes = features.has_mods, features.slopes
 
     @device_function
     def line(flat, b, h, rows, cols, extras):
         batch, head = numbers_of_mods(flat, extras) if has_mods else (int64(0), int64(0))
         slope = extras.slopes[b, h, 0, 0] if has_slopes else float32(0)
-        return Line(flat, b, h, batch, head, slope, rows, cols)
+        return ItemValues(flat, b, h, batch, head, slope, rows, cols)
 
     return line
 

@@ -14,7 +14,7 @@ from kernels.cuda.attention.options.packed_tiles import device_list, device_tile
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.device.memory import device_constant
 from kernels.problem.operands import PER_HEAD, Operands
-from kernels.problem.origin import Origin
+from kernels.problem.origin import DropoutOrigin
 from kernels.problem.question import Problem
 from kernels.runtime.targets import current_device
 from kernels.sparsity.block_mask import BlockMask
@@ -121,6 +121,6 @@ def _word_arrays(
 
 
 @lru_cache(maxsize=256)
-def _origin(origin: Origin, device: int) -> Any:
+def _origin(origin: DropoutOrigin, device: int) -> Any:
     """Return the place of a call in a larger dropout mask as a device array, (4,) int64."""
     return device_list(np.array(origin))

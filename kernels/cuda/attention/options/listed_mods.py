@@ -16,7 +16,7 @@ from kernels.cuda.runtime.recorder import recorded_by
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.problem.listed_mods import MOST_PATTERNS, Asked, on_host
 from kernels.runtime.targets import cuda, why_no_cuda
-from kernels.sparsity.elements import Line, from_lines
+from kernels.sparsity.elements import BlockRow, from_lines
 from kernels.sparsity.states import FULL, HIDDEN, PARTIAL, Layout
 
 #: Maximum number of bytes of bits that are on the device at a time.
@@ -54,7 +54,7 @@ def _on_device(asked: Asked) -> tuple[Layout, bool]:
     bits = empty_device((step, columns, grid.block_q, row_bytes), _BYTES)
     found: dict[str, Any] = {}  # of the lines that were evaluated last
 
-    def read(head: int, i: int) -> Line:
+    def read(head: int, i: int) -> BlockRow:
         if i % step == 0:
             launch = kernel[(columns, min(step, lines - i)), THREADS]
             launch(*divmod(head, asked.heads), i, *grid.seq, *asked.bounds, states, bits)
@@ -68,7 +68,7 @@ def _on_device(asked: Asked) -> tuple[Layout, bool]:
             return [found["bits"][i % step, j].tobytes() for j in chosen.tolist()]
 
         line = found["states"][i % step]  # (key blocks,)
-        return Line(line != HIDDEN, line == FULL, patterns)
+        return BlockRow(line != HIDDEN, line == FULL, patterns)
 
     return from_lines(grid, asked.batches * asked.heads, read, MOST_PATTERNS)
 

@@ -18,8 +18,8 @@ from kernels.cuda.attention.flash3_wgmma.backward.dkdv_producer import key_pipel
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     MAPS,
     ROW_NUMBERS,
+    KeyGradients,
     KeyLayout,
-    Parts,
     key_tiles,
 )
 from kernels.cuda.attention.flash3_wgmma.layout import SHAPE, Schedule, Widths
@@ -35,7 +35,7 @@ from kernels.scores.program import PLAIN, Features
 
 @cache
 def dkdv_kernel(
-    layout: KeyLayout, widths: Widths, dtype: str, parts: Parts, features: Features = PLAIN
+    layout: KeyLayout, widths: Widths, dtype: str, parts: KeyGradients, features: Features = PLAIN
 ) -> Kernel:
     """Return the kernel by key tiles for one layout, two widths, one dtype and some gradients.
 

@@ -13,8 +13,8 @@ from numba import float32, int32, int64, uint32
 from kernels.cuda.attention.flash3_wgmma.backward.dkdv_producer import KeyPipelines
 from kernels.cuda.attention.flash3_wgmma.backward.elementwise import make_passes
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
+    KeyGradients,
     KeyLayout,
-    Parts,
     dq_bytes,
     dq_share,
     key_tiles,
@@ -73,7 +73,7 @@ from kernels.scores.program import Features
 wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
 
 
-def _make_send_dq(layout: KeyLayout, widths: Widths, parts: Parts) -> Callable[..., None]:
+def _make_send_dq(layout: KeyLayout, widths: Widths, parts: KeyGradients) -> Callable[..., None]:
     """Return ``send_dq(memory, dq_acc, dq_sum, number, me, thread)``: add a consumer's share to dq_sum.
 
     ``number`` is the number of the share.  The copy engine adds it while the products go on.
@@ -98,7 +98,7 @@ def _make_send_dq(layout: KeyLayout, widths: Widths, parts: Parts) -> Callable[.
 
 
 def _make_write_gradients(
-    layout: KeyLayout, widths: Widths, dtype: str, parts: Parts, features: Features
+    layout: KeyLayout, widths: Widths, dtype: str, parts: KeyGradients, features: Features
 ) -> Callable[..., None]:
     """Return the function that writes a consumer's 64 keys of dK and dV through the tiles of K and V.
 
@@ -142,7 +142,7 @@ def make_consume(
     layout: KeyLayout,
     widths: Widths,
     dtype: str,
-    parts: Parts,
+    parts: KeyGradients,
     features: Features,
     pipelines: KeyPipelines,
 ) -> Callable[..., None]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from numba import int32, int64
 
-from kernels.cuda.attention.flash3_wgmma.backward.layout import KeyLayout, Parts, key_tiles
+from kernels.cuda.attention.flash3_wgmma.backward.layout import KeyGradients, KeyLayout, key_tiles
 from kernels.cuda.attention.flash3_wgmma.backward.tile_walk import make_row_base, make_visits_of
 from kernels.cuda.attention.flash3_wgmma.layout import Widths
 from kernels.cuda.attention.flash3_wgmma.tiles import make_fetch_rows, make_load_tile, reset_items
@@ -36,7 +36,9 @@ class KeyPipelines(NamedTuple):
     douts: Pipeline
 
 
-def key_pipelines(layout: KeyLayout, widths: Widths, parts: Parts) -> tuple[KeyPipelines, Barriers]:
+def key_pipelines(
+    layout: KeyLayout, widths: Widths, parts: KeyGradients
+) -> tuple[KeyPipelines, Barriers]:
     """Return the pipelines of a block, and all its barriers."""
     tiles, warps = key_tiles(layout, widths, parts), 4 * layout.consumers
     q_size, dout_size = (
@@ -51,7 +53,11 @@ def key_pipelines(layout: KeyLayout, widths: Widths, parts: Parts) -> tuple[KeyP
 
 
 def make_produce(
-    layout: KeyLayout, widths: Widths, parts: Parts, features: Features, pipelines: KeyPipelines
+    layout: KeyLayout,
+    widths: Widths,
+    parts: KeyGradients,
+    features: Features,
+    pipelines: KeyPipelines,
 ) -> Callable[..., None]:
     """Return the function of one thread, which takes items and copies their tiles.
 

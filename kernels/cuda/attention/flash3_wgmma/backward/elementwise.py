@@ -77,7 +77,7 @@ def make_passes(
     is_plain, distance_from = not makes_elements(features), distance_of(features)
     lane_offset = lane_offset_of(by_keys)
     has_lists_alone = not is_plain and features.of_elements == PLAIN
-    bends, zero = features.bends, np.float32(0)
+    modifies_scores, zero = features.modifies_scores, np.float32(0)
 
     @device_function
     def shared_pair(numbers, t):
@@ -115,7 +115,7 @@ def make_passes(
 
     @device_function
     def has_large_row(shifts):
-        if bends:  # ``weigh`` subtracts the top of each row
+        if modifies_scores:  # ``weigh`` subtracts the top of each row
             return False
         is_large = False
         for n in range(parts):
@@ -143,13 +143,13 @@ def make_passes(
     def weigh_pairs(s, bits, t, given):
         p, kept, shifts, factor, place, distance, extras = given
         low, high = shifts_of(shifts, t)
-        low_top, high_top = tops_of(shifts, t) if bends else (zero, zero)
+        low_top, high_top = tops_of(shifts, t) if modifies_scores else (zero, zero)
         w = cuda.local.array(4, float32)  # (4,)
         for i in range(4):
             at = element(place, distance, bits, t, i)
             shift, top = (high, high_top) if second(i) else (low, low_top)
-            weight, bent = weigh_one(s[t, i], factor, shift, top, at, extras)
-            w[i], s[t, i] = drop(weight, bent, kept, t, i)
+            weight, p_slope = weigh_one(s[t, i], factor, shift, top, at, extras)
+            w[i], s[t, i] = drop(weight, p_slope, kept, t, i)
         if packs:
             p[t // 2, 2 * (t % 2)] = pack(w[0], w[1])
             p[t // 2, 2 * (t % 2) + 1] = pack(w[2], w[3])

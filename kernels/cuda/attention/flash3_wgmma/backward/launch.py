@@ -12,8 +12,8 @@ from kernels.cuda.attention.flash3_wgmma.backward.dkdv import dkdv_kernel
 from kernels.cuda.attention.flash3_wgmma.backward.dq import dq_kernel
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     PADDING,
+    KeyGradients,
     KeyLayout,
-    Parts,
     QueryLayout,
     dq_bytes,
     key_layout,
@@ -69,7 +69,7 @@ from kernels.scores.program import Features
 SMALL_CAP = 64.0
 
 
-class _Plan(NamedTuple):
+class BackwardPlan(NamedTuple):
     """The common properties of all calls of a problem on a device.
 
     Attributes:
@@ -88,14 +88,14 @@ class _Plan(NamedTuple):
     dtype: str
     features: Features
     rows: int
-    by_keys: tuple[tuple[Parts, KeyLayout], ...]
+    by_keys: tuple[tuple[KeyGradients, KeyLayout], ...]
     by_rows: QueryLayout | None
     bounds: Extras
     keep_scale: float
 
 
 @lru_cache(maxsize=64)
-def _plan(problem: Problem, device: int) -> _Plan:
+def _plan(problem: Problem, device: int) -> BackwardPlan:
     """Return the common properties of all calls of a problem without a seed."""
     features, sequences = problem.features, problem.sequences
     features = features._replace(large_cap=problem.softcap > SMALL_CAP)
@@ -107,7 +107,7 @@ def _plan(problem: Problem, device: int) -> _Plan:
     bounds = numbers_of(problem)
     if sequences is not None:
         bounds = bounds._replace(tiles=device_tiles(sequences, PADDING, False, device))
-    return _Plan(
+    return BackwardPlan(
         widths,
         NAMES[problem.dtype],
         features,
@@ -121,15 +121,17 @@ def _plan(problem: Problem, device: int) -> _Plan:
 
 def _layouts(
     problem: Problem, widths: Widths, features: Features
-) -> tuple[tuple[tuple[Parts, KeyLayout], ...], QueryLayout | None]:
-    """Return ``_Plan.by_keys`` and ``_Plan.by_rows``."""
+) -> tuple[tuple[tuple[KeyGradients, KeyLayout], ...], QueryLayout | None]:
+    """Return ``BackwardPlan.by_keys`` and ``BackwardPlan.by_rows``."""
     kernels = parts_of(widths, not problem.deterministic)
     by_keys = tuple((parts, key_layout(widths, parts, features)) for parts in kernels)
     return by_keys, None if any(parts.dq for parts in kernels) else query_layout(widths)
 
 
 def _lists_whole_tiles(
-    problem: Problem, by_keys: tuple[tuple[Parts, KeyLayout], ...], by_rows: QueryLayout | None
+    problem: Problem,
+    by_keys: tuple[tuple[KeyGradients, KeyLayout], ...],
+    by_rows: QueryLayout | None,
 ) -> bool:
     """Tell whether lists of the tiles of these layouts cover all that is masked."""
     tiles = [(layout.block_q, layout.block_k, True) for _, layout in by_keys]
@@ -137,7 +139,7 @@ def _lists_whole_tiles(
     return lists_whole_tiles(problem, *tiles, *rows)
 
 
-class _Call(NamedTuple):
+class BackwardCall(NamedTuple):
     """The common arguments of all kernels of a call.
 
     Attributes:
@@ -149,7 +151,7 @@ class _Call(NamedTuple):
         sums: Sums of dq in float32, initially zeros; a single element if no kernel adds to dq.
     """
 
-    plan: _Plan
+    plan: BackwardPlan
     problem: Problem
     operands: Operands
     shifts: Any
@@ -236,7 +238,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
         call.launch(kernel, rows, results, 2 * problem.seq_k * sum(plan.widths))
 
 
-def _preprocessed(plan: _Plan, problem: Problem, operands: Operands) -> _Call:
+def _preprocessed(plan: BackwardPlan, problem: Problem, operands: Operands) -> BackwardCall:
     """Return the common arguments of the kernels, with shifts, delta and zeros for the sums of dq."""
     heads = math.prod(operands.q.shape[:2])
     shifts, delta = (empty_device((heads, n * plan.rows), FLOAT32) for n in (2, 1))
@@ -254,10 +256,10 @@ def _preprocessed(plan: _Plan, problem: Problem, operands: Operands) -> _Call:
         dout, out, operands.lse, operands.lse_rest, operands.lse if dlse is None else dlse, shifts, delta,
         sums, delta_factor(plan.features, plan.keep_scale), plan.bounds,
     )  # fmt: skip
-    return _Call(plan, problem, operands, shifts, delta, sums)
+    return BackwardCall(plan, problem, operands, shifts, delta, sums)
 
 
-def _by_keys(call: _Call, parts: Parts, layout: KeyLayout) -> None:
+def _by_keys(call: BackwardCall, parts: KeyGradients, layout: KeyLayout) -> None:
     """Fill dk, dv or both, and dq through its sums if it is one of the parts."""
     plan, problem, operands = call.plan, call.problem, call.operands
     gradients = (call.gradient(array) for array in (operands.dk, operands.dv))

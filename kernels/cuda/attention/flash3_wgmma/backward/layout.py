@@ -22,7 +22,7 @@ PADDING = 128
 BOTH_WIDTH = 128
 
 
-class Parts(NamedTuple):
+class KeyGradients(NamedTuple):
     """The gradients that a kernel by key tiles computes.
 
     Attributes:
@@ -36,7 +36,7 @@ class Parts(NamedTuple):
     dq: bool
 
 
-def parts_of(widths: Widths, adds_dq: bool) -> tuple[Parts, ...]:
+def parts_of(widths: Widths, adds_dq: bool) -> tuple[KeyGradients, ...]:
     """Return the kernels by key tiles of a call, each described by the gradients that it computes.
 
     Args:
@@ -44,9 +44,9 @@ def parts_of(widths: Widths, adds_dq: bool) -> tuple[Parts, ...]:
         adds_dq: Whether dQ may be added in any order.
     """
     if max(widths) <= BOTH_WIDTH:
-        return (Parts(True, True, adds_dq),)
+        return (KeyGradients(True, True, adds_dq),)
     # A warpgroup cannot hold both: S is computed twice.
-    return Parts(False, True, False), Parts(True, False, False)
+    return KeyGradients(False, True, False), KeyGradients(True, False, False)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def makes_elements(features: Features) -> bool:
     return not features.whole_tiles and features._replace(packed=False) != PLAIN
 
 
-def key_layout(widths: Widths, parts: Parts, features: Features = PLAIN) -> KeyLayout:
+def key_layout(widths: Widths, parts: KeyGradients, features: Features = PLAIN) -> KeyLayout:
     """Return the layout of a kernel by key tiles that fits in registers and shared memory.
 
     Args:
@@ -122,7 +122,7 @@ def dq_bytes(layout: KeyLayout, widths: Widths) -> int:
     return ROWS * dq_share(layout, widths).cols * WORD
 
 
-def key_tiles(layout: KeyLayout, widths: Widths, parts: Parts) -> SharedTiles:
+def key_tiles(layout: KeyLayout, widths: Widths, parts: KeyGradients) -> SharedTiles:
     """Return the byte offsets of the tiles of a kernel by key tiles, from the first aligned address.
 
     At the end, dK takes the place of K, and dV that of V, or of K if V is not needed.

@@ -49,7 +49,7 @@ from kernels.cuda.runtime.kernel import device_function
 from kernels.scores.program import Features, ScoreTarget, make_score_program
 
 
-class Elements(NamedTuple):
+class BackwardElements(NamedTuple):
     """The functions of :func:`make_elements`, and properties that a kernel needs.
 
     Attributes:
@@ -64,9 +64,9 @@ class Elements(NamedTuple):
         fetch_pairs: ``(seen, mask_words, place, extras)``: load the words of a 16-bit floating mask.
         weigh: ``(product, factor, shift, top, place, extras)``: P and P · slope, ``place`` being a
             ``score_terms.ElementPlace``.
-        drop: ``(p, bent, kept, t, i)``: from P and P · slope, the number that ``pack`` turns into P ∘ Z,
+        drop: ``(p, p_slope, kept, t, i)``: from P and P · slope, the number that ``pack`` turns into P ∘ Z,
             and the number that stays in place of the score.
-        slope: ``(bent, dp, delta, kept, t, i)``: dS = P ∘ (dP ∘ Z - D) from the number that stayed, where
+        slope: ``(p_slope, dp, delta, kept, t, i)``: dS = P ∘ (dP ∘ Z - D) from the number that stayed;
             ``delta`` is D times :func:`delta_factor`.
         pack: By dtype, the function that packs two numbers that ``drop`` returned.
         scale: ``(extras)``: the remaining factor of P ∘ Z.
@@ -88,7 +88,7 @@ class Elements(NamedTuple):
 
 def is_marked(features: Features) -> bool:
     """Tell whether the signs of probabilities mark the dropped elements."""
-    return features.dropout and not features.bends
+    return features.dropout and not features.modifies_scores
 
 
 def delta_factor(features: Features, keep_scale: float) -> float:
@@ -102,7 +102,7 @@ def slope_factor(features: Features, keep_scale: float) -> float:
 
 
 @cache
-def make_elements(features: Features, rows: int, cols: int, by_keys: bool) -> Elements:
+def make_elements(features: Features, rows: int, cols: int, by_keys: bool) -> BackwardElements:
     """Return the functions of a lane's elements of a tile.
 
     Args:
@@ -113,12 +113,16 @@ def make_elements(features: Features, rows: int, cols: int, by_keys: bool) -> El
     """
     zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
     minus_inf, log2_e = np.float32(-math.inf), np.float32(LOG2_E)
-    bends, has_cap, has_mod = features.bends, features.softcap, features.score_mod is not None
+    modifies_scores, has_cap, has_mod = (
+        features.modifies_scores,
+        features.softcap,
+        features.score_mod is not None,
+    )
     drops, marks = features.dropout, is_marked(features)
     # The instruction for tanh is accurate to 11 bits, which makes a small score as accurate as PyTorch's
     # operations in 16 bits do.  The forward pass has a better one, since lse is float32; a large score must
     # be the same number here.
-    is_small = not (features.large_cap or features._replace(softcap=False).bends)
+    is_small = not (features.large_cap or features._replace(softcap=False).modifies_scores)
     target = score_target(features, cols, near_tanh if is_small else tanh, derives=True)
     scaled = scaled_by(features)
     # A mask_mod hides by bits, as a block mask does.
@@ -130,7 +134,7 @@ def make_elements(features: Features, rows: int, cols: int, by_keys: bool) -> El
     def factor(scale, extras):
         if has_cap:
             return float32(scale) / extras.softcap
-        return float32(scale) if bends else float32(scale) * log2_e
+        return float32(scale) if modifies_scores else float32(scale) * log2_e
 
     @device_function
     def draw(kept, lane, flat, row, col, extras):
@@ -139,34 +143,34 @@ def make_elements(features: Features, rows: int, cols: int, by_keys: bool) -> El
 
     @device_function
     def weigh(product, factor, shift, top, place, extras):
-        if bends:
+        if modifies_scores:
             score, slope = modified(scaled(product, factor), place, extras)
             p = ex2(sub_rn(score, top) * log2_e - shift)
-            bent = p * slope
+            p_slope = p * slope
             if has_mod:  # the derivative of a masked score may be infinite or NaN
-                bent = zero if score == minus_inf else bent
+                p_slope = zero if score == minus_inf else p_slope
         else:
             p = ex2(product * factor - shift)
-            bent = p
+            p_slope = p
         is_seen = is_shown(place, extras)
-        return (p if is_seen else zero), (bent if is_seen else zero)
+        return (p if is_seen else zero), (p_slope if is_seen else zero)
 
     @device_function
-    def drop(p, bent, kept, t, i):
+    def drop(p, p_slope, kept, t, i):
         if marks:
             marked = signed(p, kept, t, i)
             return marked, marked
         if drops:
             p = p if is_kept(kept, t, i) else zero
-        return p, bent
+        return p, p_slope
 
     @device_function
-    def slope(bent, dp, delta, kept, t, i):
+    def slope(p_slope, dp, delta, kept, t, i):
         if marks:
-            return bent * dp + abs(bent) * (dp - delta)
+            return p_slope * dp + abs(p_slope) * (dp - delta)
         if drops:
             dp = dp if is_kept(kept, t, i) else zero
-        return bent * (dp - delta)
+        return p_slope * (dp - delta)
 
     @device_function
     def scale(extras):
@@ -177,7 +181,7 @@ def make_elements(features: Features, rows: int, cols: int, by_keys: bool) -> El
         return scale(extras) * half if marks else scale(extras)
 
     fetch_bits, fetch_pairs = _make_fetch(features, (rows, cols), by_keys, target)
-    return Elements(
+    return BackwardElements(
         factor, seen_words(features, cols), draw, fetch_bits, fetch_pairs, weigh, drop, slope,
         PACK_POSITIVE if marks else PACK, scale, slope_scale,
     )  # fmt: skip
@@ -186,7 +190,7 @@ def make_elements(features: Features, rows: int, cols: int, by_keys: bool) -> El
 def _make_fetch(
     features: Features, tile: tuple[int, int], by_keys: bool, target: ScoreTarget
 ) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return ``Elements.fetch_bits`` and ``Elements.fetch_pairs``."""
+    """Return ``BackwardElements.fetch_bits`` and ``BackwardElements.fetch_pairs``."""
     cols, pattern_word = tile[1], make_pattern_word(*tile)
     words, has_mask, has_pairs = bit_words(cols), features.mask == "bool", features.mask in UNPACK
     has_patterns, has_mod = features.has_patterns, features.mask_mod is not None

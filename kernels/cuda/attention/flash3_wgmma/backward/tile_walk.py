@@ -37,7 +37,7 @@ def make_row_base(is_packed: bool) -> Callable[..., Any]:
     return packed_base if is_packed else no_base
 
 
-class Visit(NamedTuple):
+class ItemTiles(NamedTuple):
     """The tiles that an item visits; all numbers are int32.
 
     Attributes:
@@ -71,7 +71,7 @@ class ItemVisits(NamedTuple):
     """The functions with which producer and consumers visit the same tiles.
 
     Attributes:
-        of_item: ``(item, schedule, shape, extras)``: the :class:`Visit` of an item.
+        of_item: ``(item, schedule, shape, extras)``: the :class:`ItemTiles` of an item.
         tile_of: ``(entry, extras)``: the number of the visited tile.
         pattern_of: See ``tile_walk.Walk``.
     """
@@ -102,7 +102,7 @@ def make_visits_of(features: Features, block_q: int, block_k: int, by_keys: bool
         stop = int32(tiles_stop(min(col + block_k, cols), block_q, rows, -extras.lower))
         first, stop = entries_of(flat, col, cols, first, stop, extras)
         b, h = int32(y // shape.heads), int32(y % shape.heads)
-        return Visit(y, b, h, flat, col, first_q, rows, first_k, cols, first, stop)
+        return ItemTiles(y, b, h, flat, col, first_q, rows, first_k, cols, first, stop)
 
     @device_function
     def of_rows(item, schedule, shape, extras):
@@ -112,6 +112,6 @@ def make_visits_of(features: Features, block_q: int, block_k: int, by_keys: bool
         stop = int32(tiles_stop(min(row + block_q, rows), block_k, cols, extras.upper))
         first, stop = entries_of(flat, row, rows, first, stop, extras)
         b, h = int32(y // shape.heads), int32(y % shape.heads)
-        return Visit(y, b, h, flat, row, first_q, rows, first_k, cols, first, stop)
+        return ItemTiles(y, b, h, flat, row, first_q, rows, first_k, cols, first, stop)
 
     return ItemVisits(of_keys if by_keys else of_rows, walk.tile_of, walk.pattern_of)

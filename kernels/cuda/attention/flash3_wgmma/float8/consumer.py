@@ -59,7 +59,7 @@ from kernels.runtime.targets import cuda
 from kernels.scores.program import PLAIN
 
 
-class Units(NamedTuple):
+class Float8Units(NamedTuple):
     """The units of e4m3 numbers, by which they are multiplied, (1, own batches · own heads, blocks or 1).
 
     Attributes:

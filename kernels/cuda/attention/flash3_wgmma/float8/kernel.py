@@ -11,7 +11,7 @@ from functools import cache
 
 from numba import float32, float64, int32, types, void
 
-from kernels.cuda.attention.flash3_wgmma.float8.consumer import Units, make_consume
+from kernels.cuda.attention.flash3_wgmma.float8.consumer import Float8Units, make_consume
 from kernels.cuda.attention.flash3_wgmma.float8.layout import shared_tiles
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import MAPS, SCHEDULER_THREAD
 from kernels.cuda.attention.flash3_wgmma.forward.producer import make_produce_tiles
@@ -88,8 +88,8 @@ def forward_kernel(layout: ForwardLayout, widths: Widths, dtype: str, has_blocks
         else:
             take_registers()
             consume(
-                int32(warpgroup - 1), opaque(memory), out, lse, rest, Units(q_units, k_units, v_units),
-                shape, scale, extras,
+                int32(warpgroup - 1), opaque(memory), out, lse, rest,
+                Float8Units(q_units, k_units, v_units), shape, scale, extras,
             )  # fmt: skip
 
     units = array_type(FLOAT32, 3)

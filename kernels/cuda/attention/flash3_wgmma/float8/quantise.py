@@ -262,16 +262,16 @@ def quantise(
     rows_kernel(2, head, dtype, how.has_hadamard, how.has_blocks)[grid, THREADS](
         (q, k), numbers, lines[of_rows], heads[of_rows], signs, words, units, lag
     )
-    turned = empty_device((*leads[2], value, k_blocks * BLOCK), _BYTE)
+    transposed = empty_device((*leads[2], value, k_blocks * BLOCK), _BYTE)
     unit = empty_device((1, lines[2], 1), FLOAT32)
     lag = lag_of(k_blocks)
     values_kernel(value, dtype)[(k_blocks, lines[2] + lag), 2 * value](
-        v, turned, heads[2], words, unit, lag
+        v, transposed, heads[2], words, unit, lag
     )
     return (
         Quantised(numbers[0], units[0]),
         Quantised(numbers[1], units[1]),
-        Quantised(turned, unit),
+        Quantised(transposed, unit),
     )
 
 

@@ -255,7 +255,7 @@ def make_consume(
     # Rows of q and k run along the depth; those of v across it, from panel to panel.
     across = descriptor_layout(LINE, k_panel, 8 * LINE)
     wait_for_all, wait_for_scores = make_wgmma_wait_group(0), make_wgmma_wait_group(1)
-    bends, of_all, score_whole, score_edge = make_elements(features, block_k)
+    modifies_scores, of_all, score_whole, score_edge = make_elements(features, block_k)
     first_bits, fetch = make_fetch(features, layout.block_q, block_k)
     drop, has_patterns = make_drop(features, block_k), features.has_patterns
     words, seen_count, own_of = bit_words(block_k), seen_words(features, block_k), line_of(features)
@@ -292,7 +292,7 @@ def make_consume(
         s = cuda.local.array((key_tiles, 4), float32)  # (64, block_k) / 128: S, then P
         p = cuda.local.array((depth_steps, 4), uint32)  # (64, block_k) / 128, in pairs: P
         # Scores that options bend are natural logarithms first; else one factor makes them base 2.
-        unit = one if bends else float32(scale)
+        unit = one if modifies_scores else float32(scale)
         factor = unit * LOG2_OF_E
         kept = cuda.local.array(words, uint32)  # (words,), bits: what of P dropout keeps
         seen = cuda.local.array(seen_count, uint32)  # (seen_count,), bits, then pairs of a mask

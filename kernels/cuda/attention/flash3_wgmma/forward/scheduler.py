@@ -23,7 +23,7 @@ from kernels.cuda.attention.flash3_wgmma.tile_walk import make_walk
 from kernels.cuda.attention.flash3_wgmma.tiles import make_load_tile, reset_items
 from kernels.cuda.device.one_source import first_full_tile, first_tile, full_tiles_stop, tiles_stop
 from kernels.cuda.device.pipeline import (
-    Place,
+    StagePhase,
     acquire,
     commit,
     following,
@@ -45,7 +45,7 @@ from kernels.scores.program import Features
 wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
 
 
-class Item(NamedTuple):
+class WorkItem(NamedTuple):
     """A work item; all numbers are int32.
 
     Attributes:
@@ -100,7 +100,7 @@ def publish_item(at, item):
 @device_function
 def read_item(at):
     """Return the item that was written to an address in shared memory."""
-    return Item(
+    return WorkItem(
         ld_shared(at), ld_shared(at + 4), ld_shared(at + 8), ld_shared(at + 12),
         ld_shared(at + 16), ld_shared(at + 20), ld_shared(at + 24), ld_shared(at + 28),
         ld_shared(at + 32), ld_shared(at + 36), ld_shared(at + 40), ld_shared(at + 44),
@@ -143,7 +143,7 @@ def release_slot(queries, thread, slot):
     """
     wait_for_reads()  # out was read: the slot is free
     if thread == 0 and slot >= 0:
-        release_alone(queries, Place(slot, slot))
+        release_alone(queries, StagePhase(slot, slot))
 
 
 @cache
@@ -193,7 +193,7 @@ def make_produce_items(
             acquire(published, at)  # all have read what was there
             publish_item(
                 numbers,
-                Item(
+                WorkItem(
                     int32(end - begin), end, full, full_stop, line, b, h, flat, row, first_q, rows,
                     first_k, cols,
                 ),

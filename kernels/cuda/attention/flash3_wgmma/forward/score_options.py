@@ -29,7 +29,7 @@ from kernels.cuda.runtime.kernel import device_function
 from kernels.scores.program import PLAIN, Features, make_score_program
 
 
-class Elements(NamedTuple):
+class ForwardElements(NamedTuple):
     """The functions that :func:`make_elements` returns, and their properties.
 
     Both ``whole`` and ``edge`` take ``(s, seen, place, scale, extras)`` and replace the products in ``s``
@@ -38,31 +38,31 @@ class Elements(NamedTuple):
     floating mask.
 
     Attributes:
-        bends: Whether scores are natural logarithms; otherwise they are still products, whose order a
-            positive scale does not change.
+        modifies_scores: Whether scores are natural logarithms; otherwise they are still products, whose
+            order a positive scale does not change.
         of_all: Whether whole tiles need ``whole``.
         whole: The function for whole tiles.
         edge: The function for partial tiles.
     """
 
-    bends: bool
+    modifies_scores: bool
     of_all: bool
     whole: Callable[..., None]
     edge: Callable[..., None]
 
 
 @cache
-def make_elements(features: Features, cols: int) -> Elements:
+def make_elements(features: Features, cols: int) -> ForwardElements:
     """Return the functions for tiles of ``cols`` columns."""
     of_all = features._replace(dropout=False).of_elements != PLAIN
     whole, edge = (_make_apply(features, cols, is_edge) for is_edge in (False, True))
-    return Elements(features.bends, of_all, whole, edge)
+    return ForwardElements(features.modifies_scores, of_all, whole, edge)
 
 
 @cache
 def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., None]:
-    """Return one of the two functions of :class:`Elements`."""
-    minus_inf, bends = np.float32(-math.inf), features.bends
+    """Return one of the two functions of :class:`ForwardElements`."""
+    minus_inf, modifies_scores = np.float32(-math.inf), features.modifies_scores
     has_blocks = is_edge and features.has_patterns
     # The words of a block mask hide what is out of bounds, too.
     has_bounds = is_edge and not has_blocks
@@ -76,7 +76,7 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
         place, distance, edge, factor, extras = given
         for i in range(4):
             at, x = element(place, distance, seen, t, i), s[t, i]
-            if bends:
+            if modifies_scores:
                 x, _ = modified(scaled(x, factor), at, extras)
             x = x if is_shown(at, extras) else minus_inf
             if has_bounds:

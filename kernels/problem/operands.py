@@ -82,9 +82,14 @@ class Operands(NamedTuple):
         """Return the problem of the forward pass that a problem without sinks is the backward pass of."""
         return replace(problem, sink=self.sink is not None)
 
-    def extra_logits(self) -> Any:
-        """Return the scores of an additional key whose value is 0, shaped like lse; None without sinks."""
-        return None if self.sink is None else np.broadcast_to(self.sink[..., 0], self.lse.shape)
+    def extra_logits(self, shape: tuple[int, ...] | None = None) -> Any:
+        """Return the scores of an additional key whose value is 0; None without sinks.
+
+        Args:
+            shape: (batch, heads, rows); that of lse when None.
+        """
+        shape = shape or self.lse.shape
+        return None if self.sink is None else np.broadcast_to(self.sink[..., 0], shape)
 
     def with_rest(self, memory: Memory, problem: Problem) -> Operands:
         """Return the record of a backward pass, with zeros for a missing rest of lse."""

@@ -89,166 +89,92 @@ class Option(NamedTuple):
     in_2022: bool = False
 
 
+# fmt: off
 class Options(TypedDict, total=False):
     """Options of one attention call, all of which have defaults."""
 
-    attn_mask: Annotated[
-        Any,
-        Option(
-            "A boolean mask (True keeps), or an additive mask of the dtype of q; it broadcasts to (…, "
-            "heads, seq_q, seq_k) and may have any strides.  Must be None for packed sequences.",
-            ARRAY, None, values.check_mask, "mask", True, "Tensor?", True, False, True,
-        ),
-    ]  # fmt: skip
-    dropout_p: Annotated[
-        float,
-        Option(
-            "Probability of dropping an attention weight, in [0, 1), rounded to a multiple of 2⁻¹⁶.  The"
-            " remaining weights are divided by 1 - dropout_p.",
-            NUMBER, 0.0, values.check_rate, schema="float", by_position=True, in_2022=True,
-        ),
-    ]  # fmt: skip
-    is_causal: Annotated[
-        bool,
-        Option(
-            "Query i attends to keys 0 to i (top-left aligned, as in PyTorch).",
-            FLAG, False, schema="bool", by_position=True, in_2022=True,
-        ),
-    ]  # fmt: skip
-    scale: Annotated[
-        float | None,
-        Option(
-            "Factor of the scores; 1/sqrt(head_dim) when None.",
-            NUMBER, None, values.check_scale, schema="float?", by_position=True, in_2022=True,
-        ),
-    ]  # fmt: skip
-    enable_gqa: Annotated[
-        bool,
-        Option(
-            "Let groups of adjacent query heads share one head of k and v; the number of query heads "
-            "must be a multiple of the number of heads of k and v.",
-            FLAG, False, schema="bool", by_position=True, in_2022=True,
-        ),
-    ]  # fmt: skip
-    causal_offset: Annotated[
-        int,
-        Option(
-            "Shift of the diagonal: with ``is_causal``, query ``row`` attends to columns up to ``row + "
-            "causal_offset``; seq_k - seq_q aligns it bottom-right.",
-            WHOLE, 0, values.check_offset, schema="SymInt", in_2022=True,
-        ),
-    ]  # fmt: skip
-    window_size: Annotated[
-        tuple[int, int] | None,
-        Option(
-            "(left, right): query ``row`` attends to columns from ``row + causal_offset - left`` to "
-            "``row + causal_offset + right``, both inclusive; -1 is unbounded.",
-            WINDOW, None, values.check_window, schema="SymInt[]?",
-        ),
-    ]  # fmt: skip
-    chunk_size: Annotated[
-        int | None,
-        Option(
-            "Query ``row`` attends only to columns of its own chunk: those with "
-            "``col // chunk_size == (row + causal_offset) // chunk_size``, as in Llama 4.",
-            WHOLE, None, values.check_chunk, schema="SymInt?",
-        ),
-    ]  # fmt: skip
-    softcap: Annotated[
-        float,
-        Option(
-            "Scores become cap · tanh(score / cap); 0 turns it off.",
-            NUMBER, 0.0, values.check_softcap, schema="float",
-        ),
-    ]  # fmt: skip
-    alibi_slopes: Annotated[
-        Any,
-        Option(
-            "(heads,) or (batch, heads): slope · |row + causal_offset - col| is subtracted from each "
-            "score.  The slopes are constants and receive no gradient.",
-            ARRAY, None, lambda value, given: values.check_slopes(value, given.lead), "slopes",
-            schema="Tensor?",
-        ),
-    ]  # fmt: skip
-    sink: Annotated[
-        Any,
-        Option(
-            "(heads,), one logit per head, which enters the softmax as the score of an additional key "
-            "whose value is zero: P = exp(S) / (exp(sink) + rowsum exp(S)).  lse includes it.",
-            ARRAY, None, lambda value, given: values.check_per_head("sink", value, given.lead),
-            has_gradient=True, schema="Tensor?",
-        ),
-    ]  # fmt: skip
-    block_mask: Annotated[
-        BlockMask | None,
-        Option(
-            "A :class:`kernels.BlockMask`; tiles that it masks are skipped.  Must be None for packed "
-            "sequences.",
-            BLOCK_MASK, None, values.check_block_mask, is_packed=False,
-        ),
-    ]  # fmt: skip
-    mask_mod: Annotated[
-        Callable[..., Any] | None,
-        Option(
-            "``(batch, head, row, col) -> bool``, True keeps; a function that numba can compile.",
-            FUNCTION, None, lambda value, given: as_mask_mod(value),
-        ),
-    ]  # fmt: skip
-    score_mod: Annotated[
-        Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]] | None,
-        Option(
-            "``(score, batch, head, row, col) -> score``, applied after scale and softcap.  For "
-            "gradients, pass a pair of the function and its derivative with respect to the score, which "
-            "takes the same arguments.",
-            SCORE_MOD, None, lambda value, given: as_score_mod(value),
-        ),
-    ]  # fmt: skip
-    seed: Annotated[
-        int | None,
-        Option(
-            "Seed of the dropout mask, from 0 to 2⁶⁴ - 1; a seed gives the same mask on every device.  "
-            "Dropout on arrays requires one; on tensors the default is drawn from the generator of "
-            "``minitorch.manual_seed``.",
-            WHOLE, None, values.check_seed_of, schema="Tensor?", in_2022=True,
-        ),
-    ]  # fmt: skip
-    precision: Annotated[
-        str | None,
-        Option(
-            "For float32 operands, a lower precision that matrix products may use where a rung is faster"
-            ' with it: "tf32" (11 bits of significand), "bfloat16" or "float16".  Sums stay in float32.'
-            '  None selects "float32", as do rungs without such products.  In "float32", tensor cores '
-            "compute each product as a sum of several float16 products.  For fp16 and bf16 operands, "
-            '"float8_e4m3" rounds q, k, v and the probabilities to 4 bits of significand.  It supports '
-            'only the forward pass and few options; the suffixes "+hadamard", "+blocks" and '
-            '"+blocks+hadamard" reduce the error.',
-            NAME, None, values.check_precision, in_2022=True,
-        ),
-    ]  # fmt: skip
-    deterministic: Annotated[
-        bool,
-        Option(
-            "Make gradients bitwise reproducible; False lets a kernel add them in any order where that "
-            "is faster.",
-            FLAG, True, lambda value, given: bool(value), schema="bool", in_2022=True,
-        ),
-    ]  # fmt: skip
-    return_lse: Annotated[
-        bool,
-        Option(
-            "Also return lse, on tensors; a forward call on arrays always returns it.",
-            FLAG, False, in_2022=True,
-        ),
-    ]  # fmt: skip
-    rung: Annotated[
-        str,
-        Option(
-            'Name of the kernel.  "auto" selects the one that the environment variable '
-            "``MINITORCH_RUNG`` names or, if it is unset, the fastest one that can run the call.",
-            NAME._replace(words="the name of a kernel or 'auto'"), "auto",
-            lambda value, given: rung_of_run() if value == "auto" else value, in_2022=True,
-        ),
-    ]  # fmt: skip
+    attn_mask: Annotated[Any, Option(
+        "A boolean mask (True keeps), or an additive mask of the dtype of q; it broadcasts to (…, heads, "
+        "seq_q, seq_k) and may have any strides.  Must be None for packed sequences.",
+        ARRAY, None, values.check_mask, "mask", has_gradient=True, schema="Tensor?", by_position=True,
+        is_packed=False, in_2022=True)]
+    dropout_p: Annotated[float, Option(
+        "Probability of dropping an attention weight, in [0, 1), rounded to a multiple of 2⁻¹⁶.  The "
+        "remaining weights are divided by 1 - dropout_p.",
+        NUMBER, 0.0, values.check_rate, schema="float", by_position=True, in_2022=True)]
+    is_causal: Annotated[bool, Option(
+        "Query i attends to keys 0 to i (top-left aligned, as in PyTorch).",
+        FLAG, False, schema="bool", by_position=True, in_2022=True)]
+    scale: Annotated[float | None, Option(
+        "Factor of the scores; 1/sqrt(head_dim) when None.",
+        NUMBER, None, values.check_scale, schema="float?", by_position=True, in_2022=True)]
+    enable_gqa: Annotated[bool, Option(
+        "Let groups of adjacent query heads share one head of k and v; the number of query heads must be "
+        "a multiple of the number of heads of k and v.",
+        FLAG, False, schema="bool", by_position=True, in_2022=True)]
+    causal_offset: Annotated[int, Option(
+        "Shift of the diagonal: with ``is_causal``, query ``row`` attends to columns up to ``row + "
+        "causal_offset``; seq_k - seq_q aligns it bottom-right.",
+        WHOLE, 0, values.check_offset, schema="SymInt", in_2022=True)]
+    window_size: Annotated[tuple[int, int] | None, Option(
+        "(left, right): query ``row`` attends to columns from ``row + causal_offset - left`` to ``row + "
+        "causal_offset + right``, both inclusive; -1 is unbounded.",
+        WINDOW, None, values.check_window, schema="SymInt[]?")]
+    chunk_size: Annotated[int | None, Option(
+        "Query ``row`` attends only to columns of its own chunk: those with ``col // chunk_size == (row +"
+        " causal_offset) // chunk_size``, as in Llama 4.",
+        WHOLE, None, values.check_chunk, schema="SymInt?")]
+    softcap: Annotated[float, Option(
+        "Scores become cap · tanh(score / cap); 0 turns it off.",
+        NUMBER, 0.0, values.check_softcap, schema="float")]
+    alibi_slopes: Annotated[Any, Option(
+        "(heads,) or (batch, heads): slope · |row + causal_offset - col| is subtracted from each score.  "
+        "The slopes are constants and receive no gradient.",
+        ARRAY, None, lambda value, given: values.check_slopes(value, given.lead), "slopes",
+        schema="Tensor?")]
+    sink: Annotated[Any, Option(
+        "(heads,), one logit per head, which enters the softmax as the score of an additional key whose "
+        "value is zero: P = exp(S) / (exp(sink) + rowsum exp(S)).  lse includes it.",
+        ARRAY, None, lambda value, given: values.check_per_head("sink", value, given.lead),
+        has_gradient=True, schema="Tensor?")]
+    block_mask: Annotated[BlockMask | None, Option(
+        "A :class:`kernels.BlockMask`; tiles that it masks are skipped.  Must be None for packed "
+        "sequences.",
+        BLOCK_MASK, None, values.check_block_mask, is_packed=False)]
+    mask_mod: Annotated[Callable[..., Any] | None, Option(
+        "``(batch, head, row, col) -> bool``, True keeps; a function that numba can compile.",
+        FUNCTION, None, lambda value, given: as_mask_mod(value))]
+    score_mod: Annotated[Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]] | None, Option(
+        "``(score, batch, head, row, col) -> score``, applied after scale and softcap.  For gradients, "
+        "pass a pair of the function and its derivative with respect to the score, which takes the same "
+        "arguments.",
+        SCORE_MOD, None, lambda value, given: as_score_mod(value))]
+    seed: Annotated[int | None, Option(
+        "Seed of the dropout mask, from 0 to 2⁶⁴ - 1; a seed gives the same mask on every device.  "
+        "Dropout on arrays requires one; on tensors the default is drawn from the generator of "
+        "``minitorch.manual_seed``.",
+        WHOLE, None, values.check_seed_of, schema="Tensor?", in_2022=True)]
+    precision: Annotated[str | None, Option(
+        "For float32 operands, a lower precision that matrix products may use where a rung is faster with"
+        ' it: "tf32" (11 bits of significand), "bfloat16" or "float16".  Sums stay in float32.  None '
+        'selects "float32", as do rungs without such products.  In "float32", tensor cores compute each '
+        'product as a sum of several float16 products.  For fp16 and bf16 operands, "float8_e4m3" rounds '
+        "q, k, v and the probabilities to 4 bits of significand.  It supports only the forward pass and "
+        'few options; the suffixes "+hadamard", "+blocks" and "+blocks+hadamard" reduce the error.',
+        NAME, None, values.check_precision, in_2022=True)]
+    deterministic: Annotated[bool, Option(
+        "Make gradients bitwise reproducible; False lets a kernel add them in any order where that is "
+        "faster.",
+        FLAG, True, lambda value, given: bool(value), schema="bool", in_2022=True)]
+    return_lse: Annotated[bool, Option(
+        "Also return lse, on tensors; a forward call on arrays always returns it.",
+        FLAG, False, in_2022=True)]
+    rung: Annotated[str, Option(
+        'Name of the kernel.  "auto" selects the one that the environment variable ``MINITORCH_RUNG`` '
+        "names or, if it is unset, the fastest one that can run the call.",
+        NAME._replace(words="the name of a kernel or 'auto'"), "auto",
+        lambda value, given: rung_of_run() if value == "auto" else value, in_2022=True)]
+# fmt: on
 
 
 #: The table: name → option, in the order of signatures.

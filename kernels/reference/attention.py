@@ -116,12 +116,12 @@ def sink_gradient(problem: Problem, operands: Operands, dsink: Array) -> None:
 
     Args:
         problem: The checked call.
-        operands: dout, out, lse, lse_rest, sink, and dlse or None.
+        operands: dout, out, lse, lse_rest, the sinks, and dlse or None.
         dsink: (batch * heads,), written.
     """
     sums = operands.lse.dtype
     wide = operands.having(dout=operands.dout.astype(sums), out=operands.out.astype(sums))
-    apart = operands.sink[..., 0] - lines.shift_of(operands.lse)  # (batch, heads, seq_q)
+    apart = operands.extra_logits() - lines.shift_of(operands.lse)  # (batch, heads, seq_q)
     p = np.exp(apart - operands.lse_rest)
     dsink[...] = -(p * _delta(wide)).sum(axis=-1).reshape(-1)
 

@@ -78,16 +78,15 @@ class Scores:
         return s, np.where(s == -np.inf, s.dtype.type(0), derivative)
 
     def with_sink(self, out: Array, lse: Array, rest: Array) -> tuple[Array, Array, Array]:
-        """Return out (…, rows, value_dim), lse and its rest (…, rows) with the sink in their softmax."""
-        if not self.problem.sink:
+        """Return out (…, rows, value_dim), lse and its rest (…, rows) with the sinks in their softmax."""
+        if (extra := self.operands.extra_logits(lse.shape)) is None:
             return out, lse, rest
-        sink = self.operands.sink[..., 0]
-        top = lines.shift_of(np.maximum(lse, sink))  # (…, rows)
+        top = lines.shift_of(np.maximum(lse, extra))  # (…, rows)
         own = np.exp((lse - top) + rest)
-        row_sum = own + np.exp(sink - top)
+        row_sum = own + np.exp(extra - top)
         whole = top + lines.log(row_sum)
         merged = lines.divided(out * own[..., None], row_sum)
-        is_none = np.broadcast_to(sink == -np.inf, lse.shape)
+        is_none = extra == -np.inf
         return (
             np.where(is_none[..., None], out, merged),
             np.where(is_none, lse, whole),

@@ -115,7 +115,7 @@ def _has_kernel(layer: Any) -> bool:
     attention, ff = layer.attention, layer.ff
     if type(ff) is not FeedForward or attention.rotary is not None:
         return False
-    if attention.window is not None or attention.sink is not None:
+    if attention.window is not None or attention.has_sinks:
         return False
     linears = [attention.q_projection, attention.k_projection, attention.v_projection]
     linears += [attention.out_projection, ff.linear_in, ff.linear_out]

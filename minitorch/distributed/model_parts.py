@@ -38,7 +38,7 @@ def spread_sequence(
             "a sequence is spread over ranks by ring_attention, which is exact, and this model has an "
             "approximation; build it with attention='flash'"
         )
-    if any(layer.attention.sink is not None for layer in layers):
+    if any(layer.attention.has_sinks for layer in layers):
         raise ValueError(
             "ring_attention has no sinks, and the heads of this model have; build it with sinks=False"
         )

@@ -190,11 +190,12 @@ class FlashAttention(Function):
             ValueError: If the call is invalid; if gradients are recorded, also for a ``score_mod`` without
                 its derivative and for float8 products.
         """
-        options, *rest = others[len(WITH_GRADIENT) :]
-        make: Make = rest[0] if rest else problem_of
+        options: Options = others[len(WITH_GRADIENT)]
+        make: Make = problem_of if len(others) == len(WITH_GRADIENT) + 1 else others[-1]
         for option in others[: len(WITH_GRADIENT)]:
             if option is not None:  # without their history
-                options = {**options, **dict(zip(WITH_GRADIENT, others, strict=False))}
+                learnt = dict(zip(WITH_GRADIENT, others, strict=False))
+                options = cast("Options", {**options, **learnt})
                 break
         if type(q) not in DESCRIBE:
             _describe(q)

@@ -271,7 +271,7 @@ def write_pretrained(folder: str | os.PathLike[str], model: Any, tokenizer: Any 
     own = GPT2 if model.rotary is None else LLAMA
     reason = own.why_not(model)
     attention = getattr(model, model.layer_names[0]).attention
-    if attention.window is not None or attention.sink is not None:
+    if attention.window is not None or attention.has_sinks:
         reason = (
             f"a {own.name} attends to all tokens before and has no sinks; build the model without window "
             "and sinks, or save it with minitorch.training.model_files"

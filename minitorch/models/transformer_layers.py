@@ -49,6 +49,7 @@ class MultiHeadAttention(Module):
         self.attention_dropout, self.rotary = c.attention_dropout, c.rotary
         self.places: Callable[[int], Any] | None = None  # as of the model
         self.is_exact, self.shares_keys = c.is_exact, c.attention == "reformer"
+        self.has_sinks = c.sinks
         # Zero: as if each position could also attend to a key that is orthogonal to its query.
         self.sink = Parameter(zeros((c.n_head,), c.backend, dtype=c.dtype)) if c.sinks else None
         self.attend: Any = Methods.flash_attention if c.attention == "flash" else naive_attention

@@ -155,7 +155,7 @@ def gpt_parser(description: str | None = None) -> OneLineParser:
         "--window", "tokens that a token attends to in a layer (default: all before it)",
         type=COUNT, metavar="N",
     )  # fmt: skip
-    add("--sinks", "each head learns an attention sink", action="store_true")
+    add("--sinks", "each head learns a logit of attention sinks", action="store_true")
     add(
         "--vocabulary",
         "tokens are bytes, 256 or more, or 96 for line break and printable ASCII (default: tokens are "

@@ -121,7 +121,7 @@ class Case:
         arrays = dict(self.options)
         if arrays.get("attn_mask") is not None:
             arrays["attn_mask"] = put(arrays["attn_mask"])
-        operands = make_operands(memory, problem, *map(put, self.operands), arrays)
+        operands = make_operands(memory, problem, *map(put, self.operands), arrays=arrays)
         out, lse, rest = launch.forward(target, problem, operands, tile)
         dlse = None if self.dlse is None else put(self.dlse)
         kept = out if stored_out is None else stored_out

@@ -9,7 +9,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-import kernels
 from kernels.cuda.attention.flash2_mma.dkdv import dkdv_kernel
 from kernels.cuda.attention.flash2_mma.dq import dq_kernel
 from kernels.cuda.attention.flash2_mma.dq_atomics import dq_sums
@@ -32,7 +31,8 @@ from kernels.scores.program import Features
 
 from ...support.attention import option_table
 from ...support.attention.large_scores import NAMES, large_case
-from ...support.attention.strategies import MASK_MODS, SCORE_MODS, Case
+from ...support.attention.option_examples import option_examples
+from ...support.attention.strategies import Case
 from ...support.emulated.gpu import held_back, launch
 from ...support.emulated.instructions import WARP
 from ...support.emulated.target import EMULATED, emulated_device
@@ -188,25 +188,9 @@ def test_packed_sequences_end_where_tiles_do_not(deterministic: bool) -> None:
 def test_all_options_together_are_the_textbooks_through_the_launch() -> None:
     rng = np.random.default_rng(5)
     shapes = (1, 4, 37, 16), (1, 2, 45, 16), (1, 2, 45, 24), (1, 4, 37, 24)
-    blocks = kernels.BlockMask(
-        rng.integers(0, 4, (4, 3, 3)), 37, 45, 16, rng.random((2, 16, 16)) < 0.7
-    )
-    options = {
-        "softcap": 2.0,
-        "alibi_slopes": np.array([0.5, 0.1, 0.2, 0.3]),
-        "sink": np.array([1.0, -3.0, 4.0, 0.0]),
-        "attn_mask": rng.standard_normal((4, 1, 45)),
-        "dropout_p": 0.3,
-        "seed": 7,
-        "block_mask": blocks,
-        "mask_mod": MASK_MODS[0],
-        "score_mod": SCORE_MODS[0],
-        "chunk_size": 20,
-        "is_causal": True,
-        "causal_offset": 5,
-        "enable_gqa": True,
-        "deterministic": False,
-    }
+    options = option_examples(4, 37, 45, np.float64)["everything"] | {
+        "is_causal": True, "causal_offset": 5, "enable_gqa": True, "deterministic": False,
+    }  # fmt: skip
     case = Case(*(rng.standard_normal(shape) for shape in shapes), options, (4, 4))  # type: ignore[arg-type]
     case = replace(case, dlse=rng.standard_normal((1, 4, 37))).in_dtype(FLOAT16)
     with emulated_device():

@@ -20,7 +20,8 @@ from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import FLOAT16
 
 from ...support.attention.mask_mods import mask_mods
-from ...support.attention.strategies import MASK_MODS, SCORE_MODS, Case
+from ...support.attention.option_examples import option_examples
+from ...support.attention.strategies import Case
 from ...support.emulated.gpu import held_back
 from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper_backward
 from ...support.emulated.target import EMULATED
@@ -29,36 +30,13 @@ from ...support.examples import at_most
 SEQ_Q, SEQ_K = 70, 131
 
 
-def _blocks(rng: np.random.Generator) -> kernels.BlockMask:
-    states = rng.integers(0, 3, (1, 5, 5))
-    return kernels.BlockMask(states, SEQ_Q, SEQ_K, (16, 32), rng.random((1, 16, 32)) < 0.7)
-
-
-def _additive(rng: np.random.Generator, *shape: int) -> Any:
-    return np.where(rng.random(shape) < 0.1, -np.inf, rng.standard_normal(shape)).astype(FLOAT16)
-
-
-#: Option → what a call of one head has of it.
-OPTIONS: dict[str, Any] = {
-    "boolean mask": lambda rng: {"attn_mask": rng.random((1, SEQ_Q, SEQ_K)) < 0.7},
-    "floating mask": lambda rng: {"attn_mask": _additive(rng, 1, SEQ_Q, SEQ_K)},
-    "floating mask of keys": lambda rng: {"attn_mask": _additive(rng, 1, 1, SEQ_K), "softcap": 3.0},
-    "floating mask of rows": lambda rng: {"attn_mask": rng.standard_normal((1, SEQ_Q, 1)).astype(FLOAT16)},
-    "dropout": lambda rng: {"dropout_p": 0.2, "seed": 5},
-    "softcap": lambda rng: {"softcap": 2.0},
-    "chunks": lambda rng: {"chunk_size": 48},
-    "alibi": lambda rng: {"alibi_slopes": np.array([0.5], np.float32)},
-    "mask_mod": lambda rng: {"mask_mod": MASK_MODS[0]},
-    "score_mod": lambda rng: {"score_mod": SCORE_MODS[0]},
-    "block mask of whole tiles": lambda rng: {
+#: Option → what a call of one head has of it; this kernel reads no sinks.
+OPTIONS = option_examples(1, SEQ_Q, SEQ_K, FLOAT16) | {
+    "block mask of whole tiles": {
         "block_mask": kernels.BlockMask(np.array([[[1, 0], [1, 1]]]), SEQ_Q, SEQ_K, (64, 128))
     },
-    "block mask": lambda rng: {"block_mask": _blocks(rng)},
-    "many": lambda rng: {
-        "attn_mask": _additive(rng, SEQ_Q, SEQ_K), "dropout_p": 0.3, "seed": 9, "softcap": 3.0,
-        "block_mask": _blocks(rng), "mask_mod": MASK_MODS[1], "score_mod": SCORE_MODS[1],
-    },
-}  # fmt: skip
+}
+del OPTIONS["sink"], OPTIONS["everything"]["sink"]
 
 
 def _case(
@@ -100,11 +78,11 @@ def _check(case: Case, found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 #: What is tried in both modes; dQ is a kernel of its own in the deterministic one.
-IN_BOTH = ("dropout", "floating mask", "block mask", "many")
+IN_BOTH = ("dropout", "floating mask", "block mask", "everything")
 
 
 #: A call takes seconds: the others are left to ``make fuzz-options``; all are compiled, and run on a GPU.
-ALWAYS = ("boolean mask", "dropout", "many", "chunks")
+ALWAYS = ("boolean mask", "dropout", "everything", "chunks")
 
 
 @pytest.mark.slow
@@ -120,7 +98,7 @@ ALWAYS = ("boolean mask", "dropout", "many", "chunks")
     ],
 )
 def test_an_option_is_the_textbooks(option: str, deterministic: bool) -> None:
-    options = OPTIONS[option](np.random.default_rng(1))
+    options = dict(OPTIONS[option])
     if not deterministic:
         options |= {"is_causal": True, "causal_offset": 20}
     case = _case(options)

@@ -22,7 +22,8 @@ from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
 
 from ...support.attention.mask_mods import mask_mods
-from ...support.attention.strategies import MASK_MODS, SCORE_MODS, Case
+from ...support.attention.option_examples import option_examples
+from ...support.attention.strategies import Case
 from ...support.emulated.gpu import held_back
 from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper
 from ...support.emulated.target import EMULATED
@@ -34,36 +35,8 @@ SMALL = ForwardLayout(2, 32, 2, 2, True)
 SEQ_Q, SEQ_K = 75, 90
 
 
-def _blocks(rng: np.random.Generator) -> kernels.BlockMask:
-    states = rng.integers(0, 4, (2, 5, 3))
-    return kernels.BlockMask(states, SEQ_Q, SEQ_K, (16, 32), rng.random((2, 16, 32)) < 0.7)
-
-
-def _additive(rng: np.random.Generator, *shape: int) -> Any:
-    return np.where(rng.random(shape) < 0.1, -np.inf, rng.standard_normal(shape)).astype(FLOAT16)
-
-
 #: Option → what a call of two heads has of it.
-OPTIONS: dict[str, Any] = {
-    "boolean mask": lambda rng: {"attn_mask": rng.random((2, SEQ_Q, SEQ_K)) < 0.7},
-    "boolean mask that heads share": lambda rng: {"attn_mask": rng.random((SEQ_Q, SEQ_K)) < 0.7},
-    "boolean mask of keys": lambda rng: {"attn_mask": rng.random((1, 2, 1, SEQ_K)) < 0.7},
-    "floating mask": lambda rng: {"attn_mask": _additive(rng, 2, SEQ_Q, SEQ_K)},
-    "floating mask of keys": lambda rng: {"attn_mask": _additive(rng, 1, 2, 1, SEQ_K)},
-    "floating mask of rows": lambda rng: {"attn_mask": rng.standard_normal((2, SEQ_Q, 1)).astype(FLOAT16)},
-    "dropout": lambda rng: {"dropout_p": 0.2, "seed": 5},
-    "softcap": lambda rng: {"softcap": 2.0},
-    "chunks": lambda rng: {"chunk_size": 48},
-    "alibi": lambda rng: {"alibi_slopes": np.array([0.5, 0.1], np.float32)},
-    "sink": lambda rng: {"sink": np.array([3.0, -1.0], np.float32)},
-    "mask_mod": lambda rng: {"mask_mod": MASK_MODS[0]},
-    "score_mod": lambda rng: {"score_mod": SCORE_MODS[0]},
-    "block mask": lambda rng: {"block_mask": _blocks(rng)},
-    "block mask and dropout": lambda rng: {"block_mask": _blocks(rng), "dropout_p": 0.3, "seed": 9},
-    "boolean mask and dropout": lambda rng: {
-        "attn_mask": rng.random((SEQ_Q, SEQ_K)) < 0.7, "dropout_p": 0.3, "seed": 9
-    },
-}  # fmt: skip
+OPTIONS = option_examples(2, SEQ_Q, SEQ_K, FLOAT16)
 
 
 def _case(
@@ -106,7 +79,7 @@ ALWAYS = ("boolean mask", "floating mask", "dropout", "softcap", "block mask", "
     "is_causal", [True, pytest.param(False, marks=FUZZ_ONLY)], ids=["causal", "all"]
 )
 def test_an_option_is_the_textbooks(option: str, is_causal: bool) -> None:
-    options = OPTIONS[option](np.random.default_rng(1))
+    options = dict(OPTIONS[option])
     if is_causal:
         options |= {"is_causal": True, "causal_offset": -10}
     # Rounding to bfloat16 takes the emulation several times as long.
@@ -211,18 +184,6 @@ def test_packed_sequences_end_where_tiles_do_not_and_do_not_affect_each_other(
 
 
 def test_all_options_together_are_the_textbooks() -> None:
-    rng = np.random.default_rng(5)
-    options = {
-        "softcap": 2.0,
-        "alibi_slopes": np.array([0.5, 0.1], np.float32),
-        "attn_mask": rng.standard_normal((2, 1, SEQ_K)).astype(FLOAT16),
-        "dropout_p": 0.3,
-        "seed": 7,
-        "block_mask": _blocks(rng),
-        "mask_mod": MASK_MODS[0],
-        "score_mod": SCORE_MODS[0],
-        "is_causal": True,
-        "causal_offset": 5,
-    }
+    options = {**OPTIONS["everything"], "is_causal": True, "causal_offset": 5}
     case = _case(options)
     _check(case, _forward(case))

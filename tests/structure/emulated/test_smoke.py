@@ -12,7 +12,7 @@ from ...support.emulated.target import EMULATED
 from ...support.smoke.attention import cases, check, in_float8, in_half
 
 
-@pytest.mark.parametrize("option", ["sink", "float mask", "packed"])
+@pytest.mark.parametrize("option", ["sink", "floating mask", "packed"])
 def test_options_are_compared_with_all_their_gradients(option: str) -> None:
     rng = np.random.default_rng(0)
     case = next(case for case in cases(rng) if case.name == f"flash2, {option}")

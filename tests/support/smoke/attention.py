@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels import BlockMask, launch, make_problem
+from kernels import launch, make_problem
 from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.problem.float8 import FLOAT8
 from kernels.problem.operands import make_operands
@@ -29,6 +29,7 @@ from kernels.runtime.targets import why_no_cuda
 
 from ..attention.float8 import PRECISIONS, assert_near, wanted
 from ..attention.on_cuda import RUNGS
+from ..attention.option_examples import option_examples
 from ..tolerances import assert_close_arrays
 
 #: seq_q, seq_k, head_dim and value_dim that divide no tile.
@@ -43,50 +44,7 @@ MANY_HEADS = 300
 #: What :func:`cases` gives besides the options of a call.
 OWN = ("packed", "dtype", "heads")
 #: What rungs for tensor cores run, in 16 bits: each is a kernel of its own.
-IN_HALF = ("window", "softcap", "boolean mask", "dropout", "block mask", "mods")
-
-
-def _two_of_three(batch: int, head: int, row: int, col: int) -> bool:
-    return (row + col + head) % 3 != 0
-
-
-def _half_more(score: float, batch: int, head: int, row: int, col: int) -> float:
-    return score * 1.5
-
-
-def _slope_of_half_more(score: float, batch: int, head: int, row: int, col: int) -> float:
-    return 1.5
-
-
-def options(rng: np.random.Generator, seq_q: int, seq_k: int) -> dict[str, dict[str, Any]]:
-    """Return what each case of flash2 asks beside a causal mask, by name."""
-    blocks = rng.integers(0, 4, (HEADS, -(-seq_q // 16), -(-seq_k // 16)))
-    patterns = rng.random((2, 16, 16)) < 0.7
-    bias = rng.standard_normal((HEADS, 1, seq_k), dtype=np.float32)
-    return {
-        "window": {"window_size": (20, 30)},
-        "chunks": {"chunk_size": 24, "causal_offset": 7},
-        "softcap": {"softcap": 2.0},
-        "alibi": {"alibi_slopes": np.array([0.5, 0.1], np.float32)},
-        "sink": {"sink": np.array([3.0, -1.0], np.float32)},
-        "boolean mask": {"attn_mask": rng.random((seq_q, seq_k)) < 0.7},
-        "float mask": {"attn_mask": rng.standard_normal((seq_q, seq_k), dtype=np.float32)},
-        "float mask of columns": {"attn_mask": bias},
-        "dropout": {"dropout_p": 0.3, "seed": 7},
-        "block mask": {"block_mask": BlockMask(blocks, seq_q, seq_k, 16, patterns)},
-        "mods": {"mask_mod": _two_of_three, "score_mod": (_half_more, _slope_of_half_more)},
-        "everything": {
-            "softcap": 2.0,
-            "alibi_slopes": np.array([0.5, 0.1], np.float32),
-            "sink": np.array([3.0, -1.0], np.float32),
-            "attn_mask": bias,
-            "dropout_p": 0.3,
-            "seed": 7,
-            "block_mask": BlockMask(blocks, seq_q, seq_k, 16, patterns),
-            "mask_mod": _two_of_three,
-            "score_mod": (_half_more, _slope_of_half_more),
-        },
-    }
+IN_HALF = ("window", "softcap", "boolean mask", "dropout", "block mask", "mask_mod", "score_mod")
 
 
 class Case(NamedTuple):
@@ -108,12 +66,12 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
         for rung in RUNGS:
             yield Case(rung, shape, {"rung": rung})
         yield Case("flash2 with atomics", shape, {"rung": "flash2", "deterministic": False})
-        everything = {"rung": "flash2", **options(rng, *shape[:2])["everything"]}
+        everything = {"rung": "flash2", **option_examples(HEADS, *shape[:2], FLOAT32)["everything"]}
         yield Case("flash2, everything", shape, everything)
     shape = SHAPES[0]
-    everything = {"rung": "flash2", **options(rng, *shape[:2])["everything"]}
+    everything = {"rung": "flash2", **option_examples(HEADS, *shape[:2], FLOAT32)["everything"]}
     yield Case("flash2, everything with atomics", shape, {**everything, "deterministic": False})
-    for name, asked in options(rng, *shape[:2]).items():
+    for name, asked in option_examples(HEADS, *shape[:2], FLOAT32).items():
         if name != "everything":
             yield Case(f"flash2, {name}", shape, {"rung": "flash2", **asked})
     yield Case("flash2, packed", shape, {"rung": "flash2", "packed": True})
@@ -138,7 +96,7 @@ def in_half(rng: np.random.Generator, rung: str) -> Iterator[Case]:
     for name, more in {"": {}, " with atomics": {"deterministic": False}}.items():
         yield Case(f"{rung}{name}, long", long, {**asked, **shifted, **more})
         yield Case(f"{rung}{name}, many heads", shape, {**asked, **more, "heads": MANY_HEADS})
-    for name, one in options(rng, *shape[:2]).items():
+    for name, one in option_examples(HEADS, *shape[:2], FLOAT32).items():
         if name in IN_HALF:
             yield Case(f"{rung}, {name}", shape, {**asked, **one})
     yield Case(f"{rung}, packed", shape, {**asked, "packed": True})

@@ -18,8 +18,9 @@ from kernels.runtime.targets import compute_capability
 from ....support.attention.large_scores import NAMES as LARGE_NAMES
 from ....support.attention.large_scores import large_case
 from ....support.attention.on_cuda import on_device
+from ....support.attention.option_examples import option_examples
 from ....support.attention.option_table import TENSOR_CORES
-from ....support.attention.strategies import MASK_MODS, SCORE_MODS, Case
+from ....support.attention.strategies import Case
 
 LENGTHS = st.sampled_from([1, 2, 17, 63, 64, 65, 127, 128, 129, 200, 385])
 #: dtype, head_dim and value dim; few, for each is a kernel to compile.
@@ -34,22 +35,7 @@ KINDS = {
 }
 
 #: Option → what a call has of it.
-OPTIONS = {
-    "boolean mask": lambda rng: {"attn_mask": rng.random((2, 1, 300, 410)) < 0.7},
-    "floating mask": lambda rng: {"attn_mask": rng.standard_normal((2, 300, 1)).astype(FLOAT16)},
-    "dropout": lambda rng: {"dropout_p": 0.2, "seed": 5},
-    "softcap": lambda rng: {"softcap": 2.0},
-    "chunks": lambda rng: {"chunk_size": 48},
-    "alibi": lambda rng: {"alibi_slopes": np.array([0.5, 0.1], np.float32)},
-    "sink": lambda rng: {"sink": np.array([3.0, -1.0], np.float32)},
-    "mask_mod": lambda rng: {"mask_mod": MASK_MODS[0]},
-    "score_mod": lambda rng: {"score_mod": SCORE_MODS[0]},
-    "block mask": lambda rng: {
-        "block_mask": kernels.BlockMask(
-            rng.integers(0, 4, (2, 5, 7)), 300, 410, 64, rng.random((2, 64, 64)) < 0.7
-        )
-    },
-}
+OPTIONS = option_examples(2, 300, 410, FLOAT16)
 
 
 def wide_case(option: str, deterministic: bool, dim: int = 64) -> Case:
@@ -58,7 +44,7 @@ def wide_case(option: str, deterministic: bool, dim: int = 64) -> Case:
     shapes = (2, 2, 300, dim), (2, 2, 410, dim), (2, 2, 410, dim), (2, 2, 300, dim)
     q, k, v, dout = (rng.standard_normal(shape).astype(FLOAT16) for shape in shapes)
     options = {"is_causal": True, "causal_offset": 110, "deterministic": deterministic}
-    return Case(q, k, v, dout, {**options, **OPTIONS[option](rng)}, (16, 16))
+    return Case(q, k, v, dout, {**options, **OPTIONS[option]}, (16, 16))
 
 
 @st.composite

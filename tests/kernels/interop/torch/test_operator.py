@@ -52,6 +52,8 @@ def textbook(q: Any, k: Any, v: Any, mask: Any = None, sink: Any = None, **optio
         seen = seen & (col <= row)
     if window := options.get("window_size"):
         seen = seen & (col >= row - window[0]) & (col <= row + window[1])
+    if chunk := options.get("chunk_size"):
+        seen = seen & (col // chunk == row // chunk)
     scores = scores.masked_fill(~seen, -1e30)
     if sink is not None:
         column = sink[:, None, None].expand(*scores.shape[:-1], 1)
@@ -78,7 +80,9 @@ def calls(draw: Any) -> tuple[list[Any], dict[str, Any]]:
         tensor(batch, heads, cols, draw(st.integers(1, 5))),
     ]
     given = draw(
-        st.sets(st.sampled_from(["mask", "hide", "sink", "scale", "cap", "slopes", "window"]))
+        st.sets(
+            st.sampled_from(["mask", "hide", "sink", "scale", "cap", "slopes", "window", "chunks"])
+        )
     )
     causal = draw(st.booleans())
     options["is_causal"] = causal
@@ -94,6 +98,8 @@ def calls(draw: Any) -> tuple[list[Any], dict[str, Any]]:
         options["alibi_slopes"] = torch.rand(heads * groups, generator=generator, dtype=FLOAT64)
     if "window" in given and "hide" not in given and rows <= cols:
         options["window_size"] = draw(st.integers(0, 4)), draw(st.integers(0, 4))
+    if "chunks" in given and "hide" not in given and rows <= cols:
+        options["chunk_size"] = draw(st.integers(1, 5))
     return tensors, options
 
 

@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 
 from kernels.common.online_softmax import LOG2_E
-from kernels.cuda.attention.options.tile_scores import edge_of, make_tile_scores, moved
+from kernels.cuda.attention.options.tile_scores import (
+    RowTerms,
+    TileElement,
+    edge_of,
+    make_tile_scores,
+    moved,
+)
 from kernels.cuda.attention.register_tiles import RegisterLayout
 from kernels.cuda.attention.tile_bits import TileBits
 from kernels.cuda.device.one_source import shift_of
@@ -40,7 +46,8 @@ def make_scores(
             for j in range(own_cols):
                 r, c = i * rows_of_threads, j * lanes
                 is_listed = listed(bits, ty + r, tx + c)
-                s[i, j] = score_of(s[i, j], r, c, whole, is_listed, edge, own, extras)
+                element = TileElement(r, c, whole, is_listed, edge, own)
+                s[i, j] = score_of(s[i, j], element, extras)
 
     return to_scores
 
@@ -79,10 +86,9 @@ def make_gradients_by_rows(
             for j in range(own_cols):
                 r, c = i * rows_of_threads, j * lanes
                 keep, is_listed = kept(bits, ty + r, tx + c, extras), listed(bits, ty + r, tx + c)
-                _, dp[i, j] = gradient_of(
-                    s[i, j], dp[i, j], log2_e, top[i], shift[i], delta[i], keep,
-                    r, c, whole, is_listed, edge, own, extras,
-                )  # fmt: skip
+                row = RowTerms(log2_e, top[i], shift[i], delta[i])
+                element = TileElement(r, c, whole, is_listed, edge, own)
+                _, dp[i, j] = gradient_of(s[i, j], dp[i, j], row, keep, element, extras)
 
     return to_gradients
 
@@ -122,11 +128,9 @@ def make_gradients_by_keys(
                 r, c = j * lanes, i * rows_of_threads
                 keep, is_listed = kept(bits, tx + r, ty + c, extras), listed(bits, tx + r, ty + c)
                 top, shift = shared[lse_tile + tx + r], shared[rest_tile + tx + r]
-                delta = shared[delta_tile + tx + r]
-                p, dp[i, j] = gradient_of(
-                    s[i, j], dp[i, j], log2_e, top, shift, delta, keep,
-                    r, c, whole, is_listed, edge, own, extras,
-                )  # fmt: skip
+                row = RowTerms(log2_e, top, shift, shared[delta_tile + tx + r])
+                element = TileElement(r, c, whole, is_listed, edge, own)
+                p, dp[i, j] = gradient_of(s[i, j], dp[i, j], row, keep, element, extras)
                 s[i, j] = p * keep
 
     return to_gradients

@@ -20,7 +20,13 @@ from kernels.cuda.attention.flash2_mma.tiles import (
     MmaKeyLayout,
     MmaLayout,
 )
-from kernels.cuda.attention.options.tile_scores import edge_of, make_tile_scores, moved
+from kernels.cuda.attention.options.tile_scores import (
+    RowTerms,
+    TileElement,
+    edge_of,
+    make_tile_scores,
+    moved,
+)
 from kernels.cuda.attention.tile_bits import TileBits
 from kernels.cuda.ptx.copies import ld_shared_v2
 from kernels.cuda.ptx.fragments import lane_col, lane_row
@@ -62,7 +68,8 @@ def make_fragment_scores(
                         value = s[at, i] if is_folded else mul_rn(s[at, i], factor)
                         in_row, in_col = warp_row + lane_row(lane) + r, lane_col(lane) + c
                         is_listed = listed(bits, in_row, in_col)
-                        s[at, i] = score_of(value, r, c, whole, is_listed, edge, own, extras)
+                        element = TileElement(r, c, whole, is_listed, edge, own)
+                        s[at, i] = score_of(value, element, extras)
 
     return to_scores
 
@@ -111,11 +118,11 @@ def make_gradients_by_rows(
                         keep = kept(bits, in_row, in_col, extras)
                         product = s[at, i] if is_plain else mul_rn(s[at, i], factor)
                         top = zero if is_plain else floats[large_at + m * ROWS + 8 * (i // 2)]
+                        row = RowTerms(unit, top, shift[2 * m + i // 2], delta[2 * m + i // 2])
+                        element = TileElement(r, c, whole, listed(bits, in_row, in_col), edge, own)
                         s[at, i], dp[at, i] = gradient_of(
-                            product, dp[at, i] * dp_unit, unit, top, shift[2 * m + i // 2],
-                            delta[2 * m + i // 2], keep, r, c, whole,
-                            listed(bits, in_row, in_col), edge, own, extras,
-                        )  # fmt: skip
+                            product, dp[at, i] * dp_unit, row, keep, element, extras
+                        )
 
     return to_gradients
 
@@ -170,11 +177,15 @@ def make_gradients_by_keys(
                         in_row, in_col = lane_col(lane) + r, warp_key + lane_row(lane) + c
                         keep = kept(bits, in_row, in_col, extras)
                         product = s[at, i] if is_plain else mul_rn(s[at, i], factor)
+                        row = (
+                            RowTerms(unit, high_lse, high, high_delta)
+                            if i % 2
+                            else RowTerms(unit, low_lse, low, low_delta)
+                        )
+                        element = TileElement(r, c, whole, listed(bits, in_row, in_col), edge, own)
                         p, dp[at, i] = gradient_of(
-                            product, dp[at, i] * dp_unit, unit, high_lse if i % 2 else low_lse,
-                            high if i % 2 else low, high_delta if i % 2 else low_delta, keep, r, c, whole,
-                            listed(bits, in_row, in_col), edge, own, extras,
-                        )  # fmt: skip
+                            product, dp[at, i] * dp_unit, row, keep, element, extras
+                        )
                         s[at, i] = p * keep
 
     return to_gradients

@@ -48,20 +48,51 @@ def moved(place, rows, cols):
     return TilePlace(b, h, batch, head, row + rows, col + cols, seq_q, seq_k)
 
 
+class TileElement(NamedTuple):
+    """An element of a thread.
+
+    Attributes:
+        r: Rows from the thread's first element, a compile-time constant.
+        c: Columns from it, likewise, so that the bounds are two comparisons with constants.
+        whole: Whether bounds and lists mask nothing in the tile.
+        listed: Whether the element is visible in the lists.
+        edge: :func:`edge_from` of the thread's first element.
+        place: The :class:`TilePlace` of the thread's first element.
+    """
+
+    r: Any
+    c: Any
+    whole: Any
+    listed: Any
+    edge: Any
+    place: Any
+
+
+class RowTerms(NamedTuple):
+    """The numbers of a row from which P and dS follow.
+
+    Attributes:
+        unit: log2 e, or without options also times a factor of the product.
+        top: L of the row is this, and ``shift``.
+        shift: In base 2.
+        delta: D of the row.
+    """
+
+    unit: Any
+    top: Any
+    shift: Any
+    delta: Any
+
+
 class TileScores(NamedTuple):
     """The functions that :func:`make_tile_scores` returns.
 
-    An element of a thread is r rows and c columns from ``place``, the :class:`TilePlace` of the thread's
-    first element.  r and c are compile-time constants, so that the bounds are two comparisons with
-    constants.  Rows beyond the end need a comparison only if keys sum over rows.
+    Rows beyond the end need a comparison only if keys sum over rows.
 
     Attributes:
-        score: ``(product, r, c, whole, listed, edge, place, extras)``: the score after all options, minus
-            infinity where masked.
-        gradient: ``(product, dp, unit, top, shift, delta, kept, r, c, whole, listed, edge, place,
-            extras)``: P before dropout, and dS, the gradient of scale · q · k.  L of the row is ``top``
-            and ``shift``, which is in base 2.  ``unit`` is log2 e, or without options also times a factor
-            of the product.
+        score: ``(product, element, extras)``: the score after all options, minus infinity where masked.
+        gradient: ``(product, dp, row, kept, element, extras)``: P before dropout, and dS, the gradient of
+            scale · q · k, from a :class:`RowTerms` and the factor of dropout.
     """
 
     score: Callable[..., Any]
@@ -127,22 +158,20 @@ def make_tile_scores(
     has_lists = features.has_lists  # they are in the bits of a tile, ``listed``
 
     @device_function
-    def is_seen(r, c, whole, listed, edge):
-        return whole or is_in_bounds(edge, r, c) & (listed or not has_lists)
+    def is_seen(e):
+        return e.whole or is_in_bounds(e.edge, e.r, e.c) & (e.listed or not has_lists)
 
     @device_function
-    def bounded_score(product, r, c, whole, listed, edge, place, extras):
-        return product if is_seen(r, c, whole, listed, edge) else minus_inf
+    def bounded_score(product, element, extras):
+        return product if is_seen(element) else minus_inf
 
     @device_function
-    def bounded_gradient(
-        product, dp, unit, top, shift, delta, kept, r, c, whole, listed, edge, place, extras
-    ):
+    def bounded_gradient(product, dp, row, kept, element, extras):
         # Masked elements are 0 whatever lse and delta are: those of a row with a NaN are NaN.  The unit
         # may be negative, and -inf is no score then.
-        seen = is_seen(r, c, whole, listed, edge)
-        p = exp2((product - top) * unit - shift) if seen else zero
-        return p, (p * (dp - delta) if seen else zero)
+        seen = is_seen(element)
+        p = exp2((product - row.top) * row.unit - row.shift) if seen else zero
+        return p, (p * (dp - row.delta) if seen else zero)
 
     if features.of_elements == PLAIN:
         return TileScores(bounded_score, bounded_gradient)
@@ -151,7 +180,8 @@ def make_tile_scores(
     modified, is_shown, _ = make_score_functions(own, dtype).program
 
     @device_function
-    def score_and_slope(product, r, c, whole, listed, edge, place, extras):
+    def score_and_slope(product, element, extras):
+        r, c, whole, listed, edge, place = element
         # Within the arrays, so that loads need no branch and many are under way at a time.
         row, col = min(place.row + r, place.seq_q - 1), min(place.col + c, place.seq_k - 1)
         at = place_of(place, row, col)
@@ -162,17 +192,15 @@ def make_tile_scores(
         return (score if seen else minus_inf), slope
 
     @device_function
-    def score_of(product, r, c, whole, listed, edge, place, extras):
-        score, _ = score_and_slope(product, r, c, whole, listed, edge, place, extras)
+    def score_of(product, element, extras):
+        score, _ = score_and_slope(product, element, extras)
         return score
 
     @device_function
-    def gradient_of(
-        product, dp, unit, top, shift, delta, kept, r, c, whole, listed, edge, place, extras
-    ):
-        score, slope = score_and_slope(product, r, c, whole, listed, edge, place, extras)
-        p = exp2(minus(score, top) * unit - shift)
-        ds = p * (dp * kept - delta)
+    def gradient_of(product, dp, row, kept, element, extras):
+        score, slope = score_and_slope(product, element, extras)
+        p = exp2(minus(score, row.top) * row.unit - row.shift)
+        ds = p * (dp * kept - row.delta)
         if not of_bias:
             ds = ds * slope
         if has_mod:  # its derivative may be infinite where its score is masked

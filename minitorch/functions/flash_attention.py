@@ -143,6 +143,8 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, options
     return Permute.apply(result[0], (1, 0, 2)), result[1]
 
 
+#: Number of options that may require gradients.
+_LEARNT = len(WITH_GRADIENT)
 #: What the forward pass returns.
 _RESULTS = ("out", "lse", "lse_rest")
 
@@ -190,13 +192,10 @@ class FlashAttention(Function):
             ValueError: If the call is invalid; if gradients are recorded, also for a ``score_mod`` without
                 its derivative and for float8 products.
         """
-        options: Options = others[len(WITH_GRADIENT)]
-        make: Make = problem_of if len(others) == len(WITH_GRADIENT) + 1 else others[-1]
-        for option in others[: len(WITH_GRADIENT)]:
-            if option is not None:  # without their history
-                learnt = dict(zip(WITH_GRADIENT, others, strict=False))
-                options = cast("Options", {**options, **learnt})
-                break
+        options: Any = others[_LEARNT]
+        make: Make = others[-1] if len(others) > _LEARNT + 1 else problem_of
+        if not ARRAYS.isdisjoint(options):  # without their history
+            options = {**options, **dict(zip(WITH_GRADIENT, others, strict=False))}
         if type(q) not in DESCRIBE:
             _describe(q)
         found = results = operands = None

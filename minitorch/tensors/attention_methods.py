@@ -44,8 +44,9 @@ class AttentionMethods(_Tensor):
             ValueError: If a shape or a value is invalid.
         """
         options = by_name("flash_attention", args, options)
+        every: Any = options
         # Options that may require gradients are arguments of their own.
-        args = self, k, v, *map(dict(options).get, WITH_GRADIENT), options
+        args = self, k, v, *map(every.get, WITH_GRADIENT), options
         if "return_lse" in options and flag("return_lse", options["return_lse"]):
             out, lse, _ = FlashAttention.apply_several(*args)
             return out, lse

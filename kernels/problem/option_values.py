@@ -16,7 +16,7 @@ from kernels.sparsity.block_mask import BlockMask
 
 #: Seeds are unsigned numbers of 64 bits.
 SEEDS = 2**64
-#: Limit of ``causal_offset`` with ALiBi.
+#: Limit of ``causal_offset`` with ALiBi and chunks.
 MOST_OFFSET = 2**31
 #: Bounds of ``softcap``: it and its inverse, times a score, must not overflow float32.
 LEAST_CAP, MOST_CAP = 1e-30, 1e30
@@ -121,10 +121,10 @@ def check_offset(offset: Any, given: Given) -> int:
             f"causal_offset shifts the rows of is_causal, {', '.join(shifted[:-1])} and {shifted[-1]}, got "
             f"{offset} without any of them; set one, or leave the offset at 0"
         )
-    if has_slopes and abs(offset) >= MOST_OFFSET:
+    if (has_slopes or options["chunk_size"] is not None) and abs(offset) >= MOST_OFFSET:
         raise ValueError(
-            f"with alibi_slopes, causal_offset must be between -2**31 and 2**31, got {offset}; in float32, "
-            "all distances from a diagonal so far away are the same"
+            "with alibi_slopes or chunk_size, causal_offset must be between -2**31 and 2**31, got "
+            f"{offset}; in float32, all distances from a diagonal so far away are the same"
         )
     return offset
 
@@ -187,23 +187,13 @@ def check_window(window: Any, given: Given) -> tuple[int, int]:
 
 
 def check_chunk(chunk: Any, given: Given) -> int | None:
-    """Check ``chunk_size``; return it, or None."""
-    return None if chunk is None else whole("chunk_size", chunk, 1)
-
-
-def check_rate(dropout_p: float, given: Given | None = None) -> float:
-    """Check ``dropout_p``; return it as a float."""
-    return not_negative("dropout_p", dropout_p, 1.0, "; 0 turns dropout off")
-
-
-def check_seed_of(seed: int | None, given: Given) -> int:
-    """Check that dropout has a seed; return the seed as a signed number of 64 bits."""
-    return check_dropout(given.options["dropout_p"], seed)
+    """Check ``chunk_size``; return it, or None.  One chunk has all positions of the largest."""
+    return None if chunk is None else min(whole("chunk_size", chunk, 1), 2 * MOST_OFFSET)
 
 
 def check_dropout(dropout_p: float, seed: int | None) -> int:
     """Check ``dropout_p`` and ``seed``; return the seed as a signed number of 64 bits."""
-    check_rate(dropout_p)
+    not_negative("dropout_p", dropout_p, 1.0, "; 0 turns dropout off")
     if seed is None:
         if dropout_p > 0.0:
             raise ValueError(

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
 import numpy as np
 
-from kernels.common.arguments import is_number, shown
+from kernels.common.arguments import is_number, number, shown
 from kernels.problem import option_values as values
 from kernels.problem.argument_types import is_whole
 from kernels.problem.rungs import rung_of_run
@@ -101,7 +101,8 @@ class Options(TypedDict, total=False):
     dropout_p: Annotated[float, Option(
         "Probability of dropping an attention weight, in [0, 1), rounded to a multiple of 2⁻¹⁶.  The "
         "remaining weights are divided by 1 - dropout_p.",
-        NUMBER, 0.0, values.check_rate, schema="float", by_position=True, in_2022=True)]
+        NUMBER, 0.0, lambda value, given: number("dropout_p", value), schema="float",
+        by_position=True, in_2022=True)]
     is_causal: Annotated[bool, Option(
         "Query i attends to keys 0 to i (top-left aligned, as in PyTorch).",
         FLAG, False, schema="bool", by_position=True, in_2022=True)]
@@ -153,7 +154,8 @@ class Options(TypedDict, total=False):
         "Seed of the dropout mask, from 0 to 2⁶⁴ - 1; a seed gives the same mask on every device.  "
         "Dropout on arrays requires one; on tensors the default is drawn from the generator of "
         "``minitorch.manual_seed``.",
-        WHOLE, None, values.check_seed_of, schema="Tensor?", in_2022=True)]
+        WHOLE, None, lambda value, given: values.check_dropout(given.options["dropout_p"], value),
+        schema="Tensor?", in_2022=True)]
     precision: Annotated[str | None, Option(
         "For float32 operands, a lower precision that matrix products may use where a rung is faster with"
         ' it: "tf32" (11 bits of significand), "bfloat16" or "float16".  Sums stay in float32.  None '

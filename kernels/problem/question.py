@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from kernels.problem.options import (
     check_types,
     field_of,
 )
-from kernels.problem.origin import DropoutOrigin
 from kernels.problem.packed_sequences import Sequences
 from kernels.problem.shapes import check_dtypes, check_shapes
 from kernels.problem.signature import by_name, takes_attention_options
@@ -31,6 +30,26 @@ from kernels.sparsity.block_mask import BlockMask
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class DropoutOrigin(NamedTuple):
+    """Where the scores of a call begin among those of an attention that several calls compute.
+
+    Element (batch, head, row, col) of the call takes the dropout bit of batch_head
+    ``batch * heads + head + batch_head``, row ``row + self.row`` and column ``col + self.col``.  For packed
+    sequences ``batch`` is the index of the sequence.
+
+    Attributes:
+        heads: Number of query heads of the whole attention.
+        batch_head: Flat index, batch * heads + head, of the first head of the call.
+        row: First query row.
+        col: First key column.
+    """
+
+    heads: int
+    batch_head: int = 0
+    row: int = 0
+    col: int = 0
 
 
 @dataclass(frozen=True)

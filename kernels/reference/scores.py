@@ -11,8 +11,7 @@ import numpy.typing as npt
 from kernels.common.geometry import same
 from kernels.common.philox import COLUMNS, HALF, HALF_MASK, PLAIN, attention_threshold, keep_scale
 from kernels.problem.operands import PER_HEAD, Operands
-from kernels.problem.origin import DropoutOrigin
-from kernels.problem.question import Problem
+from kernels.problem.question import DropoutOrigin, Problem
 from kernels.scores.mods import evaluate
 from kernels.scores.program import Place, ScoreTarget, make_score_program
 from kernels.scores.visibility import distance

@@ -9,9 +9,8 @@ from kernels import Problem
 from kernels.array_call import Make
 from kernels.problem.operands import Operands
 from kernels.problem.options import Options
-from kernels.problem.origin import DropoutOrigin
 from kernels.problem.packed_problem import PackedMaker
-from kernels.problem.question import problem_of
+from kernels.problem.question import DropoutOrigin, problem_of
 
 from ..functions.flash_attention import FlashAttention, attention_call, attention_gradients
 from ..tensor import Tensor

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import kernels
 from kernels import launch
 from kernels.problem.operands import Operands
-from kernels.problem.origin import DropoutOrigin
 from kernels.problem.packed_sequences import Sequences
+from kernels.problem.question import DropoutOrigin
 
 from ..support.layouts import on_device
 

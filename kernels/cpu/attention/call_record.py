@@ -27,8 +27,7 @@ from kernels.cpu.matmul.tile_product import product_address
 from kernels.cpu.runtime import plain_python
 from kernels.cpu.runtime.function_pointers import run_alone, run_items
 from kernels.problem.operands import PER_HEAD, Operands
-from kernels.problem.origin import DropoutOrigin
-from kernels.problem.question import Problem
+from kernels.problem.question import DropoutOrigin, Problem
 from kernels.runtime import launch_notes
 from kernels.runtime.jit import JIT_DISABLED, get_num_threads
 from kernels.runtime.launch_notes import Loop

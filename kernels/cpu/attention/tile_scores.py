@@ -88,7 +88,7 @@ SETTINGS = np.dtype(
         ("seed", "i8"),
         ("threshold", "i8"),
         ("kept", "f8"),  # ``philox.keep_scale``
-        # where the dropout bits of the call begin: a ``problem.origin.DropoutOrigin``
+        # where the dropout bits of the call begin: a ``problem.question.DropoutOrigin``
         ("whole_heads", "i8"),
         ("first_head", "i8"),
         ("first_row", "i8"),

@@ -14,8 +14,7 @@ from kernels.cuda.attention.options.packed_tiles import device_list, device_tile
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.device.memory import device_constant
 from kernels.problem.operands import PER_HEAD, Operands
-from kernels.problem.origin import DropoutOrigin
-from kernels.problem.question import Problem
+from kernels.problem.question import DropoutOrigin, Problem
 from kernels.runtime.targets import current_device
 from kernels.sparsity.block_mask import BlockMask
 

@@ -60,7 +60,7 @@ class Extras(NamedTuple):
         tile_patterns: (entries,) int32: for each entry 0, or 1 + the index of the tile's words; takes the
             place of ``patterns`` and ``tile_full`` in kernels that read words.
         pattern_words: Words of the tiles that differ, uint32.
-        origin: (4,) int64, a ``problem.origin.DropoutOrigin``: where the dropout bits of the call begin.
+        origin: (4,) int64, a ``problem.question.DropoutOrigin``: where the dropout bits of the call begin.
         tiles: (tiles, 6) int64: where the kernel's tiles of packed sequences are, ``sequences.Tile``.
     """
 
@@ -145,7 +145,7 @@ def make_first_bit(moved: bool) -> Callable[..., tuple[Any, Any, Any]]:
 
     Args:
         moved: Whether the call is a part of a larger attention; its
-            :class:`kernels.problem.origin.DropoutOrigin` is in the extras.
+            :class:`kernels.problem.question.DropoutOrigin` is in the extras.
     """
 
     @device_function

@@ -116,12 +116,14 @@ def check_offset(offset: Any, given: Given) -> int:
     offset, options = int(offset), given.options  # a narrow integer would wrap
     has_slopes = options["alibi_slopes"] is not None
     shifted = ("window_size", "alibi_slopes", "chunk_size")
-    if offset and not (options["is_causal"] or any(options[name] is not None for name in shifted)):
+    if offset and not (
+        options["is_causal"] or any(options.get(name) is not None for name in shifted)
+    ):
         raise ValueError(
             f"causal_offset shifts the rows of is_causal, {', '.join(shifted[:-1])} and {shifted[-1]}, got "
             f"{offset} without any of them; set one, or leave the offset at 0"
         )
-    if (has_slopes or options["chunk_size"] is not None) and abs(offset) >= MOST_OFFSET:
+    if (has_slopes or options.get("chunk_size") is not None) and abs(offset) >= MOST_OFFSET:
         raise ValueError(
             "with alibi_slopes or chunk_size, causal_offset must be between -2**31 and 2**31, got "
             f"{offset}; in float32, all distances from a diagonal so far away are the same"
@@ -186,8 +188,8 @@ def check_window(window: Any, given: Given) -> tuple[int, int]:
     return left, right
 
 
-def check_chunk(chunk: Any, given: Given) -> int | None:
-    """Check ``chunk_size``; return it, or None.  One chunk has all positions of the largest."""
+def check_chunk(chunk: Any, given: Given) -> int | None:  # beyond module 5
+    """Check ``chunk_size``; return it, or None.  A larger one than all positions is one chunk, too."""
     return None if chunk is None else min(whole("chunk_size", chunk, 1), 2 * MOST_OFFSET)
 
 

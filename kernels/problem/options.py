@@ -121,7 +121,7 @@ class Options(TypedDict, total=False):
         "(left, right): query ``row`` attends to columns from ``row + causal_offset - left`` to ``row + "
         "causal_offset + right``, both inclusive; -1 is unbounded.",
         WINDOW, None, values.check_window, schema="SymInt[]?")]
-    chunk_size: Annotated[int | None, Option(
+    chunk_size: Annotated[int | None, Option(  # beyond module 5
         "Query ``row`` attends only to columns of its own chunk: those with ``col // chunk_size == (row +"
         " causal_offset) // chunk_size``, as in Llama 4.",
         WHOLE, None, values.check_chunk, schema="SymInt?")]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kernels.problem.argument_types import check_array
-from kernels.problem.chunks import within_chunks
+from kernels.problem.chunks import within_chunks  # beyond module 5
 from kernels.problem.option_values import Given
 from kernels.problem.options import (
     DEFAULTS,
@@ -287,7 +287,7 @@ def problem_of(
         "sequences": find(seq_q, seq_k) if find is not None else None,
         **{field_of(name): checked[name] for name in _OF_PROBLEM},
     }
-    if (chunk := checked["chunk_size"]) is not None:
+    if (chunk := checked["chunk_size"]) is not None:  # beyond module 5
         found = within_chunks(chunk, offset, found)
     return Problem(**found)
 

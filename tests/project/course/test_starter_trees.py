@@ -196,7 +196,7 @@ SMALL = {
     2: (77, 8_450, "flash numba fast_loops test_tensor_general test_conv"),
     3: (94, 10_600, "flash test_conv accelerated"),
     4: (98, 11_300, "flash accelerated"),
-    5: (240, 32_700, "_mma wgmma accelerated distributed reformer bench kernels/cpu"),
+    5: (240, 32_800, "_mma wgmma accelerated distributed reformer bench kernels/cpu"),
 }
 
 

@@ -86,9 +86,10 @@ def make_gradients_by_rows(
             for j in range(own_cols):
                 r, c = i * rows_of_threads, j * lanes
                 keep, is_listed = kept(bits, ty + r, tx + c, extras), listed(bits, ty + r, tx + c)
-                row = RowTerms(log2_e, top[i], shift[i], delta[i])
                 element = TileElement(r, c, whole, is_listed, edge, own)
-                _, dp[i, j] = gradient_of(s[i, j], dp[i, j], row, keep, element, extras)
+                _, dp[i, j] = gradient_of(
+                    s[i, j], dp[i, j], RowTerms(log2_e, top[i], shift[i], delta[i]), keep, element, extras
+                )  # fmt: skip
 
     return to_gradients
 

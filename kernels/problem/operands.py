@@ -88,8 +88,9 @@ class Operands(NamedTuple):
         Args:
             shape: (batch, heads, rows); that of lse when None.
         """
-        shape = shape or self.lse.shape
-        return None if self.sink is None else np.broadcast_to(self.sink[..., 0], shape)
+        if self.sink is None:
+            return None
+        return np.broadcast_to(self.sink[..., 0], self.lse.shape if shape is None else shape)
 
     def with_rest(self, memory: Memory, problem: Problem) -> Operands:
         """Return the record of a backward pass, with zeros for a missing rest of lse."""

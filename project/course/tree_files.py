@@ -66,7 +66,8 @@ FILES = (
     kernels/cuda/runtime/*.py -kernels/cuda/runtime/graphs.py -kernels/cuda/runtime/numba_watch.py
     kernels/interop/*.py kernels/metering/*.py
     kernels/problem/*.py -kernels/problem/chunks.py -kernels/problem/listed_mods.py
-    kernels/reference/attention.py kernels/reference/lines.py kernels/reference/scores.py kernels/reference/softmax_ladder.py
+    kernels/reference/attention.py kernels/reference/lines.py kernels/reference/scores.py
+    kernels/reference/softmax_ladder.py
     kernels/runtime/*.py kernels/scores/*.py kernels/sparsity/*.py -kernels/sparsity/picture.py
     kernels/traffic/*.py
     minitorch/transformer.py minitorch/attention/*.py minitorch/attention/approximate/support.py

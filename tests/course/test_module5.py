@@ -107,10 +107,8 @@ def run(
     """Run one rung on arrays of the host and return what it computes, on the host."""
     on_device = target is launch.CUDA
     q, k, v, dout = (cuda.to_device(x) if on_device else x for x in arrays)
-    mask = options.get("attn_mask")
-    mask = cuda.to_device(mask) if mask is not None and on_device else mask
     problem = kernels.make_problem(arrays[0], arrays[1], arrays[2], rung=rung, **options)
-    operands = make_operands(target.memory, problem, q, k, v, mask, None)
+    operands = make_operands(target.memory, problem, q, k, v, options)
     out, lse, rest = launch.forward(target, problem, operands, tile)
     results = {"out": out, "lse": lse}
     if backward:
@@ -470,7 +468,7 @@ class TestFlash1:
         out, lse = textbook(arrays, factor=FACTOR)
         q, k, v, dout, out, lse = (cuda.to_device(x) for x in (*arrays, out, lse))
         problem = kernels.make_problem(*arrays[:3], rung="flash1", dropout_p=0.4, seed=1)
-        operands = make_operands(launch.CUDA.memory, problem, q, k, v, None, None)
+        operands = make_operands(launch.CUDA.memory, problem, q, k, v)
         operands = operands.having(out=out, lse=lse, dout=dout, dlse=None)
         gradients = launch.backward(launch.CUDA, problem, operands, (3, 2))
         results = {n: getattr(gradients, n).copy_to_host() for n in ("dq", "dk", "dv")}

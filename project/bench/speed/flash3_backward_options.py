@@ -119,9 +119,6 @@ def _parts(case: Case, found: dict[str, Any], sequences: Sequences | None) -> An
 
 def ours(arrays: list[Any], options: dict[str, Any], name: str) -> dict[str, Callable[[], None]]:
     """Return what is timed of ours, by mode."""
-    mask, slopes = (options.get(one) for one in ("attn_mask", "alibi_slopes"))
-    if mask is not None:
-        mask = to_device(mask)
     problem = make_problem(*arrays[:3], **options)
     if name == "documents":
         batch, heads, seq, width = arrays[0].shape
@@ -133,7 +130,7 @@ def ours(arrays: list[Any], options: dict[str, Any], name: str) -> dict[str, Cal
         problem = replace(make_problem(*arrays[:3]), sequences=sequences)
     memory = launch.CUDA.memory
     q, k, v, dout = arrays
-    operands = make_operands(memory, problem, q, k, v, mask, slopes)
+    operands = make_operands(memory, problem, q, k, v, options)
     gradients = {
         f"d{x}": empty_device(y.shape, BFLOAT16) for x, y in zip("qkv", arrays, strict=False)
     }

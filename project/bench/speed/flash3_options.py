@@ -42,19 +42,16 @@ def slanted(score: float, batch: int, head: int, row: int, col: int) -> float:
 def forward(case: Case, sequences: Any = None) -> list[Any]:
     """Return out and lse of the rung, on the host."""
     problem = replace(case.problem(rung="flash3_wgmma"), sequences=sequences)
-    mask, slopes = (case.options.get(name) for name in ("attn_mask", "alibi_slopes"))
-    placed = [x if x is None else to_device(x) for x in (*case.operands, mask)]
-    q, k, v, mask = placed
-    operands = make_operands(launch.CUDA.memory, problem, q, k, v, mask, slopes)
+    q, k, v = map(to_device, case.operands)
+    operands = make_operands(launch.CUDA.memory, problem, q, k, v, case.options)
     return [to_host(x) for x in launch.forward(launch.CUDA, problem, operands)[:2]]
 
 
 def textbook(case: Case) -> list[Any]:
     """Return out and lse in float64."""
     case = case.plain()
-    mask, slopes = (case.options.get(name) for name in ("attn_mask", "alibi_slopes"))
     problem = case.problem(rung="naive")
-    operands = make_operands(launch.NUMPY.memory, problem, *case.operands, mask, slopes)
+    operands = make_operands(launch.NUMPY.memory, problem, *case.operands, arrays=case.options)
     return list(launch.forward(launch.NUMPY, problem, operands)[:2])
 
 
@@ -133,9 +130,6 @@ def calls(seq: int, width: int) -> dict[str, tuple[dict[str, Any], Any]]:
 
 def _ours(arrays: list[Any], options: dict[str, Any], name: str) -> Callable[[], None]:
     problem = make_problem(*arrays, **options)
-    mask, slopes = (options.get(one) for one in ("attn_mask", "alibi_slopes"))
-    if mask is not None:
-        mask = to_device(mask)
     if name == "documents":
         batch, heads, seq, width = arrays[0].shape
         one = np.append(np.arange(0, seq, DOCUMENT), seq)
@@ -147,7 +141,7 @@ def _ours(arrays: list[Any], options: dict[str, Any], name: str) -> Callable[[],
         )
     memory = launch.CUDA.memory
     q, k, v = arrays
-    operands = make_operands(memory, problem, q, k, v, mask, slopes)
+    operands = make_operands(memory, problem, q, k, v, options)
     out = empty_device(problem.out_shape, BFLOAT16)
     lse = empty_device(problem.lse_shape, FLOAT32)
     call = operands.having(out=out, lse=lse).viewed(memory, problem)

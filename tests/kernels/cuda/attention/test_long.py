@@ -93,9 +93,8 @@ def test_no_option_takes_memory_for_all_scores(rung: str, name: str) -> None:
     arrays = {x: on_device(getattr(case, x)) for x in ("q", "k", "v", "dout", "dlse")}
     mask, dout, dlse = on_device(case.options["attn_mask"]), arrays.pop("dout"), arrays.pop("dlse")
     problem = case.problem(rung=rung)
-    operands = make_operands(
-        launch.CUDA.memory, problem, *arrays.values(), mask, case.options.get("alibi_slopes")
-    )
+    options = {**case.options, "attn_mask": mask}
+    operands = make_operands(launch.CUDA.memory, problem, *arrays.values(), arrays=options)
     before = memory.reset_peak()
     out, lse, rest = launch.forward(launch.CUDA, problem, operands)
     operands = operands.having(out=out, lse=lse, lse_rest=rest, dout=dout, dlse=dlse)

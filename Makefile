@@ -11,7 +11,7 @@
 # make app [MODULE=2]          the app in a browser: every page, or those of the modules up to one
 # make docs                    the site: build/docs/index.html
 # make bench                   naive against flash attention: time and memory
-# make experiments             every table and figure of the papers, in small: build/experiments
+# make experiments             every measurement that has a figure: build/measurements
 # make reliability             the long tests of what goes wrong and what goes on: docs/reliability.md
 # make ends                    the suite with the oldest and with the newest of everything it may run with
 # make lock                    requirements-ci.txt anew: the exact versions that CI installs
@@ -129,8 +129,7 @@ compile-ptx: $(VENV)/.ptx
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/structure/compile_only $(ARGS)
 
 fuzz: $(VENV)/.test
-	$(BIN)/python project/reliability/$(if $(GPU),fuzz_gpu,fuzz).py --minutes $(MINUTES) \
-	  --json build/fuzz$(if $(GPU),_gpu).json $(ARGS)
+	$(BIN)/python project/measure.py $(if $(GPU),fuzz_gpu,fuzz) --minutes $(MINUTES) $(ARGS)
 
 fuzz-options: $(VENV)/.test
 	@echo "MINITORCH_SCHEDULE=$(SCHEDULE)"
@@ -146,13 +145,13 @@ docs: $(VENV)/.docs
 	@echo "the site is in build/docs/index.html"
 
 bench: $(VENV)/.train
-	$(BIN)/python project/bench_attention.py $(ARGS)
+	$(BIN)/python project/measure.py bench_attention $(ARGS)
 
 experiments: $(VENV)/.train
-	$(BIN)/python project/experiments/all.py $(ARGS)
+	$(BIN)/python project/measure.py figures $(ARGS)
 
 reliability: $(VENV)/.test
-	$(BIN)/python project/reliability/all.py $(ARGS)
+	$(BIN)/python project/measure.py determinism bad_calls leaks kills rank_kills fuzz --publish --device cpu $(ARGS)
 
 app: $(VENV)/.app
 	$(BIN)/python -m streamlit run project/app.py $(ARGS) -- $(MODULE)
@@ -184,7 +183,7 @@ lock:
 	  cat build/lock/all.txt build/lock/cuda.txt build/lock/torch.txt | LC_ALL=C sort -fu; } > requirements-ci.txt
 
 ends: $(VENV)/.test
-	$(BIN)/python project/reliability/ends.py --oldest=$(OLDEST) --newest=$(NEWEST) $(ARGS)
+	$(BIN)/python project/measure.py ends --publish --oldest=$(OLDEST) --newest=$(NEWEST) $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-ptx $(VENV)-torch runs build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

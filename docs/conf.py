@@ -9,9 +9,6 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 PROJECT = DOCS.parent / "project"
 sys.path[:0] = [str(DOCS.parent), str(PROJECT), str(DOCS), str(DOCS / "extensions")]
-sys.path.append(
-    str(PROJECT / "experiments")
-)  # after project/, where other files have the same names
 
 project = "minitorch-flash"
 author = "The minitorch-flash authors"
@@ -26,14 +23,13 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
-    "docstrings",  # these eight stand in docs/extensions
+    "docstrings",  # these seven stand in docs/extensions
     "mathml",
     "tasks",
     "algorithm",
-    "measured",
     "recorded",
     "record_tables",
-    "reliability",
+    "long_checks",
 ]
 exclude_patterns = ["_build"]
 suppress_warnings = ["docutils.directive_order"]

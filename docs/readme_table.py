@@ -92,8 +92,8 @@ def lines_of_table() -> list[Line]:
     cpu = "cpu-2-cores/bench_cpu.json"
     half = {"group": "dense", "dtype": "bfloat16", "head_dim": 128}
     single = {"group": "float32", "head_dim": 64}
-    bench = "project/bench_attention.py --device cuda --against torch"
-    train = "project/bench_training.py --device cuda --against torch"
+    bench = "project/measure.py against_torch"
+    train = "project/measure.py bench_training"
     found = [
         Line("H200: bfloat16 attention, forward", attention("forward", "flash3_wgmma", **half),
              attention("forward", "CUDNN", **half), "TFLOP/s", "PyTorch: cuDNN", torch, bench),
@@ -120,7 +120,7 @@ def lines_of_table() -> list[Line]:
              steps, train),
         Line("H200: memory of float32 attention (`flash2`), forward and backward, N = 16,384",
              memory("flash2"), memory("naive"), "GiB", "this library's `naive`",
-             "nvidia-h200/memory.json", "project/experiments/memory.py --device cuda"),
+             "nvidia-h200/memory.json", "project/measure.py memory --device cuda"),
     ]  # fmt: skip
     for what, figure, call in (
         ("attention, 8 heads, N = 2,048, forward", "attention forward", "8 x 2048 x 64, causal"),
@@ -130,7 +130,7 @@ def lines_of_table() -> list[Line]:
     ):
         found.append(
             Line(f"2 cores: {what}", host(figure, call, "ms"), host(figure, call, "their_ms"),
-                 "ms", "PyTorch", cpu, "project/bench_cpu.py")
+                 "ms", "PyTorch", cpu, "project/measure.py bench_cpu")
         )  # fmt: skip
     return found
 

@@ -19,14 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench.measuring import (
-    command_line,
-    name_of,
-    peak_memory,
-    read_rows,
-    reset_peak_memory,
-    write_record,
-)
+from bench.measuring import peak_memory, reset_peak_memory
+from bench.records import command_line, name_of, read_rows, write_record
 from common.command_line import (
     COUNT,
     FROM_ZERO,

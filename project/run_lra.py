@@ -5,13 +5,13 @@ python project/run_lra.py --task listops --all                 all nine; --all a
 python project/run_lra.py --all --go-on                        what the record lacks
 python project/run_lra.py --task text --data aclImdb --all     the official files; a stand-in otherwise
 python project/run_lra.py --quick --all --task listops         a tiny size, to see that everything runs
-python project/run_lra.py --figures lengths                    time by length of all nine
-python project/run_lra.py --figures steps                      time and memory of steps on all tasks
+python project/measure.py lra_lengths lra_steps                time by length, and of training steps
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -19,25 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from bench.long_range import (
-    HEAD_DIM,
-    HEADS,
-    LENGTHS,
-    lengths_table,
-    peak_in_child,
-    time_by_length,
-    time_of_steps,
-)
-from bench.long_range_tables import (
-    lengths_panel,
-    pictures,
-    rates_table,
-    results_table,
-    steps_tables,
-)
-from bench.measuring import command_line, name_of, read_rows, timing_note, write_record
+from bench.long_range import peak_in_child, pictures, rates_table, results_table
+from bench.records import command_line, name_of, read_rows, write_record
 from common.command_line import COUNT, FROM_ZERO, POSITIVE, PROBABILITY, OneLineParser
-from common.one_by_one import run_one_by_one
 from data.long_range import GENERATED, TASKS, TEXT_LENGTH, Task, load_task
 from data.pathfinder import PUBLISHED
 from training.lra_loop import BEST, INTERRUPTED, Training
@@ -131,35 +115,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--go-on", action="store_true",
         help="add to the record: skip what it has, and continue what was interrupted")  # fmt: skip
     add("--out", default="runs/lra", metavar="DIR", help="of sets, checkpoints and the record")
-    add(
-        "--json",
-        metavar="FILE",
-        help="the record (default: lra.json, lra_lengths.json or lra_steps.json in --out)",
-    )
-    add("--plots", metavar="DIR", help="draw accuracy against speed and memory, or time by length")
-    add("--figures", choices=["lengths", "steps"],
-        help="do not train: measure the time by length, or training steps on the tasks")  # fmt: skip
-    add(
-        "--lengths",
-        nargs="+",
-        type=COUNT,
-        default=[*LENGTHS],
-        metavar="N",
-        help="of --figures lengths",
-    )
-    parser.option("--budget", POSITIVE, 20.0, "seconds for each length, or task, of --figures")
+    add("--json", metavar="FILE", help="the record (default: lra.json in --out)")
+    add("--plots", metavar="DIR", help="draw accuracy against speed and memory")
     args = parser.parse_args(argv)
     if args.lr is not None and args.tune:
         parser.error("--tune tries several learning rates; leave out --lr")
     if args.all and args.attention:
         parser.error("--all takes all attentions; leave out --attention, or --all")
-    takes_all = args.all or args.figures == "steps"
-    args.task = args.task or [*(TASKS if takes_all else ("listops",))]
+    args.task = args.task or [*(TASKS if args.all else ("listops",))]
     if args.data is not None and (len(args.task) > 1 or args.task[0] in GENERATED):
         parser.error("--data holds the files of one task: add --task text, retrieval or image")
-    args.attention = args.attention or [*(METHODS if args.all or args.figures else ("flash",))]
-    name = f"lra_{args.figures}.json" if args.figures else "lra.json"
-    args.json = args.json or str(Path(args.out) / name)
+    args.attention = args.attention or [*(METHODS if args.all else ("flash",))]
+    args.json = args.json or str(Path(args.out) / "lra.json")
     return args
 
 
@@ -284,6 +251,16 @@ def command_of(args: argparse.Namespace, run: Run) -> list[str]:
     return command + [f"--{name}" for name in ("eager", "quick") if getattr(args, name)]
 
 
+def in_process(command: list[str]) -> int:
+    """Run a command and return its exit code; after Ctrl-C once it has written what it has."""
+    process = subprocess.Popen(command)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.wait()
+        return INTERRUPTED
+
+
 def train(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Train whatever the record lacks, print the tables and draw the pictures."""
     if Path(args.json).exists() and not args.go_on:
@@ -297,9 +274,14 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> None:
         for run in left:
             train_one(args, run, argv)
     elif left:
-        lines, code = run_one_by_one({run.name: command_of(args, run) for run in left})
-        for line in lines:
-            print(" · ".join(line))
+        for (
+            run
+        ) in left:  # each in a process of its own; a failure does not keep the others from running
+            status = in_process(command_of(args, run))
+            print(f"{run.name} · {'done' if status == 0 else f'ended with exit code {status}'}")
+            code = code or status
+            if status == INTERRUPTED:
+                break
         if Path(args.json).exists():
             write(args, argv, read_rows(args.json))
     rows = [row for row in read_rows(args.json) if key_of(row) in runs and row["done"]]
@@ -313,53 +295,13 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> None:
         sys.exit(code)
 
 
-# -- figures -------------------------------------------------------------------------------------
-
-
-def measure_steps(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Measure training steps of all attentions on the tasks, and print speed-up and memory."""
-    rows: Rows = []
-    note = f"{timing_note('cuda' if args.backend == 'cuda' else 'cpu')}; one batch, again and again"
-    for name in args.task:
-        settings = settings_of(args, name)
-        task = task_of(args, name, 8 * settings.batch)
-        rows += time_of_steps(args.attention, task, settings, args.backend, args.budget, args.eager)
-        write(args, argv, rows, note=note)
-    print(f"\n{steps_tables(rows)}\n\nrecord {args.json}")
-
-
-def measure_lengths(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Measure the time by length, print the table with the crossovers and draw the picture."""
-    rows: Rows = []
-    device = "cuda" if args.backend == "cuda" else "cpu"
-    note = f"{timing_note(device)}; a dash means that there was not enough memory"
-
-    def add(row: dict[str, Any]) -> None:
-        rows.append(row)
-        write(args, argv, rows, note=note, heads=HEADS, head_dim=HEAD_DIM, precision=args.precision)
-
-    lengths = sorted(set(args.lengths))
-    time_by_length(
-        args.attention, lengths, args.backend, args.budget, add, precision=args.precision
-    )
-    print(f"\n{lengths_table(rows)}\n")
-    if args.plots:
-        draw(make_folder(args.plots) / "lra_lengths.png", lengths_panel(rows, name_of(device)))
-    print(f"record {args.json}")
-
-
 def main(argv: list[str] | None = None) -> None:
     given = sys.argv[1:] if argv is None else argv
     args = parse_args(given)
     check_backend(f"--backend {args.backend}", BACKENDS[args.backend])
     make_folder(args.out)
     with ends_in_one_line("--batch, --length or --size"):
-        if args.figures == "steps":
-            measure_steps(args, given)
-        elif args.figures:
-            measure_lengths(args, given)
-        else:
-            train(args, given)
+        train(args, given)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench.measuring import command_line, name_of, read_rows, write_record
+from bench.records import command_line, name_of, read_rows, write_record
 from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser, per_item
 from data.long_range import Task
 from training.intervals import wilson_interval

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from statistics import geometric_mean
 from typing import Any
 
-from bench.peer_figures import DIRECTIONS, FIGURES, figure_of
-from bench.record_files import Record
+from bench.records import Record
 from bench.table_cells import cell, markdown
+from measurements.against_torch import DIRECTIONS, FIGURES, ratios_of
 
 #: Of the tables that show a part of the lengths of a record.
 LENGTHS = (1024, 8192)
@@ -49,7 +49,7 @@ def attention_ratios(record: Record) -> str:
     lines = [
         [figure.name, f"{geometric_mean(ratios):.2f}", str(len(ratios))]
         for figure in FIGURES
-        if (ratios := figure_of(record["rows"], figure))
+        if (ratios := ratios_of(record["rows"], figure))
     ]
     return markdown(["speed of the first / speed of the second", "ratio", "number of calls"], lines)
 
@@ -165,26 +165,6 @@ def product(record: Record) -> str:
     return markdown(
         ["matrix product", "ours", "cuBLAS"], [[f"{row['dtype']} {row['case']}", *rates]]
     )
-
-
-def call_overhead(record: Record) -> str:
-    """Return the host time of small calls, and calls from an idle device beside cuDNN's."""
-    host = [row for row in record["rows"] if "us" in row]
-    idle = [row for row in record["rows"] if "us" not in row]
-    lines = []
-    for row in host:
-        own, *others = row["us"].items()
-        theirs = ", ".join(f"{us:.1f} ({name})" for name, us in others)
-        lines.append([row["call"], f"{own[1]:.1f}", theirs])
-    calls = markdown(["host time of a call, µs", "ours", "PyTorch"], lines)
-    lines = []
-    for row in idle:
-        call = _call({**row, "case": "causal" if row["causal"] else "dense"})
-        lines.append([call, *(f"{row[direction]:.2f}" for direction in DIRECTIONS)])
-    means = (geometric_mean([row[direction] for row in idle]) for direction in DIRECTIONS)
-    lines.append(["geometric mean", *(f"{mean:.2f}" for mean in means)])
-    head = ["one call on an idle device: cuDNN's time / our time", "forward", "backward"]
-    return calls + "\n\n" + markdown(head, lines)
 
 
 def torch_operator(record: Record) -> str:

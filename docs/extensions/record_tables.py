@@ -14,23 +14,20 @@ from typing import Any, NamedTuple
 
 import attention_tables as attention
 import readme_table
-from bench.long_context_tables import bert_table, chapters_table, perplexity_table, stages_table
-from bench.long_range import lengths_table
-from bench.long_range_tables import results_table, steps_tables
-from bench.record_files import Record
-from bench.ring_tables import data_parallel_table, ring_table
+from bench.long_range import lengths_table, results_table, steps_tables
+from bench.records import Record
 from bench.table_cells import cell, markdown
 from docutils import nodes
 from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
+from measurements import bench_attention, calls
 from sphinx.util.docutils import SphinxDirective
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 GPU, CPU, OTHER_GPU = "nvidia-h200", "cpu-2-cores", "nvidia-h100"
 GIGABYTE = 2**30
-QUANTITIES = (
-    ("forward_ms", "forward, ms"), ("backward_ms", "backward, ms"), ("peak_mb", "peak, MiB"),
-)  # fmt: skip
+#: How a continuation is chosen.
+SCORES = "likelihood", "gain"
 #: How figures of the CPU are shown, if not by their names in the record.
 SHOWN = {
     "elementwise and reductions": "10,000,000 numbers",
@@ -58,28 +55,6 @@ def conditions(record: Record, path: str) -> str:
         f"**{record['device']}**, {record['cores']} cores, {record['date']}{calls}: `{record['command']}` "
         f"([record](/results/{path}); {versions})"
     )
-
-
-def rungs(record: Record) -> str:
-    """Return milliseconds and MiB of every rung by length."""
-    rows = record["rows"]
-    names = list(dict.fromkeys(name for row in rows for name in row if name != "length"))
-    mask = "a causal mask" if record["causal"] else "no mask"
-    shown = [
-        f"batch {record['batch']}, {record['heads']} heads, head_dim {record['head_dim']}, float32, "
-        f"{mask}. An empty cell: one pass takes too long, or the memory is too small."
-    ]
-    for key, title in QUANTITIES:
-        lines = [
-            [f"N = {row['length']:,}", *(_figure(row.get(name, {}).get(key)) for name in names)]
-            for row in rows
-        ]
-        shown.append(markdown([title, *names], lines))
-    return "\n\n".join(shown)
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else cell(value)
 
 
 def rungs_forward(record: Record) -> str:
@@ -231,6 +206,117 @@ def lra_steps(record: Record) -> str:
     return f"{_dashes(record)}\n\n{steps_tables(record['rows'])}"
 
 
+def _with_interval(row: Record, key: str, form: str) -> str:
+    return f"{row[key]:{form}} ({row['low']:{form}} to {row['high']:{form}})"
+
+
+def stages_table(record: Record) -> str:
+    """Return what each stage of a training on Path-X and Path-256 took and reached."""
+    lines = []
+    for row in record["rows"]:
+        low, high = row["interval"]
+        lines.append([
+            row["stage"], f"{row['length']:,}", f"{row['steps']:,}", f"{row['seconds']:.0f}",
+            f"{row['test_accuracy']:.1%}", f"{low:.1%} to {high:.1%}",
+        ])  # fmt: skip
+    return markdown(["stage", "tokens", "steps", "time, s", "accuracy", "95 % interval"], lines)
+
+
+def perplexity_table(record: Record) -> str:
+    """Return the perplexity of each model by the context that it is given."""
+    runs = [{row["context"]: row for row in run["by_context"]} for run in record["rows"]]
+    lines = []
+    for context in sorted({context for run in runs for context in run}):
+        found = [run.get(context) for run in runs]
+        stride = next(row["stride"] for row in found if row is not None)
+        cells = ("" if row is None else f"{row['perplexity']:.3f}" for row in found)
+        lines.append([f"{context:,}", str(stride), *cells])
+    names = [f"perplexity after training with context {max(run):,}" for run in runs]
+    return markdown(["context", "stride", *names], lines)
+
+
+def chapters_table(record: Record) -> str:
+    """Return how often the first model finds the next chapter, by context."""
+    run = record["rows"][0]
+    lines = []
+    for context in sorted({row["context"] for row in run["by_context"]}):
+        own = {row["score"]: row for row in run["by_context"] if row["context"] == context}
+        lines.append(
+            [f"{context:,}", *(_with_interval(own[name], "accuracy", ".1%") for name in SCORES)]
+        )
+    gained = run["longest_minus_shortest"]
+    cells = (_with_interval(gained[name], "mean", "+.1%") for name in SCORES)
+    lines.append(["longest minus shortest context", *cells])
+    return markdown(["context", *(f"accuracy by {name}" for name in SCORES)], lines)
+
+
+def bert_table(record: Record) -> str:
+    """Return the time of a step of BERT on padded and packed batches, beside PyTorch's on padded ones."""
+    lines = []
+    for row in record["rows"]:
+        times = (f"{row['ms'][name]['median']:.3g}" for name in ("packed", "padded", "PyTorch"))
+        over = row["unpadding"], row["ratio"]["packed"], row["ratio"]["padded"]
+        lines.append([
+            str(row["context"]), f"{row['padding']:.0%}", *times, *(f"{x['median']:.2f}" for x in over),
+        ])  # fmt: skip
+    head = [
+        "context", "padding", "packed, ms/step", "padded, ms/step", "PyTorch, ms/step",
+        "speedup: packed over padded", "packed over PyTorch", "padded over PyTorch",
+    ]  # fmt: skip
+    return markdown(head, lines)
+
+
+def _measured(record: Record) -> list[Record]:
+    return [row for row in record["rows"] if "length" in row]
+
+
+def ring_table(record: Record) -> str:
+    """Return the times of ring attention by length, beside one GPU, the model and PyTorch."""
+    lines = []
+    for row in _measured(record):
+        for way, name in {"forward": "forward", "both": "forward and backward"}.items():
+            lines.append([
+                f"{row['length']:,}, {name}",
+                *(cell(1e3 * row[f"{whose}_{way}_seconds"]) for whose in ("one", "all")),
+                f"{row[f'efficiency_{way}']:.2f}",
+                cell(1e3 * row[f"predicted_{way}_seconds"]),
+                cell(1e3 * row["context_parallel"][way]["seconds"]),
+                f"{row[f'beside_torch_{way}']:.2f}",
+            ])  # fmt: skip
+    head = [
+        "tokens, pass", "one GPU, ms", f"{record['gpus']} GPUs, ms", "efficiency", "model, ms",
+        "PyTorch, ms", "PyTorch's time / ours",
+    ]  # fmt: skip
+    first = _measured(record)[0]
+    call = (
+        f"Causal, bfloat16, batch 1, {first['heads']} heads, head_dim {first['head_dim']}; messages have a "
+        f"latency of {1e6 * first['latency']:.0f} µs and {first['bandwidth'] / 1e9:.0f} GB/s"
+    )
+    steps = [
+        f"A training step on {row['train']:,} tokens of context ({row['layers']} layers, width "
+        f"{row['width']}, activations recomputed) takes {row['step_seconds']:.1f} s."
+        for row in record["rows"]
+        if "train" in row
+    ]
+    return "\n\n".join([f"{call}.", markdown(head, lines), *steps])
+
+
+def data_parallel_table(record: Record) -> str:
+    """Return the steps of data parallel training, ours and PyTorch's, beside those of one GPU."""
+    (row,) = record["rows"]
+    lines = []
+    for name, own in (("this library", ""), ("PyTorch's DDP, eager", "torch_")):
+        one, every = (row[f"{own}{whose}_seconds"] for whose in ("one", "all"))
+        tokens = record["gpus"] * row["batch_per_gpu"] * row["context"] / every
+        lines.append([name, cell(1e3 * one), cell(1e3 * every), f"{one / every:.2f}", cell(tokens)])
+    head = [
+        "a step", "one GPU, ms", f"{record['gpus']} GPUs, ms", "efficiency", "tokens/s",
+    ]  # fmt: skip
+    batch = f"{row['batch_per_gpu']} x {row['context']:,} tokens per GPU"
+    call = f"{row['preset']}, {row['precision']}, {batch}"
+    return f"{call}.\n\n{markdown(head, lines)}"
+
+
 class Table(NamedTuple):
     """A table of a page.
 
@@ -254,9 +340,9 @@ TABLES = {
     "functions-64": Table("functions_64", attention.user_functions),
     "functions-128": Table("functions_128", attention.user_functions),
     "product": Table("against_torch", attention.product),
-    "call-overhead": Table("calls", attention.call_overhead),
+    "call-overhead": Table("calls", calls.table),
     "peers": Table("peers", attention.peers),
-    "rungs": Table("bench_attention", rungs),
+    "rungs": Table("bench_attention", bench_attention.table),
     "rungs-forward": Table("bench_attention", rungs_forward),
     "training-speed": Table("bench_training", training_speed),
     "training-steps": Table("bench_training", training_steps),

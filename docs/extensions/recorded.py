@@ -1,4 +1,4 @@
-"""What the experiments measured, read from docs/results when the site is built.
+"""What the measurements found, read from docs/results when the site is built.
 
 The directive ``{experiment} NAME`` inserts the figure and, for each device, the table and where it was
 made; with ``:figure:`` it inserts the figure alone, with ``:table: nvidia-h200`` the table of one device.
@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import harness
 import record_tables
+from bench import harness, plots, records
 from docutils import nodes
 from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
@@ -72,7 +72,7 @@ def number(text: str, results: Path | None = None) -> str:
     if len(words) < 4:
         raise ValueError(f"a result is an experiment, a device, a path and a format, got {text!r}")
     name, device, *path, form = words
-    file = (results or harness.RESULTS) / device / f"{name}.json"
+    file = (results or records.RESULTS) / device / f"{name}.json"
     if not file.exists():
         return MISSING
     return format(look_up(_record(file), " ".join(path)), form)
@@ -89,7 +89,7 @@ class ResultRole(SphinxRole):
             message = self.inliner.reporter.error(str(error), line=self.lineno)
             return [self.inliner.problematic(self.rawtext, self.rawtext, message)], [message]
         name, device, *_ = self.text.split()
-        self.env.note_dependency(str(harness.RESULTS / device / f"{name}.json"))
+        self.env.note_dependency(str(records.RESULTS / device / f"{name}.json"))
         return [nodes.Text(shown)], []
 
 
@@ -101,12 +101,10 @@ def as_markdown(name: str, figure: bool = True, devices: list[str] | None = None
         figure: Whether the figure is wanted.
         devices: Folders whose tables are wanted; all when None.
     """
-    experiment = harness.load(name).EXPERIMENT
-    found = [
-        result for result in harness.stored(name) if devices is None or result.folder in devices
-    ]
+    experiment = harness.load(name)
+    found = [result for result in plots.stored(name) if devices is None or result.folder in devices]
     lines = []
-    if figure and (harness.IMAGES / f"{name}.svg").exists():
+    if figure and (plots.IMAGES / f"{name}.svg").exists():
         lines += [
             f"```{{figure}} /images/experiments/{name}.svg", f":alt: {experiment.caption}", "",
             experiment.caption, "```", "",
@@ -114,7 +112,7 @@ def as_markdown(name: str, figure: bool = True, devices: list[str] | None = None
     for result in found:
         origin = record_tables.conditions(result.record, f"{result.folder}/{name}.json")
         lines += [origin, "", harness.table_of(experiment, result), ""]
-    how = f"`python project/experiments/{name}.py`"
+    how = f"`python project/measure.py {name}`"
     return "\n".join(lines or [f"Not measured yet: {how} does it."])
 
 
@@ -136,8 +134,8 @@ class ExperimentDirective(SphinxDirective):
             )
         except ValueError as error:
             raise self.error(str(error)) from None
-        for result in harness.stored(name):
-            self.env.note_dependency(str(harness.RESULTS / result.folder / f"{name}.json"))
+        for result in plots.stored(name):
+            self.env.note_dependency(str(records.RESULTS / result.folder / f"{name}.json"))
         box = nodes.container(classes=["measured"])
         self.state.nested_parse(StringList(text.splitlines(), name), 0, box)
         return [box]

@@ -44,9 +44,9 @@ def page(hide_source: bool = False) -> None:
     """Show the page."""
     found, refused = measurements()
     if refused:
-        st.warning(f"no results of project/bench_attention.py: {', '.join(refused)}")
+        st.warning(f"no results of project/measure.py bench_attention: {', '.join(refused)}")
     if not found:
-        refuse(f"no results in {RESULTS}; make some with python project/bench_attention.py")
+        refuse(f"no results in {RESULTS}; make some with python project/measure.py bench_attention")
         return
     widest = max(found, key=lambda name: len(found[name]["rows"][0]))
     index = list(found).index(widest)

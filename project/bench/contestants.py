@@ -1,213 +1,234 @@
-"""What benchmarks and experiments compare: our rungs, composed baselines, and PyTorch if it is there."""
+"""Attention to be timed, forward and backward: our kernels on arrays, our tensors, and PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import kernels
 import minitorch
+from bench.measuring import load_torch
+from bench.peer_cases import Case
 from bench.published_cuda import PublishedBackend
-from kernels.cuda.runtime.arrays import pool, to_device
-from kernels.runtime.targets import cuda
-from minitorch import Tensor, TensorBackend
+from kernels.cuda.runtime.arrays import is_device_array, pool, to_device, to_host
+from kernels.interop.libraries import as_array
+from minitorch import Tensor
+
+DIRECTIONS = ("forward", "backward")
 
 
-class ArrayCall:
-    """One call of attention on arrays, to be timed: the kernels and nothing else.
+class Call:
+    """One call of the kernels on arrays.
 
     Args:
-        device: "cpu" or "cuda".
-        heads: Of q, k and v.
-        seq_q: Query rows.
-        seq_k: Key columns; as many when None.
-        head_dim: Of q, k and v.
-        tile: (block_q, block_k) of both passes; the rung's own when None.
+        arrays: q, k, v and dout: (batch, heads, seq, head_dim), or (tokens, heads, head_dim) if packed.
         options: Of the call.
+        sums: Where packed sequences begin and end, or None.
     """
 
-    def __init__(
-        self, device: str, heads: int, seq_q: int, seq_k: int | None = None, *,
-        head_dim: int = 64, tile: tuple[int, int] | None = None, **options: Any,
-    ):  # fmt: skip
-        rng = np.random.default_rng(0)
-        place = to_device if device == "cuda" else lambda array: array
-        lengths = (seq_q, seq_k or seq_q, seq_k or seq_q, seq_q)
-        self.q, self.k, self.v, self.dout = (
-            place(rng.standard_normal((1, heads, length, head_dim), dtype=np.float32))
-            for length in lengths
-        )
-        if "attn_mask" in options:
-            options["attn_mask"] = place(options["attn_mask"])
-        self.options = {"tile": tile, **options}
+    def __init__(self, arrays: list[Any], options: dict[str, Any], sums: Any = None):
+        *self.operands, self.dout = arrays
+        self.options, self.sums = options, sums
         self.results: Any = None
+        self.gradients: Any = None
 
     def forward(self) -> None:
         """Compute out and lse."""
-        self.results = kernels.flash_attention_forward(self.q, self.k, self.v, **self.options)
+        if self.sums is None:
+            self.results = kernels.flash_attention_forward(*self.operands, **self.options)
+        else:
+            self.results = kernels.flash_attention_varlen_forward(
+                *self.operands, self.sums, self.sums, **self.options
+            )
 
     def backward(self) -> None:
         """Compute dq, dk and dv, after a forward pass."""
-        kernels.flash_attention_backward(
-            self.dout, self.q, self.k, self.v, *self.results, **self.options
-        )
+        call = self.dout, *self.operands, *self.results
+        if self.sums is None:
+            self.gradients = kernels.flash_attention_backward(*call, **self.options)
+        else:
+            self.gradients = kernels.flash_attention_varlen_backward(
+                *call, self.sums, self.sums, **self.options
+            )
+
+    def first_heads(self, count: int = 1) -> list[Any]:
+        """Return out, dq, dk and dv of so many heads in float64, (heads, length, head_dim)."""
+        arrays = map(as_array, (self.results[0], *self.gradients))
+        found = (to_host(x) if is_device_array(x) else x for x in arrays)
+        by_head = (x[0] if self.sums is None else x.transpose(1, 0, 2) for x in found)
+        return [array[:count].astype(np.float64) for array in by_head]
 
 
-class Contestant:
-    """One way to compute attention, forward and backward.
+def place_on(device: str) -> Callable[[Any], Any]:
+    """Return a function that places an array on a device."""
+    return to_device if device == "cuda" else np.asarray
+
+
+def random_call(
+    device: str, heads: int, seq_q: int, seq_k: int | None = None, *, head_dim: int = 64, **options: Any
+) -> Call:  # fmt: skip
+    """Return a call in float32 on random operands; as many keys as queries when None."""
+    rng, place = np.random.default_rng(0), place_on(device)
+    lengths = (seq_q, seq_k or seq_q, seq_k or seq_q, seq_q)
+    shapes = ((1, heads, length, head_dim) for length in lengths)
+    arrays = [place(rng.standard_normal(shape, dtype=np.float32)) for shape in shapes]
+    if "attn_mask" in options:
+        options["attn_mask"] = place(options["attn_mask"])
+    return Call(arrays, options)
+
+
+def packed_call(device: str, heads: int, lengths: list[int], head_dim: int = 64) -> Call:
+    """Return a causal call of packed sequences in float32."""
+    rng, shape = np.random.default_rng(0), (sum(lengths), heads, head_dim)
+    arrays = [place_on(device)(rng.standard_normal(shape, dtype=np.float32)) for _ in range(4)]
+    return Call(arrays, {"is_causal": True}, np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def case_call(case: Case, arrays: list[Any], dtype: Any, device: str, **options: Any) -> Call:
+    """Return a call of a case.
 
     Args:
-        attend: ``(q, k, v)`` of tensors to a tensor.
+        case: To compute.
+        arrays: q, k, v and dout, of NumPy, the device or PyTorch, in the layout of :class:`Call`.
+        dtype: Of the arrays.
+        device: "cpu" or "cuda".
+        options: Beside those of the case.
+    """
+    options = case.options_of(dtype) | options
+    if options.get("attn_mask") is not None:
+        options["attn_mask"] = place_on(device)(options["attn_mask"])
+    return Call(arrays, options, case.sums)
+
+
+def reference(case: Case, first: list[Any], dtype: Any) -> list[Any]:
+    """Return out, dq, dk and dv of heads by the textbook formula in float64.
+
+    Args:
+        case: To compute.
+        first: q, k, v and dout of those heads, (heads, length, head_dim), float64.
+        dtype: Of the operands that are compared.
+    """
+    call = Call([x[None] for x in first], {"rung": "naive", **case.reference_options(dtype)})
+    call.forward()
+    call.backward()
+    return call.first_heads(len(first[0]))
+
+
+def errors(found: list[Any], wanted: list[Any]) -> dict[str, float]:
+    """Return the largest error of out, and of the gradients relative to their largest elements."""
+    away = [float(np.abs(a - b).max()) for a, b in zip(found, wanted, strict=True)]
+    sizes = [float(np.abs(b).max()) for b in wanted]
+    relative = (a / b for a, b in zip(away[1:], sizes[1:], strict=True))
+    return {"error": away[0], "gradient_error": max(relative)}
+
+
+class TensorCall:
+    """Attention on tensors of this library.
+
+    Args:
+        attend: ``(q, k, v)`` to a tensor.
         backend: Of the tensors.
-    """
-
-    def __init__(self, attend: Callable[..., Any], backend: TensorBackend):
-        self.attend = attend
-        self.backend = backend
-
-    def operands(self, arrays: list[Any]) -> list[Any]:
-        """Return NumPy arrays as what ``attend`` takes."""
-        return [minitorch.from_numpy(x, self.backend, requires_grad=True) for x in arrays]
-
-    def forward(self, q: Any, k: Any, v: Any) -> Any:
-        """Return the result, and what its backward pass needs with it."""
-        return self.attend(q, k, v)
-
-    def backward(self, out: Any, operands: list[Any]) -> None:
-        """Compute all three gradients, from the result itself as the gradient of the result."""
-        self.forget_gradients(operands)
-        out.backward(out.detach())
-
-    def forget_gradients(self, operands: list[Any]) -> None:
-        """Free the memory of the gradients."""
-        for t in operands:
-            t.zero_grad_()
-
-    def wait(self) -> None:
-        """Wait until everything that was asked for has been done."""
-        if self.backend.cuda:
-            cuda.synchronize()
-
-    def start_peak(self) -> int:
-        """Begin to watch the device's memory; return what is in use."""
-        memory = pool()
-        return 0 if memory is None else memory.reset_peak()
-
-    def peak(self) -> int:
-        """Return the most bytes of the device's memory in use since then."""
-        memory = pool()
-        return 0 if memory is None else memory.peak()
-
-
-class Bound:
-    """A contestant with its operands, to be timed as an :class:`ArrayCall` is.
-
-    Args:
-        contestant: That computes.
         arrays: q, k and v, NumPy arrays.
+        training: Record a graph; otherwise operands are constants, and there is no backward pass.
     """
 
-    def __init__(self, contestant: Contestant, arrays: list[Any]):
-        self.contestant = contestant
-        self.operands = contestant.operands(arrays)
-        self.out: Any = None
+    def __init__(self, attend: Any, backend: Any, arrays: list[Any], training: bool = True):
+        self.attend, self.out = attend, None
+        self.operands = [minitorch.from_numpy(x, backend, requires_grad=training) for x in arrays]
+        self.memory: Any = pool() if backend.cuda else None
 
     def forward(self) -> None:
         """Compute the result."""
-        self.release()
-        self.out = self.contestant.forward(*self.operands)
+        self.out = None
+        self.out = self.attend(*self.operands)
 
     def backward(self) -> None:
-        """Compute all three gradients, after a forward pass."""
-        self.contestant.backward(self.out, self.operands)
+        """Compute all gradients, from the result itself as the gradient of the result."""
+        for t in self.operands:
+            t.zero_grad_()
+        out: Any = self.out
+        out.backward(out.detach())
 
     def release(self) -> None:
-        """Forget the result, and what its backward pass needs: the memory is free for others."""
+        """Free the result and all that its backward pass needs."""
         self.out = None
 
     def clear(self) -> None:
-        """Forget the gradients, too."""
+        """Free the gradients, too."""
         self.release()
-        self.contestant.forget_gradients(self.operands)
+        for t in self.operands:
+            t.zero_grad_()
 
 
-class TorchContestant(Contestant):
-    """PyTorch's own scaled_dot_product_attention, by the fastest of its kernels.
+class TorchTensorCall(TensorCall):
+    """PyTorch's scaled_dot_product_attention by the backend that it chooses; see :class:`TensorCall`."""
 
-    Args:
-        torch: The module.
-        causal: Mask what comes later.
-        device: "cpu" or "cuda".
-    """
+    def __init__(self, causal: bool, device: str, arrays: list[Any], training: bool = True):
+        self.torch, self.out, self.memory = load_torch(), None, None
+        sdpa = self.torch.nn.functional.scaled_dot_product_attention
+        self.attend = partial(sdpa, is_causal=causal)
+        # Four dimensions, for its fused kernels.
+        self.operands = [
+            self.torch.tensor(x[None], device=device, requires_grad=training) for x in arrays
+        ]
+        if device == "cuda":
+            self.memory = TorchMemory()
 
-    def __init__(self, torch: Any, causal: bool, device: str):
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        super().__init__(lambda q, k, v: sdpa(q, k, v, is_causal=causal), minitorch.FastBackend)
-        self.torch = torch
-        self.device = device
+    def backward(self) -> None:
+        """Compute all gradients, which nobody keeps."""
+        out: Any = self.out
+        self.torch.autograd.grad(out, self.operands, out.detach(), retain_graph=True)
 
-    def operands(self, arrays: list[Any]) -> list[Any]:
-        """Return NumPy arrays as what ``attend`` takes: four dimensions, for its fused kernels."""
-        return [self.torch.tensor(x[None], device=self.device, requires_grad=True) for x in arrays]
+    def clear(self) -> None:
+        """Free the result."""
+        self.release()
 
-    def backward(self, out: Any, operands: list[Any]) -> None:
-        """Compute all three gradients, from the result itself as the gradient of the result."""
-        self.torch.autograd.grad(out, operands, out.detach(), retain_graph=True)
 
-    def forget_gradients(self, operands: list[Any]) -> None:
-        """Do nothing: nobody keeps the gradients."""
+class TorchMemory:
+    """PyTorch's memory on the device, watched as :class:`kernels.cuda.runtime.memory_pool.Pool` is."""
 
-    def wait(self) -> None:
-        """Wait until everything that was asked for has been done."""
-        if self.device == "cuda":
-            self.torch.cuda.synchronize()
+    def __init__(self) -> None:
+        self.cuda: Any = load_torch().cuda
 
-    def start_peak(self) -> int:
-        """Begin to watch the device's memory; return what is in use."""
-        self.torch.cuda.reset_peak_memory_stats()
-        return self.torch.cuda.memory_allocated()
+    def reset_peak(self) -> int:
+        """Let the peak begin anew; return what is in use."""
+        self.cuda.reset_peak_memory_stats()
+        return self.cuda.memory_allocated()
 
     def peak(self) -> int:
-        """Return the most bytes of the device's memory in use since then."""
-        return self.torch.cuda.max_memory_allocated()
+        """Return the most bytes in use since then."""
+        return self.cuda.max_memory_allocated()
 
 
-def contestants(device: str, causal: bool) -> dict[str, Contestant]:
-    """Return what runs on a device, by name; the one that all are compared with comes last.
+def contestants(device: str, causal: bool = False) -> dict[str, Callable[..., TensorCall]]:
+    """Return what runs on a device, by name; the last one is that which all are compared with.
 
-    Args:
-        device: "cpu" or "cuda".
-        causal: Mask what comes later.
+    Returns:
+        Functions of arrays, and of ``training``, that make a :class:`TensorCall`.
     """
 
-    def fused(**options: Any) -> Callable[..., Any]:
-        return lambda q, k, v: Tensor.flash_attention(q, k, v, is_causal=causal, **options)
+    def on(backend: Any, attend: Any, **options: Any) -> Callable[..., TensorCall]:
+        return partial(TensorCall, partial(attend, is_causal=causal, **options), backend)
 
-    def composed(q: Any, k: Any, v: Any) -> Any:
-        return minitorch.naive_attention(q, k, v, is_causal=causal)
-
+    composed, fused = minitorch.naive_attention, Tensor.flash_attention
     if device == "cpu":
-        found = {"naive": Contestant(composed, minitorch.FastBackend)}
-        ladder = {"flash": Contestant(fused(), minitorch.FastBackend)}
+        cpu = minitorch.FastBackend
+        found, ladder = {"naive": on(cpu, composed)}, {"flash": on(cpu, fused)}
     else:
         gpu = minitorch.CudaBackend
-        found = {
-            "published": Contestant(composed, PublishedBackend),
-            "composed": Contestant(composed, gpu),
-        }
-        ladder = {name: Contestant(fused(rung=name), gpu) for name in ("naive", "flash1")}
-        ladder["flash2 atomic"] = Contestant(fused(rung="flash2", deterministic=False), gpu)
-        ladder["flash2"] = Contestant(fused(rung="flash2"), gpu)
-    try:
-        import torch  # type: ignore[import-not-found]
-    except ImportError:
-        return {**found, **ladder}
-    return {**found, "PyTorch": TorchContestant(torch, causal, device), **ladder}
+        found = {"published": on(PublishedBackend, composed), "composed": on(gpu, composed)}
+        ladder = {name: on(gpu, fused, rung=name) for name in ("naive", "flash1")}
+        ladder["flash2 atomic"] = on(gpu, fused, rung="flash2", deterministic=False)
+        ladder["flash2"] = on(gpu, fused, rung="flash2")
+    if load_torch() is not None:
+        found["PyTorch"] = partial(TorchTensorCall, causal, device)
+    return {**found, **ladder}
 
 
-def random_arrays(shape: tuple[int, ...]) -> list[Any]:
+def random_arrays(*shape: int) -> list[Any]:
     """Return q, k and v in float32."""
     rng = np.random.default_rng(0)
     return [rng.standard_normal(shape, dtype=np.float32) for _ in range(3)]

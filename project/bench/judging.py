@@ -17,7 +17,7 @@ from training.loop_options import BACKENDS
 from training.script_helpers import Panel, check_backend, draw, ends_in_one_line, make_folder
 
 import minitorch
-from bench.measuring import command_line, name_of, write_record
+from bench.records import command_line, name_of, write_record
 from minitorch.nn import softmax_loss
 
 Losses = npt.NDArray[np.float64]

@@ -1,52 +1,29 @@
-"""Time and memory of the nine attentions of the Long-Range Arena: of training steps, and by length."""
+"""Memory, tables and pictures of trainings on the Long-Range Arena, from the rows of a record."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from statistics import geometric_mean
+from statistics import fmean, geometric_mean, pstdev
 from typing import Any
 
 import numpy as np
-from data.long_range import Task
-from tqdm import tqdm
-from training.lra_loop import Training
-from training.lra_methods import BACKENDS, METHODS, Settings, build_classifier
+from training.lra_methods import METHODS, Settings, build_classifier
+from training.script_helpers import Panel
 
 import minitorch
-from bench.measuring import (
-    in_child,
-    interleaved,
-    out_of_memory,
-    peak_memory,
-    reset_peak_memory,
-    spread,
-    wait,
-)
-from bench.record_files import Record
-from bench.table_cells import cell, markdown
+from bench.measuring import out_of_memory, peak_memory, reset_peak_memory, wait
+from bench.processes import in_child
+from bench.records import Record
+from bench.table_cells import cell, colour_of, markdown
 from kernels.cuda.runtime.arrays import pool
 from minitorch.backends.matmul_precision import find_precision
-from minitorch.training.captured_step import RECORDED
-from minitorch.training.captured_step import WARM_UP as WARM_UP_CALLS
 
-#: With which everything is compared, and those that compute the same as it.
+#: With which everything is compared.
 NAIVE, FLASH = "naive", "flash"
-HEADS, HEAD_DIM = 2, 32
-LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
-#: Bytes of the score matrices of one training step that naive attention may take on the CPU.  It keeps
-#: about six of them.
-MOST_BYTES, KEPT_MATRICES = 4 * 2**30, 6
 #: Length of the step before a measured one, which compiles.
 WARM_UP = 256
-#: Steps before measured ones: the first compile, the others are captured, with no other step between.
-STEPS_BEFORE = WARM_UP_CALLS + RECORDED
-
-
-# -- memory --------------------------------------------------------------------------------------
+MEBIBYTE = 2**20
 
 
 def peak_of_step(
@@ -54,19 +31,18 @@ def peak_of_step(
 ) -> int | None:
     """Return the bytes that one training step adds to the peak of this process, or of the GPU's pool.
 
-    To be called in a fresh process.
-
     Args:
         attention: One of ``METHODS``.
         settings: Of the model; its dropout stays.
-        backend: "fast" or "cuda".
+        backend: "fast", in a fresh process, or "cuda".
         model: Arguments by name of :func:`training.lra_methods.build_classifier`.
 
     Returns:
         None where the memory is too small for the step, or its peak is not known.
     """
-    memory = pool() if backend == "cuda" else None
-    if (memory is None) if backend == "cuda" else (peak_memory() == 0):
+    device, before = "cuda" if backend == "cuda" else "cpu", 0
+    memory = pool() if device == "cuda" else None
+    if (memory is None) if device == "cuda" else (peak_memory() == 0):
         return None
     try:
         for length in (min(WARM_UP, model["length"]), model["length"]):
@@ -75,11 +51,11 @@ def peak_of_step(
             lead = (settings.batch, *[2] * (model["documents"] == 2))
             X = np.random.default_rng(0).integers(1, model["vocabulary"], (*lead, length))
             y = np.zeros(settings.batch, np.int64)
-            wait("cuda" if backend == "cuda" else "cpu")
+            wait(device)
             before = memory.reset_peak() if memory is not None else reset_peak_memory()
             with minitorch.matmul_precision(find_precision(settings.precision).products):
                 own.loss(X, y).backward()
-        wait("cuda" if backend == "cuda" else "cpu")
+        wait(device)
         return (memory.peak() if memory is not None else peak_memory()) - before
     except Exception as error:
         if not out_of_memory(error):
@@ -98,63 +74,118 @@ def peak_in_child(
         return None
 
 
-# -- training steps --------------------------------------------------------------------------------
+def finished(rows: Sequence[Record]) -> list[Record]:
+    """Return the rows of trainings that are done."""
+    return [row for row in rows if row.get("done")]
 
 
-def time_of_steps(
-    attentions: Sequence[str], task: Task, settings: Settings, backend: str, budget: float,
-    eager: bool = False,
-) -> list[Record]:  # fmt: skip
-    """Measure a training step of each attention on a task, in interleaved rounds, and its memory.
+def titles(rows: Sequence[Record]) -> dict[str, str]:
+    """Return the title of each task: its name and where its examples come from."""
+    return {row["task"]: f"{row['task']} ({row['source']})" for row in rows}
 
-    Args:
-        attentions: Of ``METHODS``.
-        task: With examples for a batch at least.
-        settings: Of the model and the training.
-        backend: "fast" or "cuda".
-        budget: Seconds for the rounds.
-        eager: Whether to launch the kernels of a step one by one, rather than to capture them.
 
-    Returns:
-        A row for each attention; None is the time, or the peak, where memory was too small.
+def _of(rows: Sequence[Record], task: str, attention: str) -> list[Record]:
+    return [row for row in rows if row["task"] == task and row["attention"] == attention]
+
+
+def _mean(rows: Sequence[Record], key: str) -> float | None:
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return fmean(values) if values else None
+
+
+def _ratio(above: float | None, below: float | None) -> str:
+    return "–" if above is None or not below else f"{above / below:.2f}"
+
+
+def results_table(rows: Sequence[Record]) -> str:
+    """Return a table for each task: accuracy, time of a step and memory of each attention, as Markdown.
+
+    Accuracies are those of the best validated model on the test part, as mean and standard deviation over
+    the seeds.  Speedup and memory are relative to naive attention.  A column without figures is left out.
     """
-    train = task.parts["train"]
-    X, y = train.X[: settings.batch].astype(np.int64), train.y[: settings.batch]
-    model = task.model
-    peaks: dict[str, int | None] = {}
-    steps: dict[str, Callable[[], Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in tqdm(attentions, desc=task.name, unit="attention", disable=None, leave=False):
-            # A GPU's pool has a peak of its own; that of the system's memory needs a fresh process.
-            of_step = peak_of_step if backend == "cuda" else peak_in_child
-            peaks[name] = of_step(name, settings, backend, model)
-            try:
-                training = Training(
-                    task, name, settings, 0, backend, Path(folder) / name, eager=eager
-                )
-                steps[name] = partial(training.take_step, X, y)
-                for _ in range(STEPS_BEFORE):
-                    steps[name]()
-            except Exception as error:
-                if not out_of_memory(error):
-                    raise
-                steps.pop(name, None)
-        times = interleaved(steps, "cuda" if backend == "cuda" else "cpu", budget)
-    return [
-        {
-            "task": task.name, "source": task.source, "length": task.length, "attention": name,
-            "batch": settings.batch, "precision": settings.precision, "peak_bytes": peaks[name],
-            "ms": spread(times[name], 1e3) if name in times else None,
-        }
-        for name in attentions
-    ]  # fmt: skip
+    rows, parts = finished(rows), []
+    for task, title in titles(rows).items():
+        base, lines = _of(rows, task, NAIVE), []
+        for name, method in METHODS.items():
+            own = _of(rows, task, name)
+            if not own:
+                continue
+            accuracies = [100 * row["test_accuracy"] for row in own]
+            spread = f" ± {pstdev(accuracies):.1f}" if len(own) > 1 else ""
+            peak, step = _mean(own, "peak_bytes"), _mean(own, "step_ms")
+            lines.append([
+                method.title, f"{fmean(accuracies):.1f}{spread}", str(len(own)), cell(step),
+                _ratio(_mean(base, "step_ms"), step),
+                cell(None if peak is None else peak / MEBIBYTE),
+                _ratio(peak, _mean(base, "peak_bytes")),
+            ])  # fmt: skip
+        head = [
+            title, "test accuracy, %", "seeds", "step, ms", "speed-up", "peak memory of a step, MiB",
+            "memory relative to the Transformer",
+        ]  # fmt: skip
+        known = [place for place, cells in enumerate(zip(*lines, strict=True)) if {*cells} != {"–"}]
+        head, *lines = ([line[place] for place in known] for line in (head, *lines))
+        parts.append(markdown(head, lines))
+    return "\n\n".join(parts)
+
+
+def rates_table(rows: Sequence[Record]) -> str:
+    """Return the best validation accuracy of each learning rate, the best of each line in bold."""
+    rows, lines = finished(rows), []
+    rates = sorted({row["lr"] for row in rows})
+    for task in titles(rows):
+        for name in METHODS:
+            own = _of(rows, task, name)
+            if not own:
+                continue
+            by_rate = [[row for row in own if row["lr"] == lr] for lr in rates]
+            means = [_mean(part, "valid_accuracy") for part in by_rate]
+            best = max(mean for mean in means if mean is not None)
+            cells = ["–" if mean is None else f"{100 * mean:.1f}" for mean in means]
+            cells = [f"**{c}**" if m == best else c for c, m in zip(cells, means, strict=True)]
+            lines.append([f"{task}, {METHODS[name].title}", *cells])
+    return markdown(["validation accuracy, %", *(f"lr {lr:g}" for lr in rates)], lines)
+
+
+def legend_below(axes: Any) -> None:
+    """Draw the legend of a panel below it."""
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
+
+
+def scatter(rows: Sequence[Record], task: str, key: str, label: str, scale: float = 1.0) -> Panel:
+    """Return a panel of accuracy against a cost on a task, a point for each attention."""
+
+    def panel(axes: Any) -> None:
+        names = [name for name in METHODS if _of(rows, task, name)]
+        for name in names:
+            own = _of(rows, task, name)
+            cost, accuracy = _mean(own, key), _mean(own, "test_accuracy")
+            if cost is not None and accuracy is not None:
+                colour, title = colour_of(name, names), METHODS[name].title
+                axes.scatter([cost * scale], [100 * accuracy], color=colour, label=title)
+        axes.set(xscale="log", xlabel=label, ylabel="test accuracy, %", title=titles(rows)[task])
+        axes.grid(alpha=0.3)
+        if axes.has_data():
+            legend_below(axes)
+
+    return panel
+
+
+def pictures(rows: Sequence[Record]) -> dict[str, list[Panel]]:
+    """Return the panels of each picture: accuracy against speed and against memory, by task."""
+    rows = finished(rows)
+    costs: dict[str, tuple[Any, ...]] = {
+        "accuracy_speed": ("step_ms", "time of a training step, ms"),
+        "accuracy_memory": ("peak_bytes", "peak memory of a step, MiB", 1 / MEBIBYTE),
+    }
+    return {n: [scatter(rows, task, *cost) for task in titles(rows)] for n, cost in costs.items()}
 
 
 def over_naive(rows: Iterable[Record], key: Callable[[Record], float | None]) -> dict[str, Any]:
-    """Return for each attention what a figure of naive attention is over its own.
+    """Return for each attention a figure of naive attention over its own.
 
     Args:
-        rows: Of :func:`time_of_steps`, of any tasks.
+        rows: Of ``lra_steps``, of any tasks.
         key: The figure of a row.
 
     Returns:
@@ -169,110 +200,37 @@ def over_naive(rows: Iterable[Record], key: Callable[[Record], float | None]) ->
         own = found.setdefault(row["attention"], {})
         if above and below:
             own[row["task"]] = above / below
-    common = set[str](base).intersection(*found.values())
-    if common:
+    if common := set[str](base).intersection(*found.values()):
         for own in found.values():
             own["all"] = geometric_mean(own[task] for task in common)
     return found
 
 
-# -- time by length --------------------------------------------------------------------------------
+def steps_tables(rows: Sequence[Record]) -> str:
+    """Return two tables as Markdown: speedup and share of memory of training steps, by task.
 
-
-class Pass:
-    """A forward and a backward pass of one attention on random operands.
-
-    Args:
-        attention: One of ``METHODS``.
-        length: Of the sequence.
-        backend: "fast" or "cuda".
-        batch: Sequences.
-        precision: "float32" or "bfloat16", the dtype of the operands.
+    The means are over the tasks that all attentions have.
     """
-
-    def __init__(
-        self, attention: str, length: int, backend: str, batch: int = 1, precision: str = "float32"
+    tasks = [*titles(rows)]
+    shown = []
+    for what, key, form in (
+        ("speed", lambda row: row["ms"] and row["ms"]["median"], lambda x: f"{x:.2f}"),
+        ("memory", lambda row: row["peak_bytes"], lambda x: f"{1 / x:.3f}"),
     ):
-        minitorch.manual_seed(0)
-        own = find_precision(precision)
-        dtype, self.products = own.dtype, own.products
-        layer = minitorch.MultiHeadAttention(
-            HEADS * HEAD_DIM, HEADS, False, 0.0, backend=BACKENDS[backend], attention=attention,
-            attention_options=METHODS[attention].options(length, 0), dtype=dtype,
-        )  # fmt: skip
-        self.attend: Callable[..., Any] = layer.attend
-        random = np.random.default_rng(0)
-        shape = batch, HEADS, length, HEAD_DIM
-        self.q, self.k, self.v = (
-            minitorch.from_numpy(
-                random.standard_normal(shape).astype(dtype),
-                BACKENDS[backend],
-                requires_grad=True,
-            )
-            for _ in range(3)
-        )
-        if layer.shares_keys:
-            self.k = self.q
-        self.device = "cuda" if backend == "cuda" else "cpu"
-
-    def __call__(self) -> None:
-        """Run both passes and forget the gradients."""
-        with minitorch.matmul_precision(self.products):
-            self.attend(self.q, self.k, self.v).sum().backward()
-        for operand in (self.q, self.k, self.v):
-            operand.zero_grad_()
-
-
-def has_room(attention: str, length: int, backend: str, batch: int = 1) -> bool:
-    """Tell whether an attention may run at a length: naive attention may take ``MOST_BYTES`` on the CPU."""
-    is_large = KEPT_MATRICES * 4 * batch * HEADS * length**2 > MOST_BYTES
-    return not (attention == NAIVE and backend == "fast" and is_large)
-
-
-def time_by_length(
-    attentions: Sequence[str], lengths: Sequence[int], backend: str, budget: float,
-    add: Callable[[Record], None], batch: int = 1, precision: str = "float32",
-) -> None:  # fmt: skip
-    """Measure a forward and a backward pass of each attention at each length, in interleaved rounds.
-
-    Args:
-        attentions: Of ``METHODS``.
-        lengths: Of the sequences.
-        backend: "fast" or "cuda".
-        budget: Seconds for the rounds of a length.
-        add: Called with each row: ``{"length": …, "ms": {attention: spread or None}}``.
-        batch: Sequences.
-        precision: "float32" or "bfloat16", the dtype of the operands.
-    """
-    device = "cuda" if backend == "cuda" else "cpu"
-    for length in tqdm(lengths, desc="time by length", unit="length", disable=None):
-        passes: dict[str, Pass] = {}
-        for name in attentions:
-            if not has_room(name, length, backend, batch):
-                continue
-            try:
-                passes[name] = Pass(name, length, backend, batch, precision)
-                passes[name]()
-            except Exception as error:
-                if not out_of_memory(error):
-                    raise
-                passes.pop(name, None)
-        times = interleaved(passes, device, budget)
-        found = {name: spread(values, 1e3) for name, values in times.items()}
-        add(
-            {"length": length, "batch": batch, "ms": {name: found.get(name) for name in attentions}}
-        )
+        found = over_naive(rows, key)
+        lines = [
+            [METHODS[name].title, *(form(own[t]) if t in own else "–" for t in (*tasks, "all"))]
+            for name, own in found.items()
+        ]
+        head = [f"{what} of a step relative to the Transformer", *tasks]
+        shown.append(markdown([*head, "geometric mean of the measured tasks"], lines))
+    return "\n\n".join(shown)
 
 
 def crossovers(rows: Iterable[Record], over: str = FLASH) -> dict[str, int | None]:
     """Return for each attention the first length from which on it stays faster than another one.
 
-    Args:
-        rows: Of :func:`time_by_length`.
-        over: The other one.
-
-    Returns:
-        None where it is not faster at the longest length at which both were measured.
+    None where it is not faster at the longest length at which both were measured.
     """
     first: dict[str, int | None] = {}
     for row in sorted(rows, key=lambda row: row["length"]):
@@ -287,9 +245,7 @@ def crossovers(rows: Iterable[Record], over: str = FLASH) -> dict[str, int | Non
 
 def lengths_table(rows: Sequence[Record]) -> str:
     """Return the medians of the time by length in ms, and the crossover of each attention, as Markdown."""
-    lengths = [row["length"] for row in rows]
-    first = crossovers(rows)
-    lines = []
+    lengths, first, lines = [row["length"] for row in rows], crossovers(rows), []
     for name in rows[0]["ms"]:
         entries = [row["ms"].get(name) for row in rows]
         cells = [cell(None if entry is None else entry["median"]) for entry in entries]

@@ -22,7 +22,7 @@ CALLS = 2
 
 
 class Machine(NamedTuple):
-    """What a rank and its link do.
+    """A rank and its link.
 
     Attributes:
         forward: FLOP/s of a forward pass.
@@ -42,16 +42,7 @@ class Machine(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One attention over a whole sequence.
-
-    Attributes:
-        tokens: Queries and keys, N.
-        heads: Of the queries, h.
-        key_heads: Of keys and values, h_k.
-        head_dim: d.
-        itemsize: Bytes of an element of keys and values.
-        causal: Whether a causal mask halves the work.
-    """
+    """One attention over a whole sequence: N tokens, h heads, h_k key heads of d columns."""
 
     tokens: int
     heads: int
@@ -67,13 +58,7 @@ class Work(NamedTuple):
 
 
 class Time(NamedTuple):
-    """Seconds of a pass on each rank.
-
-    Attributes:
-        compute: In which the rank computes.
-        transfer: In which messages travel.
-        total: Of the pass.
-    """
+    """Seconds of a pass on each rank: of compute, of messages, and of the pass."""
 
     compute: float
     transfer: float
@@ -92,14 +77,7 @@ def messages(work: Work, ranks: int, machine: Machine, itemsize: int) -> float:
 
 
 def ring_time(work: Work, ranks: int, machine: Machine, way: str) -> Time:
-    """Return the time of a pass of ring attention.
-
-    Args:
-        work: The whole attention.
-        ranks: That share it, n.
-        machine: Each of them.
-        way: "forward" or "backward".
-    """
+    """Return the time of a pass of ring attention, "forward" or "backward", that so many ranks share."""
     rate = machine.forward if way == "forward" else machine.backward
     step = work.flops(way) / ranks**2 / rate + CALLS * machine.call
     compute = ranks * step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from bench.record_files import Record
+from bench.records import Record
 
 #: One colour for a rung, a baseline or a peer in all figures, by the name in the rows.
 COLOURS = {

@@ -7,9 +7,9 @@ version, and so would what a figure compares with.
 from __future__ import annotations
 
 import sys
-import warnings
 from typing import Any
 
+from bench.measuring import Unavailable
 from bench.peer_cases import Case
 
 #: In the order of the table.
@@ -25,19 +25,6 @@ PEERS = (*SDPA, FLEX)
 HALF_ONLY = ("FLASH", "CUDNN")
 #: What takes a mask of its own.
 TAKES_MASK = ("CUDNN", "EFFICIENT", "MATH")
-
-
-class Unavailable(Exception):
-    """A peer cannot do a case; the text says why."""
-
-
-def load_torch() -> Any:
-    """Return PyTorch, or None where it is not installed."""
-    try:
-        import torch  # type: ignore[import-not-found]
-    except ImportError:
-        return None
-    return torch
 
 
 class TorchCall:
@@ -132,16 +119,3 @@ class TorchCall:
         """Return out, dq, dk and dv of so many heads in float64, (heads, length, head_dim)."""
         found = (self.out, *self.gradients)
         return [tensor[0, :count].detach().double().cpu().numpy() for tensor in found]
-
-
-def prepare(torch: Any, device: str) -> None:
-    """Let products of float32 be such, and import FlexAttention where there is one."""
-    torch.manual_seed(0)
-    # Why a backend cannot run a case stands in the table.
-    warnings.filterwarnings("ignore", category=UserWarning, module=__name__)
-    if device == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        import torch.nn.attention.flex_attention  # type: ignore[import-not-found]
-    except ImportError:
-        return

@@ -210,25 +210,3 @@ class TorchCache:
         for kept, new in zip(self.kept[name], (k, v), strict=True):
             kept[:, :, self.length : stop] = new
         return [kept[:, :, :stop] for kept in self.kept[name]]
-
-
-class TorchMemory:
-    """PyTorch's memory on the device, watched as our :class:`kernels.cuda.runtime.memory_pool.Pool` is."""
-
-    def __init__(self) -> None:
-        import torch  # type: ignore[import-not-found]
-
-        self.cuda = torch.cuda
-
-    def in_use(self) -> int:
-        """Return how many bytes are allocated."""
-        return self.cuda.memory_allocated()
-
-    def reset_peak(self) -> int:
-        """Begin to watch for the peak anew; return what is in use."""
-        self.cuda.reset_peak_memory_stats()
-        return self.in_use()
-
-    def peak(self) -> int:
-        """Return the most bytes in use since :meth:`reset_peak`."""
-        return self.cuda.max_memory_allocated()

@@ -1,10 +1,10 @@
-"""The GPTs that ``bench_training`` compares: ours and PyTorch's, of equal weights on equal batches."""
+"""The GPTs that measurements of training compare: ours and PyTorch's, of equal weights on equal batches."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +16,9 @@ from training.gpt_presets import PRESETS, characters_of, flops_per_token, spelle
 from training.script_helpers import learning_rate
 
 import minitorch
+from bench.contestants import TorchMemory
 from bench.measuring import peak_memory, reset_peak_memory
-from bench.torch_gpt import FUSED, MATH, TorchGPT, TorchMemory
+from bench.torch_gpt import FUSED, MATH, TorchGPT
 from kernels.cuda.runtime.arrays import pool
 
 OURS, THEIRS, COMPILED = "ours", "PyTorch", "PyTorch, compiled"
@@ -43,18 +44,7 @@ MANUAL_CONTEXT = 1 << 14
 
 
 class Size(NamedTuple):
-    """A model, and the batches that it is trained on.
-
-    Attributes:
-        layers: Of the model.
-        width: Likewise.
-        heads: Likewise.
-        vocabulary: Likewise.
-        tied: Whether the embedding table scores the tokens.
-        context: Tokens a text.
-        batch: Texts a step.
-        lr: Highest learning rate.
-    """
+    """A model, and the batches that it is trained on: ``batch`` texts of ``context`` tokens a step."""
 
     layers: int
     width: int
@@ -72,13 +62,7 @@ class Size(NamedTuple):
 
 
 def size_of(preset: str, context: int | None = None, quick: bool = False) -> Size:
-    """Return the size of a preset, with as many tokens a step at another context.
-
-    Args:
-        preset: One of :data:`gpt_presets.PRESETS`.
-        context: The preset's own when None; divided where sizes are tiny.
-        quick: Tiny sizes.
-    """
+    """Return the size of a preset, with as many tokens a step at another context; tiny if quick."""
     own = PRESETS[preset] | (QUICK[preset] if quick else {})
     wanted = own["context"] if context is None else context // (QUICK_CONTEXT if quick else 1)
     return Size(
@@ -95,24 +79,15 @@ def corpus_of(size: Size) -> Corpus:
     return Corpus.from_text(spelled(text, characters), size.context, characters)
 
 
-class Batches:
-    """Batches of a text, the same ones for everyone who asks.
-
-    Args:
-        size: Of the model.
-    """
-
-    def __init__(self, size: Size):
-        self._corpus, self._size = corpus_of(size), size
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        rng = np.random.default_rng(SEED)
-        while True:
-            yield self._corpus.batch(rng, self._size.batch, self._size.context)
+def batches_of(size: Size) -> Iterator[list[Any]]:
+    """Yield batches of the text of a size, the same ones each time."""
+    rng, corpus = np.random.default_rng(SEED), corpus_of(size)
+    while True:
+        yield [np.ascontiguousarray(x) for x in corpus.batch(rng, size.batch, size.context)]
 
 
 def our_model(
-    size: Size, device: str, precision: str, attention: str, recompute: bool = False
+    size: Size, device: str, precision: str, attention: str = "flash", recompute: bool = False
 ) -> minitorch.DecoderLM:
     """Return a model of this library, whose weights depend on size and precision only."""
     characters = characters_of(size.vocabulary)
@@ -126,24 +101,20 @@ def our_model(
 
 
 class OurGPT:
-    """The model of this library and its optimiser; the step is that of ``train_gpt``.
+    """A model of this library and its optimiser; the step is that of ``train_gpt``.
 
     Args:
         model: To be trained.
         lr: Highest learning rate.
-        capture: What makes one call of the device of a step; None leaves it as it is.
+        capture: Makes one call of the device of a step; None leaves it as it is.
         clip: Norm of all gradients beyond which they are scaled down; None for any.
         ranks: Those that share the batches.
     """
 
     def __init__(
-        self,
-        model: minitorch.DecoderLM,
-        lr: float,
-        capture: Callable[..., Any] | None = None,
-        clip: float | None = None,
-        ranks: Any = ALONE,
-    ):
+        self, model: minitorch.DecoderLM, lr: float, capture: Callable[..., Any] | None = None,
+        clip: float | None = None, ranks: Any = ALONE,
+    ):  # fmt: skip
         self.optimizer = minitorch.AdamW(
             model.parameters(), lr=lr, beta2=BETA2, weight_decay=WEIGHT_DECAY, max_norm=clip
         )
@@ -163,56 +134,51 @@ class OurGPT:
         return self._step(inputs, targets)
 
 
-class Run:
+class Training:
     """A contestant in training.
 
     Args:
-        name: OURS, THEIRS or COMPILED.
+        name: OURS, THEIRS or COMPILED, or a peer of :mod:`bench.torch_gpt`.
         size: Of its model.
         device: "cpu" or "cuda".
         precision: "float32" or "bfloat16"; of PyTorch "float64", too, whose batches then come in parts.
         attention: "flash" or "naive", of ours; of PyTorch the fused one that it prefers, or its math.
         source: Whose weights PyTorch's copies; one of the same size and precision when None.
-        capture: See :class:`OurGPT`.
-        clip: Likewise.
+        clip: See :class:`OurGPT`.
+        capture: Likewise.
         recompute: Of ours, whether activations are computed again; see :class:`minitorch.DecoderLM`.
+        planned: Steps that the learning rate is planned for.
 
     Attributes:
         model: Of ours, else None.
         tokens: Of a step.
         flops: Operations a token by the book.
+        unread: The losses before the planned steps so far.
     """
 
     def __init__(
-        self,
-        name: str,
-        size: Size,
-        device: str,
-        precision: str,
-        attention: str = "flash",
-        source: minitorch.DecoderLM | None = None,
-        capture: Callable[..., Any] | None = None,
-        clip: float | None = None,
-        recompute: bool = False,
-    ):
-        self.size, self.tokens = size, size.tokens
+        self, name: str, size: Size, device: str, precision: str, attention: str = "flash",
+        source: minitorch.DecoderLM | None = None, clip: float | None = None,
+        capture: Callable[..., Any] | None = None, recompute: bool = False, planned: int = 1,
+    ):  # fmt: skip
+        self.size, self.tokens, self.planned, self.unread = size, size.tokens, planned, list[Any]()
         self.model: minitorch.DecoderLM | None = None
         if name == OURS:
             model = self.model = our_model(size, device, precision, attention, recompute)
             self.gpt: Any = OurGPT(model, size.lr, capture, clip)
         else:  # a copy that is made for it needs no place on the device
             model = our_model(size, "cpu", precision, attention) if source is None else source
-            rates = size.lr, BETA2, WEIGHT_DECAY
-            peer = MATH if attention == "naive" else FUSED
-            parts = PARTS if precision == "float64" else 1
-            given = model, peer, device, *rates, precision, clip, parts
-            self.gpt = TorchGPT(*given, compiled=name == COMPILED)
-        self.flops = flops_per_token(model, size.context)
+            fused = FUSED if name in (THEIRS, COMPILED) else name
+            self.gpt = TorchGPT(
+                model, MATH if attention == "naive" else fused, device, size.lr, BETA2, WEIGHT_DECAY,
+                precision, clip, PARTS if precision == "float64" else 1, compiled=name == COMPILED,
+            )  # fmt: skip
+        self.flops, self._batches = flops_per_token(model, size.context), batches_of(size)
 
     def timed_step(self) -> Callable[[], Any]:
         """Return a step on batches that are drawn already, after some steps in which kernels compile."""
-        drawn = [batch for batch, _ in zip(Batches(self.size), range(BATCHES), strict=False)]
-        turns = cycle([[self.gpt.place(np.ascontiguousarray(x)) for x in pair] for pair in drawn])
+        drawn = islice(batches_of(self.size), BATCHES)
+        turns = cycle([[self.gpt.place(x) for x in pair] for pair in drawn])
 
         def step() -> None:
             self.gpt.step(*next(turns), self.size.lr)
@@ -221,46 +187,49 @@ class Run:
             step()
         return step
 
-    def losses(self, steps: int, title: str) -> list[float]:
-        """Train so many steps as ``train_gpt`` does; return the loss before each, nats a token."""
-        unread = []
-        bar = tqdm(range(steps), desc=title, unit="step", leave=False)
-        for step, batch in zip(bar, Batches(self.size), strict=False):
-            lr = learning_rate(step / steps, self.size.lr)
-            unread.append(self.gpt.step(*map(np.ascontiguousarray, batch), lr))
-        return [loss.item() for loss in unread]
+    def take(self, count: int = 1) -> None:
+        """Take so many of the planned steps, as ``train_gpt`` does."""
+        for _ in range(count):
+            lr = learning_rate(len(self.unread) / self.planned, self.size.lr)
+            self.unread.append(self.gpt.step(*next(self._batches), lr))
+
+    def losses(self, steps: int, title: str = "") -> list[float]:
+        """Take so many steps in all; return the loss before each, nats a token."""
+        self.planned = steps
+        for _ in tqdm(range(steps - len(self.unread)), desc=title, unit="step", leave=False):
+            self.take()
+        return [loss.item() for loss in self.unread]
 
 
 def peak_of_training(
-    name: str, size: Size, device: str, precision: str, captured: bool = False
-) -> int | None:
+    name: str, size: Size, device: str, precision: str, captured: bool = False, attention: str = "flash"
+) -> int | None:  # fmt: skip
     """Return the most bytes that training takes, weights included; to be called in a fresh process.
 
     On a GPU these are the bytes of tensors in use; elsewhere, what is added to the process's resident
-    memory.  None where another memory manager than ours is in charge of the device, or there is no such
-    figure.
+    memory.  None where another memory manager than ours is in charge of the device, or the peak is unknown.
     """
+
+    def train(own: Size) -> None:
+        gc.collect()  # a model that was only copied
+        capture = minitorch.graph_step if captured else None
+        Training(name, own, device, precision, attention, capture=capture).timed_step()
+
     if device == "cpu":
         # Kernels and libraries are loaded before, by a model so small that what it leaves in the heap
-        # serves nobody afterwards.
+        # is not used again.
         words = min(size.vocabulary, 256)
         small = size._replace(
             layers=1, width=16 * size.heads, vocabulary=words, batch=1, context=16
         )
-        _train(Run(name, small, device, precision))
+        train(small)
         gc.collect()
         before = reset_peak_memory()
-        _train(Run(name, size, device, precision))
+        train(size)
         return peak_memory() - before or None
     memory: Any = pool() if name == OURS else TorchMemory()
     if memory is None:
         return None
     before = memory.reset_peak()
-    _train(Run(name, size, device, precision, capture=minitorch.graph_step if captured else None))
+    train(size)
     return memory.peak() - before
-
-
-def _train(run: Run) -> None:
-    """Take some steps, once a model that was only copied is gone."""
-    gc.collect()
-    run.timed_step()

@@ -1,4 +1,4 @@
-"""What scripts of several rooms share: the command line, running scripts in turn."""
+"""What scripts of several rooms share: the command line, and their behaviour in a notebook."""
 
 import sys
 from pathlib import Path

@@ -1,43 +1,34 @@
-"""Every wrong call of the tables in tests/bad_calls/*.py: how many there are, and what each of them raised.
+"""Every wrong call of the tables in tests/bad_calls/*.py: the number of calls, and the error of each.
 
-    python project/reliability/bad_calls.py                  half a minute on two cores
-
-The tables are walked by tests/bad_calls/test_bad_calls.py in a process of its own: a call that
-ends the interpreter
-is seen, and named.  A case holds if the call raises the documented type, its message has the words that say
-what was given, what was expected and what to do, and no operand has changed: bits, strides, gradients.
+The tables are walked by tests/bad_calls/test_bad_calls.py in a process of its own, so that a call that ends
+the interpreter is seen and named.  A case holds if the call raises the documented type, its message has the
+words that say what was given, what was expected and what to do, and no operand has changed: bits, strides,
+gradients.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.harness import Case, Figure, Measurement, Run
+from bench.processes import child_command
+from bench.records import ROOT, Record
 
-PROJECT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(PROJECT)]
-from bench import measuring  # noqa: E402
-from common.command_line import OneLineParser  # noqa: E402
-
-ROOT = PROJECT.parent
-RECORD = ROOT / "docs" / "results" / "reliability" / "bad_calls.json"
 TESTS = ROOT / "tests" / "bad_calls" / "test_bad_calls.py"
 
 
 class Notes:
-    """Notes of each case as it begins and ends, a line of JSON each; nothing is lost with the process.
-
-    Args:
-        path: Of the file.
-    """
+    """Notes of each case as it begins and ends, a line of JSON each; nothing is lost with the process."""
 
     def __init__(self, path: str):
         self.file = open(path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 (to the end)
@@ -55,50 +46,52 @@ class Notes:
             print(json.dumps({**what, "holds": report.passed}), file=self.file)
 
 
-def walk() -> tuple[list[dict[str, Any]], str | None]:
-    """Walk the tables in a child; return the notes of the cases that ended, and the one that ended it."""
+def child(file: str) -> None:
+    """Walk the tables in this process."""
+    os.environ.pop("PYTEST_ADDOPTS", None)
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", str(TESTS)]
+    sys.exit(int(pytest.main(options, plugins=[Notes(file)])))
+
+
+def walk() -> tuple[list[Record], str | None]:
+    """Return the notes of the cases that ended, and the one that ended the process."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "notes"
-        command = [sys.executable, "-X", "faulthandler", str(Path(__file__).resolve())]
-        done = subprocess.run([*command, "--notes", str(path)], cwd=ROOT)
+        environment = os.environ | {"PYTHONFAULTHANDLER": "1"}
+        done = subprocess.run(child_command(child, str(path)), cwd=ROOT, env=environment)
         notes = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     begun = [note["begins"] for note in notes if "begins" in note]
     ended = [note for note in notes if "case" in note]
     return ended, begun[-1] if done.returncode < 0 and begun else None
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", default=str(RECORD), help="the record (default: %(default)s)")
-    parser.add_argument("--notes", help=argparse.SUPPRESS)
-    argv = sys.argv[1:] if argv is None else argv
-    args = parser.parse_args(argv)
-    if args.notes:
-        os.environ.pop("PYTEST_ADDOPTS", None)
-        options = ["-q", "-n", "0", "-p", "no:cacheprovider", str(TESTS)]
-        return int(pytest.main(options, plugins=[Notes(args.notes)]))
+def cases(run: Run) -> Iterator[Case]:
+    yield {}, partial(walked, run)
+
+
+def walked(run: Run) -> None:
     notes, dead_at = walk()
-    cases = {note["case"] for note in notes}
-    areas = Counter(area for area, _ in {(note["area"], note["case"]) for note in notes})
     failed = sorted({note["case"] for note in notes if not note["holds"]})
-    measuring.write_record(
-        args.json,
-        measuring.command_line("project/reliability/bad_calls.py", argv),
-        measuring.name_of("cpu"),
-        cases=len(cases),
-        calls=len(notes),
-        failed=len(failed),
-        processes_dead=int(dead_at is not None),
-        by_area=dict(areas),
-        by_type=dict(Counter(note["raised"] or "nothing" for note in notes).most_common()),
+    areas = Counter(area for area, _ in {(note["area"], note["case"]) for note in notes})
+    raised = Counter(note["raised"] or "nothing" for note in notes)
+    run.note(
+        cases=len({note["case"] for note in notes}), calls=len(notes), failed=len(failed),
+        processes_dead=int(dead_at is not None), by_area=dict(areas), by_type=dict(raised.most_common()),
         which_failed=failed + ([dead_at] if dead_at else []),
-    )
-    print(f"{len(cases)} wrong calls, {len(notes)} with backends: {len(failed)} failed"
-          + (f"; {dead_at} ended the process" if dead_at else ""))  # fmt: skip
-    return int(bool(failed) or dead_at is not None or not notes)
+    )  # fmt: skip
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def figures(record: Record) -> list[Figure]:
+    wrong = record["failed"] + record["processes_dead"]
+    return [
+        Figure("wrong errors", wrong, 0, is_most=True),
+        Figure("calls", record["calls"], 1),
+    ]
+
+
+MEASUREMENT = Measurement(
+    "bad_calls", "Does every wrong call raise the documented error, and change nothing?", cases,
+    {"cpu": {"normal": {}}}, figures=figures, minutes={"cpu": 1},
+    paths=("kernels", "minitorch", "tests/bad_calls"),
+    folder="reliability",
+)  # fmt: skip

@@ -1,8 +1,4 @@
-"""No barrier of the kernels on tensor cores is missing, and tests would notice: each is taken away in turn.
-
-python project/reliability/barriers.py                          all, some 40 minutes on two cores
-python project/reliability/barriers.py --only attention/flash3_wgmma/backward/dq       those of one file
-python project/reliability/barriers.py --schedules 5            in five orders of the threads, not in one
+"""Tests notice the removal of any barrier of the tensor-core kernels: each is removed in turn.
 
 A barrier, a wait, an arrival or a fence becomes ``pass`` in a copy of the repository, and the tests that
 run the kernels' source on the emulated GPU have to fail.  A removal that no test catches is named.
@@ -10,25 +6,22 @@ run the kernels' source on the emulated GPU have to fail.  A removal that no tes
 
 from __future__ import annotations
 
-import argparse
 import ast
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-PROJECT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(PROJECT)]
-from bench import measuring  # noqa: E402
-from common.command_line import OneLineParser  # noqa: E402
+from bench.harness import Case, Figure, Measurement, Run
+from bench.records import ROOT, Record
 
-ROOT = PROJECT.parent
-RECORD = ROOT / "docs" / "results" / "reliability" / "barriers.json"
 KERNELS = Path("kernels/cuda")
 #: Files of kernels, and the tests that run their source.
 TESTED_BY = {
@@ -132,9 +125,12 @@ def caught_by(barrier: Barrier, tree: Path, schedules: int) -> str:
     return ""
 
 
-def _try_all(barriers: list[Barrier], workers: int, schedules: int) -> list[bool]:
-    """Return for each barrier whether a test catches its removal, and print which."""
-    with tempfile.TemporaryDirectory() as folder:
+def cases(run: Run) -> Iterator[Case]:
+    """Remove each barrier in one of several copies of the repository, whose tests run side by side."""
+    read = {file: (ROOT / KERNELS / f"{file}.py").read_text(encoding="utf-8") for file in run.files}
+    barriers = [one for file, source in read.items() for one in barriers_of(file, source)]
+    workers = run.workers or os.cpu_count() or 1
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
         trees: SimpleQueue[Path] = SimpleQueue()
         for number in range(workers):
             tree = Path(folder) / str(number)
@@ -143,63 +139,39 @@ def _try_all(barriers: list[Barrier], workers: int, schedules: int) -> list[bool
             shutil.copy(ROOT / "pyproject.toml", tree)
             trees.put(tree)
 
-        def one(barrier: Barrier) -> bool:
+        def caught(barrier: Barrier) -> str:
             tree = trees.get()
             try:
-                test = caught_by(barrier, tree, schedules)
+                return caught_by(barrier, tree, run.schedules)
             finally:
                 trees.put(tree)
-            print(
-                f"{barrier.file}:{barrier.first}: {barrier.text}\n    {test or 'NOT CAUGHT'}",
-                flush=True,
-            )
-            return bool(test)
 
-        with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(one, barriers))
+        run.note(statements=len(barriers), caught_by_a_test=0, orders_of_threads=run.schedules)
+        waiting = [(one, pool.submit(caught, one)) for one in barriers]
+        for one, found in waiting:
+            place = {"not_caught": f"{one.file}.py, line {one.first}", "statement": f"`{one.text}`"}
+            yield place, partial(noted, run, place, found)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Take each barrier away, and write the record; return 0 if tests catch every removal."""
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=FILES, default=FILES, metavar="FILE",
-                        help=f"of {', '.join(FILES)} (default: all)")  # fmt: skip
-    parser.add_argument("--schedules", type=int, default=1, help="orders to try (default: 1)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1,
-                        help="tests beside each other (default: one a core)")  # fmt: skip
-    parser.add_argument(
-        "--json", help=f"the record (default: {RECORD.name} of all files, else none)"
-    )
-    argv = sys.argv[1:] if argv is None else argv
-    args = parser.parse_args(argv)
-    record = args.json or (str(RECORD) if args.only == FILES else None)
-    barriers = [
-        barrier
-        for file in args.only
-        for barrier in barriers_of(
-            file, (ROOT / KERNELS / f"{file}.py").read_text(encoding="utf-8")
-        )
-    ]
-    caught = _try_all(barriers, args.workers, args.schedules)
-    print(f"tests catch {sum(caught)} of {len(caught)} removals")
-    if record:
-        missed = [one for one, found in zip(barriers, caught, strict=True) if not found]
-        measuring.write_record(
-            record,
-            measuring.command_line("project/reliability/barriers.py", argv),
-            measuring.name_of("cpu"),
-            statements=len(caught),
-            caught_by_a_test=sum(caught),
-            orders_of_threads=args.schedules,
-            rows=[
-                {"not_caught": f"{one.file}.py, line {one.first}", "statement": f"`{one.text}`"}
-                for one in missed
-            ],
-        )
-    return int(not all(caught))
+def noted(run: Run, place: Record, found: Any) -> Record | None:
+    """Count a removal that a test catches; return a row for one that none does."""
+    test = found.result()
+    print(f"{place['not_caught']}: {place['statement']}\n    {test or 'NOT CAUGHT'}", flush=True)
+    if not test:
+        return {}
+    run.note(caught_by_a_test=run.record["caught_by_a_test"] + 1)
+    return None
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def figures(record: Record) -> list[Figure]:
+    missed = record["statements"] - record["caught_by_a_test"]
+    return [Figure("removals that no test catches", missed, 0, is_most=True)]
+
+
+MEASUREMENT = Measurement(
+    "barriers", "Do tests notice the removal of any barrier of the tensor-core kernels?", cases,
+    {"cpu": {"normal": {"files": tuple(FILES), "schedules": 4, "workers": 0},
+             "quick": {"files": ("matmul/epilogue",), "schedules": 1}}},
+    figures=figures, minutes={"cpu": 160}, paths=("kernels/cuda", "tests/structure/emulated"),
+    choices={"files": FILES}, folder="reliability",
+)  # fmt: skip

@@ -1,8 +1,5 @@
 """With a seed, runs are equal bit for bit: again, in another process, with any number of threads.
 
-    python project/reliability/determinism.py                  a minute or two on two cores
-    python project/reliability/determinism.py --device cuda    the same process again, on a GPU
-
 Each run is a process of its own.  It computes pieces, forward and backward: attention with each of its
 options, the layers, products, sums; and it trains the character GPT with dropout.  What comes out is told
 by a hash of its bytes, and the losses by their digits.  On the CPU the number of threads differs from run
@@ -11,35 +8,28 @@ to run, numba's, OpenMP's and those of BLAS.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import train_gpt
+from bench.harness import Case, Figure, Measurement, Run
+from bench.processes import in_child
+from bench.records import Record
+from training.loop_options import BACKENDS
 
-PROJECT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(PROJECT)]
-import train_gpt  # noqa: E402
-from bench import measuring  # noqa: E402
-from common.command_line import FROM_ZERO, OneLineParser  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-from training.loop_options import BACKENDS  # noqa: E402
+import minitorch
+from kernels import BlockMask
+from minitorch import Tensor
+from minitorch.training.model_files import read_checkpoint
 
-import minitorch  # noqa: E402
-from kernels import BlockMask  # noqa: E402
-from minitorch import Tensor  # noqa: E402
-from minitorch.training.model_files import read_checkpoint  # noqa: E402
-
-ROOT = PROJECT.parent
-RECORD = ROOT / "docs" / "results" / "reliability" / "determinism.json"
 #: Numbers of threads that the runs on the CPU have, numba's and everyone else's.
 THREADS = ((1, 1), (2, 2), (4, 4), (4, 1), (1, 4), (2, 2))
 #: What other libraries read their number of threads from.
@@ -148,21 +138,13 @@ def run_apart(backend: str, steps: int, threads: tuple[int, int] | None) -> dict
         backend: "fast" or "cuda".
         steps: Of the training; 0 for none.
         threads: Numba's, and those of OpenMP and BLAS; None leaves them alone.
-
-    Raises:
-        RuntimeError: If it fails.
     """
-    environment = dict(os.environ)
+    environment: dict[str, Any] = {}
     if threads is not None:
-        environment["NUMBA_NUM_THREADS"] = str(threads[0])
-        environment.update(dict.fromkeys(OTHERS, str(threads[1])))
-    command = [sys.executable, str(Path(__file__).resolve()), "--one-run", backend]
-    done = subprocess.run(
-        [*command, "--steps", str(steps)], env=environment, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"a run failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+        environment = dict.fromkeys(OTHERS, str(threads[1])) | {
+            "NUMBA_NUM_THREADS": str(threads[0])
+        }
+    return in_child(one_run, backend, steps, **environment)
 
 
 def differences(runs: list[dict[str, Any]]) -> list[str]:
@@ -176,44 +158,31 @@ def differences(runs: list[dict[str, Any]]) -> list[str]:
     return sorted(found)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.choice("--device", ("cpu", "cuda"), "cpu", "to run on")
-    parser.option("--steps", FROM_ZERO, 60, "of each training")
-    parser.add_argument("--json", default=str(RECORD), help="the record (default: %(default)s)")
-    parser.add_argument("--one-run", choices=sorted(BACKENDS), help=argparse.SUPPRESS)
-    argv = sys.argv[1:] if argv is None else argv
-    args = parser.parse_args(argv)
-    if args.one_run:
-        print(json.dumps(one_run(args.one_run, args.steps)))
-        return 0
-    on_cpu = args.device == "cpu"
-    plans = list(THREADS) if on_cpu else [None, None]
-    backend = "fast" if on_cpu else "cuda"
-    runs = [run_apart(backend, args.steps, plan) for plan in tqdm(plans, unit="run")]
+def cases(run: Run) -> Iterator[Case]:
+    yield {}, partial(compare, run)
+
+
+def compare(run: Run) -> None:
+    on_cpu = run.device == "cpu"
+    plans = list(THREADS[: run.runs]) if on_cpu else [None, None]
+    runs = [run_apart("fast" if on_cpu else "cuda", run.steps, plan) for plan in plans]
     different = differences(runs)
-    measuring.write_record(
-        args.json,
-        measuring.command_line("project/reliability/determinism.py", argv),
-        measuring.name_of(args.device),
-        runs=len(runs),
-        pieces=len(runs[0]["pieces"]),
-        steps=args.steps,
-        different=len(different),
-        last_loss=runs[0].get("losses", [0.0])[-1],
-        threads_of_numba_and_of_others=", ".join(
-            f"{own} and {other}" for own, other in filter(None, plans)
-        ),
+    threads = ", ".join(f"{own} and {other}" for own, other in filter(None, plans))
+    run.note(
+        runs=len(runs), pieces=len(runs[0]["pieces"]), steps=run.steps, different=len(different),
+        last_loss=runs[0].get("losses", [0.0])[-1], threads_of_numba_and_of_others=threads,
         which_differ=different,
-    )
-    print(
-        f"{len(runs)} runs, {len(runs[0]['pieces'])} pieces and a training of {args.steps} steps "
-        f"each: {'not the same: ' + ', '.join(different) if different else 'the same bits in all'}"
-    )
-    return int(bool(different))
+    )  # fmt: skip
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def figures(record: Record) -> list[Figure]:
+    return [Figure("results that differ", record["different"], 0, is_most=True)]
+
+
+MEASUREMENT = Measurement(
+    "determinism", "Does a seed give the same bits again, in another process, with any number of threads?",
+    cases,
+    {"cpu": {"normal": {"steps": 60, "runs": len(THREADS)}, "quick": {"steps": 2, "runs": 2}},
+     "cuda": {"normal": {"steps": 60}, "quick": {"steps": 2}}},
+    figures=figures, minutes={"cpu": 2, "cuda": 1}, folder="reliability",
+)  # fmt: skip

@@ -1,7 +1,7 @@
 """The suite passes with the oldest and with the newest of everything that setup.py allows.
 
     make ends                                        both ends, an hour on two cores
-    make ends ARGS="--only oldest"                   one of them
+    make ends ARGS="--ends oldest"                   one of them
     make ends OLDEST=/opt/python3.10/bin/python3     a Python that is not on the path
 
 Each end has two environments of its own under build/ends, because numba-cuda takes the place of numba's
@@ -12,27 +12,22 @@ finds today.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
 import subprocess
-import sys
 import time
+from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from bench.harness import Case, Figure, Measurement, Run
+from bench.records import RESULTS, ROOT, Record
 from packaging.requirements import Requirement
 
-PROJECT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(PROJECT)]
-from bench import measuring  # noqa: E402
-from common.command_line import OneLineParser  # noqa: E402
-
-ROOT = PROJECT.parent
-RECORD = ROOT / "docs" / "results" / "reliability" / "ends.json"
 PLACE = ROOT / "build" / "ends"
 #: What each part installs, and how pytest is called.
 PARTS: dict[str, tuple[str, list[str], dict[str, str]]] = {
@@ -87,7 +82,7 @@ def run(command: list[str], **variables: str) -> int:
     return done.returncode
 
 
-def tested(python: Path, part: str, workers: int, only: list[str]) -> dict[str, Any]:
+def tested(python: Path, part: str, workers: int, only: tuple[str, ...]) -> dict[str, Any]:
     """Run one part with an environment and return what came of it.
 
     Args:
@@ -141,38 +136,43 @@ def versions(python: Path) -> dict[str, str]:
     return json.loads(said.stdout)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.option("--oldest", str, "python3.10", "the Python of the oldest end")
-    parser.option("--newest", str, "python3.13", "the Python of the newest end")
-    parser.add_argument("--only", choices=("oldest", "newest"), help="one end (default: both)")
-    parser.add_argument("--part", choices=PARTS, action="append", help="one part (default: all)")
-    parser.option("--workers", int, 2, "processes that share the tests")
-    parser.add_argument("files", nargs="*", help="test files; then nothing is recorded")
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+def cases(run: Run) -> Iterator[Case]:
     PLACE.mkdir(parents=True, exist_ok=True)
-    ends = json.loads(RECORD.read_text(encoding="utf-8"))["ends"] if RECORD.exists() else {}
-    good = True
-    for end in [args.only] if args.only else ["oldest", "newest"]:
+    file = RESULTS / "reliability" / "ends.json"
+    known = json.loads(file.read_text(encoding="utf-8"))["ends"] if file.exists() else {}
+    run.note(workers=run.workers, ends=known)
+    for end in run.ends:
+        today = datetime.date.today().isoformat()
+        known[end] = {**known.get(end, {}), "date": today, "versions": {}}
         pythons: dict[str, Path] = {}
-        found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "versions": {}}
-        for part in args.part or PARTS:
-            extras = PARTS[part][0]
-            if extras not in pythons:
-                pythons[extras] = environment(end, extras, getattr(args, end))
-                found["versions"].update(versions(pythons[extras]))
-            found[part] = tested(pythons[extras], part, args.workers, args.files)
-            good &= found[part]["exit_code"] == 0
-            print(f"{end}, {part}: {found[part]}", flush=True)
-            if not args.files:
-                ends[end] = found if not args.part else {**ends.get(end, {}), **found}
-                measuring.write_record(
-                    RECORD, "make ends", measuring.processor(), workers=args.workers, ends=ends
-                )
-    return int(not good)
+        for part in run.parts:
+            yield {}, partial(measured, run, end, part, pythons, known[end])
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def measured(run: Run, end: str, part: str, pythons: dict[str, Path], known: Record) -> None:
+    """Run a part at an end in its environment, which is made anew for the first part that needs it."""
+    extras = PARTS[part][0]
+    if extras not in pythons:
+        pythons[extras] = environment(end, extras, getattr(run, end))
+        known["versions"].update(versions(pythons[extras]))
+    known[part] = tested(pythons[extras], part, run.workers, run.files)
+    print(f"{end}, {part}: {known[part]}", flush=True)
+
+
+def figures(record: Record) -> list[Figure]:
+    return [
+        Figure(f"{end}, {part}: failed", found[part]["failed"], 0, is_most=True)
+        for end, found in record["ends"].items()
+        for part in PARTS
+        if part in found
+    ]
+
+
+MEASUREMENT = Measurement(
+    "ends", "Does the suite pass with the oldest and with the newest versions that setup.py allows?", cases,
+    {"cpu": {"normal": {
+        "oldest": "python3.10", "newest": "python3.13", "ends": ("oldest", "newest"),
+        "parts": tuple(PARTS), "workers": 2, "files": ()}}},
+    figures=figures, minutes={"cpu": 60}, paths=("setup.py", "kernels", "minitorch"),
+    choices={"ends": ("oldest", "newest"), "parts": tuple(PARTS)}, folder="reliability",
+)  # fmt: skip

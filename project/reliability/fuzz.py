@@ -1,7 +1,5 @@
 """Minutes of drawn calls: nonsense that must be refused or right, and every combination of options.
 
-    python project/reliability/fuzz.py --minutes 10
-
 Batches run in children, each from a seed of its own, until the time is up; the parts run side by side.
 
 nonsense    tests/reliability/test_fuzz.py: odd memory, odd numbers, odd values of every option; a
@@ -20,7 +18,6 @@ A child that dies is a failure: the draw that was under way is printed, and wher
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -29,21 +26,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.harness import Case, Figure, Measurement, Run
+from bench.records import ROOT, Record
 from tqdm import tqdm
 
-PROJECT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(PROJECT)]
-from bench import measuring  # noqa: E402
-from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser  # noqa: E402
+from kernels.runtime.targets import why_no_cuda
 
-from kernels.runtime.targets import why_no_cuda  # noqa: E402
-
-ROOT = PROJECT.parent
-RECORD = ROOT / "docs" / "results" / "reliability" / "fuzz.json"
 #: Code that was compiled with bounds checking must not meet the other, which has the same name.
 BOUNDS_CACHE = ROOT / "build" / "numba-boundscheck"
 #: Part → its tests, and what its children have in their environment.
@@ -97,13 +91,8 @@ def run_batch(part: str, seed: int, examples: int, seconds: float) -> Batch:
             "-p", "no:cacheprovider", "--hypothesis-seed", str(seed), *tests,
         ]  # fmt: skip
         names = {"MINITORCH_FUZZ_NOTES": str(notes), "MINITORCH_FUZZ_COUNTS": str(counts)}
-        env = {
-            **os.environ,
-            "MINITORCH_EXAMPLES": str(examples),
-            "PYTHONUNBUFFERED": "1",
-            **environment,
-            **names,
-        }
+        own = {"MINITORCH_EXAMPLES": str(examples), "PYTHONUNBUFFERED": "1"}
+        env = {**os.environ, **own, **environment, **names}
         child = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -181,56 +170,48 @@ def sanitize() -> str:
     return "clean" if done.returncode == 0 else f"FAILED:\n{done.stdout[-4000:]}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.option("--minutes", POSITIVE, 10.0, "to draw for")
-    parser.option("--seed", FROM_ZERO, 0, "of the first batch; 0 takes one from the clock")
-    parser.option("--examples", COUNT, 500, "of each test in a batch")
-    parser.add_argument(
-        "--only", nargs="+", choices=[*PARTS], default=[*PARTS], help="(default: all)"
-    )
-    parser.add_argument("--json", default=str(RECORD), help="the record (default: %(default)s)")
-    argv = sys.argv[1:] if argv is None else argv
-    args = parser.parse_args(argv)
-    first = args.seed or int(time.time()) % 2**31
+def cases(run: Run) -> Iterator[Case]:
+    yield {}, partial(draw_all, run)
+
+
+def draw_all(run: Run) -> None:
+    """Draw for the parts side by side."""
+    first = run.seed or int(time.time()) % 2**31
     begin = time.perf_counter()
-    with ThreadPoolExecutor(len(args.only)) as pool:
+    with ThreadPoolExecutor(len(run.only)) as pool:
         drawing = {
-            part: pool.submit(
-                draw_for, part, first + 1000 * number, args.examples, 60 * args.minutes
-            )
-            for number, part in enumerate(args.only)
+            part: pool.submit(draw_for, part, first + 1000 * number, run.examples, 60 * run.minutes)
+            for number, part in enumerate(run.only)
         }
-        for _ in tqdm(range(round(60 * args.minutes)), unit="s", disable=None):
+        for _ in tqdm(range(round(60 * run.minutes)), unit="s", disable=None):
             if all(future.done() for future in drawing.values()):
                 break
             time.sleep(1.0)
     results = {part: future.result() for part, future in drawing.items()}
-    cases = {part: found.outcomes for part, found in results.items()}
+    outcomes = {part: found.outcomes for part, found in results.items()}
     failures = [failure for found in results.values() for failure in found.failures]
     sanitizer = sanitize()
     failures += [sanitizer] if sanitizer.startswith("FAILED") else []
-    drawn = sum(sum(found.values()) for found in cases.values())
-    measuring.write_record(
-        args.json,
-        measuring.command_line("project/reliability/fuzz.py", argv),
-        measuring.name_of("cpu"),
-        cases=drawn,
-        minutes=round((time.perf_counter() - begin) / 60, 1),
-        failures=len(failures),
-        by_part={part: dict(found) for part, found in cases.items()},
+    drawn = sum(sum(found.values()) for found in outcomes.values())
+    run.note(
+        cases=drawn, minutes=round((time.perf_counter() - begin) / 60, 1), failures=len(failures),
+        by_part={part: dict(found) for part, found in outcomes.items()},
         seeds={part: found.seeds for part, found in results.items()},
-        examples_of_each_test=args.examples,
-        compute_sanitizer=sanitizer.splitlines()[0],
+        examples_of_each_test=run.examples, compute_sanitizer=sanitizer.splitlines()[0],
         which_failed=[failure[:400] for failure in failures],
-    )
-    print(
-        f"{drawn:,} draws, {len(failures)} failures; compute-sanitizer: {sanitizer.splitlines()[0]}"
-    )
-    return int(bool(failures) or not drawn)
+    )  # fmt: skip
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def figures(record: Record) -> list[Figure]:
+    return [
+        Figure("failures", record["failures"], 0, is_most=True),
+        Figure("draws", record["cases"], 1),
+    ]
+
+
+MEASUREMENT = Measurement(
+    "fuzz", "Is a random call refused with a helpful error or right, and does it change nothing?", cases,
+    {"cpu": {"normal": {"minutes": 10.0, "seed": 0, "examples": 500, "only": tuple(PARTS)},
+             "quick": {"minutes": 0.1, "only": ("nonsense",)}}},
+    figures=figures, minutes={"cpu": 10}, choices={"only": tuple(PARTS)}, folder="reliability",
+)  # fmt: skip

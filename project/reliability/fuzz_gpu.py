@@ -1,10 +1,7 @@
 """Draw thousands of calls of attention on a GPU, and write what became of them.
 
-    python project/reliability/fuzz_gpu.py --minutes 8
-
-Several processes draw side by side (``tests/support/fuzzing/on_gpu.py``), for most of the time goes into
-compiling.  It
-needs a GPU, PyTorch and CuPy, whose arrays the calls take beside numba's.
+Several processes draw side by side (``tests/support/fuzzing/on_gpu.py``), because most of the time goes
+into compiling.  It needs PyTorch and CuPy, whose arrays the calls take beside numba's.
 """
 
 from __future__ import annotations
@@ -16,18 +13,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-PROJECT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(PROJECT)]
-from bench import measuring  # noqa: E402
-from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser  # noqa: E402
+from bench.harness import Case, Figure, Measurement, Run
+from bench.records import ROOT, Record
 
-from kernels.runtime.targets import why_no_cuda  # noqa: E402
-
-ROOT = PROJECT.parent
-RECORD = ROOT / "docs" / "results" / "reliability" / "fuzz_gpu.json"
 #: Seconds that a process may take beyond its time, to end the kind of call that it is at.
 GRACE = 20.0
 
@@ -42,31 +35,21 @@ def drawn_by(seed: int, seconds: float, output: Path) -> subprocess.Popen[str]:
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
     with open(output, "w") as file:
         return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=file,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | threads,
-        )
+            command, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, text=True, env=os.environ | threads
+        )  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = OneLineParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.option("--minutes", POSITIVE, 8.0, "to draw for")
-    parser.option("--seed", FROM_ZERO, 0, "of the first process; 0 takes one from the clock")
-    parser.option("--jobs", COUNT, os.cpu_count() or 1, "processes")
-    parser.add_argument("--json", default=str(RECORD), help="the record (default: %(default)s)")
-    argv = sys.argv[1:] if argv is None else argv
-    args = parser.parse_args(argv)
-    if (reason := why_no_cuda()) is not None:
-        raise SystemExit(f"these draws need a GPU: {reason}")
-    seed, begin = args.seed or int(time.time()) % 2**31, time.perf_counter()
+def cases(run: Run) -> Iterator[Case]:
+    yield {}, partial(draw_for, run)
+
+
+def draw_for(run: Run) -> None:
+    seed, begin = run.seed or int(time.time()) % 2**31, time.perf_counter()
     kinds: list[dict[str, Any]] = []
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / str(job) for job in range(args.jobs)]
-        seconds = 60 * args.minutes
+        outputs = [Path(folder) / str(job) for job in range(run.jobs or os.cpu_count() or 1)]
+        seconds = 60 * run.minutes
         jobs = [drawn_by(seed + i, seconds, output) for i, output in enumerate(outputs)]
         for job, output in zip(jobs, outputs, strict=True):
             try:
@@ -87,23 +70,27 @@ def main(argv: list[str] | None = None) -> int:
         total.update(kind["counts"])
         for name, counter in by.items():
             counter[str(kind["kind"][name])] += kind["counts"].get("right", 0)
-    measuring.write_record(
-        args.json,
-        measuring.command_line("project/reliability/fuzz_gpu.py", argv),
-        measuring.name_of("cuda"),
-        cases=sum(total.values()),
-        minutes=round((time.perf_counter() - begin) / 60, 1),
-        outcomes=dict(total),
-        kinds=len(kinds),
+    run.note(
+        cases=sum(total.values()), minutes=round((time.perf_counter() - begin) / 60, 1),
+        outcomes=dict(total), kinds=len(kinds),
         right_by={name: dict(sorted(counter.items())) for name, counter in by.items()},
-        failures=len(failures),
-        which_failed=[failure[:1500] for failure in failures],
-    )
-    print(f"{dict(total)} of {len(kinds)} kinds, {len(failures)} failures")
+        failures=len(failures), which_failed=[failure[:1500] for failure in failures],
+    )  # fmt: skip
     for failure in failures:
         print(f"\n{failure[:1500]}")
-    return int(bool(failures) or not total["right"])
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def figures(record: Record) -> list[Figure]:
+    right = record["outcomes"].get("right", 0)
+    return [
+        Figure("failures", record["failures"], 0, is_most=True),
+        Figure("right results", right, 1),
+    ]
+
+
+MEASUREMENT = Measurement(
+    "fuzz_gpu", "Is attention on a GPU right for random rungs, dtypes, options and layouts?",
+    cases,
+    {"cuda": {"normal": {"minutes": 8.0, "seed": 0, "jobs": 0}, "quick": {"minutes": 0.5}}},
+    figures=figures, minutes={"cuda": 8}, paths=("kernels", "tests/support/fuzzing"), folder="reliability",
+)  # fmt: skip

@@ -1,8 +1,5 @@
 """Kill a training at random moments, go on with it, and compare its losses with those of an unbroken one.
 
-    python project/reliability/kills.py              50 kills, some minutes on two cores
-    python project/reliability/kills.py --kills 4    fewer
-
 A training is a process of its own: ``train_gpt.py`` with a tiny model, dropout and clipping.  It is killed
 by SIGKILL, which no process can put off, and resumed, until it comes to its end; then the next training
 begins, until there are enough kills.  There are two kinds, in turn:
@@ -19,7 +16,6 @@ flushed to the disk, in the order that makes them safe.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -28,26 +24,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import safetensors
+import train_gpt
+from bench.harness import Case, Measurement, Run
+from bench.processes import child_command
+from tqdm import tqdm
+from training import gpt_loop
 
-PROJECT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(PROJECT)]
-import train_gpt  # noqa: E402
-from bench import measuring  # noqa: E402
-from common.command_line import COUNT, FROM_ZERO, OneLineParser  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-from training import gpt_loop  # noqa: E402
+from minitorch.training import model_files
+from minitorch.training.checkpoints import Checkpoints
+from minitorch.training.model_files import read_checkpoint
 
-from minitorch.training import model_files  # noqa: E402
-from minitorch.training.checkpoints import Checkpoints  # noqa: E402
-from minitorch.training.model_files import read_checkpoint  # noqa: E402
-
-RECORD = PROJECT.parent / "docs" / "results" / "reliability" / "kills.json"
 #: Steps of a training, from one checkpoint to the next, and how many checkpoints stay.
 STEPS, EVERY, KEEP = 120, 5, 2
 #: Where in a write a process can be killed.
@@ -79,14 +72,15 @@ def options(folder: Path, seed: int) -> list[str]:
 # -- the process that is killed ----------------------------------------------------------------------
 
 
-def child(progress: str, plan: Plan, argv: list[str]) -> None:
+def child(progress: str, plan: Plan) -> None:
     """Train; a byte goes to a file as each step begins, and a plan may end the process in a write.
+
+    The options of the training are the words of the command line.
 
     Args:
         progress: The file.
         plan: ``stage``, None for no end of its own; ``write``, how many writes go well before;
             ``share`` of the bytes that are written.
-        argv: Of the training.
     """
     begun = os.open(progress, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     step = gpt_loop.Trainer._step  # not the warm-up's, which is no step of the training
@@ -98,7 +92,7 @@ def child(progress: str, plan: Plan, argv: list[str]) -> None:
     gpt_loop.Trainer._step = noted  # type: ignore[method-assign]
     if plan["stage"]:
         _die_in_write(**plan)
-    train_gpt.main(argv)
+    train_gpt.main(sys.argv[1:])
 
 
 def _die_in_write(stage: str, write: int, share: float) -> None:
@@ -174,13 +168,7 @@ def draw_plan(rng: random.Random, number: int) -> Plan:
 def run_until(plan: Plan, progress: Path, argv: list[str]) -> tuple[int, str]:
     """Train in a process until its plan ends it, or it is done; return its exit code and what it said."""
     sent = {key: plan.get(key) for key in ("stage", "write", "share")}
-    command = [
-        sys.executable,
-        str(Path(__file__).resolve()),
-        "--child",
-        json.dumps(sent),
-        str(progress),
-    ]
+    command = child_command(child, str(progress), sent)
     progress.write_bytes(b"")
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen([*command, *argv], stdout=said, stderr=said)
@@ -236,14 +224,14 @@ def outcome(run: Path) -> dict[str, Any]:
 
 
 #: Trains until a plan ends it, given the plan, the file of its progress and its options.
-Run = Callable[[Plan, Path, list[str]], tuple[int, str]]
+Train = Callable[[Plan, Path, list[str]], tuple[int, str]]
 
 
 def survive(
     kills: int,
     seed: int,
     show: Callable[[], Any] = lambda: None,
-    run: Run = run_until,
+    run: Train = run_until,
     options_of: Callable[[Path, int], list[str]] = options,
     whole: Callable[[Path, int], dict[str, Any]] = unbroken,
 ) -> dict[str, Any]:
@@ -309,35 +297,18 @@ def survive(
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["--child"]:
-        child(argv[2], json.loads(argv[1]), argv[3:])
-        return 0
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.option("--kills", COUNT, 50, "in all")
-    parser.option("--seed", FROM_ZERO, 0, "of the moments and of the trainings")
-    parser.add_argument("--json", default=str(RECORD), help="the record (default: %(default)s)")
-    args = parser.parse_args(argv)
-    with tqdm(total=args.kills, unit="kill") as bar:
-        figures = survive(args.kills, args.seed, bar.update)
-    measuring.write_record(
-        args.json,
-        measuring.command_line("project/reliability/kills.py", argv),
-        measuring.name_of("cpu"),
-        safetensors=safetensors.__version__,
-        steps=STEPS,
-        **figures,
-    )
-    print(
-        f"{figures['kills']} kills survived in {figures['trainings']} trainings; at most "
-        f"{figures['most_steps_lost']} steps lost of an interval of {EVERY}; "
-        f"{figures['losses_equal']} losses equal bit for bit, and all weights"
-    )
-    return 0
+def cases(run: Run) -> Iterator[Case]:
+    yield {}, partial(killed, run)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def killed(run: Run) -> None:
+    with tqdm(total=run.kills, unit="kill") as bar:
+        figures = survive(run.kills, run.seed, bar.update)
+    run.note(safetensors=safetensors.__version__, steps=STEPS, **figures)
+
+
+MEASUREMENT = Measurement(
+    "kills", "Does a killed training go on to the same losses and weights?", cases,
+    {"cpu": {"normal": {"kills": 50, "seed": 0}, "quick": {"kills": 1}}}, minutes={"cpu": 6},
+    paths=("project/training", "minitorch/training"), folder="reliability",
+)  # fmt: skip

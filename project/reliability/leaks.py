@@ -1,9 +1,5 @@
 """Ten thousand training steps do not make the process grow, nor does anything else that is done again.
 
-    python project/reliability/leaks.py                    some minutes on two cores
-    python project/reliability/leaks.py --device cuda      the memory of the GPU too
-    python project/reliability/leaks.py --only training    one of them
-
 The memory of a process is what it has written to itself, in memory or swapped out; pages of files come
 and go as the system likes.  Growth compares the medians of two stretches: the tenth of the steps after
 the warm-up, which is itself the first tenth, and the last tenth.
@@ -11,28 +7,24 @@ the warm-up, which is itself the first tenth, and the last tenth.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+from bench.contestants import place_on
+from bench.harness import Case, Figure, Measurement, Run
+from bench.records import Record
+from tqdm import tqdm
 
-PROJECT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(PROJECT)]
-from bench import measuring  # noqa: E402
-from common.command_line import COUNT, OneLineParser  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import kernels
+import minitorch
+from kernels import BlockMask
+from kernels.cuda.runtime.arrays import pool
 
-import kernels  # noqa: E402
-import minitorch  # noqa: E402
-from kernels import BlockMask  # noqa: E402
-from kernels.cuda.runtime.arrays import pool, to_device  # noqa: E402
-
-RECORD = PROJECT.parent / "docs" / "results" / "reliability" / "leaks.json"
 #: Growth that is no leak, in percent: the allocators' own.
 ALLOWED = 1.0
 #: Readings of each kind of step.
@@ -108,7 +100,7 @@ def models(device: str) -> Step:
 
 def attention(device: str) -> Step:
     """Return a step of one call on arrays, forward and backward, with other options each time."""
-    rng, place = np.random.default_rng(0), np.asarray if device == "cpu" else to_device
+    rng, place = np.random.default_rng(0), place_on(device)
 
     def step(number: int) -> None:
         seq = 1 + number * 29 % 96
@@ -126,7 +118,7 @@ def attention(device: str) -> Step:
 
 def refused(device: str) -> Step:
     """Return a step that asks for what cannot be: the error holds no arrays once it is caught."""
-    place = np.asarray if device == "cpu" else to_device
+    place = place_on(device)
     q, wrong = place(np.ones((2, 40, 16), np.float32)), place(np.ones((2, 40, 8), np.float32))
 
     def step(number: int) -> None:
@@ -194,7 +186,6 @@ def measure(name: str, device: str, steps: int) -> dict[str, Any]:
             readings["objects"].append(len(gc.get_objects()))
             readings["device"].append(device_bytes(device))
     return {
-        "what": name,
         "steps": steps,
         **{
             f"{key}_growth_percent": round(growth(values, kind.warm_up), 3)
@@ -205,39 +196,28 @@ def measure(name: str, device: str, steps: int) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.choice("--device", ("cpu", "cuda"), "cpu", "to run on")
-    parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS),
-                        help="(default: all)")  # fmt: skip
-    parser.add_argument("--steps", type=COUNT, metavar="N", help="of each (default: its own)")
-    parser.add_argument("--json", default=str(RECORD), help="the record (default: %(default)s)")
-    argv = sys.argv[1:] if argv is None else argv
-    args = parser.parse_args(argv)
-    rows: list[dict[str, Any]] = []
-    worst = 0.0
-    for name in args.only:
-        rows.append(measure(name, args.device, args.steps or KINDS[name].steps))
-        row = rows[-1]
-        worst = max(worst, row["written_growth_percent"], row["device_growth_percent"])
-        print(
-            f"{name}: {row['steps']} steps, memory {row['written_growth_percent']:+.2f} %, objects "
-            f"{row['objects_growth_percent']:+.2f} %, GPU {row['device_growth_percent']:+.2f} %"
-        )
-        measuring.write_record(
-            args.json,
-            measuring.command_line("project/reliability/leaks.py", argv),
-            measuring.name_of(args.device),
-            steps=sum(row["steps"] for row in rows),
+def cases(run: Run) -> Iterator[Case]:
+    for name in run.only:
+        steps = run.steps or KINDS[name].steps
+        yield {"what": name}, partial(measure, name, run.device, steps)
+        rows = [row for row in run.rows if "why_not" not in row]
+        keys = ("written_growth_percent", "device_growth_percent")
+        run.note(
+            steps=sum(row["steps"] for row in rows), allowed_percent=ALLOWED,
             training_steps=next((r["steps"] for r in rows if r["what"] == "training"), 0),
-            worst_growth_percent=worst,
-            allowed_percent=ALLOWED,
-            rows=rows,
-        )
-    return int(worst > ALLOWED)
+            worst_growth_percent=max((row[key] for row in rows for key in keys), default=0.0),
+        )  # fmt: skip
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def figures(record: Record) -> list[Figure]:
+    worst = record["worst_growth_percent"]
+    return [Figure("largest growth of memory, %", worst, ALLOWED, is_most=True)]
+
+
+COMMON = {"only": tuple(KINDS), "steps": 0}
+QUICK = {"only": ("training", "refused"), "steps": 100}
+MEASUREMENT = Measurement(
+    "leaks", "Does the process grow when things are done ten thousand times?", cases,
+    {"cpu": {"normal": COMMON, "quick": QUICK}, "cuda": {"normal": COMMON, "quick": QUICK}},
+    figures=figures, minutes={"cpu": 8, "cuda": 8}, choices={"only": tuple(KINDS)}, folder="reliability",
+)  # fmt: skip

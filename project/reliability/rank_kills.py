@@ -1,10 +1,6 @@
 """Kill a random rank of a training on several ranks at random moments, and go on with all of them.
 
-    python project/reliability/rank_kills.py              50 kills of one of two ranks, some ten minutes
-    python project/reliability/rank_kills.py --kills 4    fewer
-    python project/reliability/rank_kills.py --ranks 4    of more ranks
-
-It does what ``kills.py`` does, with ``train_gpt.py`` under ``mpiexec``: data parallel and in a ring, in
+It does what ``kills`` does, with ``train_gpt.py`` under ``mpiexec``: data parallel and in a ring, in
 turn.  One rank is killed by SIGKILL, at a random time or while it writes its part of a checkpoint.  MPI's
 launcher then has to end the other ranks, which wait for it, within 30 seconds, and the training goes
 on from its last checkpoint to the losses and weights of one that nobody has killed.
@@ -12,46 +8,39 @@ on from its last checkpoint to the losses and weights of one that nobody has kil
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import kills
-from kills import Plan
+from bench import processes
+from bench.harness import Case, Measurement, Run
+from bench.processes import child_command
 from tqdm import tqdm
 
-# isort: split
-from bench import measuring
-from common.command_line import COUNT, FROM_ZERO, OneLineParser
+from reliability import kills
+from reliability.kills import Plan
 
-RECORD = kills.RECORD.with_name("rank_kills.json")
-#: That of the MPI library in the environment of this Python, or any other.
-MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 #: Seconds in which all ranks have to be gone after one of them.
 LIMIT = 30.0
-#: Variables in which launchers tell a process its rank.
-RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
 
-def child(progress: str, plan: Plan, argv: list[str]) -> None:
+def child(progress: str, plan: Plan) -> None:
     """Train as one of the ranks; only the first notes steps, and only the one of the plan is killed."""
-    rank = next(int(os.environ[name]) for name in RANK if name in os.environ)
+    rank = processes.rank()
     pid = Path(progress).with_name(f"pid-{rank}")
     pid.write_text(str(os.getpid()))
     own = {key: plan[key] for key in ("stage", "write", "share")}
     if rank != plan["rank"]:
         own["stage"] = None
-    kills.child(progress if rank == 0 else os.devnull, own, argv)
+    kills.child(progress if rank == 0 else os.devnull, own)
 
 
 class Ranks:
@@ -94,8 +83,8 @@ class Ranks:
         for file in pids:
             file.unlink(missing_ok=True)
         progress.write_bytes(b"")
-        script = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(sent)]
-        command = [str(MPIEXEC), "-n", str(self.size), *script, str(progress), *argv]
+        one = child_command(child, str(progress), sent)
+        command = [processes.mpiexec(), "-n", str(self.size), *one, *argv]
         one_thread = {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with tempfile.TemporaryFile("w+") as said:
             process = subprocess.Popen(
@@ -175,39 +164,19 @@ def survive(count: int, size: int, seed: int, show: Any = lambda: None) -> dict[
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["--child"]:
-        child(argv[2], json.loads(argv[1]), argv[3:])
-        return 0
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.option("--kills", COUNT, 50, "in all")
-    parser.option("--ranks", COUNT, 2, "that train together")
-    parser.option("--seed", FROM_ZERO, 0, "of the moments and of the trainings")
-    parser.add_argument("--json", default=str(RECORD), help="the record (default: %(default)s)")
-    args = parser.parse_args(argv)
-    if MPIEXEC is None:
-        sys.exit("there is no mpiexec; pip install 'minitorch-flash[mpi]'")
-    with tqdm(total=args.kills, unit="kill") as bar:
-        figures = survive(args.kills, args.ranks, args.seed, bar.update)
-    measuring.write_record(
-        args.json,
-        measuring.command_line("project/reliability/rank_kills.py", argv),
-        measuring.name_of("cpu"),
-        steps=kills.STEPS,
-        **figures,
-    )
-    print(
-        f"{figures['kills']} kills of a rank survived in {figures['trainings']} trainings; at most "
-        f"{figures['most_steps_lost']} steps lost of an interval of {kills.EVERY}; all ranks gone after "
-        f"{figures['most_seconds_until_all_are_gone']:.1f} s at most; the launcher named "
-        f"{figures['named_by_the_launcher']} of the killed processes; {figures['losses_equal']} losses "
-        "equal bit for bit, and all weights"
-    )
-    return 0
+def cases(run: Run) -> Iterator[Case]:
+    yield {}, partial(killed, run)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def killed(run: Run) -> None:
+    with tqdm(total=run.kills, unit="kill") as bar:
+        figures = survive(run.kills, run.ranks, run.seed, bar.update)
+    run.note(steps=kills.STEPS, **figures)
+
+
+MEASUREMENT = Measurement(
+    "rank_kills", "Does a training go on after one of its ranks was killed, to the same result?",
+    cases, {"cpu": {"normal": {"kills": 50, "ranks": 2, "seed": 0}, "quick": {"kills": 1}}},
+    minutes={"cpu": 10}, paths=("project/training", "minitorch/training", "minitorch/distributed"),
+    folder="reliability",
+)  # fmt: skip

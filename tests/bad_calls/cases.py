@@ -1,7 +1,7 @@
 """Wrong calls as data: what is called, what it raises, and the words that its message must hold.
 
 A table stands in a file of its own for each part of the library, one line for each case;
-``test_bad_calls.py`` walks them all, and ``project/reliability/bad_calls.py`` counts them.
+``test_bad_calls.py`` walks them all, and ``python project/measure.py bad_calls`` counts them.
 """
 
 from __future__ import annotations

@@ -15,15 +15,8 @@ from minitorch.training.model_files import CheckpointError, load_parameters, rea
 from .cases import model, run, wrong
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [
-    str(ROOT / "project"),
-    str(ROOT / "project" / "experiments"),
-]  # as for a script there
-import bench_attention  # noqa: E402
-import bench_cpu  # noqa: E402
-import harness  # noqa: E402
-import io_table  # noqa: E402
-import peers  # noqa: E402
+sys.path[:0] = [str(ROOT / "project")]  # as for a script there
+import measure  # noqa: E402
 import run_digits  # noqa: E402
 import run_fast_tensor  # noqa: E402
 import run_manual  # noqa: E402
@@ -60,9 +53,9 @@ def options(*args: str) -> Any:
     return lambda _: run(lambda argv: gpt_options.parse_args("", argv), *args)
 
 
-def experiment(module: ModuleType, *args: str) -> Any:
-    """Return a call that runs an experiment with some arguments."""
-    return lambda _: run(lambda argv: harness.run(module.EXPERIMENT, argv), *args)
+def measurement(name: str, *args: str) -> Any:
+    """Return a call that runs a measurement with some arguments."""
+    return lambda _: run(lambda argv: measure.main([name, *argv]), *args)
 
 
 #: Of a small model, as a checkpoint has it.
@@ -205,21 +198,21 @@ ARGUMENTS = {
         given(train_tasks, "--length", "0"), SystemExit, "--length", "1 or more"
     ),
     "bench_attention: no rows": wrong(
-        given(bench_attention, "--lengths", "0"), SystemExit, "--lengths", "1 or more"
+        measurement("bench_attention", "--lengths", "0"), SystemExit, "--lengths", "1 or more"
     ),
     "bench_attention: wide heads": wrong(
-        given(bench_attention, "--head-dim", "999"), SystemExit, "at most 256", "999", "more heads"
+        measurement("bench_attention", "--head-dim", "999"), SystemExit, "at most 256", "999", "more heads"
     ),
     "bench_attention: a device": wrong(
-        given(bench_attention, "--device", "tpu"), SystemExit, "'tpu'", "cpu"
+        measurement("bench_attention", "--device", "tpu"), SystemExit, "'tpu'", "cpu"
     ),
     "bench_cpu: no seconds": wrong(
-        given(bench_cpu, "--seconds", "nan"), SystemExit, "--seconds", "above 0", "nan"
+        measurement("bench_cpu", "--seconds", "nan"), SystemExit, "--seconds", "above 0", "nan"
     ),
-    "experiments: rows below 0": wrong(
-        experiment(io_table, "--length", "-3"), SystemExit, "--length", "got -3"
+    "measurements: rows below 0": wrong(
+        measurement("io_table", "--length", "-3"), SystemExit, "--length", "got -3"
     ),
-    "experiments: a peer": wrong(
-        experiment(peers, "--peers", "nobody"), SystemExit, "--peers", "'nobody'"
+    "measurements: a peer": wrong(
+        measurement("peers", "--peers", "nobody"), SystemExit, "--peers", "'nobody'"
     ),
 }  # fmt: skip

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "project" / "reliability"))
+sys.path.insert(0, str(ROOT / "project"))
 
-import barriers  # noqa: E402
-from barriers import FILES, KERNELS, Barrier, barriers_of, caught_by, without  # noqa: E402
+from reliability import barriers  # noqa: E402
+from reliability.barriers import FILES, KERNELS, Barrier, barriers_of, caught_by, without  # noqa: E402
 
 SOURCE = """
 def kernel(x):

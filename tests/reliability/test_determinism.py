@@ -18,8 +18,8 @@ from hypothesis.strategies import booleans, integers
 import minitorch
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "project" / "reliability"))
-from determinism import differences, run_apart  # noqa: E402
+sys.path.insert(0, str(ROOT / "project"))
+from reliability.determinism import differences, run_apart  # noqa: E402
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Drawn nonsense: every call raises what is documented or returns what is right, and changes nothing.
 
 A few seconds of it; ``make fuzz`` draws for minutes, also with numba's bounds checking
-(``project/reliability/fuzz.py``).
+(``project/measure.py fuzz``).
 """
 
 from __future__ import annotations

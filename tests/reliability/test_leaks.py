@@ -17,8 +17,8 @@ from kernels.cpu.runtime import memory_pool as cpu_pool
 from kernels.cuda.runtime.arrays import pool
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "project" / "reliability"))
-import leaks  # noqa: E402
+sys.path.insert(0, str(ROOT / "project"))
+from reliability import leaks  # noqa: E402
 
 
 def objects_after(step: leaks.Step, first: int, steps: int) -> int:

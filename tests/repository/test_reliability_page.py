@@ -6,7 +6,6 @@ import ast
 import importlib
 import json
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,11 +19,10 @@ RECORDS = ROOT / "docs" / "results" / "reliability"
 
 @pytest.fixture
 def extension(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    for folder in ("project/experiments", "project", "docs/extensions"):
+    for folder in ("project", "docs/extensions"):
         monkeypatch.syspath_prepend(str(ROOT / folder))
     pytest.importorskip("sphinx", reason="pip install -e '.[docs]'")
-    monkeypatch.delitem(sys.modules, "reliability", raising=False)
-    return importlib.import_module("reliability")
+    return importlib.import_module("long_checks")
 
 
 def functions_of(file: Path) -> set[str]:
@@ -52,7 +50,9 @@ def test_every_record_is_shown_and_is_one(extension: ModuleType) -> None:
     there = sorted(path.stem for path in RECORDS.glob("*.json"))
     assert set(there) <= set(shown)
     for name in there:
-        assert extension.read(extension.file_of(name))["command"] in extension.as_markdown(name)
+        assert extension.read_record(extension.file_of(name))["command"] in extension.as_markdown(
+            name
+        )
 
 
 def written(folder: Path, **figures: Any) -> Path:
@@ -75,7 +75,7 @@ def test_figures_and_rows_are_tables(extension: ModuleType, tmp_path: Path) -> N
 
 def test_every_figure_that_the_page_names_is_in_its_record(extension: ModuleType) -> None:
     for name, places in extension.FIGURES.items():
-        record = extension.read(extension.file_of(name))
+        record = extension.read_record(extension.file_of(name))
         assert [place for place in places if place.split("/")[0] not in record] == []
 
 
@@ -84,7 +84,7 @@ def test_a_run_that_is_not_on_record_is_told_with_its_command(
 ) -> None:
     assert "`make a`" in extension.as_markdown("a", "make a", tmp_path)
     text = extension.as_markdown("a", folder=tmp_path)
-    assert "No run is on record" in text and "`python project/reliability/a.py`" in text
+    assert "No run is on record" in text and "`python project/measure.py a`" in text
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "no JSON"])
@@ -94,36 +94,6 @@ def test_a_file_that_is_no_record_is_an_error(
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ValueError):
         extension.as_markdown("a", folder=tmp_path)
-
-
-def test_all_copes_with_a_script_that_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for folder in ("project", "project/experiments"):
-        monkeypatch.syspath_prepend(str(ROOT / folder))
-    runner = importlib.import_module("common.one_by_one")
-    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
-    (tmp_path / "works.py").write_text("open(__file__ + '.done', 'w').close()")
-    commands = {name: [sys.executable, str(tmp_path / f"{name}.py")] for name in ("fails", "works")}
-    lines, code = runner.run_one_by_one({"missing": "there is no missing.py", **commands})
-    assert [line[:2] for line in lines] == [
-        ["missing", "there is no missing.py"], ["fails", "failed with exit code 3"], ["works", "done"],
-    ]  # fmt: skip
-    assert code == 3 and (tmp_path / "works.py.done").exists()
-    assert "## fails" in capsys.readouterr().out
-
-
-def test_ctrl_c_ends_all_whatever_the_script_makes_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for folder in ("project", "project/experiments"):
-        monkeypatch.syspath_prepend(str(ROOT / folder))
-    runner = importlib.import_module("common.one_by_one")
-    # The terminal sends SIGINT to both: here the script to its parent, and it ends with a code of its own.
-    script = "import os, signal; os.kill(os.getppid(), signal.SIGINT); raise SystemExit(1)"
-    commands = {name: [sys.executable, "-c", script] for name in "ab"}
-    lines, code = runner.run_one_by_one(commands)
-    assert [line[:2] for line in lines] == [["a", "interrupted"]] and code == 130
 
 
 RUN = """[tests] 12 passed in 3 s
@@ -142,26 +112,22 @@ passed      0 s  slow
 def test_a_run_of_ci_is_a_row_for_each_part(
     change: tuple[str, str], code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "project" / "reliability"))
-    ci = importlib.import_module("ci")
-    monkeypatch.setattr(ci, "RECORD", tmp_path / "ci.json")
-    log = tmp_path / "log.txt"
+    monkeypatch.syspath_prepend(str(ROOT / "project"))
+    harness = importlib.import_module("bench.harness")
+    log, path = tmp_path / "log.txt", tmp_path / "ci.json"
     log.write_text(RUN.replace(*change), encoding="utf-8")
-    assert ci.main(["--log", str(log)]) == code
-    record = json.loads((tmp_path / "ci.json").read_text(encoding="utf-8"))
+    assert harness.run(harness.load("ci"), ["--log", str(log), "--json", str(path)]) == code
+    record = json.loads(path.read_text(encoding="utf-8"))
     assert [row["part"] for row in record["rows"]] == ["lint", "tests", "slow"]
     assert [row["seconds"] for row in record["rows"]] == [2, 12, 0]
     assert record["minutes"] == (45.5 if "45" in change[1] else 1.5)
 
 
-def test_what_is_no_whole_run_of_ci_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "project" / "reliability"))
-    ci = importlib.import_module("ci")
-    monkeypatch.setattr(ci, "RECORD", tmp_path / "ci.json")
+def test_a_part_of_a_run_of_ci_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "project"))
+    harness = importlib.import_module("bench.harness")
     log = tmp_path / "log.txt"
     log.write_text(RUN.split("1 minutes")[0], encoding="utf-8")
     with pytest.raises(SystemExit, match="no output of a whole run"):
-        ci.main(["--log", str(log)])
+        harness.run(harness.load("ci"), ["--log", str(log), "--json", str(tmp_path / "ci.json")])
     assert not (tmp_path / "ci.json").exists()

@@ -39,8 +39,8 @@ from minitorch.training.random_states import random_state
 from ...support.models.raw_safetensors import raw_safetensors
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "project" / "reliability"))  # as for a script that runs there
-import kills  # noqa: E402
+sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
+from reliability import kills  # noqa: E402
 
 BACKENDS = {"simple": SimpleBackend, "fast": FastBackend}
 
@@ -558,7 +558,7 @@ def test_a_new_training_sets_the_last_one_aside(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_training_goes_on_as_if_nothing_had_happened() -> None:
-    """The short form of ``project/reliability/kills.py``, which kills fifty times."""
+    """The short form of ``project/measure.py kills``, which kills fifty times."""
     figures = kills.survive(4, seed=1)
     assert figures["kills"] == 4 and figures["losses_equal"] >= kills.STEPS
     assert figures["most_steps_lost"] < kills.EVERY + 1

@@ -264,17 +264,6 @@ def test_the_losses_on_a_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
     np.testing.assert_allclose(curves[1]["held_out"], curves[0]["held_out"], rtol=1e-3)
 
 
-def test_the_benchmark_prints_and_writes_its_rows(tmp_path: Path) -> None:
-    record = tmp_path / "rows.json"
-    done = run("bench_attention.py", "--lengths", 32, 48, "--heads", 1, "--head-dim", 8,
-               "--seconds", 0.01, "--json", record)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(record.read_text())["rows"]
-    assert [row["length"] for row in rows] == [32, 48]
-    assert all(row["flash"]["forward_ms"] > 0 and row["naive"]["backward_ms"] > 0 for row in rows)
-    assert "| 48 |" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("change", "word"),
     [

@@ -13,8 +13,8 @@ import pytest
 
 from ...support.ranks import ROOT, needs_mpi, python
 
-sys.path.insert(0, str(ROOT / "project" / "reliability"))  # as for a script that runs there
-import rank_kills
+sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
+from reliability import rank_kills
 
 pytestmark = [pytest.mark.slow, needs_mpi]
 GRID = "--data-parallel", "2", "--ring", "2"
@@ -82,7 +82,7 @@ def test_a_rank_with_other_options_is_refused_in_one_line(tmp_path: Path) -> Non
 
 
 def test_a_training_survives_the_kills_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The short form of ``project/reliability/rank_kills.py``, which kills fifty times."""
+    """The short form of ``project/measure.py rank_kills``, which kills fifty times."""
     monkeypatch.setattr(rank_kills.kills, "STEPS", 40)
     figures = rank_kills.survive(2, 2, seed=3)
     assert figures["kills"] == 2 and figures["losses_equal"] >= rank_kills.kills.STEPS

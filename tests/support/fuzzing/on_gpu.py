@@ -2,7 +2,7 @@
 
     python -m tests.support.fuzzing.on_gpu --seed 1 --seconds 60
 
-``project/reliability/fuzz.py --gpu`` runs several of these side by side.  A kind of call fixes the compiled
+``project/measure.py fuzz_gpu`` runs several of these side by side.  A kind of call fixes the compiled
 kernels; some calls of each kind are drawn and compared with the textbook in float64, fp16 and bf16 by what
 rounding P, dS and the results allows.  Every operand has a layout of its own, with NaN in its gaps.
 """

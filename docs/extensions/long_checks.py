@@ -1,0 +1,190 @@
+"""What the long tests of reliability found, read from docs/results/reliability when the site is built.
+
+The directive ``{reliability} NAME`` inserts the figures of the last run of ``project/measure.py NAME``,
+or of another command that it names::
+
+    ```{reliability} ends
+    :command: make ends
+    ```
+
+Where no run is on record it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.records import RESULTS, read_record
+from bench.table_cells import cell, markdown
+from docutils import nodes
+from docutils.parsers.rst import directives
+from docutils.statemachine import StringList
+from recorded import look_up
+from sphinx.util.docutils import SphinxDirective
+
+#: What the page says of a record: the place of each figure in it, and the words for the figure.
+FIGURES = {
+    "kills": {
+        "trainings": "training runs",
+        "kills": "kills",
+        "survived": "kills after which the run was resumed correctly",
+        "losses_equal": "losses compared with those of an uninterrupted run, all equal",
+        "interval": "steps between two checkpoints",
+        "most_steps_lost": "steps lost, at most",
+    },
+    "bad_calls": {
+        "calls": "wrong calls",
+        "processes_dead": "calls that crashed the process",
+        "failed": "calls with a wrong error, or with changed operands",
+    },
+    "fuzz": {
+        "cases": "calls",
+        "by_part/nonsense/right": "random arguments: right results",
+        "by_part/nonsense/refused": "random arguments: errors",
+        "by_part/nonsense/returned": "random arguments: not compared (operands NaN, infinite or too large)",
+        "by_part/bounds/right": "with bounds checking: right results",
+        "by_part/bounds/refused": "with bounds checking: errors",
+        "by_part/bounds/returned": "with bounds checking: not compared",
+        "by_part/options/right": "valid combinations of options: right results",
+        "failures": "failures",
+    },
+    "determinism": {
+        "runs": "processes compared",
+        "threads_of_numba_and_of_others": "threads of numba and of BLAS in each process",
+        "pieces": "results compared: attention with each option, layers, products and sums",
+        "steps": "training steps",
+        "different": "results that differ",
+    },
+    "fuzz_gpu": {
+        "cases": "calls",
+        "outcomes/right": "right results",
+        "right_by/extreme/True": "of these with extreme scores",
+        "outcomes/refused": "refused calls",
+        "failures": "failures",
+        "kinds": "combinations drawn",
+    },
+    "barriers": {
+        "statements": "statements removed, one at a time",
+        "caught_by_a_test": "removals that a test catches",
+        "orders_of_threads": "orders of the threads tried for each",
+    },
+    "ci": {"minutes": "minutes", "all_passed": "all parts passed"},
+}
+FIGURES["rank_kills"] = {
+    "ranks": "ranks",
+    **FIGURES["kills"],
+    "most_seconds_until_all_are_gone": "seconds until all ranks had ended, at most",
+}
+#: The columns of the rows of a record that the page shows, and the words for them.
+COLUMNS = {
+    "leaks": {
+        "what": "steps of", "steps": "steps", "written_growth_percent": "growth, %",
+        "written_mb": "memory at the end, MB",
+    },
+    "barriers": {"not_caught": "not caught", "statement": "statement"},
+    "ci": {"part": "part", "ended": "result", "seconds": "seconds"},
+}  # fmt: skip
+#: The rows of the record of ``leaks``.
+WORDS = {
+    "training": "training",
+    "lengths": "training with new sequence lengths",
+    "writing": "text generation token by token",
+    "models": "creating and deleting models",
+    "attention": "attention with changing options",
+    "refused": "calls that raise errors",
+}
+#: The packages and the parts of ``make ends`` that the page shows.
+VERSIONS = {"python": "Python", "numpy": "NumPy", "numba": "numba", "numba-cuda": "numba-cuda"}
+PARTS = {
+    "tests": "tests: passed / failed",
+    "simulator": "in the simulator",
+    "compile-only": "compiled CUDA kernels",
+}
+
+
+def file_of(name: str, folder: Path | None = None) -> Path:
+    """Return where the record of a script lies."""
+    return (folder or RESULTS / "reliability") / f"{name}.json"
+
+
+def _ends_table(ends: dict[str, Any]) -> str:
+    """Return the versions and counts of each end of the supported ranges."""
+    lines = [
+        [end]
+        + [found["versions"][package] for package in VERSIONS]
+        + [f"{found[part]['passed']:,} / {found[part]['failed']}" for part in PARTS]
+        for end, found in ends.items()
+    ]
+    return markdown(["end", *VERSIONS.values(), *PARTS.values()], lines)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return value if isinstance(value, str) else cell(value)
+
+
+def _tables(name: str, record: dict[str, Any]) -> Iterator[str]:
+    """Yield the tables of a record."""
+    if "ends" in record:
+        yield _ends_table(record["ends"])
+    if named := FIGURES.get(name, {}):
+        lines = [[words, _shown(look_up(record, place))] for place, words in named.items()]
+        yield markdown(["figure", "value"], lines)
+    if columns := COLUMNS.get(name, {}):
+        lines = [
+            [WORDS.get(row[key], _shown(row[key])) for key in columns] for row in record["rows"]
+        ]
+        yield markdown([*columns.values()], lines)
+
+
+def as_markdown(name: str, command: str = "", folder: Path | None = None) -> str:
+    """Return the figures of the last run as Markdown.
+
+    Args:
+        name: Of the record.
+        command: That makes it; that of the script of the same name where there is none.
+        folder: Of the records; docs/results/reliability when None.
+
+    Raises:
+        ValueError: If the file is no record.
+    """
+    path, how = file_of(name, folder), command or f"python project/measure.py {name}"
+    if not path.exists():
+        return f"*No run is on record;* `{how}` *makes one.*"
+    record = read_record(path)
+    versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
+    last = (
+        f"Last run: {record['date']}, {record['device']}, {record['cores']} cores, `{record['command']}` "
+        f"([record](/results/reliability/{name}.json); {versions})."
+    )
+    return "\n\n".join([last, *_tables(name, record)])
+
+
+class ReliabilityDirective(SphinxDirective):
+    """Insert what the last run of a long test found."""
+
+    required_arguments = 1
+    option_spec = {"command": directives.unchanged}  # noqa: RUF012  # as docutils has it
+
+    def run(self) -> list[nodes.Node]:
+        """Return the parsed page part."""
+        name = self.arguments[0]
+        try:
+            text = as_markdown(name, self.options.get("command", ""))
+        except ValueError as error:
+            raise self.error(str(error)) from None
+        self.env.note_dependency(str(file_of(name)))
+        box = nodes.container(classes=["measured"])
+        self.state.nested_parse(StringList(text.splitlines(), name), 0, box)
+        return [box]
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Register the directive."""
+    app.add_directive("reliability", ReliabilityDirective)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,450 @@
+"""One harness for all measurements: benchmarks, experiments of the papers, and long checks.
+
+A measurement is declared once, in a module of ``project/measurements`` or ``project/reliability``::
+
+    def cases(run):
+        call = ArrayCall(run.device, run.heads, run.length)          # set up here
+        for part in run.parts:
+            yield {"part": part}, partial(time_of, run, call, part)  # key of a row, its measuring
+
+    MEASUREMENT = Measurement(
+        "sparsity", "Is time proportional to the visited tiles?", cases,
+        {"cpu": {"normal": {"heads": 1, "length": 8192, "parts": (0.5, 1.0), "seconds": 4.0}}},
+        table=table, draw=draw)
+
+- ``cases`` yields the key of each row and a function that measures the rest of it.  The harness calls the
+  function unless the record has the row already (``--resume``).  A case that raises is recorded with the
+  reason, ``why_not``, and the next one begins; the exit code is then 1.  Rows are written as they come, so
+  that Ctrl-C keeps them.
+- The *settings* of each device and size are attributes of ``run``, and options of the command line, whose
+  types are those of the values.  "normal" is the size of the published records; "quick" takes seconds.
+- ``run.timed(steps)`` times contestants in interleaved rounds on the clock of the device, ``run.note`` sets
+  entries of the record beside its rows, and ``run.torch`` is PyTorch or None.
+- ``table`` returns Markdown of a record and ``draw`` fills a figure with a panel for each device that has a
+  record; the site uses the same two.  ``figures`` returns the figures that have bounds, and the exit code
+  is 1 if one is missed.
+- A record holds the command, the date, the device, versions, the commit and the settings.  It goes to
+  ``build/measurements``; with ``--publish`` to ``docs/results`` once it is complete.  ``paths`` names the
+  code that is measured: a record is stale if a commit has changed it since.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from common.command_line import COUNT, POSITIVE, OneLineParser
+from tqdm import tqdm
+
+from bench import plots, records
+from bench.measuring import (
+    SHORTEST,
+    Unavailable,
+    interleaved,
+    load_torch,
+    out_of_memory,
+    prepare,
+    timing_note,
+)
+from bench.processes import mpiexec, rank
+from bench.records import ROOT, Record
+from bench.table_cells import cell, figure_cells
+from kernels.runtime.targets import why_no_cuda
+
+PROJECT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "measurements"
+FOLDERS = ("measurements", "reliability")
+SIZES = ("quick", "normal", "full")
+Case = tuple[Record, Callable[[], Record | None]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure that has a bound.
+
+    Attributes:
+        name: In the table.
+        value: That was reached; None if it is not known.
+        must: Bound.
+        aim: Better still, if anything is.
+        is_most: Whether less is better.
+        is_judged: Whether the bound holds for what was measured.
+    """
+
+    name: str
+    value: float | None
+    must: float
+    aim: float | None = None
+    is_most: bool = False
+    is_judged: bool = True
+
+    def __str__(self) -> str:
+        return figure_cells(*astuple(self))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is measured; see the docstring of the module.
+
+    Attributes:
+        name: Of the record, too.
+        answers: A question that the record answers.
+        cases: Given a :class:`Run`, yields keys of rows and functions that measure them.
+        settings: By device, then by size: "normal", and "quick" and "full" where they differ from it.
+        table: Returns Markdown of a record; rows are listed when None.
+        figures: Returns the figures of a record that have bounds.
+        draw: Fills a matplotlib figure with results; see :mod:`bench.plots`.
+        height: Of that figure in inches, for each row of panels.
+        caption: Of that figure, Markdown.
+        minutes: That a run takes, about, by device.
+        paths: The code that is measured.
+        choices: By option: the values that it may have.
+        records: Names of records beside its own, and the settings with which each is made.
+        folder: Of its published records, where that is not the device's.
+        with_ranks: It runs on as many processes of ``mpiexec`` as the setting ``ranks`` says.
+    """
+
+    name: str
+    answers: str
+    cases: Callable[[Any], Iterator[Case]]
+    settings: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    table: Callable[[Record], str] | None = None
+    figures: Callable[[Record], list[Figure]] = lambda record: []
+    draw: Callable[[Any, list[plots.Result]], None] | None = None
+    height: float = 4.2
+    caption: str = ""
+    minutes: Mapping[str, float] = field(default_factory=dict)
+    paths: tuple[str, ...] = ("kernels", "minitorch")
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    folder: str | None = None
+    with_ranks: bool = False
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that it can measure."""
+        return tuple(self.settings)
+
+    def shown(self, record: Record) -> str:
+        """Return the table of a record."""
+        return (self.table or listed)(record)
+
+
+class Run:
+    """A measurement that runs: its settings are attributes.
+
+    Args:
+        measurement: That runs.
+        device: "cpu" or "cuda".
+        size: "quick", "normal" or "full".
+        settings: By name.
+        command: To be recorded.
+        path: Of the record; None writes none.
+
+    ``rows`` are those measured so far.
+    """
+
+    def __init__(
+        self, measurement: Measurement, device: str, size: str, settings: Record,
+        command: str = "", path: Path | None = None,
+    ):  # fmt: skip
+        self.device, self.size, self.path, self.rows = device, size, path, list[Record]()
+        self.seconds = 1.0
+        vars(self).update(settings)
+        self.is_quick = size == "quick"
+        self._command, self._name = command, measurement.name
+        self._entries: Record = {
+            "experiment": measurement.name, "kind": device, "settings": {"size": size, **settings}
+        }  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self._name} has no setting {name!r} for this device")
+
+    @cached_property
+    def torch(self) -> Any:
+        """PyTorch, with as many threads as ours, or None where it is not installed."""
+        torch = load_torch()
+        if torch is not None:
+            prepare(torch, self.device)
+        return torch
+
+    def timed(
+        self, steps: Mapping[Any, Callable[[], Any]], seconds: float | None = None, **more: Any
+    ) -> dict[Any, list[float]]:
+        """Return the seconds of each step in every round; see :func:`bench.measuring.interleaved`."""
+        self._entries.setdefault("timing", timing_note(self.device))
+        if self.is_quick and "most" not in more:
+            more |= {
+                "most": 2,
+                "least": 1,
+                "shortest": min(more.get("shortest", SHORTEST), SHORTEST),
+            }
+        return interleaved(steps, self.device, self.seconds if seconds is None else seconds, **more)
+
+    def note(self, **entries: Any) -> None:
+        """Set entries of the record beside its rows."""
+        self._entries.update(entries)
+
+    @property
+    def record(self) -> Record:
+        """The record without its origin."""
+        return {**self._entries, "rows": self.rows}
+
+    def write(self) -> None:
+        """Write the record as far as it has come."""
+        if self.path is not None:
+            name = records.name_of(self.device)
+            records.write_record(self.path, self._command, name, **self.record)
+
+    def measure(self, cases: Iterator[Case]) -> int:
+        """Measure all cases; return how many failed.
+
+        Raises:
+            KeyboardInterrupt: After the rows so far are written.
+        """
+        failed = 0
+        for key, work in tqdm(cases, desc=self._name, unit="case", disable=None):
+            known = [row for row in self.rows if key and key.items() <= row.items()]
+            if known and all("why_not" not in row for row in known):
+                continue
+            self.rows[:] = [row for row in self.rows if row not in known]
+            try:
+                found = work()
+            except Unavailable as error:
+                found = {"why_not": str(error)}
+            except Exception as error:  # the next case may do
+                if not out_of_memory(error):
+                    traceback.print_exc()
+                found, failed = {"why_not": why_failed(error)}, failed + 1
+            if found is not None:
+                self.rows.append(key | found)
+            self.write()
+        return failed
+
+
+def why_failed(error: Exception) -> str:
+    """Return in one line why a case or a contestant could not run."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return "out of memory" if out_of_memory(error) else lines[0][:160]
+
+
+def listed(record: Record) -> str:
+    """Return a line for each row: its numbers and texts by their names."""
+
+    def leaves(value: Any, name: str = "") -> Iterator[str]:
+        if isinstance(value, dict):
+            for key, one in value.items():
+                yield from leaves(one, f"{name} {key}".strip())
+        elif isinstance(value, float):
+            yield f"{name} {cell(value)}"
+        elif not isinstance(value, list):
+            yield f"{name} {value}"
+
+    skipped = {"experiment", "kind", "settings", "timing", "rows", *records.ORIGIN}
+    beside = {key: value for key, value in record.items() if key not in skipped}
+    return "\n".join("; ".join(leaves(row)) for row in [beside, *record["rows"]] if row)
+
+
+# -- the command line ------------------------------------------------------------------------------------
+
+
+def settings_of(m: Measurement, device: str, size: str, record: str | None = None) -> Record:
+    """Return the settings of a device and a size, for a record of another name if one is given."""
+    sizes = m.settings[device]
+    own = {} if record in (None, m.name) else m.records[record]
+    return {**sizes["normal"], **own, **(sizes.get(size, {}) if size != "normal" else {})}
+
+
+def add_settings(parser: OneLineParser, m: Measurement, device: str) -> None:
+    """Add an option for each setting of a device; its type is that of the value."""
+    for name, value in settings_of(m, device, "normal").items():
+        option, first = f"--{name.replace('_', '-')}", value
+        more: Record = {"default": argparse.SUPPRESS, "help": f"(default: {value})"}
+        if isinstance(value, bool):
+            parser.add_argument(option, action="store_true", **more)
+            continue
+        if isinstance(value, tuple):
+            first, more["nargs"] = (value or ("",))[0], "+"
+        kinds = {int: COUNT if first else int, float: POSITIVE}
+        more["choices"] = m.choices.get(name)
+        parser.add_argument(option, type=kinds.get(type(first), str), **more)
+
+
+def parse_args(m: Measurement, argv: list[str]) -> tuple[argparse.Namespace, Record]:
+    """Return the common options, and the settings of the run."""
+    parser = OneLineParser(
+        prog=f"measure.py {m.name}", description=m.answers, conflict_handler="resolve"
+    )
+    add = parser.add_argument
+    fallback = "cpu" if why_no_cuda() is not None and "cpu" in m.devices else m.devices[-1]
+    add("--device", choices=m.devices, default=fallback, help="(default: %(default)s)")
+    for size in ("quick", "full"):
+        add(f"--{size}", dest="size", action="store_const", const=size, default="normal")
+    add("--json", metavar="FILE", help="write the record there, not to build/measurements")
+    add("--figure", metavar="FILE", help="draw the figure there (.svg, .png or .pdf)")
+    add("--publish", action="store_true", help="write to docs/results and docs/images")
+    add("--resume", action="store_true", help="keep the rows of an interrupted run")
+    add("--redraw", action="store_true", help="measure nothing: table and figure of the records")
+    add("--record", choices=(m.name, *m.records), default=m.name, help=argparse.SUPPRESS)
+    known, _ = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])
+    add_settings(parser, m, known.device)
+    args = parser.parse_args(argv)
+    if args.publish and args.size == "quick":
+        parser.error("--publish takes the published size; leave out --quick")
+    settings = settings_of(m, args.device, args.size, args.record)
+    given = {name: value for name, value in vars(args).items() if name in settings}
+    return args, settings | {n: tuple(v) if isinstance(v, list) else v for n, v in given.items()}
+
+
+def run(m: Measurement, argv: list[str]) -> int:
+    """Run a measurement from its command line; return the exit code: 130 if it was interrupted."""
+    own_rank = rank()
+    if m.with_ranks and own_rank is not None:  # each process sees its GPU only, before CUDA starts
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[own_rank]
+    args, settings = parse_args(m, argv)
+    if args.redraw:
+        return show_stored(m, args)
+    if m.with_ranks and own_rank is None:
+        measure = [sys.executable, str(PROJECT / "measure.py"), m.name, *argv]
+        return subprocess.call([mpiexec(), "-n", str(settings["ranks"]), *measure])
+    if not m.with_ranks and args.device == "cuda" and (missing := why_no_cuda()) is not None:
+        sys.exit(missing)
+    folder = m.folder or records.folder_of(args.device)
+    path = Path(args.json or BUILD / folder / f"{args.record}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    words = [word for word in argv if word not in ("--record", args.record)]
+    places = ("--json", "--figure")
+    command = records.command_line("project/measure.py", [args.record, *words], places)
+    own = Run(m, args.device, args.size, settings, command, None if own_rank else path)
+    if args.resume:
+        own.rows = records.read_rows(path)
+    code = 0
+    try:
+        code = int(own.measure(m.cases(own)) > 0)
+    except KeyboardInterrupt:
+        print(f"interrupted: {len(own.rows)} rows are done; --resume goes on", file=sys.stderr)
+        own.note(interrupted=True)
+        code = 130
+    own.write()
+    if own_rank:  # the first one writes the record
+        return code
+    record = records.read_record(path)
+    print(f"\n{origin_of(record)}\n\n{listed(record) if code else m.shown(record)}")
+    if code:  # tables, bounds and figures are those of complete records
+        print(f"\nrecord: {path}")
+        return code
+    # A bound is one for the published size.
+    found = [replace(f, is_judged=f.is_judged and not own.is_quick) for f in m.figures(record)]
+    if found:
+        print("\n| figure | reached | must | aim | |\n|---|---:|---:|---:|---|")
+        print("\n".join(map(str, found)))
+    if args.publish:
+        path = publish(path, records.RESULTS / folder / f"{args.record}.json")
+    print(f"\nrecord: {path}")
+    if m.draw is not None and record["rows"]:
+        fresh = plots.Result(record, folder, fresh=True)
+        draw(m, plots.beside(fresh, m.name), args)
+    return int(any("| NO |" in str(one) for one in found))
+
+
+def origin_of(record: Record) -> str:
+    """Return where a record was made, and how its times were read."""
+    versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
+    lines = [f"{record['device']}, {record['cores']} cores, {record['date']}; {versions}"]
+    return "\n".join([*lines, *(record[key] for key in ("timing", "note") if record.get(key))])
+
+
+def publish(path: Path, target: Path) -> Path:
+    """Put a record among the published ones, unless that has more rows; return where it is."""
+    before, after = (
+        len(json.loads(file.read_text()).get("rows", ())) if file.exists() else 0
+        for file in (target, path)
+    )
+    if after < before:
+        print(f"{after} of {before} rows: the published record stays", file=sys.stderr)
+        return path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(path, target)
+    return target
+
+
+def draw(m: Measurement, results: list[plots.Result], args: argparse.Namespace) -> None:
+    """Draw the figure of a measurement, and print where it is."""
+    images = plots.IMAGES if args.publish else BUILD
+    picture = Path(args.figure or images / f"{m.name}.svg")
+    why_not = plots.draw(m, results, picture)
+    print(f"figure: {picture}" if why_not is None else why_not)
+
+
+def show_stored(m: Measurement, args: argparse.Namespace) -> int:
+    """Print the tables of the published records, and draw their figure."""
+    try:
+        results = plots.stored(m.name)
+        for result in results:
+            print(f"{origin_of(result.record)}\n\n{table_of(m, result)}\n")
+    except ValueError as error:
+        sys.exit(str(error))
+    if m.draw is not None:
+        draw(m, results, args)
+    return 0
+
+
+def table_of(m: Measurement, result: plots.Result) -> str:
+    """Return the table of a stored record.
+
+    Raises:
+        ValueError: If its rows are not those of the measurement; it names the file.
+    """
+    try:
+        return m.shown(result.record)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{plots.path_of(m.name, result.folder)} is not a record of {m.name} ({error!r}); run "
+            f"python project/measure.py {m.name} --publish, or delete it"
+        ) from None
+
+
+def load_all() -> dict[str, Measurement]:
+    """Return all measurements by the names of their records."""
+    found: dict[str, Measurement] = {}
+    for folder in FOLDERS:
+        for path in sorted((PROJECT / folder).glob("*.py")):
+            if "\nMEASUREMENT" in path.read_text(encoding="utf-8"):
+                for one in in_module(f"{folder}.{path.stem}"):
+                    found |= dict.fromkeys((one.name, *one.records), one)
+    return found
+
+
+def in_module(name: str) -> tuple[Measurement, ...]:
+    """Return the measurements that a module declares."""
+    module = importlib.import_module(name)
+    return getattr(module, "MEASUREMENTS", None) or (module.MEASUREMENT,)
+
+
+def load(name: str) -> Measurement:
+    """Return a measurement by its name, or by that of one of its records.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    for folder in FOLDERS:  # mostly the module has the same name
+        if (PROJECT / folder / f"{name}.py").exists():
+            for one in in_module(f"{folder}.{name}"):
+                if one.name == name:
+                    return one
+    found = load_all()
+    if name not in found:
+        raise ValueError(f"there is no measurement {name!r}; there are {', '.join(found)}")
+    return found[name]

@@ -1,1 +1,0 @@
-"""Scripts that time one family of kernels on a GPU, by hand."""

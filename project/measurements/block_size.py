@@ -1,0 +1,157 @@
+"""Time and global traffic by the size of a tile, for FlashAttention and FlashAttention-2.
+
+Three sweeps.  ``flash1`` over B_c: each key tile reads Q and O again, so traffic falls as 1 / B_c.
+``flash2`` over B_c: its traffic does not depend on it, time does a little.  ``flash2`` over B_r: each query
+tile reads K and V again, so traffic falls with B_r.  On the CPU, the time is that of the CPU's rung.
+
+Source: FlashAttention (2022), figure 2, middle: forward time falls as B_c grows to 256, where arithmetic
+becomes the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from bench.contestants import random_call
+from bench.harness import Case, Measurement, Run
+from bench.measuring import spread
+from bench.plots import Result, headline, legend, panels
+from bench.processes import in_child
+from bench.records import Record
+from bench.table_cells import COLOURS, markdown, timed_cell
+
+from kernels.metering.io_meter import metered
+from kernels.metering.rung_traffic import RUNGS, call_traffic, problem_of
+from kernels.traffic.formulas import HeadShape, total
+
+#: Title, rung, and the tile of a size.  B_r of flash1 is small enough that 48 KB hold B_c = 64.
+SWEEPS = {
+    "flash1, B_c": ("flash1", lambda size: (16, size)),
+    "flash2, B_c": ("flash2", lambda size: (64, size)),
+    "flash2, B_r": ("flash2", lambda size: (size, 32)),
+}
+SWEEP_COLOURS = dict(zip(SWEEPS, (COLOURS["flash1"], COLOURS["flash2"], "#2e8b57"), strict=True))
+#: The metered call: length, head_dim, and tiles of each sweep, small enough for the simulator.
+METERED = {"length": 32, "head_dim": 4, "sizes": (4, 8, 16), "other": 8}
+
+
+def meter() -> list[Record]:
+    """Count small calls in the simulator, in which this process must be, beside the formulas."""
+    length, dim = METERED["length"], METERED["head_dim"]
+    shape, found = HeadShape(length, length, dim, dim, 0, 0), []
+    for sweep, (rung, tile_of) in SWEEPS.items():
+        for size in METERED["sizes"]:
+            tile = tuple(METERED["other"] if x != size else x for x in tile_of(size))
+            counted, expected = (total(side.forward).moved for side in metered(rung, shape, tile))
+            if counted != expected:
+                raise RuntimeError(f"{rung}, {tile}: the meter counts {counted}, not {expected}")
+            found.append({"sweep": sweep, "tile": tile, "meter": counted, "formula": expected})
+    return found
+
+
+def cases(run: Run) -> Iterator[Case]:
+    names = ("batch_heads", "length", "head_dim")
+    run.note(workload={name: getattr(run, name) for name in names})
+    run.note(metered=METERED, meter=in_child(meter, simulator=True))
+    for sweep in SWEEPS:
+        times, reasons = timed(run, sweep)
+        for size in run.tiles:
+            yield {"sweep": sweep, "size": size}, partial(row, run, sweep, size, times, reasons)
+
+
+def timed(run: Run, sweep: str) -> tuple[dict[int, list[float]], dict[int, str]]:
+    """Return the times of all tiles of a sweep that can run, and why others cannot."""
+    rung, tile_of = SWEEPS[sweep]
+    calls, reasons = {}, {}
+    for size in run.tiles:
+        call = random_call(
+            run.device, run.batch_heads, run.length, head_dim=run.head_dim, tile=tile_of(size),
+            **RUNGS[rung] | {"rung": rung},
+        )  # fmt: skip
+        try:
+            call.forward()
+            calls[size] = call.forward
+        except ValueError as error:  # the tile does not fit
+            reasons[size] = str(error)
+    return run.timed(calls) if calls else {}, reasons
+
+
+def row(
+    run: Run, sweep: str, size: int, times: dict[int, list[float]], reasons: dict[int, str]
+) -> Record:
+    rung, tile_of = SWEEPS[sweep]
+    tile = tile_of(size)
+    problem = problem_of(rung, run.batch_heads, run.length, run.length, run.head_dim)
+    moved = total(call_traffic(rung, problem, tile).forward).moved
+    return {
+        "rung": rung, "tile": tile, "gb": 4e-9 * run.batch_heads * moved,
+        "ms": spread(times[size], 1e3) if size in times else None,
+        "too_large": reasons.get(size),
+    }  # fmt: skip
+
+
+def table(record: Record) -> str:
+    lines = (
+        [f"{row['sweep']} = {row['size']}", f"{row['tile'][0]} x {row['tile'][1]}", row["gb"],
+         timed_cell(row["ms"]) if row["ms"] else "not available"]
+        for row in record["rows"]
+    )  # fmt: skip
+    workload = record["workload"]
+    text = (
+        f"Forward pass, batch × heads = {workload['batch_heads']}, N = {workload['length']}, "
+        f"d = {workload['head_dim']}, float32. The traffic was counted in "
+        f"{len(record['meter'])} calls, and equals the formula in all of them."
+    )
+    head = ["varied size", "tile B_r × B_c", "traffic, GB", "ms (quartiles)"]
+    return f"{text}\n\n{markdown(head, lines)}"
+
+
+def draw(figure: Any, results: list[Result]) -> None:
+    drawn: list[Any] = []
+    for axes, result in panels(figure, results, rows=2):
+        workload = result.record["workload"]
+        for sweep, colour in SWEEP_COLOURS.items():
+            rows = [row for row in result.rows if row["sweep"] == sweep]
+            style: Record = {"color": colour, "label": sweep}
+            sizes = [row["size"] for row in rows]
+            axes[0].plot(sizes, [row["gb"] for row in rows], "o-", **style)
+            if timed := [row for row in rows if row["ms"]]:
+                ms = [row["ms"] for row in timed]
+                errors = [
+                    [each["median"] - each["low"] for each in ms],
+                    [each["high"] - each["median"] for each in ms],
+                ]
+                middle = [each["median"] for each in ms]
+                sizes = [row["size"] for row in timed]
+                axes[1].errorbar(sizes, middle, errors, fmt="o-", capsize=2, **style)
+        size = (
+            f"{workload['batch_heads']} heads, {workload['length']:,} keys, head_dim "
+            f"{workload['head_dim']}, float32\nglobal traffic by formula, forward"
+        )
+        for panel, title, unit in zip(axes, (size, "time, forward"), ("GB", "ms"), strict=True):
+            sizes = sorted({row["size"] for row in result.rows})
+            panel.set(xscale="log", ylabel=unit, xlabel="rows or columns of a tile")
+            headline(panel, title)
+            panel.set_xticks(sizes, map(str, sizes))
+            panel.set_xticks([], minor=True)
+            panel.set_ylim(bottom=0)
+            drawn.append(panel)
+    legend(figure, drawn)
+
+
+MEASUREMENT = Measurement(
+    "block_size", "How do traffic and time depend on the size of a tile?", cases,
+    {"cpu": {"quick": {"batch_heads": 1, "length": 256, "seconds": 0.1},
+             "normal": {"batch_heads": 4, "length": 2048, "head_dim": 64,
+                        "tiles": (16, 32, 64, 128, 256), "seconds": 2.0},
+             "full": {"batch_heads": 8, "length": 4096}},
+     "cuda": {"quick": {"batch_heads": 64, "length": 512},
+              "normal": {"batch_heads": 256, "length": 2048, "head_dim": 64,
+                         "tiles": (8, 16, 32, 64, 128), "seconds": 2.0},
+              "full": {"batch_heads": 1024}}},
+    table=table, draw=draw, height=3.0, minutes={"cpu": 0.5, "cuda": 1}, paths=("kernels",),
+    caption="Global traffic by formula, and time. Either the rows or the columns of a tile vary; the other "
+    "side is constant. Error bars are quartiles.",
+)  # fmt: skip

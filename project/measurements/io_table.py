@@ -1,0 +1,217 @@
+"""Floating-point operations, global traffic and time of standard attention and of FlashAttention.
+
+Three sources of the traffic must agree: the formulas (``kernels.traffic.formulas``), the IO meter, which
+counts every element that the kernels touch in the simulator on a small call, and the counters of a GPU
+(``hardware_counters``), where there is a record of it.  Formulas and meter count what a kernel requests; a
+cache answers a part of it, so that less comes from DRAM.
+
+Source: FlashAttention (2022), figure 2, left: forward and backward, N = 1024, d = 64, 16 heads, batch
+64, on an A100 in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from bench.contestants import DIRECTIONS, contestants, random_arrays, random_call
+from bench.harness import Case, Measurement, Run
+from bench.measuring import spread
+from bench.plots import Result, headline, panels, stored
+from bench.processes import in_child
+from bench.records import Record
+from bench.table_cells import cell, colour_of, markdown
+
+from kernels.metering.io_meter import metered
+from kernels.metering.rung_traffic import RUNGS, call_traffic, problem_of
+from kernels.traffic.formulas import PRODUCTS, HeadShape, attention_flops, total
+
+#: GFLOPs, GB and ms as printed.
+PUBLISHED = {"standard": (66.6, 40.3, 41.7), "FlashAttention": (75.2, 4.4, 7.3)}
+#: The metered call: a head that the simulator runs in seconds, with tiles that do not divide it.
+METERED = {"length": 38, "head_dim": 8, "tile": (16, 12)}
+QUANTITIES = (("gflop", "GFLOP"), ("gb", "global traffic, GB"), ("ms", "runtime, ms"))
+NOTE = (
+    "the published GFLOPs do not fit the published workload, whose products alone are 962 GFLOP, so ratios "
+    "are compared; here all is in float32 without dropout or mask, and the naive rung computes S again in "
+    "its backward pass, where the published baseline reads a stored P; flash1 divides 48 KB of float32 into"
+    " tiles, a quarter of the elements that the published one had, and so visits rows more often"
+)
+#: What is timed without a GPU is not what is counted.
+CPU_NOTE = (
+    "; operations and traffic are those of the CUDA rungs, but the times are the CPU's: naive is there "
+    "attention composed of tensor operations, which keeps P for its backward pass, and flash2 is the rung "
+    "of the CPU"
+)
+
+
+def meter() -> list[Record]:
+    """Count the small call in the simulator, in which this process must be, beside the formulas.
+
+    Returns:
+        Elements read and written, by rung, mask and direction.
+
+    Raises:
+        RuntimeError: If meter and formulas disagree.
+    """
+    length, dim = METERED["length"], METERED["head_dim"]
+    shape, found = HeadShape(length, length, dim, dim, 0, 0), []
+    for name, causal in [(name, causal) for name in RUNGS for causal in (False, True)]:
+        pair = metered(name, shape, METERED["tile"], is_causal=causal)
+        for way in DIRECTIONS:
+            counted, expected = (total(getattr(side, way))._asdict() for side in pair)
+            if counted != expected:
+                raise RuntimeError(
+                    f"{name} {way}: the meter counts {counted}, the formula says {expected}"
+                )
+            entry = {"rung": name, "causal": causal, "pass": way}
+            found.append({**entry, "meter": counted, "formula": expected})
+    return found
+
+
+def cases(run: Run) -> Iterator[Case]:
+    size = run.batch_heads, run.length, run.head_dim
+    run.note(
+        workload=dict(zip(("batch_heads", "length", "head_dim"), size, strict=True)),
+        note=NOTE + (CPU_NOTE if run.device == "cpu" else ""),
+        metered=METERED, meter=in_child(meter, simulator=True),
+    )  # fmt: skip
+    if run.device == "cuda":
+        calls: Record = {
+            name: random_call("cuda", *size[:2], head_dim=run.head_dim, **rung)
+            for name, rung in RUNGS.items()
+        }
+    else:
+        known, arrays = contestants("cpu"), random_arrays(*size)
+        calls = {"naive": known["naive"](arrays), "flash2": known["flash"](arrays)}
+    steps = {(name, way): getattr(calls[name], way) for name in calls for way in DIRECTIONS}
+    times = run.timed(steps, 2 * run.seconds)
+    for name in RUNGS:
+        for way in DIRECTIONS:
+            yield {"rung": name, "pass": way}, partial(row, run, name, way, times.get((name, way)))
+
+
+def row(run: Run, name: str, way: str, times: list[float] | None) -> Record:
+    size = run.batch_heads, run.length, run.length, run.head_dim
+    place = DIRECTIONS.index(way)
+    counts = total(call_traffic(name, problem_of(name, *size))[place])
+    reads, writes = (4e-9 * run.batch_heads * count for count in counts)
+    return {
+        "gflop": 1e-9 * attention_flops(*size) * PRODUCTS[name][place] / 2,
+        "read_gb": reads, "write_gb": writes, "gb": reads + writes,
+        "ms": spread(times, 1e3) if times else None,
+    }  # fmt: skip
+
+
+def both(rows: list[Record], rung: str, quantity: str) -> float | None:
+    """Return one quantity of forward and backward together; None where it was not measured."""
+    found = [row[quantity] for row in rows if row["rung"] == rung]
+    if len(found) < 2 or None in found:
+        return None
+    return sum(x["median"] if isinstance(x, dict) else x for x in found)
+
+
+def counters_of(record: Record) -> dict[tuple[str, str], Record]:
+    """Return what the counters of the same device say of the same workload, by rung and pass."""
+    for result in stored("hardware_counters"):
+        same = result.record["device"] == record["device"]
+        if same and result.record.get("workload") == record["workload"]:
+            return {(row["rung"], row["pass"]): row for row in result.rows}
+    return {}
+
+
+def against(value: float | None, standard: float | None) -> str:
+    """Write a number, and beside it how many times that of standard attention it is."""
+    if value is None or standard is None or value == standard:
+        return cell(value)
+    return f"{cell(value)}, {cell(value / standard)} ×"
+
+
+def table(record: Record) -> str:
+    rows, counters, workload = record["rows"], counters_of(record), record["workload"]
+    head = ["rung, pass", "GFLOP", "reads GB", "writes GB"]
+    head += ["requested GB, counter", "DRAM GB", "ms"] if counters else ["ms"]
+    lines = []
+    for row in rows:
+        seen = counters.get((row["rung"], row["pass"]), {})
+        entry = row["ms"]
+        ms = entry and f"{cell(entry['median'])} ± {cell((entry['high'] - entry['low']) / 2)}"
+        counted = [seen.get("asked_gb"), seen.get("dram_gb")] if counters else []
+        figures = [row[q] for q in ("gflop", "read_gb", "write_gb")]
+        lines.append([f"{row['rung']}, {row['pass']}", *figures, *counted, ms])
+    size = (
+        f"batch · heads {workload['batch_heads']}, N = {workload['length']}, "
+        f"d = {workload['head_dim']}, float32"
+    )
+    sums = [
+        [rung, *(against(both(rows, rung, q), both(rows, "naive", q)) for q, _ in QUANTITIES)]
+        for rung in RUNGS
+        if both(rows, rung, "gb") is not None
+    ]
+    standard, flash = PUBLISHED.values()
+    sums.append(["published, standard", *map(cell, standard)])
+    sums.append(["published, FlashAttention", *map(against, flash, standard)])
+    head_of_sums = ["forward and backward, × of standard", *(title for _, title in QUANTITIES)]
+    parts = [size, markdown(head, lines), markdown(head_of_sums, sums), _agreement(record)]
+    return "\n\n".join(parts)
+
+
+def _agreement(record: Record) -> str:
+    """Return the table of the metered call."""
+    call, lines = record["metered"], []
+    what = (
+        f"elements of one head, N = {call['length']}, d = {call['head_dim']}, tile {call['tile']}"
+    )
+    for entry in record["meter"]:
+        mask = "causal" if entry["causal"] else "full"
+        numbers = [entry[source][way] for source in ("meter", "formula") for way in entry[source]]
+        lines.append([f"{entry['rung']}, {entry['pass']}, {mask}", *(f"{n:,}" for n in numbers)])
+    return markdown([what, "meter: reads", "writes", "formula: reads", "writes"], lines)
+
+
+def draw(figure: Any, results: list[Result]) -> None:
+    rungs = list(RUNGS)
+    for axes, result in panels(figure, results, rows=len(QUANTITIES)):
+        counters, workload = counters_of(result.record), result.record["workload"]
+        for panel, (quantity, title) in zip(axes, QUANTITIES, strict=True):
+            found: dict[str, list[Record]] = {}
+            for row in result.rows:
+                if row[quantity]:
+                    found.setdefault(row["rung"], []).append(row)
+            for place, (rung, rows) in enumerate(found.items()):
+                bottom, colour = 0.0, colour_of(rung, rungs)
+                for row in rows:
+                    value = row[quantity]
+                    value = value["median"] if isinstance(value, dict) else value
+                    shade = 1.0 if row["pass"] == "forward" else 0.55
+                    panel.barh(place, value, left=bottom, color=colour, alpha=shade)
+                    bottom += value
+                panel.text(bottom, place, f"   {cell(bottom)}", va="center")
+                seen = [row["dram_gb"] for key, row in counters.items() if key[0] == rung]
+                if quantity == "gb" and seen:
+                    panel.plot(sum(seen), place, "kD", markersize=5)
+            panel.set(xlabel=title.rpartition(", ")[2], xmargin=0.25)
+            panel.set_yticks(range(len(found)), list(found))
+            panel.set_ylim(len(found) - 0.5, -0.5)
+        headline(
+            axes[0],
+            f"{workload['batch_heads']:,} heads, {workload['length']:,} keys, head_dim "
+            f"{workload['head_dim']}, float32\noperations, GFLOP",
+        )
+        seen = "; ◆ DRAM, by counters" if counters else ""
+        headline(axes[1], f"global traffic, GB, by formula{seen}")
+        headline(axes[2], "time, ms")
+
+
+MEASUREMENT = Measurement(
+    "io_table", "How many operations, bytes and milliseconds does each rung take?", cases,
+    {"cpu": {"quick": {"batch_heads": 2, "length": 256, "seconds": 0.1},
+             "normal": {"batch_heads": 16, "length": 1024, "head_dim": 64, "seconds": 4.0},
+             "full": {"batch_heads": 64}},
+     "cuda": {"quick": {"batch_heads": 64, "length": 512},
+              "normal": {"batch_heads": 1024, "length": 1024, "head_dim": 64, "seconds": 4.0}}},
+    table=table, draw=draw, height=2.1, minutes={"cpu": 0.5, "cuda": 0.5}, paths=("kernels",),
+    caption="Operations, global traffic and time of one call by rung. The full colour is the forward "
+    "pass, the paler one the backward pass, and the figure at the end is their sum.",
+)  # fmt: skip

@@ -1,0 +1,197 @@
+"""Time and memory of the nine attentions of the Long-Range Arena: by length, and of training steps."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench.harness import Case, Measurement, Run
+from bench.long_range import (
+    FLASH,
+    NAIVE,
+    legend_below,
+    lengths_table,
+    peak_in_child,
+    peak_of_step,
+    steps_tables,
+)
+from bench.measuring import out_of_memory, spread, timing_note
+from bench.plots import Result
+from bench.records import Record
+from bench.table_cells import colour_of
+from data.long_range import TASKS, TEXT_LENGTH, Task, load_task
+from training.lra_loop import Training
+from training.lra_methods import BACKENDS, METHODS, QUICK, SETTINGS, Settings
+
+import minitorch
+from minitorch.backends.matmul_precision import find_precision
+from minitorch.training.captured_step import RECORDED
+from minitorch.training.captured_step import WARM_UP as WARM_UP_CALLS
+
+HEADS, HEAD_DIM = 2, 32
+#: Bytes of the score matrices of one training step that naive attention may take on the CPU.  It keeps
+#: about six of them.
+MOST_BYTES, KEPT_MATRICES = 4 * 2**30, 6
+#: Steps before measured ones: the first compile, the others are captured, with no other step between.
+STEPS_BEFORE = WARM_UP_CALLS + RECORDED
+SETS = Path(__file__).resolve().parents[2] / "runs" / "lra" / "sets"
+
+
+def backend_of(run: Run) -> str:
+    """Return the backend of a device."""
+    return "cuda" if run.device == "cuda" else "fast"
+
+
+def ready(
+    run: Run, make: Callable[[str], Callable[[], Any]], calls: int
+) -> dict[str, Callable[[], Any]]:
+    """Return the steps of all attentions that do not run out of memory, each called so often before."""
+    steps: dict[str, Callable[[], Any]] = {}
+    for name in run.attentions:
+        try:
+            step = make(name)
+            for _ in range(calls):
+                step()
+            steps[name] = step
+        except Exception as error:  # noqa: PERF203 (the next one may run)
+            if not out_of_memory(error):
+                raise
+    return steps
+
+
+# -- by length -------------------------------------------------------------------------------------------
+
+
+def make_pass(attention: str, length: int, backend: str, precision: str) -> Callable[[], None]:
+    """Return a forward and a backward pass of one attention on random operands.
+
+    Raises:
+        MemoryError: If naive attention would take more than ``MOST_BYTES`` on the CPU.
+    """
+    needed = KEPT_MATRICES * 4 * HEADS * length**2
+    if attention == NAIVE and backend == "fast" and needed > MOST_BYTES:
+        raise MemoryError(f"naive attention needs {needed} bytes")
+    minitorch.manual_seed(0)
+    own, random = find_precision(precision), np.random.default_rng(0)
+    layer = minitorch.MultiHeadAttention(
+        HEADS * HEAD_DIM, HEADS, False, 0.0, backend=BACKENDS[backend], attention=attention,
+        attention_options=METHODS[attention].options(length, 0), dtype=own.dtype,
+    )  # fmt: skip
+    arrays = [random.standard_normal((1, HEADS, length, HEAD_DIM)).astype(own.dtype) for _ in "qkv"]
+    q, k, v = (minitorch.from_numpy(x, BACKENDS[backend], requires_grad=True) for x in arrays)
+    if layer.shares_keys:
+        k = q
+
+    def both() -> None:
+        with minitorch.matmul_precision(own.products):
+            layer.attend(q, k, v).sum().backward()
+        for operand in (q, k, v):
+            operand.zero_grad_()
+
+    return both
+
+
+def by_length(run: Run) -> Iterator[Case]:
+    note = f"{timing_note(run.device)}; a dash means that there was not enough memory"
+    run.note(note=note, heads=HEADS, head_dim=HEAD_DIM, precision=run.precision)
+    for length in run.lengths:
+        yield {"length": length}, partial(at_length, run, length)
+
+
+def at_length(run: Run, length: int) -> Record:
+    def make(name: str) -> Callable[[], None]:
+        return make_pass(name, length, backend_of(run), run.precision)
+
+    times = run.timed(ready(run, make, 1))
+    found = {name: spread(values, 1e3) for name, values in times.items()}
+    return {"batch": 1, "ms": {name: found.get(name) for name in run.attentions}}
+
+
+def draw(figure: Any, results: list[Result]) -> None:
+    """Draw the time by length on the last device, a curve for each attention."""
+    axes, rows = figure.subplots(), results[-1].rows
+    names = [*rows[0]["ms"]]
+    for name in names:
+        known = [(row["length"], row["ms"][name]["median"]) for row in rows if row["ms"].get(name)]
+        style: Record = {"color": colour_of(name, names), "label": METHODS[name].title}
+        axes.plot(*zip(*known, strict=True), "o-", linewidth=1.2, markersize=3, **style)
+    axes.set(xlabel="length", ylabel="forward and backward, ms")
+    device = results[-1].record["device"]
+    axes.set_title(f"one sequence, 2 heads of 32 columns; {device}", fontsize=9)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    legend_below(axes)
+
+
+# -- of training steps -----------------------------------------------------------------------------------
+
+
+def of_steps(run: Run) -> Iterator[Case]:
+    run.note(note=f"{timing_note(run.device)}; one batch, again and again")
+    for name in run.tasks:
+        settings = QUICK if run.is_quick else SETTINGS[name]
+        settings = Settings(**{**vars(settings), "precision": run.precision})
+        sets = SETS.parent / "quick" if run.is_quick else SETS
+        task = load_task(name, sets, None, 0, run.is_quick, 8 * settings.batch, 32, TEXT_LENGTH)
+        timed: Record = {}  # by the first of the rows
+        for attention in run.attentions:
+            key = {"task": task.name, "attention": attention}
+            yield key, partial(of_task, run, task, settings, attention, timed)
+
+
+def of_task(run: Run, task: Task, settings: Settings, attention: str, timed: Record) -> Record:
+    """Return the time of a training step, and its memory; None where memory was too small."""
+    if not timed:
+        timed |= times_of_task(run, task, settings) | {"": None}
+    backend = backend_of(run)
+    # A GPU's pool has a peak of its own; that of the system's memory needs a fresh process.
+    peak = peak_of_step if backend == "cuda" else peak_in_child
+    times = timed.get(attention)
+    return {
+        "source": task.source, "length": task.length, "batch": settings.batch,
+        "precision": settings.precision, "peak_bytes": peak(attention, settings, backend, task.model),
+        "ms": spread(times, 1e3) if times else None,
+    }  # fmt: skip
+
+
+def times_of_task(run: Run, task: Task, settings: Settings) -> dict[str, list[float]]:
+    """Return the times of a training step of each attention, in interleaved rounds."""
+    train = task.parts["train"]
+    X, y = train.X[: settings.batch].astype(np.int64), train.y[: settings.batch]
+    with tempfile.TemporaryDirectory() as folder:
+
+        def make(name: str) -> Callable[[], Any]:
+            place = Path(folder) / name
+            training = Training(task, name, settings, 0, backend_of(run), place)
+            return partial(training.take_step, X, y)
+
+        return run.timed(ready(run, make, STEPS_BEFORE))
+
+
+COMMON: Record = {"attentions": tuple(METHODS)}
+LENGTHS = tuple(2**power for power in range(8, 17))
+CHOICES = {**COMMON, "tasks": tuple(TASKS), "precision": ("float32", "bfloat16")}
+MEASUREMENTS = (
+    Measurement(
+        "lra_lengths", "From which length on is each approximation faster than exact attention?", by_length,
+        {"cpu": {"normal": {"lengths": LENGTHS[:6], "precision": "float32", "seconds": 20.0, **COMMON},
+                 "quick": {"lengths": (64, 128), "seconds": 0.05}},
+         "cuda": {"normal": {"lengths": LENGTHS[1:], "precision": "bfloat16", "seconds": 2.0, **COMMON},
+                  "quick": {"lengths": LENGTHS[:2], "seconds": 0.2}}},
+        table=lambda record: lengths_table(record["rows"]), draw=draw, minutes={"cpu": 4, "cuda": 2},
+        choices=CHOICES,
+    ),
+    Measurement(
+        "lra_steps", "How fast is a training step with each approximation, and how much memory?", of_steps,
+        {"cpu": {"normal": {"tasks": tuple(TASKS), "precision": "float32", "seconds": 20.0, **COMMON},
+                 "quick": {"tasks": ("listops",), "seconds": 0.05, "attentions": (NAIVE, FLASH)}},
+         "cuda": {"normal": {"tasks": tuple(TASKS), "precision": "bfloat16", "seconds": 4.0, **COMMON},
+                  "quick": {"tasks": ("listops",), "seconds": 0.2}}},
+        table=lambda record: steps_tables(record["rows"]), minutes={"cpu": 30, "cuda": 10}, choices=CHOICES,
+    ),
+)  # fmt: skip

@@ -1,0 +1,138 @@
+"""The cost of attention's options: time with an option divided by the time without it.
+
+Time should follow work: a block-sparse pattern that visits a part s of the tiles should take s of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+from bench.contestants import DIRECTIONS, Call, packed_call, random_call
+from bench.harness import Case, Figure, Measurement, Run
+from bench.measuring import ratio
+from bench.records import Record
+
+from kernels import BlockMask
+
+CACHE = 8192
+
+
+class Pair(NamedTuple):
+    """Two calls that are compared.
+
+    Attributes:
+        call: With the option.
+        other: Without.
+        bound: Of the ratio of their times; None where there is none.
+        directions: That are timed.
+    """
+
+    call: Any
+    other: Any
+    bound: float | None
+    directions: tuple[str, ...] = DIRECTIONS
+
+
+def several(calls: list[Call]) -> SimpleNamespace:
+    """Return calls one after the other as one call."""
+
+    def every(way: str) -> Callable[[], Any]:
+        return lambda: [getattr(call, way)() for call in calls]
+
+    return SimpleNamespace(**{way: every(way) for way in DIRECTIONS})
+
+
+def pairs(run: Run) -> dict[str, Callable[[], Pair]]:
+    """Return what is measured, by name; a pair takes its memory when it is called."""
+    heads, n, sparse_n = run.heads, run.length, run.sparse_length
+    call, rng = partial(random_call, run.device), np.random.default_rng(1)
+
+    def plain(bound: float | None, **options: Any) -> Callable[[], Pair]:
+        return lambda: Pair(call(heads, n, **options), call(heads, n), bound)
+
+    def sparse(mask: BlockMask) -> Callable[[], Pair]:
+        own = run.sparse_heads, sparse_n
+        return lambda: Pair(call(*own, block_mask=mask), call(*own), 1.2 * mask.density + 0.1)
+
+    patterns = {
+        "butterfly": BlockMask.butterfly(sparse_n, sparse_n, 64),
+        "local": BlockMask.local(sparse_n, sparse_n, 1024, 1024, 64),
+        "bigbird": BlockMask.bigbird(sparse_n, sparse_n, 64),
+        "strided": BlockMask.strided(sparse_n, sparse_n, 64),
+    }
+    lengths = [int(x) for x in rng.integers(n // 8, n, 8)]
+    window: Record = {"window_size": (512, 511)}
+    few = min(8, run.sparse_heads)
+    return {
+        "causal / dense": lambda: Pair(
+            call(heads, 2 * n, is_causal=True), call(heads, 2 * n), 0.6
+        ),
+        "boolean mask / plain": plain(1.5, attn_mask=rng.random((n, n)) < 0.9),
+        "floating mask / plain": plain(
+            None, attn_mask=rng.standard_normal((n, n), dtype=np.float32)
+        ),
+        "dropout / plain": plain(1.5, dropout_p=0.1, seed=1),
+        "ALiBi / plain": plain(None, alibi_slopes=2.0 ** -np.arange(1, heads + 1)),
+        "softcap / plain": plain(None, softcap=30.0),
+        **{
+            f"{name}, density {mask.density:.3f} / dense": sparse(mask)
+            for name, mask in patterns.items()
+        },
+        "window of 1,024: 65,536 rows / 16,384 rows": lambda: Pair(
+            call(few, 4 * sparse_n, **window), call(few, sparse_n, **window), 4.4
+        ),
+        "packed / the sum of its parts": lambda: Pair(
+            packed_call(run.device, heads, lengths),
+            several([call(heads, length, is_causal=True) for length in lengths]),
+            1.15,
+        ),
+        "one token against a cache / computing all": lambda: Pair(
+            call(heads, 1, run.cache, is_causal=True, causal_offset=run.cache - 1),
+            call(heads, run.cache, is_causal=True), 1 / 50, DIRECTIONS[:1],
+        ),
+    }  # fmt: skip
+
+
+def cases(run: Run) -> Iterator[Case]:
+    sizes = ("heads", "length", "sparse_length", "sparse_heads")
+    run.note(sizes={name: getattr(run, name) for name in sizes})
+    for name, make in pairs(run).items():
+        yield {"option": name}, partial(timed, run, make)
+
+
+def timed(run: Run, make: Callable[[], Pair]) -> Record:
+    pair = make()
+    row: Record = {"bound": pair.bound}
+    for way in pair.directions:
+        times = run.timed({"call": getattr(pair.call, way), "other": getattr(pair.other, way)})
+        row[way] = {
+            "ms": 1e3 * median(times["call"]), "other_ms": 1e3 * median(times["other"]),
+            "ratio": ratio(times["call"], times["other"])["median"], "pairs": len(times["call"]),
+        }  # fmt: skip
+    return row
+
+
+def figures(record: Record) -> list[Figure]:
+    return [
+        Figure(f"{row['option']}, {way}", row[way]["ratio"], row["bound"], is_most=True)
+        for row in record["rows"]
+        for way in DIRECTIONS
+        if way in row and row["bound"] is not None
+    ]
+
+
+MEASUREMENT = Measurement(
+    "options", "What do the options of attention cost, relative to a call without them?", cases,
+    {"cpu": {"normal": {"heads": 4, "length": 2048, "sparse_length": 16384, "sparse_heads": 1,
+                        "cache": CACHE, "seconds": 6.0},
+             "quick": {"length": 256, "sparse_length": 1024, "cache": 512, "seconds": 0.1}},
+     "cuda": {"normal": {"heads": 64, "length": 4096, "sparse_length": 16384, "sparse_heads": 32,
+                         "cache": CACHE, "seconds": 0.4},
+              "quick": {"length": 512, "sparse_length": 4096}}},
+    figures=figures, minutes={"cpu": 6, "cuda": 2}, paths=("kernels",),
+)  # fmt: skip

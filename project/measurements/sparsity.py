@@ -1,0 +1,120 @@
+"""Time by the fraction of tiles that a block mask lists: random tiles, and the butterfly.
+
+Published: the time of block-sparse FlashAttention is proportional to the fraction of nonzero blocks.  The
+ideal line is the time of the dense call multiplied by that fraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+from bench.contestants import DIRECTIONS, Call, random_call
+from bench.harness import Case, Measurement, Run
+from bench.measuring import ratio, spread
+from bench.plots import Result, headline, legend, panels
+from bench.records import Record
+from bench.table_cells import colour_of, markdown, timed_cell
+
+from kernels import BlockMask
+
+#: Rows and columns of a block: a multiple of every kernel's tile.
+BLOCK, HEAD_DIM, DENSE = 128, 64, "dense"
+#: Blocks that each row of blocks visits, of all of them.
+PARTS = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
+
+
+def random_tiles(length: int, part: float, seed: int = 0) -> BlockMask:
+    """Return a mask in which each row of blocks visits a part of them, drawn at random; at least one."""
+    count = -(-length // BLOCK)
+    order = np.random.default_rng(seed).random((count, count)).argsort(axis=1)
+    return BlockMask(order < max(1, round(part * count)), length, length, BLOCK)
+
+
+def masks(length: int) -> dict[str, BlockMask]:
+    """Return the masks by name, the sparsest first; parts of as many blocks are one mask."""
+    count = -(-length // BLOCK)
+    parts = sorted({max(1, round(part * count)) / count for part in PARTS})
+    found = {f"random, {part:.3g}": random_tiles(length, part) for part in parts}
+    found["butterfly"] = BlockMask.butterfly(length, length, BLOCK)
+    return dict(sorted(found.items(), key=lambda item: item[1].density))
+
+
+def cases(run: Run) -> Iterator[Case]:
+    """Time the dense call, and then each mask in the same rounds as the dense call again."""
+    run.note(block=BLOCK, head_dim=HEAD_DIM, length=run.length, heads=run.heads)
+    dense, found = random_call(run.device, run.heads, run.length), masks(run.length)
+    for name in (DENSE, *found):
+        yield {"mask": name}, partial(timed, run, dense, name, found.get(name))
+
+
+def timed(run: Run, dense: Call, name: str, mask: BlockMask | None) -> Record:
+    calls = {DENSE: dense}
+    if mask is not None:
+        calls[name] = random_call(run.device, run.heads, run.length, block_mask=mask)
+    steps = {(x, way): getattr(call, way) for way in DIRECTIONS for x, call in calls.items()}
+    times = run.timed(steps)
+    row: Record = {"density": 1.0 if mask is None else mask.density}
+    for way in DIRECTIONS:
+        row[way] = spread(times[name, way], 1e3)
+        row[f"{way}_part"] = ratio(times[name, way], times[DENSE, way])
+    return row
+
+
+def table(record: Record) -> str:
+    head = ["mask", "tiles visited"]
+    head += [x for way in DIRECTIONS for x in (f"{way}, ms", "share of dense")]
+    lines = (
+        [row["mask"], f"{row['density']:.1%}",
+         *(x for way in DIRECTIONS
+           for x in (timed_cell(row[way]), f"{row[f'{way}_part']['median']:.1%}"))]
+        for row in sorted(record["rows"], key=lambda row: row["density"])
+    )  # fmt: skip
+    return markdown(head, lines)
+
+
+def draw(figure: Any, results: list[Result]) -> None:
+    drawn = panels(figure, results)
+    for axes, result in drawn:
+        rows, record = result.rows, result.record
+        for way in DIRECTIONS:
+            colour, points = (
+                colour_of(way, DIRECTIONS),
+                [(r["density"], r[way]["median"]) for r in rows],
+            )
+            butterfly = [row["mask"] == "butterfly" for row in rows]
+            dense = next(row for row in rows if row["mask"] == DENSE)[way]["median"]
+            ends = [min(row["density"] for row in rows), 1.0]
+            axes.plot(ends, [dense * end for end in ends], "--", color=colour, alpha=0.5)
+            random = [p for p, special in zip(points, butterfly, strict=True) if not special]
+            axes.plot(*zip(*random, strict=True), "o", color=colour, label=way)
+            for point, special in zip(points, butterfly, strict=True):
+                if special:
+                    axes.plot(
+                        *point, "*", color=colour, markersize=13, markeredgecolor="black",
+                        label=f"{way}, butterfly",
+                    )  # fmt: skip
+        axes.plot([], [], "--", color="#666", label="dense × fraction")
+        axes.set(xscale="log", yscale="log", xlabel="fraction of tiles visited", ylabel="ms")
+        heads = f"{record['heads']} head{'s' if record['heads'] > 1 else ''}"
+        headline(
+            axes,
+            f"time of a call: {heads}, {record['length']:,} keys,\n"
+            f"head_dim {record['head_dim']}, blocks of {record['block']}, float32",
+        )
+    legend(figure, [axes for axes, _ in drawn], columns=3)
+
+
+MEASUREMENT = Measurement(
+    "sparsity", "Is time proportional to the fraction of tiles that a block mask lists?", cases,
+    {"cpu": {"quick": {"length": 1024, "seconds": 0.1},
+             "normal": {"length": 8192, "heads": 1, "seconds": 4.0},
+             "full": {"length": 16384, "seconds": 15.0}},
+     "cuda": {"quick": {"length": 4096, "heads": 8, "seconds": 0.3},
+              "normal": {"length": 16384, "heads": 16, "seconds": 1.5}, "full": {"seconds": 5.0}}},
+    table=table, draw=draw, minutes={"cpu": 1, "cuda": 1}, paths=("kernels",),
+    caption="Time by the fraction of tiles that a block mask lists, on logarithmic axes. The dashed lines "
+    "show the time of the dense call multiplied by that fraction.",
+)  # fmt: skip

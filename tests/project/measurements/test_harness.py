@@ -1,0 +1,270 @@
+"""The harness of measurements: rows and failures are recorded, and stale records are found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.runtime.targets import IS_SIMULATOR, why_no_cuda
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "project"))  # as for its scripts
+import measure  # noqa: E402
+from bench import harness, measuring, plots, processes, records  # noqa: E402
+from bench.harness import Figure, Measurement, Run  # noqa: E402
+
+pytestmark = pytest.mark.skipif(IS_SIMULATOR, reason="they start the simulator themselves")
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let results, images and what is built lie in an empty folder."""
+    monkeypatch.setattr(records, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(harness, "BUILD", tmp_path / "build")
+    monkeypatch.setattr(plots, "IMAGES", tmp_path / "images")
+    return tmp_path
+
+
+def squares(stop: type[BaseException] | None = None, done: list[int] | None = None) -> Measurement:
+    """Return a measurement of squares, in which that of 2 may raise."""
+
+    def square(x: int) -> dict[str, int]:
+        if done is not None:
+            done.append(x)
+        if x == 2 and stop is not None:
+            raise stop("two is too much")
+        return {"square": x * x}
+
+    def cases(run: Run) -> Iterator[Any]:
+        for x in run.numbers:
+            yield {"x": x}, partial(square, x)
+
+    def draw(figure: Any, results: list[plots.Result]) -> None:
+        for axes, result in plots.panels(figure, results):
+            axes.plot([row.get("square", 0) for row in result.rows])
+
+    return Measurement(
+        "squares", "What are the squares?", cases, {"cpu": {"normal": {"numbers": (1, 2, 3)}}},
+        table=lambda record: "".join(f"{row.get('square')}," for row in record["rows"]), draw=draw,
+        figures=lambda record: [Figure("largest", record["rows"][-1].get("square"), 9, is_most=True)],
+        paths=("kernels",),
+    )  # fmt: skip
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    (path,) = folder.glob("*/squares.json")
+    return json.loads(path.read_text())["rows"]
+
+
+def put(elsewhere: Path, folder: str, **more: Any) -> Path:
+    """Write a record of another device."""
+    path = elsewhere / "results" / folder / "squares.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = {"device": "A GPU", "date": "2020-02-02", "cores": 8, "threads": 8, "command": "x"}
+    record = {**entries, "versions": {}, "rows": [{"x": 1, "square": 1}], **more}
+    path.write_text(json.dumps(record))
+    return path
+
+
+def test_a_case_that_raises_is_recorded_and_the_others_run(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert harness.run(squares(RuntimeError), []) == 1
+    rows = rows_in(elsewhere / "build")
+    assert rows == [
+        {"x": 1, "square": 1}, {"x": 2, "why_not": "two is too much"}, {"x": 3, "square": 9},
+    ]  # fmt: skip
+    assert "x 2; why_not two is too much" in capsys.readouterr().out
+
+
+def test_a_contestant_that_cannot_do_a_case_is_no_failure(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert harness.run(squares(measuring.Unavailable), []) == 0
+    assert "| largest | 9 | <= 9 |  | yes |" in capsys.readouterr().out
+    assert rows_in(elsewhere / "build")[1]["why_not"] == "two is too much"
+
+
+def test_an_interruption_keeps_the_rows_and_resuming_measures_the_others(elsewhere: Path) -> None:
+    assert harness.run(squares(KeyboardInterrupt), ["--publish"]) == 130
+    assert [row["x"] for row in rows_in(elsewhere / "build")] == [1]
+    assert not (elsewhere / "results").exists(), "what is published is complete"
+    done: list[int] = []
+    assert harness.run(squares(done=done), ["--resume"]) == 0
+    assert done == [2, 3] and [row["square"] for row in rows_in(elsewhere / "build")] == [1, 4, 9]
+
+
+def test_resuming_measures_failed_cases_again(elsewhere: Path) -> None:
+    harness.run(squares(RuntimeError), [])
+    done: list[int] = []
+    assert harness.run(squares(done=done), ["--resume"]) == 0
+    assert done == [2] and "why_not" not in str(rows_in(elsewhere / "build"))
+
+
+def test_a_missed_bound_is_an_exit_code_but_in_a_quick_run(elsewhere: Path) -> None:
+    assert harness.run(squares(), ["--numbers", "1", "4"]) == 1
+    assert harness.run(squares(), ["--numbers", "1", "4", "--quick"]) == 0
+
+
+def test_a_setting_is_read_as_its_own_type(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        harness.run(squares(), ["--numbers", "1", "0"])
+    assert "must be a whole number, 1 or more, got 0" in capsys.readouterr().err
+
+
+def test_a_published_record_is_not_replaced_by_a_shorter_one(elsewhere: Path) -> None:
+    assert harness.run(squares(), ["--publish"]) == 0
+    assert harness.run(squares(), ["--publish", "--numbers", "1"]) == 0
+    assert len(rows_in(elsewhere / "results")) == 3
+    (path,) = (elsewhere / "results").glob("*/squares.json")
+    record = records.read_record(path)
+    assert record["command"] == "python project/measure.py squares"
+    assert record["settings"] == {"size": "normal", "numbers": [1, 2, 3]}
+
+
+def test_a_figure_has_a_panel_for_each_device_that_has_a_record(elsewhere: Path) -> None:
+    put(elsewhere, "gpu")
+    assert harness.run(squares(), ["--publish"]) == 0
+    picture = elsewhere / "images" / "squares.svg"
+    drawn = picture.read_text()
+    assert "A GPU (from file, 2020-02-02)" in drawn and "(measured here, " in drawn
+    assert harness.run(squares(), ["--publish", "--redraw"]) == 0
+    redrawn = picture.read_text()
+    assert "measured here" not in redrawn and redrawn.count("from file") == 2
+    assert harness.run(squares(), ["--publish", "--redraw"]) == 0
+    assert picture.read_text() == redrawn, "the same rows make the same file"
+
+
+@pytest.mark.parametrize("more", [{"versions": None}, {"rows": [1]}])
+def test_a_file_that_is_not_a_record_is_named(elsewhere: Path, more: dict[str, Any]) -> None:
+    path = put(elsewhere, "gpu", **more)
+    with pytest.raises(SystemExit, match=rf"{path} is not a record"):
+        harness.run(squares(), ["--redraw"])
+
+
+def test_another_processor_with_as_many_cores_has_a_folder_of_its_own(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("Processor A", "Processor (R) B", "Processor A"):
+        monkeypatch.setattr(records, "processor", lambda name=name: name)
+        assert harness.run(squares(), ["--publish"]) == 0
+    folder = f"cpu-{os.cpu_count()}-cores"
+    found = {r.folder: r.record["device"] for r in plots.stored("squares")}
+    assert found == {folder: "Processor A", f"{folder}-processor-r-b": "Processor (R) B"}
+
+
+def test_a_record_is_stale_when_the_measured_code_changed_after_it(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        command = ["git", "-C", str(elsewhere), *who, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    def commit(file: str) -> str:
+        (elsewhere / file).parent.mkdir(exist_ok=True)
+        (elsewhere / file).write_text(str(time.time()))
+        git("add", file)
+        git("commit", "-q", "-m", file)
+        return git("log", "-1", "--format=%h")
+
+    git("init", "-q")
+    monkeypatch.setattr(records, "ROOT", elsewhere)
+    measured = commit("kernels/a.py")
+    put(elsewhere, "gpu", versions={"commit": measured})
+    put(elsewhere, "hal", date="2020-02-02")  # names no commit: its day counts
+    commit("docs/a.md")
+    assert measure.stale(squares(), "squares") == {"gpu": 0, "hal": 1}
+    commit("kernels/b.py")
+    assert measure.stale(squares(), "squares") == {"gpu": 1, "hal": 2}
+    listing = measure.listing({"squares": squares()}, only_stale=True)
+    assert "What are the squares?" in listing and "gpu: 1 commits old" in listing
+
+
+def test_several_run_in_processes_of_their_own_and_a_failure_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called: list[tuple[str, str | None]] = []
+
+    def call(command: list[str], env: dict[str, str]) -> int:
+        name, *options = command[2:]
+        assert options == ["--device", "cpu", "--quick"]
+        called.append((name, env.get("CUDA_VISIBLE_DEVICES")))
+        return 3 if name == "options" else 0
+
+    monkeypatch.setattr(measure.subprocess, "call", call)
+    given = ["options", "sparsity", "--device", "cpu", "--quick", "--gpus", "3"]
+    assert measure.main(given) == 3
+    assert called == [("options", "3"), ("sparsity", "3")]
+    assert "| options | failed with exit code 3 |" in capsys.readouterr().out
+
+
+def test_a_name_that_is_no_measurement_ends_in_one_line() -> None:
+    with pytest.raises(SystemExit, match="there is no measurement 'lung'; there are against_torch"):
+        measure.main(["lung"])
+
+
+@pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU")
+def test_without_a_gpu_the_command_line_says_so_in_one_line() -> None:
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        measure.main(["block_size", "--device", "cuda"])
+
+
+def test_a_command_holds_no_path_of_this_machine() -> None:
+    argv = ["--json", "/a/b.json", "--publish", "--length", "8", "--text=/home/me/my text.txt",
+            "/c/d.txt", "--json=x"]  # fmt: skip
+    command = records.command_line("s.py", argv)
+    assert command == 'python s.py --length 8 "--text=my text.txt" d.txt'
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1), st.floats(1.0, 1e3))
+def test_a_spread_is_in_order_and_a_ratio_is_fair(values: list[float], scale: float) -> None:
+    found = measuring.spread(values, scale)
+    assert found["low"] <= found["median"] * (1 + 1e-12) and found["rounds"] == len(values)
+    assert found["median"] <= found["high"] * (1 + 1e-12)
+    doubled = [2 * value for value in values]
+    assert measuring.ratio(doubled, values) == measuring.spread([2.0] * len(values))
+
+
+def test_rounds_are_interleaved_and_compilation_is_not_counted() -> None:
+    done: list[str] = []
+    steps = {name: lambda name=name: done.append(name) or time.sleep(3e-3) for name in "ab"}
+    after = {"a": lambda: done.append("free")}
+    times = measuring.interleaved(steps, "cpu", 0.0, least=2, after=after)
+    assert {name: len(found) for name, found in times.items()} == {"a": 2, "b": 2}
+    assert done == ["a", "a", "free", "b", "b"] + ["a", "free", "b"] * 2
+    done.clear()
+    steps = {name: lambda name=name: done.append(name) for name in "abc"}
+    measuring.interleaved(steps, "cpu", 0.0, least=3, shortest=0.0)
+    assert "".join(done[-9:]) == "abccbaabc", "every other round runs backwards"
+
+
+def speaks(number: int) -> tuple[int, str]:
+    """Run in a child: print, and return."""
+    print("this is no result")
+    return number, os.environ.get("NUMBA_ENABLE_CUDASIM", "")
+
+
+def breaks() -> None:
+    """Run in a child: fail."""
+    raise ValueError("too small")
+
+
+def test_a_function_runs_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    assert processes.in_child(speaks, 3, simulator=True) == (3, "1")
+    with pytest.raises(RuntimeError, match=r"breaks of test_harness\.py .* ValueError: too small"):
+        processes.in_child(breaks)

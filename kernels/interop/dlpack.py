@@ -11,14 +11,10 @@ bfloat16 is "<V2", two bytes of any content, as in PyTorch and ``ml_dtypes``.
 from __future__ import annotations
 
 import ctypes
-import gc
-import sys
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, types  # type: ignore[attr-defined]
 
 from kernels.cuda.runtime.arrays import (
     device_pointer,
@@ -27,8 +23,7 @@ from kernels.cuda.runtime.arrays import (
     pool_device,
 )
 from kernels.cuda.runtime.recorder import refuse
-from kernels.runtime.dtypes import BFLOAT16
-from kernels.runtime.memory import row_major_strides
+from kernels.runtime.dtypes import BFLOAT16, BITS
 from kernels.runtime.targets import (
     IS_SIMULATOR,
     cuda,
@@ -48,14 +43,12 @@ _WHILE_RECORDING = (
     "let that work before or after it, on what it takes and returns",
 )
 
-#: DLPack's numbers for kinds of elements, by NumPy's letters.
-_CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
-_KINDS = {code: kind for kind, code in _CODES.items()}
-_CODE_OF_BFLOAT = 4
+#: DLPack's numbers for unsigned integers and for bfloat16.
+_UNSIGNED, _BFLOAT = 1, 4
 
 
-class _Tensor(ctypes.Structure):
-    """``DLTensor``."""
+class _Head(ctypes.Structure):
+    """The beginning of ``DLTensor``, and so of ``DLManagedTensor``."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -65,105 +58,86 @@ class _Tensor(ctypes.Structure):
         ("code", ctypes.c_uint8),
         ("bits", ctypes.c_uint8),
         ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),  # in elements; null: row-major
-        ("byte_offset", ctypes.c_uint64),
     )
 
 
-class _Managed(ctypes.Structure):
-    """``DLManagedTensor``: a tensor, and the function by which its reader releases it."""
-
-    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
-
-
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-# PyCapsule does not copy the name, so the pointer must stay valid.
-_FRESH = ctypes.create_string_buffer(b"dltensor")
-_USED = ctypes.create_string_buffer(b"used_dltensor")
-
-
-def _python(name: str, result: Any, *arguments: Any) -> Any:
-    return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
-
-
-_get_pointer = _python("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
-_set_name = _python("PyCapsule_SetName", ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
-_is_named = _python("PyCapsule_IsValid", ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
-_new_capsule = _python(
-    "PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+_pointer_of: Any = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
 
 
-class Imported:
-    """Memory of another library from a DLPack capsule, released when this object is freed.
+def _head(capsule: Any) -> _Head:
+    """Return the head of the tensor in a capsule that has not been read."""
+    return _Head.from_address(_pointer_of(capsule, b"dltensor"))
+
+
+class Read:
+    """A capsule in the form that NumPy reads, which keeps its owner alive and gives it back.
+
+    NumPy refuses memory of a device and bfloat16.  It does not access the memory, so the capsule names them
+    host memory and uint16.
+
+    Args:
+        capsule: A capsule that has not been read.
 
     Attributes:
+        array: NumPy's array, which must not be accessed if the memory is on a device.
+        typestr: The dtype of the elements.
         device_type: ``HOST``, ``DEVICE`` or another number of DLPack.
-        shape: Sizes of the dimensions.
-        steps: Strides in bytes.
-        dtype: Dtype of the elements.
-        address: Address of the first element.
 
     Raises:
-        TypeError: If NumPy does not support the type of the elements.
+        TypeError: If the type of the elements is not supported.
         ValueError: If it is not a capsule, or the capsule has been read.
     """
 
     def __init__(self, capsule: Any):
-        self._managed = 0
         try:
-            address = _get_pointer(capsule, ctypes.addressof(_FRESH))
+            head, self._capsule = _head(capsule), capsule
         except ValueError:
             raise ValueError(
                 f"a DLPack array must be a PyCapsule that has not been read, got {capsule!r:.60}; call "
                 "__dlpack__ of its owner again"
             ) from None
-        managed = _Managed.from_address(address)
-        tensor = managed.tensor
-        self.dtype = _dtype_of(tensor)
-        self.device_type = int(tensor.device_type)
-        self.shape = tuple(tensor.shape[: tensor.ndim])
-        strides = tensor.strides[: tensor.ndim] if tensor.strides else row_major_strides(self.shape)
-        self.steps = tuple(step * self.dtype.itemsize for step in strides)
-        self.address = (tensor.data or 0) + tensor.byte_offset
-        _set_name(capsule, ctypes.addressof(_USED))  # from here on this object must release it
-        self._managed = address
-        self._give_back = _Deleter(managed.deleter) if managed.deleter else None
+        self.device_type, head.device_type = head.device_type, HOST
+        kind = head.code, head.bits
+        is_bfloat = kind == (_BFLOAT, 16)
+        if is_bfloat:
+            head.code = _UNSIGNED
+        array: Any = None
+        with suppress(BufferError, RuntimeError):
+            array = np.from_dlpack(self)  # type: ignore[arg-type]
+        if array is None or array.dtype.kind == "c":
+            raise TypeError(
+                f"elements of DLPack type {kind[0]} with {kind[1]} bits are not supported; convert them to "
+                "float16, bfloat16, float32, float64, integers or booleans"
+            )
+        self.typestr = BFLOAT16.str if is_bfloat else array.dtype.str
+        # NumPy writes to no memory of a capsule like this one.
+        self.array = np.asarray(_Described(array, array.ctypes.data, array.dtype, array))
 
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The description that numba reads; NumPy's protocol for host memory has the same entries."""
-        return {
-            "shape": self.shape,
-            "strides": self.steps,
-            "typestr": self.dtype.str,
-            "data": (self.address, False),
-            "version": 3,
-        }
+    def __dlpack__(self, **_: Any) -> Any:
+        return self._capsule
 
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        """The description that NumPy reads, for memory of the host only."""
-        if self.device_type not in (HOST, PINNED):
-            raise AttributeError("NumPy reads host memory only, but this array is on a device")
-        return self.__cuda_array_interface__
-
-    def __del__(self) -> None:
-        if self._managed and self._give_back is not None:
-            self._give_back(self._managed)
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return HOST, 0
 
 
-def _dtype_of(tensor: _Tensor) -> np.dtype[Any]:
-    """Return the dtype of a DLPack tensor."""
-    if (tensor.lanes, tensor.code, tensor.bits) == (1, _CODE_OF_BFLOAT, 16):
-        return BFLOAT16
-    if tensor.lanes != 1 or tensor.code not in _KINDS or tensor.bits % 8:
-        raise TypeError(
-            f"NumPy does not support elements of DLPack type {tensor.code} with {tensor.bits} bits; "
-            "convert them to float16, bfloat16, float32, float64, integers or booleans"
-        )
-    return np.dtype(f"{_KINDS[tensor.code]}{tensor.bits // 8}")
+class _Described:
+    """Memory in the form in which NumPy reads it without accessing it, so that it may be on a device.
+
+    Args:
+        like: An array of its shape and strides.
+        address: Address of the first element.
+        dtype: Dtype of the elements; bfloat16 becomes uint16.
+        owner: The object that keeps the memory alive.
+    """
+
+    def __init__(self, like: Any, address: int, dtype: np.dtype[Any], owner: Any):
+        self._owner = owner
+        self.__array_interface__ = {
+            "shape": like.shape, "strides": like.strides, "data": (address, False), "version": 3,
+            "typestr": (BITS if dtype == BFLOAT16 else dtype).str,
+        }  # fmt: skip
 
 
 def as_array(array: Any) -> Any:
@@ -198,8 +172,8 @@ def as_array(array: Any) -> Any:
             f"{type(array).__name__} is in memory of DLPack device type {int(kind)}, which neither NumPy "
             "nor CUDA can access; move it to the host or to a CUDA device"
         )
-    imported = Imported(array.__dlpack__(stream=LEGACY_STREAM))  # its owner makes that stream wait
-    return wrapped(imported.__cuda_array_interface__, imported)
+    read = Read(array.__dlpack__(stream=LEGACY_STREAM))  # its owner makes that stream wait
+    return wrapped({**read.array.__array_interface__, "typestr": read.typestr}, read.array)
 
 
 def _from_host(array: Any) -> Any:
@@ -213,16 +187,12 @@ def _from_host(array: Any) -> Any:
         ) from None
     except (BufferError, RuntimeError) as error:  # NumPy's from_dlpack does not support bfloat16
         try:
-            imported = Imported(array.__dlpack__())
+            read = Read(array.__dlpack__())
         except BufferError:
             raise BufferError(
                 f"{type(array).__name__} does not export its memory ({error}); pass a copy, numpy.array(x)"
             ) from None
-        if imported.dtype == BFLOAT16:
-            return np.asarray(imported).view(BFLOAT16)
-        if imported.device_type == PINNED:
-            return np.asarray(imported)
-        raise
+        return read.array.view(BFLOAT16) if read.typestr == BFLOAT16.str else read.array
 
 
 def wrapped(described: dict[str, Any], owner: Any) -> Any:
@@ -312,7 +282,7 @@ def to_dlpack(array: Any, stream: int | None = None) -> Any:
     """
     if IS_SIMULATOR or isinstance(array, np.ndarray):
         host = getattr(array, "_ary", array)
-        return _capsule(host.ctypes.data, (HOST, 0), host.shape, host.strides, host.dtype, array)
+        return _capsule(host, host.ctypes.data, (HOST, 0), array)
     refuse(*_WHILE_RECORDING)
     if stream == 0:
         raise BufferError(
@@ -323,8 +293,7 @@ def to_dlpack(array: Any, stream: int | None = None) -> Any:
     if stream not in (None, -1, LEGACY_STREAM):
         let_wait(stream)
         owner = _OnStream(array, stream)
-    pointer, device = device_pointer(array), dlpack_device(array)
-    return _capsule(pointer, device, array.shape, array.strides, array.dtype, owner)
+    return _capsule(array, device_pointer(array), dlpack_device(array), owner)
 
 
 class _OnStream:
@@ -338,70 +307,11 @@ class _OnStream:
             wait_for(self._stream)
 
 
-def _capsule(
-    address: int,
-    device: tuple[int, int],
-    shape: tuple[int, ...],
-    steps: tuple[int, ...],
-    dtype: np.dtype[Any],
-    owner: Any,
-) -> Any:
-    sizes = (ctypes.c_int64 * len(shape))(*shape)
-    strides = (ctypes.c_int64 * len(shape))(*(step // dtype.itemsize for step in steps))
-    code = _CODE_OF_BFLOAT if dtype == BFLOAT16 else _CODES[dtype.kind]
-    tensor = _Tensor(address, *device, len(shape), code, dtype.itemsize * 8, 1, sizes, strides, 0)
-    managed = _Managed(tensor, None, _marks_as_returned().address)
-    place = ctypes.addressof(managed)
-    capsule = _new_capsule(place, ctypes.addressof(_FRESH), None)
-    _drop_returned()
-    _EXPORTS.append(_Export(capsule, managed, (sizes, strides, owner)))
+def _capsule(array: Any, address: int, place: tuple[int, int], owner: Any) -> Any:
+    """Return a capsule of an array at an address and a place, which keeps its owner alive."""
+    capsule: Any = np.asarray(_Described(array, address, array.dtype, owner)).__dlpack__()
+    head = _head(capsule)
+    head.device_type, head.device_id = place
+    if array.dtype == BFLOAT16:
+        head.code = _BFLOAT
     return capsule
-
-
-class _Export:
-    """An exported array: its capsule, its description, and all objects that must live as long."""
-
-    __slots__ = ("capsule", "kept", "managed")
-
-    def __init__(self, capsule: Any, managed: _Managed, kept: Any):
-        self.capsule = capsule
-        self.managed = managed
-        self.kept = kept
-
-    def is_over(self) -> bool:
-        """Tell whether the reader has released the array, or no reader can exist."""
-        unread = _is_named(self.capsule, ctypes.addressof(_FRESH))
-        return bool(self.managed.context) or (bool(unread) and self.references() == _ALONE)
-
-    def references(self) -> int:
-        """Return the number of references to the capsule."""
-        return sys.getrefcount(self.capsule)
-
-
-_ALONE = _Export(object(), _Managed(), None).references()
-_EXPORTS: list[_Export] = []
-
-
-@cache
-def _marks_as_returned() -> Any:
-    """Return the deleter that a reader calls when it is done; it sets the ``context``.
-
-    Readers call it with or without the GIL, while an exception is being raised, or after Python has
-    ended.  It is therefore machine code that does not use Python; marked exports are dropped later.
-    """
-    field = _Managed.context.offset // 8
-
-    @cfunc(types.void(types.voidptr))
-    def mark(managed):
-        carray(managed, field + 1, np.int64)[field] = 1
-
-    return mark
-
-
-def _drop_returned(phase: str = "start", info: Any = None) -> None:
-    """Drop the exports that their readers have released."""
-    if phase == "start" and _EXPORTS:
-        _EXPORTS[:] = [export for export in _EXPORTS if not export.is_over()]
-
-
-gc.callbacks.append(_drop_returned)  # at every collection, and before an out-of-memory error

@@ -43,7 +43,6 @@ def torch_on_a_device() -> Iterator[tuple[FakeTorch, FakeDriver, list[Any]]]:
     ):
         modules.setitem(sys.modules, "torch", fake)
         yield fake, own, waits
-        dlpack._EXPORTS.clear()
 
 
 def no_allocation(pool: Pool, size: int) -> Any:
@@ -83,13 +82,14 @@ def test_a_call_in_full_on_another_stream_waits_both_ways() -> None:
         q, k, v = (fake.randn(*SHAPE) for _ in range(3))
         bias = fake.randn(*SHAPE[:3], SHAPE[2])
         fake.stream = 7
+        results = list[Any]()
         for _ in range(2):
             waits.clear()
-            out, _lse = kernels.flash_attention_forward(q, k, v, bias)
-            assert type(out) is Tensor
+            results += kernels.flash_attention_forward(q, k, v, bias)
+            assert type(results[0]) is Tensor
             assert waits == [("legacy", 7)] * 4 + [(7, "legacy")] * 2
         waits.clear()
-        dlpack._EXPORTS.clear()  # PyTorch has freed the results
+        results.clear()  # PyTorch frees them
         assert waits == [("legacy", 7)] * 4, "their memory is free after the work of its stream"
 
 

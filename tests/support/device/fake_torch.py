@@ -7,7 +7,7 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from kernels.interop.dlpack import Imported
+from kernels.interop.dlpack import Read
 from kernels.runtime.memory import row_major_strides
 
 #: Bytes of an element of each dtype, by its name, which stands for the dtype itself.
@@ -99,9 +99,9 @@ class FakeTorch(SimpleNamespace):
 
     def from_dlpack(self, lent: Any) -> Tensor:
         assert lent.__dlpack_device__()[0] == 2, "memory of a device"
-        found = Imported(lent.__dlpack__(stream=self.stream or 1))
+        found = Read(lent.__dlpack__(stream=self.stream or 1)).array
         assert math.prod(found.shape)
-        strides = [step // found.dtype.itemsize for step in found.steps]
-        tensor = Tensor(found.address, found.shape, strides, found.dtype.name)
+        strides = [step // found.itemsize for step in found.strides]
+        tensor = Tensor(found.ctypes.data, found.shape, strides, found.dtype.name)
         tensor.owner = found
         return tensor

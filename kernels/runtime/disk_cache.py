@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import stat
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from functools import lru_cache, partial
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from numba.core.caching import IndexDataCacheFile as _Files
-else:
-    _Files = object  # numba's class, or that of numba-cuda
+from typing import Any
 
 if os.name == "posix":
     import grp
@@ -29,13 +24,13 @@ REFUSED: dict[str, str] = {}
 _REMEDY = "set NUMBA_CACHE_DIR to a folder that only you can write to"
 
 
-def keep_on_disk(dispatcher: Any, index_key: Callable[..., Any], stamp: Any = None) -> None:
+def keep_on_disk(dispatcher: Any, index_key: Callable[..., Any]) -> None:
     """Have a dispatcher of numba or numba.cuda keep its machine code on disk, where that is possible.
 
     Args:
         dispatcher: The dispatcher.
-        index_key: Returns the key of an entry for a signature and a code generator.
-        stamp: Entries with another one are discarded; None is the hash of the source file.
+        index_key: Returns the key of an entry for a signature and a code generator; its ``repr`` tells keys
+            apart.
     """
     without = dispatcher._cache
     try:
@@ -57,21 +52,7 @@ def keep_on_disk(dispatcher: Any, index_key: Callable[..., Any], stamp: Any = No
         dispatcher._cache = without
         return
     cache._index_key = index_key
-    stamp = cache._cache_file._source_stamp if stamp is None else stamp
-    # Another name than numba's: its files have no digest.
-    name = f"{cache._impl.filename_base}.checked"
-    cache._cache_file = _checked(type(cache._cache_file))(cache.cache_path, name, stamp)
-    cache.save_overload = partial(_saved, cache.save_overload, cache.cache_path)
-
-
-def _saved(save: Callable[..., None], folder: str, *entry: Any) -> None:
-    try:
-        save(*entry)
-    except OSError as error:  # a full disk, or a folder that has gone
-        _warn(
-            f"compiled kernels cannot be kept in {folder} ({error.strerror}), so every process compiles "
-            "them again; make room there, or set NUMBA_CACHE_DIR to another folder"
-        )
+    cache._cache_file = _Files(cache._cache_file, Path(cache.cache_path), cache._impl.filename_base)
 
 
 @lru_cache(maxsize=256)
@@ -79,64 +60,58 @@ def _warn(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
-# -- files -----------------------------------------------------------------------------------------
+#: Maximum number of files of a kernel; the oldest are removed.
+_MOST_FILES = 64
 
 
-class _Checked(_Files):
-    """Files of a kernel that end with a digest; an entry holds its key, and damaged files are discarded.
+class _Files:
+    """The files of a kernel, one for each entry, named by its key; damaged ones are discarded.
 
-    Without the key, a file that another process has just replaced would be taken for another entry's.
+    Args:
+        numbas: The files of numba or numba-cuda, which knows how to pickle and to replace a file.
+        folder: The folder of the files.
+        name: The beginning of their names.
     """
 
-    def save(self, key: Any, data: Any) -> None:
-        super().save(key, (key, data))
+    def __init__(self, numbas: Any, folder: Path, name: str):
+        self._numbas, self._folder, self._name = numbas, folder, name
+
+    def _path(self, key: Any) -> Path:
+        return self._folder / f"{self._name}.{hashlib.sha256(repr(key).encode()).hexdigest()}.code"
 
     def load(self, key: Any) -> Any:
-        found = super().load(key)
-        return found[1] if found is not None and found[0] == key else None
-
-    def _load_index(self) -> Any:
-        return self._read(self._index_path, super()._load_index) or {}
-
-    def _load_data(self, name: str) -> Any:
-        return self._read(self._data_path(name), partial(super()._load_data, name))
-
-    def _read(self, path: str, load: Callable[[], Any]) -> Any:
-        """Return the contents of a file; None if it is missing or damaged."""
+        """Return an entry; None if it is missing or damaged."""
+        path = self._path(key)
         try:
-            content = Path(path).read_bytes()
-            if hashlib.sha256(content[:-32]).digest() != content[-32:]:
+            content = path.read_bytes()
+            if _digest(path, content[32:]) != content[:32]:
                 raise ValueError("its bytes do not match its digest")
-            return load()
+            return pickle.loads(content[32:])
         except FileNotFoundError:
             return None
         except Exception as error:  # pickle may raise any
             _warn(f"{path} cannot be read ({error}); its kernel is compiled again")
             return None
 
-    @contextmanager
-    def _open_for_write(self, filepath: str) -> Generator[Any, None, None]:
-        with super()._open_for_write(filepath) as file:
-            hashed = _Hashed(file)
-            yield hashed
-            file.write(hashed.digest.digest())
+    def save(self, key: Any, data: Any) -> None:
+        """Write an entry."""
+        path, content = self._path(key), self._numbas._dump(data)
+        try:
+            with self._numbas._open_for_write(str(path)) as file:
+                file.write(_digest(path, content) + content)
+            own = sorted(self._folder.glob(f"{self._name}.*.code"), key=os.path.getmtime)
+            for old in own[:-_MOST_FILES]:
+                old.unlink(missing_ok=True)
+        except OSError as error:  # a full disk, or a folder that has gone
+            _warn(
+                f"compiled kernels cannot be kept in {self._folder} ({error.strerror}), so every process "
+                "compiles them again; make room there, or set NUMBA_CACHE_DIR to another folder"
+            )
 
 
-class _Hashed:
-    """A file that is being written, and the digest of its bytes."""
-
-    def __init__(self, file: Any):
-        self._file, self.digest = file, hashlib.sha256()
-
-    def write(self, data: Any) -> None:
-        self.digest.update(data)
-        self._file.write(data)
-
-
-@lru_cache(maxsize=4)
-def _checked(kind: type) -> Any:
-    """Return the class of checked files for numba's or numba-cuda's class."""
-    return type("CheckedFile", (_Checked, kind), {})
+def _digest(path: Path, content: bytes) -> bytes:
+    """Return a digest of a file's name, and so of its key, and of its contents."""
+    return hashlib.sha256(path.name.encode() + content).digest()
 
 
 # -- folders ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cache, cached_property
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -69,30 +69,22 @@ def _optimize_with_own_copies(library: Any) -> None:
 CPUCodeLibrary._optimize_final_module = _optimize_with_own_copies  # type: ignore[method-assign,assignment]
 
 
-def _code_parts(code: CodeType) -> list[object]:
-    parts: list[object] = [code.co_code, code.co_names, code.co_varnames, code.co_freevars]
-    for const in code.co_consts:
-        parts.extend(_code_parts(const) if isinstance(const, CodeType) else [repr(const)])
-    return parts
-
-
 #: Packages that are not part of the fingerprint: numba's own key has the versions of Python and numba.
 _OTHERS = {*sys.stdlib_module_names, "numba", "numpy", "ml_dtypes", "llvmlite"}
+#: Types whose ``repr`` tells their values apart.
+_PLAIN = bool, int, float, str, type, type(None), np.generic, np.dtype
 
 
-def _ours(module: str | None) -> bool:
-    return (module or "").split(".")[0] not in _OTHERS
+@cache
+def _code(code: CodeType) -> str:
+    """Describe the code of a function."""
+    parts: list[object] = [code.co_code, code.co_names, code.co_varnames, code.co_freevars]
+    for const in code.co_consts:
+        parts.append(_code(const) if isinstance(const, CodeType) else const)
+    return repr(parts)
 
 
-def _named(function: FunctionType) -> list[object]:
-    """Return the objects that a function's code names: globals and attributes of modules."""
-    names = function.__code__.co_names
-    found = [function.__globals__[name] for name in names if name in function.__globals__]
-    modules = [item for item in found if isinstance(item, ModuleType) and _ours(item.__name__)]
-    return found + [getattr(m, name) for m in modules for name in names if hasattr(m, name)]
-
-
-def fingerprint(function: Any, *arguments: Type, by_dtype: bool = True) -> str:
+def fingerprint(function: Any, *arguments: Type) -> str:
     """Return a hash of the code and options of a function and of all project functions that it calls.
 
     Numba's cache checks only the file of the function, so that a change of a helper in another file would
@@ -104,7 +96,6 @@ def fingerprint(function: Any, *arguments: Type, by_dtype: bool = True) -> str:
         function: A plain function or a dispatcher.
         arguments: Types of arguments.  Numba's key has their names, but not the order of the fields of
             named tuples.
-        by_dtype: Captured numbers of two dtypes differ.
     """
     seen: set[int] = set()
     parts: list[object] = []
@@ -117,51 +108,41 @@ def fingerprint(function: Any, *arguments: Type, by_dtype: bool = True) -> str:
                 parts.append((name, sorted(option) if isinstance(option, set) else repr(option)))
             item = item.py_func
         item = getattr(item, "_defn", item)  # an intrinsic
-        if isinstance(item, FunctionType):
-            if id(item) in seen or not _ours(item.__module__):
+        kind = type(item)
+        if kind is FunctionType:
+            package = (item.__module__ or "").partition(".")[0]
+            if id(item) in seen or package in _OTHERS:
                 continue
             seen.add(id(item))
             # Machine code refers to modules by name: code cached before a move would not load.
-            parts.append(item.__module__)
-            parts.extend(_code_parts(item.__code__))
-            stack.extend(_named(item))
-            stack.extend(cell.cell_contents for cell in item.__closure__ or ())
-            stack.extend(item.__defaults__ or ())
-            stack.extend(getattr(item, "implementations", ()))
+            parts += item.__module__, _code(item.__code__)
+            names = item.__code__.co_names
+            for name in names:
+                found = item.__globals__.get(name)
+                stack.append(found)
+                if isinstance(found, ModuleType) and found.__name__.partition(".")[0] not in _OTHERS:
+                    for other in names:
+                        stack.append(getattr(found, other, None))
+            for cell in item.__closure__ or ():
+                stack.append(cell.cell_contents)
+            stack += item.__defaults__ or ()
+            stack += getattr(item, "implementations", ())
         elif isinstance(item, (tuple, list)):
-            stack.extend(item)
+            stack += item
         elif isinstance(item, dict):
-            stack.extend(item.items())
-        elif isinstance(item, np.generic) and not by_dtype:
-            parts.append(repr(item.item()))
-        elif isinstance(item, np.dtype) and not by_dtype:
-            continue
-        elif isinstance(item, (bool, int, float, str, np.generic, np.dtype, Type)):
-            parts.append((repr(item), getattr(item, "fields", None)))
+            stack += item.items()
         elif isinstance(item, np.ndarray):
             parts.append((item.dtype.str, item.shape, item.tobytes()))
-        elif (
-            _ours(type(item).__module__) and id(item) not in seen
-        ):  # the function that emits an instruction
-            seen.add(id(item))
+        elif isinstance(item, Type):
+            parts.append((repr(item), getattr(item, "fields", None)))
+        elif isinstance(item, _PLAIN):
+            parts.append(repr(item))
+        elif kind.__module__.partition(".")[0] not in _OTHERS and id(item) not in seen:
+            seen.add(id(item))  # the function that emits an instruction
             own = getattr(item, "__dict__", {})
-            stack.extend((name, own[name]) for name in getattr(item, "made_of", own))
+            for name in getattr(item, "made_of", own):
+                stack.append((name, own[name]))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _captured(function: Any) -> tuple[Any, ...]:
-    """Return the captured values of a closure for a key: code by fingerprint, all else by repr."""
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    return tuple(
-        fingerprint(x) if _has_code(x) or isinstance(x, np.ndarray) else repr(x) for x in cells
-    )
-
-
-def _has_code(item: Any) -> bool:
-    """Tell whether an object is a function or a dispatcher, or a tuple with one."""
-    if isinstance(item, (tuple, list)):
-        return any(map(_has_code, item))
-    return isinstance(item, FunctionType) or hasattr(item, "targetoptions")
 
 
 def njit_cached(
@@ -184,14 +165,9 @@ def njit_cached(
             return target
         dispatcher: Any = numba.njit(error_model="numpy", **options)(target)
         if cache:
-            stamp, captured = fingerprint(dispatcher), _captured(target)
-
-            def index_key(signature: Any, codegen: Any) -> Any:
-                return signature, codegen.magic_tuple(), stamp, captured
-
-            # Numba's own key has captured dispatchers by a number that differs in each process.  Kernels
-            # of two dtypes share a file, and a file with another stamp is written anew.
-            keep_on_disk(dispatcher, index_key, fingerprint(dispatcher, by_dtype=False))
+            stamp = fingerprint(dispatcher)
+            # Numba's own key has captured dispatchers by a number that differs in each process.
+            keep_on_disk(dispatcher, lambda kinds, codegen: (kinds, codegen.magic_tuple(), stamp))
         return Parallel(dispatcher, cache, options) if options.get("parallel") else dispatcher
 
     return compile_ if function is None else compile_(function)

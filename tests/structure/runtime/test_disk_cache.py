@@ -36,11 +36,6 @@ def run(*values: Any) -> int:
     return sum(kernel.stats.cache_misses.values())
 
 
-def file_of(folder: Path, suffix: str) -> Path:
-    (file,) = folder.rglob(f"*{suffix}")
-    return file
-
-
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda content: b"",
     "truncated": lambda content: content[: len(content) // 2],
@@ -50,13 +45,10 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_compiled_again_with_a_warning(
-    damage: str, suffix: str, folder: Path
-) -> None:
+def test_a_damaged_file_is_compiled_again_with_a_warning(damage: str, folder: Path) -> None:
     assert run(1.0) == 1
-    file = file_of(folder, suffix)
+    (file,) = folder.rglob("*.code")
     file.write_bytes(DAMAGES[damage](file.read_bytes()))
     with pytest.warns(RuntimeWarning, match=f"{file.name} cannot be read .* compiled again"):
         assert run(1.0) == 1
@@ -66,14 +58,21 @@ def test_a_damaged_file_is_compiled_again_with_a_warning(
 
 
 def test_a_file_of_another_entry_is_not_loaded(folder: Path) -> None:
-    # So it looks after two processes that have added an entry each at the same time.
     assert run(1.0, 1) == 2
-    first, second = folder.rglob("*.nbc")
+    first, second = folder.rglob("*.code")
     content = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(content)
-    assert run(1.0, 1) == 2
+    with pytest.warns(RuntimeWarning, match="do not match its digest"):
+        assert run(1.0, 1) == 2
     assert run(1.0, 1) == 0
+
+
+def test_old_files_of_a_kernel_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_cache, "_MOST_FILES", 2)
+    assert run(1.0, 1, 1j) == 3
+    assert len([*folder.rglob("*.code")]) == 2
+    assert run(1, 1j) == 0
 
 
 def test_a_full_disk_costs_only_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from kernels.problem.rungs import unknown_rung, unusable_rung
 from kernels.reference import attention as reference
 from kernels.reference import float8  # beyond module 5
 from kernels.runtime.dtypes import COMPUTE_DTYPES, FLOAT32, HALF_DTYPES
-from kernels.runtime.memory import HostMemory, Memory
+from kernels.runtime.memory import Memory
 
 Tile = tuple[int, int]
 _HALF_BY_NAME = {dtype.name: dtype for dtype in HALF_DTYPES}
@@ -176,7 +176,7 @@ def _numpy_rung(name: str, forward: Any, backward: Any, tile: Tile) -> Rung:
     )
 
 
-_HOST = HostMemory()
+_HOST = Memory()
 _NAIVE = _numpy_rung("naive", reference.attention, reference.attention_backward, (1, 1))
 
 #: The readable implementation in NumPy, on the host.

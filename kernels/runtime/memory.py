@@ -143,105 +143,6 @@ def is_dense(shape: Ints, strides: Ints) -> bool:
     return True
 
 
-class Memory:
-    """The interface of one kind of memory, host or device.
-
-    Attributes:
-        is_native: Whether all of its arrays are aligned and in native byte order.
-    """
-
-    is_native = False
-
-    def why_not(self) -> str | None:
-        """Return why there is no such memory on this machine, or None."""
-        raise NotImplementedError
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """Return an uninitialised, contiguous array."""
-        raise NotImplementedError
-
-    def empty_as(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """Return an uninitialised array for a result, with the memory order of an operand.
-
-        The result for a permuted operand is then contiguous when it is permuted back.  Where kernels cannot
-        write that order, the array is row-major; see :meth:`laid_as`.
-        """
-        return self.empty(shape, dtype)
-
-    def laid_as(self, array: Any, operand: Any) -> Any:
-        """Return a dense array with the same elements and the memory order of an operand.
-
-        It is the array itself if that has the order, or if the numbers of dimensions differ.
-        """
-        raise NotImplementedError
-
-    def flat(self, array: Any) -> tuple[Any, tuple[int, ...] | None]:
-        """Return a dense array as its flat storage and strides in elements, None for row-major.
-
-        Raises:
-            ValueError: If the array has gaps.
-        """
-        raise NotImplementedError
-
-    def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-        """View a flat storage with a shape and strides in elements."""
-        raise NotImplementedError
-
-    def four_dims(self, array: Any, shape: tuple[int, ...]) -> Any:
-        """View an operand as (batch, heads, seq, dim), broadcast to ``shape``.
-
-        It is copied only if the leading dimensions before the heads cannot be joined, or a kernel cannot
-        address the array.
-        """
-        raise NotImplementedError
-
-    def part(self, array: Any, first: int, stop: int) -> Any:
-        """View the rows from ``first`` up to ``stop`` of a contiguous array."""
-        return array[first:stop]
-
-    def column(self, array: Any) -> Any:
-        """View lse, (…, heads, seq), as (…, heads, seq, 1)."""
-        raise NotImplementedError
-
-    def rows(self, array: Any) -> Any:
-        """View (batch, heads, seq, 1) as (batch, heads, seq), the form of lse in kernels."""
-        raise NotImplementedError
-
-    def split_heads(self, array: Any, count: int) -> Any:
-        """View (…, heads, seq, dim) as (…, count, heads / count, seq, dim)."""
-        raise NotImplementedError
-
-    def bring(self, array: Any) -> Any:
-        """Return a host array in this memory, copied if necessary."""
-        raise NotImplementedError
-
-    def constant(self, array: Any) -> Any:
-        """Return a small read-only array in this memory, like :meth:`bring`.
-
-        Calls with the same values may share it.
-        """
-        return self.bring(array)
-
-    def convert(self, array: Any, dtype: np.dtype[Any]) -> Any:
-        """Return an array in another floating dtype, itself if unchanged; each number is rounded once."""
-        raise NotImplementedError
-
-    def convert_into(self, source: Any, out: Any) -> None:
-        """Write a flat array to another one of any floating dtype; each number is rounded once."""
-        raise NotImplementedError
-
-    def bits(self, array: Any) -> Any:
-        """View an array of 16-bit numbers as uint16."""
-        raise NotImplementedError
-
-    def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
-        """Sum a gradient over the dimensions in which its operand of ``shape`` was repeated.
-
-        A gradient of that shape is returned unchanged.  fp16 and bf16 are summed in float32.
-        """
-        raise NotImplementedError
-
-
 @lru_cache(maxsize=4096)
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides, in elements, of a dense row-major array."""
@@ -275,34 +176,51 @@ def _element_strides(array: npt.NDArray[Any]) -> Ints:
     return tuple(step // array.itemsize for step in array.strides)
 
 
-class HostMemory(Memory):
-    """NumPy arrays."""
+class Memory:
+    """The memory of the host, whose arrays are NumPy's; that of a device is a subclass.
+
+    Attributes:
+        is_native: Whether all of its arrays are aligned and in native byte order.
+    """
+
+    is_native = False
 
     def why_not(self) -> str | None:
-        """Return None: the host is always there."""
+        """Return why there is no such memory on this machine, or None."""
         return None
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    def empty(self, shape: Ints, dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised, contiguous array."""
         return np.empty(shape, dtype)
 
-    def empty_as(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """Return an uninitialised array in the memory order of another; see :meth:`Memory.empty_as`."""
+    def empty_as(self, array: Any, shape: Ints, dtype: np.dtype[Any]) -> Any:
+        """Return an uninitialised array for a result, with the memory order of an operand.
+
+        The result for a permuted operand is then contiguous when it is permuted back.  Where kernels cannot
+        write that order, the array is row-major; see :meth:`laid_as`.
+        """
         if array.flags.c_contiguous or array.ndim != len(shape):
             return np.empty(shape, dtype)
         strides = strides_as(_element_strides(array), tuple(shape))
         return self.view(np.empty(math.prod(shape), dtype), tuple(shape), strides)
 
     def laid_as(self, array: Any, operand: Any) -> Any:
-        """Return an array in the memory order of an operand; see :meth:`Memory.laid_as`."""
+        """Return a dense array with the same elements and the memory order of an operand.
+
+        It is the array itself if that has the order, or if the numbers of dimensions differ.
+        """
         if reordered(array.shape, _element_strides(array), _element_strides(operand)) is None:
             return array
         out = self.empty_as(operand, array.shape, array.dtype)
         out[...] = array
         return out
 
-    def flat(self, array: Any) -> tuple[Any, tuple[int, ...] | None]:
-        """Return the flat storage and the strides of a dense array; see :meth:`Memory.flat`."""
+    def flat(self, array: Any) -> tuple[Any, Ints | None]:
+        """Return a dense array as its flat storage and strides in elements, None for row-major.
+
+        Raises:
+            ValueError: If the array has gaps.
+        """
         if array.flags.c_contiguous:
             return array.reshape(-1), None
         strides = _element_strides(array)
@@ -310,17 +228,18 @@ class HostMemory(Memory):
         slowest_first = sorted(range(array.ndim), key=lambda axis: -strides[axis])
         return array.transpose(slowest_first).reshape(-1), strides
 
-    def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    def view(self, storage: Any, shape: Ints, strides: Ints) -> Any:
         """View a flat storage with a shape and strides in elements."""
         if strides == row_major_strides(shape):
             return storage.reshape(shape)  # the usual and faster case
         size = storage.itemsize
         return np.ndarray(shape, storage.dtype, storage, 0, [step * size for step in strides])
 
-    def four_dims(self, array: Any, shape: tuple[int, ...]) -> Any:
-        """View an operand as (batch, heads, seq, dim); see :meth:`Memory.four_dims`.
+    def four_dims(self, array: Any, shape: Ints) -> Any:
+        """View an operand as (batch, heads, seq, dim), broadcast to ``shape``.
 
-        Misaligned and byte-swapped arrays are copied.
+        It is copied only if the leading dimensions before the heads cannot be joined, or a kernel cannot
+        address the array: on the host, if it is misaligned or byte-swapped.
         """
         if (
             array.shape == shape
@@ -337,6 +256,10 @@ class HostMemory(Memory):
         lead = (1, 1, *shape[:-2])
         return array.reshape(math.prod(lead[:-1]), lead[-1], *shape[-2:])
 
+    def part(self, array: Any, first: int, stop: int) -> Any:
+        """View the rows from ``first`` up to ``stop`` of a contiguous array."""
+        return array[first:stop]
+
     def column(self, array: Any) -> Any:
         """View lse, (…, heads, seq), as (…, heads, seq, 1)."""
         return array[..., None]
@@ -351,23 +274,33 @@ class HostMemory(Memory):
         return array.reshape(*lead, count, heads // count, seq, dim)
 
     def bring(self, array: Any) -> Any:
-        """Return the array itself."""
+        """Return a host array in this memory, copied if necessary."""
         return array
 
+    def constant(self, array: Any) -> Any:
+        """Return a small read-only array in this memory, like :meth:`bring`.
+
+        Calls with the same values may share it.
+        """
+        return self.bring(array)
+
     def convert(self, array: Any, dtype: np.dtype[Any]) -> Any:
-        """Return an array in another floating dtype; see :meth:`Memory.convert`."""
+        """Return an array in another floating dtype, itself if unchanged; each number is rounded once."""
         return array if array.dtype == dtype else rounded(array, dtype)
 
     def convert_into(self, source: Any, out: Any) -> None:
-        """Write a flat array to another one of any floating dtype."""
+        """Write a flat array to another one of any floating dtype; each number is rounded once."""
         out[...] = rounded(source, out.dtype)
 
     def bits(self, array: Any) -> Any:
         """View an array of 16-bit numbers as uint16."""
         return array.view(BITS)
 
-    def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
-        """Sum a gradient over the leading dimensions that its operand was repeated in."""
+    def sum_to(self, gradient: Any, shape: Ints) -> Any:
+        """Sum a gradient over the dimensions in which its operand of ``shape`` was repeated.
+
+        A gradient of that shape is returned unchanged.  fp16 and bf16 are summed in float32.
+        """
         repeated = repeated_axes(gradient.shape, shape)
         if not repeated:
             return gradient

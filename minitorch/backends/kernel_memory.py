@@ -21,7 +21,7 @@ from kernels.cuda.backend import (
     to_host,
 )
 from kernels.runtime.dtypes import BITS, is_half, rounded
-from kernels.runtime.memory import HostMemory
+from kernels.runtime.memory import Memory
 from kernels.runtime.targets import explained
 
 from ..cuda_ops import CudaBackend, CudaOps
@@ -56,7 +56,7 @@ class PooledDevice(DeviceMemory):
             as_bits(storage)[position] = value
 
 
-memories.host, memories.device = HostMemory(), PooledDevice()
+memories.host, memories.device = Memory(), PooledDevice()
 memories.computed, memories.refuse = computed, refuse
 CudaOps.indexing = indexing
 for _backend in (SimpleBackend, FastBackend, CudaBackend):

@@ -11,7 +11,7 @@ import pytest
 import kernels
 from kernels import launch
 from kernels.runtime.dtypes import FLOAT16, FLOAT32, FLOAT_DTYPES, acc_dtype, is_half
-from kernels.runtime.memory import HostMemory
+from kernels.runtime.memory import Memory
 
 from ...support.attention.strategies import Case
 from ...support.tolerances import assert_close_arrays
@@ -45,7 +45,7 @@ def _recording(seen: list[Any], *dtypes: Any) -> launch.Target:
         "naive", through(naive.forward), through(naive.backward), naive.tile, naive.backward_tile,
         dtypes=dtypes,
     )  # fmt: skip
-    return launch.Target("numpy", HostMemory(), (rung,), launch.NUMPY.mask_gradient)
+    return launch.Target("numpy", Memory(), (rung,), launch.NUMPY.mask_gradient)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from kernels.cuda.device import half
 from kernels.cuda.device.memory import DeviceMemory, fill
 from kernels.cuda.runtime.arrays import device_view, to_device, to_host
 from kernels.runtime.dtypes import BFLOAT16, BITS, FLOAT32, FLOAT_DTYPES, rounded
-from kernels.runtime.memory import HostMemory
+from kernels.runtime.memory import Memory
 from kernels.runtime.targets import IS_SIMULATOR
 
 from ...support.half_numbers import beside_the_ties, every_number, on_halves, same_bits
@@ -65,7 +65,7 @@ def test_the_device_converts_as_the_host_does(dtype: Any, source: Any) -> None:
 @pytest.mark.simulator
 @on_halves
 def test_memory_of_the_device_holds_16_bits(dtype: Any) -> None:
-    memory, host = DeviceMemory(), HostMemory()
+    memory, host = DeviceMemory(), Memory()
     array = rounded(np.random.default_rng(2).standard_normal((2, 3, 4)), dtype)
     there = to_device(array)
     turned = device_view(there, (4, 3, 2), (1, 4, 12))

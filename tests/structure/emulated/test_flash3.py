@@ -28,7 +28,7 @@ from kernels.cuda.ptx.emulated.numbers import from_bits, to_bits
 from kernels.problem.operands import make_operands
 from kernels.reference.attention import attention
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16
-from kernels.runtime.memory import HostMemory
+from kernels.runtime.memory import Memory
 from kernels.runtime.targets import IS_SIMULATOR
 
 from ...support.emulated.engines import TensorMap
@@ -155,8 +155,8 @@ def test_the_kernels_own_source_computes_attention(name: str) -> None:
     case = replace(case, lower=call.bounds[0], upper=call.bounds[1])
     expected, expected_lse = np.empty((heads, seq_q, value_dim)), np.empty((heads, seq_q))
     results = {"out": expected, "lse": expected_lse, "lse_rest": np.empty_like(expected_lse)}
-    operands = make_operands(HostMemory(), case, q, k, v).having(**results)
-    attention(case, (1, 1), operands.viewed(HostMemory(), case))
+    operands = make_operands(Memory(), case, q, k, v).having(**results)
+    attention(case, (1, 1), operands.viewed(Memory(), case))
     unit = {"float16": FLOAT16, "bfloat16": BFLOAT16}[call.dtype]
     assert_close_arrays(out[0].view(unit), expected, unit, "out")
     assert_close_arrays(lse, expected_lse, np.float32, "lse")

@@ -24,7 +24,7 @@ from kernels.cuda.device import memory
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.problem.listed_mods import on_host
 from kernels.runtime.dtypes import FLOAT16
-from kernels.runtime.memory import HostMemory
+from kernels.runtime.memory import Memory
 from kernels.scores.program import Features
 
 from .arrays import as_bits, empty
@@ -33,7 +33,7 @@ from .gpu import launch as emulate
 #: The rungs of tensor cores, on the host.
 EMULATED = replace(
     launch.CUDA,
-    memory=HostMemory(),
+    memory=Memory(),
     rungs=tuple(
         replace(rung, evaluate=on_host) for rung in launch.CUDA.rungs if FLOAT16 in rung.dtypes
     ),

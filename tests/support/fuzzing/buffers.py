@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.runtime.memory import HostMemory, row_major_strides
+from kernels.runtime.memory import Memory, row_major_strides
 
 from ..layouts import POISON, write_once
 
@@ -89,15 +89,15 @@ def guarded_results() -> Iterator[list[Any]]:
     def empty(self: Any, shape: Any, dtype: Any) -> Any:
         return guarded(tuple(shape), dtype, row_major_strides(tuple(shape)))
 
-    original = HostMemory.empty_as
+    original = Memory.empty_as
 
     def empty_as(self: Any, array: Any, shape: Any, dtype: Any) -> Any:
         found = original(self, array, shape, dtype)
         return guarded(found.shape, found.dtype, [step // found.itemsize for step in found.strides])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostMemory, "empty", empty)
-        patch.setattr(HostMemory, "empty_as", empty_as)
+        patch.setattr(Memory, "empty", empty)
+        patch.setattr(Memory, "empty_as", empty_as)
         yield made
 
 

@@ -7,7 +7,7 @@ again, and to work out how a small call runs takes longer than to run it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -42,22 +42,12 @@ class Loop:
         self.bind(out, *rest)(out._storage, *storages)
 
 
-def as_loop(function: Callable[..., None]) -> Loop:
-    """Return any function of ``(out, *inputs, *options)`` as a :class:`Loop`."""
-    if isinstance(function, Loop):
-        return function
-
-    def bind(*args: Any) -> Run:
-        layouts = [(t.shape, t.strides) for t in args if isinstance(t, TensorData)]
-        options = args[len(layouts) :]
-
-        def run(*storages: Storage) -> None:
-            data = [TensorData(s, *own) for s, own in zip(storages, layouts, strict=True)]
-            function(*data, *options)
-
-        return run
-
-    return Loop(bind)
+def on_storages(loop: Callable[..., None], *data: TensorData) -> Run:
+    """Return a loop of ``(out, *inputs)`` with the layouts of these as a ``Run``."""
+    layouts = [(t.shape, t.strides) for t in data]
+    return lambda *storages: loop(
+        *[TensorData(own, *layout) for own, layout in zip(storages, layouts, strict=True)]
+    )
 
 
 def with_layouts(
@@ -74,46 +64,13 @@ def with_layouts(
     )
 
 
-class Bound(NamedTuple):
-    """What a call of a known kind does: allocate a result, and run.
-
-    Attributes:
-        allocate: Returns a storage of a size and a dtype.
-        size: Elements of the result.
-        dtype: Of the result.
-        run: Fills its storage.
-        about: All other attributes of the result.
-    """
-
-    allocate: Allocate
-    size: int
-    dtype: np.dtype[Any]
-    run: Run
-    about: dict[str, Any]
-
-    def result(self, *storages: Storage) -> TensorData:
-        """Return the result for the storages of operands: one allocation, one launch."""
-        allocate, size, dtype, run, about = self
-        out = allocate(size, dtype)
-        run(out, *storages)
-        data = TensorData.__new__(TensorData)
-        vars(data).update(about)
-        data._storage = out
-        return data
-
-
-class Kinds(dict[Any, Bound]):
-    """The kinds of call that one operation has had.
-
-    Args:
-        allocator: Of a size and a dtype, returns what allocates such results.
-    """
+class Kinds(dict[Any, Callable[..., TensorData]]):
+    """The kinds of call that one operation has had: functions that return results for storages."""
 
     _every: ClassVar[list[Kinds]] = []
 
-    def __init__(self, allocator: Callable[[int, np.dtype[Any]], Allocate]):
+    def __init__(self) -> None:
         super().__init__()
-        self.allocator = allocator
         self._every.append(self)
 
     @classmethod
@@ -122,27 +79,29 @@ class Kinds(dict[Any, Bound]):
         for kinds in cls._every:
             kinds.clear()
 
-    def learn(
-        self, kind: Any, loop: Loop, out: TensorData, *inputs: TensorData, options: Ints = ()
-    ) -> None:
+    def add(self, kind: Any, allocate: Allocate, out: TensorData, run: Run) -> None:
         """Remember how a call runs.
 
         Args:
-            kind: What later calls of this kind look up.
-            loop: Of the backend.
-            out: What it filled, row-major.
-            *inputs: As the loop took them.
-            options: Likewise.
+            kind: The key by which later calls of this kind are looked up.
+            allocate: Returns a storage for a result.
+            out: A result, which is row-major.
+            run: Fills the storage of such a result.
         """
-        self.add(kind, out, loop.bind(out, *inputs, *options))
-
-    def add(self, kind: Any, out: TensorData, run: Run) -> None:
-        """Remember a function that fills results like ``out``, which is row-major."""
         if len(self) >= MOST_KINDS:
             self.clear()
         about = {name: value for name, value in vars(out).items() if name != "_storage"}
-        allocate = self.allocator(out.size, out.dtype)
-        self[kind] = Bound(allocate, out.size, out.dtype, run, about)
+        size, dtype = out.size, out.dtype
+
+        def result(*storages: Storage) -> TensorData:
+            storage = allocate(size, dtype)
+            run(storage, *storages)
+            data = TensorData.__new__(TensorData)
+            vars(data).update(about)
+            data._storage = storage
+            return data
+
+        self[kind] = result
 
 
 class BoundOps(TensorOps):
@@ -159,7 +118,7 @@ class BoundOps(TensorOps):
     @classmethod
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._products = Kinds(cls.allocator)
+        cls._products = Kinds()
 
     @classmethod
     def served(cls) -> dict[str, Callable[..., Any]]:
@@ -175,9 +134,14 @@ class BoundOps(TensorOps):
         return cls.allocate
 
     @classmethod
+    def _keep(cls, kinds: Kinds, kind: Any, out: TensorData, run: Run | None) -> None:
+        if run is not None:
+            kinds.add(kind, cls.allocator(out.size, out.dtype), out, run)
+
+    @classmethod
     def map(cls, fn: Callable[[float], float]) -> MapProto:
         """Lift a function of one number to tensors; see :meth:`TensorOps.map`."""
-        loop, kinds, first = as_loop(cls.map_loop(fn)), Kinds(cls.allocator), super().map(fn)
+        loop, kinds, first = cls.map_loop(fn), Kinds(), super().map(fn)
 
         def mapped(a: AnyTensor, out: AnyTensor | None = None, /) -> AnyTensor:
             if out is not None:
@@ -185,10 +149,10 @@ class BoundOps(TensorOps):
             x = a._tensor
             kind = x.shape, x.strides, x.dtype, x.is_number
             if (known := kinds.get(kind)) is not None:
-                return a._new(known.result(x._storage))
+                return a._new(known(x._storage))
             result = first(a)
             if cls.runs_as_it_is(x, result._tensor) and not (fn is operators.id and x.is_half):
-                kinds.learn(kind, loop, result._tensor, x)
+                cls._keep(kinds, kind, result._tensor, loop.bind(result._tensor, x))
             return result
 
         return mapped
@@ -196,17 +160,17 @@ class BoundOps(TensorOps):
     @classmethod
     def zip(cls, fn: Callable[[float, float], float]) -> Callable[..., AnyTensor]:
         """Lift a function of two numbers to tensors that broadcast; see :meth:`TensorOps.zip`."""
-        loop, kinds, first = as_loop(cls.zip_loop(fn)), Kinds(cls.allocator), super().zip(fn)
+        loop, kinds, first = cls.zip_loop(fn), Kinds(), super().zip(fn)
 
         def zipped(a: AnyTensor, b: AnyTensor, dtype: np.dtype[Any] | None = None) -> AnyTensor:
             x, y = a._tensor, b._tensor
             kind = (x.shape, x.strides, x.dtype, x.is_number,
                     y.shape, y.strides, y.dtype, y.is_number, dtype)  # fmt: skip
             if (known := kinds.get(kind)) is not None:
-                return a._new(known.result(x._storage, y._storage))
+                return a._new(known(x._storage, y._storage))
             result = first(a, b, dtype)
             if cls.runs_as_it_is(x, y, result._tensor):
-                kinds.learn(kind, loop, result._tensor, x, y)
+                cls._keep(kinds, kind, result._tensor, loop.bind(result._tensor, x, y))
             return result
 
         return zipped
@@ -216,8 +180,7 @@ class BoundOps(TensorOps):
         cls, fn: Callable[[float, float], float], start: float = 0.0
     ) -> Callable[[AnyTensor, int], AnyTensor]:
         """Lift a function of two numbers to a fold over one dimension; see :meth:`TensorOps.reduce`."""
-        loop, kinds = as_loop(cls.fold_loop(fn, start)), Kinds(cls.allocator)
-        first = super().reduce(fn, start)
+        loop, kinds, first = cls.fold_loop(fn, start), Kinds(), super().reduce(fn, start)
 
         def reduced(a: AnyTensor, dim: int) -> AnyTensor:
             x = a._tensor
@@ -225,10 +188,10 @@ class BoundOps(TensorOps):
                 dim = normalize_dim(dim, x.shape)
             kind = x.shape, x.strides, x.dtype, dim
             if (known := kinds.get(kind)) is not None:
-                return a._new(known.result(x._storage))
+                return a._new(known(x._storage))
             result = first(a, dim)
             if cls.runs_as_it_is(x, result._tensor):
-                kinds.learn(kind, loop, result._tensor, x, options=(dim,))
+                cls._keep(kinds, kind, result._tensor, loop.bind(result._tensor, x, dim))
             return result
 
         return reduced
@@ -239,10 +202,10 @@ class BoundOps(TensorOps):
         x, y = a._tensor, b._tensor
         kind = x.shape, x.strides, x.dtype, y.shape, y.strides, y.dtype, cls.product_options()
         if (known := cls._products.get(kind)) is not None:
-            return a._new(known.result(x._storage, y._storage))
+            return a._new(known(x._storage, y._storage))
         result = super().matrix_multiply(a, b)
-        if x.dtype == y.dtype == result.dtype and (run := cls.bind_product(result._tensor, x, y)):
-            cls._products.add(kind, result._tensor, run)
+        if x.dtype == y.dtype == result.dtype:
+            cls._keep(cls._products, kind, result._tensor, cls.bind_product(result._tensor, x, y))
         return result
 
     @classmethod

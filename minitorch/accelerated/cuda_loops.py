@@ -20,7 +20,7 @@ from .. import operators
 from ..backends.matmul_precision import get_matmul_precision
 from ..cuda_ops import CudaOps
 from ..tensor_data import Ints, Storage, TensorData
-from .bound_loops import BoundOps, Loop, Run, as_loop
+from .bound_loops import BoundOps, Loop, Run, on_storages
 from .cuda_loop_kernels import fold_kernel, map_kernel, zip_kernel
 
 #: Maximum number of elements that the element-wise kernels with few arguments can index.
@@ -48,7 +48,7 @@ def _bind_elementwise(kernel: Any, other: Any, out: TensorData, *inputs: TensorD
             lambda *storages: run[blocks, SIZES.flat_threads](*map(as_bits, storages), *own)
         )
 
-    return as_loop(other).bind(out, *inputs)
+    return on_storages(other, out, *inputs)
 
 
 def _padded(steps: Ints, dims: int) -> Ints:
@@ -90,7 +90,7 @@ class FasterCudaOps(BoundOps, CudaOps):
                 outputs, layout = out.size, (step, _padded(shape, 2)[1], *_padded(a_strides, 2))
                 return lambda o, x: fold(fn, start, o, outputs, x, length, layout)
             # The course's kernel does not support 16-bit storage.
-            return as_loop(partial(cls.run, lambda o, x: of_the_course(o, x, dim))).bind(out, a)
+            return on_storages(partial(cls.run, lambda o, x: of_the_course(o, x, dim)), out, a)
 
         return Loop(bind)
 

@@ -127,7 +127,8 @@ def attend(
         if library is not None and not found.on_host:
             repeat = library.repeat(known.repeat, found.starts, found.seed, operands[0])
             return tuple([array for array in repeat if array is not None][:count])
-        if (arrays := found.repeated(found.seed)) is not None:
+        arrays = known.repeat.arrays(found.starts, found.seed, found.arrays)
+        if arrays is not None:
             return results_of(library, tuple([x for x in arrays if x is not None][:count]))
     own = Call(*operands, options, results, make, known)
     if known is None:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.common.arguments import as_plain
+from kernels.cuda.runtime import recorder
 from kernels.cuda.runtime.arrays import DeviceArray, is_device_array
-from kernels.cuda.runtime.recorder import active
 from kernels.cuda.runtime.repeated import VECTOR, address_of
 from kernels.interop.libraries import Torch, as_array, library_of
 from kernels.problem.operands import ARRAY_ORDER, Operands
@@ -24,8 +24,8 @@ from kernels.problem.option_values import check_seed, check_slopes
 from kernels.problem.options import ARRAYS, Options
 from kernels.problem.rungs import RUNG_VARIABLE
 from kernels.rungs import CUDA
+from kernels.runtime import targets
 from kernels.runtime.memory import Bind, start_of
-from kernels.runtime.targets import current_device
 from kernels.scores.mods import KEPT, with_kept_mods
 
 #: The maximum number of bound calls; when it is reached, all are dropped.
@@ -90,13 +90,6 @@ class Found(NamedTuple):
         call.reads_given = is_whole and call.repeat is not None and reads_given
         _calls[self.key] = call
 
-    def repeated(self, seed: int) -> Sequence[Any] | None:
-        """Repeat the bound call on these arrays; return its results, or None if it has to run in full."""
-        if not self.repeats:
-            return None
-        given = (self.arrays,) if self.on_host else ()
-        return self.call.repeat.arrays(self.starts, seed, *given)
-
 
 def starts_of(operands: Operands) -> list[int]:
     """Return the addresses of a call's arrays."""
@@ -147,9 +140,10 @@ def find(
             key += layout, start % unit, on_host
             starts.append(start)
         if not on_host:
-            if active() is not None:  # launches are being recorded for a graph
+            if recorder.thread.recording is not None:  # launches are being recorded for a graph
                 return None
-            key.append(current_device())
+            if targets.has_several_devices():
+                key.append(targets.current_device())
         for value in rest:
             if isinstance(value, tuple):
                 key += map(type, value)  # because True == 1 == 1.0

@@ -223,11 +223,11 @@ class Torch(Library):
         device, dtypes, scratch = like.device, self._dtypes, repeat.scratch
         made = [
             self._empty_strided(shape, strides, dtype=dtypes[dtype.num], device=device)
-            for shape, strides, dtype, _ in repeat.parts
+            for shape, strides, dtype in repeat.parts
         ]
-        addresses = [x.data_ptr() for x in made]
+        addresses = [*starts, *[x.data_ptr() for x in made]]
         memory = self._empty(scratch, dtype=self.module.uint8, device=device) if scratch else None
-        repeat.into(starts, addresses, 0 if memory is None else memory.data_ptr(), seed)
+        repeat.into(addresses, 0 if memory is None else memory.data_ptr(), seed)
         dlpack.let_wait(stream)
         return repeat.ordered(made)
 

@@ -207,7 +207,8 @@ class FlashAttention(Function):
             if problem.dropout_p:
                 seed = dropout_seed() if options.get("seed") is None else seed
                 problem = problem.with_seed(seed)
-            results = found.repeated(seed)
+            if found.repeats:
+                results = found.call.repeat.arrays(found.starts, seed, found.arrays)
         else:
             problem = attention_call(q, k, v, options, make).problem
             if not ctx.no_grad:
@@ -250,7 +251,9 @@ class FlashAttention(Function):
         if found is not None and found.repeats and not found.on_host and not any(wanted[1:]):
             made = found.call.repeat.storages(found.starts, problem.seed)  # faster than arrays
             return (*[q.on(*gradient) for gradient in made], *none)
-        results = None if found is None else found.repeated(problem.seed)
+        results = None
+        if found is not None and found.repeats:
+            results = found.call.repeat.arrays(found.starts, problem.seed, found.arrays)
         if results is None:
             operands = Operands(*[None if x is None else read(x) for x in kept])
             results = launch.run(found, launch.TARGETS[target], problem, operands, wanted)

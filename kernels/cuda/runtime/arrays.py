@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from ctypes import c_void_p
 from functools import cache, lru_cache
+from heapq import heappush
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,8 @@ from kernels.runtime.dtypes import BFLOAT16, BITS
 from kernels.runtime.memory import check_dense, row_major_strides, same_layout
 from kernels.runtime.targets import IS_SIMULATOR, cuda, driver, explained, why_no_cuda
 
+#: Shape, strides in bytes and dtype of an array.
+Layout = tuple[tuple[int, ...], tuple[int, ...], Any]
 #: The type of numba's arrays on the device; the type of None in the simulator.
 DeviceArray: Any = getattr(cuda.cudadrv.devicearray, "DeviceNDArray", type(None))
 
@@ -48,20 +53,24 @@ MemoryPointer: Any = getattr(cuda, "MemoryPointer", object)
 
 
 class Pooled(MemoryPointer):
-    """Memory of the pool or of an arena for numba's arrays; it is freed with the last of them."""
+    """Memory of the pool or of an arena for numba's arrays; it is freed with the last of them.
 
-    #: The address, which numba would compute at each launch.
+    Attributes:
+        source: The pool or the arena.
+        block: The block of the source.
+        device_ctypes_pointer: The address, which numba would compute at each launch.
+    """
+
+    source: Any = None
+    block: Any = None
     device_ctypes_pointer: Any = None
 
-    def __init__(self, source: Any, block: Block, size: int):
-        super().__init__(None, block.address, size)  # numba reads no context of a pointer
-        self.source = source
-        self.block = block
-        self.address = int(block.address)
-        self.device_ctypes_pointer = c_void_p(self.address)
-
     def __del__(self) -> None:
-        self.source.free(self.block)
+        source, block = self.source, self.block
+        if source.is_cached:  # as its ``free`` does, without a call
+            heappush(source.cached[block.size, block.device], block)
+        else:
+            source.free(block)
 
     def view(self, start: int, stop: int | None = None) -> Any:
         """Return the bytes from ``start`` to ``stop``, which keep the whole alive."""
@@ -103,30 +112,45 @@ def _array_state(shape: tuple[int, ...], steps: tuple[int, ...], dtype: np.dtype
     return vars(array)
 
 
-_ANY_MEMORY = object()
+_ANY_MEMORY = SimpleNamespace(_cuda_memsize_=0)
 
 
-def _device_array(
-    shape: tuple[int, ...], steps: tuple[int, ...], dtype: np.dtype[Any], memory: Any, stream: Any
-) -> Any:
-    """Return numba's array on some memory, ``steps`` in bytes."""
+def array_on(memory: Any, layout: Layout, stream: Any = 0) -> Any:
+    """Return numba's array on memory of the device, which it keeps."""
+    shape, steps, dtype = layout
     if driver is None or 0 in shape:  # of no elements: numba gives it a null pointer
         return DeviceArray(shape, steps, dtype, stream, memory)
-    array = object.__new__(DeviceArray)
+    array = DeviceArray.__new__(DeviceArray)
     array.__dict__ = {
         **_array_state(shape, steps, dtype), "gpu_data": memory, "stream": stream
     }  # fmt: skip
     return array
 
 
-def array_on(memory: Any, layout: tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]]) -> Any:
-    """Return an array on memory of the device, which it keeps.
+def arrays_from(
+    source: Any, sizes: Sequence[int], layouts: Sequence[Layout], starts: list[int]
+) -> list[Any]:
+    """Return uninitialised arrays, and append their addresses to ``starts``.
 
     Args:
-        memory: The memory, in the form of numba's arrays.
-        layout: Shape, strides in bytes and dtype.
+        source: The pool, or an arena.
+        sizes: Bytes of each array, at least 1.
+        layouts: The layout of each.
+        starts: A list.
+
+    Raises:
+        MemoryError: If the device has too little memory left.
     """
-    return _device_array(*layout, memory, 0)
+    made = []
+    for block, size, layout in zip(source.allocate(*sizes), sizes, layouts, strict=True):
+        memory = Pooled(None, block.address, size)  # numba reads no context of a pointer
+        memory.source, memory.block, start = source, block, int(block.address)
+        memory.device_ctypes_pointer = c_void_p(start)
+        array = DeviceArray.__new__(DeviceArray)
+        array.__dict__ = {**_array_state(*layout), "gpu_data": memory, "stream": 0}
+        made.append(array)
+        starts.append(start)
+    return made
 
 
 def foreign_array(
@@ -146,7 +170,7 @@ def foreign_array(
         memory = MemoryPointer(cuda.current_context(), c_void_p(address), size, owner)
     else:
         memory = Foreign(address, size, owner)
-    return _device_array(shape, steps, dtype, memory, 0)
+    return array_on(memory, (shape, steps, dtype))
 
 
 @lru_cache(maxsize=4096)
@@ -181,8 +205,8 @@ def empty_device(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], source: Any) -> Any:
     """Return an uninitialised, contiguous device array from the pool or an arena."""
     size, steps = _row_major(tuple(shape), dtype.itemsize)
-    memory = Pooled(source, source.allocate(size), size) if size else None
-    return _device_array(tuple(shape), steps, dtype, memory, 0)
+    layout = tuple(shape), steps, dtype
+    return arrays_from(source, (size,), (layout,), [])[0] if size else array_on(None, layout)
 
 
 @lru_cache(maxsize=4096)
@@ -276,7 +300,7 @@ def device_view(
         start = np.lib.stride_tricks.as_strided(array._ary, (offset + 1,), (size,))[offset:]
         return type(array)(np.lib.stride_tricks.as_strided(start, shape, steps).view(own))
     memory = array.gpu_data.view(offset * size) if offset else array.gpu_data
-    return _device_array(tuple(shape), steps, own, memory, array.stream)
+    return array_on(memory, (tuple(shape), steps, own), array.stream)
 
 
 def is_row_major(array: Any) -> bool:

@@ -6,6 +6,7 @@ import gc
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
@@ -40,6 +41,15 @@ class Block(NamedTuple):
     address: Any
 
 
+@lru_cache(maxsize=4096)
+def _rounded(size: int) -> int:
+    """Return the size of the block for so many bytes."""
+    unit = SMALLEST_UNIT
+    if size > 32 * SMALLEST_UNIT:
+        unit = min(1 << (size.bit_length() - 5), LARGEST_UNIT)
+    return (size + unit - 1) & -unit
+
+
 class Pool:
     """The memory pool that the driver keeps for each device, and a cache of freed blocks.
 
@@ -58,6 +68,10 @@ class Pool:
     Args:
         driver: ``cuda.bindings.driver``.
         enter: A function that makes a CUDA context current on the calling thread.
+
+    Attributes:
+        cached: The freed blocks by size and device.
+        is_cached: Whether freed blocks are kept.
     """
 
     def __init__(self, driver: Any, enter: Callable[[], Any]):
@@ -68,8 +82,8 @@ class Pool:
         self._success = driver.CUresult.CUDA_SUCCESS
         self._no_context = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
         self._several = False
-        self._cached: dict[tuple[int, int], list[Block]] = {}  # by size and device
-        self._is_cached = True
+        self.cached: dict[tuple[int, int], list[Block]] = {}
+        self.is_cached = True
         self._held = self._most_used = self._most_held = (
             0  # bytes, counted where a block is not cached
         )
@@ -94,33 +108,33 @@ class Pool:
                 self._call(driver.cuMemPoolSetAttribute, pool, threshold, keep_all)
         return True
 
-    def allocate(self, size: int) -> Block:
-        """Return ``size`` bytes or a few more on the current device.
+    def allocate(self, *sizes: int) -> list[Block]:
+        """Return a block on the current device for each size; it may have a few bytes more.
 
         Args:
-            size: Number of bytes, at least 1.
+            *sizes: Numbers of bytes, at least 1.
 
         Raises:
             MemoryError: If the device has too little memory left.
             RuntimeError: If the driver fails, or a kernel has failed before.
         """
-        unit = SMALLEST_UNIT
-        if size > 32 * SMALLEST_UNIT:
-            unit = min(1 << (size.bit_length() - 5), LARGEST_UNIT)
-        size = (size + unit - 1) & -unit
-        device = self._device() if self._several else 0
-        try:
-            return heappop(self._cached[size, device])
-        except (KeyError, IndexError):
-            return self._new_block(size)
+        device, blocks = self._device() if self._several else 0, list[Block]()
+        for size in map(_rounded, sizes):
+            try:
+                blocks.append(heappop(self.cached[size, device]))
+            except (KeyError, IndexError):
+                try:
+                    blocks.append(self._new_block(size))
+                except BaseException:
+                    for block in blocks:
+                        self.free(block)
+                    raise
+        return blocks
 
     def free(self, block: Block) -> None:
         """Free a block from any thread; launched kernels may still use it."""
-        if self._is_cached:
-            try:
-                heappush(self._cached[block.size, block.device], block)
-            except KeyError:
-                heappush(self._cached.setdefault((block.size, block.device), []), block)
+        if self.is_cached:
+            heappush(self.cached[block.size, block.device], block)
         else:
             self.release(block)
 
@@ -149,16 +163,18 @@ class Pool:
         if error != self._success:
             address = self._allocate_again(error, address, size)
         self._held += size
-        return Block(int(address), self._device() if self._several else 0, size, address)
+        device = self._device() if self._several else 0
+        self.cached.setdefault((size, device), [])
+        return Block(int(address), device, size, address)
 
     def _bytes_in_cache(self, device: int | None = None) -> int:
         """Return the bytes of cached blocks, on one device or on all."""
-        cached = [*self._cached.items()]  # other threads add sizes
+        cached = [*self.cached.items()]  # other threads add sizes
         return sum(size * len(found) for (size, own), found in cached if device in (None, own))
 
     def _empty_cache(self) -> None:
         """Return all cached blocks to the driver."""
-        for blocks in [*self._cached.values()]:
+        for blocks in [*self.cached.values()]:
             with suppress(IndexError):  # other threads take blocks, too
                 while True:
                     self.release(heappop(blocks))
@@ -217,7 +233,7 @@ class Pool:
 
         Until :meth:`peak` no freed block is cached, so that the driver counts what is in use.
         """
-        self._is_cached = False
+        self.is_cached = False
         self._empty_cache()
         high = self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_HIGH
         self._enter()
@@ -228,7 +244,7 @@ class Pool:
     def peak(self) -> int:
         """Return the peak of bytes in use since :meth:`reset_peak`, and end the measurement."""
         peak = self._read(self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_HIGH)
-        self._is_cached = True
+        self.is_cached = True
         return peak
 
     def _read(self, attribute: Any) -> int:

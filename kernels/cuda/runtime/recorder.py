@@ -203,28 +203,28 @@ class _Thread(threading.local):
     recording: Recording | None = None
 
 
-_thread = _Thread()
+thread = _Thread()
 
 
 def active() -> Recording | None:
     """Return the recording of the call that this thread makes, or None."""
-    return _thread.recording
+    return thread.recording
 
 
 @contextmanager
 def recorded_by(recording: Recording | None) -> Iterator[None]:
     """Record the work of this thread, or with None leave it out, as what is done once and then kept."""
-    before, _thread.recording = _thread.recording, recording
+    before, thread.recording = thread.recording, recording
     try:
         yield
     finally:
-        _thread.recording = before
+        thread.recording = before
 
 
 def drawn(again: Callable[[], int]) -> int:
     """Return a number that differs in every call, from the function that draws each of them."""
     number = again()
-    if (recording := _thread.recording) is not None:
+    if (recording := thread.recording) is not None:
         recording.is_spoilt = True
         recording.draws.setdefault(number, again)  # recomputation draws the same number again
     return number
@@ -238,7 +238,7 @@ def between_launches(act: Callable[[], None], *arrays: Any) -> None:
         *arrays: Arrays on the device that it reads or writes.
     """
     act()
-    if (recording := _thread.recording) is not None:
+    if (recording := thread.recording) is not None:
         recording.is_spoilt = True
         for array in arrays:
             recording.origin(array, "a message to another device")
@@ -251,7 +251,7 @@ def computed(compute: Callable[[], Any], *sources: Any) -> Any:
     The function ``compute`` returns a new array each time, always of the same shape.
     """
     result = compute()
-    recording = _thread.recording
+    recording = thread.recording
     if recording is not None and any(map(recording.is_live, sources)):
         recording.live.append(result)
         recording.computations.append(lambda: np.copyto(result, compute()))
@@ -269,7 +269,7 @@ def refuse(what: str, remedy: str, on_host: bool = False) -> None:
     Raises:
         CaptureError: In a recorded call; for work on the host, in the last of the recorded calls.
     """
-    if (recording := _thread.recording) is not None:
+    if (recording := thread.recording) is not None:
         recording.is_spoilt = True
         if recording.is_of_graph and not (on_host and recording.before is None):
             raise CaptureError(f"the function {what}, which a CUDA graph cannot hold; {remedy}")

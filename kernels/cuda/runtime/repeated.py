@@ -16,7 +16,14 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from kernels.common.geometry import PLAIN
-from kernels.cuda.runtime.arrays import DeviceArray, Foreign, Pooled, array_on, pool
+from kernels.cuda.runtime.arrays import (
+    DeviceArray,
+    Foreign,
+    Layout,
+    array_on,
+    arrays_from,
+    pool,
+)
 from kernels.cuda.runtime.recorder import Recording, Seed, active, recorded_by
 from kernels.runtime.cuda_errors import LAUNCHED
 from kernels.runtime.targets import BLOCKING, IS_SIMULATOR, current_device
@@ -25,8 +32,6 @@ from kernels.runtime.targets import BLOCKING, IS_SIMULATOR, current_device
 VECTOR, ALIGNMENT = 16, 512
 #: Mask of the eight bytes of a packed argument.
 ALL_BITS = 2**64 - 1
-#: Shape, strides in bytes and dtype of an array.
-Layout = tuple[tuple[int, ...], tuple[int, ...], Any]
 #: Computes results from arrays, which may be None, and a dropout seed.
 Run = Callable[[Sequence[Any], int], Sequence[Any]]
 
@@ -52,13 +57,9 @@ class Repeat:
         layouts: The layout of the result in each of these.
 
     Attributes:
-        in_full: Runs the call in full, for a graph that is being recorded; None if the caller does this.
         scratch: Bytes of memory that a call needs for intermediate values.
-        parts: Shape, strides in elements, and dtype of each computed result, and the layout of its elements
-            as one dimension.
+        parts: Shape, strides in elements, and dtype of each computed result.
     """
-
-    in_full: Run | None = None
 
     def __init__(
         self,
@@ -69,40 +70,40 @@ class Repeat:
     ):
         self._places, self._lock, self._kept = places, Lock(), recording.kept
         self._layouts, sizes = [*layouts.values()], recording.sizes
+        self._flat = [((math.prod(shape),), (x.itemsize,), x) for shape, _, x in self._layouts]
         self._sizes = [sizes[number] for number in layouts]
-        self.parts = list[tuple[Any, ...]]()
-        for shape, steps, dtype in self._layouts:
-            size = dtype.itemsize
-            flat = (math.prod(shape),), (size,), dtype
-            self.parts.append((shape, tuple(step // size for step in steps), dtype, flat))
+        self.parts = [
+            (shape, tuple(step // dtype.itemsize for step in steps), dtype)
+            for shape, steps, dtype in self._layouts
+        ]
         others = [n for n in range(len(places), len(sizes)) if n not in layouts]
         rooms = [PLAIN.ceil_div(sizes[n], ALIGNMENT) * ALIGNMENT for n in others]
         *self._offsets, self.scratch = accumulate(rooms, initial=0)
         # Addresses are given in this order.
         place = {n: at for at, n in enumerate([*range(len(places)), *layouts, *others])}
         self._order = [None if n is None else place[n] - len(places) for n in results]
+        self._is_ordered = self._order == [*range(len(layouts))]
         self._steps = [
             (one, one.launcher.function(), [(w, place[x.number], *x[1:]) for w, x in one.addresses])
             for one in recording.launches
         ]
 
-    def __call__(self, arrays: Sequence[Any], seed: int) -> Sequence[Any]:
+    def __call__(self, operands: Sequence[Any], seed: int) -> Sequence[Any]:
         """Return the results for the operands, which may be None."""
-        if self.in_full is not None and active() is not None:
-            return self.in_full(arrays, seed)
-        return self.arrays([address_of(arrays[place]) for place in self._places], seed)
+        return self.arrays([address_of(operands[place]) for place in self._places], seed)
 
-    def into(self, starts: list[int], results: list[int], scratch: int, seed: int) -> None:
+    def into(self, starts: list[int], scratch: int, seed: int) -> None:
         """Launch with memory of the caller.
 
         Args:
-            starts: Addresses of the operands.
-            results: Addresses of memory for :attr:`parts`.
+            starts: Addresses of the operands and of memory for :attr:`parts`; those of the scratch memory
+                are appended.
             scratch: Address of :attr:`scratch` bytes, aligned to 512; 0 if there are none.
             seed: Dropout seed, a signed 64-bit number.
         """
-        if results or scratch:
-            starts = [*starts, *results, *[scratch + offset for offset in self._offsets]]
+        if scratch:
+            for offset in self._offsets:
+                starts.append(scratch + offset)
         with self._lock:
             for (launcher, sizes, buffer, _, seeds), function, addresses in self._steps:
                 words = buffer.words
@@ -116,37 +117,38 @@ class Repeat:
                     launcher.mend(error, sizes)
                 LAUNCHED.append(launcher.name)
 
-    def at(self, starts: list[int], seed: int) -> list[Any]:
-        """Return the memory of each of the :attr:`parts`, for operands at these addresses."""
-        source = pool()
-        assert source is not None, "only calls on the pool are repeated"
-        made = [Pooled(source, source.allocate(size), size) for size in self._sizes]
-        scratch = source.allocate(self.scratch) if self.scratch else None
-        try:
-            self.into(starts, [x.address for x in made], scratch.start if scratch else 0, seed)
-        finally:
-            if scratch is not None:
-                source.free(scratch)  # in stream order
-        return made
+    def arrays(
+        self, starts: Sequence[int], seed: int, operands: Any = None, flat: bool = False
+    ) -> list[Any]:
+        """Return the results; None for those that are not computed.
 
-    def arrays(self, starts: list[int], seed: int) -> list[Any]:
-        """Return all results for operands at these addresses; None for those that are not computed."""
-        return self.ordered(list(map(array_on, self.at(starts, seed), self._layouts)))
+        Args:
+            starts: Addresses of the operands.
+            seed: Dropout seed.
+            operands: The operands, which only loops on the CPU read.
+            flat: Return the :attr:`parts` instead, as one dimension.
+        """
+        source, places = pool(), [*starts]
+        made = arrays_from(source, self._sizes, self._flat if flat else self._layouts, places)
+        scratch, block = 0, None
+        if self.scratch:
+            (block,) = source.allocate(self.scratch)  # type: ignore[union-attr]
+            scratch = block.start
+        try:
+            self.into(places, scratch, seed)
+        finally:
+            if block is not None:
+                source.free(block)  # type: ignore[union-attr]  # in stream order
+        return made if flat or self._is_ordered else self.ordered(made)
 
     def ordered(self, made: list[Any]) -> list[Any]:
         """Return all results, given an array for each of the :attr:`parts`."""
         return [None if place is None else made[place] for place in self._order]
 
-    def storages(
-        self, starts: list[int], seed: int
-    ) -> list[tuple[Any, tuple[int, ...], tuple[int, ...]]]:
+    def storages(self, starts: list[int], seed: int) -> list[tuple[Any, Any, Any]]:
         """Return each computed result as a flat array, its shape, and its strides in elements."""
-        return [
-            (array_on(memory, flat), shape, strides)
-            for memory, (shape, strides, _, flat) in zip(
-                self.at(starts, seed), self.parts, strict=True
-            )
-        ]
+        flat = self.arrays(starts, seed, flat=True)
+        return [(x, *part[:2]) for x, part in zip(flat, self.parts, strict=True)]
 
 
 def noted(run: Run, arrays: Sequence[Any], seed: int) -> tuple[Sequence[Any], Repeat | None]:
@@ -203,8 +205,10 @@ def bound(function: Callable[..., None]) -> Callable[..., None]:
     def launch(*arrays: Any) -> None:
         repeat = None if active() is not None else known.get(current_device(), _NEW)
         if type(repeat) is Repeat:
-            starts = [address_of(x) for x in arrays]
-            repeat.at(starts, 0) if repeat.scratch else repeat.into(starts, [], 0, 0)
+            starts = list[int]()
+            for array in arrays:
+                starts.append(array.device_ctypes_pointer.value or 0)  # as address_of, without a call
+            repeat.arrays(starts, 0) if repeat.scratch else repeat.into(starts, 0, 0)
         elif repeat is _SEEN:
             _, known[current_device()] = noted(lambda own, _: function(*own) or (), arrays, 0)
         else:

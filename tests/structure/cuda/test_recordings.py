@@ -161,7 +161,7 @@ def test_a_repeated_call_launches_what_a_first_one_does(call: str, shape: Any) -
         device = Device(own)
         memory = pool()
         assert memory is not None
-        memory._is_cached = False  # so that each allocation has an address of its own
+        memory.is_cached = False  # so that each allocation has an address of its own
         with patch.object(per_device, "encode_tensor_map", device.encoded):
             for repeat in range(3):
                 options = {**CALLS[call]}

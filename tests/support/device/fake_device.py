@@ -209,11 +209,6 @@ def _compiled(own: FakeDriver) -> Any:
     return compiled
 
 
-def _array(shape: Any, steps: Any, dtype: Any, memory: Any, stream: Any) -> Any:
-    """Return numba's array by its constructor, which all of its owners have."""
-    return targets.cuda.cudadrv.devicearray.DeviceNDArray(shape, steps, dtype, stream, memory)
-
-
 def _zeros(array: Any) -> Any:
     return np.zeros(array.shape, array.dtype)
 
@@ -262,7 +257,6 @@ def fake_device() -> Iterator[FakeDriver]:
         put(targets, "has_several_devices", lambda: False)
         put(targets, "_compute_capability", lambda number: (9, 0))
         put(targets, "_dynamic_shared_memory_bytes", lambda number: 227 << 10)
-        put(arrays, "_device_array", _array)
         put(cuda, "get_current_device", lambda: PROPERTIES)
         put(cuda, "current_context", lambda: context)
         numbas = _Numbas(own)

@@ -16,7 +16,7 @@ import numpy as np
 
 from kernels.common.arguments import as_plain
 from kernels.cuda.runtime import recorder
-from kernels.cuda.runtime.arrays import DeviceArray, is_device_array
+from kernels.cuda.runtime.arrays import is_device_array
 from kernels.cuda.runtime.repeated import VECTOR, address_of
 from kernels.interop.libraries import Torch, as_array, library_of
 from kernels.problem.operands import ARRAY_ORDER, Operands
@@ -47,7 +47,7 @@ def _of_array(array: Any) -> tuple[Any, Any]:
 #: or the address, the unit of its alignment, and whether it is on the host.
 DESCRIBE: dict[type, Callable[[Any], tuple[Any, Any]]] = {
     np.ndarray: _of_array,
-    DeviceArray: _of_array,
+    targets.DeviceArray: _of_array,
 }
 #: For types that :func:`as_operand` cannot read, the function that returns NumPy's or numba's array.
 READ: dict[type, Callable[[Any], Any]] = {}

@@ -7,7 +7,7 @@ from kernels.cuda.device.memory import DeviceMemory, fill, row_major_copy
 from kernels.cuda.layers import indexing
 from kernels.cuda.layers.merge_rows import merge_rows  # beyond module 5
 from kernels.cuda.layers.put_rows import put_rows
-from kernels.cuda.runtime.arena import Arena, Stretch
+from kernels.cuda.runtime.arena import Arena, Stretch  # beyond module 5
 from kernels.cuda.runtime.arrays import (
     device_view,
     element_strides,
@@ -28,31 +28,27 @@ from kernels.cuda.runtime.kernel import (
     device_function,
     scalar_type,
 )
-from kernels.cuda.runtime.memory_pool import Pool
+from kernels.cuda.runtime.memory_pool import Pool  # beyond module 5
 from kernels.cuda.runtime.numba_watch import watching_numba  # beyond module 5
-from kernels.cuda.runtime.recorder import (
-    Recording,
-    active,
-    between_launches,
-    computed,
-    drawn,
-    recorded_by,
-    refuse,
-)
-from kernels.cuda.runtime.repeated import address_of, bound, repeats
+from kernels.cuda.runtime.recorder import active, computed, drawn, refuse
+from kernels.cuda.runtime.recorder import between_launches, recorded_by  # beyond module 5
+from kernels.cuda.runtime.recordings import Recording  # beyond module 5
+from kernels.cuda.runtime.repeated import address_of, bound, repeats  # beyond module 5
 from kernels.cuda.runtime.sizes import SIZES, FoldShape
 
 __all__ = [  # noqa: RUF022  # grouped by use
     # Arrays on the device.
-    "DeviceMemory", "address_of", "as_bits", "bound", "device_view", "element_strides", "empty_device",
-    "fill", "flattened", "is_device_array", "pool", "repeats", "row_major_copy", "to_device", "to_host",
+    "DeviceMemory", "as_bits", "device_view", "element_strides", "empty_device", "fill", "flattened",
+    "is_device_array", "pool", "row_major_copy", "to_device", "to_host",
+    "address_of", "bound", "repeats",  # beyond module 5
     # Kernels of the library's own.
     "ALL_LANES", "SIZES", "WARP", "Adopted", "FoldShape", "Kernel", "device_callable", "device_function",
     "form", "scalar_type",
     # Layers.
     "indexing", "put_rows",
+    "merge_rows",  # beyond module 5
     # Recording a step as a graph.
-    "Arena", "Pool", "Recording", "Stretch", "active", "between_launches", "computed", "drawn",
-    "recorded_by", "refuse",
-    "Graph", "merge_rows", "watching_numba",  # beyond module 5
+    "active", "computed", "drawn", "refuse",
+    "Arena", "Graph", "Pool", "Recording", "Stretch", "between_launches",  # beyond module 5
+    "recorded_by", "watching_numba",  # beyond module 5
 ]  # fmt: skip

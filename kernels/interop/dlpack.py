@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from kernels.cuda.runtime.arrays import (
-    device_pointer,
-    foreign_array,
-    is_device_array,
-    pool_device,
-)
+from kernels.cuda.runtime.arrays import array_on, device_pointer, is_device_array
+from kernels.cuda.runtime.memory_pool import Block
+from kernels.cuda.runtime.pooled import Foreign, MemoryPointer, row_major
 from kernels.cuda.runtime.recorder import refuse
 from kernels.runtime.dtypes import BFLOAT16, BITS
 from kernels.runtime.targets import (
@@ -220,6 +218,38 @@ def wrapped(described: dict[str, Any], owner: Any) -> Any:
     return foreign_array(address or 0, *layout, described["typestr"], owner)
 
 
+def foreign_array(
+    address: int, shape: tuple[int, ...], steps: tuple[int, ...] | None, typestr: str, owner: Any
+) -> Any:
+    """Return numba's array on memory of another library.
+
+    Args:
+        address: Address of the first element; 0 for no elements.
+        shape: Shape of the array.
+        steps: Strides in bytes; row-major if None.
+        typestr: Dtype, in the form of ``numpy.dtype.str``.
+        owner: The object that keeps the memory alive.
+    """
+    dtype, size, steps = _foreign_layout(shape, steps, typestr)
+    if driver is None:
+        memory = MemoryPointer(cuda.current_context(), ctypes.c_void_p(address), size, owner)
+    else:
+        memory = Foreign(address, size, owner)
+    return array_on(memory, (shape, steps, dtype))
+
+
+@lru_cache(maxsize=4096)
+def _foreign_layout(
+    shape: tuple[int, ...], steps: tuple[int, ...] | None, typestr: str
+) -> tuple[np.dtype[Any], int, tuple[int, ...]]:
+    """Return the dtype, the bytes from the first element to the end, and the strides in bytes."""
+    dtype = BFLOAT16 if typestr == BFLOAT16.str else np.dtype(typestr)
+    if steps is None:
+        return dtype, *row_major(shape, dtype.itemsize)
+    last = sum((size - 1) * step for size, step in zip(shape, steps, strict=True) if step > 0)
+    return dtype, 0 if 0 in shape else last + dtype.itemsize, steps
+
+
 def device_of(address: int) -> int:
     """Return the number of the device that owns an address; the current one if unknown."""
     if driver is not None and address and has_several_devices():
@@ -264,8 +294,11 @@ def dlpack_device(array: Any) -> tuple[int, int]:
     """Return DLPack's (kind of memory, number) for a device array."""
     if IS_SIMULATOR:
         return HOST, 0
-    number = pool_device(array)  # the driver says 0 of memory of every pool
-    return DEVICE, device_of(device_pointer(array)) if number is None else number
+    memory = getattr(array, "gpu_data", None)
+    block = getattr(getattr(memory, "whole", memory), "block", None)
+    if isinstance(block, Block):
+        return DEVICE, block.device  # the driver says 0 of memory of every pool
+    return DEVICE, device_of(device_pointer(array))
 
 
 def to_dlpack(array: Any, stream: int | None = None) -> Any:

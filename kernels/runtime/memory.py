@@ -16,6 +16,8 @@ import numpy.typing as npt
 from kernels.runtime.dtypes import BITS, acc_dtype, rounded
 
 Ints = tuple[int, ...]
+#: Shape, strides in bytes and dtype of an array.
+Layout = tuple[Ints, Ints, np.dtype[Any]]
 #: A function of ``(starts, seed, results, array)`` that runs a call on other arrays: the addresses of its
 #: operands and results, the dropout seed, the results, and a function that returns the array of an address
 #: by its index.  It returns False, and does nothing, if the call has to run in full.

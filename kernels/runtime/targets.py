@@ -63,6 +63,9 @@ if "numba_cuda" in str(cuda.__file__) and not IS_SIMULATOR:
         from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
         from cuda.bindings import nvjitlink as nvjitlink  # pyright: ignore[reportMissingImports]
 
+#: The type of numba's arrays on the device; the type of None in the simulator.
+DeviceArray: Any = getattr(cuda.cudadrv.devicearray, "DeviceNDArray", type(None))  # beyond module 4
+
 #: NVIDIA's libdevice functions; the simulator has none.
 libdevice: Any = None if IS_SIMULATOR else import_module("numba.cuda.libdevice")
 

@@ -32,8 +32,7 @@ from kernels import launch
 from kernels.cuda.attention import split_keys
 from kernels.cuda.matmul import cuda_cores
 from kernels.cuda.runtime.arrays import to_device, to_host
-from kernels.cuda.runtime.kernel import Kernel
-from kernels.cuda.runtime.launcher import three
+from kernels.cuda.runtime.kernel import Kernel, three
 from kernels.metering.io_meter import Counted, IOMeter
 from kernels.problem.operands import make_operands
 from kernels.sparsity.block_mask import BlockMask

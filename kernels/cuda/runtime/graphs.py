@@ -13,7 +13,7 @@ import numpy as np
 
 from kernels.cuda.runtime.arrays import device_pointer
 from kernels.cuda.runtime.memory_pool import Pool
-from kernels.cuda.runtime.recorder import Launch, Recording, Renewed
+from kernels.cuda.runtime.recordings import Launch, Recording, Renewed
 from kernels.runtime.cuda_errors import LAUNCHED, CaptureError, explain_code
 from kernels.runtime.targets import cuda, driver
 

@@ -17,7 +17,7 @@ from numba import types
 
 from kernels.common.geometry import same
 from kernels.cuda.runtime.compiling import allow_shared_memory, compile_kernel
-from kernels.cuda.runtime.launcher import Launcher, three
+from kernels.cuda.runtime.launcher import Launcher  # beyond module 5
 from kernels.cuda.runtime.numba_inlining import share_copies
 from kernels.runtime.launch_notes import Launched, noted
 from kernels.runtime.targets import (
@@ -112,8 +112,8 @@ class Kernel:
         if self.shared_bytes:
             allow_shared_memory(self._compiled, self.shared_bytes)
 
-    @cached_property
-    def _launcher(self) -> Launcher:
+    @cached_property  # beyond module 5
+    def _launcher(self) -> Launcher:  # beyond module 5
         """The launcher, which calls the driver."""
         own = self._compiled, self.signature, self.shared_bytes, self.name
         return Launcher(*own, self._allow_shared_memory)
@@ -121,7 +121,7 @@ class Kernel:
     @cached_property
     def _launch(self) -> Callable[..., None]:
         """The function of grid, block and arguments that launches the kernel."""
-        if driver is not None:
+        if driver is not None:  # beyond module 5
             return self._launcher.launch
         self._allow_shared_memory()
 
@@ -179,6 +179,12 @@ def _type_of(arg: Any) -> Any:
     if isinstance(arg, (int, float)):
         return types.int64 if isinstance(arg, int) else types.float64
     return types.Array(scalar_type(arg.dtype), arg.ndim, "C")
+
+
+def three(size: Any) -> tuple[int, int, int]:
+    """Return a grid or a block as three numbers."""
+    sizes = tuple(size) if isinstance(size, (tuple, list)) else (size,)
+    return (*sizes, 1, 1, 1)[:3]  # type: ignore[return-value]
 
 
 def scalar_type(dtype: np.dtype[Any]) -> Any:

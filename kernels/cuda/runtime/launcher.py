@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from kernels.cuda.runtime.recorder import Renewed, active
+from kernels.cuda.runtime.recorder import active
+from kernels.cuda.runtime.recordings import Renewed
 from kernels.runtime.cuda_errors import explain_code
 from kernels.runtime.targets import cuda, current_device, driver
 
@@ -228,9 +229,3 @@ class Launcher:
             handle = self._library.get_cufunc().handle
             self._functions[number] = driver.CUfunction(int(handle))
         return self._functions[number]
-
-
-def three(size: Any) -> tuple[int, int, int]:
-    """Return a grid or a block as three numbers."""
-    sizes = tuple(size) if isinstance(size, (tuple, list)) else (size,)
-    return (*sizes, 1, 1, 1)[:3]  # type: ignore[return-value]

@@ -16,17 +16,13 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from kernels.common.geometry import PLAIN
-from kernels.cuda.runtime.arrays import (
-    DeviceArray,
-    Foreign,
-    Layout,
-    array_on,
-    arrays_from,
-    pool,
-)
-from kernels.cuda.runtime.recorder import Recording, Seed, active, recorded_by
+from kernels.cuda.runtime.arrays import array_on, pool
+from kernels.cuda.runtime.pooled import Foreign, arrays_from
+from kernels.cuda.runtime.recorder import active, recorded_by
+from kernels.cuda.runtime.recordings import Recording, Seed
 from kernels.runtime.cuda_errors import LAUNCHED
-from kernels.runtime.targets import BLOCKING, IS_SIMULATOR, current_device
+from kernels.runtime.memory import Layout
+from kernels.runtime.targets import BLOCKING, IS_SIMULATOR, DeviceArray, current_device
 
 #: Alignment in bytes that vector loads need, and that of the parts of the scratch memory.
 VECTOR, ALIGNMENT = 16, 512

@@ -19,7 +19,7 @@ from kernels.cuda.attention.flash3_wgmma.backward.layout import (
 from kernels.cuda.attention.flash3_wgmma.backward.preprocess import lanes_a_row, preprocess_kernel
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import forward_kernel
 from kernels.cuda.attention.flash3_wgmma.layout import Widths, layout_of
-from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
+from kernels.cuda.runtime.resources import compile_ptx, launched_resources
 from kernels.scores.program import Features
 
 from ...support.device.compiling import REGISTERS, needs_nvvm, needs_ptxas

@@ -8,7 +8,7 @@ import pytest
 
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import forward_kernel
 from kernels.cuda.attention.flash3_wgmma.layout import Widths, layout_of
-from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
+from kernels.cuda.runtime.resources import compile_ptx, launched_resources
 from kernels.runtime.jit import fingerprint
 from kernels.scores.program import Features
 

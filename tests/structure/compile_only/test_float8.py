@@ -10,7 +10,7 @@ from kernels.cuda.attention.flash3_wgmma.float8 import quantise
 from kernels.cuda.attention.flash3_wgmma.float8.kernel import forward_kernel
 from kernels.cuda.attention.flash3_wgmma.float8.layout import layout_of
 from kernels.cuda.attention.flash3_wgmma.layout import Widths
-from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
+from kernels.cuda.runtime.resources import compile_ptx, launched_resources
 
 from ...support.device.compiling import REGISTERS, needs_nvvm, needs_ptxas
 

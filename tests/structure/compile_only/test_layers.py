@@ -14,7 +14,7 @@ from kernels.cuda.device.row_folds import RowBlock
 from kernels.cuda.layers import elementwise, indexing, merge_rows, put_rows
 from kernels.cuda.layers import softmax as softmax_kernels
 from kernels.cuda.layers.embedding_sums import embedding_sums_kernel
-from kernels.cuda.runtime.compiling import compile_ptx
+from kernels.cuda.runtime.resources import compile_ptx
 from kernels.cuda.runtime.kernel import Kernel
 from minitorch import fast_conv
 

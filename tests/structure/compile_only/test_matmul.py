@@ -11,7 +11,7 @@ from kernels.cuda.matmul import dispatch, mma, wgmma
 from kernels.cuda.matmul.layout import STEPS, TERMS, Form, ProductLayout
 from kernels.cuda.matmul.operands import copy_kernel
 from kernels.cuda.ptx.wgmma import KINDS
-from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
+from kernels.cuda.runtime.resources import compile_ptx, launched_resources
 
 from ...support.device.compiling import REGISTERS, needs_nvvm, needs_ptxas, ptx_of
 

@@ -21,7 +21,7 @@ from kernels.cuda.attention.options.mods import (
     mask_function,
     score_function,
 )
-from kernels.cuda.runtime.compiling import compile_ptx
+from kernels.cuda.runtime.resources import compile_ptx
 from kernels.problem.operands import Operands
 from kernels.runtime.targets import cuda
 

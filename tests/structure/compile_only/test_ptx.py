@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kernels.cuda.attention import naive
-from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
+from kernels.cuda.runtime.resources import compile_ptx, launched_resources
 from kernels.cuda.runtime.sizes import GPU
 
 from ...support.device.compiling import (

@@ -11,7 +11,8 @@ import pytest
 from numba import float32, float64, int64, types, uint64, void
 
 from kernels.cuda.runtime import launcher
-from kernels.cuda.runtime.launcher import Launcher, three
+from kernels.cuda.runtime.kernel import three
+from kernels.cuda.runtime.launcher import Launcher
 
 
 class FakeArray:

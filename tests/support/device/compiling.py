@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.cuda.runtime.compiling import (
+from kernels.cuda.runtime.resources import (
     compile_ptx,
     ptx_resources,
     why_no_ptx,

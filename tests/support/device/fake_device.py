@@ -22,7 +22,7 @@ import numpy as np
 import minitorch  # noqa: F401
 from kernels import bound_calls
 from kernels.cuda.device import per_device
-from kernels.cuda.runtime import arrays, graphs, launcher
+from kernels.cuda.runtime import arrays, graphs, launcher, pooled
 from kernels.cuda.runtime import kernel as runtime_kernel
 from kernels.runtime import targets
 
@@ -251,7 +251,7 @@ def fake_device() -> Iterator[FakeDriver]:
         def put(holder: Any, name: str, value: Any) -> None:
             stack.enter_context(patch.object(holder, name, value))
 
-        for module in (targets, launcher, arrays, runtime_kernel, graphs, graph_step_module):
+        for module in (targets, launcher, arrays, pooled, runtime_kernel, graphs, graph_step_module):
             put(module, "driver", own)
         put(targets, "_why_no_cuda", lambda: None)
         put(targets, "has_several_devices", lambda: False)

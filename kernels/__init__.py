@@ -19,7 +19,10 @@ from kernels.problem.signature import by_name, takes_attention_options
 from kernels.reference.scores import kept
 from kernels.scores.mods import varying
 from kernels.sparsity.block_mask import BlockMask
-from kernels.varlen import flash_attention_varlen_backward, flash_attention_varlen_forward
+from kernels.varlen import (  # beyond module 5
+    flash_attention_varlen_backward,
+    flash_attention_varlen_forward,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -32,8 +35,8 @@ __all__ = [
     "dropout_mask",
     "flash_attention_backward",
     "flash_attention_forward",
-    "flash_attention_varlen_backward",
-    "flash_attention_varlen_forward",
+    "flash_attention_varlen_backward",  # beyond module 5
+    "flash_attention_varlen_forward",  # beyond module 5
     "make_problem",
     "plan",  # beyond module 5
     "takes_attention_options",

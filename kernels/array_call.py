@@ -8,11 +8,12 @@ from typing import Any, cast
 import numpy as np
 
 from kernels import launch
-from kernels.bound_calls import as_operand, find
+from kernels.bound_calls import find  # beyond module 5
 from kernels.call_plan import CallPlan, plan_by_running  # beyond module 5
 from kernels.common.arguments import as_host_array, flag
 from kernels.cuda.runtime.arrays import device_view, element_strides, is_device_array
-from kernels.interop.libraries import Library, library_of
+from kernels.interop.libraries import Library, library_of  # beyond module 5
+from kernels.operand_types import as_operand
 from kernels.problem.operands import make_operands
 from kernels.problem.option_values import check_seed
 from kernels.problem.options import ARRAYS, WITH_GRADIENT, Options, field_of
@@ -113,17 +114,19 @@ def attend(
         out, lse and its rest; or dq, dk and dv in the operands' shapes, and the gradients of the mask and
         the sinks where they are wanted.  All are arrays of the library of q.
     """
-    library = library_of(operands[0])
-    if library is not None and (place := library.place(operands[0])) is not None:
-        with place:
-            return attend(operands, options, tile, wanted, results, make, count)
-    given, rest = (), (tile, wanted)
-    if results:
-        given = [array for array in results if array is not None]
-        rest = *rest, results[2] is None, results[4] is None
-    found = find(operands, options, *rest, make=make, results=given)
-    known = None if found is None else found.call
-    if found is not None and known is not None and found.repeats:
+    library = found = known = None
+    if type(operands[0]) is not np.ndarray:  # beyond module 5
+        library = library_of(operands[0])
+        if library is not None and (place := library.place(operands[0])) is not None:
+            with place:
+                return attend(operands, options, tile, wanted, results, make, count)
+    given = [array for array in results if array is not None]
+    rest = tile, wanted, *[array is None for array in results[2::2]]
+    if (
+        found := find(operands, options, *rest, make=make, results=given)
+    ) is not None:  # beyond module 5
+        known = found.call
+    if found is not None and known is not None and found.repeats:  # beyond module 5
         if library is not None and not found.on_host:
             repeat = library.repeat(known.repeat, found.starts, found.seed, operands[0])
             return tuple([array for array in repeat if array is not None][:count])

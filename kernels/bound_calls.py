@@ -14,16 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels.common.arguments import as_plain
 from kernels.cuda.runtime import recorder
-from kernels.cuda.runtime.arrays import is_device_array
 from kernels.cuda.runtime.repeated import VECTOR, address_of
-from kernels.interop.libraries import Torch, as_array, library_of
+from kernels.operand_types import DESCRIBE, read
 from kernels.problem.operands import ARRAY_ORDER, Operands
 from kernels.problem.option_values import check_seed, check_slopes
 from kernels.problem.options import ARRAYS, Options
 from kernels.problem.rungs import RUNG_VARIABLE
-from kernels.rungs import CUDA
 from kernels.runtime import targets
 from kernels.runtime.memory import Bind, start_of
 from kernels.scores.mods import KEPT, with_kept_mods
@@ -37,20 +34,6 @@ _calls: dict[Any, Any] = {}
 def cache_clear() -> None:
     """Drop all bound calls, and the launches that they hold."""
     _calls.clear()
-
-
-def _of_array(array: Any) -> tuple[Any, Any]:
-    return (array.shape, array.strides, array.dtype), array
-
-
-#: For each type of array, the function that returns its layout, and a NumPy or device array at its address;
-#: or the address, the unit of its alignment, and whether it is on the host.
-DESCRIBE: dict[type, Callable[[Any], tuple[Any, Any]]] = {
-    np.ndarray: _of_array,
-    targets.DeviceArray: _of_array,
-}
-#: For types that :func:`as_operand` cannot read, the function that returns NumPy's or numba's array.
-READ: dict[type, Callable[[Any], Any]] = {}
 
 
 class Found(NamedTuple):
@@ -220,28 +203,3 @@ class BoundLoops:
             layouts = zip(found, self._layouts, strict=True)
             found = [np.ndarray(shape, x.dtype, x, 0, steps) for x, (shape, steps) in layouts]
         return found if self._finish is None else self._finish(*found)
-
-
-def read(array: Any) -> Any:
-    """Return an array of a known type as NumPy's or numba's."""
-    return READ.get(type(array), as_operand)(array)
-
-
-def as_operand(array: Any) -> Any:
-    """Return an operand, or None, as NumPy's or numba's array; see ``arguments.as_plain``.
-
-    A device array with a negative stride is copied: no view of it could begin at its lowest address.
-    """
-    if isinstance(array, np.ndarray):  # and so memory of the host that a device can read
-        is_usual = type(array) is np.ndarray and array.dtype.isnative
-        return array if is_usual else as_plain(array)
-    if array is None:
-        return None
-    if not is_device_array(array):
-        array = as_array(foreign := array)
-        library = library_of(foreign)
-        if isinstance(library, Torch):
-            DESCRIBE[type(foreign)] = library.describe
-    if is_device_array(array) and min(array.strides, default=0) < 0:
-        return CUDA.memory.laid_as(array, array)
-    return array

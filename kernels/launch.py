@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels.bound_calls import BoundLoops, Found
-from kernels.cuda.runtime.recorder import active
-from kernels.cuda.runtime.repeated import noted
+from kernels.bound_calls import BoundLoops, Found  # beyond module 5
+from kernels.cuda.runtime.recorder import active  # beyond module 5
+from kernels.cuda.runtime.repeated import noted  # beyond module 5
 from kernels.problem.argument_types import check_tile
 from kernels.problem.float8 import check_float8_gradient
 from kernels.problem.operands import Operands, own_mask, view_of
@@ -85,8 +85,8 @@ class BoundCall:
         self.rung = target.pick(problem, tile)
         own_tile = self.rung.backward_tile if wanted.backward else self.rung.tile
         self.tile = tile or own_tile(self._taken(problem))
-        self.repeat: Any = None
-        self.reads_given = self._is_noted = False
+        self.repeat: Any = None  # beyond module 5
+        self.reads_given = self._is_noted = False  # beyond module 5
 
     def run(self, problem: Problem, operands: Operands) -> Any:
         """Return the results of :func:`forward` or :func:`backward`; the first call is recorded.
@@ -95,27 +95,30 @@ class BoundCall:
             problem: The problem of the key, with any seed.
             operands: Arrays with the layouts of the key.
         """
+        if active() is None:  # beyond module 5
+            if self.repeat is not None:
+                if (found := self.repeat(operands, problem.seed)) is not None:
+                    return Gradients(*found) if self.wanted.backward else tuple(found)
+            elif self.target is CUDA and not self._is_noted:
+                return self._note(problem, operands)
+        return self.in_full(problem, operands)
+
+    def _note(self, problem: Problem, operands: Operands) -> Any:  # beyond module 5
+        """Run a call in full and record its launches."""
 
         def run(arrays: Sequence[Any], seed: int) -> Any:
             own = problem.with_seed(seed) if problem.dropout_p else problem
             return self.in_full(own, Operands(*arrays))
 
-        if active() is not None:  # launches are being recorded for a graph
-            return self.in_full(problem, operands)
-        if self.repeat is not None:
-            if (found := self.repeat(operands, problem.seed)) is not None:
-                return Gradients(*found) if self.wanted.backward else tuple(found)
-        elif self.target is CUDA and not self._is_noted:
-            self._is_noted = True
-            results, self.repeat = noted(run, operands, problem.seed)
-            return results
-        return self.in_full(problem, operands)
+        self._is_noted = True
+        results, self.repeat = noted(run, operands, problem.seed)
+        return results
 
     def in_full(self, problem: Problem, operands: Operands) -> Any:
         """Run a call without repeating another."""
         return (_backward if self.wanted.backward else _forward)(self, problem, operands)
 
-    def bind(
+    def bind(  # beyond module 5
         self,
         bind: Any,
         taken: Problem,
@@ -184,7 +187,7 @@ def run(
     known = None if found is None else found.call
     call = known or BoundCall(target, problem, tile, wanted)
     results = call.run(problem, operands)
-    if found is not None and known is None:
+    if found is not None and known is None:  # beyond module 5
         found.keep(call, operands)
     return results
 
@@ -228,13 +231,15 @@ def _forward(call: BoundCall, problem: Problem, operands: Operands) -> tuple[Any
 
     result, *_ = finish(*written.values())
     laid = memory.laid_as(result, operands.q)
-    if laid is result:
+    if laid is result:  # beyond module 5
         is_done = result is out
         call.bind(bind, taken, operands, viewed, written, None if is_done else finish)
     return laid, lse, rest
 
 
-def _copied(memory: Memory, taken: Problem, name: str, array: Any) -> Any:
+def _copied(  # beyond module 5
+    memory: Memory, taken: Problem, name: str, array: Any
+) -> Any:
     """Return an operand as the kernels take it; see ``Operands.viewed``."""
     return view_of(memory, taken, name, memory.convert(array, taken.dtype))
 
@@ -336,7 +341,7 @@ def _backward(call: BoundCall, problem: Problem, operands: Operands) -> Gradient
     pairs = zip(results, (operands.q, operands.k, operands.v), strict=True)
     laid = [memory.laid_as(gradient, operand) for gradient, operand in pairs]
     needs_more = call.wanted.mask or call.wanted.sink
-    if not needs_more and all(map(is_, laid, results)):
+    if not needs_more and all(map(is_, laid, results)):  # beyond module 5
         is_done = all(map(is_, results, written.values()))
         call.bind(bind, sinkless, given, viewed, written, None if is_done else finish)
     return Gradients(laid[0], laid[1], laid[2], dmask, dsink)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kernels.array_call import attend, heads_first, results_of
-from kernels.bound_calls import as_operand
 from kernels.cuda.attention.options.packed_tiles import sequences_of_call
 from kernels.interop.libraries import library_of, place_of
 from kernels.launch import Tile, Wanted
+from kernels.operand_types import as_operand
 from kernels.problem.options import Options
 from kernels.problem.packed_problem import PackedMaker, check_packed
 from kernels.problem.signature import by_name, takes_attention_options

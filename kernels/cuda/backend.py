@@ -30,8 +30,14 @@ from kernels.cuda.runtime.kernel import (
 )
 from kernels.cuda.runtime.memory_pool import Pool  # beyond module 5
 from kernels.cuda.runtime.numba_watch import watching_numba  # beyond module 5
-from kernels.cuda.runtime.recorder import active, computed, drawn, refuse
-from kernels.cuda.runtime.recorder import between_launches, recorded_by  # beyond module 5
+from kernels.cuda.runtime.recorder import (  # beyond module 5
+    active,
+    between_launches,
+    computed,
+    drawn,
+    recorded_by,
+    refuse,
+)
 from kernels.cuda.runtime.recordings import Recording  # beyond module 5
 from kernels.cuda.runtime.repeated import address_of, bound, repeats  # beyond module 5
 from kernels.cuda.runtime.sizes import SIZES, FoldShape

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property
+from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -79,8 +80,7 @@ _PLAIN = bool, int, float, str, type, type(None), np.generic, np.dtype
 def _code(code: CodeType) -> str:
     """Describe the code of a function."""
     parts: list[object] = [code.co_code, code.co_names, code.co_varnames, code.co_freevars]
-    for const in code.co_consts:
-        parts.append(_code(const) if isinstance(const, CodeType) else const)
+    parts += [_code(x) if isinstance(x, CodeType) else x for x in code.co_consts]
     return repr(parts)
 
 
@@ -120,11 +120,12 @@ def fingerprint(function: Any, *arguments: Type) -> str:
             for name in names:
                 found = item.__globals__.get(name)
                 stack.append(found)
-                if isinstance(found, ModuleType) and found.__name__.partition(".")[0] not in _OTHERS:
-                    for other in names:
-                        stack.append(getattr(found, other, None))
-            for cell in item.__closure__ or ():
-                stack.append(cell.cell_contents)
+                if (
+                    isinstance(found, ModuleType)
+                    and found.__name__.partition(".")[0] not in _OTHERS
+                ):
+                    stack += [getattr(found, other, None) for other in names]
+            stack += map(attrgetter("cell_contents"), item.__closure__ or ())
             stack += item.__defaults__ or ()
             stack += getattr(item, "implementations", ())
         elif isinstance(item, (tuple, list)):

@@ -7,7 +7,7 @@ again, and to work out how a small call runs takes longer than to run it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -141,7 +141,7 @@ class BoundOps(TensorOps):
     @classmethod
     def map(cls, fn: Callable[[float], float]) -> MapProto:
         """Lift a function of one number to tensors; see :meth:`TensorOps.map`."""
-        loop, kinds, first = cls.map_loop(fn), Kinds(), super().map(fn)
+        kinds, first, loop = Kinds(), super().map(fn), cast(Loop, cls.map_loop(fn))
 
         def mapped(a: AnyTensor, out: AnyTensor | None = None, /) -> AnyTensor:
             if out is not None:
@@ -160,7 +160,7 @@ class BoundOps(TensorOps):
     @classmethod
     def zip(cls, fn: Callable[[float, float], float]) -> Callable[..., AnyTensor]:
         """Lift a function of two numbers to tensors that broadcast; see :meth:`TensorOps.zip`."""
-        loop, kinds, first = cls.zip_loop(fn), Kinds(), super().zip(fn)
+        kinds, first, loop = Kinds(), super().zip(fn), cast(Loop, cls.zip_loop(fn))
 
         def zipped(a: AnyTensor, b: AnyTensor, dtype: np.dtype[Any] | None = None) -> AnyTensor:
             x, y = a._tensor, b._tensor
@@ -180,7 +180,8 @@ class BoundOps(TensorOps):
         cls, fn: Callable[[float, float], float], start: float = 0.0
     ) -> Callable[[AnyTensor, int], AnyTensor]:
         """Lift a function of two numbers to a fold over one dimension; see :meth:`TensorOps.reduce`."""
-        loop, kinds, first = cls.fold_loop(fn, start), Kinds(), super().reduce(fn, start)
+        kinds, first = Kinds(), super().reduce(fn, start)
+        loop = cast(Loop, cls.fold_loop(fn, start))
 
         def reduced(a: AnyTensor, dim: int) -> AnyTensor:
             x = a._tensor

@@ -10,16 +10,17 @@ import numpy as np
 
 from kernels import Problem, launch
 from kernels.array_call import Make, check_on_host, with_arrays
-from kernels.bound_calls import DESCRIBE, READ, find, read
+from kernels.bound_calls import find  # beyond module 5
 from kernels.common.arguments import flag, is_number
 from kernels.cuda.backend import row_major_copy
+from kernels.operand_types import DESCRIBE, READ, read
 from kernels.problem.float8 import check_float8_gradient
 from kernels.problem.operands import OPTION_ARRAYS, Operands, make_operands
 from kernels.problem.options import ARRAYS, WITH_GRADIENT, Options
-from kernels.problem.packed_problem import check_packed
+from kernels.problem.packed_problem import check_packed  # beyond module 5
 from kernels.problem.question import problem_of
 from kernels.scores.mods import check_derivative
-from kernels.varlen import PackedMaker, sequences_of_call
+from kernels.varlen import PackedMaker, sequences_of_call  # beyond module 5
 
 from ..autodiff import Context
 from ..backends import kernel_memory as kernel_memory  # which the operands need
@@ -127,7 +128,9 @@ def _readable(option: Any) -> Any:
     return option.array() if is_tensor(option) else option
 
 
-def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, options: Options) -> Any:
+def attend_packed(  # beyond module 5
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, options: Options
+) -> Any:
     """Attend within packed sequences; see ``Tensor.flash_attention_varlen``."""
     views: list[Any] = []
     for name, operand in (("q", q), ("k", k), ("v", v)):
@@ -152,11 +155,12 @@ _RESULTS = ("out", "lse", "lse_rest")
 def _describe(t: Any) -> None:
     """Let calls be looked up by tensors of this type, if it is one."""
     if is_tensor(t):
-        DESCRIBE[type(t)], READ[type(t)] = _of_tensor, _readable
+        READ[type(t)] = _readable
+        DESCRIBE[type(t)] = _of_tensor  # beyond module 5
 
 
-def _of_tensor(t: Tensor) -> tuple[Any, Any]:
-    """Return the layout of a tensor, and its storage; see ``bound_calls.DESCRIBE``."""
+def _of_tensor(t: Tensor) -> tuple[Any, Any]:  # beyond module 5
+    """Return the layout of a tensor, and its storage; see ``operand_types.DESCRIBE``."""
     data = t._tensor
     return (data.shape, data.strides, data.dtype, t.backend), data._storage
 
@@ -196,20 +200,20 @@ class FlashAttention(Function):
         make: Make = others[-1] if len(others) > _LEARNT + 1 else problem_of
         if not ARRAYS.isdisjoint(options):  # without their history
             options = {**options, **dict(zip(WITH_GRADIENT, others, strict=False))}
-        if type(q) not in DESCRIBE:
+        if type(q) not in READ:
             _describe(q)
-        found = results = operands = None
+        found = problem = results = operands = None
         target = q.backend.target
-        if getattr(options.get("alibi_slopes"), "history", None) is None:
+        if getattr(options.get("alibi_slopes"), "history", None) is None:  # beyond module 5
             found = find((q, k, v), options, target, ctx.no_grad, make=make)
-        if found is not None and found.call is not None:
+        if found is not None and found.call is not None:  # beyond module 5
             problem, seed = found.call.problem, found.seed
             if problem.dropout_p:
                 seed = dropout_seed() if options.get("seed") is None else seed
                 problem = problem.with_seed(seed)
             if found.repeats:
                 results = found.call.repeat.arrays(found.starts, seed, found.arrays)
-        else:
+        if problem is None:
             problem = attention_call(q, k, v, options, make).problem
             if not ctx.no_grad:
                 check_derivative(problem.score_mod)
@@ -245,14 +249,14 @@ class FlashAttention(Function):
         dlse = None if grad_lse is None else _in_dtype(grad_lse, problem.acc_dtype)
         kept = Operands(*saved).having(dout=_in_dtype(dout, problem.dtype), dlse=dlse)
         wanted = launch.Wanted(True, *map(and_, needs_grad[3:], problem.has_gradients))
-        given = [x for x in kept if x is not None]
-        found = find(given, {}, target, problem.unseeded, wanted)
         none = [None] * (len(needs_grad) - 3)
-        if found is not None and found.repeats and not found.on_host and not any(wanted[1:]):
-            made = found.call.repeat.storages(found.starts, problem.seed)  # faster than arrays
-            return (*[q.on(*gradient) for gradient in made], *none)
-        results = None
-        if found is not None and found.repeats:
+        found = results = None
+        given = [x for x in kept if x is not None]
+        found = find(given, {}, target, problem.unseeded, wanted)  # beyond module 5
+        if found is not None and found.repeats:  # beyond module 5
+            if not found.on_host and not any(wanted[1:]):
+                made = found.call.repeat.storages(found.starts, problem.seed)  # faster than arrays
+                return (*[q.on(*gradient) for gradient in made], *none)
             results = found.call.repeat.arrays(found.starts, problem.seed, found.arrays)
         if results is None:
             operands = Operands(*[None if x is None else read(x) for x in kept])

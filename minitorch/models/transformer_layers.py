@@ -85,7 +85,7 @@ class MultiHeadAttention(Module):
             return Rotate.apply(heads, *cache.spot.turns).view(*x.shape)
         return self.rotary(heads, 0 if cache is None else cache.length).view(*x.shape)
 
-    def packed(self, x: Tensor, cu_seqlens: Any) -> Tensor:
+    def packed(self, x: Tensor, cu_seqlens: Any) -> Tensor:  # beyond module 5
         """Attend within each of several packed sequences; see ``Tensor.flash_attention_varlen``."""
         if self.attend is not Methods.flash_attention or self.rotary is not None:
             raise ValueError(
@@ -135,7 +135,7 @@ class MultiHeadAttention(Module):
                 f"attention needs (batch, seq, {self.n_embd}), got shape {x.shape}; change it with view"
             )
         check_cache(cache, LayerCache)
-        if cu_seqlens is not None:
+        if cu_seqlens is not None:  # beyond module 5
             if cache is not None or key_mask is not None or x.shape[0] != 1:
                 raise ValueError(
                     "packed sequences need x of shape (1, total, n_embd), no cache and no key_mask, got "

@@ -9,7 +9,10 @@ from kernels.common.arguments import flag
 from kernels.problem.options import WITH_GRADIENT, Options
 from kernels.problem.signature import by_name
 
-from ..functions.flash_attention import FlashAttention, attend_packed
+from ..functions.flash_attention import (
+    FlashAttention,
+    attend_packed,  # beyond module 5
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -52,8 +55,8 @@ class AttentionMethods(_Tensor):
             return out, lse
         return FlashAttention.apply(*args)
 
-    @takes_attention_options
-    def flash_attention_varlen(
+    @takes_attention_options  # beyond module 5
+    def flash_attention_varlen(  # beyond module 5
         self,
         k: Self,
         v: Self,

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from .attention_methods import AttentionMethods
 from .indexing_methods import IndexingMethods
-from .interchange import Lending
+from .interchange import Lending  # beyond module 5
 from .operator_methods import TensorOperators
 from .shape_methods import ShapeMethods
 
 
-class Methods(AttentionMethods, IndexingMethods, Lending, ShapeMethods, TensorOperators):
+class Methods(
+    AttentionMethods,
+    IndexingMethods,
+    Lending,  # beyond module 5
+    ShapeMethods,
+    TensorOperators,
+):
     """Operators, shapes, attention, parts and choices by index, and exchange with other libraries."""

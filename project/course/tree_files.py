@@ -49,8 +49,8 @@ FILES = (
     minitorch/layers/linear.py
     """,
     """
-    kernels/__init__.py kernels/array_call.py kernels/bound_calls.py kernels/launch.py kernels/rungs.py
-    kernels/varlen.py kernels/common/geometry.py kernels/common/online_softmax.py
+    kernels/__init__.py kernels/array_call.py kernels/launch.py kernels/operand_types.py kernels/rungs.py
+    kernels/common/geometry.py kernels/common/online_softmax.py
     kernels/common/philox.py
     kernels/cuda/backend.py kernels/cuda/attention/flash1.py kernels/cuda/attention/naive.py
     kernels/cuda/attention/practice.py kernels/cuda/attention/register_tiles.py
@@ -63,8 +63,9 @@ FILES = (
     kernels/cuda/device/shared_tiles.py kernels/cuda/device/vector.py
     kernels/cuda/layers/indexing.py kernels/cuda/layers/put_rows.py kernels/cuda/matmul/cuda_cores.py
     kernels/cuda/ptx/inline.py kernels/cuda/ptx/numbers.py
-    kernels/cuda/runtime/*.py -kernels/cuda/runtime/graphs.py -kernels/cuda/runtime/numba_watch.py
-    kernels/interop/*.py kernels/metering/*.py
+    kernels/cuda/runtime/arrays.py kernels/cuda/runtime/compiling.py kernels/cuda/runtime/kernel.py
+    kernels/cuda/runtime/numba_inlining.py kernels/cuda/runtime/recorder.py kernels/cuda/runtime/sizes.py
+    kernels/metering/*.py
     kernels/problem/*.py -kernels/problem/chunks.py -kernels/problem/listed_mods.py
     kernels/reference/attention.py kernels/reference/lines.py kernels/reference/scores.py
     kernels/reference/softmax_ladder.py
@@ -77,7 +78,8 @@ FILES = (
     minitorch/models/evaluation.py minitorch/models/text_generation.py
     minitorch/models/feed_forward.py minitorch/models/kv_cache.py minitorch/models/positions.py
     minitorch/models/rotary.py minitorch/models/sampling.py minitorch/models/transformer_layers.py
-    minitorch/tensors/*.py -minitorch/tensors/dlpack.py minitorch/training/recompute.py
+    minitorch/tensors/*.py -minitorch/tensors/dlpack.py -minitorch/tensors/interchange.py
+    minitorch/training/recompute.py
     """,
 )
 #: Stands in the trees before module 3 for a backend that it brings, so that earlier files can name it.

@@ -40,10 +40,13 @@ def pool() -> Any:
     """
     if (reason := why_no_cuda()) is not None:
         raise RuntimeError(reason)
-    if not IS_SIMULATOR and driver is not None:  # beyond module 5
-        if type(cuda.current_context().memory_manager).__name__ == "NumbaCUDAMemoryManager":
-            found = Pool(driver, cuda.current_context)
-            return found if found.prepare() else None
+    if (  # beyond module 5
+        not IS_SIMULATOR
+        and driver is not None
+        and type(cuda.current_context().memory_manager).__name__ == "NumbaCUDAMemoryManager"
+    ):
+        found = Pool(driver, cuda.current_context)
+        return found if found.prepare() else None
     return None
 
 

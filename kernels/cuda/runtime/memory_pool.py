@@ -122,7 +122,7 @@ class Pool:
         for size in map(_rounded, sizes):
             try:
                 blocks.append(heappop(self.cached[size, device]))
-            except (KeyError, IndexError):
+            except (KeyError, IndexError):  # noqa: PERF203 - other threads take blocks, too
                 try:
                     blocks.append(self._new_block(size))
                 except BaseException:

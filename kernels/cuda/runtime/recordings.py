@@ -1,7 +1,8 @@
 """Record what a call does on the device, to repeat it (``repeated``) or to make a CUDA graph (``graphs``).
 
-A recorded call runs like any other (``recorder``).  Its launches are recorded in order, with their packed arguments and
-the origin of each address among them: an operand, memory that the call allocated, or other memory.
+A recorded call runs like any other (``recorder``).  Its launches are recorded in order, with their packed
+arguments and the origin of each address among them: an operand, memory that the call allocated, or other
+memory.
 
 What each call brings anew is recorded with a way to obtain it again: copies of inputs, drawn numbers,
 numbers of an optimiser, results that the host computes from inputs, and work between launches.  Only graphs

@@ -98,8 +98,7 @@ class Repeat:
             seed: Dropout seed, a signed 64-bit number.
         """
         if scratch:
-            for offset in self._offsets:
-                starts.append(scratch + offset)
+            starts += map(scratch.__add__, self._offsets)
         with self._lock:
             for (launcher, sizes, buffer, _, seeds), function, addresses in self._steps:
                 words = buffer.words
@@ -203,7 +202,9 @@ def bound(function: Callable[..., None]) -> Callable[..., None]:
         if type(repeat) is Repeat:
             starts = list[int]()
             for array in arrays:
-                starts.append(array.device_ctypes_pointer.value or 0)  # as address_of, without a call
+                starts.append(
+                    array.device_ctypes_pointer.value or 0
+                )  # as address_of, without a call
             repeat.arrays(starts, 0) if repeat.scratch else repeat.into(starts, 0, 0)
         elif repeat is _SEEN:
             _, known[current_device()] = noted(lambda own, _: function(*own) or (), arrays, 0)

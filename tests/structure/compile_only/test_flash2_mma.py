@@ -16,8 +16,8 @@ from kernels.cuda.attention.flash2_mma.float32_terms import LEFT_TERMS, NUMBERS
 from kernels.cuda.attention.flash2_mma.forward import forward_kernel
 from kernels.cuda.attention.flash2_mma.tiles import MmaLayout, MmaRoleLayout
 from kernels.cuda.device.shared_tiles import round_up
-from kernels.cuda.runtime.resources import compile_ptx, launched_resources
 from kernels.cuda.runtime.kernel import Kernel
+from kernels.cuda.runtime.resources import compile_ptx, launched_resources
 
 from ...support.device.compiling import REGISTERS, needs_nvvm, needs_ptxas
 from ...support.tensor_cores.attention import OPTIONS, layouts_for

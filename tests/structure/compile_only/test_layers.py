@@ -14,8 +14,8 @@ from kernels.cuda.device.row_folds import RowBlock
 from kernels.cuda.layers import elementwise, indexing, merge_rows, put_rows
 from kernels.cuda.layers import softmax as softmax_kernels
 from kernels.cuda.layers.embedding_sums import embedding_sums_kernel
-from kernels.cuda.runtime.resources import compile_ptx
 from kernels.cuda.runtime.kernel import Kernel
+from kernels.cuda.runtime.resources import compile_ptx
 from minitorch import fast_conv
 
 from ...support.device.compiling import FLOAT32, FLOAT64, GENERATIONS, needs_nvvm, ptx_of

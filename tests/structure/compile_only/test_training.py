@@ -16,8 +16,8 @@ from kernels.cuda.layers.layer_norm_kernels import (
     norm_sums_kernel,
 )
 from kernels.cuda.layers.row_registers import RowTile, row_tile
-from kernels.cuda.runtime.resources import ptx_resources
 from kernels.cuda.runtime.kernel import Kernel
+from kernels.cuda.runtime.resources import ptx_resources
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 
 from ...support.device.compiling import assert_no_float64, needs_nvvm, needs_ptxas, ptx_of

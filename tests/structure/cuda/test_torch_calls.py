@@ -11,9 +11,10 @@ from unittest.mock import patch
 import pytest
 
 import kernels
-from kernels.bound_calls import DESCRIBE, as_operand, find
+from kernels.bound_calls import find
 from kernels.cuda.runtime.memory_pool import Pool
 from kernels.interop import dlpack, libraries
+from kernels.operand_types import DESCRIBE, as_operand
 from kernels.runtime.targets import IS_SIMULATOR
 
 from ...support.device.fake_device import FakeDriver, fake_device

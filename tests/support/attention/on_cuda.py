@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import kernels
 from kernels import launch
 from kernels.array_call import heads_first
-from kernels.bound_calls import as_operand
 from kernels.cuda.runtime.arrays import is_device_array
+from kernels.operand_types import as_operand
 from kernels.problem.options import OPTIONS
 from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import FLOAT64

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kernels.cuda.runtime.kernel import Kernel
 from kernels.cuda.runtime.resources import (
     compile_ptx,
     ptx_resources,
     why_no_ptx,
     why_no_ptx_resources,
 )
-from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.targets import cuda
 
 needs_nvvm = pytest.mark.skipif(why_no_ptx() is not None, reason=why_no_ptx() or "")

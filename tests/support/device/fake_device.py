@@ -251,7 +251,15 @@ def fake_device() -> Iterator[FakeDriver]:
         def put(holder: Any, name: str, value: Any) -> None:
             stack.enter_context(patch.object(holder, name, value))
 
-        for module in (targets, launcher, arrays, pooled, runtime_kernel, graphs, graph_step_module):
+        for module in (
+            targets,
+            launcher,
+            arrays,
+            pooled,
+            runtime_kernel,
+            graphs,
+            graph_step_module,
+        ):
             put(module, "driver", own)
         put(targets, "_why_no_cuda", lambda: None)
         put(targets, "has_several_devices", lambda: False)

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 import minitorch
 from kernels import launch
-from kernels.bound_calls import as_operand
 from kernels.interop.libraries import as_array
+from kernels.operand_types import as_operand
 from kernels.runtime.dtypes import BFLOAT16, is_half
 
 from ..attention.on_cuda import PACKED_FEATURES, Packed, packed_cases

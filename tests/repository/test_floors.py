@@ -27,7 +27,7 @@ EXTRAS = {
 OPEN_ROOMS = {"interop", "common", "runtime", "problem", "scores"}
 OPEN_FILES = {
     "kernels/__init__.py", "kernels/launch.py", "kernels/varlen.py", "kernels/array_call.py",
-    "kernels/bound_calls.py",
+    "kernels/bound_calls.py", "kernels/operand_types.py",
     "kernels/cpu/backend.py", "kernels/cuda/backend.py",
     # Of minitorch/accelerated alone.
     "kernels/cpu/layers/decoding_step.py", "kernels/cpu/layers/fused.py", "kernels/cuda/layers/fused.py",

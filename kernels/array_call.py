@@ -122,10 +122,8 @@ def attend(
                 return attend(operands, options, tile, wanted, results, make, count)
     given = [array for array in results if array is not None]
     rest = tile, wanted, *[array is None for array in results[2::2]]
-    if (
-        found := find(operands, options, *rest, make=make, results=given)
-    ) is not None:  # beyond module 5
-        known = found.call
+    found = find(operands, options, *rest, make=make, results=given)  # beyond module 5
+    known = found and found.call  # beyond module 5
     if found is not None and known is not None and found.repeats:  # beyond module 5
         if library is not None and not found.on_host:
             repeat = library.repeat(known.repeat, found.starts, found.seed, operands[0])

@@ -30,12 +30,12 @@ from kernels.cuda.runtime.kernel import (
 )
 from kernels.cuda.runtime.memory_pool import Pool  # beyond module 5
 from kernels.cuda.runtime.numba_watch import watching_numba  # beyond module 5
-from kernels.cuda.runtime.recorder import (  # beyond module 5
+from kernels.cuda.runtime.recorder import (
     active,
-    between_launches,
+    between_launches,  # beyond module 5
     computed,
     drawn,
-    recorded_by,
+    recorded_by,  # beyond module 5
     refuse,
 )
 from kernels.cuda.runtime.recordings import Recording  # beyond module 5

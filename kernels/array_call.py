@@ -201,7 +201,7 @@ def check_on_host(arrays: dict[str, Any]) -> None:
             )
 
 
-def heads_first(array: Any) -> Any:
+def heads_first(array: Any) -> Any:  # beyond module 5
     """View (total, heads, dim) as (heads, total, dim), or back; nothing is copied."""
     if isinstance(array, np.ndarray):
         return array.swapaxes(0, 1)

@@ -67,7 +67,7 @@ NO_COMPILER = (
 )
 
 
-def out_of_memory(requested: int, free: int, total: int) -> MemoryError:  # beyond module 4
+def out_of_memory(requested: int, free: int, total: int) -> MemoryError:  # beyond module 5
     """Return the error for an allocation that failed; all arguments in bytes."""
     return _out_of_memory(
         f"{_size(requested)} were asked for, {_size(free)} of {_size(total)} are free"
@@ -140,7 +140,7 @@ def first_line(text: str) -> str:
     return lines[0].rstrip(".:") if lines else "no reason given"
 
 
-def _size(count: int) -> str:  # beyond module 4
+def _size(count: int) -> str:  # beyond module 5
     """Return a number of bytes in readable form."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:

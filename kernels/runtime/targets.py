@@ -135,7 +135,7 @@ class launching:  # beyond module 4
                 raise known from None
 
 
-class EventTimer:  # beyond module 4
+class EventTimer:  # beyond module 5
     """Measure the device time of the work inside the ``with``, by two events on the default stream.
 
     ::

@@ -67,10 +67,10 @@ FILES = (
     kernels/cuda/runtime/numba_inlining.py kernels/cuda/runtime/recorder.py kernels/cuda/runtime/sizes.py
     kernels/metering/*.py
     kernels/problem/*.py -kernels/problem/chunks.py -kernels/problem/listed_mods.py
+    -kernels/problem/packed_problem.py
     kernels/reference/attention.py kernels/reference/lines.py kernels/reference/scores.py
-    kernels/reference/softmax_ladder.py
-    kernels/runtime/*.py kernels/scores/*.py kernels/sparsity/*.py -kernels/sparsity/picture.py
-    kernels/traffic/*.py
+    kernels/reference/softmax_ladder.py kernels/runtime/memory.py kernels/scores/*.py
+    kernels/sparsity/*.py -kernels/sparsity/picture.py kernels/traffic/*.py
     minitorch/transformer.py minitorch/attention/*.py minitorch/attention/approximate/support.py
     minitorch/backends/kernel_memory.py
     minitorch/backends/matmul_precision.py minitorch/functions/*.py

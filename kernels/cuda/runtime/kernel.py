@@ -19,7 +19,7 @@ from kernels.common.geometry import same
 from kernels.cuda.runtime.compiling import allow_shared_memory, compile_kernel
 from kernels.cuda.runtime.launcher import Launcher  # beyond module 5
 from kernels.cuda.runtime.numba_inlining import share_copies
-from kernels.runtime.launch_notes import Launched, noted
+from kernels.runtime.launch_notes import Launched, noted  # beyond module 5
 from kernels.runtime.targets import (
     IS_SIMULATOR,
     cuda,
@@ -137,12 +137,12 @@ class Kernel:
         def run(*args: Any) -> None:
             with self._launching:
                 self._launch(grid, block, *args)
-            if (launches := noted()) is not None:
+            if (launches := noted()) is not None:  # beyond module 5
                 launches.append(self._launched(grid, block))
 
         return run
 
-    def _launched(self, grid: Any, block: Any) -> Launched:
+    def _launched(self, grid: Any, block: Any) -> Launched:  # beyond module 5
         registers = None if IS_SIMULATOR else self._compiled.get_regs_per_thread()
         if isinstance(registers, dict):  # by signature, of which there is one
             (registers,) = registers.values()

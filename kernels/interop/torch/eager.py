@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from kernels import array_call
 from kernels.interop.libraries import NO_FORWARD_MODE
 from kernels.launch import Wanted
-from kernels.problem.options import ARRAY_ORDER, DEFAULTS, OPTIONS, WITH_GRADIENT
+from kernels.problem.options import ARRAY_ORDER, OPTIONS, WITH_GRADIENT
 from kernels.scores.mods import KEPT, with_kept_mods
 
 #: Number of tensors that a call may have: q, k, v and the options that are arrays.
@@ -122,12 +122,7 @@ class _Transformed(_Attention):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        *tensors, options = args
-        rank = _rank_to_batch(in_dims[:_TENSORS], tensors, options)
-        if rank is None:
-            return in_loop(eager_attention, info, in_dims, args)
-        batched = _batched(info.batch_size, in_dims[:_TENSORS], tensors, _ranks(rank))
-        return eager_attention(*batched, options), (0, 0, 0)
+        return in_loop(eager_attention, info, in_dims, args)
 
 
 class _Gradient(torch.autograd.Function):
@@ -151,19 +146,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        *tensors, wanted, options = args
-        first = slice(2, 2 + _TENSORS)
-        rank = _rank_to_batch(in_dims[first], tensors[first], options)
-        if rank is None or any(wanted):
-            return in_loop(_Gradient.apply, info, in_dims, args)
-        ranks = rank, rank - 1, *_ranks(rank), rank, rank - 1, rank - 1
-        batched = _batched(info.batch_size, in_dims[: len(ranks)], tensors, ranks)
-        found: Any = _Gradient.apply(*batched, wanted, options)
-        shapes = [_own_shape(dim, x) for dim, x in zip(in_dims[2:5], tensors[2:5], strict=True)]
-        return tuple(
-            gradient.reshape(info.batch_size, *shape)
-            for gradient, shape in zip(found, shapes, strict=True)
-        ), (0, 0, 0)
+        return in_loop(_Gradient.apply, info, in_dims, args)
 
 
 def in_loop(function: Callable[..., Any], info: Any, in_dims: Any, args: Any) -> Any:
@@ -184,57 +167,3 @@ def in_loop(function: Callable[..., Any], info: Any, in_dims: Any, args: Any) ->
         results.append(function(*tree_unflatten(own, spec)))
     stacked = type(results[0])(map(torch.stack, zip(*results, strict=True)))
     return stacked, type(stacked)([0] * len(stacked))
-
-
-def _own_shape(dim: int | None, x: Tensor) -> list[int]:
-    """Return the shape of a tensor without the dimension of vmap."""
-    shape = list(x.shape)
-    if dim is not None:
-        del shape[dim]
-    return shape
-
-
-def _rank_to_batch(in_dims: Any, tensors: Any, options: dict[str, Any]) -> int | None:
-    """Return the rank of a result of a mapped call; None if one call for all would not equal a loop.
-
-    Indices of batches and heads, which functions and dropout take, have to be those of each call alone.
-    """
-    mask, *per_head = tensors[3:]
-    per_head = [x for x in per_head if x is not None]
-    ranks = [len(_own_shape(dim, x)) for dim, x in zip(in_dims[:3], tensors[:3], strict=True)]
-    if (
-        any(
-            options.get(name, DEFAULTS[name]) != DEFAULTS[name]
-            for name in (*CONSTANTS, "dropout_p")
-        )
-        or any(dim is not None for dim in in_dims[4:])
-        or any(x.ndim != 1 for x in per_head)
-        or ((per_head or options.get("enable_gqa")) and min(ranks) < 3)
-        or (mask is not None and len(_own_shape(in_dims[3], mask)) > max(ranks))
-    ):
-        return None
-    return max(ranks)
-
-
-def _ranks(rank: int) -> list[int | None]:
-    """Return the ranks of q, k, v and the arrays in one call for all; those per head stay as they are."""
-    return [rank] * 4 + [None] * (_TENSORS - 4)
-
-
-def _batched(size: int, in_dims: Any, tensors: Any, ranks: Any) -> list[Any]:
-    """Return tensors with the dimension of vmap in front, followed by as many others as a rank says.
-
-    Args:
-        size: Of the dimension.
-        in_dims: Where it is in each tensor; None where it is not.
-        tensors: Each a tensor or None.
-        ranks: By tensor; None leaves it as it is.
-    """
-    found: list[Any] = []
-    for dim, x, rank in zip(in_dims, tensors, ranks, strict=True):
-        if x is not None and rank is not None:
-            own = _own_shape(dim, x)
-            front = x.expand(size, *own) if dim is None else x.movedim(dim, 0)
-            x = front.reshape(size, *[1] * (rank - len(own)), *own)
-        found.append(x)
-    return found

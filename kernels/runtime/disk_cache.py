@@ -61,7 +61,7 @@ def _warn(text: str) -> None:
 
 
 #: Maximum number of files of a kernel; the oldest are removed.
-_MOST_FILES = 64
+_MOST_FILES = 1024
 
 
 class _Files:

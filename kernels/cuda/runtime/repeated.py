@@ -183,9 +183,40 @@ def noted(run: Run, arrays: Sequence[Any], seed: int) -> tuple[Sequence[Any], Re
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: Kinds of calls that a function stores, at most; then all are dropped.
 MOST_KINDS = 1024
-#: The entries of a kind that is new, and of one that was called once; that of one that cannot be repeated
-#: is None.
+#: The entries of a kind that is new, and of one that was called once.
 _NEW, _SEEN = object(), object()
+
+
+class _Calls(dict[Any, Any]):
+    """The calls of a function by kind: a :class:`Repeat`, and the function that returns its results.
+
+    The second call of a kind is recorded, so a kind that is called once costs only a look-up.  The entry of
+    one that cannot be repeated is None.
+    """
+
+    def first(self, kind: Any, known: Any, function: Callable[..., Any], args: Any) -> Any:
+        """Make a call whose entry is ``known``, which does not repeat it."""
+        if known is not _SEEN:
+            if known is _NEW:
+                if len(self) >= MOST_KINDS:
+                    self.clear()
+                self[kind] = _SEEN
+            return function(*args)
+        make: Any = None
+
+        def in_full(arrays: Sequence[Any], seed: int) -> Sequence[Any]:
+            nonlocal make
+            given = iter(arrays)
+            result = function(*[next(given) if type(x) is DeviceArray else x for x in args])
+            if isinstance(result, tuple):
+                make = getattr(result, "_make", tuple)
+                return result
+            make = itemgetter(0) if result is not None else (lambda arrays: None)
+            return () if result is None else (result,)
+
+        results, repeat = noted(in_full, [x for x in args if type(x) is DeviceArray], 0)
+        self[kind] = None if repeat is None else (repeat, make)
+        return make(results)
 
 
 def bound(function: Callable[..., None]) -> Callable[..., None]:
@@ -195,23 +226,18 @@ def bound(function: Callable[..., None]) -> Callable[..., None]:
         function: A function of device arrays, which it writes to.  Its calls have arrays of the same
             layouts, and its launches do not depend on their alignment.
     """
-    known: dict[int, Any] = {}
+    calls = _Calls()
 
     def launch(*arrays: Any) -> None:
-        repeat = None if active() is not None else known.get(current_device(), _NEW)
-        if type(repeat) is Repeat:
-            starts = list[int]()
-            for array in arrays:
-                starts.append(
-                    array.device_ctypes_pointer.value or 0
-                )  # as address_of, without a call
-            repeat.arrays(starts, 0) if repeat.scratch else repeat.into(starts, 0, 0)
-        elif repeat is _SEEN:
-            _, known[current_device()] = noted(lambda own, _: function(*own) or (), arrays, 0)
-        else:
-            function(*arrays)
-            if repeat is _NEW:
-                known[current_device()] = _SEEN
+        device = current_device()
+        known = None if active() is not None else calls.get(device, _NEW)
+        if type(known) is not tuple:
+            calls.first(device, known, function, arrays)
+            return
+        repeat, starts = known[0], list[int]()
+        for x in arrays:
+            starts.append(x.device_ctypes_pointer.value or 0)  # as address_of, without a call
+        repeat.arrays(starts, 0) if repeat.scratch else repeat.into(starts, 0, 0)
 
     return function if IS_SIMULATOR else launch
 
@@ -219,14 +245,12 @@ def bound(function: Callable[..., None]) -> Callable[..., None]:
 def repeats(function: _Function) -> _Function:
     """Decorate a function so that its calls repeat the launches of an earlier call of their kind.
 
-    The second call of a kind is recorded, so a kind that is called once costs only a look-up.
-
     Args:
         function: A function of device arrays, None, and hashable values that contain no arrays.  It returns
             an array, a tuple of arrays and None, or None.  Its launches must depend only on the layouts of
             the arrays and on the other arguments.
     """
-    kinds: dict[Any, Any] = {}
+    calls = _Calls()
 
     @wraps(function)
     def run(*args: Any) -> Any:
@@ -242,42 +266,13 @@ def repeats(function: _Function) -> _Function:
                 kind.append(arg)
         own = tuple(kind)
         try:
-            known = kinds.get(own, _NEW)
+            known = calls.get(own, _NEW)
         except TypeError:  # arrays of another kind
             return function(*args)
-        if type(known) is tuple:
-            repeat, make = known
-            return make(repeat.arrays(starts, 0))
-        if known is _NEW:
-            if len(kinds) >= MOST_KINDS:
-                kinds.clear()
-            kinds[own] = _SEEN
-        elif known is _SEEN:
-            return note(own, args)
-        return function(*args)
+        if type(known) is not tuple:
+            return calls.first(own, known, function, args)
+        repeat, make = known
+        return make(repeat.arrays(starts, 0))
 
-    def note(own: Any, args: tuple[Any, ...]) -> Any:
-        form: Any = None
-
-        def in_full(arrays: Sequence[Any], seed: int) -> Sequence[Any]:
-            nonlocal form
-            given = iter(arrays)
-            result = function(*[next(given) if type(x) is DeviceArray else x for x in args])
-            found, form = _form(result)
-            return found
-
-        results, repeat = noted(in_full, [x for x in args if type(x) is DeviceArray], 0)
-        kinds[own] = None if repeat is None else (repeat, form)
-        return form(results)
-
-    run.cache_clear = kinds.clear  # type: ignore[attr-defined]
+    run.cache_clear = calls.clear  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]
-
-
-def _form(result: Any) -> tuple[Sequence[Any], Callable[[Sequence[Any]], Any]]:
-    """Return the arrays of a result, and the function that makes such a result of other arrays."""
-    if result is None:
-        return (), lambda arrays: None
-    if not isinstance(result, tuple):
-        return (result,), itemgetter(0)
-    return result, getattr(result, "_make", tuple)

@@ -193,10 +193,10 @@ AROUND = ("project/app", "docs/diagrams", ".streamlit")
 SMALL = {
     0: (29, 2_650, "numba kernels scalar tensor_data"),
     1: (36, 3_900, "numba kernels tensor_data"),
-    2: (77, 8_450, "flash numba fast_loops test_tensor_general test_conv"),
-    3: (94, 10_600, "flash test_conv accelerated"),
-    4: (98, 11_300, "flash accelerated"),
-    5: (240, 32_800, "_mma wgmma accelerated distributed reformer bench kernels/cpu"),
+    2: (76, 8_450, "flash numba fast_loops test_tensor_general test_conv"),
+    3: (91, 10_300, "flash test_conv accelerated"),
+    4: (94, 11_250, "flash accelerated"),
+    5: (218, 29_700, "_mma wgmma accelerated distributed reformer bench kernels/cpu"),
 }
 
 

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from kernels.cuda.runtime.arrays import array_on, device_pointer, is_device_array
 from kernels.cuda.runtime.memory_pool import Block
-from kernels.cuda.runtime.pooled import Foreign, MemoryPointer, row_major
+from kernels.cuda.runtime.pooled import Foreign, MemoryPointer
 from kernels.cuda.runtime.recorder import refuse
 from kernels.runtime.dtypes import BFLOAT16, BITS
+from kernels.runtime.memory import row_major_strides
 from kernels.runtime.targets import (
     IS_SIMULATOR,
     cuda,
@@ -213,41 +213,22 @@ def wrapped(described: dict[str, Any], owner: Any) -> Any:
     wait_for(described.get("stream"))
     if described.get("mask") is not None:
         raise TypeError("masked arrays are not supported; fill the array first")
-    steps = described.get("strides")
-    layout = tuple(described["shape"]), None if steps is None else tuple(steps)
-    return foreign_array(address or 0, *layout, described["typestr"], owner)
+    return _foreign_array(described, address or 0, owner)
 
 
-def foreign_array(
-    address: int, shape: tuple[int, ...], steps: tuple[int, ...] | None, typestr: str, owner: Any
-) -> Any:
-    """Return numba's array on memory of another library.
-
-    Args:
-        address: Address of the first element; 0 for no elements.
-        shape: Shape of the array.
-        steps: Strides in bytes; row-major if None.
-        typestr: Dtype, in the form of ``numpy.dtype.str``.
-        owner: The object that keeps the memory alive.
-    """
-    dtype, size, steps = _foreign_layout(shape, steps, typestr)
+def _foreign_array(described: dict[str, Any], address: int, owner: Any) -> Any:
+    """Return numba's array on memory of another library, which ``owner`` keeps alive."""
+    dtype = BFLOAT16 if described["typestr"] == BFLOAT16.str else np.dtype(described["typestr"])
+    shape, steps = tuple(described["shape"]), described.get("strides")
+    if steps is None:
+        steps = [step * dtype.itemsize for step in row_major_strides(shape)]
+    last = sum((size - 1) * step for size, step in zip(shape, steps, strict=True) if step > 0)
+    size = 0 if 0 in shape else last + dtype.itemsize
     if driver is None:
         memory = MemoryPointer(cuda.current_context(), ctypes.c_void_p(address), size, owner)
     else:
         memory = Foreign(address, size, owner)
-    return array_on(memory, (shape, steps, dtype))
-
-
-@lru_cache(maxsize=4096)
-def _foreign_layout(
-    shape: tuple[int, ...], steps: tuple[int, ...] | None, typestr: str
-) -> tuple[np.dtype[Any], int, tuple[int, ...]]:
-    """Return the dtype, the bytes from the first element to the end, and the strides in bytes."""
-    dtype = BFLOAT16 if typestr == BFLOAT16.str else np.dtype(typestr)
-    if steps is None:
-        return dtype, *row_major(shape, dtype.itemsize)
-    last = sum((size - 1) * step for size, step in zip(shape, steps, strict=True) if step > 0)
-    return dtype, 0 if 0 in shape else last + dtype.itemsize, steps
+    return array_on(memory, (shape, tuple(steps), dtype))
 
 
 def device_of(address: int) -> int:

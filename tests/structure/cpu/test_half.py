@@ -35,7 +35,7 @@ def _recording(seen: list[Any], *dtypes: Any) -> launch.Target:
             }
             own = operands.having(**wide)
             run(problem, tile, own)
-            for name in ("out", "lse", "dq", "dk", "dv"):
+            for name in ("out", "lse", "lse_rest", "dq", "dk", "dv"):
                 if wide[name] is not None:
                     getattr(operands, name)[...] = wide[name]
 

@@ -20,7 +20,7 @@ from .cases import Wrong, judge
 
 ON_HOST = {"simple": SimpleBackend, "fast": FastBackend}
 #: Area → its tables, and the backends on which its cases differ.
-AREAS: dict[str, tuple[list[dict[str, Wrong]], dict[str, Any]]] = {
+AREAS: dict[str, tuple[list[list[tuple[Any, ...]]], dict[str, Any]]] = {
     "attention on arrays": (
         [bad_calls_kernels.OPERANDS, bad_calls_kernels.OPTIONS, bad_calls_kernels.GRADIENTS],
         {"arrays": FastBackend},
@@ -45,10 +45,10 @@ AREAS: dict[str, tuple[list[dict[str, Wrong]], dict[str, Any]]] = {
 def all_cases() -> Iterator[tuple[str, str, Wrong, str, Any]]:
     """Yield each case: its area, its label, the case, and the name and value of its backend."""
     for area, (tables, backends) in AREAS.items():
-        for table in tables:
-            for name, case in table.items():
-                for backend_name, backend in backends.items():
-                    yield area, f"{area}: {name}", case, backend_name, backend
+        for number, (call, error, *words) in enumerate(case for table in tables for case in table):
+            for name, backend in backends.items():
+                label = f"{area}: {number} {words[0]}"
+                yield area, label, Wrong(call, error, tuple(words)), name, backend
 
 
 def main() -> int:

@@ -7,159 +7,59 @@ import numpy as np
 import kernels
 from kernels import BlockMask
 
-from .cases import wrong
-
 # Wrong types are what is tested.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
 
-BLOCKS = {
-    "states beyond the patterns": wrong(
-        lambda o: BlockMask([[3]], 5, 5), ValueError, "0 hidden, 1 full", "to 3"
-    ),
-    "states of floats": wrong(
-        lambda o: BlockMask([[1.0]], 5, 5), TypeError, "whole numbers", "float64", "convert"
-    ),
-    "states ragged": wrong(
-        lambda o: BlockMask([[1], [1, 1]], 5, 5), ValueError, "states", "equal lengths"
-    ),
-    "states nothing": wrong(lambda o: BlockMask(None, 5, 5), TypeError, "states must be", "object"),
-    "states too many": wrong(
-        lambda o: BlockMask([[1, 1]], 5, 5), ValueError, "(heads, 1, 1)", "(1, 1, 2)"
-    ),
-    "length a float": wrong(
-        lambda o: BlockMask([[1]], 5.0, 5), TypeError, "seq_q must be a whole", "5.0 (float)"
-    ),
-    "length below 0": wrong(
-        lambda o: BlockMask([[1]], 5, -5), ValueError, "seq_k must be 0 or more", "-5"
-    ),
-    "block of 17": wrong(
-        lambda o: BlockMask([[1]], 5, 5, 17), ValueError, "multiple of 16", "17", "(32, 32)"
-    ),
-    "block of 0": wrong(
-        lambda o: BlockMask([[1]], 5, 5, 0), ValueError, "block_size must be 1 or more", "0"
-    ),
-    "block text": wrong(
-        lambda o: BlockMask([[1]], 5, 5, "a"), TypeError, "block_size must be a whole", "'a'"
-    ),
-    "block of three": wrong(
-        lambda o: BlockMask([[1]], 5, 5, (16,) * 3), TypeError, "(rows, columns)", "pass 64"
-    ),
-    "patterns of numbers": wrong(
-        lambda o: BlockMask([[2]], 5, 5, 16, np.ones((1, 16, 16))), TypeError, "boolean", "float64",
-        "patterns != 0"
-    ),
-    "patterns of another shape": wrong(
-        lambda o: BlockMask([[2]], 5, 5, 16, np.ones((1, 4, 4), bool)), ValueError,
-        "(count, 16, 16)", "(1, 4, 4)"
-    ),
-    "blocks beyond memory": wrong(
-        lambda o: BlockMask.causal(10**9, 10**9), ValueError, "blocks of (64, 64)", "larger blocks"
-    ),
-    "stack of none": wrong(
-        lambda o: BlockMask.stack([]), ValueError, "at least one mask", "none"
-    ),
-    "stack of numbers": wrong(
-        lambda o: BlockMask.stack([1]), TypeError, "list of BlockMask", "1 (int)"
-    ),
-    "stack of nothing": wrong(
-        lambda o: BlockMask.stack(None), TypeError, "masks must be a list", "None"
-    ),
-    "stack of two kinds": wrong(
-        lambda o: BlockMask.stack([BlockMask.causal(5, 5), BlockMask.causal(6, 5)]), ValueError,
-        "seq_q=6", "alike"
-    ),
-    "& a number": wrong(lambda o: BlockMask.causal(5, 5) & 1, TypeError, "unsupported", "'int'"),
-    "& of two kinds": wrong(
-        lambda o: BlockMask.causal(5, 5) & BlockMask.causal(6, 5), ValueError, "same lengths",
-        "alike"
-    ),
-    "local below -1": wrong(
-        lambda o: BlockMask.local(5, 5, -2), ValueError, "left must be -1 or more", "-2"
-    ),
-    "local a half": wrong(
-        lambda o: BlockMask.local(5, 5, 1.5), TypeError, "left must be a whole", "1.5"
-    ),
-    "band text": wrong(
-        lambda o: BlockMask.band(5, 5, "a", 2), TypeError, "lower must be a whole", "'a'"
-    ),
-    "strided by 0": wrong(
-        lambda o: BlockMask.strided(5, 5, 0), ValueError, "stride must be 1 or more", "0"
-    ),
-    "strided maybe causal": wrong(
-        lambda o: BlockMask.strided(5, 5, 1, is_causal="no"), TypeError, "True or False", "'no'"
-    ),
-    "dilated by 0": wrong(
-        lambda o: BlockMask.dilated(5, 5, dilation=0), ValueError, "dilation must be 1 or more", "0"
-    ),
-    "bigbird of an even window": wrong(
-        lambda o: BlockMask.bigbird(5, 5, window=2), ValueError, "must be odd", "got 2", "use 3"
-    ),
-    "bigbird without heads": wrong(
-        lambda o: BlockMask.bigbird(5, 5, heads=0), ValueError, "heads must be 1 or more"
-    ),
-    "global tokens beyond": wrong(
-        lambda o: BlockMask.local_global(5, 5, 1, global_tokens=[9]), ValueError, "0 to 4", "9 to 9"
-    ),
-    "global tokens of floats": wrong(
-        lambda o: BlockMask.local_global(5, 5, 1, global_tokens=[1.5]), TypeError, "whole numbers",
-        "float64"
-    ),
-    "global tokens ragged": wrong(
-        lambda o: BlockMask.local_global(5, 5, 1, global_tokens=[[1], [2, 3]]), ValueError,
-        "equal lengths"
-    ),
-    "dense of numbers": wrong(
-        lambda o: BlockMask.from_dense(np.ones((5, 5))), TypeError, "boolean", "float64",
-        "mask != 0"
-    ),
-    "dense of one dimension": wrong(
-        lambda o: BlockMask.from_dense(o.mask[0]), ValueError, "(seq_q, seq_k)", "(5,)"
-    ),
-    "a number for a mod": wrong(
-        lambda o: BlockMask.from_mask_mod(3, 5, 5), TypeError, "a function", "got int"
-    ),
-    "a mod of one": wrong(
-        lambda o: BlockMask.from_mask_mod(lambda row: True, 5, 5), TypeError,
-        "(batch, head, row, col)", "(row)"
-    ),
-    "a picture of no head": wrong(
-        lambda o: BlockMask.causal(5, 5).picture(head=2), ValueError, "0 to 0", "got 2"
-    ),
-    "a list of tiles of 0": wrong(
-        lambda o: BlockMask.causal(5, 5).tile_list(0, 4), ValueError, "block_q must be 1"
-    ),
-    "rows beyond": wrong(
-        lambda o: BlockMask.causal(5, 5).visible(0, 9, 0, 5), ValueError, "the mask's 5", "fewer"
-    ),
-    "half a row": wrong(
-        lambda o: BlockMask.causal(5, 5).visible(0.5, 1, 0, 1), TypeError, "row must be a whole"
-    ),
-    "dropout of half a size": wrong(
-        lambda o: kernels.dropout_mask((2.5, 3), 0.1, 1), TypeError,
-        "a size of the shape must be a whole", "2.5"
-    ),
-    "dropout of one size": wrong(
-        lambda o: kernels.dropout_mask((3,), 0.1, 1), ValueError, "seq_k", "(3,)"
-    ),
-    "dropout of a number": wrong(
-        lambda o: kernels.dropout_mask(3, 0.1, 1), TypeError, "seq_k", "pass a tuple"
-    ),
-    "dropout below 0": wrong(
-        lambda o: kernels.dropout_mask((-3, 2), 0.1, 1), ValueError, "0 or more", "-3"
-    ),
-    "dropout rate of text": wrong(
-        lambda o: kernels.dropout_mask((3, 2), "a", 1), TypeError, "a number", "'a'"
-    ),
-    "dropout rate of 1": wrong(
-        lambda o: kernels.dropout_mask((3, 2), 1, 1), ValueError, "[0, 1)", "got 1"
-    ),
-    "dropout seed a float": wrong(
-        lambda o: kernels.dropout_mask((3, 2), 0.1, 1.5), TypeError, "a whole", "1.5"
-    ),
-    "dropout unseeded": wrong(
-        lambda o: kernels.dropout_mask((3, 2), 0.1, None), ValueError, "needs a seed"
-    ),
-    "a problem of numbers": wrong(
-        lambda o: kernels.make_problem(1, 2, 3), TypeError, "q must be", "int"
-    ),
-}  # fmt: skip
+BLOCKS = [
+    (lambda o: BlockMask([[3]], 5, 5), ValueError, "0 hidden, 1 full", "to 3"),
+    (lambda o: BlockMask([[1.0]], 5, 5), TypeError, "whole numbers", "float64", "convert"),
+    (lambda o: BlockMask([[1], [1, 1]], 5, 5), ValueError, "states", "equal lengths"),
+    (lambda o: BlockMask([[1, 1]], 5, 5), ValueError, "(heads, 1, 1)", "(1, 1, 2)"),
+    (lambda o: BlockMask([[1]], 5.0, 5), TypeError, "seq_q must be a whole", "5.0 (float)"),
+    (lambda o: BlockMask([[1]], 5, -5), ValueError, "seq_k must be 0 or more", "-5"),
+    (lambda o: BlockMask([[1]], 5, 5, 17), ValueError, "multiple of 16", "17", "(32, 32)"),
+    (lambda o: BlockMask([[1]], 5, 5, 0), ValueError, "block_size must be 1 or more", "0"),
+    (lambda o: BlockMask([[1]], 5, 5, "a"), TypeError, "block_size must be a whole", "'a'"),
+    (lambda o: BlockMask([[1]], 5, 5, (16,) * 3), TypeError, "(rows, columns)", "pass 64"),
+    (lambda o: BlockMask([[2]], 5, 5, 16, np.ones((1, 16, 16))), TypeError, "boolean", "float64"),
+    (lambda o: BlockMask([[2]], 5, 5, 16, np.ones((1, 4, 4), bool)), ValueError, "(count, 16, 16)"),
+    (lambda o: BlockMask.causal(10**9, 10**9), ValueError, "blocks of (64, 64)", "larger blocks"),
+    (lambda o: BlockMask.stack([]), ValueError, "at least one mask", "none"),
+    (lambda o: BlockMask.stack([1]), TypeError, "list of BlockMask", "1 (int)"),
+    (lambda o: BlockMask.stack(None), TypeError, "masks must be a list", "None"),
+    (lambda o: BlockMask.stack([BlockMask.causal(5, 5), BlockMask.causal(6, 5)]), ValueError,
+     "seq_q=6", "alike"),
+    (lambda o: BlockMask.causal(5, 5) & 1, TypeError, "unsupported", "'int'"),
+    (lambda o: BlockMask.causal(5, 5) & BlockMask.causal(6, 5), ValueError, "same lengths"),
+    (lambda o: BlockMask.local(5, 5, -2), ValueError, "left must be -1 or more", "-2"),
+    (lambda o: BlockMask.local(5, 5, 1.5), TypeError, "left must be a whole", "1.5"),
+    (lambda o: BlockMask.band(5, 5, "a", 2), TypeError, "lower must be a whole", "'a'"),
+    (lambda o: BlockMask.strided(5, 5, 0), ValueError, "stride must be 1 or more", "0"),
+    (lambda o: BlockMask.strided(5, 5, 1, is_causal="no"), TypeError, "True or False", "'no'"),
+    (lambda o: BlockMask.dilated(5, 5, dilation=0), ValueError, "dilation must be 1 or more", "0"),
+    (lambda o: BlockMask.bigbird(5, 5, window=2), ValueError, "must be odd", "got 2", "use 3"),
+    (lambda o: BlockMask.bigbird(5, 5, heads=0), ValueError, "heads must be 1 or more"),
+    (lambda o: BlockMask.local_global(5, 5, 1, global_tokens=[9]), ValueError, "0 to 4", "9 to 9"),
+    (lambda o: BlockMask.local_global(5, 5, 1, global_tokens=[1.5]), TypeError, "whole numbers"),
+    (lambda o: BlockMask.local_global(5, 5, 1, global_tokens=[[1], [2, 3]]), ValueError,
+     "equal lengths"),
+    (lambda o: BlockMask.from_dense(np.ones((5, 5))), TypeError, "boolean", "float64", "mask != 0"),
+    (lambda o: BlockMask.from_dense(o.mask[0]), ValueError, "(seq_q, seq_k)", "(5,)"),
+    (lambda o: BlockMask.from_mask_mod(3, 5, 5), TypeError, "a function", "got int"),
+    (lambda o: BlockMask.from_mask_mod(lambda row: True, 5, 5), TypeError,
+     "(batch, head, row, col)", "(row)"),
+    (lambda o: BlockMask.causal(5, 5).picture(head=2), ValueError, "0 to 0", "got 2"),
+    (lambda o: BlockMask.causal(5, 5).tile_list(0, 4), ValueError, "block_q must be 1"),
+    (lambda o: BlockMask.causal(5, 5).visible(0, 9, 0, 5), ValueError, "the mask's 5", "fewer"),
+    (lambda o: BlockMask.causal(5, 5).visible(0.5, 1, 0, 1), TypeError, "row must be a whole"),
+    (lambda o: kernels.dropout_mask((2.5, 3), 0.1, 1), TypeError,
+     "a size of the shape must be a whole", "2.5"),
+    (lambda o: kernels.dropout_mask((3,), 0.1, 1), ValueError, "seq_k", "(3,)"),
+    (lambda o: kernels.dropout_mask(3, 0.1, 1), TypeError, "seq_k", "pass a tuple"),
+    (lambda o: kernels.dropout_mask((-3, 2), 0.1, 1), ValueError, "0 or more", "-3"),
+    (lambda o: kernels.dropout_mask((3, 2), "a", 1), TypeError, "a number", "'a'"),
+    (lambda o: kernels.dropout_mask((3, 2), 1, 1), ValueError, "[0, 1)", "got 1"),
+    (lambda o: kernels.dropout_mask((3, 2), 0.1, 1.5), TypeError, "a whole", "1.5"),
+    (lambda o: kernels.dropout_mask((3, 2), 0.1, None), ValueError, "needs a seed"),
+    (lambda o: kernels.make_problem(1, 2, 3), TypeError, "q must be", "int"),
+]  # fmt: skip

@@ -1,6 +1,7 @@
 """Wrong calls as data: what is called, what it raises, and the words that its message must hold.
 
-A table stands in a file of its own for each part of the library, one line for each case;
+A table stands in a file of its own for each part of the library.  Each refusal has one case: a call, the
+type of its error, and words of the message.  Where one line checks several things, each has a case.
 ``test_bad_calls.py`` walks them all, and ``python project/measure.py bad_calls`` counts them.
 """
 
@@ -27,10 +28,6 @@ class Wrong(NamedTuple):
     call: Callable[[Any], Any]
     error: Errors
     words: tuple[str, ...]
-
-
-def wrong(call: Callable[[Any], Any], error: Errors, *words: str) -> Wrong:
-    return Wrong(call, error, words)
 
 
 class Operands:

@@ -13,6 +13,10 @@ from minitorch import IndexingError, attention, from_numpy
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 
+def elsewhere(o: Any) -> Any:
+    return mt.SimpleBackend if o.backend is mt.FastBackend else mt.FastBackend
+
+
 INDEXING = [
     (lambda o: o.matrix.gather(1, np.ones((2, 1))), TypeError, "integers", "float64"),
     (lambda o: o.matrix.gather(1, [[3], [0]]), ValueError, "from 0 to 2", "got 0 to 3"),
@@ -28,6 +32,7 @@ INDEXING = [
     (lambda o: o.matrix.cumsum(None), TypeError, "None"),
     (lambda o: o.matrix.where([[0, 1, 0]], 0.0), TypeError, "booleans", "int64", "compare"),
     (lambda o: o.matrix.where(np.ones((2, 3), bool), np.ones((2, 3))), TypeError, "ndarray"),
+    (lambda o: o.matrix.gather(1, mt.tensor([[0.0]], elsewhere(o))), TypeError, "move it with"),
 ]  # fmt: skip
 
 
@@ -84,4 +89,14 @@ APPROXIMATE = [
      "length and count", "attention_options"),
     (lambda o: mt.ReversibleSequence([mt.Linear(2, 2)]), TypeError, "pair (f, g)", "Linear"),
     (lambda o: mt.ReversibleSequence([]), ValueError, "one block or more"),
+    (attend("block_sparse", pattern="random"), ValueError, "pattern must be one of", "'random'"),
+    (attend("block_sparse", block_size=20), ValueError, "multiple of 16", "20"),
+    (attend("linear", chunk=0), ValueError, "chunk must be 1 or more", "0"),
+    (attend("linear", scale=0.5), ValueError, "linformer, performer, local, reformer, smyrf"),
+    (lambda o: attention.linear(o.heads, o.heads[:, :, 1:], o.heads[:, :, 1:], is_causal=True),
+     ValueError, "as many queries as keys", "3 and 2"),
+    (attend("reformer", attn_mask=np.ones((3, 3), bool)), ValueError, "local, block_sparse, flash"),
+    (lambda o: attention.smyrf(o.heads, o.heads[:, :1], o.heads), ValueError, "equal leading dim"),
+    (lambda o: mt.MultiHeadAttention(4, 2, attention_options={"window": 3}), TypeError,
+     "belong to the approximations"),
 ]  # fmt: skip

@@ -106,4 +106,6 @@ ATTENTION = [
      "(total, heads, dim)"),
     (lambda o: o.packed.flash_attention_varlen(o.rows, o.packed, [0, 5], [0, 5]), TypeError,
      "k must be", "ndarray"),
+    (lambda o: mt.naive_attention(o.heads, o.heads, o.heads, score_mod=lambda s, b, h, r, c: s),
+     ValueError, "derivative", "(function, derivative)"),
 ]  # fmt: skip

@@ -60,6 +60,7 @@ FUNCTIONS = [
     (lambda o: mt.linear(o.matrix, None), TypeError, "weights must be a tensor"),
     (lambda o: mt.linear(o.matrix, o.flipped, o.vector), ValueError, "need a bias of shape (2,)"),
     (lambda o: mt.grad_check(lambda x: x, 1.0), TypeError, "argument 0 must be a tensor", "float"),
+    (lambda o: mt.linear_cross_entropy(o.matrix, np.ones((3, 4)), [0, 0]), TypeError, "weights"),
 ]  # fmt: skip
 
 MODULES = [

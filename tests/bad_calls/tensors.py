@@ -96,4 +96,6 @@ SHAPES = [
     (lambda o: TensorData([1.0, 2.0], (2,), (-1,)), IndexingError, "negative", "(-1,)"),
     (lambda o: TensorData([1.0, 2.0], (2,), (1, 1)), IndexingError, "different lengths"),
     (lambda o: o.matrix._tensor.index((0.5, 0)), TypeError, "whole numbers", "(0.5, 0)"),
+    (lambda o: o.matrix[..., ...], IndexingError, "2 times '...'"),
+    (lambda o: o.matrix[::0], ValueError, "zero"),
 ]  # fmt: skip

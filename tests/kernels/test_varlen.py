@@ -211,36 +211,3 @@ def test_gradients_are_finite_differences() -> None:
     minitorch.grad_check(both, q, k, v, tol=1e-5)
 
 
-X: Any = minitorch.ones((4, 2, 3), FastBackend)
-CU = np.array([0, 1, 4])
-WRONG = {
-    "rank": (lambda: X.view(8, 3).flash_attention_varlen(X, X, CU, CU), ValueError, r"q of shape \(tot"),
-    "array": (
-        lambda: X.flash_attention_varlen(np.ones((4, 2, 3)), X, CU, CU), TypeError, "k must be a tensor",
-    ),
-    "mask": (
-        lambda: X.flash_attention_varlen(X, X, CU, CU, np.ones((4, 4), bool)), ValueError,
-        "does not support attn_mask, which has one shape",
-    ),
-    "block mask": (
-        lambda: X.flash_attention_varlen(
-            X, X, CU, CU, block_mask=kernels.BlockMask(np.ones((1, 1, 1), int), 4, 4)
-        ),
-        ValueError, "does not support block_mask",
-    ),
-    "floats": (lambda: X.flash_attention_varlen(X, X, CU * 1.0, CU), TypeError, "whole numbers"),
-    "total": (lambda: X.flash_attention_varlen(X, X, [0, 5], [0, 4]), ValueError, "cu_seqlens_q must"),
-    "falls": (lambda: X.flash_attention_varlen(X, X, [0, 3, 2, 4], CU), ValueError, "never decrease"),
-    "counts": (lambda: X.flash_attention_varlen(X, X, CU, [0, 4]), ValueError, "same length"),
-    "heads": (
-        lambda: X.flash_attention_varlen(minitorch.ones((4, 3, 3), FastBackend), X, CU, CU),
-        ValueError, "heads",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_call_says_what_is_wrong(name: str) -> None:
-    call, error, text = WRONG[name]
-    with pytest.raises(error, match=text):
-        call()

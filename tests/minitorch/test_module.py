@@ -15,11 +15,6 @@ from ..course.test_module import NAMES, Leaf, Tree
 from ..strategies import small_floats
 
 
-def test_calling_a_module_without_forward_says_so() -> None:
-    with pytest.raises(TypeError, match="no forward"):
-        Module()()
-
-
 @given(small_floats, small_floats)
 def test_calling_a_module_runs_forward(x: float, shift: float) -> None:
     assert Leaf()(x, shift=shift) == Leaf().forward(x, shift)
@@ -65,15 +60,6 @@ def test_an_attribute_of_any_kind_can_be_deleted() -> None:
     assert tree.first is tree.scale is tree.second.label is None
     with pytest.raises(AttributeError, match="nothing"):
         del tree.nothing
-
-
-def test_a_missing_super_init_is_explained() -> None:
-    class Hasty(Module):
-        def __init__(self) -> None:
-            self.p = Parameter(1.0)
-
-    with pytest.raises(AttributeError, match=r"super\(\).__init__\(\)"):
-        Hasty()
 
 
 def test_a_name_holds_only_what_was_assigned_last() -> None:

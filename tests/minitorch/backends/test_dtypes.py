@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -216,14 +215,6 @@ def test_computing_with_integers_gives_the_default_dtype(float32_by_default: Non
     assert (ids * from_numpy(np.ones(2), SimpleBackend)).dtype == np.float64
 
 
-def test_integers_have_no_gradient() -> None:
-    for array in (np.array([1, 2]), np.array([True])):
-        with pytest.raises(TypeError, match="only floating tensors have gradients"):
-            from_numpy(array, requires_grad=True)
-    with pytest.raises(TypeError, match="this one is int64"):
-        tensor([1, 2], dtype=np.int64).requires_grad_(True)
-
-
 def test_a_gradient_passes_by_integers() -> None:
     a = tensor([1.0, 2.0], requires_grad=True)
     (a * tensor([3, 4], dtype=np.int64)).sum().backward()
@@ -290,25 +281,6 @@ def test_from_numpy_takes_odd_shapes() -> None:
         assert (a.shape, a.to_numpy().tolist()) == (array.shape, array.tolist())
     column = np.zeros((3, 7))[:, 2:3]
     assert from_numpy(column).shape == (3, 1)
-
-
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.array(["a"]), np.array([1j]), np.array([None]), np.array(["2020"], "M8[Y]"),
-        np.array([1.0], ml_dtypes.float8_e4m3fn), np.array([1.0], np.longdouble),
-    ],
-)  # fmt: skip
-def test_a_tensor_holds_what_every_backend_computes_with(array: Any) -> None:
-    names = "float16, bfloat16, float32, float64, integers or booleans"
-    holds = f"holds {names}, got {array.dtype}".replace("[", r"\[")
-    with pytest.raises(TypeError, match=holds):
-        from_numpy(array)
-    if array.dtype.kind in "fc":
-        with pytest.raises(TypeError, match=holds):
-            tensor([1.0], dtype=array.dtype)
-        with pytest.raises(TypeError, match=holds):
-            tensor([1.0]).to(array.dtype)
 
 
 def test_copies_do_not_share() -> None:

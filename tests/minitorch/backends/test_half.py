@@ -417,18 +417,6 @@ def test_sums_of_attention_are_float32(dtype: Any) -> None:
         assert tensors[0].grad is not None and tensors[0].grad.dtype == dtype
 
 
-def test_operands_of_attention_have_one_dtype() -> None:
-    q, k, v = (np.zeros((2, 3, 4), dtype) for dtype in (FLOAT16, BFLOAT16, FLOAT16))
-    with pytest.raises(TypeError, match="the same dtype, got float16, bfloat16 and float16"):
-        kernels.flash_attention_forward(q, k, v)
-    with pytest.raises(
-        TypeError, match="needs float16, bfloat16, float32 or float64, got q of int64"
-    ):
-        kernels.flash_attention_forward(q.astype(int), k, v)
-    with pytest.raises(TypeError, match="the dtype of q, float16, got float32"):
-        kernels.flash_attention_forward(q, q, q, attn_mask=np.zeros((3, 3), np.float32))
-
-
 # --- precision -------------------------------------------------------------------------------
 
 PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
@@ -446,17 +434,3 @@ def test_a_precision_is_a_permission(precision: str) -> None:
             np.testing.assert_array_equal(one, other)
 
 
-def test_a_precision_is_one_of_four_and_for_float32() -> None:
-    q = np.zeros((2, 3), np.float32)
-    names = "'float32', 'tf32', 'bfloat16', 'float16'"
-    with pytest.raises(ValueError, match=f"must be one of {names}.*got 'fp16'"):
-        kernels.flash_attention_forward(q, q, q, precision="fp16")
-    sixteen: Any = 16
-    with pytest.raises(TypeError, match="precision must be a name or None"):
-        kernels.flash_attention_forward(q, q, q, precision=sixteen)
-    for dtype in (FLOAT16, BFLOAT16, FLOAT64):
-        other = q.astype(dtype)
-        with pytest.raises(
-            ValueError, match=f"'tf32' is an option for float32 operands, got {dtype}"
-        ):
-            kernels.flash_attention_forward(other, other, other, precision="tf32")

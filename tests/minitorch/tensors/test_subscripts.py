@@ -162,37 +162,9 @@ def test_a_full_index_is_a_number(backend: TensorBackend) -> None:
     assert x[1, 0] == 7.0
 
 
-@pytest.mark.parametrize(
-    ("key", "error", "words"),
-    [
-        (2, IndexingError, r"index 2 is out of range for dimension 0 of shape \(2, 3\)"),
-        ((0, -4), IndexingError, r"\(0, -4\) is out of range for shape \(2, 3\)"),
-        ([0, 5], IndexingError, "index 5 is out of range for dimension 0"),
-        ((0, 0, 0), IndexingError, r"has entries for 3 dimensions .* \(2, 3\) has 2"),
-        ((..., ...), IndexingError, "2 times '...'"),
-        (np.ones((2, 2), bool), IndexingError, r"a mask .* \(2, 3\) .* got \(2, 2\)"),
-        (([0, 1], [0, 1, 2]), IndexingError, "could not be broadcast"),
-        (1.5, TypeError, r"made of integers, slices, .* got 1.5"),
-        (True, TypeError, "got True"),
-        ("a", TypeError, "got 'a'"),
-        (slice(0.0, 1.0), TypeError, "a slice is made of integers or None"),
-        (slice(None, None, 0), ValueError, "zero"),
-    ],
-)
-def test_a_wrong_index_says_what_is_wrong(key: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])[key]
-
-
 def test_an_index_out_of_bounds_is_an_index_error_too() -> None:
     with pytest.raises(IndexError):
         tensor([1.0])[3]
-
-
-def test_parts_are_not_written() -> None:
-    x = tensor([[1.0, 2.0], [3.0, 4.0]])
-    with pytest.raises(TypeError, match="only single elements can be assigned"):
-        x[0] = 1.0
 
 
 def test_a_tensor_has_a_length_and_rows() -> None:

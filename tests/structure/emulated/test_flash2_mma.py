@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -23,7 +23,7 @@ from kernels.cuda.attention.flash2_mma.launch import (
     _FORWARD_WITH_OPTIONS,
     ByKeys,
 )
-from kernels.cuda.attention.flash2_mma.tiles import MmaRoleLayout
+from kernels.cuda.attention.flash2_mma.tiles import MmaKeyLayout, MmaLayout, MmaRoleLayout
 from kernels.cuda.device.shared_tiles import round_up
 from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
@@ -33,56 +33,112 @@ from ...support.attention import option_table
 from ...support.attention.large_scores import NAMES, large_case
 from ...support.attention.option_examples import option_examples
 from ...support.attention.strategies import Case
-from ...support.emulated.gpu import held_back, launch
+from ...support.emulated.gpu import held_back
 from ...support.emulated.instructions import WARP
 from ...support.emulated.target import EMULATED, emulated_device
 from ...support.fuzzing.extreme import check as check_extreme
 from ...support.fuzzing.extreme import settled
-from ...support.tensor_cores.attention import (
-    LARGE,
-    OPTIONS,
-    TINY,
-    check,
-    layouts_for,
-    operands,
-    run,
-)
-from ...support.tensor_cores.backward import (
-    GRADIENTS,
-    LARGE_GRADIENTS,
-    OF_OPTIONS,
-    backward_operands,
-    gradients,
-    run_on_gpu,
-)
-from ...support.tensor_cores.backward import check as check_gradients
+from ...support.tensor_cores.attention import layouts_for
 
 
-@pytest.mark.parametrize("name", [*TINY, *OPTIONS])
-def test_the_kernels_own_source_computes_attention(name: str) -> None:
-    call = {**TINY, **OPTIONS}[name]
-    arrays = operands(call, np.random.default_rng(0))
-    launch(call.kernel, call.grid, *arrays, call.scale, call.extras)
-    check(call, *arrays)
+class Call(NamedTuple):
+    """A call: seq_q, seq_k, head_dim, value_dim; options; layouts by rows and by keys; dtype; device."""
+
+    sizes: tuple[int, int, int, int]
+    options: dict[str, Any]
+    rows: MmaLayout
+    keys: ByKeys
+    dtype: Any = FLOAT16
+    cc: tuple[int, int] = (9, 0)
+
+
+def _bounds(lower: int, upper: int, **more: Any) -> dict[str, Any]:
+    """Return options that let row i see the keys from i + lower to i + upper."""
+    return {"window_size": (upper - lower, 0), "causal_offset": upper, **more}
+
+
+def _causal(upper: int, **more: Any) -> dict[str, Any]:
+    return {"is_causal": True, "causal_offset": upper, **more}
+
+
+ONE, TWO = MmaLayout(16, 16, 1), MmaLayout(32, 16, 2)
+BY_ONE, BY_TWO = ByKeys(MmaKeyLayout(16, 16, 1, 16), 16), ByKeys(MmaKeyLayout(32, 32, 2, 16), 16)
+#: As little as shows every branch of the kernels.
+CALLS = {
+    "whole tiles": Call((16, 32, 16, 16), {}, ONE, BY_ONE),
+    "odd lengths": Call(
+        (37, 43, 16, 32), _causal(6), MmaLayout(32, 16, 1), ByKeys(MmaKeyLayout(32, 32, 1, 16), 16),
+        BFLOAT16,
+    ),
+    "a window": Call(
+        (50, 61, 48, 16), _bounds(-9, 4), MmaLayout(32, 32, 2), ByKeys(MmaKeyLayout(32, 32, 2, 32), 16)
+    ),
+    "no whole pieces": Call((9, 21, 13, 7), _causal(2, scale=0.5), ONE, BY_ONE),
+    "padded widths, columns in two parts": Call(
+        (20, 20, 24, 8), _causal(0, scale=-0.5), ONE, ByKeys(MmaKeyLayout(16, 16, 1, 16), 32, 2),
+        BFLOAT16, (8, 0),
+    ),
+    "rows that see nothing": Call((40, 16, 16, 16), _causal(-20), ONE, BY_ONE),
+    "keys that no row sees": Call((16, 45, 16, 24), _causal(3), ONE, BY_ONE),
+    "scores far apart": Call((37, 75, 16, 16), {"scale": 6.0}, TWO, BY_TWO),
+    "maxima that may grow": Call((37, 75, 16, 16), {}, MmaLayout(32, 16, 2, patience=2), BY_TWO),
+    "maxima that may grow, far apart": Call(
+        (37, 75, 16, 16), _causal(30, scale=6.0), MmaLayout(32, 16, 2, patience=8), BY_TWO
+    ),
+    "warps that skip tiles": Call(
+        (85, 90, 16, 16), _bounds(-20, 5), MmaLayout(48, 16, 3, skips=True), BY_TWO, BFLOAT16
+    ),
+    "warps that skip tiles, and maxima that may grow": Call(
+        (70, 61, 16, 16), _bounds(-20, -9), MmaLayout(48, 16, 3, patience=2, skips=True), BY_TWO
+    ),
+    "a wide head": Call((17, 21, 160, 24), _causal(4, scale=0.1), ONE, BY_ONE),
+    "two halves": Call((16, 32, 16, 16), {}, ONE, ByKeys(MmaRoleLayout(16, 16, 2, 16), 32)),
+    "two halves, a window": Call(
+        (50, 61, 48, 48), _bounds(-9, 4), MmaLayout(32, 32, 2), ByKeys(MmaRoleLayout(32, 16, 4, 16), 32)
+    ),
+    "two halves, odd lengths": Call(
+        (37, 43, 16, 32), _causal(6), MmaLayout(32, 16, 1), ByKeys(MmaRoleLayout(16, 32, 4, 16), 64),
+        BFLOAT16,
+    ),
+    "two halves, no whole pieces": Call(
+        (9, 21, 13, 7), _causal(2, scale=0.5), ONE, ByKeys(MmaRoleLayout(32, 32, 4, 16), 32)
+    ),
+    "two halves, rows and keys that see nothing": Call(
+        (40, 45, 16, 16), _causal(-20), ONE, ByKeys(MmaRoleLayout(16, 16, 2, 16), 32)
+    ),
+}  # fmt: skip
+
+
+def _check(call: Call, deterministic: bool) -> None:
+    rng = np.random.default_rng(0)
+    seq_q, seq_k, head, value = call.sizes
+    shapes = (seq_q, head), (seq_k, head), (seq_k, value), (seq_q, value)
+    arrays = (rng.standard_normal((1, n, 2, d)).astype(call.dtype) for n, d in shapes)
+    turned = [array.transpose(0, 2, 1, 3) for array in arrays]  # heads beside dim
+    case = Case(*turned, call.options, (16, 16))  # type: ignore[arg-type]
+    with emulated_device(call.cc, call.rows, call.keys):
+        found = case.run(EMULATED, "flash2_mma", deterministic=deterministic)
+    case.check_halves(found, "on tensor cores")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_kernels_own_source_is_the_textbook(name: str) -> None:
+    _check(CALLS[name], name.startswith("two halves"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("atomics", [False, True], ids=["deterministic", "by atomics"])
-@pytest.mark.parametrize("name", [*GRADIENTS, *OF_OPTIONS])
-def test_the_kernels_own_source_computes_gradients(name: str, atomics: bool) -> None:
-    case = {**GRADIENTS, **OF_OPTIONS}[name]
-    arrays = backward_operands(case, np.random.default_rng(0))
-    check_gradients(case, arrays, gradients(case, arrays, atomics, launch, np.asarray), name)
+@pytest.mark.parametrize("name", CALLS)
+def test_the_kernels_own_source_is_the_textbook_in_the_other_mode(name: str) -> None:
+    _check(CALLS[name], not name.startswith("two halves"))
 
 
 @pytest.mark.parametrize("late", [0, 1], ids=["the first warp late", "the second warp late"])
-@pytest.mark.parametrize("atomics", [False, True], ids=["deterministic", "by atomics"])
-def test_no_warp_is_too_late_for_the_gradients_of_a_mask(atomics: bool, late: int) -> None:
-    case = OF_OPTIONS["a mask"]
-    arrays = backward_operands(case, np.random.default_rng(0))
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])
+def test_no_warp_is_too_late_for_the_gradients_of_a_mask(deterministic: bool, late: int) -> None:
+    mask = np.random.default_rng(1).random((1, 2, 21, 35)) < 0.6
+    call = Call((21, 35, 16, 16), _causal(20, attn_mask=mask, scale=0.5), TWO, BY_TWO)
     with held_back(*range(WARP * late, WARP * late + WARP)):
-        results = gradients(case, arrays, atomics, launch, np.asarray)
-    check_gradients(case, arrays, results, "a mask")
+        _check(call, deterministic)
 
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])
@@ -195,20 +251,6 @@ def test_all_options_together_are_the_textbooks_through_the_launch() -> None:
     case = replace(case, dlse=rng.standard_normal((1, 4, 37))).in_dtype(FLOAT16)
     with emulated_device():
         case.check(case.run(EMULATED, "flash2_mma"), "all options")
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("atomics", [False, True], ids=["deterministic", "by atomics"])
-@pytest.mark.parametrize("name", [*GRADIENTS, *OF_OPTIONS, *LARGE_GRADIENTS])
-def test_the_kernels_compute_gradients_on_a_gpu(name: str, atomics: bool) -> None:
-    case = {**GRADIENTS, **OF_OPTIONS, **LARGE_GRADIENTS}[name]
-    run_on_gpu(case, atomics, np.random.default_rng())
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("name", [*TINY, *OPTIONS, *LARGE])
-def test_the_kernel_computes_attention_on_a_gpu(name: str) -> None:
-    run({**TINY, **OPTIONS, **LARGE}[name], np.random.default_rng())
 
 
 # -- shared memory ---------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ EMULATED = replace(
     mask_gradient=launch.NUMPY.mask_gradient,
     sink_gradient=launch.NUMPY.sink_gradient,
 )
-_ROWS, _KEYS = (MmaLayout(32, 16, 2, patience=8),), (ByKeys(MmaKeyLayout(32, 32, 2, 16), 16),)
+_ROWS, _KEYS = MmaLayout(32, 16, 2, patience=8), ByKeys(MmaKeyLayout(32, 32, 2, 16), 16)
 
 
 def _view(array: Any, shape: Any, strides: Any, offset: int = 0, dtype: Any = None) -> Any:
@@ -65,9 +65,9 @@ def _merge(of_parts: Any, results: Any, features: Features, extras: Any) -> None
         whole = np.logaddexp.reduce(split, axis=0)
         if features.sink:
             whole = np.logaddexp(whole, extras.sink[..., 0])
-    whole = np.where(np.isfinite(whole), whole, 0.0)
     lse[...] = whole
-    rest[...] = whole - lse
+    whole = np.where(np.isfinite(whole), whole, 0.0)
+    rest[...] = np.where(np.isfinite(lse), whole - lse, 0.0)
     weights = np.exp(split - whole)[..., None]
     out[...] = (weights * part_out.reshape(parts, *out.shape)).sum(axis=0).astype(out.dtype)
 
@@ -81,14 +81,18 @@ def _forget() -> None:
 
 
 @contextmanager
-def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
+def emulated_device(
+    cc: tuple[int, int] = (9, 0), rows: MmaLayout = _ROWS, keys: ByKeys = _KEYS
+) -> Iterator[None]:
     """Let launches run on the emulated GPU.
 
     Args:
         cc: Its compute capability.
+        rows: The layout of the kernels of ``flash2_mma`` by query rows.
+        keys: That of the kernel by key columns.
     """
     tables = {
-        name: dict.fromkeys((256,), _KEYS if "KEYS" in name else _ROWS)
+        name: dict.fromkeys((256,), (keys if "KEYS" in name else rows,))
         for name in vars(flash2_mma)
         if name.startswith(("_FORWARD", "_BY_"))
     }

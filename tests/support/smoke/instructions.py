@@ -1,4 +1,4 @@
-"""Every tensor-core instruction on a GPU against its NumPy emulation, attention, products, one line each.
+"""Every tensor-core instruction on a GPU against its NumPy emulation, and products, one line each.
 
 python -m tests.support.smoke.instructions [part of a name]
 compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.support.smoke.instructions
@@ -14,9 +14,6 @@ import numpy as np
 
 from kernels.runtime.targets import cuda, why_no_cuda
 
-from ..tensor_cores.attention import LARGE, OPTIONS, TINY, Call
-from ..tensor_cores.attention import run as run_attention
-from ..tensor_cores.backward import GRADIENTS, LARGE_GRADIENTS, OF_OPTIONS, Gradients, run_on_gpu
 from ..tensor_cores.products import CALLS as PRODUCTS
 from ..tensor_cores.products import Product
 from ..tensor_cores.products import run_on_gpu as run_product
@@ -30,16 +27,6 @@ def _instruction(case: Case) -> str:
     if not error <= 1:
         raise AssertionError(f"{error:.3g} of what is allowed")
     return f"{error:.2g} of what is allowed"
-
-
-def _attention(call: Call) -> str:
-    run_attention(call, np.random.default_rng(0))
-    return "within the tolerance"
-
-
-def _gradients(case: Gradients, atomics: bool) -> str:
-    run_on_gpu(case, atomics, np.random.default_rng(0))
-    return "within the tolerance"
 
 
 def _product(call: Product) -> str:
@@ -60,11 +47,6 @@ def main() -> None:
         if device >= case.cc[:2]
     }
     if device >= (8, 0):
-        for name, call in {**TINY, **OPTIONS, **LARGE}.items():
-            found[f"flash2_mma, {name}"] = partial(_attention, call)
-        for name, case in {**GRADIENTS, **OF_OPTIONS, **LARGE_GRADIENTS}.items():
-            found[f"flash2_mma backward, {name}"] = partial(_gradients, case, False)
-            found[f"flash2_mma backward by atomics, {name}"] = partial(_gradients, case, True)
         for name, product in PRODUCTS.items():
             if product.kind != "split" or device >= (9, 0):
                 found[f"product, {name}"] = partial(_product, product)

@@ -1,0 +1,452 @@
+"""Change drawn source lines, one at a time, and list the changes that no test catches.
+
+python project/reliability/mutations.py                  300 changes, about an hour on two cores
+python project/reliability/mutations.py --at HEAD~20     of another commit, with its tests
+python project/reliability/mutations.py --resume         continue the last run
+python project/reliability/mutations.py --count 20 --only kernels/cpu --tests tests/kernels
+
+A change is another operator, constant, comparison or index in minitorch or the kernels, or a statement
+less.  The lines whose hashes with the seed are least are drawn, so that two commits have the changes of
+their common lines in common.  First, the quick tests run in a copy of the tree, on the host and in the
+simulator, and a plug-in records which functions each of them calls.  Then each change runs in a copy of
+its own through the tests of its function, of its file and of the files that import it, beginning with
+the tests that call the fewest functions.  A change after which the tests hang counts as caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+PROJECT = Path(__file__).resolve().parents[1]
+sys.path += [str(PROJECT)]
+
+ROOT = PROJECT.parent
+FLOORS = ("kernels", "minitorch")
+#: How tests run: on the host, and in the simulator.
+MODES = {"host": {}, "simulator": {"NUMBA_ENABLE_CUDASIM": "1"}}
+MARKS = {"host": "not slow and not fuzz", "simulator": "simulator and not slow"}
+#: Seconds that tests may take beyond their budget, to start and to compile; after them they hang.
+PATIENCE = 120
+#: Tests of a change at most.
+MOST_TESTS = 200
+HANGS = -999
+#: Of sys.monitoring: a number that no debugger, coverage or profiler uses.
+TOOL = 4
+OUTCOMES = ("caught", "survived", "not tested")
+BUDGET = "the budget of seconds is used up"
+OTHER = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitOr, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+#: Calls whose arguments are texts, and functions that make one.
+TEXTS = ("warn", "print", "TypeVar"), ("__repr__", "__str__", "__format__")
+
+
+class Mutation(NamedTuple):
+    """One change: bytes of a file, and what replaces them."""
+
+    file: str
+    line: int
+    kind: str
+    first: int
+    last: int
+    text: str
+
+
+def _changed(node: Any) -> Iterator[tuple[str, ast.AST]]:
+    """Yield what may replace a node, and the kind of the change."""
+    if isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in OTHER:
+        yield "operator", type(node)(**{**vars(node), "op": OTHER[type(node.op)]()})
+    elif isinstance(node, ast.BoolOp):
+        yield "operator", ast.BoolOp(OTHER[type(node.op)](), node.values)
+    elif isinstance(node, ast.UnaryOp):
+        yield "operator", node.operand
+    elif isinstance(node, ast.Compare):
+        yield "comparison", ast.Compare(node.left, [OTHER[type(node.ops[0])](), *node.ops[1:]],
+                                        node.comparators)  # fmt: skip
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float)):
+        if isinstance(node.value, bool):
+            yield "constant", ast.Constant(not node.value)
+        else:
+            yield "constant", ast.Constant(node.value + 1)
+    elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
+        swapped = ast.Tuple(node.slice.elts[::-1], ast.Load())
+        if ast.dump(swapped) != ast.dump(node.slice):
+            yield "index", ast.Subscript(node.value, swapped, node.ctx)
+    elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) and node.slice.upper:
+        whole = ast.Slice(node.slice.lower, None, node.slice.step)
+        yield "index", ast.Subscript(node.value, whole, node.ctx)
+    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    is_write = isinstance(node, ast.Assign) and not isinstance(
+        node.targets[0], (ast.Name, ast.Tuple)
+    )
+    if is_call or is_write or isinstance(node, (ast.AugAssign, ast.Raise)):
+        yield "dropped statement", ast.Pass()
+
+
+def _parts(node: Any) -> Iterator[ast.AST]:
+    """Yield the nodes in a node that may be changed: no annotations, decorators or texts."""
+    if isinstance(node, (ast.Raise, ast.JoinedStr, ast.Assert)):
+        return
+    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in TEXTS[0]:
+        return
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in TEXTS[1]:
+        return
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    for name, value in ast.iter_fields(node):
+        if name not in ("annotation", "returns", "decorator_list", "type_params", "bases"):
+            children = value if isinstance(value, list) else [value]
+            yield from (child for child in children if isinstance(child, ast.AST))
+
+
+def mutations_of(file: str, source: bytes) -> list[Mutation]:
+    """Return every change of a file."""
+    starts = [0]
+    found: list[Mutation] = []
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def visit(node: Any, inside: bool) -> None:
+        for kind, new in _changed(node):
+            if not inside and isinstance(getattr(node, "op", None), ast.BitOr):
+                continue  # of types
+            first = starts[node.lineno - 1] + node.col_offset
+            last = starts[node.end_lineno - 1] + node.end_col_offset
+            text = ast.unparse(new) if isinstance(new, ast.stmt) else f"({ast.unparse(new)})"
+            found.append(Mutation(file, node.lineno, kind, first, last, text))
+        for part in _parts(node):
+            visit(part, inside or isinstance(node, ast.FunctionDef))
+
+    visit(ast.parse(source), False)
+    return found
+
+
+def drawn(tree: Path, only: list[str], count: int, seed: int) -> list[Mutation]:
+    """Return changes of so many lines, one of each."""
+    lines: dict[str, list[Mutation]] = defaultdict(list)
+    for file in sorted(path for floor in FLOORS for path in tree.glob(f"{floor}/**/*.py")):
+        name = file.relative_to(tree).as_posix()
+        if name.startswith(tuple(only)):
+            source, again = file.read_bytes(), Counter[str]()
+            texts, number = source.decode().splitlines(), 0
+            for one in sorted(mutations_of(name, source), key=lambda one: one.line):
+                text = texts[one.line - 1].strip()
+                again[text] += one.line != number
+                number = one.line
+                lines[f"{seed} {name} {again[text]} {text}"].append(one)
+    hashes = {hashlib.sha256(key.encode()).hexdigest(): key for key in lines}
+    return [
+        lines[hashes[one]][int(one, 16) % len(lines[hashes[one]])] for one in sorted(hashes)[:count]
+    ]
+
+
+class Touched:
+    """A plug-in of pytest that records which functions each test calls, and ends a run after its budget."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, CodeType] = {}
+        self.record = os.environ.get("MUTATIONS_RECORD")
+        self.end = time.monotonic() + float(os.environ.get("MUTATIONS_SECONDS", "inf"))
+        if self.record and sys.version_info >= (3, 12):
+            sys.monitoring.use_tool_id(TOOL, "mutations")
+            sys.monitoring.register_callback(TOOL, sys.monitoring.events.PY_START, self._started)
+            sys.monitoring.set_events(TOOL, sys.monitoring.events.PY_START)
+
+    def _started(self, code: CodeType, offset: int) -> Any:
+        self.found[id(code)] = code
+        return sys.monitoring.DISABLE if sys.version_info >= (3, 12) else None
+
+    def _called(self, frame: Any, event: str, argument: Any) -> None:
+        self.found[id(frame.f_code)] = frame.f_code
+
+    def pytest_runtest_logstart(self) -> None:
+        """Forget what the test before has called."""
+        self.found.clear()
+        if self.record and sys.version_info >= (3, 12):
+            sys.monitoring.restart_events()
+        elif self.record:  # several times slower
+            threading.settrace(self._called)
+            sys.settrace(self._called)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Write a line with a test that has passed, and the functions that it has called."""
+        if self.record and report.when == "call" and report.passed:
+            tree, found = os.getcwd() + os.sep, [*self.found.values()]
+            ours = tuple(tree + floor for floor in FLOORS)
+            places = {
+                f"{code.co_filename.removeprefix(tree)}:{code.co_firstlineno}"
+                for code in found
+                if code.co_filename.startswith(ours) and code.co_name != "<module>"
+            }
+            with open(self.record, "a", encoding="utf-8") as file:
+                print(json.dumps([report.nodeid, sorted(places)]), file=file)
+
+    def pytest_runtest_teardown(self, item: Any) -> None:
+        """End the run after its seconds."""
+        if time.monotonic() > self.end:
+            item.session.shouldstop = BUDGET
+
+
+def pytest_configure(config: Any) -> None:
+    """Register the plug-in."""
+    config.pluginmanager.register(Touched())
+
+
+def run_tests(
+    tree: Path, mode: str, arguments: list[str], seconds: float, **own: str
+) -> tuple[int, str]:
+    """Return the exit code of tests and what they print; after these seconds they are killed."""
+    env = {
+        **os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{Path(__file__).parent}", "CI": "true",
+        "MINITORCH_SHRINK": "0", "MINITORCH_EXAMPLES": "10", "NUMBA_NUM_THREADS": "2", **MODES[mode], **own,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutations"]
+    child = subprocess.Popen(
+        [*command, *arguments], cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace", start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        return HANGS, child.communicate()[0]
+    return child.returncode, output
+
+
+def touched(tree: Path, only: list[str], workers: int) -> dict[str, dict[str, list[str]]]:
+    """Return by mode and test the functions that each test calls, as ``kernels/launch.py:12``.
+
+    What a file of tests calls is kept beside the tree, so that the next run goes on from there.
+    """
+    every = ((file, file.relative_to(tree).as_posix()) for file in tree.glob("tests/**/test_*.py"))
+    found = sorted((-file.stat().st_size, name) for file, name in every)
+    files = [name for _, name in found if name.startswith(tuple(only))]
+    calls: dict[str, dict[str, list[str]]] = {mode: {} for mode in MODES}
+
+    def one(job: tuple[str, str]) -> None:
+        mode, file = job
+        record = tree.parent / "calls" / f"{mode}.{file.replace('/', '.')}.jsonl"
+        part = record.with_suffix(".part")
+        if not record.exists():
+            part.parent.mkdir(exist_ok=True)
+            part.write_text("", encoding="utf-8")
+            own = {"MUTATIONS_RECORD": str(part), "MINITORCH_EXAMPLES": "3"}
+            code, output = run_tests(tree, mode, ["-m", MARKS[mode], file], 600, **own)
+            if code not in (0, 5):
+                last = output.strip().splitlines()[-1:] or ["killed"]
+                print(f"{mode}: {file} fails unchanged: {last[0][:100]}", flush=True)
+            part.rename(record)
+        calls[mode] |= dict(map(json.loads, record.read_text(encoding="utf-8").splitlines()))
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(one, [(mode, file) for mode in MODES for file in files]))
+    return calls
+
+
+class Tests:
+    """Which tests may catch a change.
+
+    Args:
+        tree: A copy of the repository.
+        calls: As :func:`touched` returns them.
+    """
+
+    def __init__(self, tree: Path, calls: dict[str, dict[str, list[str]]]):
+        self.by_file: dict[str, list[tuple[int, str, str, set[int]]]] = defaultdict(list)
+        for mode, tests in calls.items():
+            for test, places in tests.items():
+                lines: dict[str, set[int]] = defaultdict(set)
+                for file, _, line in (place.rpartition(":") for place in places):
+                    lines[file].add(int(line))
+                for file, those in lines.items():
+                    self.by_file[file].append((len(places), mode, test, those))
+        self.scopes: dict[str, list[tuple[int, int]]] = {}
+        self.importers: dict[str, set[str]] = defaultdict(set)
+        for path in (path for floor in FLOORS for path in tree.glob(f"{floor}/**/*.py")):
+            file = path.relative_to(tree).as_posix()
+            self._read(tree, file, ast.parse(path.read_bytes()))
+
+    def _read(self, tree: Path, file: str, parsed: ast.Module) -> None:
+        """Note the functions of a file, and whom it imports."""
+        self.scopes[file] = []
+        for node in ast.walk(parsed):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                self.scopes[file].append((first, node.end_lineno or node.lineno))
+            elif isinstance(node, ast.ImportFrom):
+                base = file.split("/")[: -node.level] if node.level else []
+                module = "/".join([*base, *(node.module or "").split(".")]).strip("/")
+                for name in (module, *(f"{module}/{alias.name}" for alias in node.names)):
+                    if (tree / f"{name}.py").exists():
+                        self.importers[f"{name}.py"].add(file)
+
+    def of(self, file: str, line: int) -> list[tuple[str, str]]:
+        """Return modes and tests: of the innermost function that has any, of those around it, and so on."""
+        scopes = [one for one in self.scopes[file] if one[0] <= line <= one[1]]
+        found: dict[tuple[str, str], None] = {}
+        for scope in sorted(scopes, key=lambda one: one[1] - one[0]):
+            found.update(dict.fromkeys(self._ordered(file, *scope)))
+        files, known = [file], {file}
+        while files and len(found) < MOST_TESTS:
+            for name in files:
+                found.update(dict.fromkeys(self._ordered(name, 0, 10**9)))
+            files = sorted({one for name in files for one in self.importers[name]} - known)
+            known.update(files)
+        return [*found][:MOST_TESTS]
+
+    def _ordered(self, file: str, first: int, last: int) -> list[tuple[str, str]]:
+        """Return the tests that call functions that begin there: one case of each test, then another."""
+        cases: Counter[str] = Counter()
+        found = []
+        for breadth, mode, test, lines in sorted(self.by_file[file], key=lambda one: one[:3]):
+            if any(first <= line <= last for line in lines):
+                cases[test.split("[")[0]] += 1
+                found.append((cases[test.split("[")[0]], breadth, mode, test))
+        return [(mode, test) for _, _, mode, test in sorted(found)]
+
+
+def caught_by(one: Mutation, tree: Path, tests: list[tuple[str, str]], seconds: float) -> str:
+    """Return which test fails after a change, or ''."""
+    with tempfile.TemporaryDirectory(dir=tree.parent) as folder:
+        own = Path(folder) / "tree"
+        shutil.copytree(tree, own, copy_function=os.link)
+        source = (own / one.file).read_bytes()
+        (own / one.file).unlink()
+        changed = source[: one.first] + one.text.encode() + source[one.last :]
+        (own / one.file).write_bytes(changed)
+        modes = [*dict.fromkeys(mode for mode, _ in tests)]
+        for mode in modes:
+            share = seconds / len(modes)
+            arguments = ["-x", *(test for its, test in tests if its == mode)]
+            code, output = run_tests(
+                own, mode, arguments, share + PATIENCE, MUTATIONS_SECONDS=str(share)
+            )
+            failed = [
+                line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))
+            ]
+            if code in (0, 5) or (code == 2 and BUDGET in output and not failed):
+                continue
+            if code == HANGS:
+                return f"all: the tests take longer than {share + PATIENCE:.0f} s"
+            return failed[0].split(" ", 1)[1].split(" - ")[0] if failed else f"exit code {code}"
+    return ""
+
+
+def copy_of_tree(at: str, tree: Path) -> None:
+    """Copy a commit, or the working tree of a folder."""
+    if Path(at).is_dir():
+        left_out = shutil.ignore_patterns(".git", ".venv*", "build", "runs", ".hypothesis")
+        shutil.copytree(at, tree, ignore=left_out)
+    else:
+        tree.mkdir(parents=True)
+        archive = subprocess.run(
+            ["git", "archive", at], cwd=ROOT, check=True, stdout=subprocess.PIPE
+        )
+        subprocess.run(["tar", "-x", "-C", str(tree)], input=archive.stdout, check=True)
+
+
+def table_of(rows: list[dict[str, Any]]) -> str:
+    """Return how many changes of each room were caught, as a table."""
+    from bench.table_cells import markdown
+
+    rooms: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        room = row["file"].rpartition("/")[0]
+        for name in (room, "all"):
+            rooms[name][row["outcome"]] += 1
+    lines = [
+        [room, str(sum(found.values())), *(str(found[outcome]) for outcome in OUTCOMES)]
+        for room, found in sorted(rooms.items(), key=lambda item: (item[0] == "all", item[0]))
+    ]
+    return markdown(["room", "changes", *OUTCOMES], lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    from bench import measuring
+    from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser
+
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.option("--count", COUNT, 300, "lines to draw")
+    parser.option("--seed", FROM_ZERO, 0, "of the draws")
+    parser.option("--workers", COUNT, os.cpu_count() or 1, "changes tested beside each other")
+    parser.option("--seconds", POSITIVE, 20.0, "of tests for each change")
+    parser.add_argument("--only", nargs="+", default=list(FLOORS), metavar="PATH",
+                        help="where paths begin, of files and folders (default: all)")  # fmt: skip
+    parser.add_argument("--tests", nargs="+", default=["tests"], metavar="PATH", help="likewise")
+    parser.add_argument("--at", default=str(ROOT), metavar="COMMIT",
+                        help="a commit or a folder (default: the working tree)")  # fmt: skip
+    parser.add_argument("--list", action="store_true", help="show the changes, test none")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the last run of the folder"
+    )
+    parser.add_argument("--folder", default=str(ROOT / "build" / "mutations"), metavar="DIR",
+                        help="of the copy and the results (default: %(default)s)")  # fmt: skip
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(argv)
+    folder = Path(args.folder).resolve()
+    tree, record = folder / "tree", folder / "mutations.json"
+    if not args.resume:
+        shutil.rmtree(folder, ignore_errors=True)
+        copy_of_tree(args.at, tree)
+    changes = drawn(tree, args.only, args.count, args.seed)
+    if args.list:
+        for one in changes:
+            before = (tree / one.file).read_bytes()[one.first : one.last].decode()
+            print(f"{one.file}:{one.line}: {one.kind}: {before} → {one.text}")
+        return 0
+    start = time.perf_counter()
+    tests = Tests(tree, touched(tree, args.tests, args.workers))
+    print(f"recorded in {time.perf_counter() - start:.0f} s what tests call", flush=True)
+    rows, lock = measuring.rows_of(record), threading.Lock()
+    done = {tuple(row["change"]) for row in rows}
+
+    def test(change: Mutation) -> None:
+        start, own = time.perf_counter(), tests.of(change.file, change.line)
+        failed = caught_by(change, tree, own, args.seconds) if own else ""
+        before = (tree / change.file).read_bytes()[change.first : change.last].decode()
+        outcome = OUTCOMES[0 if failed else 1 if own else 2]
+        print(f"{change.file}:{change.line}: {change.kind}: {before} → {change.text}\n"
+              f"    {failed or outcome.upper()}", flush=True)  # fmt: skip
+        with lock:
+            rows.append({
+                "file": change.file, "line": change.line, "kind": change.kind, "before": before,
+                "after": change.text, "outcome": outcome, "test": failed, "change": change,
+                "seconds": round(time.perf_counter() - start, 1),
+            })  # fmt: skip
+            rows.sort(key=lambda row: (row["file"], row["line"]))
+            measuring.write_record(
+                record, measuring.command_line("project/reliability/mutations.py", argv),
+                measuring.name_of("cpu"), rows=rows,
+            )  # fmt: skip
+
+    with ThreadPoolExecutor(args.workers) as pool:
+        list(pool.map(test, [change for change in changes if change not in done]))
+    print(table_of(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

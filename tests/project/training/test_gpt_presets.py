@@ -227,12 +227,7 @@ def test_a_run_in_bfloat16_goes_on_bit_for_bit_and_writes(
     ("options", "words"),
     [
         ("--vocabulary 100", "--vocabulary 96 256 100"),
-        ("--preset gpt3", "--preset gpt2-small"),
-        ("--precision half", "--precision bfloat16"),
-        ("--schedule linear", "--schedule cosine"),
         ("--warm-up 1", "--warm-up below"),
-        ("--accumulate 0", "--accumulate whole"),
-        ("--peak 0", "--peak above"),
     ],
 )
 def test_options_that_cannot_work_are_one_line(

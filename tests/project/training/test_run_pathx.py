@@ -190,13 +190,11 @@ def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
             ["--stages", "16,8"],
             "must be among 8, 16, 32, 64, 128, half-256, 256, in this order, got 16,8",
         ),
-        (["--stages", "7"], "in this order, got 7"),
         (
             ["--steps", "1,2,3"],
             "--steps takes one value for all stages or one for each of 2, got 3",
         ),
         (["--attention", "performer"], "must be flash or block-sparse, got performer"),
-        (["--batch", "0"], "must be a whole number, 1 or more, got 0"),
     ):
         with pytest.raises(SystemExit):
             run(tmp_path, *options)

@@ -165,19 +165,3 @@ def writable(arrays: Any) -> list[Any]:
         if not array.flags.writeable:
             array.flags.writeable = True
     return list(arrays)
-
-
-@PLACES
-@settings(max_examples=20)
-@given(data=st.data())
-def test_an_array_is_what_its_layout_says(place: Any, data: Any) -> None:
-    shape = data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=5))
-    values = np.arange(float(np.prod(shape))).reshape(shape)
-    layout = data.draw(layouts(len(shape)))
-    array = laid(values, layout)
-    first = tuple(slice(0, 1) if repeats else slice(None) for repeats in layout.repeats)
-    np.testing.assert_array_equal(array, np.broadcast_to(values[first], array.shape))
-    if place is not None and array.size and min(array.strides) >= 0:
-        placed = place(array)
-        assert tuple(placed.strides) == array.strides
-        np.testing.assert_array_equal(to_host(placed), array)

@@ -163,16 +163,7 @@ class Broken(Foreign):
 
 def test_what_no_kernel_reads_is_refused_in_words() -> None:
     x = np.ones((2, 5, 4), np.float32)
-    hidden = np.ma.MaskedArray(x, x > 0)
-    attention = kernels.flash_attention_forward
     for call, error, words in (
-        (lambda: attention(hidden, x, x), TypeError, r"masked arrays .* of shape .*filled"),
-        (lambda: attention(x, x, x, np.ma.MaskedArray(x[0, :, :1] > 0)), TypeError, "masked array"),
-        (lambda: mt.from_numpy(hidden), TypeError, "masked array"),
-        (lambda: mt.tensor(hidden), TypeError, "masked array"),
-        (lambda: attention(x.astype(object), x, x), TypeError, "q of object"),
-        (lambda: attention(*[np.zeros(x.shape, [("a", "f4")])] * 3), TypeError, "convert it"),
-        (lambda: mt.from_numpy(x.astype(object)), TypeError, "got object; convert"),
         (lambda: mt.from_numpy(Foreign(x)), TypeError, r"DLPack alone; use minitorch\.from_dlpack"),
         (lambda: mt.from_dlpack(Keeps(x)), BufferError, r"not export .*pass a copy"),
         (lambda: mt.from_dlpack(Broken(x)), ValueError, "NumPy cannot read the result"),

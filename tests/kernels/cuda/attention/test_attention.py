@@ -78,17 +78,6 @@ def test_nan_and_infinity_come_out_where_the_textbook_has_them(
     case.check_what_is_not_finite(actual, value)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-@at_most(6)
-@given(case=tiny(np.float32))
-def test_large_scores_do_not_overflow(rung: str, case: Case) -> None:
-    case = taken_by(rung, case)
-    case.q = (case.q * 1e6).astype(np.float32)
-    actual = run(case, rung, fitting(rung, case.tile))
-    assert (actual.pop("lse") < np.inf).all()  # minus infinity where a row sees nothing
-    assert all(np.isfinite(x).all() for x in actual.values())
-
-
 def framed(array: Any) -> tuple[Any, Any]:
     """Put an array on the device inside a larger one of NaN; return the larger one and the view."""
     stored = np.full([size + 1 for size in array.shape], np.nan)
@@ -181,12 +170,6 @@ def test_every_rung_is_available_here() -> None:
     if IS_SIMULATOR:
         for rung in ("flash2_mma", "flash3_wgmma"):
             assert available[rung] == "numba's simulator has no tensor cores"
-
-
-def test_a_rung_that_is_not_there_is_refused() -> None:
-    q, k, v, dout = draw(4, (2, 3), (4, 3), (4, 3), (2, 3))
-    with pytest.raises(ValueError, match=r"no rung is named 'flash9'.*'naive'"):
-        run(Case(q, k, v, dout, {}, (1, 1)), "flash9")
 
 
 @pytest.mark.parametrize(

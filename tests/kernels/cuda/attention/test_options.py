@@ -98,52 +98,6 @@ def test_packed_sequences_are_calls_of_their_own(lengths: Any, options: Any) -> 
     case.check(run(case, "flash2", fitting("flash2", case.tile)), "by flash2")
 
 
-@pytest.mark.parametrize(
-    ("rung", "reason"),
-    [
-        ("naive", "it multiplies whole matrices"),
-        (
-            "flash1",
-            "it implements the algorithm of 2022, which has no packed sequences; 'flash2' has",
-        ),
-    ],
-)
-def test_a_rung_says_why_it_takes_no_packed_sequences(rung: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=f"'{rung}' cannot run this call: {reason}"):
-        run(packed(3, [2, 3], [4, 1], (3, 2), {}), rung)
-
-
-@pytest.mark.parametrize(
-    "later",
-    [
-        {"window_size": (2, 1)},
-        {"softcap": 2.0},
-        {"alibi_slopes": np.array([0.5, 0.25])},
-        {"block_mask": kernels.BlockMask.from_dense(np.tri(5, 6) > 0, 16)},
-        {"mask_mod": MASK_MODS[0]},
-        {"score_mod": SCORE_MODS[0]},
-    ],
-    ids=lambda later: next(iter(later)),
-)
-def test_flash1_names_the_options_that_it_lacks_and_auto_takes_a_rung_that_has_them(
-    later: dict[str, Any],
-) -> None:
-    q, k, v, dout = draw(4, (2, 5, 3), (2, 6, 3), (2, 6, 2), (2, 5, 2))
-    case = Case(q, k, v, dout, later, (4, 4))
-    reason = f"it implements the algorithm of 2022, which has no {next(iter(later))}; 'flash2' has"
-    with pytest.raises(ValueError, match=f"'flash1' cannot run this call: {reason}; use 'auto' or"):
-        run(case, "flash1")
-    case.check(run(case), "by the rung that auto takes")
-
-
-def test_flash1_names_all_options_that_it_lacks() -> None:
-    options = {"softcap": 2.0, "score_mod": SCORE_MODS[0], "is_causal": True}
-    q, k, v, dout = draw(4, (2, 5, 3), (2, 6, 3), (2, 6, 2), (2, 5, 2))
-    case = Case(q, k, v, dout, options, (4, 4))
-    with pytest.raises(ValueError, match="has no softcap or score_mod; 'flash2' has"):
-        run(case, "flash1")
-
-
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("seed", [0, 2**64 - 1])
 def test_dropout_drops_the_same_entries_on_every_rung_and_in_both_passes(

@@ -70,43 +70,6 @@ def test_who_reads_more_knows_more(finished: Path) -> None:
     assert (finished / "documents.png").stat().st_size > 1000
 
 
-def test_an_interrupted_run_ends_with_the_same_bits(
-    finished: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packed, steps, ctrl_c = document_loop.packed, 0, lra_loop.CtrlC()
-
-    def then_ctrl_c(*args: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        ctrl_c.asked = steps == 30
-        return packed(*args)
-
-    monkeypatch.setattr(document_loop, "packed", then_ctrl_c)
-    monkeypatch.setattr(lra_loop, "CtrlC", lambda: ctrl_c)
-    with pytest.raises(SystemExit) as ended:
-        run(tmp_path, "--data", str(folder))
-    assert ended.value.code == run_documents.INTERRUPTED
-    run(tmp_path, "--data", str(folder))
-    rows = [
-        json.loads((out / "documents.json").read_text())["rows"] for out in (finished, tmp_path)
-    ]
-    for whole, resumed in zip(*rows, strict=True):
-        assert whole["curve"] == resumed["curve"] and whole["counts"] == resumed["counts"]
-    assert rows[1][0]["resumed"] and not rows[0][0]["resumed"]
-
-
-def test_a_finished_run_is_not_repeated_and_damage_is_one_line(
-    finished: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = Path(shutil.copytree(finished, tmp_path / "own"))
-    monkeypatch.setattr(lra_loop.Training, "run", None)  # training again would fail
-    run(own, "--data", str(folder))
-    assert "had other values of steps" in refused(own, "--data", str(folder), "--steps", "81")
-    (last,) = (own / "documents-4" / "checkpoints").iterdir()
-    last.write_bytes(last.read_bytes()[:99])
-    assert f"{last}: the checkpoint cannot be read" in refused(own, "--data", str(folder))
-
-
 def test_folders_that_hold_no_set_are_one_line(folder: Path, tmp_path: Path) -> None:
     assert "there are no folders of labels" in refused(tmp_path, "--data", str(tmp_path / "no"))
     own = Path(shutil.copytree(folder, tmp_path / "own"))

@@ -21,20 +21,6 @@ from ....support.tolerances import assert_close_arrays
 pytestmark = pytest.mark.cuda
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("dims", [(1, 1), (64, 64), (33, 80), (128, 64), (256, 256)])
-def test_long_sequences_and_every_width(rung: str, dtype: Any, dims: tuple[int, int]) -> None:
-    head_dim, value_dim = dims
-    q, k, v, dout = draw(
-        8, (2, 3, 517, head_dim), (2, 3, 390, head_dim), (2, 1, 390, value_dim),
-        (2, 3, 517, value_dim), dtype=dtype,
-    )  # fmt: skip
-    for causal in (False, True):
-        case = Case(q, k, v, dout, {"is_causal": causal}, (1, 1))
-        case.check(run(case, rung), f"by {rung}")
-
-
 def many(name: str, seq_q: int, seq_k: int, heads: int = 4) -> Case:
     """Return a call of 64 columns with many options at once: each set is compiled once."""
     kv_heads = heads // 2 if name == "masked" else heads
@@ -61,12 +47,6 @@ def many(name: str, seq_q: int, seq_k: int, heads: int = 4) -> Case:
 
 #: Each rung and a set of options that it has.
 MANY = [("flash2", "masked"), ("flash2", "blocks"), ("flash1", "of 2022"), ("naive", "masked")]
-
-
-@pytest.mark.parametrize(("rung", "name"), MANY)
-def test_many_options_at_once_on_long_sequences(rung: str, name: str) -> None:
-    case = many(name, 261, 195)
-    case.check(run(case, rung), f"by {rung}")
 
 
 @pytest.mark.parametrize(("rung", "name"), MANY)
@@ -104,24 +84,6 @@ def equal_bits(case: Case, rung: str) -> None:
 def test_results_are_equal_bit_for_bit_from_run_to_run(rung: str) -> None:
     q, k, v, dout = draw(9, *[(1, 4, 300, 40)] * 4, dtype=np.float32)
     equal_bits(Case(q, k, v, dout, {"is_causal": True}, (1, 1)), rung)
-
-
-def test_long_packed_sequences_are_calls_of_their_own() -> None:
-    lengths_q, lengths_k = (300, 0, 17, 1, 513, 40), (300, 9, 65, 0, 400, 1)
-    options = {"is_causal": True, "dropout_p": 0.1, "seed": 7, "enable_gqa": True}
-    case = packed(13, lengths_q, lengths_k, (64, 64), options, dtype=np.float32)
-    case.check(run(case, "flash2"), "by flash2")
-
-
-@pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("rung", RUNGS)
-def test_a_few_rows_attend_to_a_long_cache(rung: str, rows: int) -> None:
-    q, k, v, dout, dlse = draw(
-        14, *[(2, 4, n, 64) for n in (rows, 8192, 8192, rows)], (2, 4, rows), dtype=np.float32
-    )
-    options = {"is_causal": True, "causal_offset": 8192 - rows}
-    case = Case(q, k, v, dout, options, (1, 1), dlse)
-    case.check(run(case, rung), f"by {rung}")
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

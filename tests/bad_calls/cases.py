@@ -103,6 +103,11 @@ def bits(array: Any) -> tuple[str, bytes]:
     return str(array.dtype), np.ascontiguousarray(array).tobytes()
 
 
+def elsewhere(operands: Operands) -> Any:
+    """Return the other backend on the host."""
+    return mt.SimpleBackend if operands.backend is mt.FastBackend else mt.FastBackend
+
+
 def model(backend: Any) -> mt.DecoderLM:
     """Return a language model of 5 tokens, width 4, 2 heads, a context of 3 and one layer."""
     return mt.DecoderLM(5, 4, 2, 3, n_layer=1, middle_dim=4, backend=backend)

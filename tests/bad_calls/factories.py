@@ -10,6 +10,7 @@ import minitorch as mt
 from kernels import BlockMask
 from minitorch import SimpleBackend, Tensor, TensorData, from_numpy, tensor
 
+from .cases import elsewhere
 from .kernels import raises_late
 
 # Wrong types are what is tested.
@@ -108,4 +109,8 @@ ATTENTION = [
      "k must be", "ndarray"),
     (lambda o: mt.naive_attention(o.heads, o.heads, o.heads, score_mod=lambda s, b, h, r, c: s),
      ValueError, "derivative", "(function, derivative)"),
+    (lambda o: o.heads.flash_attention(o.heads.to(elsewhere(o)), o.heads), TypeError, "one backend"),
+    (lambda o: mt.naive_attention(o.heads, o.heads, o.heads.to(elsewhere(o))), TypeError,
+     "one backend", "Tensor.to(backend)"),
+    (lambda o: mt.naive_attention(o.heads, o.heads, o.heads, causal=True), TypeError, "is_causal"),
 ]  # fmt: skip

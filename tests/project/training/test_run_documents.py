@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
 import run_documents  # noqa: E402
 from data import documents as corpus  # noqa: E402
-from training import document_loop, lra_loop  # noqa: E402
+from training import document_loop  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -9,20 +9,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from kernels.cuda.attention.flash2_mma import launch as rung
 from kernels.cuda.attention.flash2_mma.dkdv import dkdv_kernel
 from kernels.cuda.attention.flash2_mma.dq import dq_kernel
 from kernels.cuda.attention.flash2_mma.dq_atomics import dq_sums
 from kernels.cuda.attention.flash2_mma.forward import forward_kernel
-from kernels.cuda.attention.flash2_mma.launch import (
-    _BY_KEYS,
-    _BY_KEYS_WITH_OPTIONS,
-    _BY_ROWS,
-    _BY_ROWS_WITH_OPTIONS,
-    _FORWARD,
-    _FORWARD_OF_FEW_ROWS,
-    _FORWARD_WITH_OPTIONS,
-    ByKeys,
-)
+from kernels.cuda.attention.flash2_mma.launch import ByKeys
 from kernels.cuda.attention.flash2_mma.tiles import MmaKeyLayout, MmaLayout, MmaRoleLayout
 from kernels.cuda.device.shared_tiles import round_up
 from kernels.problem.packed_sequences import Sequences
@@ -259,25 +251,36 @@ def test_all_options_together_are_the_textbooks_through_the_launch() -> None:
 #: Of a block, where the device has least: compute capability 8.6.
 LEAST_SHARED_MEMORY = 99 * 1024
 WITH_BITS = Features(dropout=True, block_mask=True)
+#: Dtype and whether there are bits of options → tables of layouts: forward, by rows, by keys.
+TABLES = {
+    ("float16", False): (rung._FORWARD, rung._BY_ROWS, rung._BY_KEYS),
+    ("float16", True): (
+        rung._FORWARD_WITH_OPTIONS, rung._BY_ROWS_WITH_OPTIONS, rung._BY_KEYS_WITH_OPTIONS
+    ),
+    ("float32", False): (rung._FORWARD_OF_TERMS, rung._BY_ROWS_OF_TERMS, rung._BY_KEYS_OF_TERMS),
+    ("float32", True): (
+        rung._FORWARD_OF_TERMS_WITH_OPTIONS, rung._BY_ROWS_OF_TERMS,
+        rung._BY_KEYS_OF_TERMS_WITH_OPTIONS,
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("features", [Features(), WITH_BITS], ids=["plain", "with bits"])
-def test_every_device_has_the_shared_memory_for_every_width(features: Features) -> None:
-    by_rows = _BY_ROWS_WITH_OPTIONS if features.dropout else _BY_ROWS
-    by_keys = _BY_KEYS_WITH_OPTIONS if features.dropout else _BY_KEYS
-    forward = _FORWARD_WITH_OPTIONS if features.dropout else _FORWARD
+@pytest.mark.parametrize(("dtype", "has_bits"), TABLES)
+def test_every_device_has_the_shared_memory_for_every_width(dtype: str, has_bits: bool) -> None:
+    forward, by_rows, by_keys = TABLES[dtype, has_bits]
+    kind, features = (dtype, True), WITH_BITS if has_bits else Features()
+    few = [rung._FORWARD_OF_FEW_ROWS] if dtype == "float16" else []
     for width in range(16, 257, 16):
-        kind = "float16", True
+        for layout, step, parts in layouts_for(by_keys, width):
+            dq_sums(layout, round_up(width, step) // parts, is_wide=True)  # the warps can share it
         layout, step, parts = layouts_for(by_keys, width)[-1]
         head = round_up(width, step)
-        for other, _, columns in layouts_for(by_keys, width):
-            dq_sums(other, round_up(width, step) // columns, is_wide=True)  # the warps can share it
         sums = dq_sums(layout, head // parts, is_wide=True)
         kernels = [
-            forward_kernel(layouts_for(table, width)[-1], width, width, *kind, features)
-            for table in (forward, _FORWARD_OF_FEW_ROWS)
-        ]
-        kernels += [
+            *(
+                forward_kernel(layouts_for(table, width)[-1], width, width, *kind, features)
+                for table in (forward, *few)
+            ),
             dkdv_kernel(layout, head, head, *kind, sums, features, parts),
             dq_kernel(layouts_for(by_rows, width)[-1], width, width, *kind, features),
         ]

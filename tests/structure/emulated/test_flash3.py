@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import Problem, make_problem
-from kernels.cuda.attention.flash3_wgmma.forward.kernel import forward_kernel
+from kernels import Problem, launch, make_problem
 from kernels.cuda.attention.flash3_wgmma.layout import (
     ForwardLayout,
-    Shape,
     Widths,
     item_of,
     layout_of,
     schedule_of,
     shared_tiles,
 )
-from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.device import per_device
-from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, block_bytes
-from kernels.cuda.ptx.emulated.numbers import from_bits, to_bits
+from kernels.cuda.device.warpgroups import ALIGNMENT, block_bytes
 from kernels.problem.operands import make_operands
-from kernels.reference.attention import attention
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16
-from kernels.runtime.memory import Memory
 from kernels.runtime.targets import IS_SIMULATOR
 
-from ...support.emulated.engines import TensorMap
-from ...support.emulated.gpu import launch
+from ...support.attention.strategies import Case
+from ...support.emulated.hopper import emulated_hopper
+from ...support.emulated.target import EMULATED
 from ...support.tolerances import assert_close_arrays
 
-#: Beyond every row and column.
-FAR = 1 << 20
 #: Shared memory that a block of compute capability 9.0 can have, in bytes.
 MOST_SHARED = 227 * 1024
 plain = item_of if IS_SIMULATOR else item_of.py_func  # type: ignore[attr-defined]
@@ -88,81 +82,60 @@ def test_registers_are_no_more_than_a_multiprocessor_has(consumers: int) -> None
 
 
 class Call(NamedTuple):
-    """A call for the emulated GPU: lengths, dims, bounds, heads of q and of k, dtype, layout, blocks."""
+    """A call for the emulated GPU: lengths, dims, options, heads of q and of k, dtype, layout, blocks."""
 
     lengths: tuple[int, int]
     dims: tuple[int, int] = (64, 64)
-    bounds: tuple[int, int] = (-FAR, FAR)
+    options: Mapping[str, Any] = MappingProxyType({})
     heads: tuple[int, int] = (2, 2)
-    dtype: str = "float16"
+    dtype: Any = FLOAT16
     layout: ForwardLayout = ForwardLayout(2, 64, 2, 2, True)
     blocks: int = 1
 
 
+def _causal(offset: int, **more: Any) -> dict[str, Any]:
+    return {"is_causal": True, "causal_offset": offset, **more}
+
+
+THREE = ForwardLayout(3, 32, 2, 2, True)
 CALLS = {
     "odd lengths, one block takes all items": Call((70, 100)),
-    "causal, two blocks": Call((130, 100), bounds=(-FAR, 0), blocks=2),
-    "a window, rows that see nothing": Call((70, 90), bounds=(-20, -3), dtype="bfloat16"),
+    "causal, two blocks": Call((130, 100), options=_causal(0), blocks=2),
+    "a window, rows that see nothing": Call(
+        (70, 90), options={"window_size": (17, 0), "causal_offset": -3}, dtype=BFLOAT16
+    ),
     "one query tile at a time, three stages": Call(
         (70, 130), layout=ForwardLayout(2, 32, 3, 1, False)
     ),
-    "three consumers that take turns, two of them without rows": Call(
-        (193, 40), heads=(2, 2), layout=ForwardLayout(3, 32, 2, 2, True)
-    ),
+    "three consumers that take turns, two of them without rows": Call((193, 40), layout=THREE),
     "three consumers, two of which bounds leave no tile": Call(
-        (193, 40), heads=(2, 2), layout=ForwardLayout(3, 32, 2, 2, True), bounds=(-FAR, -130)
+        (193, 40), layout=THREE, options=_causal(-130)
     ),
     "consumers without turns, of which bounds leave one less": Call(
-        (300, 300), bounds=(-FAR, 0), layout=ForwardLayout(2, 32, 2, 2, False)
+        (300, 300), options=_causal(0), layout=ForwardLayout(2, 32, 2, 2, False)
     ),
     "maxima that may grow": Call((70, 130), layout=ForwardLayout(2, 32, 2, 2, True, 2)),
-    "narrow heads, a narrower value": Call((70, 40), (40, 24), (-FAR, 0)),
-    "two panels, heads that share keys": Call((65, 33), (96, 72), heads=(2, 1)),
+    "narrow heads, a narrower value": Call((70, 40), (40, 24), _causal(0)),
+    "two panels, heads that share keys": Call((65, 33), (96, 72), {"enable_gqa": True}, (2, 1)),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_kernels_own_source_computes_attention(name: str) -> None:
     call, rng = CALLS[name], np.random.default_rng(0)
-    (seq_q, seq_k), (head_dim, value_dim), (heads, key_heads) = call.lengths, call.dims, call.heads
-    q, k, v = (
-        to_bits(rng.standard_normal((1, count, seq, dim)), call.dtype)
-        for count, seq, dim in (
-            (heads, seq_q, head_dim), (key_heads, seq_k, head_dim), (key_heads, seq_k, value_dim)
-        )
-    )  # fmt: skip
-    out = np.full((1, heads, seq_q, value_dim), 0xFFFF, np.uint16)
-    lse, rest = (np.full((heads, seq_q), np.nan, np.float32) for _ in range(2))
-    counters = np.zeros(2, np.int32)
-    layout, widths = call.layout, Widths(*(-(-dim // 16) * 16 for dim in call.dims))
-    rows = (layout.block_q, layout.block_k, layout.block_k, 64)
-    maps = {
-        i: TensorMap(array, (1, 1, count, PANEL), LINE)
-        for i, (array, count) in enumerate(zip((q, k, v, out), rows, strict=True))
-    }
-    shared = int(key_heads > 1)
-    shape = Shape(seq_q, seq_k, heads, 1, 0, shared, 0, shared, 0)
-    schedule = schedule_of(-(-seq_q // layout.block_q), heads, 1, 2)
-    scale = head_dim**-0.5
-    launch(
-        forward_kernel(layout, widths, call.dtype), (call.blocks, 1),
-        *(np.zeros(128, np.uint8) for _ in maps), lse, rest, counters, shape, scale, schedule, 0,
-        Extras(*call.bounds, heads, 0, 0.0, 0.0, 0, 0, 1.0), maps=maps,
-    )  # fmt: skip
-    wide = [from_bits(x, call.dtype)[0].astype(np.float64) for x in (q, k, v)]
-    q, k, v = wide[0], *(np.repeat(x, heads // key_heads, axis=0) for x in wide[1:])
-    case = make_problem(q, k, v, scale=scale)
-    case = replace(case, lower=call.bounds[0], upper=call.bounds[1])
-    expected, expected_lse = np.empty((heads, seq_q, value_dim)), np.empty((heads, seq_q))
-    results = {"out": expected, "lse": expected_lse, "lse_rest": np.empty_like(expected_lse)}
-    operands = make_operands(Memory(), case, q, k, v).having(**results)
-    attention(case, (1, 1), operands.viewed(Memory(), case))
-    unit = {"float16": FLOAT16, "bfloat16": BFLOAT16}[call.dtype]
-    assert_close_arrays(out[0].view(unit), expected, unit, "out")
-    assert_close_arrays(lse, expected_lse, np.float32, "lse")
+    (seq_q, seq_k), (head, value), (heads, key_heads) = call.lengths, call.dims, call.heads
+    shapes = (heads, seq_q, head), (key_heads, seq_k, head), (key_heads, seq_k, value)
+    q, k, v = (rng.standard_normal((1, *shape)).astype(call.dtype) for shape in shapes)
+    case = Case(q, k, v, np.zeros((1, heads, seq_q, value)), dict(call.options), (1, 1))
+    problem = case.problem(rung="flash3_wgmma")
+    with emulated_hopper(call.layout, call.blocks):
+        operands = make_operands(EMULATED.memory, problem, *case.operands)
+        out, lse, rest = launch.forward(EMULATED, problem, operands)
+    expected = case.oracle()
+    assert_close_arrays(out, expected["out"], call.dtype, "out")
+    assert_close_arrays(lse, expected["lse"], np.float32, "lse")
     seen = np.isfinite(lse)
     assert (np.abs(rest[seen]) <= np.spacing(np.abs(lse[seen]))).all() and not rest[~seen].any()
-    assert not counters.any(), "the last block sets the counters back"
 
 
 def test_another_seed_is_another_question_and_all_that_does_not_depend_on_it_is_the_same() -> None:

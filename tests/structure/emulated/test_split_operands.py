@@ -11,30 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import launch
-from kernels.cuda.attention.flash2_mma import launch as rung
-from kernels.cuda.attention.flash2_mma.dkdv import dkdv_kernel
-from kernels.cuda.attention.flash2_mma.dq import dq_kernel
-from kernels.cuda.attention.flash2_mma.dq_atomics import dq_sums
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS
-from kernels.cuda.attention.flash2_mma.forward import forward_kernel
 from kernels.cuda.attention.flash2_mma.split_operands import split_operands
-from kernels.cuda.device.shared_tiles import round_up
 from kernels.cuda.ptx.emulated.numbers import from_bits
 from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.problem.operands import make_operands
 from kernels.runtime.dtypes import FLOAT32
-from kernels.scores.program import PLAIN, Features
 
 from ...support.attention.on_cuda import run as run_on_gpu
 from ...support.attention.strategies import Case
 from ...support.emulated.target import EMULATED, emulated_device
-from ...support.tensor_cores.attention import layouts_for
 from ...support.tensor_cores.sums import cut_sum, sums_cut_off
 from ...support.tolerances import assert_close_arrays
 
 BOTH = ("float32", "tf32")
-#: Of a block, where the device has least: compute capability 8.6.
-LEAST_SHARED_MEMORY = 99 * 1024
 
 
 def _split(array: Any, width: int, precision: str) -> tuple[Any, Any]:
@@ -225,31 +215,3 @@ def test_keys_beyond_the_bounds_do_not_set_the_scale() -> None:
         found = case.run(EMULATED, "flash2_mma")
     for name, wanted in clean.items():
         assert_close_arrays(found[name], wanted, FLOAT32, what=name, size=8.0)
-
-
-# -- shared memory --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("has_options", [False, True], ids=["plain", "with bits"])
-def test_every_device_has_the_shared_memory_for_terms_of_every_width(has_options: bool) -> None:
-    forward, by_keys = rung._FORWARD_OF_TERMS, rung._BY_KEYS_OF_TERMS
-    features = PLAIN
-    if has_options:
-        forward, by_keys = rung._FORWARD_OF_TERMS_WITH_OPTIONS, rung._BY_KEYS_OF_TERMS_WITH_OPTIONS
-        features = Features(dropout=True, block_mask=True)
-    for width in range(16, 257, 16):
-        kind = "float32", True
-        for layout, step, parts in layouts_for(by_keys, width):
-            dq_sums(layout, round_up(width, step) // parts, is_wide=True)  # the warps can share it
-        layout, step, parts = layouts_for(by_keys, width)[-1]
-        head = round_up(width, step)
-        sums = dq_sums(layout, head // parts, is_wide=True)
-        kernels = [
-            forward_kernel(layouts_for(forward, width)[-1], width, width, *kind, features),
-            dkdv_kernel(layout, head, head, *kind, sums, features, parts),
-            dq_kernel(
-                layouts_for(rung._BY_ROWS_OF_TERMS, width)[-1], width, width, *kind, features
-            ),
-        ]
-        for kernel in kernels:
-            assert kernel.shared_bytes <= LEAST_SHARED_MEMORY, (kernel.name, width)

@@ -31,13 +31,14 @@ FUZZ_ONLY = [
 
 @contextmanager
 def emulated_hopper(layout: ForwardLayout | None = None, blocks: int = 2) -> Iterator[None]:
-    """Let the forward rung run on the emulated GPU.
+    """Let the forward rung run on the emulated GPU; it leaves its counters at 0.
 
     Args:
         layout: Of its kernels; their own when None.
         blocks: Multiprocessors.
     """
     maps: dict[int, tuple[Any, TensorMap]] = {}
+    counters = np.zeros(2, np.int32)
 
     def tensor_map(array: Any, rows: int, dtype: str) -> tuple[Any, int, int]:
         array = as_bits(array)
@@ -66,7 +67,7 @@ def emulated_hopper(layout: ForwardLayout | None = None, blocks: int = 2) -> Ite
     of_launch = {
         "tensor_map": tensor_map,
         "multiprocessors": lambda: blocks,
-        "counters": lambda: np.zeros(2, np.int32),
+        "counters": lambda: counters,
         "reshaped": np.reshape,
         "as_bits": as_bits,
     }
@@ -106,6 +107,7 @@ def emulated_hopper(layout: ForwardLayout | None = None, blocks: int = 2) -> Ite
             yield
         finally:
             forget_launches()
+    assert not counters.any(), "the last block sets the counters back"
 
 
 @contextmanager

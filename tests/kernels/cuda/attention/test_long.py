@@ -13,7 +13,7 @@ from kernels.cuda.runtime.arrays import pool
 from kernels.problem.operands import make_operands
 from kernels.runtime.targets import cuda
 
-from ....support.attention.on_cuda import RUNGS, draw, packed, run
+from ....support.attention.on_cuda import RUNGS, draw, run
 from ....support.attention.strategies import MASK_MODS, SCORE_MODS, Case
 from ....support.layouts import on_device
 from ....support.tolerances import assert_close_arrays

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import minitorch
@@ -156,39 +156,10 @@ def test_mm_practice_refuses_more_than_one_block() -> None:
 # -- matrix products ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
-        ((1, 1), (1, 1)),
-        ((9, 17), (17, 10)),
-        ((3, 0), (0, 2)),
-        ((2, 3, 5), (2, 5, 4)),
-        ((1, 3, 5), (4, 5, 2)),
-        ((3, 5), (4, 5, 2)),
-        ((2, 1, 3, 2), (3, 2, 4)),
-        ((2, 3, 2, 4), (2, 3, 4, 1)),
-    ],
-)
-def test_matrix_multiply_agrees_with_numpy(
-    a: tuple[int, ...], b: tuple[int, ...], dtype: Any
-) -> None:
-    x, y = draw(a, dtype), draw(b, dtype, seed=1)
-    result = on_cuda(x) @ on_cuda(y)
-    assert result.dtype == dtype
-    assert_equal(result, x @ y, f"{a} @ {b}")
-
-
-@pytest.mark.parametrize("layouts", [(permuted, np.array), (np.array, permuted), (permuted,) * 2])
-def test_matrix_multiply_reads_operands_as_they_lie(layouts: tuple[Any, Any]) -> None:
-    x, y = layouts[0](draw((2, 9, 3))), layouts[1](draw((2, 3, 5), seed=1))
-    assert_equal(on_cuda(x) @ on_cuda(y), x @ y)
-
-
 @st.composite
 def products(draw_from: st.DrawFn) -> tuple[Any, Any]:
     """Draw two batches of matrices in any layout that multiply, broadcast in up to three dimensions."""
-    rows, depth, cols = (draw_from(st.integers(1, 20)) for _ in range(3))
+    rows, cols, depth = (draw_from(st.integers(least, 20)) for least in (1, 1, 0))
     batch = draw_from(st.lists(st.integers(1, 2), max_size=3))
     operands = []
     for seed, matrix in enumerate([(rows, depth), (depth, cols)]):
@@ -201,11 +172,17 @@ def products(draw_from: st.DrawFn) -> tuple[Any, Any]:
     return operands[0], operands[1]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=12)
 @given(operands=products())
-def test_any_layouts_and_batches_multiply_as_in_numpy(operands: tuple[Any, Any]) -> None:
-    x, y = operands
-    assert_equal(on_cuda(x) @ on_cuda(y), x @ y, f"{x.shape} @ {y.shape}")
+@example(operands=(np.ones((3, 0)), np.ones((0, 2))))
+def test_any_layouts_and_batches_multiply_as_in_numpy(
+    operands: tuple[Any, Any], dtype: Any
+) -> None:
+    x, y = (operand.astype(dtype) for operand in operands)
+    result = on_cuda(x) @ on_cuda(y)
+    assert result.dtype == dtype
+    assert_equal(result, x @ y, f"{x.shape} @ {y.shape}")
 
 
 def test_operands_of_two_dtypes_multiply_in_the_wider() -> None:
@@ -256,12 +233,6 @@ def test_moving_to_the_device_and_back_keeps_values_and_dtype() -> None:
     assert_equal(device, host.to_numpy())
     assert device.dtype == device.cpu().dtype == np.float32
     assert not is_device_storage(device.cpu()._tensor._storage)
-
-
-def test_operands_in_two_places_do_not_combine() -> None:
-    x, y = draw((2, 3)), draw((3,), seed=1)
-    with pytest.raises(TypeError, match=r"move one of them with cuda\(\) or cpu\(\)"):
-        _ = on_cuda(x) + minitorch.from_numpy(y, backend=SimpleBackend)
 
 
 def test_tensors_without_elements_launch_nothing() -> None:

@@ -31,14 +31,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import CodeType
 from typing import Any, NamedTuple
 
 PROJECT = Path(__file__).resolve().parents[1]
-sys.path += [str(PROJECT)]
+sys.path += [str(PROJECT), str(PROJECT / "reliability")]
+from bench import measuring  # noqa: E402
+from bench.table_cells import markdown  # noqa: E402
+from called_functions import BUDGET, FLOORS  # noqa: E402
+from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser  # noqa: E402
 
 ROOT = PROJECT.parent
-FLOORS = ("kernels", "minitorch")
 #: How tests run: on the host, and in the simulator.
 MODES = {"host": {}, "simulator": {"NUMBA_ENABLE_CUDASIM": "1"}}
 MARKS = {"host": "not slow and not fuzz", "simulator": "simulator and not slow"}
@@ -47,10 +49,7 @@ PATIENCE = 120
 #: Tests of a change at most.
 MOST_TESTS = 200
 HANGS = -999
-#: Of sys.monitoring: a number that no debugger, coverage or profiler uses.
-TOOL = 4
 OUTCOMES = ("caught", "survived", "not tested")
-BUDGET = "the budget of seconds is used up"
 OTHER = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
@@ -161,58 +160,6 @@ def drawn(tree: Path, only: list[str], count: int, seed: int) -> list[Mutation]:
     ]
 
 
-class Touched:
-    """A plug-in of pytest that records which functions each test calls, and ends a run after its budget."""
-
-    def __init__(self) -> None:
-        self.found: dict[int, CodeType] = {}
-        self.record = os.environ.get("MUTATIONS_RECORD")
-        self.end = time.monotonic() + float(os.environ.get("MUTATIONS_SECONDS", "inf"))
-        if self.record and sys.version_info >= (3, 12):
-            sys.monitoring.use_tool_id(TOOL, "mutations")
-            sys.monitoring.register_callback(TOOL, sys.monitoring.events.PY_START, self._started)
-            sys.monitoring.set_events(TOOL, sys.monitoring.events.PY_START)
-
-    def _started(self, code: CodeType, offset: int) -> Any:
-        self.found[id(code)] = code
-        return sys.monitoring.DISABLE if sys.version_info >= (3, 12) else None
-
-    def _called(self, frame: Any, event: str, argument: Any) -> None:
-        self.found[id(frame.f_code)] = frame.f_code
-
-    def pytest_runtest_logstart(self) -> None:
-        """Forget what the test before has called."""
-        self.found.clear()
-        if self.record and sys.version_info >= (3, 12):
-            sys.monitoring.restart_events()
-        elif self.record:  # several times slower
-            threading.settrace(self._called)
-            sys.settrace(self._called)
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        """Write a line with a test that has passed, and the functions that it has called."""
-        if self.record and report.when == "call" and report.passed:
-            tree, found = os.getcwd() + os.sep, [*self.found.values()]
-            ours = tuple(tree + floor for floor in FLOORS)
-            places = {
-                f"{code.co_filename.removeprefix(tree)}:{code.co_firstlineno}"
-                for code in found
-                if code.co_filename.startswith(ours) and code.co_name != "<module>"
-            }
-            with open(self.record, "a", encoding="utf-8") as file:
-                print(json.dumps([report.nodeid, sorted(places)]), file=file)
-
-    def pytest_runtest_teardown(self, item: Any) -> None:
-        """End the run after its seconds."""
-        if time.monotonic() > self.end:
-            item.session.shouldstop = BUDGET
-
-
-def pytest_configure(config: Any) -> None:
-    """Register the plug-in."""
-    config.pluginmanager.register(Touched())
-
-
 def run_tests(
     tree: Path, mode: str, arguments: list[str], seconds: float, **own: str
 ) -> tuple[int, str]:
@@ -221,7 +168,16 @@ def run_tests(
         **os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{Path(__file__).parent}", "CI": "true",
         "MINITORCH_SHRINK": "0", "MINITORCH_EXAMPLES": "10", "NUMBA_NUM_THREADS": "2", **MODES[mode], **own,
     }  # fmt: skip
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutations"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "called_functions",
+    ]
     child = subprocess.Popen(
         [*command, *arguments], cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, errors="replace", start_new_session=True,
@@ -368,8 +324,6 @@ def copy_of_tree(at: str, tree: Path) -> None:
 
 def table_of(rows: list[dict[str, Any]]) -> str:
     """Return how many changes of each room were caught, as a table."""
-    from bench.table_cells import markdown
-
     rooms: dict[str, Counter[str]] = defaultdict(Counter)
     for row in rows:
         room = row["file"].rpartition("/")[0]
@@ -383,9 +337,6 @@ def table_of(rows: list[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from bench import measuring
-    from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser
-
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -35,8 +35,6 @@ from typing import Any, NamedTuple
 
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path += [str(PROJECT), str(PROJECT / "reliability")]
-from bench import measuring  # noqa: E402
-from bench.table_cells import markdown  # noqa: E402
 from called_functions import BUDGET, FLOORS  # noqa: E402
 from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser  # noqa: E402
 
@@ -333,7 +331,8 @@ def table_of(rows: list[dict[str, Any]]) -> str:
         [room, str(sum(found.values())), *(str(found[outcome]) for outcome in OUTCOMES)]
         for room, found in sorted(rooms.items(), key=lambda item: (item[0] == "all", item[0]))
     ]
-    return markdown(["room", "changes", *OUTCOMES], lines)
+    head = ["room", "changes", *OUTCOMES]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -371,7 +370,9 @@ def main(argv: list[str] | None = None) -> int:
     start = time.perf_counter()
     tests = Tests(tree, touched(tree, args.tests, args.workers))
     print(f"recorded in {time.perf_counter() - start:.0f} s what tests call", flush=True)
-    rows, lock = measuring.rows_of(record), threading.Lock()
+    rows, lock = [], threading.Lock()
+    if record.exists():
+        rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
     done = {tuple(row["change"]) for row in rows}
 
     def test(change: Mutation) -> None:
@@ -388,10 +389,10 @@ def main(argv: list[str] | None = None) -> int:
                 "seconds": round(time.perf_counter() - start, 1),
             })  # fmt: skip
             rows.sort(key=lambda row: (row["file"], row["line"]))
-            measuring.write_record(
-                record, measuring.command_line("project/reliability/mutations.py", argv),
-                measuring.name_of("cpu"), rows=rows,
-            )  # fmt: skip
+            found = {"at": args.at, "seed": args.seed, "rows": rows}
+            part = record.with_suffix(".part")
+            part.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            part.replace(record)
 
     with ThreadPoolExecutor(args.workers) as pool:
         list(pool.map(test, [change for change in changes if change not in done]))

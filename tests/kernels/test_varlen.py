@@ -197,5 +197,3 @@ def test_dropout_counts_from_the_start_of_a_sequence(backend: str) -> None:
         own = out[cu[number] : cu[number + 1], :, :length].swapaxes(0, 1)
         expected = kept[number, :, :length, :length] / 0.5 / length
         assert_close_arrays(own, expected, np.float64, f"sequence {number}")
-
-

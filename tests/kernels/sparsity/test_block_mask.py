@@ -526,8 +526,3 @@ def test_nothing_to_see_is_a_mask_too() -> None:
                 lines = -(-(seq_k if by_keys else seq_q) // 16)
                 assert tiles.tile_ptr.tolist() == [0] * (lines + 1)
                 assert len(tiles.tile_ids) == len(tiles.tile_full) == 0
-
-
-# ---- errors -----------------------------------------------------------------------------------------
-
-

@@ -432,5 +432,3 @@ def test_a_precision_is_a_permission(precision: str) -> None:
         plain = kernels.flash_attention_forward(q, k, v, rung=rung)
         for one, other in zip(allowed, plain, strict=True):
             np.testing.assert_array_equal(one, other)
-
-

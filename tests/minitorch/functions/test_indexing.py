@@ -262,5 +262,3 @@ def test_empty_tensors(backend: TensorBackend) -> None:
     assert a.gather(1, np.zeros((2, 0, 1), int)).shape == (2, 0, 3)
     b = minitorch.ones((2, 4, 3), backend).scatter_add(1, np.zeros((1, 0, 1), int), a)
     np.testing.assert_array_equal(b.to_numpy(), np.ones((2, 4, 3)))
-
-

@@ -10,7 +10,7 @@ from numba import float32, int64, types, uint32, void
 
 from kernels.common.philox import PLAIN, attention_threshold
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words, make_kept, make_kept_by_keys
-from kernels.cuda.attention.options.score_functions import extras_type
+from kernels.cuda.attention.options.score_functions import Extras, extras_type
 from kernels.cuda.ptx.numbers import pack_bf16
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.dtypes import FLOAT32
@@ -18,7 +18,6 @@ from kernels.runtime.targets import cuda
 from kernels.scores.program import Features
 
 from ...support.emulated.gpu import launch
-from ...support.tensor_cores.attention import FAR, Extras
 
 DROPOUT = Features(dropout=True)
 FOUND = types.Array(float32, 4, "C")
@@ -48,7 +47,7 @@ def _kernel(kept: Any, cols: int) -> Kernel:
 def _assert_draws(cols: int, by_keys: bool, rate: float) -> None:
     make = make_kept_by_keys if by_keys else make_kept
     seed, threshold, flat, row, col = 1234567890123, attention_threshold(rate), 5, 37, 64
-    extras = Extras(-FAR, FAR, 2, 0, 0.0, 0.0, seed, threshold, 1.0)
+    extras = Extras(-(1 << 20), 1 << 20, 2, 0, 0.0, 0.0, seed, threshold, 1.0)
     found = np.full((3, 32, cols // 8, 4), 7, np.float32)
     launch(_kernel(make(cols), cols), (1, 1), found, flat, row, col, extras)
     lane, t, i = np.indices(found.shape[1:])

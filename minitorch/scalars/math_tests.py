@@ -16,134 +16,48 @@ NamedPairs = list[tuple[str, Callable[..., Any], Callable[..., Any]]]
 class MathTest:
     """The functions for floats; those that use only arithmetic work for variables too."""
 
-    @staticmethod
-    def neg(a: Any) -> Any:
-        """Compute -a."""
-        return -a
+    neg = staticmethod(lambda a: -a)
+    addConstant = staticmethod(lambda a: 5 + a)
+    square = staticmethod(lambda a: a * a)
+    cube = staticmethod(lambda a: a * a * a)
+    subConstant = staticmethod(lambda a: a - 5)
+    multConstant = staticmethod(lambda a: 5 * a)
+    div = staticmethod(lambda a: a / 5)
+    inv = staticmethod(lambda a: operators.inv(a + 3.5))
+    sig = staticmethod(lambda a: operators.sigmoid(a))
+    # Far from the edge at zero, and from overflow.
+    log = staticmethod(lambda a: operators.log(a + 100000))
+    relu = staticmethod(lambda a: operators.relu(a + 5.5))
+    exp = staticmethod(lambda a: operators.exp(a - 200))
+    explog = staticmethod(lambda a: operators.log(a + 100000) + operators.exp(a - 200))
+    complex = staticmethod(
+        lambda a: (
+            operators.log(
+                operators.sigmoid(operators.relu(operators.relu(a * 10 + 7) * 6 + 5) * 10)
+            )
+            / 50
+        )
+    )
 
-    @staticmethod
-    def addConstant(a: Any) -> Any:
-        """Compute 5 + a."""
-        return 5 + a
+    add2 = staticmethod(lambda a, b: a + b)
+    mul2 = staticmethod(lambda a, b: a * b)
+    div2 = staticmethod(lambda a, b: a / (b + 5.5))
+    gt2 = staticmethod(lambda a, b: operators.lt(b, a + 1.2))
+    lt2 = staticmethod(lambda a, b: operators.lt(a + 1.2, b))
+    eq2 = staticmethod(lambda a, b: operators.eq(a, b + 5.5))
 
-    @staticmethod
-    def square(a: Any) -> Any:
-        """Compute a * a."""
-        return a * a
-
-    @staticmethod
-    def cube(a: Any) -> Any:
-        """Compute a * a * a."""
-        return a * a * a
-
-    @staticmethod
-    def subConstant(a: Any) -> Any:
-        """Compute a - 5."""
-        return a - 5
-
-    @staticmethod
-    def multConstant(a: Any) -> Any:
-        """Compute 5 * a."""
-        return 5 * a
-
-    @staticmethod
-    def div(a: Any) -> Any:
-        """Compute a / 5."""
-        return a / 5
-
-    @staticmethod
-    def inv(a: Any) -> Any:
-        """Compute 1 / (a + 3.5)."""
-        return operators.inv(a + 3.5)
-
-    @staticmethod
-    def sig(a: Any) -> Any:
-        """Compute the sigmoid of a."""
-        return operators.sigmoid(a)
-
-    @staticmethod
-    def log(a: Any) -> Any:
-        """Compute the log of a + 100000, far from the edge at zero."""
-        return operators.log(a + 100000)
-
-    @staticmethod
-    def relu(a: Any) -> Any:
-        """Compute the relu of a + 5.5."""
-        return operators.relu(a + 5.5)
-
-    @staticmethod
-    def exp(a: Any) -> Any:
-        """Compute e^(a - 200), far from overflow."""
-        return operators.exp(a - 200)
-
-    @staticmethod
-    def explog(a: Any) -> Any:
-        """Compute log(a + 100000) + e^(a - 200)."""
-        return operators.log(a + 100000) + operators.exp(a - 200)
-
-    @staticmethod
-    def complex(a: Any) -> Any:
-        """Compute log(sigmoid(relu(relu(10 a + 7) * 6 + 5) * 10)) / 50."""
-        inner = operators.relu(operators.relu(a * 10 + 7) * 6 + 5)
-        return operators.log(operators.sigmoid(inner * 10)) / 50
-
-    @staticmethod
-    def add2(a: Any, b: Any) -> Any:
-        """Compute a + b."""
-        return a + b
-
-    @staticmethod
-    def mul2(a: Any, b: Any) -> Any:
-        """Compute a * b."""
-        return a * b
-
-    @staticmethod
-    def div2(a: Any, b: Any) -> Any:
-        """Compute a / (b + 5.5)."""
-        return a / (b + 5.5)
-
-    @staticmethod
-    def gt2(a: Any, b: Any) -> Any:
-        """Tell whether a + 1.2 > b."""
-        return operators.lt(b, a + 1.2)
-
-    @staticmethod
-    def lt2(a: Any, b: Any) -> Any:
-        """Tell whether a + 1.2 < b."""
-        return operators.lt(a + 1.2, b)
-
-    @staticmethod
-    def eq2(a: Any, b: Any) -> Any:
-        """Tell whether a == b + 5.5."""
-        return operators.eq(a, b + 5.5)
-
-    @staticmethod
-    def sum_red(a: Any) -> Any:
-        """Add up a list."""
-        return operators.sum(a)
-
-    @staticmethod
-    def mean_red(a: Any) -> Any:
-        """Average a list."""
-        return operators.sum(a) / float(len(a))
-
-    @staticmethod
-    def mean_full_red(a: Any) -> Any:
-        """Average a list; for tensors, over every dimension."""
-        return operators.sum(a) / float(len(a))
+    sum_red = staticmethod(lambda a: operators.sum(a))
+    mean_red = staticmethod(lambda a: operators.sum(a) / float(len(a)))
+    mean_full_red = staticmethod(lambda a: operators.sum(a) / float(len(a)))
 
     @classmethod
     def _tests(cls) -> tuple[Named, Named, Named]:
         """Sort the functions of this class into those of one number, of two, and of a list."""
-        one: Named = []
-        two: Named = []
-        red: Named = []
-        for name in dir(MathTest):  # of MathTest, so that a subclass has the same list
-            if name.startswith("_"):
-                continue
-            group = two if name.endswith("2") else red if name.endswith("red") else one
-            group.append((name, getattr(cls, name)))
-        return one, two, red
+        # Names of MathTest, so that a subclass has the same lists.
+        named = [(name, getattr(cls, name)) for name in dir(MathTest) if name[0] != "_"]
+        two = [each for each in named if each[0].endswith("2")]
+        red = [each for each in named if each[0].endswith("red")]
+        return [each for each in named if each not in two + red], two, red
 
     @classmethod
     def _comp_testing(cls) -> tuple[NamedPairs, NamedPairs, NamedPairs]:
@@ -158,67 +72,19 @@ class MathTest:
 class MathTestVariable(MathTest):
     """The same functions for scalars and tensors, overridden where they need a method of the variable."""
 
-    @staticmethod
-    def inv(a: Any) -> Any:
-        """Compute 1 / (a + 3.5)."""
-        return 1.0 / (a + 3.5)
-
-    @staticmethod
-    def sig(a: Any) -> Any:
-        """Compute the sigmoid of a."""
-        return a.sigmoid()
-
-    @staticmethod
-    def log(a: Any) -> Any:
-        """Compute the log of a + 100000."""
-        return (a + 100000).log()
-
-    @staticmethod
-    def relu(a: Any) -> Any:
-        """Compute the relu of a + 5.5."""
-        return (a + 5.5).relu()
-
-    @staticmethod
-    def exp(a: Any) -> Any:
-        """Compute e^(a - 200)."""
-        return (a - 200).exp()
-
-    @staticmethod
-    def explog(a: Any) -> Any:
-        """Compute log(a + 100000) + e^(a - 200)."""
-        return (a + 100000).log() + (a - 200).exp()
-
-    @staticmethod
-    def complex(a: Any) -> Any:
-        """Compute log(sigmoid(relu(relu(10 a + 7) * 6 + 5) * 10)) / 50."""
-        return (((a * 10 + 7).relu() * 6 + 5).relu() * 10).sigmoid().log() / 50
-
-    @staticmethod
-    def gt2(a: Any, b: Any) -> Any:
-        """Tell whether a + 1.2 > b."""
-        return a + 1.2 > b
-
-    @staticmethod
-    def lt2(a: Any, b: Any) -> Any:
-        """Tell whether a + 1.2 < b."""
-        return a + 1.2 < b
-
-    @staticmethod
-    def eq2(a: Any, b: Any) -> Any:
-        """Tell whether a == b + 5.5."""
-        return a == b + 5.5
-
-    @staticmethod
-    def sum_red(a: Any) -> Any:
-        """Add up along dimension 0."""
-        return a.sum(0)
-
-    @staticmethod
-    def mean_red(a: Any) -> Any:
-        """Average along dimension 0."""
-        return a.mean(0)
-
-    @staticmethod
-    def mean_full_red(a: Any) -> Any:
-        """Average over every dimension."""
-        return a.mean()
+    inv = staticmethod(lambda a: 1.0 / (a + 3.5))
+    sig = staticmethod(lambda a: a.sigmoid())
+    log = staticmethod(lambda a: (a + 100000).log())
+    relu = staticmethod(lambda a: (a + 5.5).relu())
+    exp = staticmethod(lambda a: (a - 200).exp())
+    explog = staticmethod(lambda a: (a + 100000).log() + (a - 200).exp())
+    complex = staticmethod(
+        lambda a: (((a * 10 + 7).relu() * 6 + 5).relu() * 10).sigmoid().log() / 50
+    )
+    gt2 = staticmethod(lambda a, b: a + 1.2 > b)
+    lt2 = staticmethod(lambda a, b: a + 1.2 < b)
+    eq2 = staticmethod(lambda a, b: a == b + 5.5)
+    # Along dimension 0, and over every dimension.
+    sum_red = staticmethod(lambda a: a.sum(0))
+    mean_red = staticmethod(lambda a: a.mean(0))
+    mean_full_red = staticmethod(lambda a: a.mean())

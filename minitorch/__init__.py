@@ -4,182 +4,178 @@ The names below are those of the published course, so that its tests and scripts
 trees up to module N leave out what is marked ``beyond module N``.
 """
 
-from minitorch.doctor import entrance as _entrance
+from .doctor import entrance as _entrance  # beyond module 5
 
+# isort: split
+from numpy import float16, float32, float64  # beyond module 1
+
+from kernels.runtime.dtypes import BFLOAT16  # beyond module 1
+from kernels.runtime.jit import get_num_threads, set_num_threads  # beyond module 2
+
+from . import (
+    compat,  # beyond module 5
+    fast_ops,  # beyond module 1
+    operators,
+    scalar,  # beyond module 0
+    scalar_functions,  # beyond module 0
+    tensor_data,  # beyond module 1
+    tensor_functions,  # beyond module 1
+    testing,  # beyond module 0
+)
+from .accelerated import plain  # beyond module 5
+from .attention.naive import naive_attention  # beyond module 4
+from .autodiff import (  # beyond module 0
+    Context,
+    History,
+    Variable,
+    backpropagate,
+    central_difference,
+    topological_sort,
+)
+from .backends.matmul_precision import (  # beyond module 4
+    Precision,
+    get_matmul_precision,
+    matmul_precision,
+    set_matmul_precision,
+)
+from .compat.tensor_methods import (  # beyond module 5
+    Attn_Softmax,
+    Flash_Attn,
+    Flash_Attn2,
+    Flash_Attn_Causal,
+    LayerNorm,
+    LayerNorm1dFused,
+)
+from .cuda_kernel_ops import CudaKernelOps  # beyond module 5
+from .cuda_ops import (  # beyond module 1
+    CudaBackend,
+    CudaOps,
+    mm_practice,  # beyond module 2
+    sum_practice,  # beyond module 2
+)
+from .datasets import datasets
+from .drawing.expression_graph import ExpressionGraph  # beyond module 5
+from .fast_conv import Conv1dFun, Conv2dFun, conv1d, conv2d  # beyond module 3
+from .fast_ops import FastBackend, FastOps  # beyond module 1
+from .functions.base import Function  # beyond module 1
+from .functions.flash_attention import FlashAttention  # beyond module 4
+from .layers.linear import linear  # beyond module 3
+from .layers.linear_cross_entropy import linear_cross_entropy  # beyond module 4
+from .layers.residual_layer_norm import residual_layer_norm  # beyond module 5
+from .layers.rms_norm import RMSNorm, rms_norm  # beyond module 4
+from .models.config import Config  # beyond module 4
+from .models.encoder_lm import EncoderClassifier, EncoderLM  # beyond module 5
+from .models.kv_cache import KVCache, LayerCache  # beyond module 4
+from .models.reversible import ReversibleSequence  # beyond module 5
+from .models.rotary import Rotary  # beyond module 4
+from .models.sequence_classifier import SequenceClassifier  # beyond module 5
+from .module import Module, Parameter
+from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear  # beyond module 3
+from .nn import (  # beyond module 3
+    GELU,
+    argmax,
+    avgpool2d,
+    dropout,
+    logsoftmax,
+    logsumexp,
+    max,
+    maxpool2d,
+    one_hot,
+    silu,
+    softmax,
+    softmax_loss,
+    tile,
+)
+from .optim import (  # beyond module 1
+    SGD,
+    Adam,  # beyond module 3
+    Optimizer,
+)
+from .scalar import Scalar, ScalarHistory, derivative_check  # beyond module 0
+from .scalar_functions import ScalarFunction  # beyond module 0
+from .scalars.modes import no_grad  # beyond module 0
+from .tensor import Tensor  # beyond module 1
+from .tensor_data import (  # beyond module 1
+    MAX_DIMS,
+    IndexingError,
+    Shape,
+    Storage,
+    Strides,
+    TensorData,
+    UserIndex,
+    UserShape,
+    UserStrides,
+    broadcast_index,
+    get_default_dtype,
+    index_to_position,
+    set_default_dtype,
+    shape_broadcast,
+    strides_from_shape,
+    to_index,
+)
+from .tensor_functions import (  # beyond module 1
+    EQ,
+    LT,
+    Add,
+    All,
+    Copy,
+    Exp,
+    Inv,
+    IsClose,
+    Log,
+    MatMul,
+    Max,
+    Mul,
+    Neg,
+    Permute,
+    PowerScalar,
+    ReLU,
+    Sigmoid,
+    Sum,
+    Tanh,
+    View,
+)
+from .tensor_ops import (  # beyond module 1
+    MapProto,
+    SimpleBackend,
+    SimpleOps,
+    TensorBackend,
+    TensorOps,
+)
+from .tensors.dlpack import from_dlpack  # beyond module 5
+from .tensors.factories import (  # beyond module 1
+    from_numpy,
+    full,
+    manual_seed,
+    ones,
+    ones_tensor_from_numpy,
+    rand,
+    randn,
+    tensor_from_numpy,
+    zeros,
+    zeros_tensor_from_numpy,
+)
+from .tensors.factories import tensor as _tensor  # beyond module 1
+from .tensors.gradient_check import grad_central_difference, grad_check  # beyond module 1
+from .tensors.joining import cat, stack  # beyond module 4
+from .testing import MathTest, MathTestVariable  # beyond module 0
+from .training.adamw import AdamW  # beyond module 5
+from .training.anomaly import AnomalyError, detect_anomaly  # beyond module 5
+from .training.captured_step import CaptureError, GraphStep, graph_step  # beyond module 5
+from .training.clipping import clip_grad_norm_  # beyond module 5
+from .training.recompute import checkpoint  # beyond module 4
+from .transformer import (  # beyond module 4
+    DecoderLM,
+    FeedForward,
+    GatedFeedForward,
+    MultiHeadAttention,
+    TransformerLayer,
+)
+
+bfloat16 = BFLOAT16.type  # beyond module 1
+# The function: else type checkers see the file of that name.  # beyond module 1
+tensor = _tensor  # beyond module 1
+prod = operators.prod
+version = "0.4"  # of the published course's interface
 # The version of this package; setup.py and docs/conf.py read it here.
 __version__ = "0.2.0"
-version = "0.4"  # of the published course's interface
-
-# `python -m minitorch doctor` must also run where nothing of this can be imported.
-if not _entrance.runs_as_command(__name__):
-    _entrance.check_kernels()
-    with _entrance.naming_the_doctor():
-        from numpy import float16, float32, float64  # beyond module 1
-
-        from kernels.runtime.dtypes import BFLOAT16  # beyond module 1
-        from kernels.runtime.jit import get_num_threads, set_num_threads  # beyond module 2
-
-        from . import (
-            compat,  # beyond module 5
-            fast_ops,  # beyond module 1
-            operators,
-            scalar,  # beyond module 0
-            scalar_functions,  # beyond module 0
-            tensor_data,  # beyond module 1
-            tensor_functions,  # beyond module 1
-            testing,  # beyond module 0
-        )
-        from .accelerated import plain  # beyond module 5
-        from .attention.naive import naive_attention  # beyond module 4
-        from .autodiff import (  # beyond module 0
-            Context,
-            History,
-            Variable,
-            backpropagate,
-            central_difference,
-            topological_sort,
-        )
-        from .backends.matmul_precision import (  # beyond module 4
-            Precision,
-            get_matmul_precision,
-            matmul_precision,
-            set_matmul_precision,
-        )
-        from .compat.tensor_methods import (  # beyond module 5
-            Attn_Softmax,
-            Flash_Attn,
-            Flash_Attn2,
-            Flash_Attn_Causal,
-            LayerNorm,
-            LayerNorm1dFused,
-        )
-        from .cuda_kernel_ops import CudaKernelOps  # beyond module 5
-        from .cuda_ops import (  # beyond module 1
-            CudaBackend,
-            CudaOps,
-            mm_practice,  # beyond module 2
-            sum_practice,  # beyond module 2
-        )
-        from .datasets import datasets
-        from .drawing.expression_graph import ExpressionGraph  # beyond module 5
-        from .fast_conv import Conv1dFun, Conv2dFun, conv1d, conv2d  # beyond module 3
-        from .fast_ops import FastBackend, FastOps  # beyond module 1
-        from .functions.base import Function  # beyond module 1
-        from .functions.flash_attention import FlashAttention  # beyond module 4
-        from .layers.linear import linear  # beyond module 3
-        from .layers.linear_cross_entropy import linear_cross_entropy  # beyond module 4
-        from .layers.residual_layer_norm import residual_layer_norm  # beyond module 5
-        from .layers.rms_norm import RMSNorm, rms_norm  # beyond module 4
-        from .models.config import Config  # beyond module 4
-        from .models.encoder_lm import EncoderClassifier, EncoderLM  # beyond module 5
-        from .models.kv_cache import KVCache, LayerCache  # beyond module 4
-        from .models.reversible import ReversibleSequence  # beyond module 5
-        from .models.rotary import Rotary  # beyond module 4
-        from .models.sequence_classifier import SequenceClassifier  # beyond module 5
-        from .module import Module, Parameter
-        from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear  # beyond module 3
-        from .nn import (  # beyond module 3
-            GELU,
-            argmax,
-            avgpool2d,
-            dropout,
-            logsoftmax,
-            logsumexp,
-            max,
-            maxpool2d,
-            one_hot,
-            silu,
-            softmax,
-            softmax_loss,
-            tile,
-        )
-        from .optim import (  # beyond module 1
-            SGD,
-            Adam,  # beyond module 3
-            Optimizer,
-        )
-        from .scalar import Scalar, ScalarHistory, derivative_check  # beyond module 0
-        from .scalar_functions import ScalarFunction  # beyond module 0
-        from .scalars.modes import no_grad  # beyond module 0
-        from .tensor import Tensor  # beyond module 1
-        from .tensor_data import (  # beyond module 1
-            MAX_DIMS,
-            IndexingError,
-            Shape,
-            Storage,
-            Strides,
-            TensorData,
-            UserIndex,
-            UserShape,
-            UserStrides,
-            broadcast_index,
-            get_default_dtype,
-            index_to_position,
-            set_default_dtype,
-            shape_broadcast,
-            strides_from_shape,
-            to_index,
-        )
-        from .tensor_functions import (  # beyond module 1
-            EQ,
-            LT,
-            Add,
-            All,
-            Copy,
-            Exp,
-            Inv,
-            IsClose,
-            Log,
-            MatMul,
-            Max,
-            Mul,
-            Neg,
-            Permute,
-            PowerScalar,
-            ReLU,
-            Sigmoid,
-            Sum,
-            Tanh,
-            View,
-        )
-        from .tensor_ops import (  # beyond module 1
-            MapProto,
-            SimpleBackend,
-            SimpleOps,
-            TensorBackend,
-            TensorOps,
-        )
-        from .tensors.dlpack import from_dlpack  # beyond module 5
-        from .tensors.factories import (  # beyond module 1
-            from_numpy,
-            full,
-            manual_seed,
-            ones,
-            ones_tensor_from_numpy,
-            rand,
-            randn,
-            tensor_from_numpy,
-            zeros,
-            zeros_tensor_from_numpy,
-        )
-        from .tensors.factories import tensor as _tensor  # beyond module 1
-        from .tensors.gradient_check import grad_central_difference, grad_check  # beyond module 1
-        from .tensors.joining import cat, stack  # beyond module 4
-        from .testing import MathTest, MathTestVariable  # beyond module 0
-        from .training.adamw import AdamW  # beyond module 5
-        from .training.anomaly import AnomalyError, detect_anomaly  # beyond module 5
-        from .training.captured_step import CaptureError, GraphStep, graph_step  # beyond module 5
-        from .training.clipping import clip_grad_norm_  # beyond module 5
-        from .training.recompute import checkpoint  # beyond module 4
-        from .transformer import (  # beyond module 4
-            DecoderLM,
-            FeedForward,
-            GatedFeedForward,
-            MultiHeadAttention,
-            TransformerLayer,
-        )
-
-        bfloat16 = BFLOAT16.type  # beyond module 1
-        # The function: else type checkers see the file of that name.  # beyond module 1
-        tensor = _tensor  # beyond module 1
-        prod = operators.prod

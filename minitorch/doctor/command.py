@@ -33,7 +33,6 @@ VARIABLES = (
     "NUMBA_CACHE_DIR", "NUMBA_CUDA_DRIVER", "MINITORCH_RUNG", "MINITORCH_PUBLISHED", "CUDA_VISIBLE_DEVICES",
     "CUDA_HOME", "PYTHONPATH",
 )  # fmt: skip
-LAYERS = ("tbb", "omp", "workqueue")
 #: Import names of packages that can only be imported where NumPy can.
 _ON_NUMPY = {"numba", "scipy", "ml_dtypes"}
 
@@ -156,39 +155,21 @@ def examine(seconds: float = 120.0) -> dict[str, Any]:
     names = [name for name in wanted if name not in ("python", "numba-cuda")]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as workers:
 
-        def start(*probe: str) -> Any:
-            return workers.submit(ask, *probe, seconds=seconds)
+        def asked(probes: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+            waiting = {n: workers.submit(ask, *p, seconds=seconds) for n, p in probes.items()}
+            return {name: each.result() for name, each in waiting.items()}
 
-        driver, first = start("driver"), start("package", "numpy")
-        broken = "error" in first.result()
+        answers = asked({"numpy": ("package", "numpy")})
+        broken = "error" in answers["numpy"]
         tried = [n for n in names if n != "numpy" and not (broken and n in _ON_NUMPY)]
-        waiting = {name: start("package", name) for name in tried}
-        answers = {"numpy": first.result(), **{name: w.result() for name, w in waiting.items()}}
+        answers |= asked({name: ("package", name) for name in tried})
         facts["packages"] = {name: _package(name, answers.get(name)) for name in names}
-        facts["driver"] = driver.result()
-        facts.update(_of_numba(facts, answers, start))
+        numba = facts["packages"].get("numba", {"error": "not installed"})
+        if not numba.get("shadowed") and "error" not in numba and "numba" in answers:
+            facts |= asked({name: (name,) for name in ("cuda", "launch", "parallel")})
+            if not any(finding.is_problem for finding in diagnose(facts)):
+                facts |= asked({"library": ("library",)})
     return facts
-
-
-def _of_numba(
-    facts: dict[str, Any], answers: dict[str, dict[str, Any]], start: Any
-) -> dict[str, Any]:
-    """Probe the libraries that need numba, and then minitorch itself."""
-    is_shadowed = facts["packages"].get("numba", {}).get("shadowed")
-    if is_shadowed or "error" in answers.get("numba", {"error": "not tried"}):
-        return {}
-    waiting = {name: start(name) for name in ("cuda", "parallel")}
-    if "error" not in answers.get("scipy", {}):
-        waiting["blas"] = start("blas")
-    layers = {name: start("layer", name) for name in LAYERS}
-    found: dict[str, Any] = {name: each.result() for name, each in waiting.items()}
-    found["layers"] = {name: each.result() for name, each in layers.items()}
-    cuda = found["cuda"]
-    if facts["driver"].get("devices") and "ptx" in cuda:
-        found["launch"] = start("launch").result()
-    if not any(finding.is_problem for finding in diagnose({**facts, **found})):
-        found["library"] = start("library").result()
-    return found
 
 
 def _package(name: str, answer: dict[str, Any] | None) -> dict[str, Any]:
@@ -206,7 +187,7 @@ def _package(name: str, answer: dict[str, Any] | None) -> dict[str, Any]:
 
 def table(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the facts as a table, one name and sentence per line."""
-    python, cuda, driver = facts["python"], facts.get("cuda", {}), facts["driver"]
+    python, cuda, launched = facts["python"], facts.get("cuda", {}), facts.get("launch", {})
     rows = [
         ("Python", f"{python['version']}, {python['platform']}, {python['executable']}"),
         ("minitorch", facts["minitorch"]),
@@ -215,49 +196,20 @@ def table(facts: dict[str, Any]) -> list[tuple[str, str]]:
     for name, found in facts["packages"].items():
         state = found["installed"] or found.get("version") or "missing"
         rows.append((name, f"{state:<12} needs {facts['ranges'].get(name) or 'any version'}"))
+    rows += facts["installed"].items()
     if "file" in cuda:
-        mine = facts["installed"].get(owner(cuda["file"]), "")
-        rows.append(("numba.cuda", f"{owner(cuda['file'])} {mine}".rstrip()))
-        rows.append(
-            ("simulator", "on" if cuda["simulator"] else "off (NUMBA_ENABLE_CUDASIM=1: on)")
-        )
-    if cuda.get("ptx"):
-        rows.append(("toolkit", f"CUDA {cuda['toolkit'] or '?'}, writes PTX {cuda['ptx']}"))
-    elif "ptx_error" in cuda:
-        rows.append(("toolkit", "none; CUDA kernels run in the simulator"))
-    rows.append(("driver", _driver(driver)))
-    rows += [("GPU", _device(device)) for device in driver.get("devices", [])] or [
-        ("GPU", "none, which is no problem: CPU and simulator need none")
-    ]
-    if "libraries" in facts.get("blas", {}):
-        known = [f"{x['internal_api']} {x['version']}" for x in facts["blas"]["libraries"]]
-        rows.append(("BLAS", ", ".join(dict.fromkeys(known)) or "unknown to threadpoolctl"))
-    if "layer" in facts.get("parallel", {}):
-        used, loads = facts["parallel"], facts["layers"]
-        load = ", ".join(name for name in LAYERS if "error" not in loads[name])
-        text = f"{used['layer']}, {used['threads']} threads (there are {load})"
-        rows.append(("threading layer", text))
+        switch = "on" if cuda["simulator"] else "off (NUMBA_ENABLE_CUDASIM=1: on)"
+        rows += [("numba.cuda", owner(cuda["file"])), ("simulator", switch)]
+    gpu = launched.get("gpu") or "none, which is no problem: CPU and simulator need none"
+    rows.append(("GPU", launched.get("error", gpu)))
+    if "layer" in (used := facts.get("parallel", {})):
+        rows.append(("threading layer", f"{used['layer']}, {used['threads']} threads"))
     cache = facts["cache"]
-    rows.append(
-        ("cache", f"{cache['folder']}, {'not writable' if cache['why_not'] else 'writable'}")
-    )
+    state = "not writable" if cache["why_not"] else "writable"
+    rows.append(("cache", f"{cache['folder']}, {state}"))
     if "seconds" in facts.get("library", {}):
         rows.append(("import minitorch", f"works, {facts['library']['seconds']:.1f} s"))
-    rows += [(name, value) for name, value in facts["environment"].items()]
-    return rows
-
-
-def _driver(driver: dict[str, Any]) -> str:
-    if driver.get("driver") is None:
-        return driver.get("error") or f"none ({driver['reason']})"
-    release = f"{driver['release']}, " if driver.get("release") else ""
-    return f"{release}CUDA {driver['driver']}"
-
-
-def _device(device: dict[str, Any]) -> str:
-    shared = f"{device['shared'] // 1024} KB, up to {device['shared_optin'] // 1024} KB"
-    capability = f"{device['major']}.{device['minor']}"
-    return f"{device['name']}, compute capability {capability}, shared memory per block {shared}"
+    return [*rows, *facts["environment"].items()]
 
 
 def report(facts: dict[str, Any], findings: list[Finding]) -> str:
@@ -273,23 +225,15 @@ def report(facts: dict[str, Any], findings: list[Finding]) -> str:
     return "\n".join(lines)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the doctor's options to a parser."""
-    parser.add_argument("--json", action="store_true", help="write facts and findings as JSON")
-    parser.add_argument(
+def main(argv: list[str] | None = None) -> int:
+    """Examine this environment and print the answer; return 0 if there is no problem, otherwise 1."""
+    parser = argparse.ArgumentParser(prog="python -m minitorch", description=ABOUT)
+    doctor = parser.add_subparsers(required=True).add_parser("doctor", help=ABOUT)
+    doctor.add_argument("--json", action="store_true", help="write facts and findings as JSON")
+    doctor.add_argument(
         "--seconds", type=float, default=120.0, help="how long one library may take to answer"
     )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Examine this environment and print the answer.
-
-    Args:
-        args: With the options of :func:`add_options`.
-
-    Returns:
-        0 if there is no problem, otherwise 1.
-    """
+    args = parser.parse_args(argv)
     facts = examine(args.seconds)
     findings = diagnose(facts)
     if args.json:

@@ -1,12 +1,14 @@
-"""Start the package: as a command that must run anywhere, or as a library whose imports may fail.
+"""The first module of the package to be imported: run as a command that works anywhere, or check imports.
 
-This module uses the standard library only, like everything that ``python -m minitorch doctor`` imports, so
-that it runs where NumPy or numba cannot be imported.
+``python -m minitorch doctor`` runs here and ends.  Otherwise the libraries that minitorch needs are
+imported, and an error of one of them names the doctor.  This module uses the standard library only, like
+everything that the doctor imports, so that it runs where NumPy or numba cannot be imported.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -19,9 +21,6 @@ _OURS = {_HERE, _HERE.parent / "kernels"}
 
 def runs_as_command(package: str) -> bool:
     """Tell whether Python imports a package in order to run it, as ``python -m package``.
-
-    Args:
-        package: Its name.
 
     Source: Python's manual, "Command line and environment", ``-m``: while the module is being located,
     the first element of ``sys.argv`` is ``"-m"``.
@@ -80,9 +79,8 @@ class naming_the_doctor:
     ) -> None:
         if isinstance(error, (Exception, SystemExit)) and not is_ours(error):
             raise ImportError(
-                f"minitorch cannot be imported here ({describe(error)})"
-                f"; run `{DOCTOR}`, which reports what is wrong with this "  # beyond module 5
-                "environment and how to fix it"  # beyond module 5
+                f"minitorch cannot be imported here ({describe(error)}); run `{DOCTOR}`, which reports "
+                "what is wrong with this environment and how to fix it"
             ) from error
 
 
@@ -93,11 +91,7 @@ def describe(error: BaseException) -> str:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Tell whether an exception comes from this project's code, and not from a dependency.
-
-    Args:
-        error: The exception, with its traceback.
-    """
+    """Tell whether an exception comes from this project's code, and not from a dependency."""
     if isinstance(error, ImportError) and error.name is not None:
         top = sys.modules.get(error.name.split(".")[0])
         return _lies_here(getattr(top, "__file__", None))
@@ -111,3 +105,13 @@ def is_ours(error: BaseException) -> bool:
 
 def _lies_here(file: str | None) -> bool:
     return file is not None and not _OURS.isdisjoint(Path(file).resolve().parents)
+
+
+if runs_as_command("minitorch"):
+    from minitorch.doctor.command import main
+
+    sys.exit(main(sys.argv[1:]))
+check_kernels()
+with naming_the_doctor():
+    for _library in ("numpy", "ml_dtypes", "safetensors.numpy", "scipy", "kernels.runtime.targets"):
+        import_module(_library)

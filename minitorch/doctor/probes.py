@@ -6,9 +6,7 @@ runs as a script, so nothing of the package is imported but what the probe itsel
 
 from __future__ import annotations
 
-import ctypes
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -53,16 +51,16 @@ def ask(
         if mark:
             return json.loads(answer)
     said = done.stderr.decode(errors="replace").strip().splitlines()
-    return {"error": f"{_ending(done.returncode)}{': ' if said else ''}{said[-1] if said else ''}"}
+    return {"error": ": ".join([_ending(done.returncode), *said[-1:]])}
 
 
 def _ending(code: int) -> str:
-    if code < 0:
-        try:
-            return f"the process crashed ({signal.Signals(-code).name})"
-        except ValueError:
-            return f"the process crashed (signal {-code})"
-    return f"the process ended with code {code} and no answer"
+    if code >= 0:
+        return f"the process ended with code {code} and no answer"
+    try:
+        return f"the process crashed ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"the process crashed (signal {-code})"
 
 
 # -- in the child -------------------------------------------------------------------------------
@@ -84,24 +82,25 @@ def _numba_cuda() -> Any:
 
 def cuda() -> dict[str, Any]:
     """Import ``numba.cuda``, from whichever package, and compile an empty kernel; this needs no GPU."""
-    numba = import_module("numba")
-    module = _numba_cuda()
+    numba, module = import_module("numba"), _numba_cuda()
     found: dict[str, Any] = {"file": _file(module), "simulator": bool(numba.config.ENABLE_CUDASIM)}
     if not found["simulator"]:
         try:
-            ptx, _ = module.compile(_nothing, numba.void(), device=False, abi="numba", cc=(8, 0), output="ptx")  # fmt: skip  # noqa: E501
+            module.compile(_nothing, numba.void(), device=False, abi="numba", cc=(8, 0), output="ptx")  # fmt: skip  # noqa: E501
         except Exception as error:
-            found["ptx_error"] = _line(error)
-        else:
-            for key, pattern in (("ptx", r"\.version (\S+)"), ("toolkit", r"release ([\d.]+)")):
-                match = re.search(pattern, ptx)
-                found[key] = match and match.group(1)
+            found["compile_error"] = _line(error)
     return found
 
 
 def launch() -> dict[str, Any]:
-    """Run a kernel on the GPU."""
+    """Run a kernel on the GPU, if there is one."""
     numpy, module = import_module("numpy"), _numba_cuda()
+    if import_module("numba").config.ENABLE_CUDASIM:
+        return {"gpu": None}
+    try:
+        device = module.get_current_device()
+    except Exception as error:
+        return {"gpu": None, "reason": _line(error)}
     numbers = module.to_device(numpy.zeros(32, numpy.float32))
 
     def count(out: Any) -> None:
@@ -109,79 +108,15 @@ def launch() -> dict[str, Any]:
         out[place] = place
 
     module.jit(count)[1, 32](numbers)
-    right = bool((numbers.copy_to_host() == numpy.arange(32)).all())
-    return {} if right else {"error": "a kernel that numbers its threads gave wrong numbers"}
-
-
-#: Numbers of CUDA's device attributes.
-_ATTRIBUTES = {"major": 75, "minor": 76, "shared": 8, "shared_optin": 97}
-
-
-def driver() -> dict[str, Any]:
-    """Query the CUDA driver for its version and the devices, without numba."""
-    library, missing = None, []
-    for name in ("libcuda.so.1", "libcuda.so", "nvcuda.dll"):
-        try:
-            library = ctypes.CDLL(name)
-            break
-        except OSError as error:
-            missing.append(str(error))
-    if library is None:
-        return {"driver": None, "reason": missing[0], "devices": []}
-    number = ctypes.c_int()
-    library.cuDriverGetVersion(ctypes.byref(number))
-    found: dict[str, Any] = {
-        "driver": f"{number.value // 1000}.{number.value % 1000 // 10}",
-        "devices": [],
-        "release": _release(),
-    }
-    status = library.cuInit(0)
-    if status:
-        text = ctypes.c_char_p()
-        library.cuGetErrorName(status, ctypes.byref(text))
-        return {**found, "reason": (text.value or b"an unknown error").decode()}
-    library.cuDeviceGetCount(ctypes.byref(number))
-    for ordinal in range(number.value):
-        device, value, text = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
-        library.cuDeviceGet(ctypes.byref(device), ordinal)
-        library.cuDeviceGetName(text, len(text), device)
-        facts: dict[str, Any] = {"name": text.value.decode(errors="replace")}
-        for name, attribute in _ATTRIBUTES.items():
-            library.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-            facts[name] = value.value
-        found["devices"].append(facts)
-    return found
-
-
-def _release() -> str | None:
-    """Return NVIDIA's version number of the driver, such as 580.65.06."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(query, capture_output=True, timeout=20, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    lines = said.decode(errors="replace").split()
-    return lines[0] if lines else None
-
-
-def blas() -> dict[str, Any]:
-    """Load the BLAS libraries: SciPy's, which numba calls, and NumPy's."""
-    import_module("numba.np.linalg").ensure_blas()
-    controller = import_module("threadpoolctl").ThreadpoolController()
-    keys = ("internal_api", "version", "filepath", "num_threads")
-    libraries = controller.select(user_api="blas").info()
-    return {"libraries": [{key: each.get(key) for key in keys} for each in libraries]}
-
-
-def layer(name: str) -> dict[str, Any]:
-    """Load one of numba's threading layers."""
-    modules = {"tbb": "tbbpool", "omp": "omppool", "workqueue": "workqueue"}
-    import_module(f"numba.np.ufunc.{modules[name]}")
-    return {}
+    if not (numbers.copy_to_host() == numpy.arange(32)).all():
+        return {"error": "a kernel that numbers its threads gave wrong numbers"}
+    name = device.name.decode() if isinstance(device.name, bytes) else str(device.name)
+    return {"gpu": f"{name}, compute capability {'.'.join(map(str, device.compute_capability))}"}
 
 
 def parallel() -> dict[str, Any]:
-    """Run a parallel loop on numba's default threading layer."""
+    """Load SciPy's BLAS for numba, and run a parallel loop on numba's default threading layer."""
+    import_module("numba.np.linalg").ensure_blas()
     numba, numpy = import_module("numba"), import_module("numpy")
     numbers, indices = numpy.zeros(64), numba.prange
 
@@ -216,7 +151,7 @@ def _file(module: Any) -> str:
 
 def _line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return ": ".join([type(error).__name__, *lines[:1]])
 
 
 def _place(error: BaseException) -> str:
@@ -230,20 +165,19 @@ def _place(error: BaseException) -> str:
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
-    probe.__name__: probe
-    for probe in (package, cuda, launch, driver, blas, layer, parallel, library)
+    probe.__name__: probe for probe in (package, cuda, launch, parallel, library)
 }
 
 
-def main(name: str, *arguments: str) -> None:
-    """dict[str, Any] the asking process; whatever is raised is an answer too."""
+def answer(name: str, *arguments: str) -> None:
+    """Print what a probe returns, or what it raises, for the asking process."""
     try:
-        answer = PROBES[name](*arguments)
+        found = PROBES[name](*arguments)
     except BaseException as error:  # importing a library may raise any exception
         cause = error.__cause__ or error  # of ours, the dependency's own
-        answer = {"error": _line(cause), "kind": type(cause).__name__, "place": _place(cause)}
-    sys.stdout.write(f"\n{MARK}{json.dumps(answer)}\n")
+        found = {"error": _line(cause), "place": _place(cause)}
+    sys.stdout.write(f"\n{MARK}{json.dumps(found)}\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    answer(*sys.argv[1:])

@@ -31,19 +31,12 @@ OWNERS = {
     "numba_cuda": "numba-cuda",
     "numba_cuda_mlir": "numba-cuda-mlir",
 }
-#: The first CUDA whose driver reads a version of PTX, where the numbers do not follow a rule.
-_CUDA_OF_PTX = {(8, 6): (12, 7), (8, 7): (12, 8), (8, 8): (12, 9)}
-#: The oldest generation that the toolkits of CUDA 13 compile for.
-_OLDEST_OF_13 = (7, 5)
 
 
 def pip(*requirements: str, option: str = "") -> str:
     """Return the command that installs a package into the environment of this Python."""
     words = ["python -m pip install", option, *(f'"{each}"' for each in requirements)]
     return " ".join(filter(None, words))
-
-
-# -- versions ---------------------------------------------------------------------------------------
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -75,15 +68,6 @@ def is_within(version: str, bounds: str) -> bool:
     return True
 
 
-def cuda_of_ptx(ptx: str) -> tuple[int, ...]:
-    """Return the CUDA version whose drivers read a version of PTX.
-
-    Source: PTX ISA, release history.
-    """
-    major, minor = (*numbers(ptx), 0)[:2]
-    return _CUDA_OF_PTX.get((major, minor), (major + 4, minor))
-
-
 def owner(file: str) -> str:
     """Return the package that provides ``numba.cuda``, from the imported file."""
     parts = re.split(r"[\\/]", file)[-5:]
@@ -93,11 +77,9 @@ def owner(file: str) -> str:
     return f"an unknown package ({file})"
 
 
-def extra_for(facts: dict[str, Any]) -> str:
-    """Return the optional dependency for CUDA that suits the driver."""
-    of_driver = numbers(facts.get("driver", {}).get("driver") or "13")
-    bounds = facts["ranges"].get("numba-cuda", "")
-    return f"numba-cuda[cu{12 if of_driver[0] == 12 else 13}]{bounds}"
+def needed(facts: dict[str, Any], name: str, extra: str = "") -> str:
+    """Return a package with the range of its versions that the project supports."""
+    return f"{name}{extra}{facts['ranges'].get(name, '')}"
 
 
 # -- rules ------------------------------------------------------------------------------------------
@@ -118,75 +100,55 @@ def packages(facts: dict[str, Any]) -> Iterator[Finding]:
     """Report dependencies that are missing, shadowed, broken, or of an unsupported version."""
     missing = [name for name, found in facts["packages"].items() if found.get("file") is None]
     if missing:
-        wanted = (name + facts["ranges"].get(name, "") for name in missing)
+        wanted = (needed(facts, name) for name in missing)
         yield Finding(f"not installed: {', '.join(missing)}", pip(*wanted))
     for name, found in facts["packages"].items():
-        bounds = facts["ranges"].get(name, "")
-        installed, file = found.get("installed"), found.get("file")
-        if file is None:
+        bounds, installed = facts["ranges"].get(name, ""), found.get("installed")
+        if (file := found.get("file")) is None:
             continue
         if found.get("shadowed"):
+            fails = f", and fails: {found['error']}" if "error" in found else ""
             yield Finding(
-                f"{file} is imported in place of the package {name}"
-                + (f", and fails: {found['error']}" if "error" in found else ""),
+                f"{file} is imported in place of the package {name}{fails}",
                 f"rename or move {file}, or take its folder off PYTHONPATH",
-            )
-        elif needs := re.search(r"Numba needs NumPy (\S+) or less", found.get("error", "")):
-            yield Finding(
-                f"numba {installed} is too old for NumPy {facts['packages']['numpy'].get('installed')}",
-                f"{pip(name + bounds, option='--upgrade')}, or {pip(f'numpy<={needs.group(1)}.99')}",
             )
         elif "error" in found:
             yield Finding(
                 f"{name} {installed or ''} cannot be imported: {found['error']}",
-                pip(name + bounds, option="--force-reinstall"),
+                pip(name + bounds, option="--upgrade --force-reinstall"),
             )
         if installed and not is_within(installed, bounds):
-            yield _wrong_version(name, installed, bounds)
-
-
-def _wrong_version(name: str, installed: str, bounds: str) -> Finding:
-    return Finding(f"{name} is {installed}; needed is {bounds}", pip(name + bounds))
+            yield Finding(f"{name} is {installed}; needed is {bounds}", pip(name + bounds))
 
 
 def kernels(facts: dict[str, Any]) -> Iterator[Finding]:
     """Report another package named ``kernels`` that shadows, or is installed next to, this project's."""
     found = facts["kernels"]
-    other = found.get("other_installed")
-    if not found["is_ours"]:
-        if found["file"] is None:
-            what, remedy = (
-                "the package kernels is missing",
-                "install the project again: python -m pip install -e .",
-            )
-        elif other:
-            what = f"Hugging Face's package kernels {other} is imported in place of ours"
-            remedy = (
-                "python -m pip uninstall kernels, then install the project again: "
-                "python -m pip install --force-reinstall --no-deps -e ."
-            )
-        else:
-            what = f"{found['file']} is imported in place of the project's package kernels"
-            remedy = f"rename or move {found['file']}, or take its folder off PYTHONPATH"
-        yield Finding(what, remedy)
+    file, other = found["file"], found.get("other_installed")
+    again = "install the project again: python -m pip install --force-reinstall --no-deps -e ."
+    if file is None:
+        yield Finding("the package kernels is missing", again)
     elif other:
+        place = "is installed too; one name serves one of them"
+        if not found["is_ours"]:
+            place = "is imported in place of ours"
         yield Finding(
-            f"Hugging Face's package kernels {other} is installed too; one name serves one of them",
-            "python -m pip uninstall kernels, or an environment of its own for this project",
+            f"Hugging Face's package kernels {other} {place}",
+            f"python -m pip uninstall kernels, then {again}",
         )
-    elif found["file"] != found["expected"]:
+    elif file != found["expected"]:
         yield Finding(
-            f"minitorch comes from one copy of the project and kernels from another: {found['file']}",
-            f"take the other copy off PYTHONPATH, or start Python in {found['root']}",
+            f"{file} is imported in place of the project's package kernels",
+            f"rename or move {file}, take its folder off PYTHONPATH, or start Python in {found['root']}",
         )
 
 
 def cuda(facts: dict[str, Any]) -> Iterator[Finding]:
-    """Report a ``numba.cuda`` that cannot be imported, or cannot compile though it is wanted."""
-    found = facts.get("cuda", {})
+    """Report a ``numba.cuda`` that cannot be imported or cannot compile, and kernels that fail."""
+    found, launched = facts.get("cuda", {}), facts.get("launch", {})
+    numba_cuda = needed(facts, "numba-cuda", "[cu13]")
     if "error" in found:
-        mine = facts.get("installed", {}).get("numba-cuda")
-        broken = extra_for(facts) if mine else "numba" + facts["ranges"].get("numba", "")
+        broken = numba_cuda if facts["installed"].get("numba-cuda") else needed(facts, "numba")
         named = re.search(r"\b(NUMBA|CUDA)_[A-Z_]+\b", found["error"])
         yield Finding(
             f"numba.cuda cannot be imported: {found['error']}",
@@ -194,100 +156,38 @@ def cuda(facts: dict[str, Any]) -> Iterator[Finding]:
             if named
             else pip(broken, option="--force-reinstall"),
         )
-    elif "ptx_error" in found:
-        wanted = owner(found["file"]) != OWNERS["numba"] or bool(_devices(facts))
+    elif "compile_error" in found:
         yield Finding(
             "CUDA kernels cannot be compiled (NVVM, their compiler, was not found or failed): "
-            + found["ptx_error"],
-            pip(extra_for(facts)) + ("" if wanted else ", if kernels are to be compiled here"),
-            is_problem=wanted,
+            + found["compile_error"],
+            f"{pip(numba_cuda)}, if kernels are to be compiled here",
+            is_problem=owner(found["file"]) != OWNERS["numba"] or bool(launched.get("gpu")),
         )
-    elif found and owner(found["file"]) == OWNERS["numba"] and _devices(facts):
+    elif "error" in launched:
+        older = pip(needed(facts, "numba-cuda", "[cu12]"))
+        yield Finding(
+            f"a kernel cannot run on the GPU: {launched['error']}",
+            "check nvidia-smi; numba-cuda[cu13] needs a driver for CUDA 13 and a GPU of compute capability "
+            f"7.5 or newer, for others {older}; until it works, compute on the CPU (FastBackend)",
+        )
+    elif launched.get("gpu") and owner(found["file"]) == OWNERS["numba"]:
         yield Finding(
             "there is a GPU, and no numba-cuda: kernels for tensor cores cannot run",
-            pip(extra_for(facts)),
-            is_problem=False,
-        )
-
-
-def gpu(facts: dict[str, Any]) -> Iterator[Finding]:
-    """Report a driver that is too old for the compiled kernels, and kernels that fail."""
-    driver, found, launch = (facts.get(name, {}) for name in ("driver", "cuda", "launch"))
-    version, ptx = driver.get("driver"), found.get("ptx")
-    if "error" in driver:
-        yield Finding(
-            f"the CUDA driver cannot be asked: {driver['error']}",
-            "restart the machine, or install the driver again (nvidia-smi must work)",
-        )
-    has_run = bool(facts.get("launch") is not None and "error" not in launch)
-    devices = _devices(facts)
-    for device in devices[:1]:
-        able = device["major"], device["minor"]
-        if able < _OLDEST_OF_13 and numbers(ptx or "0") >= (9,):
-            yield Finding(
-                f"{device['name']} has compute capability {able[0]}.{able[1]}, for which CUDA 13 "
-                "compiles nothing",
-                f"python -m pip uninstall numba-cuda, then {pip('numba-cuda[cu12]')}",
-            )
-            return
-    if version and ptx and cuda_of_ptx(ptx) > numbers(version) and not has_run:
-        needs = ".".join(map(str, cuda_of_ptx(ptx)))
-        yield Finding(
-            f"the driver reads CUDA {version}, and kernels are compiled to PTX {ptx} of CUDA {needs}",
-            _older_toolkit(facts, needs),
-            is_problem=bool(devices),
-        )
-    elif "error" in launch:
-        yield Finding(
-            f"a kernel cannot run on the GPU: {launch['error']}",
-            "check nvidia-smi; run the kernels on the CPU until it works (FastBackend)",
-        )
-    elif version and not devices:
-        yield Finding(
-            f"the driver ({version}) shows no GPU: {driver.get('reason', 'none is visible')}",
-            "if there is one: check nvidia-smi, and that CUDA_VISIBLE_DEVICES does not hide it",
-            is_problem=False,
-        )
-
-
-def _older_toolkit(facts: dict[str, Any], needs: str) -> str:
-    update = f"update the driver to one of CUDA {needs} or newer"
-    mine = facts["driver"]["driver"]
-    if numbers(mine) < (12,):
-        return update
-    return f"{update}, or {pip(extra_for(facts), f'cuda-toolkit=={mine}.*')}"
-
-
-def _devices(facts: dict[str, Any]) -> list[Any]:
-    return facts.get("driver", {}).get("devices", [])
-
-
-def blas(facts: dict[str, Any]) -> Iterator[Finding]:
-    """Report that numba finds no BLAS: matrix products on the CPU then fail."""
-    found = facts.get("blas", {})
-    if "error" in found:
-        yield Finding(
-            f"numba finds no BLAS in SciPy: {found['error']}",
-            pip("scipy" + facts["ranges"].get("scipy", ""), option="--force-reinstall"),
-        )
-    elif found and not found["libraries"]:
-        yield Finding(
-            "BLAS is none that threadpoolctl knows; its threads compete with numba's",
-            "for speed install SciPy from PyPI or conda-forge, which bring OpenBLAS or MKL",
+            pip(numba_cuda),
             is_problem=False,
         )
 
 
 def threads(facts: dict[str, Any]) -> Iterator[Finding]:
-    """Report that no parallel loop can run."""
+    """Report that no parallel loop can run, or no product by BLAS."""
     found = facts.get("parallel", {})
     if "error" in found:
         asked = facts["environment"].get("NUMBA_THREADING_LAYER")
         yield Finding(
-            f"no parallel loop can run: {found['error']}",
+            f"numba cannot run a parallel loop with BLAS: {found['error']}",
             f"unset NUMBA_THREADING_LAYER, which asks for {asked}"
             if asked
-            else f"{pip('tbb')}, or {pip('numba', option='--force-reinstall')}",
+            else pip("tbb", needed(facts, "scipy"), needed(facts, "numba"), option="--upgrade"),
         )
 
 
@@ -300,17 +200,11 @@ def cache(facts: dict[str, Any]) -> Iterator[Finding]:
             "take that permission away (chmod go-w), or set NUMBA_CACHE_DIR to a folder that only you can "
             "write to",
         )
-    if found["why_not"] is None:
-        return
-    if facts["environment"].get("NUMBA_CACHE_DIR"):
-        what = f"NUMBA_CACHE_DIR names {found['folder']}, which cannot be written"
-        remedy = "set NUMBA_CACHE_DIR to a folder of yours, or unset it"
-    else:
-        what = (
-            f"no folder for compiled kernels can be written ({found['folder']}, the last one tried)"
+    if found["why_not"] is not None:
+        yield Finding(
+            f"compiled kernels cannot be kept on disk, in {found['folder']}: {found['why_not']}",
+            "set the environment variable NUMBA_CACHE_DIR to a folder of yours",
         )
-        remedy = "set the environment variable NUMBA_CACHE_DIR to a folder of yours"
-    yield Finding(f"{what}: {found['why_not']}", remedy)
 
 
 def environment(facts: dict[str, Any]) -> Iterator[Finding]:
@@ -332,11 +226,10 @@ def library(facts: dict[str, Any]) -> Iterator[Finding]:
     """Report that ``import minitorch`` fails although its dependencies work."""
     found = facts.get("library", {})
     if "error" in found:
-        place = found.get("place")
         yield Finding(
             f"import minitorch fails: {found['error']}",
-            f"see {place}; if you have changed that file, that is where to look"
-            if place
+            f"see {found['place']}; if you have changed that file, that is where to look"
+            if found.get("place")
             else "run python -X faulthandler -c 'import minitorch'; the last line shows where",
         )
 
@@ -350,7 +243,7 @@ def _patient(finding: Finding) -> Finding:
 
 
 RULES: tuple[Callable[[dict[str, Any]], Iterator[Finding]], ...] = (
-    python, packages, kernels, cuda, gpu, blas, threads, cache, environment, library,
+    python, packages, kernels, cuda, threads, cache, environment, library,
 )  # fmt: skip
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import (
+    dataclass,
+    field,  # beyond module 5
+)
 from typing import Any, Protocol
 
-from .scalars.modes import writes
+from .scalars.modes import writes  # beyond module 5
 
 # Part of the published interface, unused here: Scalar and Tensor each number their own variables.
 variable_count = 1
@@ -137,20 +140,20 @@ class Context:
         no_grad: True when there will be no backward pass, so that nothing needs to be saved.
         saved_values: The values that `save_for_backward` saved.
         needs_input_grad: Which arguments of `forward` require a gradient; a function of tensors sets it.
-        site: Where the function was called, if :class:`minitorch.detect_anomaly` has noted it.
-        saved_at: The number of writes into tensors when `save_for_backward` was called, or 0.
     """
 
     no_grad: bool = False
     saved_values: tuple[Any, ...] = ()
     needs_input_grad: tuple[bool, ...] = ()
-    site: Any = field(default=None, init=False, compare=False)
-    saved_at: int = field(default=0, init=False, compare=False)
+    # Where the function was called, and the number of writes into tensors when values were saved, or 0.
+    site: Any = field(default=None, init=False, compare=False)  # beyond module 5
+    saved_at: int = field(default=0, init=False, compare=False)  # beyond module 5
 
     def save_for_backward(self, *values: Any) -> None:
         """Keep values for the backward pass, in place of any kept before."""
         if not self.no_grad:
-            self.saved_values, self.saved_at = values, writes.count
+            self.saved_values = values
+            self.saved_at = writes.count  # beyond module 5
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:

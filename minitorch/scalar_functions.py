@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from . import operators
 from .autodiff import Context, History
-from .scalars.modes import modes
+from .scalars.modes import modes  # beyond module 5
 
 
 def wrap_tuple(x: Any) -> tuple[Any, ...]:
@@ -41,15 +41,16 @@ class ScalarFunction:
 
     @classmethod
     def _forward(cls, ctx: Context, *inputs: float) -> float:
-        checks = modes.anomaly
-        return checks.checked_forward(cls, ctx, inputs) if checks else cls.forward(ctx, *inputs)
+        if modes.anomaly:  # beyond module 5
+            return modes.anomaly.checked_forward(cls, ctx, *inputs)
+        return cls.forward(ctx, *inputs)
 
     @classmethod
     def _backward(cls, ctx: Context, d_output: float) -> tuple[float, ...]:
         derivatives = wrap_tuple(cls.backward(ctx, d_output))
-        if checks := modes.anomaly:
+        if modes.anomaly:  # beyond module 5
             given = d_output, *ctx.saved_values
-            checks.check_gradients(cls, ctx, enumerate(derivatives), given)
+            modes.anomaly.check_gradients(cls, ctx, enumerate(derivatives), given)
         return derivatives
 
     @classmethod

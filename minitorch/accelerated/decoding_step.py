@@ -11,7 +11,7 @@ from kernels.runtime.dtypes import COMPUTE_DTYPES
 
 from ..backends.operations import Operations
 from ..fast_ops import FastOps
-from ..functions.base import dense
+from ..functions.kernel_arrays import dense
 from ..models.feed_forward import FeedForward
 from ..models.kv_cache import LayerCache
 from ..models.transformer_layers import TransformerLayer

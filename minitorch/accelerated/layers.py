@@ -8,8 +8,9 @@ from kernels.runtime.dtypes import acc_dtype, is_floating
 
 from ..autodiff import Context
 from ..backends.operations import Operations
-from ..functions.base import Function, as_int, check_tensor, contiguous_array, dense, rounded
+from ..functions.base import Function, as_int, check_tensor
 from ..functions.dropout_seeds import dropout_seed
+from ..functions.kernel_arrays import contiguous_array, dense, rounded
 from ..layers.indices import integer_array
 from ..nn import check_rate, checked_targets
 from ..tensor import Tensor

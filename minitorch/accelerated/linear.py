@@ -16,7 +16,8 @@ from .. import operators
 from ..autodiff import Context
 from ..backends.matmul_precision import get_matmul_precision
 from ..backends.operations import Operations
-from ..functions.base import Function, dense
+from ..functions.base import Function
+from ..functions.kernel_arrays import dense
 from ..functions.views import reshaped
 from ..layers.linear import check_linear
 from ..tensor import Tensor

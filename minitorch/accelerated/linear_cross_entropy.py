@@ -12,7 +12,8 @@ from kernels.runtime.dtypes import acc_dtype, is_floating
 
 from ..autodiff import Context
 from ..backends.operations import Operations
-from ..functions.base import Function, dense, rounded
+from ..functions.base import Function
+from ..functions.kernel_arrays import dense, rounded
 from ..functions.views import swap_last
 from ..layers.indices import integer_array
 from ..layers.linear_cross_entropy import check_linear_cross_entropy

@@ -7,7 +7,7 @@ from typing import Any
 from kernels.runtime.dtypes import is_floating
 
 from ..backends.operations import Operations
-from ..functions.base import dense, rounded
+from ..functions.kernel_arrays import dense, rounded
 from ..optim import same_shape
 from ..tensor import Tensor
 

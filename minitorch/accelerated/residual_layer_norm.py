@@ -8,14 +8,15 @@ from kernels.runtime.dtypes import is_floating
 
 from ..autodiff import Context
 from ..backends.operations import Operations
-from ..functions.base import Function, rounded
 from ..functions.dropout_seeds import dropout_seed
+from ..functions.kernel_arrays import rounded
+from ..functions.several import Several
 from ..layers.residual_layer_norm import check_residual_layer_norm
 from ..tensor import Tensor
 from .layers import stored, stored_weights
 
 
-class ResidualLayerNorm(Function):
+class ResidualLayerNorm(Several):
     """residual + dropout(x) and its layer norm, in one kernel forward and two kernels backward."""
 
     @staticmethod

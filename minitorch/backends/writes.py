@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..autodiff import Context, History
 from ..scalars.modes import writes
 
 #: Maximum number of pieces of memory whose last write is kept; beyond it, the oldest is forgotten.
@@ -34,17 +35,22 @@ def wrote(*storages: Any) -> None:
                 del _last[next(iter(_last))]
 
 
-def check_unwritten(function: str, values: Iterable[Any], since: int) -> None:
+def check_unwritten(history: History) -> None:
     """Check that the values that a function needs for its gradient are those that it saved.
-
-    Args:
-        function: Name of the function.
-        values: The values: tensors, arrays, collections of them, and any other objects.
-        since: The number of writes when they were saved.
 
     Raises:
         RuntimeError: If one has been written to.
     """
+    function, ctx = history.last_fn, history.ctx or Context()
+    values = ctx.saved_values
+    if function.is_product:
+        a, b = history.inputs
+        values = a if b.requires_grad() else None, b if a.requires_grad() else None
+    check_unwritten_values(function.__name__, values, ctx.saved_at)
+
+
+def check_unwritten_values(function: str, values: Iterable[Any], since: int) -> None:
+    """Check the values that a function of a name saved when there were ``since`` writes."""
     with _lock:
         newest = takewhile(lambda item: item[1] > since, reversed(_last.items()))
         newer = [span for span, _ in newest]

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import count
+from functools import partial  # beyond module 5
 from typing import Any
 
 import numpy as np
 
 from kernels.common.arguments import shown
-from kernels.runtime.dtypes import acc_dtype
 
 from ..autodiff import Context, History, Variable
-from ..backends.tensor_protocol import AnyTensor
 from ..backends.tensor_protocol import TensorLike as Tensor
-from ..backends.writes import check_unwritten
+from ..backends.writes import check_unwritten  # beyond module 5
 from ..scalar_functions import wrap_tuple
-from ..scalars.modes import modes, writes
+from ..scalars.modes import (
+    modes,
+    writes,  # beyond module 5
+)
 
 
 def is_tensor(x: Any) -> bool:
@@ -76,38 +77,6 @@ def _is_whole(n: Any) -> bool:
     return float(n).is_integer() if is_float else isinstance(n, (int, np.integer))
 
 
-# -- arrays of kernels ---------------------------------------------------------------------------
-
-
-def contiguous_array(t: Tensor, dtype: Any) -> Any:
-    """Return a tensor's elements as a contiguous array of a dtype, copied only if necessary."""
-    if dtype != t.dtype or not t._tensor.is_contiguous():
-        t = t.f.id_map(t, t.empty(t.shape, dtype))
-    return t.array()
-
-
-def dense(t: Tensor, dtype: Any = None) -> Any:
-    """Return a tensor's elements as a contiguous array, in float32 if the tensor's dtype has 16 bits.
-
-    Args:
-        t: Any tensor.
-        dtype: Dtype of the result before widening; that of t if None.
-    """
-    return contiguous_array(t, acc_dtype(t.dtype if dtype is None else dtype))
-
-
-def rounded(like: AnyTensor, array: Any, dtype: Any = None) -> AnyTensor:
-    """Return a kernel's result as a tensor, rounded to 16 bits where ``dense`` widened the operand.
-
-    Args:
-        like: A tensor of the backend.
-        array: A contiguous result of a kernel.
-        dtype: Dtype of the tensor; that of ``like`` if None.
-    """
-    dtype = like.dtype if dtype is None else dtype
-    return like.wrap(like.f.memory.convert(array, dtype))
-
-
 # -- functions -----------------------------------------------------------------------------------
 
 
@@ -123,16 +92,11 @@ class Function:
       0.0.
 
     Attributes:
-        minus_infinity_in: For a function with several results, the indices of those in which minus infinity
-            is a valid value; see :class:`minitorch.detect_anomaly`.
-        checks_itself: Whether its gradients come from other functions, which are already checked.
         is_product: Whether the gradient of each of its two arguments needs only the other argument.
     """
 
     forward: Any
     backward: Any
-    minus_infinity_in: tuple[int, ...] = ()
-    checks_itself = False
     is_product = False
 
     @classmethod
@@ -180,8 +144,10 @@ class Function:
             TypeError: If no argument is a tensor.
         """
         ctx, own = cls._prepared(args)
-        checks = modes.anomaly
-        value = checks.checked_forward(cls, ctx, own) if checks else cls.forward(ctx, *own)
+        forward = cls.forward
+        if modes.anomaly:  # beyond module 5
+            forward = partial(modes.anomaly.checked_forward, cls)
+        value = forward(ctx, *own)
         # A tensor of its own: `value` may be saved in ctx, and a history on it would close a cycle
         # that keeps the whole graph in memory; or it may be an argument.
         if not ctx.no_grad:
@@ -192,88 +158,6 @@ class Function:
             if arg is value:
                 return value.detach()
         return value
-
-    @classmethod
-    def apply_several(cls, *args: Any) -> tuple[Any, ...]:
-        """Apply a function with several results: like :meth:`apply`, but ``forward`` returns a tuple.
-
-        ``backward(ctx, *grad_outputs)`` is called once, with the gradient of each result, or None for
-        a result that nothing depends on.
-        """
-        ctx, own = cls._prepared(args)
-        checks = modes.anomaly
-        values = checks.checked_forward(cls, ctx, own) if checks else cls.forward(ctx, *own)
-        results = tuple(value.detach() for value in values)
-        if not ctx.no_grad:
-            joint = Joint(History(cls, ctx, args))
-            for index, result in enumerate(results):
-                place = Context(saved_values=(index, len(results)))
-                result.history = History(_Result, place, (joint,))
-        return results
-
-
-class Joint:
-    """The variable that stands for all results of one function: each of them is computed from it.
-
-    Args:
-        history: How the results were computed.
-    """
-
-    _ids = count(-1, -1)  # tensors count upwards
-
-    def __init__(self, history: History):
-        self.history = history
-        self.unique_id = next(self._ids)
-
-    @property
-    def parents(self) -> Iterable[Variable]:
-        """The tensors that the results were computed from."""
-        return [arg for arg in self.history.inputs if is_variable(arg)]
-
-    def requires_grad(self) -> bool:
-        """Return True: without a gradient there is no such variable."""
-        return True
-
-    def is_leaf(self) -> bool:
-        """Return False: a function made it."""
-        return False
-
-    def is_constant(self) -> bool:
-        """Return False; see :meth:`requires_grad`."""
-        return False
-
-    def accumulate_derivative(self, x: Any) -> None:
-        """Never called, because only a leaf collects its derivative."""
-        raise AssertionError("only a leaf collects its gradient")
-
-    def chain_rule(self, d_output: Any) -> Iterable[tuple[Variable, Any]]:
-        """Pair each input with its gradient, given those of the results."""
-        return chain_rule(self.history, *d_output.parts)
-
-
-class Parts:
-    """The derivative of a :class:`Joint`: a gradient for each result, None for zeros.
-
-    Args:
-        parts: The gradients.
-    """
-
-    def __init__(self, parts: Iterable[Any]):
-        self.parts = tuple(parts)
-
-    def __add__(self, other: Parts) -> Parts:
-        pairs = zip(self.parts, other.parts, strict=True)
-        return Parts(b if a is None else a if b is None else a + b for a, b in pairs)
-
-
-class _Result(Function):
-    """One result of a function of several; it is made by ``Function.apply_several``."""
-
-    @staticmethod
-    def backward(ctx: Context, grad_output: Tensor) -> Parts:
-        """Put the gradient at the result's place."""
-        index, total = ctx.saved_values
-        return Parts(grad_output if place == index else None for place in range(total))
 
 
 def chain_rule(history: History, *d_outputs: Any) -> list[tuple[Variable, Any]]:
@@ -288,13 +172,8 @@ def chain_rule(history: History, *d_outputs: Any) -> list[tuple[Variable, Any]]:
     """
     if history.last_fn is None or history.ctx is None:
         raise AssertionError("the chain rule needs a tensor that a function made")
-    saved_at = history.ctx.saved_at
-    if saved_at != writes.count and saved_at:
-        values = history.ctx.saved_values
-        if history.last_fn.is_product:
-            a, b = history.inputs
-            values = a if b.requires_grad() else None, b if a.requires_grad() else None
-        check_unwritten(history.last_fn.__name__, values, saved_at)
+    if 0 != history.ctx.saved_at != writes.count:  # beyond module 5
+        check_unwritten(history)
     gradients = history.last_fn._backward(history.ctx, *d_outputs)
     if len(gradients) != len(history.inputs):
         raise AssertionError(
@@ -302,16 +181,12 @@ def chain_rule(history: History, *d_outputs: Any) -> list[tuple[Variable, Any]]:
             f"{len(history.inputs)} arguments; return one for each"
         )
     pairs = [
-        (arg, gradient if isinstance(gradient, Parts) else _fitted(arg, gradient))
+        (arg, _fitted(arg, gradient))
         for arg, gradient in zip(history.inputs, gradients, strict=True)
         if is_variable(arg) and arg.requires_grad()
     ]
-    checks = modes.anomaly
-    if checks is not None and not history.last_fn.checks_itself:
-        wanted = [i for i, x in enumerate(history.inputs) if is_variable(x) and x.requires_grad()]
-        found = zip(wanted, (gradient for _, gradient in pairs), strict=True)
-        given = *d_outputs, *history.inputs
-        checks.check_gradients(history.last_fn, history.ctx, found, given)
+    if modes.anomaly:  # beyond module 5
+        modes.anomaly.check_chain(history, d_outputs, pairs)
     return pairs
 
 

@@ -25,8 +25,9 @@ from kernels.varlen import PackedMaker, sequences_of_call  # beyond module 5
 from ..autodiff import Context
 from ..backends import kernel_memory as kernel_memory  # which the operands need
 from ..backends.tensor_protocol import TensorLike as Tensor
-from .base import Function, check_tensor, is_tensor
+from .base import check_tensor, is_tensor
 from .dropout_seeds import dropout_seed
+from .several import Several
 from .views import Permute
 
 
@@ -165,7 +166,7 @@ def _of_tensor(t: Tensor) -> tuple[Any, Any]:  # beyond module 5
     return (data.shape, data.strides, data.dtype, t.backend), data._storage
 
 
-class FlashAttention(Function):
+class FlashAttention(Several):
     """Attention in one kernel: nothing of size seq_q x seq_k is ever stored."""
 
     minus_infinity_in = (1,)  # the lse of a row that sees no key

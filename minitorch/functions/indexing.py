@@ -18,7 +18,8 @@ from ..autodiff import Context
 from ..backends.tensor_protocol import AnyTensor
 from ..backends.tensor_protocol import TensorLike as Tensor
 from ..tensor_data import Ints, TensorData
-from .base import Function, check_tensor, is_tensor, rounded
+from .base import Function, check_tensor, is_tensor
+from .kernel_arrays import rounded
 
 INT64 = np.dtype(np.int64)
 

@@ -11,7 +11,8 @@ import numpy as np
 from kernels.common.arguments import listed
 
 from ..autodiff import Context
-from ..functions.base import Function, check_tensor
+from ..functions.base import check_tensor
+from ..functions.several import Several
 from ..module import Module
 from ..scalars.modes import no_grad
 from ..tensor import Tensor
@@ -107,7 +108,7 @@ class ReversibleSequence(Module):
 State = tuple[Any, Any]
 
 
-class _Reversible(Function):
+class _Reversible(Several):
     """The blocks of a :class:`ReversibleSequence`; only the outputs of the last are kept."""
 
     checks_itself = True

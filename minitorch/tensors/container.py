@@ -95,6 +95,10 @@ class Container(_Tensor):
             )
         return bool(self.item())
 
+    def tolist(self) -> Any:
+        """Return the elements as nested lists of Python numbers, or as one number for shape ()."""
+        return self.to_numpy().tolist()
+
     def __iter__(self) -> Iterator[Any]:
         """Yield the numbers of a vector; otherwise, the slices along the first dimension."""
         if len(self.shape) == 1:

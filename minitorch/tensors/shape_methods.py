@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..functions.base import as_ints
 from ..tensor_ops import normalize_dim
@@ -74,7 +74,3 @@ class ShapeMethods(_Tensor):
         """Insert a dimension of size 1 before ``dim``; -1 appends one."""
         at = normalize_dim(dim, (*self.shape, 1))
         return self.reshape(*self.shape[:at], 1, *self.shape[at:])
-
-    def tolist(self) -> Any:
-        """Return the elements as nested lists of Python numbers, or as one number for shape ()."""
-        return self.to_numpy().tolist()

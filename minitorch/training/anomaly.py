@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 import kernels
 
-from ..autodiff import Context
+from ..autodiff import Context, History
 from ..scalars.modes import Switch, modes
 
 Index = tuple[int, ...]
@@ -85,7 +85,7 @@ class AnomalyError(FloatingPointError):
 class _Checks:
     """The checks that functions call and optimisers call within :class:`detect_anomaly`."""
 
-    def checked_forward(self, function: Any, ctx: Context, args: Sequence[Any]) -> Any:
+    def checked_forward(self, function: Any, ctx: Context, *args: Any) -> Any:
         """Run the ``forward`` of a function and check what it returns.
 
         Args:
@@ -128,6 +128,23 @@ class _Checks:
             if bad := _first_bad(gradient, given):
                 what = f"the gradient of its argument {place}"
                 raise _error(function.__name__, "backward", bad, what, given, ctx.site)
+
+    def check_chain(
+        self, history: History, d_outputs: Sequence[Any], pairs: Sequence[tuple[Any, Any]]
+    ) -> None:
+        """Check the gradients of the inputs of a function of tensors; see :meth:`check_gradients`.
+
+        Args:
+            history: How the function was applied.
+            d_outputs: The gradients of its results.
+            pairs: Each input that requires a gradient, and that gradient.
+        """
+        # Of a function whose gradients come from other functions, these were checked.
+        if history.ctx is not None and not getattr(history.last_fn, "checks_itself", False):
+            wanted = [i for i, x in enumerate(history.inputs) if any(x is y for y, _ in pairs)]
+            given, gradients = (*d_outputs, *history.inputs), [gradient for _, gradient in pairs]
+            found = zip(wanted, gradients, strict=True)
+            self.check_gradients(history.last_fn, history.ctx, found, given)
 
     def check_step(self, optimizer: str, what: str, moved: Any, before: Any, gradient: Any) -> None:
         """Check a parameter that an optimiser has updated.

@@ -15,8 +15,9 @@ import numpy as np
 
 from ..autodiff import Context, History, Variable
 from ..backends.matmul_precision import get_matmul_precision, matmul_precision
-from ..backends.writes import check_unwritten
-from ..functions.base import Function, Joint, chain_rule, is_tensor, is_variable
+from ..backends.writes import check_unwritten_values
+from ..functions.base import Function, chain_rule, is_tensor, is_variable
+from ..functions.several import Joint
 from ..scalars.modes import Switch, is_recording, writes
 from ..tensor import next_id
 
@@ -42,13 +43,6 @@ class Outline(Joint):
     def chain_rule(self, d_output: Any) -> Iterable[tuple[Variable, Any]]:
         """Pair each input with its gradient, given the gradient of this variable."""
         return chain_rule(self.history, d_output)
-
-    def expand(self, other: Any) -> Any:
-        """Return a gradient unchanged: the tensor itself has already reduced it to its shape."""
-        return other
-
-    def _ensure_tensor(self, b: Any) -> Any:
-        return b
 
 
 class Again(Function):
@@ -149,7 +143,7 @@ class Segment:
     def _again(self) -> dict[int, History]:
         """Repeat the call with the same random numbers; return how each variable was computed."""
         name = getattr(self.fn, "__name__", type(self.fn).__name__)
-        check_unwritten(f"checkpoint({name}, ...)", self.given, self.saved_at)
+        check_unwritten_values(f"checkpoint({name}, ...)", self.given, self.saved_at)
         now = random.getstate(), np.random.get_state()
         random.setstate(self.random[0])
         np.random.set_state(self.random[1])

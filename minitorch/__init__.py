@@ -93,7 +93,7 @@ from .optim import (  # beyond module 1
 )
 from .scalar import Scalar, ScalarHistory, derivative_check  # beyond module 0
 from .scalar_functions import ScalarFunction  # beyond module 0
-from .scalars.modes import no_grad  # beyond module 0
+from .scalars.modes import no_grad  # beyond module 1
 from .tensor import Tensor  # beyond module 1
 from .tensor_data import (  # beyond module 1
     MAX_DIMS,

@@ -234,8 +234,8 @@ class FastOps(TensorOps):
     make_zip = staticmethod(tensor_zip)
     make_reduce = staticmethod(tensor_reduce)
 
-    @classmethod
-    def served(cls) -> dict[str, Callable[..., Any]]:
+    @classmethod  # beyond module 5
+    def served(cls) -> dict[str, Callable[..., Any]]:  # beyond module 5
         """Return the functions that make or are the loops of this class, by the name of the operation."""
         return {**super().served(), "matrix_multiply": _tensor_matrix_multiply}
 

@@ -12,13 +12,13 @@ from kernels.common.arguments import not_negative, number, whole
 from kernels.runtime.dtypes import is_floating
 
 from .backends.elements import dtype_or_default
-from .backends.operations import operation
+from .backends.operations import operation  # beyond module 5
 from .functions.base import check_tensor
 from .layers.indices import integer_array
 from .layers.linear import linear
 from .module import Module, Parameter
 from .nn import one_hot, switch
-from .scalars.modes import modes
+from .scalars.modes import modes  # beyond module 5
 from .tensor import Tensor
 from .tensor_ops import SimpleBackend, TensorBackend
 from .tensors.factories import from_numpy, ones, rand, randn, tensor, zeros
@@ -62,7 +62,9 @@ class Embedding(Module):
         self.backend = backend
         self.num_embeddings = whole("num_embeddings", num_embeddings, 1)
         self.embedding_dim = whole("embedding_dim", embedding_dim, 1)
-        draw = randn if modes.drawing else zeros
+        draw = randn
+        if not modes.drawing:  # beyond module 5
+            draw = zeros
         table = draw((num_embeddings, embedding_dim), backend, dtype=dtype)
         std = number("std", std)
         self.weights = Parameter(table if std == 1.0 else table * std)
@@ -79,7 +81,7 @@ class Embedding(Module):
         return lookup(self.weights.value, x)
 
 
-@operation
+@operation  # beyond module 5
 def lookup(table: Tensor, x: Any) -> Tensor:
     """Return rows of a table, as a product with one-hot rows.
 
@@ -121,7 +123,7 @@ class Linear(Module):
         limit = 1.0 / math.sqrt(in_size)
 
         def uniform(*shape: int) -> Parameter:
-            if not modes.drawing:
+            if not modes.drawing:  # beyond module 5
                 return Parameter(zeros(shape, backend, dtype=dtype))
             return Parameter((rand(shape, backend, dtype=dtype) - 0.5) * (2.0 * limit))
 
@@ -180,7 +182,7 @@ class LayerNorm1d(Norm):
         return layer_norm(x, self.weights.value, self.bias.value, self.eps)
 
 
-@operation
+@operation  # beyond module 5
 def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
     """Return layer norm over the last dimension, in the dtype of x.
 
@@ -215,12 +217,14 @@ class Dropout(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply dropout, which keeps the shape and the expected value of each element."""
         check_tensor("input", x)
-        if not self.training or self.p_dropout == 0.0 or not modes.dropping:
+        if not modes.dropping:  # beyond module 5
+            return x
+        if not self.training or self.p_dropout == 0.0:
             return x
         return scaled_dropout(x, self.p_dropout)
 
 
-@operation
+@operation  # beyond module 5
 def scaled_dropout(x: Tensor, rate: float) -> Tensor:
     """Set each element to 0 with probability ``rate``, and divide the others by 1 - ``rate``."""
     keep = np.random.binomial(1, 1.0 - rate, x.shape)  # as published

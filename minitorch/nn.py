@@ -10,7 +10,7 @@ import numpy as np
 from kernels.common.arguments import flag, number, shape_of, short, shown, whole
 
 from . import operators
-from .backends.operations import operation
+from .backends.operations import operation  # beyond module 5
 from .fast_ops import FastOps
 from .functions.base import as_int, check_tensor
 from .layers.indices import integer_array
@@ -107,7 +107,7 @@ def _shift(input: Tensor, dim: int) -> Tensor:
     return input.f.shift_reduce(input.detach(), dim)
 
 
-@operation
+@operation  # beyond module 5
 def softmax(input: Tensor, dim: int) -> Tensor:
     """Return softmax over ``dim``; a row of -inf gives 0."""
     check_tensor("input", input)
@@ -183,7 +183,7 @@ def checked_targets(logits: Tensor, target: Any) -> Any:
     return integer_array(target, logits.shape[1], "targets")
 
 
-@operation
+@operation  # beyond module 5
 def softmax_loss(logits: Tensor, target: Any) -> Tensor:
     """Return the cross entropy of each row.
 
@@ -205,7 +205,7 @@ def softmax_loss(logits: Tensor, target: Any) -> Tensor:
     return -chosen.view(rows)
 
 
-@operation
+@operation  # beyond module 5
 def GELU(input: Tensor) -> Tensor:
     """Return GELU in its tanh form."""
     check_tensor("input", input)
@@ -236,7 +236,7 @@ def check_rate(rate: float, ignore: bool) -> bool:
     return not flag("ignore", ignore) and rate != 0.0
 
 
-@operation
+@operation  # beyond module 5
 def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
     """Set each element to 0 with probability ``rate``; the others are unchanged.
 

@@ -8,16 +8,18 @@ from typing import Any
 from kernels.common.arguments import listed, shown
 from kernels.runtime.dtypes import acc_dtype
 
-from .backends.memory import memories
-from .backends.operations import operation
+from .backends.memory import memories  # beyond module 5
+from .backends.operations import operation  # beyond module 5
 from .module import Parameter
 from .scalar import Scalar
-from .scalars.modes import modes
+from .scalars.modes import modes  # beyond module 5
 from .tensor import Tensor
-from .training.optimiser_states import Moments, State
+from .training.optimiser_states import Moments, State  # beyond module 5
 
 
-class Optimizer(State):
+class Optimizer(
+    State,  # beyond module 5
+):
     """Base class of optimisers; a subclass defines `step`.
 
     Args:
@@ -46,16 +48,9 @@ class Optimizer(State):
 
     def _update(self, p: Parameter, value: Any) -> None:
         """Move a parameter to its new value."""
-        if modes.anomaly:
-            what = (
-                f"the parameter {p.name}"
-                if p.name
-                else f"parameters[{[*self.parameters].index(p)}]"
-            )
-            new, old = (x.data if isinstance(x, Scalar) else x for x in (value, p.value))
-            gradient = p.value.derivative if isinstance(p.value, Scalar) else p.value.grad
-            modes.anomaly.check_step(type(self).__name__, what, new, old, gradient)
-        if getattr(value, "_tensor", None) is not getattr(p.value, "_tensor", None):
+        if modes.anomaly:  # beyond module 5
+            modes.anomaly.check_step(self, p, value)
+        if getattr(value, "_tensor", 0) is not getattr(p.value, "_tensor", 0):  # beyond module 5
             memories.refuse(
                 f"moves its parameters by {type(self).__name__} to new memory",
                 "use minitorch.AdamW on CUDA with contiguous parameters, which it updates in place",
@@ -74,7 +69,7 @@ class SGD(Optimizer):
 
     def __init__(self, parameters: Sequence[Parameter], lr: float = 1.0):
         super().__init__(parameters)
-        self._check_numbers({"lr": lr})
+        self._check_numbers({"lr": lr})  # beyond module 5
         self.lr = float(lr)
 
     def step(self) -> None:
@@ -88,13 +83,16 @@ class SGD(Optimizer):
                 self._update(p, sgd_step(value.detach(), value.grad, self.lr))
 
 
-@operation
+@operation  # beyond module 5
 def sgd_step(value: Tensor, grad: Tensor, lr: float) -> Tensor:
     """Return value - lr * grad."""
     return value.expand(value - grad * lr)  # of shape () where a number's is (1,)
 
 
-class Adam(Moments, Optimizer):  # beyond module 3
+class Adam(  # beyond module 3
+    Moments,  # beyond module 5
+    Optimizer,
+):
     """The Adam optimiser, or AdamW with ``weight_decay``.
 
     Moments of fp16 and bf16 parameters are float32: a 16-bit mean would lose most small changes.
@@ -120,8 +118,9 @@ class Adam(Moments, Optimizer):  # beyond module 3
         weight_decay: float = 0.0,
     ):
         super().__init__(parameters)
-        rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-        self._check_numbers({**rates, "steps": 0})
+        self._check_numbers({  # beyond module 5
+            "lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay,
+        })  # fmt: skip
         self.lr, self.beta1, self.beta2 = float(lr), float(beta1), float(beta2)
         self.eps, self.weight_decay = float(eps), float(weight_decay)
         self.steps = 0
@@ -158,7 +157,7 @@ class Adam(Moments, Optimizer):  # beyond module 3
         return moved
 
 
-@operation  # beyond module 3
+@operation  # beyond module 5
 def adam_step(  # beyond module 3
     value: Tensor, grad: Tensor, m: Tensor, v: Tensor, *, lr: float, beta1: float, beta2: float,
     eps: float, step: int, weight_decay: float,

@@ -17,7 +17,7 @@ from kernels.runtime.dtypes import is_floating
 from .autodiff import History, Variable, backpropagate
 from .backends.elements import as_dtype, as_element, checked_shape
 from .functions.base import chain_rule, check_tensor, is_variable
-from .scalars.modes import modes
+from .scalars.modes import modes  # beyond module 5
 from .tensor_data import Ints, TensorData, UserShape, UserStrides
 from .tensor_ops import TensorBackend
 from .tensors.container import Container
@@ -34,7 +34,7 @@ except ModuleNotFoundError as missing:  # a starter tree before module 5
 _ids = count(1)
 
 
-def next_id() -> int:
+def next_id() -> int:  # beyond module 5
     """Return a number larger than those of all existing variables."""
     return next(_ids)
 
@@ -259,7 +259,7 @@ class Tensor(Methods, Conversions, Container):
             x = x.to(self.dtype)
         # Never in place: `x` may be the gradient of another leaf too.
         self.grad = x if self.grad is None else self.grad + x
-        if modes.leaf_is_done is not None:
+        if modes.leaf_is_done is not None:  # beyond module 5
             modes.leaf_is_done(self)
 
     def chain_rule(self, d_output: Any) -> Iterable[tuple[Variable, Any]]:

@@ -19,7 +19,7 @@ from .backends.elements import get_default_dtype as get_default_dtype
 from .backends.elements import set_default_dtype as set_default_dtype
 from .backends.memory import is_device_storage as is_device_storage
 from .backends.memory import memories
-from .backends.writes import wrote
+from .backends.writes import wrote  # beyond module 5
 
 #: Length of the scratch index buffers inside kernels; no tensor has more dimensions.
 MAX_DIMS = 32
@@ -366,7 +366,7 @@ class TensorData:
             memories.device.write(storage, position, val)
         else:
             storage[position] = val
-        wrote(storage)
+        wrote(storage)  # beyond module 5
 
     def tuple(self) -> Triple:
         """Return (storage, shape, strides), the three arguments that a kernel takes per tensor."""

@@ -61,7 +61,7 @@ class Add(Function):
 class Mul(Function):
     """a * b."""
 
-    is_product = True
+    is_product = True  # beyond module 5
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
@@ -249,7 +249,8 @@ class All(Function):
     @staticmethod
     def forward(ctx: Context, a: Tensor, dim: Any = None) -> Tensor:
         """Multiply 1 for each element that is not 0, along one dimension or over all of them."""
-        marks = a.f.keep_zip(a, a._ensure_tensor(1.0))
+        zero = a._ensure_tensor(0.0)
+        marks = a.f.eq_zip(a.f.eq_zip(a, zero), zero)
         if dim is None:
             return a.f.mul_reduce(marks.contiguous().view(a.size), 0)
         return a.f.mul_reduce(marks, as_int(dim))
@@ -305,7 +306,7 @@ class IsClose(Function):
 class MatMul(Function):
     """The matrix product over the last two dimensions."""
 
-    is_product = True
+    is_product = True  # beyond module 5
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:

@@ -14,17 +14,21 @@ import numpy as np
 from kernels.runtime.dtypes import is_half, lowest
 
 from . import operators
-from .backends import plain_indexing
-from .backends.dtype_promotion import Widening, floating, result_dtype
+from .backends import (  # beyond module 5
+    more_operators,
+    plain_indexing,
+)
+from .backends.dtype_promotion import Running, floating, result_dtype
+from .backends.half_precision import Widening  # beyond module 5
 from .backends.memory import memories
-from .backends.operations import Operations
+from .backends.operations import Operations  # beyond module 5
 from .backends.plain_math import unraising
 from .backends.result_shapes import matmul_shape as matmul_shape
 from .backends.result_shapes import normalize_dim as normalize_dim
 from .backends.tensor_protocol import AnyTensor
 from .backends.tensor_protocol import MapProto as MapProto
-from .backends.unique import Unique
-from .backends.writes import wrote
+from .backends.unique import Unique  # beyond module 5
+from .backends.writes import wrote  # beyond module 5
 from .tensor_data import (
     IndexingError,
     Shape,
@@ -39,7 +43,10 @@ from .tensor_data import (
 )
 
 
-class TensorOps(Widening):
+class TensorOps(
+    Widening,  # beyond module 5
+    Running,
+):
     """Higher-order tensor operations; a backend sets its loops, or overrides the ``*_loop`` methods.
 
     ``map_loop(fn)``, ``zip_loop(fn)`` and ``reduce_loop(fn)`` return functions of
@@ -54,12 +61,9 @@ class TensorOps(Widening):
     make_map: Callable[..., Any]
     make_zip: Callable[..., Any]
     make_reduce: Callable[..., Any]
-    #: The target of attention's kernels; see kernels/rungs.py.
-    target = "numpy"
-    #: The functions that serve operations on the backends made of this class, by name.
-    table: Operations
-    #: Gather, scatter-add, sort and cumulative sum of arrays.
-    indexing: Any = plain_indexing
+    target = "numpy"  # of the kernels of attention  # beyond module 4
+    table: Operations  # that serve the backends of this class, by name  # beyond module 5
+    indexing: Any = plain_indexing  # gather, scatter-add, sort, …  # beyond module 5
 
     @staticmethod
     def allocate(size: int, dtype: np.dtype[Any]) -> Storage:
@@ -126,7 +130,7 @@ class TensorOps(Widening):
                         f"shape {a.shape} does not broadcast to out's {out.shape}; pass an out that it fits"
                     )
                 run(loop, out._tensor, a._tensor)
-                if out.history is not None:  # constants are results that are not in use yet
+                if out.history is not None:  # else a new result  # beyond module 5
                     wrote(out._tensor._storage)
                 return out
             out = a.empty(a.shape, result_dtype(a))
@@ -193,14 +197,14 @@ class TensorOps(Widening):
         cls.multiply_into(out._tensor, a._tensor, b._tensor)
         return out
 
-    @classmethod
-    def __init_subclass__(cls) -> None:
+    @classmethod  # beyond module 5
+    def __init_subclass__(cls) -> None:  # beyond module 5
         super().__init_subclass__()
         if TensorOps in cls.__bases__:  # others share the table of the class that they change
             cls.table = Operations(cls)
 
-    @classmethod
-    def served(cls) -> dict[str, Callable[..., Any]]:
+    @classmethod  # beyond module 5
+    def served(cls) -> dict[str, Callable[..., Any]]:  # beyond module 5
         """Return the functions that make or are the loops of this class, by the name of the operation."""
         return {
             "map": cls.make_map, "zip": cls.make_zip, "reduce": cls.make_reduce,
@@ -235,7 +239,9 @@ class TensorOps(Widening):
         return TensorData(storage, (size, *matrix))
 
 
-class TensorBackend(Unique):
+class TensorBackend(
+    Unique,  # beyond module 5
+):
     """The operations of one backend, each lifted from ``operators`` once.
 
     Args:
@@ -244,23 +250,22 @@ class TensorBackend(Unique):
     Attributes:
         kind: That subclass.
         loops: The class whose loops serve this backend: ``kind``, or a faster one in its place.
-        ops: The functions that serve the operations of this backend, by name; ``print(backend.ops)`` shows
-            where each of them stands.
     """
 
     def __init__(self, ops: type[TensorOps]):
-        self.kind, self.ops = ops, ops.table
+        self.kind = self.loops = ops
         self.cuda = ops.cuda
-        self.ops.backends.add(self)
+        #: The functions that serve operations; ``print(backend.ops)`` shows where each of them stands.
+        self.ops = ops.table  # beyond module 5
+        self.ops.backends.add(self)  # beyond module 5
         self.lift()
 
     def lift(self) -> None:
-        """Lift the operators by the loops that the table names now.
-
-        Loops compile on their first call, so that a backend costs nothing to make.
-        """
-        self.loops = ops = self.ops.loops if self.kind is self.ops.owner else self.kind
-        self.indexing, self.target = ops.indexing, ops.target
+        """Lift the operators; loops compile on their first call, so that this costs nothing."""
+        if self.kind is self.ops.owner:  # beyond module 5
+            self.loops = self.ops.loops
+        ops = self.loops
+        self.indexing, self.target = ops.indexing, ops.target  # beyond module 5
         self.memory = memories.device if self.cuda else memories.host
         map_, zip_, reduce_ = ops.map, ops.zip, ops.reduce
         self.neg_map = map_(operators.neg)
@@ -269,7 +274,6 @@ class TensorBackend(Unique):
         self.log_map = map_(operators.log)
         self.exp_map = map_(operators.exp)
         self.tanh_map = map_(operators.tanh)
-        self.elu_map = map_(operators.elu)
         self.id_map = self.id_cmap = map_(operators.id)
         self.inv_map = map_(operators.inv)
 
@@ -279,15 +283,16 @@ class TensorBackend(Unique):
         self.relu_back_zip = zip_(operators.relu_back)
         self.log_back_zip, self.inv_back_zip = zip_(operators.log_back), zip_(operators.inv_back)
         self.pow_scalar_zip = zip_(operators.pow)
-        self.elu_back_zip = zip_(operators.elu_back)
-        self.exp_difference_zip = zip_(operators.exp_difference)
-        self.keep_zip, self.drop_zip = zip_(operators.keep), zip_(operators.drop)
 
         self.add_reduce, self.mul_reduce = reduce_(operators.add, 0.0), reduce_(operators.mul, 1.0)
         self.max_reduce = reduce_(operators.max, -np.inf)
         self._finite_reduce = reduce_(operators.max, float(np.finfo(np.float32).min))
         self._max_zip = zip_(operators.max)
         self.matrix_multiply = ops.matrix_multiply
+        more = more_operators  # beyond module 5
+        self.elu_map, self.elu_back_zip = map_(more.elu), zip_(more.elu_back)  # beyond module 5
+        self.exp_difference_zip = zip_(more.exp_difference)  # beyond module 5
+        self.keep_zip, self.drop_zip = zip_(more.keep), zip_(more.drop)  # beyond module 5
 
     def __repr__(self) -> str:
         return f"TensorBackend({self.kind.__name__})"

@@ -19,9 +19,13 @@ def callable_(fn: Callable[..., float]) -> Callable[..., float]:
     return register_jitable(fn) if isinstance(fn, FunctionType) else fn
 
 
+#: The modules with the functions that a cache on disk can recognise.
+OURS = {operators.__name__, f"{__package__}.more_operators"}
+
+
 def is_ours(fn: Callable[..., float]) -> bool:
-    """Tell whether a function is one of ``operators``, which a cache on disk can recognise."""
-    return isinstance(fn, FunctionType) and fn.__module__ == operators.__name__
+    """Tell whether a cache on disk can recognise a function."""
+    return isinstance(fn, FunctionType) and fn.__module__ in OURS
 
 
 def compiled(kernel: Callable[..., None], fn: Callable[..., float]) -> Any:

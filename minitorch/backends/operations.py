@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakSet
 
+from .unique import Unique
+
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 #: The folder that places in printed tables are relative to.
 _ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +70,7 @@ class Operations(dict[str, Callable[..., Any]]):
 
 
 def operation(function: Operation) -> Operation:
-    """Mark a function or method that a table may replace: its first argument chooses the backend.
+    """Mark a function or method that a table may replace: its first argument, which has a backend, chooses.
 
     Args:
         function: What serves a backend whose table has no entry for the function's qualified name.
@@ -80,8 +82,9 @@ def operation(function: Operation) -> Operation:
     @wraps(function)
     def serve(*args: Any, **kwargs: Any) -> Any:
         x = args[place] if len(args) > place else kwargs.get(names[place])
-        if hasattr(type(x), "_ensure_tensor"):  # a tensor
-            return x.backend.ops[name](*args, **kwargs)  # type: ignore[union-attr]
+        backend = getattr(x, "backend", None)
+        if isinstance(backend, Unique):
+            return backend.ops[name](*args, **kwargs)  # type: ignore[attr-defined]
         return function(*args, **kwargs)  # which names what it needs
 
     return serve  # type: ignore[return-value]

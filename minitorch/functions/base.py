@@ -97,7 +97,7 @@ class Function:
 
     forward: Any
     backward: Any
-    is_product = False
+    is_product = False  # beyond module 5
 
     @classmethod
     def _backward(cls, ctx: Context, *grad_outputs: Any) -> tuple[Any, ...]:

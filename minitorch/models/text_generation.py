@@ -147,7 +147,7 @@ class TextGeneration(Module):
             raise ValueError(f"count must be the number of tokens to add, 0 or more; got {count}")
         choose = make_sampler(temperature, top_k, top_p, seed)
         capacity = min(len(ids) + count, self.n_positions)
-        with self.backend.ops["decoding"](self, capacity) as next_logits:
+        with decoding(self, capacity) as next_logits:
             for _ in range(count):
                 ids.append(choose(next_logits(ids)))
                 yield ids[-1]

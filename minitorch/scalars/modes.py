@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable  # beyond module 5
 from contextlib import ContextDecorator
 from typing import Any
 
@@ -13,17 +13,14 @@ class _Modes(threading.local):
 
     Attributes:
         recording: Whether functions of tensors record their history; see :class:`no_grad`.
-        dropping: Whether dropout layers drop elements; see :class:`without_dropout`.
-        drawing: Whether layers draw their initial weights; see :class:`without_drawing`.
-        anomaly: Checks of results and gradients, or None; see :class:`minitorch.detect_anomaly`.
-        leaf_is_done: Called with each tensor whose gradient a backward pass has completed, or None.
     """
 
     recording = True
-    dropping = True
-    drawing = True
-    anomaly: Any = None
-    leaf_is_done: Callable[[Any], None] | None = None
+    dropping = True  # in dropout layers; see without_dropout  # beyond module 5
+    drawing = True  # of initial weights; see without_drawing  # beyond module 5
+    anomaly: Any = None  # checks of minitorch.detect_anomaly, or None  # beyond module 5
+    # Called with each tensor whose gradient a backward pass has completed.
+    leaf_is_done: Callable[[Any], None] | None = None  # beyond module 5
 
 
 modes = _Modes()
@@ -65,27 +62,27 @@ class no_grad(Switch):
     mode, value = "recording", False
 
 
-class without_dropout(Switch):
+class without_dropout(Switch):  # beyond module 5
     """Disable dropout layers within the context, for callers that apply dropout themselves."""
 
     mode, value = "dropping", False
 
 
-class without_drawing(Switch):
+class without_drawing(Switch):  # beyond module 5
     """Initialise new layers with zeros within the context, for callers that then load their weights."""
 
     mode, value = "drawing", False
 
 
-class _Writes:
+class _Writes:  # beyond module 5
     """The number of writes into tensors so far and 1; :mod:`minitorch.backends.writes` counts them."""
 
     count = 1
 
 
-writes = _Writes()
+writes = _Writes()  # beyond module 5
 
 
-def is_recording() -> bool:
+def is_recording() -> bool:  # beyond module 5
     """Tell whether functions of tensors record how they were applied; see :class:`no_grad`."""
     return modes.recording

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import kernels
 
 from ..autodiff import Context, History
+from ..module import Parameter
 from ..scalars.modes import Switch, modes
 
 Index = tuple[int, ...]
@@ -146,22 +147,19 @@ class _Checks:
             found = zip(wanted, gradients, strict=True)
             self.check_gradients(history.last_fn, history.ctx, found, given)
 
-    def check_step(self, optimizer: str, what: str, moved: Any, before: Any, gradient: Any) -> None:
-        """Check a parameter that an optimiser has updated.
-
-        Args:
-            optimizer: The name of its class.
-            what: The parameter, in words.
-            moved: Its new value.
-            before: Its old value.
-            gradient: Its gradient.
+    def check_step(self, optimizer: Any, p: Parameter, value: Any) -> None:
+        """Check the new value of a parameter that an optimiser updates.
 
         Raises:
-            AnomalyError: If the new value contains an anomaly.
+            AnomalyError: If it contains an anomaly.
         """
-        given = (before, gradient)
+        moved, before = (getattr(x, "data", x) for x in (value, p.value))  # of a Scalar
+        given = before, getattr(p.value, "derivative", getattr(p.value, "grad", None))
         if bad := _first_bad(moved, given):
-            raise _error(optimizer, "step", bad, what, given, _site())
+            what = f"parameters[{[*optimizer.parameters].index(p)}]"
+            if p.name:
+                what = f"the parameter {p.name}"
+            raise _error(type(optimizer).__name__, "step", bad, what, given, _site())
 
 
 # -- switching the checks on ---------------------------------------------------------------------

@@ -23,6 +23,7 @@ from kernels.runtime.targets import cuda
 from minitorch import cuda_kernel_ops, operators
 from minitorch import cuda_ops as course_kernels
 from minitorch.accelerated import cuda_loop_kernels as cuda_loops
+from minitorch.backends import more_operators
 
 from ...support.device.compiling import (
     FLOAT32,
@@ -136,9 +137,9 @@ LOOPS: dict[str, Callable[[Any], Kernel]] = {
     "map": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, 1, dtype, dtype),
     "map of rows": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, 2, dtype, dtype),
     "map of planes": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, 3, dtype, dtype),
-    "map elu": lambda dtype: cuda_loops.map_kernel(operators.elu, 1, dtype, dtype),
-    "zip elu_back": lambda dtype: cuda_loops.zip_kernel(operators.elu_back, 1, dtype, dtype, dtype),
-    "zip keep": lambda dtype: cuda_loops.zip_kernel(operators.keep, 1, dtype, dtype, dtype),
+    "map elu": lambda dtype: cuda_loops.map_kernel(more_operators.elu, 1, dtype, dtype),
+    "zip elu_back": lambda dtype: cuda_loops.zip_kernel(more_operators.elu_back, 1, dtype, dtype, dtype),
+    "zip keep": lambda dtype: cuda_loops.zip_kernel(more_operators.keep, 1, dtype, dtype, dtype),
     "zip": lambda dtype: cuda_loops.zip_kernel(operators.add, 1, dtype, dtype, dtype),
     "zip of rows": lambda dtype: cuda_loops.zip_kernel(operators.add, 2, dtype, dtype, dtype),
     "zip of planes": lambda dtype: cuda_loops.zip_kernel(operators.add, 3, dtype, dtype, dtype),

@@ -32,7 +32,7 @@ from .autodiff import (  # beyond module 0
     central_difference,
     topological_sort,
 )
-from .backends.matmul_precision import (  # beyond module 4
+from .backends.matmul_precision import (  # beyond module 5
     Precision,
     get_matmul_precision,
     matmul_precision,
@@ -62,12 +62,12 @@ from .functions.flash_attention import FlashAttention  # beyond module 4
 from .layers.linear import linear  # beyond module 3
 from .layers.linear_cross_entropy import linear_cross_entropy  # beyond module 4
 from .layers.residual_layer_norm import residual_layer_norm  # beyond module 5
-from .layers.rms_norm import RMSNorm, rms_norm  # beyond module 4
+from .layers.rms_norm import RMSNorm, rms_norm  # beyond module 5
 from .models.config import Config  # beyond module 4
 from .models.encoder_lm import EncoderClassifier, EncoderLM  # beyond module 5
-from .models.kv_cache import KVCache, LayerCache  # beyond module 4
+from .models.kv_cache import KVCache, LayerCache  # beyond module 5
 from .models.reversible import ReversibleSequence  # beyond module 5
-from .models.rotary import Rotary  # beyond module 4
+from .models.rotary import Rotary  # beyond module 5
 from .models.sequence_classifier import SequenceClassifier  # beyond module 5
 from .module import Module, Parameter
 from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear  # beyond module 3
@@ -81,7 +81,7 @@ from .nn import (  # beyond module 3
     max,
     maxpool2d,
     one_hot,
-    silu,
+    silu,  # beyond module 5
     softmax,
     softmax_loss,
     tile,
@@ -157,17 +157,17 @@ from .tensors.factories import (  # beyond module 1
 )
 from .tensors.factories import tensor as _tensor  # beyond module 1
 from .tensors.gradient_check import grad_central_difference, grad_check  # beyond module 1
-from .tensors.joining import cat, stack  # beyond module 4
+from .tensors.joining import cat, stack  # beyond module 5
 from .testing import MathTest, MathTestVariable  # beyond module 0
 from .training.adamw import AdamW  # beyond module 5
 from .training.anomaly import AnomalyError, detect_anomaly  # beyond module 5
 from .training.captured_step import CaptureError, GraphStep, graph_step  # beyond module 5
 from .training.clipping import clip_grad_norm_  # beyond module 5
-from .training.recompute import checkpoint  # beyond module 4
+from .training.recompute import checkpoint  # beyond module 5
 from .transformer import (  # beyond module 4
     DecoderLM,
     FeedForward,
-    GatedFeedForward,
+    GatedFeedForward,  # beyond module 5
     MultiHeadAttention,
     TransformerLayer,
 )

@@ -213,7 +213,7 @@ def GELU(input: Tensor) -> Tensor:
     return input * 0.5 * (inner.tanh() + 1.0)
 
 
-def silu(input: Tensor) -> Tensor:
+def silu(input: Tensor) -> Tensor:  # beyond module 5
     """Return x · sigmoid(x).
 
     Source: Elfwing, Uchibe and Doya (2018), Sigmoid-weighted linear units.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +20,13 @@ from .functions.base import chain_rule, check_tensor, is_variable
 from .scalars.modes import modes  # beyond module 5
 from .tensor_data import Ints, TensorData, UserShape, UserStrides
 from .tensor_ops import TensorBackend
+from .tensors.attention_methods import AttentionMethods  # beyond module 4
 from .tensors.container import Container
 from .tensors.conversions import Conversions
+from .tensors.indexing_methods import IndexingMethods  # beyond module 5
+from .tensors.interchange import Lending  # beyond module 5
 from .tensors.operator_methods import TensorOperators
-
-try:
-    from .tensors.extras import Methods
-except ModuleNotFoundError as missing:  # a starter tree before module 5
-    if TYPE_CHECKING or not str(missing.name).endswith("tensors.extras"):
-        raise
-    Methods = TensorOperators
+from .tensors.shape_methods import ShapeMethods  # beyond module 5
 
 _ids = count(1)
 
@@ -39,7 +36,15 @@ def next_id() -> int:  # beyond module 5
     return next(_ids)
 
 
-class Tensor(Methods, Conversions, Container):
+class Tensor(
+    AttentionMethods,  # beyond module 4
+    IndexingMethods,  # beyond module 5
+    Lending,  # beyond module 5
+    ShapeMethods,  # beyond module 5
+    TensorOperators,
+    Conversions,
+    Container,
+):
     """An n-dimensional array that records how it was computed.
 
     Args:

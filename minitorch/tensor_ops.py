@@ -265,7 +265,8 @@ class TensorBackend(
         if self.kind is self.ops.owner:  # beyond module 5
             self.loops = self.ops.loops
         ops = self.loops
-        self.indexing, self.target = ops.indexing, ops.target  # beyond module 5
+        self.target = ops.target  # beyond module 4
+        self.indexing = ops.indexing  # beyond module 5
         self.memory = memories.device if self.cuda else memories.host
         map_, zip_, reduce_ = ops.map, ops.zip, ops.reduce
         self.neg_map = map_(operators.neg)

@@ -17,6 +17,8 @@ from kernels.cuda.layers import fused as cuda_kernels
 
 from ..cuda_ops import CudaOps
 from ..fast_ops import FastOps
+from ..models.cached_decoding import cached_decoding
+from ..tensor_ops import SimpleOps
 from . import captured_decoding, decoding_step, joined_layers, layers, linear, optimisers
 from .cpu_loops import FasterOps
 from .cuda_loops import FasterCudaOps
@@ -43,6 +45,7 @@ CPU: Table = {
     **SHARED,
     "linear": linear.linear,
     "TransformerLayer.forward": decoding_step.layer_forward,
+    "decoding": cached_decoding,
 }
 CUDA: Table = {
     **SHARED,
@@ -55,7 +58,11 @@ CUDA: Table = {
     "decoding": captured_decoding.decoding,
     "adam_many": cuda_kernels.adam_many,
 }
-_TABLES = {FastOps: (FasterOps, CPU), CudaOps: (FasterCudaOps, CUDA)}
+_TABLES = {
+    SimpleOps: (SimpleOps, {"decoding": cached_decoding}),
+    FastOps: (FasterOps, CPU),
+    CudaOps: (FasterCudaOps, CUDA),
+}
 # Functions of a graph that was recorded before plain() still need them.
 FastOps.table.kernels, CudaOps.table.kernels = cpu_kernels, cuda_kernels
 

@@ -4,22 +4,84 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from kernels.cuda.backend import to_device
+from kernels.cuda.backend import device_view, put_rows, to_device
+from kernels.problem.options import Options
 
-from ..backends.operations import Operations
+from ..models.cached_decoding import cached_decoding, next_logits
 from ..models.evaluation import evaluating
-from ..models.kv_cache import KVCache, Spot
+from ..models.kv_cache import KVCache, LayerCache
+from ..models.rotary import Rotary, Rotate
 from ..scalars.modes import no_grad
 from ..tensor import Tensor
+from ..tensor_data import Storage
 from ..training.captured_step import graph_step
 from ..transformer import DecoderLM
 
 #: Capacities are multiples of this, so that texts of different lengths share a graph.
 UNIT = 128
+
+
+class Spot(NamedTuple):
+    """The positions of a step's tokens, held as data: a captured step can be replayed at others.
+
+    Attributes:
+        places: The positions, (count,) int64, on the host.
+        index: The positions, (1, count), on the device.
+        mask: Booleans on the device, True where the tokens attend to a position, (1, 1, 1, capacity).
+        turns: Cosines and sines of rotary positions, (count, 1, head_dim) each; or None.
+    """
+
+    places: npt.NDArray[np.int64]
+    index: Any
+    mask: Any
+    turns: tuple[Tensor, Tensor] | None = None
+
+
+class PlacedCache(LayerCache):
+    """A cache on a GPU that writes at a spot, if it has one, and whose attention has a mask.
+
+    Attributes:
+        spot: The positions, independent of the length, or None.
+    """
+
+    spot: Spot | None = None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values at the spot; see :meth:`LayerCache.append`."""
+        length, found = self.length, super().append(k, v)
+        if self.spot is None:
+            return found
+        self.length = length
+        return self.filled(self.capacity)
+
+    def _write(self, source: Tensor, storage: Storage) -> None:
+        if self.spot is None:
+            return super()._write(source, storage)
+        shape = self.capacity, source.size // source.shape[0]
+        rows = source.contiguous()._tensor._storage
+        x = device_view(rows, (source.shape[0], shape[1]), (shape[1], 1))
+        return put_rows(x, self.spot.index, device_view(storage, shape, (shape[1], 1)))
+
+    def visible(self) -> Options:
+        """See :meth:`LayerCache.visible`; a window is part of the mask."""
+        if self.spot is None:
+            return super().visible()
+        return {"is_causal": False, "attn_mask": self.spot.mask, "window_size": None}
+
+    def positions(self, count: int) -> Any:
+        """See :meth:`LayerCache.positions`."""
+        return super().positions(count) if self.spot is None else self.spot.places
+
+    def rotated(self, rotary: Rotary, x: Tensor) -> Tensor:
+        """See :meth:`LayerCache.rotated`."""
+        if self.spot is None or self.spot.turns is None:
+            return super().rotated(rotary, x)
+        return Rotate.apply(x, *self.spot.turns)
 
 
 class CapturedDecoding:
@@ -40,7 +102,7 @@ class CapturedDecoding:
     def __init__(self, model: DecoderLM, capacity: int):
         self._model = model
         capacity = min(-(-capacity // UNIT) * UNIT, model.n_positions)
-        self.cache: KVCache = model.make_cache(capacity=capacity)
+        self.cache: KVCache = model.make_cache(capacity=capacity, kind=PlacedCache)
         self._step = graph_step(self._eager)
 
     def logits(self, token: int) -> Tensor:
@@ -51,7 +113,8 @@ class CapturedDecoding:
         if self._model.window is not None:
             shown &= places > place - self._model.window
         found = self._step(np.array([[token]]), np.array([place]), shown)
-        self.cache.advance(1)
+        for layer in self.cache.layers:
+            layer.length += 1
         return found
 
     def _eager(self, ids: Any, places: Any, shown: Any) -> Tensor:
@@ -68,11 +131,15 @@ class CapturedDecoding:
         turns = None
         if model.rotary is not None:
             turns = model.rotary.turns(places, model.token_embeddings.weights.value)
-        self.cache.place(Spot(places, index, mask, turns))
+        self._place(Spot(places, index, mask, turns))
         try:
             return model.score(model.hidden(ids, self.cache))
         finally:
-            self.cache.place(None)
+            self._place(None)
+
+    def _place(self, spot: Spot | None) -> None:
+        for layer in self.cache.layers:
+            layer.spot = spot  # type: ignore[attr-defined]
 
 
 def can_capture(model: DecoderLM) -> bool:
@@ -87,8 +154,8 @@ def can_capture(model: DecoderLM) -> bool:
 def decoding(model: DecoderLM, capacity: int) -> Iterator[Callable[[list[int]], Any]]:
     """Provide a function that returns the logits of the token after a text; on a GPU, from a graph."""
     if not can_capture(model):
-        with Operations.plain["decoding"](model, capacity) as next_logits:
-            yield next_logits
+        with cached_decoding(model, capacity) as plain:
+            yield plain
         return
     # Kept from text to text; taken away while one is written, so that two do not share a cache.
     captured = vars(model).pop("_captured", None)
@@ -99,7 +166,7 @@ def decoding(model: DecoderLM, capacity: int) -> Iterator[Callable[[list[int]], 
 
     def replayed(ids: list[int]) -> Any:
         if len(ids) - cache.length != 1 or len(ids) > cache.capacity:
-            return model.next_logits(ids, cache)
+            return next_logits(model, ids, cache)
         with no_grad(), evaluating(model):
             return captured.logits(ids[-1]).to_numpy()[0, 0].astype(np.float64)
 

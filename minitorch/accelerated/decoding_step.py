@@ -14,10 +14,11 @@ from ..fast_ops import FastOps
 from ..functions.kernel_arrays import dense
 from ..models.feed_forward import FeedForward
 from ..models.kv_cache import LayerCache
-from ..models.transformer_layers import TransformerLayer
 from ..module import Module, changes
 from ..modules_basic import LayerNorm1d, Linear
+from ..scalars.modes import modes
 from ..tensor import Tensor
+from ..transformer import TransformerLayer
 
 LayerWeights = decoding_step.LayerWeights
 
@@ -113,16 +114,13 @@ def step_weights(layer: Any) -> StepWeights:
 def _has_kernel(layer: Any) -> bool:
     """Tell whether the decoding kernel computes the same function as a layer, on the fast backend."""
     attention, ff = layer.attention, layer.ff
-    if type(ff) is not FeedForward or attention.rotary is not None:
-        return False
-    if attention.window is not None or attention.has_sinks:
+    if type(ff) is not FeedForward or not (attention.is_plain and layer.norm_first):
         return False
     linears = [attention.q_projection, attention.k_projection, attention.v_projection]
     linears += [attention.out_projection, ff.linear_in, ff.linear_out]
     values = [box.value for box in layer.parameters()]
     return (
         attention.causal
-        and attention.n_kv_head == attention.n_head
         and attention.attend is Tensor.flash_attention
         and not any("forward" in module.__dict__ for module in (attention, ff))
         and all(type(norm) is LayerNorm1d for norm in (layer.ln_1, layer.ln_2))
@@ -133,16 +131,14 @@ def _has_kernel(layer: Any) -> bool:
     )
 
 
-def layer_forward(
-    layer: TransformerLayer, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None,
-    cu_seqlens: Any = None,
-) -> Tensor:  # fmt: skip
+def layer_forward(layer: TransformerLayer, x: Tensor) -> Tensor:
     """Apply a layer to x, in one kernel if x has few positions, and those before it are cached."""
-    if cache is not None and layer.norm_first and key_mask is None and cu_seqlens is None:
-        stepped = step(layer, x, cache)
+    context = modes.context
+    if context is not None and context.cache is not None and context.key_mask is None:
+        stepped = step(layer, x, context.cache)
         if stepped is not None:
             return stepped
-    return Operations.plain["TransformerLayer.forward"](layer, x, cache, key_mask, cu_seqlens)
+    return Operations.plain["TransformerLayer.forward"](layer, x)
 
 
 def step(layer: Any, x: Tensor, cache: LayerCache) -> Tensor | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from kernels.runtime.dtypes import is_floating
@@ -10,39 +11,33 @@ from kernels.runtime.dtypes import is_floating
 from ..backends.operations import Operations
 from ..layers.residual_layer_norm import residual_layer_norm
 from ..layers.rms_norm import RMSNorm
-from ..models.config import NORMS
 from ..models.feed_forward import FeedForward, GatedFeedForward
-from ..models.kv_cache import LayerCache
-from ..models.transformer_layers import MultiHeadAttention, TransformerLayer
+from ..models.variants import NORMS
 from ..modules_basic import LayerNorm1d
-from ..scalars.modes import without_dropout
+from ..scalars.modes import modes, without_dropout
 from ..tensor import Tensor
-from ..transformer import DecoderLM
+from ..training.recompute import checkpoint
+from ..transformer import DecoderLM, MultiHeadAttention, TransformerLayer
 
 
-def layer_forward(
-    layer: TransformerLayer, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None,
-    cu_seqlens: Any = None,
-) -> Tensor:  # fmt: skip
+def layer_forward(layer: TransformerLayer, x: Tensor) -> Tensor:
     """Apply a layer to x; see :meth:`TransformerLayer.forward`."""
-    given = {"key_mask": key_mask, "cu_seqlens": cu_seqlens}
-    masked = {name: value for name, value in given.items() if value is not None}
     if not layer.norm_first:
-        _, x = joined(layer.attention, x, x, layer.ln_1, cache=cache, **masked)
-        _, x = joined(layer.ff, x, x, layer.ln_2)
-        return x if cache is None else x.detach()
-    if cache is None and is_joined(layer, x):
-        hidden, normed = joined(layer.attention, x, layer.ln_1(x), layer.ln_2, **masked)
+        _, x = joined(layer.attention, x, x, layer.ln_1)
+        return joined(layer.ff, x, x, layer.ln_2)[1]
+    has_cache = modes.context is not None and modes.context.cache is not None
+    if not has_cache and is_joined(layer, x):
+        hidden, normed = joined(layer.attention, x, layer.ln_1(x), layer.ln_2)
         return hidden + layer.ff(normed)
-    return Operations.plain["TransformerLayer.forward"](layer, x, cache, **masked)
+    return Operations.plain["TransformerLayer.forward"](layer, x)
 
 
-def through_layers(model: DecoderLM, x: Tensor, call: Callable[..., Any]) -> Tensor:
+def through_layers(model: DecoderLM, x: Tensor) -> Tensor:
     """Apply the layers and the last norm of a model to x; see :meth:`DecoderLM.through_layers`."""
     layers = [getattr(model, name) for name in model.layer_names]
     if type(model.ln) in NORMS.values() and all(is_joined(layer, x) for layer in layers):
-        return run_joined(layers, model.ln, x, call)
-    return Operations.plain["DecoderLM.through_layers"](model, x, call)
+        return run_joined(layers, model.ln, x, model.recompute)
+    return Operations.plain["DecoderLM.through_layers"](model, x)
 
 
 def is_joined(layer: TransformerLayer, x: Tensor) -> bool:
@@ -61,7 +56,7 @@ def is_joined(layer: TransformerLayer, x: Tensor) -> bool:
 
 def joined(
     branch: MultiHeadAttention | FeedForward | GatedFeedForward, hidden: Tensor, normed: Tensor,
-    norm: LayerNorm1d | RMSNorm, **options: Any,
+    norm: LayerNorm1d | RMSNorm,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return hidden + dropout(branch(normed)) and its norm, in one kernel after the branch.
 
@@ -70,19 +65,17 @@ def joined(
         hidden: The residual stream, (batch, seq, n_embd).
         normed: The input of the branch, (batch, seq, n_embd).
         norm: The norm of the next branch.
-        options: Options of the branch.
     """
     own = branch.dropout
     with without_dropout():
-        x = branch(normed, **options)
+        x = branch(normed)
     rate = own.p_dropout if own.training else 0.0
     beta = None if norm.bias is None else norm.bias.value
     return residual_layer_norm(x, hidden, norm.weights.value, beta, norm.eps, rate)
 
 
 def run_joined(
-    layers: Sequence[TransformerLayer], last: LayerNorm1d | RMSNorm, x: Tensor,
-    call: Callable[..., Any],
+    layers: Sequence[TransformerLayer], last: LayerNorm1d | RMSNorm, x: Tensor, recompute: bool
 ) -> Tensor:  # fmt: skip
     """Apply layers and the norm after them to x, with :func:`joined` throughout.
 
@@ -90,7 +83,7 @@ def run_joined(
         layers: One or more layers.
         last: The norm that follows them.
         x: (batch, seq, n_embd).
-        call: Calls its first argument with the others: :func:`minitorch.checkpoint`, or a plain call.
+        recompute: Call each layer by :func:`minitorch.checkpoint`.
 
     Returns:
         (batch, seq, n_embd).
@@ -102,5 +95,6 @@ def run_joined(
             hidden, normed = joined(layer.attention, hidden, normed, layer.ln_2)
             return joined(layer.ff, hidden, normed, norm)
 
-        hidden, normed = call(one, hidden, normed)
+        call = partial(checkpoint, one) if recompute else one
+        hidden, normed = call(hidden, normed)
     return normed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -47,3 +48,11 @@ def _checked_ids(array: Any, limit: int, name: str, given: Any) -> Any:
             "the number of classes larger"
         )
     return array
+
+
+@lru_cache(maxsize=64)
+def kept_range(start: int, stop: int, step: int = 1) -> Any:
+    """Return a range as a read-only array, which is copied to a device once."""
+    found = np.arange(start, stop, step)
+    found.setflags(write=False)
+    return found

@@ -14,17 +14,17 @@ from kernels.cuda.backend import computed
 
 from ..backends.matmul_precision import in_own_precision
 from ..functions.base import is_tensor
-from ..layers.indices import integer_array
+from ..layers.indices import integer_array, kept_range
 from ..layers.linear import linear
 from ..layers.linear_cross_entropy import linear_cross_entropy
 from ..module import Module, Parameter
 from ..modules_basic import Dropout, Embedding, Linear, lookup
 from ..scalars.modes import no_grad
 from ..tensor import Tensor
+from ..transformer import TransformerLayer
 from .config import Config, configured
 from .evaluation import evaluating
-from .positions import kept_range, packed_positions
-from .transformer_layers import TransformerLayer
+from .positions import packed_positions
 
 #: Target of a position that is not predicted, as in PyTorch's cross entropy.
 IGNORED = -100

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..module import Module
 from ..modules_basic import Dropout, Linear
-from ..nn import silu
+from ..nn import silu  # beyond module 5
 from ..tensor import Tensor
 from .config import Config, configured
 
@@ -28,7 +30,7 @@ class FeedForward(Module):
         return self.dropout(self.linear_out(self.linear_in(x, has_gelu=True)))
 
 
-class GatedFeedForward(Module):
+class GatedFeedForward(Module):  # beyond module 5
     """SwiGLU: silu(x @ gate) · (x @ in), and a linear layer back, applied to each position.
 
     The options are those of :class:`minitorch.Config`; ``bias`` is False by default.
@@ -48,3 +50,10 @@ class GatedFeedForward(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the network to x, (…, n_embd); the result has the same shape."""
         return self.dropout(self.linear_out(silu(self.linear_gate(x)) * self.linear_in(x)))
+
+
+def make_feed_forward(config: Config) -> Any:
+    """Return the feed-forward network of a layer."""
+    if config.feed_forward == "swiglu":  # beyond module 5
+        return GatedFeedForward(config)
+    return FeedForward(config)

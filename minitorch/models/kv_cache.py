@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kernels.common.arguments import shown, whole
-from kernels.cuda.backend import device_view, put_rows
+from kernels.cuda.backend import device_view
 from kernels.problem.options import Options
 from kernels.runtime.dtypes import is_floating
 
@@ -19,18 +19,7 @@ from ..tensor import Tensor
 from ..tensor_data import Storage, TensorData, is_device_storage
 from ..tensor_ops import TensorBackend
 from ..tensors.factories import zeros
-
-
-def check_cache(cache: Any, kind: type[Any]) -> None:
-    """Check that ``cache`` is None or a cache of a given class.
-
-    Raises:
-        TypeError: If it is something else.
-    """
-    if cache is not None and not isinstance(cache, kind):
-        raise TypeError(
-            f"cache must be a {kind.__name__} or None, got {shown(cache)}; use DecoderLM.make_cache"
-        )
+from .rotary import Rotary
 
 
 def _checked_sizes(**sizes: Any) -> None:
@@ -42,22 +31,6 @@ def _checked_sizes(**sizes: Any) -> None:
     """
     for name, size in sizes.items():
         whole(f"{name} of a cache", size, 1)
-
-
-class Spot(NamedTuple):
-    """The positions of a step's tokens, held as data: a captured step can be replayed at others.
-
-    Attributes:
-        places: The positions, (count,) int64, on the host.
-        index: The positions, (1, count), on the device.
-        mask: Booleans on the device, True where the tokens attend to a position, (1, 1, 1, capacity).
-        turns: Cosines and sines of rotary positions, (count, 1, head_dim) each; or None.
-    """
-
-    places: npt.NDArray[np.int64]
-    index: Any
-    mask: Any
-    turns: tuple[Tensor, Tensor] | None = None
 
 
 class LayerCache:
@@ -76,7 +49,6 @@ class LayerCache:
 
     Attributes:
         length: Number of filled positions.
-        spot: The positions to which a captured step writes, independent of the length; otherwise None.
 
     Raises:
         TypeError: If a size is not a whole number, the backend not a backend, or the dtype not floating.
@@ -99,7 +71,6 @@ class LayerCache:
             )
         self.batch, self.heads, self.head_dim = batch, heads, head_dim
         self.capacity, self.length = capacity, 0
-        self.spot: Spot | None = None
         self.backend = backend
         self.known: Any = None  # the layer's ``StepWeights``
         self._step = batch * heads * head_dim  # elements of one position
@@ -145,27 +116,35 @@ class LayerCache:
                 f"k and v must have the same shape, got {k.shape} and {v.shape}; append both for every "
                 "position"
             )
-        start, stop = self.length, self.length + k.shape[2]
         for new, storage in zip((k, v), self._storages, strict=True):
-            source = new._new(new._tensor.permute(2, 0, 1, 3))  # (count, batch, heads, head_dim)
-            if self.spot is not None:
-                self._put(source, storage, self.spot)
-            elif self.backend.cuda:
-                self.backend.id_map(source, self._rows(storage, start, stop))
-            else:  # so small that NumPy finishes before a parallel loop has started
-                self._rows(storage, start, stop).to_numpy()[...] = source.to_numpy()
-        if self.spot is None:
-            self.length = stop
-        else:
-            stop = self.capacity
-        k, v = (self._rows(storage, 0, stop) for storage in self._storages)
+            self._write(new._new(new._tensor.permute(2, 0, 1, 3)), storage)
+        self.length += k.shape[2]
+        return self.filled(self.length)
+
+    def filled(self, length: int) -> tuple[Tensor, Tensor]:
+        """View the keys and the values of the first positions, (batch, heads, length, head_dim)."""
+        k, v = (self._rows(storage, 0, length) for storage in self._storages)
         return k._new(k._tensor.permute(1, 2, 0, 3)), v._new(v._tensor.permute(1, 2, 0, 3))
+
+    def _write(self, source: Tensor, storage: Storage) -> None:
+        """Write rows, (count, batch, heads, head_dim), after the filled ones."""
+        rows = self._rows(storage, self.length, self.length + source.shape[0])
+        if self.backend.cuda:
+            self.backend.id_map(source, rows)
+        else:  # so small that NumPy finishes before a parallel loop has started
+            rows.to_numpy()[...] = source.to_numpy()
 
     def visible(self) -> Options:
         """Return the options of attention for the positions that :meth:`append` will add."""
-        if self.spot is None:
-            return {"is_causal": True, "causal_offset": self.length}
-        return {"is_causal": False, "attn_mask": self.spot.mask}
+        return {"is_causal": True, "causal_offset": self.length}
+
+    def positions(self, count: int) -> Any:
+        """Return the next positions, (count,)."""
+        return np.arange(self.length, self.length + count)
+
+    def rotated(self, rotary: Rotary, x: Tensor) -> Tensor:
+        """Rotate queries or keys of the next positions, (batch, count, heads, head_dim)."""
+        return rotary(x, self.length)
 
     def clear(self) -> None:
         """Empty the cache and write zeros: attention multiplies masked values by 0, and 0 · NaN is NaN."""
@@ -217,12 +196,6 @@ class LayerCache:
             )
         self.length = length
 
-    def _put(self, source: Tensor, storage: Storage, spot: Spot) -> None:
-        """Write rows, (count, batch, heads, head_dim), at the places of a spot, on a GPU."""
-        rows = source.contiguous()._tensor._storage
-        x = device_view(rows, (source.shape[0], self._step), (self._step, 1))
-        put_rows(x, spot.index, device_view(storage, (self.capacity, self._step), (self._step, 1)))
-
     def _rows(self, storage: Storage, start: int, stop: int) -> Tensor:
         """Return some positions, (count, batch, heads, head_dim), as views."""
         count = stop - start
@@ -272,6 +245,7 @@ class KVCache:
         head_dim: Size of a key and of a value.
         backend: Backend of the model.
         dtype: Dtype of the model; the default dtype when None.
+        kind: The class of the layers' caches.
     """
 
     def __init__(
@@ -283,12 +257,12 @@ class KVCache:
         head_dim: int,
         backend: TensorBackend,
         dtype: npt.DTypeLike | None = None,
+        kind: type[LayerCache] = LayerCache,
     ):
         _checked_sizes(layers=layers)
         self.capacity = capacity
-        self.layers = [
-            LayerCache(batch, heads, capacity, head_dim, backend, dtype) for _ in range(layers)
-        ]
+        sizes = batch, heads, capacity, head_dim
+        self.layers = [kind(*sizes, backend, dtype) for _ in range(layers)]
 
     def __repr__(self) -> str:
         return f"KVCache(layers={len(self.layers)}, {self.layers[0]._about()})"
@@ -320,13 +294,3 @@ class KVCache:
         """Empty the cache and write zeros to it."""
         for layer in self.layers:
             layer.clear()
-
-    def place(self, spot: Spot | None) -> None:
-        """Make a captured step write at a spot; None makes it write after the filled positions again."""
-        for layer in self.layers:
-            layer.spot = spot
-
-    def advance(self, count: int) -> None:
-        """Add the number of positions that a captured step has filled to the length."""
-        for layer in self.layers:
-            layer.length += count

@@ -1,23 +1,14 @@
-"""Ranges of positions that a device keeps, and embeddings of positions in a grid."""
+"""Positions of packed sequences, and embeddings of positions in a grid."""
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kernels.common.arguments import whole
-
-
-@lru_cache(maxsize=64)
-def kept_range(start: int, stop: int, step: int = 1) -> Any:
-    """Return a range as a read-only array, which is copied to a device once."""
-    found = np.arange(start, stop, step)
-    found.setflags(write=False)
-    return found
 
 
 def grid_sines(side: int, width: int) -> npt.NDArray[np.float64]:

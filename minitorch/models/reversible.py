@@ -17,7 +17,7 @@ from ..module import Module
 from ..scalars.modes import no_grad
 from ..tensor import Tensor
 from ..training.recompute import recording
-from .transformer_layers import TransformerLayer
+from ..transformer import TransformerLayer
 
 
 class _Branch(Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -162,6 +163,21 @@ class Rotary:
             )  # (count, 1, head_dim)
             tables = self._tables[key] = cos, sin
         return tables
+
+
+def with_rotary(config: Any, theta: float | None, scaling: Mapping[str, Any] | None) -> Any:
+    """Return a Config with the rotary positions of a :class:`minitorch.DecoderLM`.
+
+    Raises:
+        ValueError: For a scaling without rotary positions.
+    """
+    if theta is not None:
+        return replace(config, rotary=Rotary(config.head_size, config.n_positions, theta, scaling))
+    if scaling is not None:
+        raise ValueError(
+            "rotary_scaling needs rotary positions; pass rotary_theta as well, such as 10000.0"
+        )
+    return config
 
 
 def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:

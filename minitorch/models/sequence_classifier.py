@@ -15,17 +15,17 @@ from kernels.runtime.dtypes import acc_dtype
 
 from ..backends.matmul_precision import in_own_precision
 from ..functions.indexing import constant_like, table_like
-from ..layers.indices import integer_array
+from ..layers.indices import integer_array, kept_range
 from ..layers.linear_cross_entropy import linear_cross_entropy
 from ..module import Module
 from ..modules_basic import Dropout, Embedding, Linear, lookup
 from ..scalars.modes import no_grad
 from ..tensor import Tensor
 from ..training.recompute import checkpoint
+from ..transformer import TransformerLayer
 from .config import Config, configured
 from .evaluation import evaluating
-from .positions import grid_sines, kept_range, packed_positions
-from .transformer_layers import TransformerLayer
+from .positions import grid_sines, packed_positions
 
 #: Standard deviation of the initial embeddings.  With 0.1, exact attention learns ListOps later.
 EMBEDDING_STD = 0.5

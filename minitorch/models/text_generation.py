@@ -5,22 +5,24 @@ from __future__ import annotations
 import os  # beyond module 5
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kernels.common.arguments import whole
+from kernels.common.arguments import shape_of, whole
 
-from ..backends.operations import operation
+from ..backends.operations import operation  # beyond module 5
 from ..fast_ops import FastBackend  # beyond module 5
 from ..module import Module
 from ..modules_basic import lookup
-from ..scalars.modes import no_grad, without_drawing
+from ..scalars.modes import (
+    no_grad,
+    without_drawing,  # beyond module 5
+)
 from ..tensor_ops import TensorBackend
 from .evaluation import evaluating
-from .kv_cache import KVCache
+from .kv_cache import KVCache, LayerCache  # beyond module 5
 from .pretrained import load_pretrained, read_pretrained, write_pretrained  # beyond module 5
 from .sampling import make_sampler, prompt_ids
 
@@ -93,19 +95,22 @@ class TextGeneration(Module):
         """
         write_pretrained(folder, self, tokenizer)
 
-    def make_cache(self, batch: int = 1, capacity: int | None = None) -> KVCache:
+    def make_cache(  # beyond module 5
+        self, batch: int = 1, capacity: int | None = None, kind: type[LayerCache] = LayerCache
+    ) -> KVCache:
         """Return an empty cache for this model.
 
         Args:
             batch: Number of texts.
             capacity: Maximum number of positions; ``n_positions`` when None.
+            kind: The class of the layers' caches.
         """
         table = self.token_embeddings.weights.value
         attention = getattr(self, self.layer_names[0]).attention
         return KVCache(
             len(self.layer_names), batch, attention.n_kv_head,
             self.n_positions if capacity is None else capacity,
-            attention.attn_hidden_dim, table.backend, table.dtype,
+            attention.attn_hidden_dim, table.backend, table.dtype, kind,
         )  # fmt: skip
 
     def generate(
@@ -122,8 +127,8 @@ class TextGeneration(Module):
     ) -> Iterator[int]:  # fmt: skip
         """Yield the tokens that continue a text, each as soon as it is chosen.
 
-        Keys and values are cached, so that a token costs one step of the model and attention to the
-        previous tokens.
+        Keys and values are cached, unless within :func:`minitorch.plain`, so that a token costs one step of
+        the model and attention to the previous tokens.
 
         A text longer than ``n_positions`` is continued from its last ``n_positions`` tokens.  Each new
         token then shifts their positions, which changes all keys and values, and costs a pass over the
@@ -153,31 +158,47 @@ class TextGeneration(Module):
                 yield ids[-1]
 
     @no_grad()
-    def next_logits(self, ids: list[int], cache: KVCache) -> npt.NDArray[np.float64]:
-        """Return the logits of the token after ``ids``, without dropout, (n_vocab,).
-
-        Args:
-            ids: All tokens so far.
-            cache: Keys and values of the first of them; those of the others are appended.
-        """
+    def next_logits(self, ids: list[int]) -> npt.NDArray[np.float64]:
+        """Return the logits of the token after ``ids``, without dropout, (n_vocab,)."""
         with evaluating(self):
-            if len(ids) <= self.n_positions:
-                hidden = self.hidden(np.array([ids[cache.length :]]), cache)  # (1, new, n_embd)
-            else:
-                hidden = self.hidden(np.array([ids[-self.n_positions :]]))  # (1, seq, n_embd)
-            # Compute and read the logits of the last position only.
-            rows = hidden.view(*hidden.shape[1:])  # (new or seq, n_embd)
-            last = lookup(rows, np.array([[rows.shape[0] - 1]]))  # (1, 1, n_embd)
-            return self.score(last).to_numpy()[0, 0].astype(np.float64)
+            return self.last_logits(self.hidden(np.array([ids[-self.n_positions :]])))
+
+    def last_logits(self, hidden: Any) -> npt.NDArray[np.float64]:
+        """Return the logits at the last position only, (n_vocab,), for a result of ``hidden``."""
+        rows = hidden.view(*hidden.shape[1:])  # (seq, n_embd)
+        last = lookup(rows, np.array([[rows.shape[0] - 1]]))  # (1, 1, n_embd)
+        return self.score(last).to_numpy()[0, 0].astype(np.float64)
 
 
-@operation
+@operation  # beyond module 5
 @contextmanager
-def decoding(model: TextGeneration, capacity: int) -> Iterator[Callable[[list[int]], Any]]:
+def decoding(
+    model: TextGeneration, capacity: int
+) -> Iterator[Callable[[list[int]], npt.NDArray[np.float64]]]:
     """Provide a function that returns the logits of the token after a text, which grows from call to call.
 
-    Args:
-        model: The model.
-        capacity: Maximum length of the text whose keys and values are cached.
+    It reads the whole text each time.  A backend may keep keys and values of up to ``capacity`` tokens.
     """
-    yield partial(model.next_logits, cache=model.make_cache(capacity=capacity))
+    yield model.next_logits
+
+
+def check_ids(model: TextGeneration, idx: Any, start: int = 0) -> int:
+    """Return the number of tokens of each text, which follow ``start`` others.
+
+    Raises:
+        ValueError: If the ids do not have two dimensions, or exceed the context.
+    """
+    shape = shape_of("token ids", idx)
+    if len(shape) != 2:
+        raise ValueError(
+            f"a language model needs ids of shape (batch, seq), got {shape}; pass one text as "
+            "numpy.array([ids])"
+        )
+    if 0 in shape:
+        raise ValueError(f"a language model needs at least one token, got ids of shape {shape}")
+    if start + shape[1] > model.n_positions:
+        before = f" after the {start} in the cache" if start else ""
+        raise ValueError(
+            f"the context holds {model.n_positions} tokens, got {shape[1]}{before}; pass the last ones"
+        )
+    return shape[1]

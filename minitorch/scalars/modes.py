@@ -19,6 +19,7 @@ class _Modes(threading.local):
     dropping = True  # in dropout layers; see without_dropout  # beyond module 5
     drawing = True  # of initial weights; see without_drawing  # beyond module 5
     anomaly: Any = None  # checks of minitorch.detect_anomaly, or None  # beyond module 5
+    context: Any = None  # of attention; see minitorch.models.contexts  # beyond module 5
     # Called with each tensor whose gradient a backward pass has completed.
     leaf_is_done: Callable[[Any], None] | None = None  # beyond module 5
 

@@ -71,15 +71,11 @@ FILES = (
     kernels/reference/attention.py kernels/reference/lines.py kernels/reference/scores.py
     kernels/reference/softmax_ladder.py kernels/runtime/memory.py kernels/scores/*.py
     kernels/sparsity/*.py -kernels/sparsity/picture.py kernels/traffic/*.py
-    minitorch/transformer.py minitorch/attention/*.py minitorch/attention/approximate/support.py
-    minitorch/backends/kernel_memory.py
-    minitorch/backends/matmul_precision.py minitorch/functions/*.py
-    minitorch/layers/linear_cross_entropy.py minitorch/layers/rms_norm.py minitorch/models/config.py
-    minitorch/models/evaluation.py minitorch/models/text_generation.py
-    minitorch/models/feed_forward.py minitorch/models/kv_cache.py minitorch/models/positions.py
-    minitorch/models/rotary.py minitorch/models/sampling.py minitorch/models/transformer_layers.py
-    minitorch/tensors/*.py -minitorch/tensors/dlpack.py -minitorch/tensors/interchange.py
-    minitorch/training/recompute.py
+    minitorch/transformer.py minitorch/attention/*.py minitorch/backends/kernel_memory.py
+    minitorch/functions/dropout_seeds.py minitorch/functions/flash_attention.py
+    minitorch/functions/several.py minitorch/layers/linear_cross_entropy.py minitorch/models/config.py
+    minitorch/models/evaluation.py minitorch/models/feed_forward.py minitorch/models/sampling.py
+    minitorch/models/text_generation.py minitorch/tensors/attention_methods.py
     """,
 )
 #: Stands in the trees before module 3 for a backend that it brings, so that earlier files can name it.

@@ -155,9 +155,7 @@ def test_a_token_costs_one_position_until_the_context_is_full(
     model, seen = model_of(), []
     layer = model.t_layer_1.attention
     forward = layer.forward
-    monkeypatch.setattr(
-        layer, "forward", lambda x, cache: (seen.append(x.shape[1]), forward(x, cache))[1]
-    )
+    monkeypatch.setattr(layer, "forward", lambda x: (seen.append(x.shape[1]), forward(x))[1])
     model.generate([1, 2, 3], 8, seed=1)
     assert seen == [3, 1, 1, 1, 1, 1, 1, 9]
 
@@ -214,7 +212,7 @@ def test_a_step_that_fails_halfway_leaves_no_trace(monkeypatch: pytest.MonkeyPat
 MODEL = model_of()
 
 
-def filled(length: int, **sizes: int) -> KVCache:
+def filled(length: int, **sizes: Any) -> KVCache:
     cache = MODEL.make_cache(**sizes)
     MODEL(np.ones((1, length), int), cache)
     return cache

@@ -253,10 +253,3 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").touch()
     with pytest.raises(CheckpointError, match="AutoTokenizer"):
         read_tokenizer(tmp_path, 23)
-
-
-def test_models_are_found_in_their_package_too() -> None:
-    assert minitorch.models.DecoderLM is minitorch.DecoderLM
-    assert minitorch.models.SequenceClassifier is minitorch.SequenceClassifier
-    with pytest.raises(AttributeError, match="no attribute 'GPT'"):
-        minitorch.models.GPT  # noqa: B018

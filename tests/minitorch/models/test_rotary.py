@@ -87,7 +87,7 @@ def test_frequencies_are_those_of_the_definition(scaling: Any) -> None:
         (lambda: lm(norm="batch"), ValueError, r"norm must be one of 'layer', 'rms', got 'batch'"),
         (lambda: lm(feed_forward="relu"), ValueError, "feed_forward must be one of"),
         (lambda: lm(n_kv_head=3), ValueError, "n_kv_head must divide n_head, got 3 and 4"),
-        (lambda: lm(n_kv_head=2, attention="local"), ValueError, "groups of heads need attention"),
+        (lambda: lm(n_kv_head=2, attention="local"), ValueError, "groups of heads, window and sinks need"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_says_what_is_wrong(make: Any, error: type[Exception], words: str) -> None:

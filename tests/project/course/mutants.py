@@ -10,7 +10,7 @@ SCALAR = "minitorch/scalar.py"
 AUTODIFF, LADDER = "minitorch/autodiff.py", "kernels/reference/softmax_ladder.py"
 FLASH2 = "kernels/cuda/attention/flash2/forward.py"
 FORMULAS = "kernels/traffic/formulas.py"
-LAYERS = "minitorch/models/transformer_layers.py"
+LAYERS = "minitorch/transformer.py"
 
 MUTANTS = [
     ("0.1", OPS, "return math.exp(x)", "return 1.0 + x + x * x / 2.0", "exp("),
@@ -101,5 +101,5 @@ MUTANTS = [
      "by formula, by meter"),
     ("5.9", "kernels/sparsity/tile_lists.py", "np.append(0, np.cumsum(", "np.append(0, 1 * (",
      "lists (tile, full)"),
-    ("5.10", LAYERS, "x = x + self.ff(self.ln_2(x))", "x = self.ff(self.ln_2(x))", "that + ff(ln_2(that))"),
+    ("5.10", LAYERS, "return x + self.ff(self.ln_2(x))", "return self.ff(self.ln_2(x))", "that + ff(ln_2(that))"),
 ]  # fmt: skip

@@ -20,8 +20,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from minitorch.doctor.entrance import found_file
-from minitorch.doctor.probes import ask
+from minitorch.doctor.probes import ask, found_file
 from minitorch.doctor.rules import Finding, diagnose, owner
 
 ABOUT = "say what this environment has, what is wrong with it, and how to mend it"

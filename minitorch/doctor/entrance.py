@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
+
+from minitorch.doctor.probes import found_file
 
 DOCTOR = "python -m minitorch doctor"
 _HERE = Path(__file__).resolve().parents[1]
@@ -30,17 +31,6 @@ def runs_as_command(package: str) -> bool:
         return False
     asked = getattr(sys, "orig_argv", None)  # new in Python 3.10
     return asked is None or asked[-len(given)] in (package, f"-m{package}")
-
-
-def found_file(name: str) -> str | None:
-    """Return the file that ``import name`` would run, without running it."""
-    try:
-        spec = find_spec(name)
-    except (ImportError, ValueError):
-        return None
-    if spec is None:
-        return None
-    return spec.origin or next(iter(spec.submodule_search_locations or []), None)
 
 
 def check_kernels() -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 #: Marks the answer among other output of a library.
@@ -22,6 +23,17 @@ _BEGIN = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "sys.argv[:2] = []; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
+
+
+def found_file(name: str) -> str | None:
+    """Return the file that ``import name`` would run, without running it."""
+    try:
+        spec = find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    return spec.origin or next(iter(spec.submodule_search_locations or []), None)
 
 
 def ask(

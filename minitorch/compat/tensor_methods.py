@@ -9,25 +9,24 @@ them to the classes, because the layers are imported after the tensor and the ba
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from operator import attrgetter
 from typing import Any
 
 from kernels.common.arguments import flag
-from kernels.problem.operands import Operands
 from kernels.problem.options import Options
 
-from .. import operators, tensor_functions
-from ..attention.score_options import masking_penalty
+from .. import tensor_functions
+from ..attention.score_options import bounds_penalty
 from ..autodiff import Context
-from ..functions.base import Function, as_int, is_tensor
-from ..functions.flash_attention import FlashAttention, attention_call, attention_gradients
+from ..functions.base import Function, as_int
 from ..functions.views import swap_last
 from ..modules_basic import LayerNorm1d, layer_norm
 from ..nn import softmax
+from ..scalars.modes import no_grad
 from ..tensor import Tensor
 from ..tensor_ops import TensorBackend, TensorOps
 from ..tensors import factories, gradient_check
+from ..training.recompute import recording
 
 #: The constant that the published kernel adds to the variance.
 LAYER_NORM_EPS = 1e-8
@@ -39,29 +38,12 @@ LayerNorm1dFused = LayerNorm1d
 
 
 def attn_softmax(scores: Tensor, mask: Tensor) -> Tensor:
-    """Return softmax over the last dimension of scores + mask.
-
-    Args:
-        scores: (batch, heads, seq_q, seq_k).
-        mask: Added to the scores, -inf at masked positions; it broadcasts to their shape.
-
-    Returns:
-        (batch, heads, seq_q, seq_k).
-    """
+    """Return softmax over the last dimension of scores + mask, which broadcasts to them."""
     return softmax(scores + mask, scores.dims - 1)
 
 
 def layernorm(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-    """Normalise the last dimension, then scale and shift it.
-
-    Args:
-        x: (…, n), floating.
-        gamma: (n,), the weights.
-        beta: (n,), the bias.
-
-    Returns:
-        (…, n).
-    """
+    """Normalise the last dimension, (…, n), then scale and shift it by gamma and beta, (n,)."""
     return layer_norm(x, gamma, beta, LAYER_NORM_EPS)
 
 
@@ -76,98 +58,58 @@ def _options(causal_mask: Any) -> Options:
     return {"is_causal": flag("causal_mask", bool(found) if isinstance(found, int) else found)}
 
 
-# -- operations of a backend -------------------------------------------------------------------
+# -- operations of a backend: constants of constants -------------------------------------------
 
 
-def constants(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an operation so that it runs on detached tensors and returns constants."""
+def _gradients(function: Callable[..., Tensor], out_grad: Tensor, *inputs: Tensor) -> list[Any]:
+    """Return the gradients of the inputs of a function, given that of its result."""
+    leaves = [x.detach() for x in inputs]
+    for leaf in leaves:
+        leaf.requires_grad_(True)
+    with recording():
+        out = function(*leaves)
+    out.backward(out_grad.detach())
+    return [leaf.grad for leaf in leaves]
 
-    @wraps(operation)
-    def run(*args: Any) -> Any:
-        return operation(*(arg.detach() if is_tensor(arg) else arg for arg in args))
 
-    return run
-
-
-@constants
+@no_grad()
 def attn_softmax_bw(out_grad: Tensor, soft: Tensor) -> Tensor:
-    """Return the gradient of the scores.
-
-    Args:
-        out_grad: Gradient of the result.
-        soft: The result of ``attn_softmax_fw``, (…, seq_q, seq_k).
-    """
+    """Return the gradient of the scores, given that of ``soft``, the result of ``attn_softmax_fw``."""
     return soft * (out_grad - (soft * out_grad).sum(soft.dims - 1))
 
 
-@constants
+@no_grad()
 def layernorm_fw(inp: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return layer norm over the last dimension, and the variance and mean of each row.
-
-    Args:
-        inp: (rows, dim).
-        gamma: (dim,).
-        beta: (dim,).
-
-    Returns:
-        (rows, dim), (rows,) and (rows,).  The variance does not include the constant LAYER_NORM_EPS.
-    """
+    """Return layer norm of (rows, dim), and the variance, without LAYER_NORM_EPS, and mean of each row."""
     last, rows = inp.dims - 1, inp.shape[:-1]
     out = layernorm(inp, gamma, beta)
     return out, inp.var(last).view(*rows), inp.mean(last).view(*rows)
 
 
-@constants
 def layernorm_bw(
     out_grad: Tensor, inp: Tensor, gamma: Tensor, beta: Tensor, var: Tensor, mean: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``inp``, ``gamma`` and ``beta``.
-
-    Args:
-        out_grad: Gradient of the result.
-        inp: The input of ``layernorm_fw``, (rows, dim).
-        gamma: The weights, (dim,).
-        beta: The bias, (dim,).
-        var: The variance of each row that ``layernorm_fw`` returned, (rows,).
-        mean: The mean of each row that ``layernorm_fw`` returned, (rows,).
-    """
-    last, column = inp.dims - 1, (*inp.shape[:-1], 1)
-    rstd = (var.view(*column) + LAYER_NORM_EPS) ** -0.5
-    normal, grad = (inp - mean.view(*column)) * rstd, out_grad * gamma
-    dinp = (grad - grad.mean(last) - normal * (grad * normal).mean(last)) * rstd
-    return dinp, gamma.expand(out_grad * normal), beta.expand(out_grad)
+) -> tuple[Tensor, ...]:
+    """Return the gradients of ``inp``, ``gamma`` and ``beta``; ``var`` and ``mean`` are not used."""
+    return tuple(_gradients(layernorm, out_grad, inp, gamma, beta))
 
 
-@constants
-def flash_attn2_fw(
-    q: Tensor, k: Tensor, v: Tensor, causal_mask: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return attention, and the logsumexp and the maximum of each row of scores.
+@no_grad()
+def flash_attn2_fw(q: Tensor, k: Tensor, v: Tensor, causal_mask: Any) -> tuple[Tensor, ...]:
+    """Return attention, (batch, heads, seq, dim), and the logsumexp and the maximum of each row of scores.
 
     The fused kernels do not return the maximum.  This function computes it separately, which allocates a
     seq × seq matrix for each head.  ``Tensor.flash_attn2`` and :class:`Flash_Attn` do not compute it.
-
-    Args:
-        q: Queries, (batch, heads, seq, dim).
-        k: Keys, (batch, heads, seq, dim).
-        v: Values, (batch, heads, seq, dim).
-        causal_mask: Whether later columns are masked, a bool or a tensor of one element.
-
-    Returns:
-        (batch, heads, seq, dim), (batch, heads, seq) and (batch, heads, seq).
     """
     options = _options(causal_mask)
     out, lse = q.flash_attention(k, v, **{**options, "return_lse": True})
-    call = attention_call(q, k, v, options)
-    scores = q @ swap_last(k) * call.problem.scale
-    penalty = masking_penalty(call, scores)
-    scores = scores if penalty is None else scores + penalty
+    scores = q @ swap_last(k) * q.shape[-1] ** -0.5
+    if options.get("is_causal"):
+        seq_q, seq_k = scores.shape[-2:]
+        scores = scores + bounds_penalty(seq_q, seq_k, -seq_q, 0, scores.backend, scores.dtype)
     return out, lse, q.f.max_reduce(scores, scores.dims - 1).view(*lse.shape)
 
 
-def flash_attn_fw(
-    q: Tensor, k: Tensor, v: Tensor, causal_mask: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def flash_attn_fw(q: Tensor, k: Tensor, v: Tensor, causal_mask: Any) -> tuple[Tensor, ...]:
     """Return attention, and the sum and maximum of each row, which FlashAttention-1 stores.
 
     The sum is that of exp(score - maximum).  Arguments and shapes are those of :func:`flash_attn2_fw`.
@@ -176,38 +118,14 @@ def flash_attn_fw(
     return out, (lse - m).exp(), m
 
 
-@constants
-def flash_attn2_bw(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, out_grad: Tensor, lse: Tensor, m: Tensor,
-    causal_mask: Any,
-) -> tuple[Any, Any, Any, Any]:  # fmt: skip
-    """Return the gradients of q, k and v, and ``causal_mask`` unchanged.
-
-    Args:
-        q: Queries, (batch, heads, seq, dim).
-        k: Keys, (batch, heads, seq, dim).
-        v: Values, (batch, heads, seq, dim).
-        out: Result of the forward pass.
-        out_grad: Gradient of ``out``.
-        lse: The logsumexp of each row, the second result of :func:`flash_attn2_fw`.
-        m: The maximum of each row; not used.
-        causal_mask: Whether later columns are masked; the same value as in the forward pass.
-    """
-    problem = attention_call(q, k, v, _options(causal_mask)).problem
-    gradients = attention_gradients(problem, out_grad, Operands(q, k, v, out=out, lse=lse))
-    return *gradients, causal_mask
-
-
 def flash_attn_bw(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, out_grad: Tensor, row_sum: Tensor, m: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, out_grad: Tensor, l_: Tensor, m: Tensor,
     causal_mask: Any,
-) -> tuple[Any, Any, Any, Any]:  # fmt: skip
-    """Return the result of :func:`flash_attn2_bw`, given the sum and maximum of each row.
-
-    ``row_sum`` and ``m`` are the l and m of :func:`flash_attn_fw`; other arguments are the same.
-    """
-    lse = m + (row_sum - operators.EPS).log()  # `log` adds EPS; a row sum is at least 1
-    return flash_attn2_bw(q, k, v, out, out_grad, lse, m, causal_mask)
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the gradients of q, k and v, and ``causal_mask``; ``out``, ``l_`` and ``m`` are not used."""
+    options = _options(causal_mask)
+    found = _gradients(lambda q, k, v: q.flash_attention(k, v, **options), out_grad, q, k, v)
+    return *found, causal_mask
 
 
 # -- Functions ---------------------------------------------------------------------------------
@@ -244,7 +162,7 @@ class LayerNorm(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Context, out_grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Context, out_grad: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of ``inp``, ``gamma`` and ``beta``."""
         f: Any = out_grad.f
         return f.layernorm_bw(out_grad, *ctx.saved_values)
@@ -253,15 +171,7 @@ class LayerNorm(Function):
 class Flash_Attn(Function):
     """Attention in one fused kernel, with the arguments of the published Functions."""
 
-    @staticmethod
-    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, causal_mask: Any) -> Tensor:
-        """Return (batch, heads, seq, dim); ``causal_mask`` is a bool, or a tensor of one element."""
-        return FlashAttention.forward(ctx, q, k, v, None, None, _options(causal_mask))
-
-    @staticmethod
-    def backward(ctx: Context, out_grad: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of q, k and v, and None for ``causal_mask``."""
-        return *FlashAttention.backward(ctx, out_grad)[:3], None
+    apply = staticmethod(flash_attn)  # type: ignore[assignment]
 
 
 Flash_Attn2 = Flash_Attn_Causal = Flash_Attn
@@ -276,7 +186,7 @@ METHODS = {
     "flash_attn_causal": flash_attn,
 }
 OPERATIONS = {
-    "attn_softmax_fw": constants(attn_softmax),
+    "attn_softmax_fw": no_grad()(attn_softmax),
     "attn_softmax_bw": attn_softmax_bw,
     "layernorm_fw": layernorm_fw,
     "layernorm_bw": layernorm_bw,
@@ -285,25 +195,13 @@ OPERATIONS = {
     "flash_attn_causal_fw": flash_attn_fw,
     "flash_attn_causal_bw": flash_attn_bw,
     "flash_attn2_fw": flash_attn2_fw,
-    "flash_attn2_bw": flash_attn2_bw,
+    "flash_attn2_bw": flash_attn_bw,
 }
-FUNCTIONS = {
-    "Attn_Softmax": Attn_Softmax,
-    "LayerNorm": LayerNorm,
-    "Flash_Attn": Flash_Attn,
-    "Flash_Attn2": Flash_Attn2,
-    "Flash_Attn_Causal": Flash_Attn_Causal,
-    "zeros": factories.zeros,
-    "ones": factories.ones,
-    "rand": factories.rand,
-    "tensor": factories.tensor,
-    "_tensor": factories._tensor,
-    "tensor_from_numpy": factories.tensor_from_numpy,
-    "zeros_tensor_from_numpy": factories.zeros_tensor_from_numpy,
-    "ones_tensor_from_numpy": factories.ones_tensor_from_numpy,
-    "grad_central_difference": gradient_check.grad_central_difference,
-    "grad_check": gradient_check.grad_check,
-}
+_NAMES = (
+    "zeros", "ones", "rand", "tensor", "_tensor", "tensor_from_numpy", "zeros_tensor_from_numpy",
+    "ones_tensor_from_numpy", "grad_central_difference", "grad_check", "Attn_Softmax", "LayerNorm",
+    "Flash_Attn", "Flash_Attn2", "Flash_Attn_Causal",
+)  # fmt: skip
 for _name, _method in METHODS.items():
     setattr(Tensor, _name, _method)
 for _name, _operation in OPERATIONS.items():
@@ -314,5 +212,6 @@ for _name, _operation in OPERATIONS.items():
 # In the published course, `tensor_functions` contains all of these.  Here they need the Tensor class,
 # which needs `tensor_functions`, so an import there would be circular.  They are set from outside when the
 # package is imported: a module `__getattr__` would only move the circular import into a function.
-for _name, _function in FUNCTIONS.items():
-    setattr(tensor_functions, _name, _function)
+_PLACES = {**vars(gradient_check), **vars(factories), **globals()}
+for _name in _NAMES:
+    setattr(tensor_functions, _name, _PLACES[_name])

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 from kernels import Problem
 from kernels.array_call import Make
 from kernels.problem.operands import Operands
-from kernels.problem.options import Options
+from kernels.problem.options import WITH_GRADIENT, Options
 from kernels.problem.packed_problem import PackedMaker
 from kernels.problem.question import DropoutOrigin, problem_of
 
-from ..functions.flash_attention import FlashAttention, attention_call, attention_gradients
+from ..autodiff import Context
+from ..functions.flash_attention import FlashAttention, attention_call
 from ..tensor import Tensor
 from ..tensor_data import TensorData
 
@@ -135,5 +136,7 @@ def gradients(
         lse: The log-sum-exp of all keys.
     """
     problem = attention_call(q, k, v, part.options, part.make).problem
+    ctx = Context(needs_input_grad=(*[True] * 3, *[False] * len(WITH_GRADIENT)))
     saved = Operands(q, k, v, out=out, lse=lse[0], lse_rest=lse[1])
-    return [*attention_gradients(problem, dout, saved)]
+    ctx.save_for_backward(q.backend.target, problem, *saved)
+    return [*FlashAttention.backward(ctx, dout)[:3]]  # type: ignore[list-item]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import and_
 from typing import Any, NamedTuple, cast
 
@@ -264,19 +263,6 @@ class FlashAttention(Several):
             results = launch.run(found, launch.TARGETS[target], problem, operands, wanted)
         gradients = [None if x is None else q.wrap(x) for x in results]
         return (*gradients, *none[len(gradients) - 3 :])
-
-
-def attention_gradients(problem: Problem, dout: Tensor, saved: Operands) -> Sequence[Any]:
-    """Return dq, dk and dv of a call whose results are given.
-
-    Args:
-        problem: The checked call; see :func:`attention_call`.
-        dout: Gradient of out.
-        saved: q, k, v, out, lse, and its rest if there is one: tensors.
-    """
-    ctx = Context(needs_input_grad=(*[True] * 3, *[False] * len(WITH_GRADIENT)))
-    ctx.save_for_backward(saved.q.backend.target, problem, *saved)
-    return FlashAttention.backward(ctx, dout)[:3]
 
 
 def _with_options(saved: Operands, operands: Operands | None, options: Options) -> Operands:

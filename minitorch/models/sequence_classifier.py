@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,14 @@ from kernels.cuda.backend import computed
 from kernels.runtime.dtypes import acc_dtype
 
 from ..backends.matmul_precision import in_own_precision
-from ..functions.indexing import constant_like, table_like
+from ..functions.indexing import constant_like
 from ..layers.indices import integer_array, kept_range
 from ..layers.linear_cross_entropy import linear_cross_entropy
 from ..module import Module
 from ..modules_basic import Dropout, Embedding, Linear, lookup
 from ..scalars.modes import no_grad
 from ..tensor import Tensor
+from ..tensors.joining import cat
 from ..training.recompute import checkpoint
 from ..transformer import TransformerLayer
 from .config import Config, configured
@@ -239,7 +240,7 @@ class SequenceClassifier(Module):
         u, v = (lookup(both, kept_range(first, len(ids) * 2, 2)) for first in (0, 1))
         difference = u - v
         parts = (u, v, u * v, difference.relu() + (-difference).relu())  # each (batch, n_embd)
-        return _joined(parts)
+        return cat(parts, 1)
 
     @in_own_precision
     def loss(self, idx: Any, targets: Any, lengths: Any = None) -> Tensor:
@@ -274,22 +275,3 @@ class SequenceClassifier(Module):
 def _shares(shown: Any) -> Any:
     """Return the share of each position in the mean of its sequence, (batch, seq, 1)."""
     return (shown / np.maximum(shown.sum(-1, keepdims=True), 1))[..., None]
-
-
-def _joined(parts: tuple[Tensor, ...]) -> Tensor:
-    """Concatenate tensors of one shape (batch, width) along the width."""
-    batch, width = parts[0].shape
-    count = len(parts)
-    total = None
-    for number, part in enumerate(parts):
-        chosen = table_like(part, _column(number, count).astype(acc_dtype(part.dtype)))
-        spread = part.view(batch, 1, width) * chosen  # (batch, count, width)
-        total = spread if total is None else total + spread
-    assert total is not None, "there are parts"
-    return total.to(parts[0].dtype).contiguous().view(batch, count * width)
-
-
-@lru_cache(maxsize=16)
-def _column(number: int, count: int) -> Any:
-    """Return (count, 1), 1 in one row and 0 elsewhere."""
-    return np.eye(count)[:, number : number + 1]

@@ -106,9 +106,9 @@ from .tensor_data import (  # beyond module 1
     UserShape,
     UserStrides,
     broadcast_index,
-    get_default_dtype,
+    get_default_dtype,  # beyond module 5
     index_to_position,
-    set_default_dtype,
+    set_default_dtype,  # beyond module 5
     shape_broadcast,
     strides_from_shape,
     to_index,
@@ -124,19 +124,19 @@ from .tensor_functions import (  # beyond module 1
     IsClose,
     Log,
     MatMul,
-    Max,
+    Max,  # beyond module 3
     Mul,
     Neg,
     Permute,
-    PowerScalar,
+    PowerScalar,  # beyond module 2
     ReLU,
     Sigmoid,
     Sum,
-    Tanh,
+    Tanh,  # beyond module 2
     View,
 )
 from .tensor_ops import (  # beyond module 1
-    MapProto,
+    MapProto,  # beyond module 5
     SimpleBackend,
     SimpleOps,
     TensorBackend,
@@ -148,12 +148,12 @@ from .tensors.factories import (  # beyond module 1
     full,
     manual_seed,
     ones,
-    ones_tensor_from_numpy,
+    ones_tensor_from_numpy,  # beyond module 5
     rand,
-    randn,
-    tensor_from_numpy,
+    randn,  # beyond module 3
+    tensor_from_numpy,  # beyond module 5
     zeros,
-    zeros_tensor_from_numpy,
+    zeros_tensor_from_numpy,  # beyond module 5
 )
 from .tensors.factories import tensor as _tensor  # beyond module 1
 from .tensors.gradient_check import grad_central_difference, grad_check  # beyond module 1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import html
+import html  # beyond module 5
 import textwrap
 from typing import Any
 
-_changes = 0
+_changes = 0  # beyond module 5
 
 
-def changes() -> int:
+def changes() -> int:  # beyond module 5
     """Return how many times an attribute of any module has been set, not counting the training mode.
 
     While the number is unchanged, cached facts about the parts of a model remain valid.
@@ -96,8 +96,8 @@ class Module:
         return parameter
 
     def __setattr__(self, key: str, val: Any) -> None:
-        global _changes
-        _changes += key != "training"
+        global _changes  # beyond module 5
+        _changes += key != "training"  # beyond module 5
         own = self.__dict__
         home: dict[str, Any] = own
         if isinstance(val, (Parameter, Module)):
@@ -119,8 +119,8 @@ class Module:
             home[key] = val
 
     def __delattr__(self, key: str) -> None:
-        global _changes
-        _changes += 1
+        global _changes  # beyond module 5
+        _changes += 1  # beyond module 5
         for table in (self._parameters, self._modules):
             if key in table:
                 del table[key]
@@ -169,7 +169,7 @@ class Module:
             [*facts, *(f"{key}={shape}" for key, shape in shapes if shape is not None)]
         )
 
-    def _repr_html_(self, key: str = "") -> str:
+    def _repr_html_(self, key: str = "") -> str:  # beyond module 5
         """Return the tree of modules for a notebook, whose parts open and close."""
         text = html.escape(f"{key}{type(self).__name__}({self._sizes()})")
         if not self._modules:

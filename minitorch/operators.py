@@ -106,12 +106,12 @@ def exp(x: float) -> float:
     # END TASK 0.1
 
 
-def pow(x: float, y: float) -> float:
+def pow(x: float, y: float) -> float:  # beyond module 2
     """Raise x to the power y; a negative x needs a whole y."""
     return math.pow(x, y)
 
 
-def tanh(x: float) -> float:
+def tanh(x: float) -> float:  # beyond module 2
     """Compute the hyperbolic tangent of x."""
     return math.tanh(x)
 

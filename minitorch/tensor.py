@@ -156,17 +156,17 @@ class Tensor(
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         return np.array(self.to_numpy(), dtype=dtype, copy=copy)
 
-    def array(self) -> Any:
+    def array(self) -> Any:  # beyond module 4
         """Return the elements as an array for the kernels, a view on the tensor's device."""
         data = self._tensor
         return self.backend.memory.view(data._storage, data.shape, data.strides)
 
-    def wrap(self, array: Any) -> Tensor:
+    def wrap(self, array: Any) -> Tensor:  # beyond module 4
         """Return a constant tensor on this backend around a contiguous array from a kernel."""
         storage, strides = self.backend.memory.flat(array)
         return self._new(TensorData.fresh(storage, tuple(array.shape), strides))
 
-    def on(self, storage: Any, shape: Ints, strides: Ints) -> Tensor:
+    def on(self, storage: Any, shape: Ints, strides: Ints) -> Tensor:  # beyond module 4
         """Return a constant tensor on this backend around a flat storage from a kernel."""
         return self._new(TensorData.fresh(storage, shape, strides))
 

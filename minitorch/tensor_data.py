@@ -16,9 +16,9 @@ from kernels.common.arguments import shown
 from .backends.elements import DTYPES as DTYPES
 from .backends.elements import HELD, as_element, checked_shape
 from .backends.elements import get_default_dtype as get_default_dtype
-from .backends.elements import set_default_dtype as set_default_dtype
+from .backends.elements import set_default_dtype as set_default_dtype  # beyond module 5
 from .backends.memory import is_device_storage as is_device_storage
-from .backends.memory import memories
+from .backends.memory import memories  # beyond module 2
 from .backends.writes import wrote  # beyond module 5
 
 #: Length of the scratch index buffers inside kernels; no tensor has more dimensions.
@@ -271,7 +271,7 @@ class TensorData:
     def _strides(self) -> Strides:
         return _as_arrays(self.shape, self.strides)[1]
 
-    def to_cuda_(self) -> None:
+    def to_cuda_(self) -> None:  # beyond module 2
         """Move the storage to the CUDA device, in place.
 
         Raises:
@@ -279,8 +279,6 @@ class TensorData:
             MemoryError: If the device has too little memory left.
         """
         if not is_device_storage(self._storage):
-            if memories.device is None:
-                raise RuntimeError("there is no CUDA backend in this tree; module 3 brings it")
             self._storage = memories.device.bring(self._storage)
 
     def is_contiguous(self) -> bool:
@@ -298,7 +296,7 @@ class TensorData:
     def to_array(self) -> Storage:
         """Return the elements as an array of ``shape``: a view of a host storage, else a copy."""
         storage: Any = self._storage
-        if is_device_storage(storage):
+        if is_device_storage(storage):  # beyond module 2
             storage = memories.device.to_host(storage)
         steps = tuple(stride * storage.itemsize for stride in self.strides)
         return np.ndarray(self.shape, storage.dtype, storage, 0, steps)
@@ -348,7 +346,7 @@ class TensorData:
     def get(self, key: int | UserIndex) -> float:
         """Return the element at an index."""
         storage, position = self._storage, self.index(key)
-        if is_device_storage(storage):
+        if is_device_storage(storage):  # beyond module 2
             return memories.device.read(storage, position)
         return storage[position]
 
@@ -362,11 +360,10 @@ class TensorData:
         """
         storage, position = self._storage, self.index(key)
         val = as_element(val, self.dtype)
-        if is_device_storage(storage):
-            memories.device.write(storage, position, val)
-        else:
-            storage[position] = val
         wrote(storage)  # beyond module 5
+        if is_device_storage(storage):  # beyond module 2
+            return memories.device.write(storage, position, val)
+        storage[position] = val
 
     def tuple(self) -> Triple:
         """Return (storage, shape, strides), the three arguments that a kernel takes per tensor."""

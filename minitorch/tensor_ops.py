@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.runtime.dtypes import is_half, lowest
+from kernels.runtime.dtypes import is_half, lowest  # beyond module 3
 
 from . import operators
 from .backends import (  # beyond module 5
@@ -20,7 +20,7 @@ from .backends import (  # beyond module 5
 )
 from .backends.dtype_promotion import Running, floating, result_dtype
 from .backends.half_precision import Widening  # beyond module 5
-from .backends.memory import memories
+from .backends.memory import memories  # beyond module 2
 from .backends.operations import Operations  # beyond module 5
 from .backends.plain_math import unraising
 from .backends.result_shapes import matmul_shape as matmul_shape
@@ -267,14 +267,14 @@ class TensorBackend(
         ops = self.loops
         self.target = ops.target  # beyond module 4
         self.indexing = ops.indexing  # beyond module 5
-        self.memory = memories.device if self.cuda else memories.host
+        self.memory = memories.device if self.cuda else memories.host  # beyond module 2
         map_, zip_, reduce_ = ops.map, ops.zip, ops.reduce
         self.neg_map = map_(operators.neg)
         self.sigmoid_map = map_(operators.sigmoid)
         self.relu_map = map_(operators.relu)
         self.log_map = map_(operators.log)
         self.exp_map = map_(operators.exp)
-        self.tanh_map = map_(operators.tanh)
+        self.tanh_map = map_(operators.tanh)  # beyond module 2
         self.id_map = self.id_cmap = map_(operators.id)
         self.inv_map = map_(operators.inv)
 
@@ -283,12 +283,14 @@ class TensorBackend(
         self.is_close_zip = zip_(operators.is_close)
         self.relu_back_zip = zip_(operators.relu_back)
         self.log_back_zip, self.inv_back_zip = zip_(operators.log_back), zip_(operators.inv_back)
-        self.pow_scalar_zip = zip_(operators.pow)
+        self.pow_scalar_zip = zip_(operators.pow)  # beyond module 2
 
         self.add_reduce, self.mul_reduce = reduce_(operators.add, 0.0), reduce_(operators.mul, 1.0)
-        self.max_reduce = reduce_(operators.max, -np.inf)
-        self._finite_reduce = reduce_(operators.max, float(np.finfo(np.float32).min))
-        self._max_zip = zip_(operators.max)
+        self.max_reduce = reduce_(operators.max, -np.inf)  # beyond module 2
+        self._finite_reduce = reduce_(  # beyond module 3
+            operators.max, float(np.finfo(np.float32).min)
+        )
+        self._max_zip = zip_(operators.max)  # beyond module 3
         self.matrix_multiply = ops.matrix_multiply
         more = more_operators  # beyond module 5
         self.elu_map, self.elu_back_zip = map_(more.elu), zip_(more.elu_back)  # beyond module 5
@@ -298,7 +300,7 @@ class TensorBackend(
     def __repr__(self) -> str:
         return f"TensorBackend({self.kind.__name__})"
 
-    def shift_reduce(self, a: AnyTensor, dim: int) -> AnyTensor:
+    def shift_reduce(self, a: AnyTensor, dim: int) -> AnyTensor:  # beyond module 3
         """Return the maximum over a dimension, finite even for a row of minus infinities; see ``nn``."""
         largest = self._finite_reduce(a, dim)
         if not is_half(largest.dtype):

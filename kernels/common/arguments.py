@@ -72,7 +72,9 @@ def number(name: str, value: Any) -> float:
         return math.copysign(math.inf, value > 0 or -1)
 
 
-def not_negative(name: str, value: Any, below: float = math.inf, hint: str = "") -> float:
+def not_negative(  # beyond module 3
+    name: str, value: Any, below: float = math.inf, hint: str = ""
+) -> float:
     """Check that a value is a number from 0 up to, but excluding, ``below``, and return it as a float.
 
     Raises:
@@ -96,7 +98,7 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def one_of(name: str, value: Any, names: Iterable[str]) -> str:
+def one_of(name: str, value: Any, names: Iterable[str]) -> str:  # beyond module 4
     """Check that a value is one of some names, and return it.
 
     Raises:
@@ -137,7 +139,7 @@ def as_plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def shape_of(name: str, value: Any) -> tuple[int, ...]:
+def shape_of(name: str, value: Any) -> tuple[int, ...]:  # beyond module 3
     """Return the shape of a tensor, an array or nested lists.
 
     Raises:

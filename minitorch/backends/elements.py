@@ -15,8 +15,7 @@ from kernels.runtime.dtypes import FLOAT_DTYPES, is_half
 #: The dtypes that tensors and all backends support, and whether each is float16 or bfloat16.
 DTYPES = {dtype: is_half(dtype) for dtype in (*FLOAT_DTYPES, *map(np.dtype, "?bBhHiIlLqQ"))}
 
-#: Maximum size of a tensor in bytes: the part of the 48-bit address space that programs may use.
-MOST_BYTES = 2**47
+MOST_BYTES = 2**47  # of a tensor: what programs may use of 48-bit addresses  # beyond module 5
 HELD = "float16, bfloat16, float32, float64, integers or booleans"
 
 
@@ -48,7 +47,7 @@ def as_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
 _default_dtype = np.dtype(np.float64)
 
 
-def set_default_dtype(dtype: npt.DTypeLike) -> None:
+def set_default_dtype(dtype: npt.DTypeLike) -> None:  # beyond module 5
     """Set the dtype of tensors made from Python numbers.
 
     Args:
@@ -93,7 +92,7 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in sizes)
 
 
-def check_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+def check_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:  # beyond module 5
     """Check that a machine can have the memory of an array.
 
     Raises:

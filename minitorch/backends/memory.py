@@ -12,7 +12,7 @@ from kernels.runtime.dtypes import BITS, rounded
 Ints = tuple[int, ...]
 
 
-class PlainHost:
+class PlainHost:  # beyond module 2
     """NumPy arrays."""
 
     def why_not(self) -> str | None:
@@ -49,7 +49,7 @@ class PlainHost:
         out[:] = rounded(source, out.dtype)
 
 
-class Memories:
+class Memories:  # beyond module 2
     """The memory of this process, and what a step that is captured as a CUDA graph has to know of it.
 
     Attributes:
@@ -68,7 +68,7 @@ class Memories:
         """Raise an error if a step is being captured; see ``kernels.cuda.backend.refuse``."""
 
 
-memories = Memories()
+memories = Memories()  # beyond module 2
 
 
 def is_device_storage(array: Any) -> bool:

@@ -67,11 +67,11 @@ class Conversions(_Tensor):
             return self._converted(self.backend, dtype)
         return self if dtype == self.dtype else To.apply(self, self.backend, dtype)
 
-    def cpu(self) -> Self:
+    def cpu(self) -> Self:  # beyond module 2
         """Return the tensor on the host: itself if it is there, else a copy on the fast backend."""
         return self.to(FastBackend) if self.backend.cuda else self
 
-    def cuda(self) -> Self:
+    def cuda(self) -> Self:  # beyond module 2
         """Return the tensor on the CUDA backend."""
         return self.to(CudaBackend)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+import os  # beyond module 5
 import random
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
@@ -17,10 +17,10 @@ from kernels.runtime.dtypes import BFLOAT16, is_floating, rounded
 
 from ..backends.elements import (
     as_element,
-    check_memory,
+    check_memory,  # beyond module 5
     checked_shape,
     dtype_or_default,
-    get_default_dtype,
+    get_default_dtype,  # beyond module 5
 )
 from ..fast_ops import FastBackend
 from ..tensor import Tensor
@@ -31,11 +31,11 @@ from ..tensor_data import (
 )
 from ..tensor_ops import SimpleBackend, TensorBackend, TensorOps
 
-#: Whether ``tensor`` and ``rand`` return leaves when a call does not say; see :mod:`minitorch.compat`.
-_leaves_by_default = os.environ.get("MINITORCH_PUBLISHED", "0") not in ("", "0")
+# Whether results of tensor and rand are leaves where a call does not say; see compat.  # beyond module 5
+_leaves_by_default = os.environ.get("MINITORCH_PUBLISHED", "0") not in ("", "0")  # beyond module 5
 
 
-def set_leaves_by_default(on: bool) -> bool:
+def set_leaves_by_default(on: bool) -> bool:  # beyond module 5
     """Set whether results of :func:`tensor` and :func:`rand` require a gradient by default.
 
     Returns the old setting.
@@ -75,12 +75,12 @@ def _checked_backend(backend: Any) -> TensorBackend:
 
 def leaf(data: TensorData, backend: TensorBackend, requires_grad: bool | None) -> Tensor:
     """Return a tensor of some data on a backend, where the data moves if it is elsewhere."""
-    if _checked_backend(backend).cuda:
+    if _checked_backend(backend).cuda:  # beyond module 2
         data.to_cuda_()
     result = Tensor(data, backend=backend)
-    if requires_grad is None:
+    if requires_grad is None:  # beyond module 5
         requires_grad = _leaves_by_default and is_floating(data.dtype)
-    result.requires_grad_(requires_grad)
+    result.requires_grad_(False if requires_grad is None else requires_grad)
     return result
 
 
@@ -115,7 +115,7 @@ def _of_shape(storage: Storages, by_default: bool | None = False):
     ) -> Tensor:
         sizes, kind = checked_shape(shape), dtype_or_default(dtype)
         size, ops = math.prod(sizes), _checked_backend(backend).loops
-        check_memory(sizes, kind)
+        check_memory(sizes, kind)  # beyond module 5
         elements = storage(ops, size, kind)
         return leaf(TensorData(elements, sizes), backend, requires_grad)
 
@@ -171,8 +171,10 @@ def rand(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
     return _in_dtype(np.fromiter(numbers, np.float64, size), dtype)  # memory first, then numbers
 
 
-@_of_shape
-def randn(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
+@_of_shape  # beyond module 3
+def randn(  # beyond module 3
+    ops: type[TensorOps], size: int, dtype: np.dtype[Any]
+) -> Storage:
     """Return a tensor drawn from the standard normal distribution, with ``numpy.random``.
 
     The other arguments are those of :func:`full`.
@@ -232,12 +234,12 @@ def _readable(function: str, array: Any) -> Any:
     """
     if isinstance(array, np.ndarray):
         return as_plain(array)
-    if hasattr(array, "__cuda_array_interface__"):
+    if hasattr(array, "__cuda_array_interface__"):  # beyond module 5
         raise TypeError(
             f"{function} takes arrays on the host, but this {type(array).__name__} is on a CUDA device; "
             "use minitorch.from_dlpack, which copies nothing, or copy it to the host first"
         )
-    if hasattr(array, "__dlpack__") and not hasattr(array, "__array__"):
+    if hasattr(array, "__dlpack__") and not hasattr(array, "__array__"):  # beyond module 5
         raise TypeError(
             f"{function} takes arrays that NumPy can read, but this {type(array).__name__} supports "
             "DLPack alone; use minitorch.from_dlpack"
@@ -285,7 +287,7 @@ def from_numpy(
     return result
 
 
-def tensor_from_numpy(
+def tensor_from_numpy(  # beyond module 5
     array: Any, backend: TensorBackend = SimpleBackend, requires_grad: bool = False
 ) -> Tensor:
     """Copy an array into a tensor of the default dtype; raises the same errors as :func:`tensor`."""
@@ -294,11 +296,15 @@ def tensor_from_numpy(
     return _make(np.ascontiguousarray(copy).reshape(copy.shape), backend, requires_grad)
 
 
-def zeros_tensor_from_numpy(shape: UserShape, backend: TensorBackend = SimpleBackend) -> Tensor:
+def zeros_tensor_from_numpy(  # beyond module 5
+    shape: UserShape, backend: TensorBackend = SimpleBackend
+) -> Tensor:
     """Return a tensor of zeros; the published course's name for :func:`zeros`."""
     return zeros(shape, backend)
 
 
-def ones_tensor_from_numpy(shape: UserShape, backend: TensorBackend = SimpleBackend) -> Tensor:
+def ones_tensor_from_numpy(  # beyond module 5
+    shape: UserShape, backend: TensorBackend = SimpleBackend
+) -> Tensor:
     """Return a tensor of ones; the published course's name for :func:`ones`."""
     return ones(shape, backend)

@@ -22,11 +22,11 @@ from ..tensor_functions import (
     Mul,
     Neg,
     Permute,
-    PowerScalar,
+    PowerScalar,  # beyond module 2
     ReLU,
     Sigmoid,
     Sum,
-    Tanh,
+    Tanh,  # beyond module 2
     View,
 )
 from ..tensor_ops import normalize_dim
@@ -67,7 +67,7 @@ class TensorOperators(_Tensor):
             return self * _inverse(as_float(b))
         return Mul.apply(self, Inv.apply(self._ensure_tensor(b)))
 
-    def __pow__(self, exponent: float | Self) -> Self:
+    def __pow__(self, exponent: float | Self) -> Self:  # beyond module 2
         return PowerScalar.apply(self, self._ensure_tensor(exponent))
 
     def __radd__(self, b: float | Self) -> Self:
@@ -82,7 +82,7 @@ class TensorOperators(_Tensor):
     def __rtruediv__(self, b: float | Self) -> Self:
         return Mul.apply(self._ensure_tensor(b), Inv.apply(self))
 
-    def __rpow__(self, base: float) -> Self:
+    def __rpow__(self, base: float) -> Self:  # beyond module 2
         return PowerScalar.apply(self._ensure_tensor(base), self)
 
     def __matmul__(self, b: Self) -> Self:
@@ -135,7 +135,7 @@ class TensorOperators(_Tensor):
         """Return e^x."""
         return Exp.apply(self)
 
-    def tanh(self) -> Self:
+    def tanh(self) -> Self:  # beyond module 2
         """Return the hyperbolic tangent."""
         return Tanh.apply(self)
 
@@ -151,7 +151,7 @@ class TensorOperators(_Tensor):
         count = self.size if dim is None else self.shape[normalize_dim(dim, self.shape)]
         return self.sum(dim) / count
 
-    def var(self, dim: int | None = None) -> Self:
+    def var(self, dim: int | None = None) -> Self:  # beyond module 2
         """Return the biased variance (divided by the count) over ``dim``, or over all elements."""
         deviation = self - self.mean(dim)
         return (deviation * deviation).mean(dim)

@@ -84,8 +84,7 @@ MODULES = (
         (*POINTS, "project/app_pages/expressions.py"),
     ),
     Module(
-        2, "Tensors", ("run_tensor",), ("tensor_page", "graph_page", "training_page"),
-        (*POINTS, *DRAWN, "project/app_pages/expressions.py"),
+        2, "Tensors", ("run_tensor",), ("tensor_page", "training_page"), (*POINTS, *DRAWN),
     ),
     Module(
         3, "Efficiency", ("run_fast_tensor", "parallel_check"), ("training_page",),

@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from kernels.common.arguments import flag, number, shape_of, short, shown, whole
+from kernels.common.arguments import shown, whole
 
 from . import operators
 from .backends.operations import operation  # beyond module 5
 from .fast_ops import FastOps
 from .functions.base import as_int, check_tensor
+from .layers.checks import check_rate, checked_targets
 from .layers.indices import integer_array
 from .tensor import Tensor
 from .tensor_functions import Max
-from .tensor_ops import TensorBackend, normalize_dim
+from .tensor_ops import normalize_dim
 from .tensors.factories import from_numpy, rand, tensor
 
 #: The published course's name of the maximum over a dimension, on the fast backend; see :func:`max`.
@@ -167,22 +168,6 @@ def one_hot(input: Tensor, num_classes: int) -> Tensor:
     return tensor(ids[..., None], input.backend, False) == classes  # (*input.shape, num_classes)
 
 
-def checked_targets(logits: Tensor, target: Any) -> Any:
-    """Return the targets of :func:`softmax_loss` as an integer array, (rows,).
-
-    Raises:
-        ValueError: If the shapes do not fit or a target is not a class.
-    """
-    check_tensor("logits", logits)
-    shape = shape_of("targets", target)
-    if logits.dims != 2 or shape != logits.shape[:1]:
-        raise ValueError(
-            f"softmax_loss needs logits (rows, classes) and targets (rows,), got {logits.shape} and "
-            f"{shape}; flatten the leading dimensions with view"
-        )
-    return integer_array(target, logits.shape[1], "targets")
-
-
 @operation  # beyond module 5
 def softmax_loss(logits: Tensor, target: Any) -> Tensor:
     """Return the cross entropy of each row.
@@ -222,20 +207,6 @@ def silu(input: Tensor) -> Tensor:  # beyond module 5
     return input * input.sigmoid()
 
 
-def check_rate(rate: float, ignore: bool) -> bool:
-    """Check the arguments of :func:`dropout`, and tell whether it has anything to do.
-
-    Raises:
-        TypeError: If the rate is not a number.
-        ValueError: If the rate is not a probability.
-    """
-    if not 0.0 <= number("rate", rate) <= 1.0:
-        raise ValueError(
-            f"rate must be a probability from 0 to 1, got {short(rate)}; 0 turns dropout off"
-        )
-    return not flag("ignore", ignore) and rate != 0.0
-
-
 @operation  # beyond module 5
 def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
     """Set each element to 0 with probability ``rate``; the others are unchanged.
@@ -256,16 +227,3 @@ def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
     noise = rand(input.shape, input.backend, False, input.dtype)  # as published
     return input * (noise > rate)
     # END TASK 4.4
-
-
-def switch(name: str, value: Any) -> bool:
-    """Check that an option that precedes the backend of a layer is True or False, and return it.
-
-    Raises:
-        TypeError: If it is neither.
-    """
-    if isinstance(value, TensorBackend):
-        raise TypeError(
-            f"{name} must be True or False, got the backend {value}; pass a backend by name: backend=..."
-        )
-    return flag(name, value)

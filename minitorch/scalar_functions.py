@@ -98,12 +98,10 @@ class Add(ScalarFunction):
 
     @staticmethod
     def forward(ctx: Context, a: float, b: float) -> float:
-        """Compute the sum."""
         return operators.add(a, b)
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> tuple[float, float]:
-        """Return the derivative for both inputs, because both slopes are 1."""
         return d_output, d_output
 
 
@@ -112,13 +110,11 @@ class Log(ScalarFunction):
 
     @staticmethod
     def forward(ctx: Context, a: float) -> float:
-        """Compute the natural logarithm."""
         ctx.save_for_backward(a)
         return operators.log(a)
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> float:
-        """Divide the derivative by a + EPS."""
         (a,) = ctx.saved_values
         return operators.log_back(a, d_output)
 
@@ -128,7 +124,6 @@ class Mul(ScalarFunction):
 
     @staticmethod
     def forward(ctx: Context, a: float, b: float) -> float:
-        """Compute the product."""
         # TASK 1.2: Save both factors: backward needs them.
         ctx.save_for_backward(a, b)
         return operators.mul(a, b)
@@ -136,7 +131,6 @@ class Mul(ScalarFunction):
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> tuple[float, float]:
-        """Multiply the derivative by the other factor."""
         # TASK 1.4: The slope in each factor is the other one; return two numbers.
         a, b = ctx.saved_values
         return d_output * b, d_output * a
@@ -148,7 +142,6 @@ class Inv(ScalarFunction):
 
     @staticmethod
     def forward(ctx: Context, a: float) -> float:
-        """Compute the reciprocal."""
         # TASK 1.2: Save a; use operators.inv.
         ctx.save_for_backward(a)
         return operators.inv(a)
@@ -156,7 +149,6 @@ class Inv(ScalarFunction):
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> float:
-        """Multiply the derivative by -1 / a²."""
         # TASK 1.4: There is an operator for this product: inv_back.
         (a,) = ctx.saved_values
         return operators.inv_back(a, d_output)
@@ -168,14 +160,12 @@ class Neg(ScalarFunction):
 
     @staticmethod
     def forward(ctx: Context, a: float) -> float:
-        """Change the sign."""
         # TASK 1.2: Use operators.neg.
         return operators.neg(a)
         # END TASK 1.2
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> float:
-        """Change the sign of the derivative."""
         # TASK 1.4: The slope is -1.
         return operators.neg(d_output)
         # END TASK 1.4
@@ -186,7 +176,6 @@ class Sigmoid(ScalarFunction):
 
     @staticmethod
     def forward(ctx: Context, a: float) -> float:
-        """Compute the sigmoid."""
         # TASK 1.2: Save the result: the slope is a function of it alone.
         out = operators.sigmoid(a)
         ctx.save_for_backward(out)
@@ -195,7 +184,6 @@ class Sigmoid(ScalarFunction):
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> float:
-        """Multiply the derivative by f(a) (1 - f(a))."""
         # TASK 1.4: The slope is f(a) (1 - f(a)).
         (out,) = ctx.saved_values
         return d_output * out * (1.0 - out)
@@ -207,7 +195,6 @@ class ReLU(ScalarFunction):
 
     @staticmethod
     def forward(ctx: Context, a: float) -> float:
-        """Replace a negative number by 0."""
         # TASK 1.2: Save a; use operators.relu.
         ctx.save_for_backward(a)
         return operators.relu(a)
@@ -215,7 +202,6 @@ class ReLU(ScalarFunction):
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> float:
-        """Pass the derivative on where a is positive; return 0 elsewhere, including at zero."""
         # TASK 1.4: There is an operator for this product: relu_back.
         (a,) = ctx.saved_values
         return operators.relu_back(a, d_output)
@@ -227,7 +213,6 @@ class Exp(ScalarFunction):
 
     @staticmethod
     def forward(ctx: Context, a: float) -> float:
-        """Compute the exponential."""
         # TASK 1.2: Save the result: e^a is its own slope.
         out = operators.exp(a)
         ctx.save_for_backward(out)
@@ -236,7 +221,6 @@ class Exp(ScalarFunction):
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> float:
-        """Multiply the derivative by f(a), because the exponential is its own slope."""
         # TASK 1.4: The slope is the value that forward saved.
         (out,) = ctx.saved_values
         return d_output * out
@@ -248,14 +232,12 @@ class LT(ScalarFunction):
 
     @staticmethod
     def forward(ctx: Context, a: float, b: float) -> float:
-        """Compare the two numbers."""
         # TASK 1.2: Use operators.lt.
         return operators.lt(a, b)
         # END TASK 1.2
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> tuple[float, float]:
-        """Return zeros, because a step function is flat on both sides of the step."""
         # TASK 1.4: A step is flat: two zeros, as floats.
         return 0.0, 0.0
         # END TASK 1.4
@@ -266,14 +248,12 @@ class EQ(ScalarFunction):
 
     @staticmethod
     def forward(ctx: Context, a: float, b: float) -> float:
-        """Compare the two numbers."""
         # TASK 1.2: Use operators.eq.
         return operators.eq(a, b)
         # END TASK 1.2
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> tuple[float, float]:
-        """Return zeros, because the function is 0 almost everywhere."""
         # TASK 1.4: Zero almost everywhere: two zeros, as floats.
         return 0.0, 0.0
         # END TASK 1.4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from itertools import count
 from operator import attrgetter
@@ -15,16 +14,17 @@ from kernels.common.arguments import flag
 from kernels.runtime.dtypes import is_floating
 
 from .autodiff import History, Variable, backpropagate
-from .backends.elements import as_dtype, as_element, checked_shape
+from .backends.elements import checked_shape
 from .functions.base import chain_rule, check_tensor, is_variable
 from .scalars.modes import modes  # beyond module 5
-from .tensor_data import Ints, TensorData, UserShape, UserStrides
+from .tensor_data import TensorData, UserShape, UserStrides
 from .tensor_ops import TensorBackend
 from .tensors.attention_methods import AttentionMethods  # beyond module 4
 from .tensors.container import Container
 from .tensors.conversions import Conversions
 from .tensors.indexing_methods import IndexingMethods  # beyond module 5
 from .tensors.interchange import Lending  # beyond module 5
+from .tensors.making import Making
 from .tensors.operator_methods import TensorOperators
 from .tensors.shape_methods import ShapeMethods  # beyond module 5
 
@@ -44,6 +44,7 @@ class Tensor(
     TensorOperators,
     Conversions,
     Container,
+    Making,
 ):
     """An n-dimensional array that records how it was computed.
 
@@ -156,20 +157,6 @@ class Tensor(
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         return np.array(self.to_numpy(), dtype=dtype, copy=copy)
 
-    def array(self) -> Any:  # beyond module 4
-        """Return the elements as an array for the kernels, a view on the tensor's device."""
-        data = self._tensor
-        return self.backend.memory.view(data._storage, data.shape, data.strides)
-
-    def wrap(self, array: Any) -> Tensor:  # beyond module 4
-        """Return a constant tensor on this backend around a contiguous array from a kernel."""
-        storage, strides = self.backend.memory.flat(array)
-        return self._new(TensorData.fresh(storage, tuple(array.shape), strides))
-
-    def on(self, storage: Any, shape: Ints, strides: Ints) -> Tensor:  # beyond module 4
-        """Return a constant tensor on this backend around a flat storage from a kernel."""
-        return self._new(TensorData.fresh(storage, shape, strides))
-
     def item(self) -> float:
         """Return the only element as a number."""
         if self.size != 1:
@@ -196,25 +183,6 @@ class Tensor(
         new.unique_id, new._tensor, new.backend = next(_ids), tensor_data, self.backend
         new.history = new.grad = new._name = None
         return new
-
-    def empty(self, shape: UserShape, dtype: Any = None) -> Tensor:
-        """Return an uninitialised tensor on this backend, of this dtype unless one is given."""
-        return self._allocated(self.backend.loops.allocate, shape, dtype)
-
-    def full(self, shape: UserShape, value: float, dtype: Any = None) -> Tensor:
-        """Return a tensor of equal elements on this backend, of this dtype unless one is given."""
-        ops, dtype = self.backend.loops, self.dtype if dtype is None else as_dtype(dtype)
-        value = as_element(value, dtype)
-        shape = checked_shape(shape)
-        return self._allocated(lambda size, dtype: ops.filled(size, value, dtype), shape, dtype)
-
-    def _allocated(self, allocate: Any, shape: UserShape, dtype: Any) -> Tensor:
-        shape, dtype = tuple(shape), np.dtype(self.dtype if dtype is None else dtype)
-        return self._new(TensorData.fresh(allocate(math.prod(shape), dtype), shape))
-
-    def zeros(self, shape: UserShape | None = None) -> Tensor:
-        """Return zeros on this backend, of this shape unless one is given."""
-        return self.full(self.shape if shape is None else shape, 0.0)
 
     def detach(self) -> Tensor:
         """Return the same data without history."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kernels.common.arguments import shown
 
 from .backends.elements import DTYPES as DTYPES
-from .backends.elements import HELD, as_element, checked_shape
+from .backends.elements import HELD, as_element, as_storage, checked_shape
 from .backends.elements import get_default_dtype as get_default_dtype
 from .backends.elements import set_default_dtype as set_default_dtype  # beyond module 5
 from .backends.memory import is_device_storage as is_device_storage
@@ -143,20 +143,6 @@ def _as_arrays(shape: Ints, strides: Ints) -> tuple[Shape, Strides]:
     return np.array(shape, np.int64), np.array(strides, np.int64)
 
 
-def _as_storage(numbers: Any) -> Storage:
-    """Return a list of numbers as an array of the default dtype."""
-    try:
-        array = np.array(numbers)
-    except ValueError:
-        array = np.array(None)
-    if array.dtype.kind not in "iufb":
-        raise ValueError(
-            f"a storage must be a flat list of numbers or a 1-D array, got {shown(numbers)}; pass one "
-            "number for each element of the shape"
-        )
-    return array.astype(get_default_dtype())
-
-
 def _check_dims(dims: int) -> None:
     if dims > MAX_DIMS:
         raise ValueError(
@@ -202,7 +188,7 @@ class TensorData:
         if isinstance(storage, np.ndarray) or is_device_storage(storage):
             self._storage = storage  # type: ignore[assignment]
         else:
-            self._storage = _as_storage(storage)
+            self._storage = as_storage(storage)
         self.dtype = self._storage.dtype
         is_half = DTYPES.get(self.dtype)
         if is_half is None:

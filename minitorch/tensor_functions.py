@@ -19,12 +19,10 @@ class Neg(Function):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
-        """Change the sign."""
         return a.f.neg_map(a)
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
-        """Change the sign of the gradient."""
         return grad_output.f.neg_map(grad_output)
 
 
@@ -33,13 +31,11 @@ class Inv(Function):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
-        """Compute the reciprocal."""
         ctx.save_for_backward(a)
         return a.f.inv_map(a)
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
-        """Multiply by -1 / a²."""
         (a,) = ctx.saved_values
         return grad_output.f.inv_back_zip(a, grad_output)
 
@@ -49,12 +45,10 @@ class Add(Function):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
-        """Compute the sum."""
         return a.f.add_zip(a, b)
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """Pass the gradient to both."""
         return grad_output, grad_output
 
 
@@ -65,7 +59,6 @@ class Mul(Function):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
-        """Compute the product."""
         # TASK 2.3: Save both; a.f has the operation, mul_zip.
         ctx.save_for_backward(a, b)
         return a.f.mul_zip(a, b)
@@ -73,7 +66,6 @@ class Mul(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """Multiply by the other factor."""
         # TASK 2.4: grad times b, and grad times a.
         a, b = ctx.saved_values
         return grad_output.f.mul_zip(b, grad_output), grad_output.f.mul_zip(a, grad_output)
@@ -85,14 +77,12 @@ class PowerScalar(Function):  # beyond module 2
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, exponent: Tensor) -> Tensor:
-        """Raise each element to the power."""
         out = a.f.pow_scalar_zip(a, exponent)
         ctx.save_for_backward(a, exponent, out)
         return out
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor | float, Tensor | float]:
-        """Multiply by exponent * a ** (exponent - 1), and by the power times log(a) for the exponent."""
         a, exponent, out = ctx.saved_values
         f, (of_base, of_exponent) = grad_output.f, ctx.needs_input_grad
         d_base = d_exponent = 0.0
@@ -110,7 +100,6 @@ class Sigmoid(Function):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
-        """Compute the sigmoid."""
         # TASK 2.3: Save the result of a.f.sigmoid_map.
         out = a.f.sigmoid_map(a)
         ctx.save_for_backward(out)
@@ -119,7 +108,6 @@ class Sigmoid(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
-        """Multiply by out (1 - out)."""
         # TASK 2.4: grad times out (1 - out).
         (out,) = ctx.saved_values
         return grad_output * out * (-out + 1.0)
@@ -131,7 +119,6 @@ class ReLU(Function):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
-        """Cut off the negative part."""
         # TASK 2.3: Save a; relu_map.
         ctx.save_for_backward(a)
         return a.f.relu_map(a)
@@ -139,7 +126,6 @@ class ReLU(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
-        """Pass the gradient on where a is positive."""
         # TASK 2.4: relu_back_zip of what was saved and of grad.
         (a,) = ctx.saved_values
         return grad_output.f.relu_back_zip(a, grad_output)
@@ -151,7 +137,6 @@ class Log(Function):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
-        """Compute the logarithm."""
         # TASK 2.3: Save a; log_map.
         ctx.save_for_backward(a)
         return a.f.log_map(a)
@@ -159,7 +144,6 @@ class Log(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
-        """Divide by a + 1e-6."""
         # TASK 2.4: log_back_zip of what was saved and of grad.
         (a,) = ctx.saved_values
         return grad_output.f.log_back_zip(a, grad_output)
@@ -171,7 +155,6 @@ class Exp(Function):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
-        """Compute the exponential."""
         # TASK 2.3: Save the result of exp_map.
         out = a.f.exp_map(a)
         ctx.save_for_backward(out)
@@ -180,7 +163,6 @@ class Exp(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
-        """Multiply by e^a."""
         # TASK 2.4: grad times what was saved.
         (out,) = ctx.saved_values
         return grad_output.f.mul_zip(out, grad_output)
@@ -192,14 +174,12 @@ class Tanh(Function):  # beyond module 2
 
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
-        """Compute the hyperbolic tangent."""
         out = a.f.tanh_map(a)
         ctx.save_for_backward(out)
         return out
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
-        """Multiply by 1 - out²."""
         (out,) = ctx.saved_values
         return grad_output * (-(out * out) + 1.0)
 
@@ -209,14 +189,12 @@ class Sum(Function):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, dim: Any) -> Tensor:
-        """Sum; the dimension is kept with size 1."""
         # TASK 2.3: add_reduce over as_int(dim).
         return a.f.add_reduce(a, as_int(dim))
         # END TASK 2.3
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, float]:
-        """Pass the gradient on; the chain rule expands it."""
         # TASK 2.4: Each element has slope 1; chain_rule expands; 0.0 for dim.
         return grad_output, 0.0
         # END TASK 2.4
@@ -227,7 +205,6 @@ class Max(Function):  # beyond module 3
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, dim: Any) -> Tensor:
-        """Compute the maximum; the dimension is kept with size 1."""
         # TASK 4.4: max_reduce; save where a equals the maximum.
         out = a.f.max_reduce(a, as_int(dim))
         ctx.save_for_backward(a.f.eq_zip(a, out))
@@ -236,7 +213,6 @@ class Max(Function):  # beyond module 3
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, float]:
-        """Pass the gradient to every element that equals the maximum."""
         # TASK 4.4: grad times what was saved.
         (is_max,) = ctx.saved_values
         return grad_output.f.mul_zip(is_max, grad_output), 0.0
@@ -248,7 +224,6 @@ class All(Function):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, dim: Any = None) -> Tensor:
-        """Multiply 1 for each element that is not 0, along one dimension or over all of them."""
         zero = a._ensure_tensor(0.0)
         marks = a.f.eq_zip(a.f.eq_zip(a, zero), zero)
         if dim is None:
@@ -261,7 +236,6 @@ class _Comparison(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return zeros for both."""
         # TASK 2.4: Zeros of the two saved shapes.
         a_shape, b_shape = ctx.saved_values
         return grad_output.zeros(a_shape), grad_output.zeros(b_shape)
@@ -273,7 +247,6 @@ class LT(_Comparison):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
-        """Compare element by element."""
         # TASK 2.3: Save both shapes; lt_zip.
         ctx.save_for_backward(a.shape, b.shape)
         return a.f.lt_zip(a, b)
@@ -285,7 +258,6 @@ class EQ(_Comparison):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
-        """Compare element by element."""
         # TASK 2.3: Save both shapes; eq_zip.
         ctx.save_for_backward(a.shape, b.shape)
         return a.f.eq_zip(a, b)
@@ -297,7 +269,6 @@ class IsClose(Function):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
-        """Compare element by element."""
         # TASK 2.3: is_close_zip.
         return a.f.is_close_zip(a, b)
         # END TASK 2.3
@@ -310,13 +281,11 @@ class MatMul(Function):
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
-        """Multiply (..., n, k) by (..., k, m)."""
         ctx.save_for_backward(a, b)
         return a.f.matrix_multiply(a, b)
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return grad @ bᵀ and aᵀ @ grad."""
         a, b = ctx.saved_values
         multiply = grad_output.f.matrix_multiply
         return multiply(grad_output, swap_last(b)), multiply(swap_last(a), grad_output)

@@ -18,13 +18,14 @@ from .backends import (  # beyond module 5
     more_operators,
     plain_indexing,
 )
-from .backends.dtype_promotion import Running, floating, result_dtype
+from .backends.dtype_promotion import floating, result_dtype
 from .backends.half_precision import Widening  # beyond module 5
 from .backends.memory import memories  # beyond module 2
 from .backends.operations import Operations  # beyond module 5
 from .backends.plain_math import unraising
 from .backends.result_shapes import matmul_shape as matmul_shape
 from .backends.result_shapes import normalize_dim as normalize_dim
+from .backends.running import Running
 from .backends.tensor_protocol import AnyTensor
 from .backends.tensor_protocol import MapProto as MapProto
 from .backends.unique import Unique  # beyond module 5
@@ -35,7 +36,6 @@ from .tensor_data import (
     Storage,
     Strides,
     TensorData,
-    UserShape,
     broadcast_index,
     index_to_position,
     shape_broadcast,
@@ -210,33 +210,6 @@ class TensorOps(
             "map": cls.make_map, "zip": cls.make_zip, "reduce": cls.make_reduce,
             "matrix_multiply": cls.matmul_loop,
         }  # fmt: skip
-
-    @classmethod
-    def multiply_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
-        """Fill ``out`` with the product of operands of any floating dtype."""
-        cls.run(cls.matmul_into, out, a, b)
-
-    @classmethod
-    def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
-        """Fill ``out`` with the product; batch dimensions are merged into one for ``matmul_loop``."""
-        batch = out.shape[:-2]
-        size = int(operators.prod(batch))
-        flat_out = TensorData(out._storage, (size, *out.shape[-2:]))
-        cls.matmul_loop(flat_out, cls._one_batch(a, batch), cls._one_batch(b, batch))
-
-    @classmethod
-    def _one_batch(cls, t: TensorData, batch: UserShape) -> TensorData:
-        """View ``t`` with one batch dimension; size 1 stands for any number of equal matrices."""
-        lead, matrix, strides = t.shape[:-2], t.shape[-2:], t.strides[:-2]
-        if all(size == 1 for size in lead):
-            return TensorData(t._storage, (1, *matrix), (0, *t.strides[-2:]))
-        size = int(operators.prod(batch))
-        inner = zip(strides, lead[1:], strides[1:], strict=False)
-        if lead == tuple(batch) and all(step == n * below for step, n, below in inner):
-            return TensorData(t._storage, (size, *matrix), t.strides[-3:])  # one step for all
-        storage = cls.allocate(size * matrix[0] * matrix[1], t.dtype)
-        cls.map_loop(operators.id)(TensorData(storage, (*batch, *matrix)), t)
-        return TensorData(storage, (size, *matrix))
 
 
 class TensorBackend(

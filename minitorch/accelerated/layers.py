@@ -11,8 +11,8 @@ from ..backends.operations import Operations
 from ..functions.base import Function, as_int, check_tensor
 from ..functions.dropout_seeds import dropout_seed
 from ..functions.kernel_arrays import contiguous_array, dense, rounded
+from ..layers.checks import check_rate, checked_targets
 from ..layers.indices import integer_array
-from ..nn import check_rate, checked_targets
 from ..tensor import Tensor
 from ..tensor_ops import normalize_dim
 

@@ -8,8 +8,8 @@ from kernels.runtime.dtypes import is_floating
 
 from ..backends.operations import Operations
 from ..functions.kernel_arrays import dense, rounded
-from ..optim import same_shape
 from ..tensor import Tensor
+from ..training.steps import same_shape
 
 
 def sgd_step(value: Tensor, grad: Tensor, lr: float) -> Tensor:

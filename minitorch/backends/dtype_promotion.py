@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from kernels.runtime.dtypes import acc_dtype, is_floating, is_half
 
-from ..tensor_data import Ints, TensorData
 from .elements import get_default_dtype
 from .tensor_protocol import AnyTensor, TensorLike
 
@@ -41,16 +39,3 @@ def result_dtype(*tensors: TensorLike) -> np.dtype[Any]:
 def floating(t: AnyTensor, dtype: np.dtype[Any]) -> AnyTensor:
     """Convert an integer or boolean tensor to a floating dtype; return a floating one unchanged."""
     return t if is_floating(t.dtype) else t._converted(t.backend, acc_dtype(dtype))
-
-
-class Running:
-    """Run loops on data of any dtype as it is; :class:`Widening` comes before it where 16 bits are used."""
-
-    @classmethod
-    def run(
-        cls, loop: Callable[..., None], out: TensorData, *inputs: TensorData, options: Ints = ()
-    ) -> None:
-        """Fill ``out`` by a loop, which takes ``(out, *inputs, *options)``."""
-        loop(out, *inputs, *options)
-
-    run_elements = move = run

@@ -144,3 +144,17 @@ def as_element(value: Any, dtype: np.dtype[Any]) -> Any:
     else:
         as_float(number)
     return number
+
+
+def as_storage(numbers: Any) -> npt.NDArray[Any]:
+    """Return a list of numbers as an array of the default dtype."""
+    try:
+        array = np.array(numbers)
+    except ValueError:
+        array = np.array(None)
+    if array.dtype.kind not in "iufb":
+        raise ValueError(
+            f"a storage must be a flat list of numbers or a 1-D array, got {shown(numbers)}; pass one "
+            "number for each element of the shape"
+        )
+    return array.astype(get_default_dtype())

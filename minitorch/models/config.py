@@ -13,8 +13,8 @@ import numpy.typing as npt
 from kernels.common.arguments import flag, not_negative, one_of, whole
 
 from ..attention.approximate.choices import APPROXIMATIONS  # beyond module 5
+from ..layers.checks import switch
 from ..modules_basic import LayerNorm1d
-from ..nn import switch
 from ..tensor_ops import SimpleBackend, TensorBackend
 from .variants import Variants  # beyond module 5
 

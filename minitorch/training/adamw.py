@@ -13,10 +13,11 @@ from kernels.runtime.dtypes import FLOAT32, is_floating, is_half
 
 from ..backends.writes import wrote
 from ..module import Parameter
-from ..optim import Adam, same_shape
+from ..optim import Adam
 from ..tensor import Tensor
 from .clipping import checked_norm, clip_grad_norm_
 from .optimiser_states import copy_of
+from .steps import same_shape
 
 
 class _Place(NamedTuple):

@@ -33,20 +33,21 @@ FILES = (
     minitorch/optim.py minitorch/scalars/modes.py minitorch/tensors/conversions.py
     minitorch/backends/dtype_promotion.py minitorch/backends/elements.py minitorch/backends/memory.py
     minitorch/backends/plain_math.py minitorch/backends/result_shapes.py
-    minitorch/backends/tensor_protocol.py
+    minitorch/backends/running.py minitorch/backends/tensor_protocol.py
     minitorch/functions/base.py minitorch/functions/views.py
     minitorch/tensors/container.py minitorch/tensors/factories.py minitorch/tensors/gradient_check.py
-    minitorch/tensors/operator_methods.py tests/support/mistakes.py tests/support/tolerances.py
+    minitorch/tensors/making.py minitorch/tensors/operator_methods.py minitorch/training/steps.py
+    tests/support/mistakes.py tests/support/tolerances.py
     """,
     """
     kernels/runtime/cuda_errors.py kernels/runtime/disk_cache.py kernels/runtime/jit.py
     kernels/runtime/targets.py
     minitorch/cuda_ops.py minitorch/fast_ops.py minitorch/backends/compiled_*.py
-    minitorch/backends/device_memory.py
+    minitorch/backends/cuda_practice.py minitorch/backends/device_memory.py
     """,
     """
     minitorch/fast_conv.py minitorch/nn.py minitorch/modules_basic.py minitorch/layers/indices.py
-    minitorch/layers/linear.py
+    minitorch/functions/convolution.py minitorch/layers/checks.py minitorch/layers/linear.py
     """,
     """
     kernels/__init__.py kernels/array_call.py kernels/launch.py kernels/operand_types.py kernels/rungs.py

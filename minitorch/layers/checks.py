@@ -1,0 +1,55 @@
+"""Checks of the arguments of layers and losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kernels.common.arguments import flag, number, shape_of, short
+
+from ..functions.base import check_tensor
+from ..tensor import Tensor
+from ..tensor_ops import TensorBackend
+from .indices import integer_array
+
+
+def checked_targets(logits: Tensor, target: Any) -> Any:
+    """Return the targets of :func:`softmax_loss` as an integer array, (rows,).
+
+    Raises:
+        ValueError: If the shapes do not fit or a target is not a class.
+    """
+    check_tensor("logits", logits)
+    shape = shape_of("targets", target)
+    if logits.dims != 2 or shape != logits.shape[:1]:
+        raise ValueError(
+            f"softmax_loss needs logits (rows, classes) and targets (rows,), got {logits.shape} and "
+            f"{shape}; flatten the leading dimensions with view"
+        )
+    return integer_array(target, logits.shape[1], "targets")
+
+
+def check_rate(rate: float, ignore: bool) -> bool:
+    """Check the arguments of :func:`dropout`, and tell whether it has anything to do.
+
+    Raises:
+        TypeError: If the rate is not a number.
+        ValueError: If the rate is not a probability.
+    """
+    if not 0.0 <= number("rate", rate) <= 1.0:
+        raise ValueError(
+            f"rate must be a probability from 0 to 1, got {short(rate)}; 0 turns dropout off"
+        )
+    return not flag("ignore", ignore) and rate != 0.0
+
+
+def switch(name: str, value: Any) -> bool:
+    """Check that an option that precedes the backend of a layer is True or False, and return it.
+
+    Raises:
+        TypeError: If it is neither.
+    """
+    if isinstance(value, TensorBackend):
+        raise TypeError(
+            f"{name} must be True or False, got the backend {value}; pass a backend by name: backend=..."
+        )
+    return flag(name, value)

@@ -53,7 +53,8 @@ MUTANTS = [
     ("3.3", COURSE, "cuda.syncthreads()  # every fold is stored before another thread reads it", "pass",
      "cuda.syncthreads() is missing above line"),
     ("3.3", COURSE, "if i < out_size:", "if True:", "guard by i < out_size"),
-    ("3.4", COURSE, "a_shared[row, k] * b_shared[k, col]", "a[row * size + k] * b_shared[k, col]",
+    ("3.4", "minitorch/backends/cuda_practice.py", "a_shared[row, k] * b_shared[k, col]",
+     "a[row * size + k] * b_shared[k, col]",
      "load each element into shared memory once"),
     ("3.4", COURSE, "cuda.syncthreads()  # both tiles are complete before any thread reads them", "pass",
      "cuda.syncthreads() is missing above line"),
@@ -101,5 +102,6 @@ MUTANTS = [
      "by formula, by meter"),
     ("5.9", "kernels/sparsity/tile_lists.py", "np.append(0, np.cumsum(", "np.append(0, 1 * (",
      "lists (tile, full)"),
-    ("5.10", LAYERS, "return x + self.ff(self.ln_2(x))", "return self.ff(self.ln_2(x))", "that + ff(ln_2(that))"),
+    ("5.10", LAYERS, "return x + self.ff(self.ln_2(x))", "return self.ff(self.ln_2(x))",
+     "that + ff(ln_2(that))"),
 ]  # fmt: skip

@@ -138,7 +138,9 @@ LOOPS: dict[str, Callable[[Any], Kernel]] = {
     "map of rows": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, 2, dtype, dtype),
     "map of planes": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, 3, dtype, dtype),
     "map elu": lambda dtype: cuda_loops.map_kernel(more_operators.elu, 1, dtype, dtype),
-    "zip elu_back": lambda dtype: cuda_loops.zip_kernel(more_operators.elu_back, 1, dtype, dtype, dtype),
+    "zip elu_back": lambda dtype: cuda_loops.zip_kernel(
+        more_operators.elu_back, 1, dtype, dtype, dtype
+    ),
     "zip keep": lambda dtype: cuda_loops.zip_kernel(more_operators.keep, 1, dtype, dtype, dtype),
     "zip": lambda dtype: cuda_loops.zip_kernel(operators.add, 1, dtype, dtype, dtype),
     "zip of rows": lambda dtype: cuda_loops.zip_kernel(operators.add, 2, dtype, dtype, dtype),

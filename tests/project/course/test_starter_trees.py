@@ -196,7 +196,7 @@ SMALL = {
     2: (73, 6_750, "flash numba fast_loops test_tensor_general test_conv"),
     3: (89, 9_400, "flash test_conv accelerated"),
     4: (94, 10_200, "flash accelerated"),
-    5: (215, 29_200, "_mma wgmma accelerated distributed reformer bench kernels/cpu"),
+    5: (204, 26_300, "_mma wgmma accelerated distributed reformer bench kernels/cpu"),
 }
 
 

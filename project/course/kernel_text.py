@@ -14,11 +14,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-CUDA_OPS, FLASH1 = "minitorch/cuda_ops.py", "kernels/cuda/attention/flash1.py"
+CUDA_OPS, PRACTICE = "minitorch/cuda_ops.py", "minitorch/backends/cuda_practice.py"
+FLASH1 = "kernels/cuda/attention/flash1.py"
 #: Task → functions whose text is judged: file, name, and how many shared arrays the student's part uses.
 KERNELS = {
-    "3.3": ((CUDA_OPS, "tensor_reduce._reduce", 1), (CUDA_OPS, "_sum_practice", 1)),
-    "3.4": ((CUDA_OPS, "_tensor_matrix_multiply", 2), (CUDA_OPS, "_mm_practice", 2)),
+    "3.3": ((CUDA_OPS, "tensor_reduce._reduce", 1), (PRACTICE, "_sum_practice", 1)),
+    "3.4": ((CUDA_OPS, "_tensor_matrix_multiply", 2), (PRACTICE, "_mm_practice", 2)),
     "5.1": (("kernels/reference/softmax_ladder.py", "online_statistics", 0),),
     "5.4": ((FLASH1, "forward_kernel.flash1_forward", 1),),
     "5.5": ((FLASH1, "backward_kernel.flash1_backward", 1),),

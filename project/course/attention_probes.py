@@ -48,9 +48,8 @@ def attend(
         mask = options.get("attn_mask")
         q, k, v, dout, dlse = map(there, arrays)
         problem = problems.make_problem(*arrays[:3], rung=rung, **options)
-        operands = operands_of(
-            on.memory, problem, q, k, v, None if mask is None else there(mask), None
-        )
+        masks = {} if mask is None else {"attn_mask": there(mask)}
+        operands = operands_of(on.memory, problem, q, k, v, masks)
         out, lse, rest = (
             (*map(there, saved), None) if saved else launch.forward(on, problem, operands, tile)
         )

@@ -547,8 +547,8 @@ for thing in gc.get_objects():
 @pytest.mark.parametrize(
     ("task", "file", "right", "wrong", "points"),
     [
-        ("3.3", "minitorch/cuda_ops.py", "cuda.syncthreads()  # every", "pass  # every", 13),
-        ("3.4", "minitorch/cuda_ops.py", "a_shared[row, k]", "a[row * size + k]", 11),
+        ("3.3", "minitorch/backends/cuda_practice.py", "cuda.syncthreads()  # every", "pass  # every", 13),
+        ("3.4", "minitorch/backends/cuda_practice.py", "a_shared[row, k]", "a[row * size + k]", 11),
         ("5.1", "kernels/reference/softmax_ladder.py", "len(x), block", "x.copy().size, block", 4),
     ],
 )  # fmt: skip

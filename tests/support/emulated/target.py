@@ -24,16 +24,25 @@ from kernels.cuda.device import memory
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.problem.listed_mods import on_host
 from kernels.runtime.dtypes import FLOAT16
-from kernels.runtime.memory import Memory
+from kernels.runtime.memory import Ints, Memory
 from kernels.scores.program import Features
 
 from .arrays import as_bits, empty
 from .gpu import launch as emulate
 
+
+class _RowMemory(Memory):
+    """Memory of the host that lays results out as that of a device does, whose kernels store rows."""
+
+    def empty_as(self, array: Any, shape: Ints, dtype: Any) -> Any:
+        found = super().empty_as(array, shape, dtype)
+        return found if found.strides[-1] == found.itemsize else np.empty(shape, dtype)
+
+
 #: The rungs of tensor cores, on the host.
 EMULATED = replace(
     launch.CUDA,
-    memory=Memory(),
+    memory=_RowMemory(),
     rungs=tuple(
         replace(rung, evaluate=on_host) for rung in launch.CUDA.rungs if FLOAT16 in rung.dtypes
     ),

@@ -70,6 +70,9 @@ class MultiHeadAttention(
 
     def split_heads(self, x: Tensor) -> Tensor:
         """View (batch, seq, heads · head_dim) as (batch, heads, seq, head_dim)."""
+        if x.dims != 3 or x.shape[2] % self.attn_hidden_dim:
+            wanted = f"(batch, seq, heads * {self.attn_hidden_dim})"
+            raise ValueError(f"attention needs {wanted}, got shape {x.shape}; change it with view")
         # TASK 5.10: View the width as (heads, head_dim); bring the heads before seq.
         batch, seq, width = x.shape
         heads = width // self.attn_hidden_dim  # of queries, or of keys and values

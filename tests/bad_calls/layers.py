@@ -98,6 +98,8 @@ MODULES = [
     (lambda o: mt.MultiHeadAttention(4, 2.0, backend=o.backend), TypeError, "n_head", "2.0"),
     (lambda o: mt.MultiHeadAttention(4, 2, attention="fast"), ValueError, "'flash'", "'fast'"),
     (lambda o: mt.MultiHeadAttention(4, 2, attention_dropout=1.0), ValueError, "[0, 1)", "1.0"),
+    (lambda o: mt.MultiHeadAttention(4, 2).forward(from_numpy(np.ones((2, 4)))), ValueError,
+     "(batch, seq", "(2, 4)"),
     (lambda o: mt.MultiHeadAttention(4, 2, attention_dropout="a"), TypeError, "must be a number"),
     (lambda o: mt.MultiHeadAttention(4, 2, backend=o.backend)(o.matrix), ValueError,
      "(batch, seq, 4)", "(2, 3)", "view"),

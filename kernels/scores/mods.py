@@ -41,7 +41,7 @@ def varying(mask_mod: Any) -> Any:
     Raises:
         TypeError: If it is not a plain function.
     """
-    if not (callable(mask_mod) and hasattr(mask_mod, "__dict__")):
+    if not (callable(mask_mod) and hasattr(mask_mod, "__dict__")) or isinstance(mask_mod, type):
         raise TypeError(
             "varying marks a function of (batch, head, row, col), got "
             f"{type(mask_mod).__name__}; define the function with def or lambda"

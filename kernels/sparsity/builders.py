@@ -76,6 +76,7 @@ def strided(
     grid = check_grid(seq_q, seq_k, block_size)
     rows, cols = _squares(grid)
     step = max(math.isqrt(cols), 1) if stride is None else whole("stride", stride, 1)
+    step = min(step, rows + cols)  # no two blocks are farther apart
     distance = np.arange(rows)[:, None] - np.arange(cols)  # (query squares, key squares)
     is_causal = flag("is_causal", is_causal)
     near_or_at_stride = _of_squares(grid, (np.abs(distance) <= step) | (distance % step == 0))

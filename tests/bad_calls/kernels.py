@@ -125,6 +125,7 @@ OPTIONS = [
     (attend(block_mask=BlockMask.causal(6, 5)), ValueError, "6 rows and 5 columns", "5 and 5"),
     (attend(block_mask=BlockMask.stack([BlockMask.causal(5, 5)] * 3)), ValueError, "3 heads", "2"),
     (lambda o: kernels.varying(None), TypeError, "varying marks a function", "got NoneType"),
+    (lambda o: kernels.varying(int), TypeError, "varying marks a function", "got type"),
     (attend(mask_mod="causal"), TypeError, "mask_mod must be a function", "'causal'"),
     (attend(mask_mod=lambda row, col: True), TypeError, "(batch, head, row, col)", "(row, col)"),
     (attend(mask_mod=no_result), TypeError, "True or False", "None", "is a return missing?"),

@@ -48,7 +48,6 @@ FIGURES = {
         "by_part/bounds/refused": "with bounds checking: errors",
         "by_part/bounds/returned": "with bounds checking: not compared",
         "by_part/options/right": "valid combinations of options: right results",
-        "by_part/extreme/right": "extreme scores: right results",
         "failures": "failures",
     },
     "determinism": {

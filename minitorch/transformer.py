@@ -17,6 +17,7 @@ from kernels.common.arguments import flag
 from .attention.naive import naive_attention
 from .backends.matmul_precision import in_own_precision  # beyond module 5
 from .backends.operations import operation  # beyond module 5
+from .layers.checks import check_hidden
 from .layers.indices import kept_range
 from .layers.linear_cross_entropy import linear_cross_entropy
 from .models.config import Config, configured
@@ -70,9 +71,6 @@ class MultiHeadAttention(
 
     def split_heads(self, x: Tensor) -> Tensor:
         """View (batch, seq, heads · head_dim) as (batch, heads, seq, head_dim)."""
-        if x.dims != 3 or x.shape[2] % self.attn_hidden_dim:
-            wanted = f"(batch, seq, heads * {self.attn_hidden_dim})"
-            raise ValueError(f"attention needs {wanted}, got shape {x.shape}; change it with view")
         # TASK 5.10: View the width as (heads, head_dim); bring the heads before seq.
         batch, seq, width = x.shape
         heads = width // self.attn_hidden_dim  # of queries, or of keys and values
@@ -88,6 +86,7 @@ class MultiHeadAttention(
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute self-attention over x, (batch, seq, n_embd); the result has the same shape."""
+        check_hidden(x, self.n_embd)
         # TASK 5.10: Project, split heads, call attended, join heads, project; dropout.
         q = self.split_heads(self.q_projection(x))  # (batch, heads, seq, head_dim)
         k = q if self.k_projection is None else self.split_heads(self.k_projection(x))

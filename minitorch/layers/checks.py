@@ -42,6 +42,20 @@ def check_rate(rate: float, ignore: bool) -> bool:
     return not flag("ignore", ignore) and rate != 0.0
 
 
+def check_hidden(x: Any, width: int) -> None:
+    """Check that the input of attention is a tensor (batch, seq, width).
+
+    Raises:
+        TypeError: If it is not a tensor.
+        ValueError: If it has another shape.
+    """
+    check_tensor("input", x)
+    if x.dims != 3 or x.shape[2] != width:
+        raise ValueError(
+            f"attention needs (batch, seq, {width}), got shape {x.shape}; change it with view"
+        )
+
+
 def switch(name: str, value: Any) -> bool:
     """Check that an option that precedes the backend of a layer is True or False, and return it.
 

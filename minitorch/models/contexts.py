@@ -15,7 +15,7 @@ from kernels.common.arguments import shown
 
 from ..attention.approximate.support import key_mask_array, key_penalty
 from ..attention.naive import naive_attention
-from ..functions.base import check_tensor
+from ..layers.checks import check_hidden
 from ..module import Module
 from ..scalars.modes import modes, no_grad
 from ..tensor import Tensor
@@ -54,12 +54,7 @@ class InContext(Module):
                 causal: earlier positions would have to attend to x.  Also for a cache together with an
                 approximation or a mask, and for packed sequences with a cache or a mask.
         """
-        check_tensor("input", x)
-        width = (self.attention or self).n_embd
-        if x.dims != 3 or x.shape[2] != width:
-            raise ValueError(
-                f"attention needs (batch, seq, {width}), got shape {x.shape}; change it with view"
-            )
+        check_hidden(x, (self.attention or self).n_embd)
         if cache is None and key_mask is None and cu_seqlens is None:
             return super().__call__(x)
         check_cache(cache, LayerCache)

@@ -23,7 +23,7 @@ class Stretch:
 
     def __init__(self, source: Pool, size: int):
         self._source, self.bytes = source, size
-        (self.block,) = source.allocate(size)
+        self.block = source.allocate(size)
 
     def __del__(self) -> None:
         if self.block is not None:
@@ -60,7 +60,7 @@ class Arena:
         self._stretch, self._thread, self.extent = stretch, threading.get_ident(), ALIGNMENT
         self._used: list[Place] = []
 
-    def allocate(self, size: int) -> list[Piece]:
+    def allocate(self, size: int) -> Piece:
         """Return a piece of ``size`` bytes, at least 1, in the first place that has room for them.
 
         Raises:
@@ -81,10 +81,10 @@ class Arena:
         insort(self._used, place)
         self.extent = max(self.extent, place[1])
         if stretch is None:
-            (block,) = self._source.allocate(room)
-            return [Piece(block.address, place, self._used, block)]
+            block = self._source.allocate(room)
+            return Piece(block.address, place, self._used, block)
         address = type(stretch.block.address)(stretch.block.start + start)
-        return [Piece(address, place, self._used, stretch)]
+        return Piece(address, place, self._used, stretch)
 
     def free(self, piece: Piece) -> None:
         """Free a piece; a piece of an earlier call was freed when this call began."""

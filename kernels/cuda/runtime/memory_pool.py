@@ -108,28 +108,21 @@ class Pool:
                 self._call(driver.cuMemPoolSetAttribute, pool, threshold, keep_all)
         return True
 
-    def allocate(self, *sizes: int) -> list[Block]:
-        """Return a block on the current device for each size; it may have a few bytes more.
+    def allocate(self, size: int) -> Block:
+        """Return ``size`` bytes or a few more on the current device.
 
         Args:
-            *sizes: Numbers of bytes, at least 1.
+            size: Number of bytes, at least 1.
 
         Raises:
             MemoryError: If the device has too little memory left.
             RuntimeError: If the driver fails, or a kernel has failed before.
         """
-        device, blocks = self._device() if self._several else 0, list[Block]()
-        for size in map(_rounded, sizes):
-            try:
-                blocks.append(heappop(self.cached[size, device]))
-            except (KeyError, IndexError):  # noqa: PERF203 - other threads take blocks, too
-                try:
-                    blocks.append(self._new_block(size))
-                except BaseException:
-                    for block in blocks:
-                        self.free(block)
-                    raise
-        return blocks
+        size = _rounded(size)
+        try:
+            return heappop(self.cached[size, self._device() if self._several else 0])
+        except (KeyError, IndexError):  # other threads take blocks, too
+            return self._new_block(size)
 
     def free(self, block: Block) -> None:
         """Free a block from any thread; launched kernels may still use it."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from kernels.common.geometry import PLAIN
 from kernels.cuda.runtime.arrays import array_on, pool
-from kernels.cuda.runtime.pooled import Foreign, arrays_from
+from kernels.cuda.runtime.pooled import Foreign, array_from
 from kernels.cuda.runtime.recorder import active, recorded_by
 from kernels.cuda.runtime.recordings import Recording, Seed
 from kernels.runtime.cuda_errors import LAUNCHED
@@ -124,10 +124,12 @@ class Repeat:
             flat: Return the :attr:`parts` instead, as one dimension.
         """
         source, places = pool(), [*starts]
-        made = arrays_from(source, self._sizes, self._flat if flat else self._layouts, places)
+        layouts = self._flat if flat else self._layouts
+        made = [array_from(source, *one) for one in zip(self._sizes, layouts, strict=True)]
+        places += [array.gpu_data.start for array in made]
         scratch, block = 0, None
         if self.scratch:
-            (block,) = source.allocate(self.scratch)  # type: ignore[union-attr]
+            block = source.allocate(self.scratch)  # type: ignore[union-attr]
             scratch = block.start
         try:
             self.into(places, scratch, seed)

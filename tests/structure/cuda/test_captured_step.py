@@ -300,10 +300,10 @@ class _Source:
     def __init__(self) -> None:
         self.next, self.given = 1 << 20, {}
 
-    def allocate(self, size: int) -> list[Block]:
+    def allocate(self, size: int) -> Block:
         self.next += size  # one beside the other
         self.given[self.next - size] = size
-        return [Block(self.next - size, 0, size, self.next - size)]
+        return Block(self.next - size, 0, size, self.next - size)
 
     def free(self, block: Block) -> None:
         del self.given[block.start]
@@ -330,7 +330,7 @@ def test_pieces_never_overlap_and_the_next_call_has_the_same(steps: list[tuple[i
             for block in leftover[:1]:
                 arena.free(block)  # of the call before: somebody held it until now
                 leftover.pop(0)
-            (block,) = arena.allocate(size)
+            block = arena.allocate(size)
             start, stop = block.address, block.address + size
             assert start % ALIGNMENT == 0
             assert any(at <= start and stop <= at + room for at, room in source.given.items())

@@ -162,8 +162,11 @@ def run_tests(
     tree: Path, mode: str, arguments: list[str], seconds: float, **own: str
 ) -> tuple[int, str]:
     """Return the exit code of tests and what they print; after these seconds they are killed."""
+    path = os.pathsep.join(
+        [str(tree), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    )
     env = {
-        **os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{Path(__file__).parent}", "CI": "true",
+        **os.environ, "PYTHONPATH": path, "CI": "true",
         "MINITORCH_SHRINK": "0", "MINITORCH_EXAMPLES": "10", "NUMBA_NUM_THREADS": "2", **MODES[mode], **own,
     }  # fmt: skip
     command = [

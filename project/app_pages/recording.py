@@ -161,6 +161,9 @@ class Recorder(IOMeter):
 
     def _see(self, args: tuple[Any, ...]) -> None:
         """Keep the global arrays of a kernel, to look at those that it writes."""
+        for arg in args:
+            if isinstance(arg, tuple):
+                self._see(arg)
         with self._arrivals:
             for arg in args:
                 if isinstance(arg, Counted):

@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import void
+from numba import types, void
 
 from kernels.common import geometry
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.mods import numbers_of_mods
 from kernels.cuda.attention.options.score_functions import extras_type, make_score_functions
+from kernels.cuda.attention.register_tiles import BackwardInputs
 from kernels.cuda.device.one_source import (
     batch_and_head,
     ceil_div,
@@ -118,18 +119,45 @@ def why_not(problem: Problem, requested_tile: Tile | None) -> str | None:
     return None
 
 
+class TileRows(NamedTuple):
+    """The rows of a tile: ``count`` of head ``h`` in batch ``b`` of an array, from ``first`` on."""
+
+    b: Any
+    h: Any
+    first: Any
+    count: Any
+
+
+class Statistics(NamedTuple):
+    """The numbers of each row that the forward pass writes: L, its rest, l and m."""
+
+    lse: Any
+    lse_rest: Any
+    row_sum: Any
+    row_max: Any
+
+
+class Saved(NamedTuple):
+    """The results of the forward pass, and the gradient of L."""
+
+    out: Any
+    lse: Any
+    lse_rest: Any
+    dlse: Any
+
+
 @device_function
-def load_tile(thread, threads, array, b, h, first, rows, dim, tile):
+def load_tile(thread, threads, array, rows, dim, tile):
     """Copy rows of one head to shared memory: a thread copies every threads-th element."""
-    for e in range(thread, rows * dim, threads):
-        tile[e // dim, e % dim] = array[b, h, first + e // dim, e % dim]
+    for e in range(thread, rows.count * dim, threads):
+        tile[e // dim, e % dim] = array[rows.b, rows.h, rows.first + e // dim, e % dim]
 
 
 @device_function
-def store_tile(thread, threads, tile, array, b, h, first, rows, dim):
+def store_tile(thread, threads, tile, array, rows, dim):
     """Copy rows from shared memory to one head: a thread copies every threads-th element."""
-    for e in range(thread, rows * dim, threads):
-        array[b, h, first + e // dim, e % dim] = tile[e // dim, e % dim]
+    for e in range(thread, rows.count * dim, threads):
+        array[rows.b, rows.h, rows.first + e // dim, e % dim] = tile[e // dim, e % dim]
 
 
 @device_function
@@ -170,7 +198,7 @@ def forward_kernel(
     key_pitch, value_pitch, score_pitch = head_dim + 1, value_dim + 1, block_k + 1
     (score_of, _, kept, _), has_dropout = make_score_functions(features, dtype), features.dropout
 
-    def flash1_forward(q, k, v, out, lse, lse_rest, row_sum, row_max, scale, extras):
+    def flash1_forward(q, k, v, out, statistics, scale, extras):
         """Fold one key tile after the other into the output of all query rows that attend to it.
 
         Computes: O = dropout(softmax(MASK(τ Q Kᵀ))) V and L for one (batch, head)
@@ -183,6 +211,7 @@ def forward_kernel(
         Global traffic: reads Q, reads and writes O, l, m once a key tile; reads K, V and a mask once
         Needs: head_dim and value_dim as compiled; ``forward_elements`` of shared memory
         """
+        lse, lse_rest, row_sum, row_max = statistics
         k_tile = cuda.shared.array((block_k, key_pitch), real)  # (block_k, head_dim)
         v_tile = cuda.shared.array((block_k, value_pitch), real)  # (block_k, value_dim)
         q_tile = cuda.shared.array((block_q, key_pitch), real)  # (block_q, head_dim)
@@ -205,16 +234,18 @@ def forward_kernel(
             col = j * block_k
             cols = min(block_k, seq_k - col)  # 4: the last tile may be short
             # 7: load K_j, V_j
-            load_tile(thread, threads, k, b, h, col, cols, head_dim, k_tile)
-            load_tile(thread, threads, v, b, h, col, cols, value_dim, v_tile)
+            keys = TileRows(b, h, col, cols)
+            load_tile(thread, threads, k, keys, head_dim, k_tile)
+            load_tile(thread, threads, v, keys, value_dim, v_tile)
             # 8: for 1 <= i <= T_r, but only those that see a column of the tile
             for i in range(first_tile(col, block_q, seq_q, -extras.upper), num_q_tiles):
                 row = i * block_q
                 rows = min(block_q, seq_q - row)
+                queries = TileRows(b, h, row, rows)
                 cuda.syncthreads()  # O, l, m are written; Q, O, S of the last tile are used up
                 # 9: load Q_i, O_i; l_i and m_i go to a register of the thread that has the row
-                load_tile(thread, threads, q, b, h, row, rows, head_dim, q_tile)
-                load_tile(thread, threads, out, b, h, row, rows, value_dim, o_tile)
+                load_tile(thread, threads, q, queries, head_dim, q_tile)
+                load_tile(thread, threads, out, queries, value_dim, o_tile)
                 cuda.syncthreads()  # K_j, Q_i are complete before any thread multiplies them
                 # TASK 5.4: Lines 10 to 13 and 16; a barrier wherever another thread reads what was written.
                 for e in range(thread, rows * block_k, threads):
@@ -280,7 +311,8 @@ def forward_kernel(
             lse[b, h, row], lse_rest[b, h, row] = log_sum_exp(shift, row_sum[b, h, row])
 
     four, three, extras = array_type(dtype, 4), array_type(dtype, 3), extras_type(features, dtype)
-    return Kernel(flash1_forward, void(*[four] * 4, *[three] * 4, real, extras), threads)
+    statistics = types.NamedTuple([three] * 4, Statistics)
+    return Kernel(flash1_forward, void(*[four] * 4, statistics, real, extras), threads)
 
 
 @cache
@@ -293,7 +325,7 @@ def backward_kernel(
     key_pitch, value_pitch, score_pitch = head_dim + 1, value_dim + 1, block_k + 1
     (score_of, _, kept, _), minus = make_score_functions(features, dtype), MINUS[dtype]
 
-    def flash1_backward(dout, q, k, v, out, lse, lse_rest, dlse, dq, dk, dv, scale, extras):
+    def flash1_backward(inputs, saved, dq, dk, dv, scale, extras):
         """Collect dK and dV of one key tile after the other on chip, and add to dQ on the way.
 
         Computes: dQ, dK, dV for one (batch, head)
@@ -308,6 +340,7 @@ def backward_kernel(
             K and V once, and a mask once; writes dK and dV once
         Needs: head_dim and value_dim as compiled; ``backward_elements`` of shared memory
         """
+        (dout, q, k, v), (out, lse, lse_rest, dlse) = inputs, saved
         k_tile = cuda.shared.array((block_k, key_pitch), real)  # (block_k, head_dim)
         v_tile = cuda.shared.array((block_k, value_pitch), real)  # (block_k, value_dim)
         dk_acc = cuda.shared.array((block_k, head_dim), real)  # (block_k, head_dim)
@@ -331,8 +364,9 @@ def backward_kernel(
             col = j * block_k
             cols = min(block_k, seq_k - col)  # 3: the last tile may be short
             # 7: load K_j, V_j
-            load_tile(thread, threads, k, b, h, col, cols, head_dim, k_tile)
-            load_tile(thread, threads, v, b, h, col, cols, value_dim, v_tile)
+            keys = TileRows(b, h, col, cols)
+            load_tile(thread, threads, k, keys, head_dim, k_tile)
+            load_tile(thread, threads, v, keys, value_dim, v_tile)
             # 8: dK_j = 0, dV_j = 0 on chip
             for e in range(thread, cols * head_dim, threads):
                 dk_acc[e // head_dim, e % head_dim] = zero
@@ -342,11 +376,12 @@ def backward_kernel(
             for i in range(first_tile(col, block_q, seq_q, -extras.upper), num_q_tiles):
                 row = i * block_q
                 rows = min(block_q, seq_q - row)
+                queries = TileRows(b, h, row, rows)
                 cuda.syncthreads()  # all have used Q, O, dO, P, dS, L and D of the last tile
                 # 10: load Q_i, O_i, dO_i, L_i; dQ_i goes to a register of the thread that adds to it
-                load_tile(thread, threads, q, b, h, row, rows, head_dim, q_tile)
-                load_tile(thread, threads, out, b, h, row, rows, value_dim, o_tile)
-                load_tile(thread, threads, dout, b, h, row, rows, value_dim, do_tile)
+                load_tile(thread, threads, q, queries, head_dim, q_tile)
+                load_tile(thread, threads, out, queries, value_dim, o_tile)
+                load_tile(thread, threads, dout, queries, value_dim, do_tile)
                 for r in range(thread, rows, threads):
                     shift[r], rest[r] = real(shift_of(lse[b, h, row + r])), lse_rest[b, h, row + r]
                 cuda.syncthreads()  # the tiles of i and j are complete before any thread reads them
@@ -397,12 +432,14 @@ def backward_kernel(
                     dk_acc[c, d] += scale * dot_columns(ds, c, q_tile, d, rows)
                 # END TASK 5.5
             # 24: write dK_j, dV_j; each thread writes the elements that it has summed
-            store_tile(thread, threads, dk_acc, dk, b, h, col, cols, head_dim)
-            store_tile(thread, threads, dv_acc, dv, b, h, col, cols, value_dim)
+            store_tile(thread, threads, dk_acc, dk, keys, head_dim)
+            store_tile(thread, threads, dv_acc, dv, keys, value_dim)
             cuda.syncthreads()  # all have read K_j and V_j before the next tiles replace them
 
     four, three, extras = array_type(dtype, 4), array_type(dtype, 3), extras_type(features, dtype)
-    signature = void(*[four] * 5, *[three] * 3, *[four] * 3, real, extras)
+    inputs = types.NamedTuple([four] * 4, BackwardInputs)
+    saved = types.NamedTuple([four, three, three, three], Saved)
+    signature = void(inputs, saved, *[four] * 3, real, extras)
     return Kernel(flash1_backward, signature, threads)
 
 
@@ -416,13 +453,11 @@ def forward(problem: Problem, tile: Tile, operands: Operands) -> None:
             written.
     """
     o, dims, threads = operands, (problem.head_dim, problem.value_dim), SIZES.flash1_threads
-    row_sum = empty_device(tuple(o.lse.shape), problem.dtype)  # l
-    row_max = empty_device(tuple(o.lse.shape), problem.dtype)  # m
+    sums = [empty_device(tuple(o.lse.shape), problem.dtype) for _ in "lm"]
     kernel = forward_kernel(*tile, *dims, threads, problem.dtype, problem.features)
     extras = make_extras(problem, operands, *tile)
-    kernel[math.prod(o.q.shape[:2]), threads](
-        o.q, o.k, o.v, o.out, o.lse, o.lse_rest, row_sum, row_max, problem.scale, extras
-    )
+    launch = kernel[math.prod(o.q.shape[:2]), threads]
+    launch(o.q, o.k, o.v, o.out, Statistics(o.lse, o.lse_rest, *sums), problem.scale, extras)
 
 
 def backward(problem: Problem, tile: Tile, operands: Operands) -> None:
@@ -438,7 +473,7 @@ def backward(problem: Problem, tile: Tile, operands: Operands) -> None:
     has_dlse = o.dlse is not None
     kernel = backward_kernel(*tile, *dims, threads, problem.dtype, problem.features, has_dlse)
     extras = make_extras(problem, operands, *tile)
-    kernel[math.prod(o.q.shape[:2]), threads](
-        o.dout, o.q, o.k, o.v, o.out, o.lse, o.lse_rest, o.dlse if has_dlse else o.lse,
-        o.dq, o.dk, o.dv, problem.scale, extras,
-    )  # fmt: skip
+    launch = kernel[math.prod(o.q.shape[:2]), threads]
+    saved = Saved(o.out, o.lse, o.lse_rest, o.dlse if has_dlse else o.lse)
+    inputs = BackwardInputs(o.dout, o.q, o.k, o.v)
+    launch(inputs, saved, o.dq, o.dk, o.dv, problem.scale, extras)

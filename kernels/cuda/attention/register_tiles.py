@@ -19,12 +19,15 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kernels.cuda.device.shared_tiles import SharedTiles, round_up
-from kernels.cuda.device.vector import VECTOR, load_global, load_shared, store_shared
-from kernels.cuda.runtime.kernel import device_function, why_too_large
+from kernels.cuda.device.vector import VECTOR, are_vectors, load_global, load_shared, store_shared
+from kernels.cuda.runtime.kernel import device_function, scalar_type, why_too_large
 from kernels.cuda.runtime.sizes import SIZES, LayoutSizes
 from kernels.problem.question import Problem
 from kernels.runtime.targets import dynamic_shared_memory_bytes
+from kernels.scores.program import PLAIN, Features
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,56 @@ class RegisterLayout:
     def columns(self, width: int) -> int:
         """Columns of an accumulator of that width that one thread owns, a multiple of VECTOR."""
         return round_up(width, VECTOR * self.lanes) // self.lanes
+
+
+class Variant(NamedTuple):
+    """What a kernel of flash2 is compiled for.
+
+    Attributes:
+        layout: Tiles and threads.
+        head_width: head_dim, or more.
+        value_width: value_dim, or more.
+        dtype: Dtype of all operands.
+        vectors: Whether q, k, v and dout are aligned for 128-bit loads.
+        features: Options of the call.
+    """
+
+    layout: RegisterLayout
+    head_width: int
+    value_width: int
+    dtype: np.dtype[Any]
+    vectors: bool
+    features: Features = PLAIN
+
+
+def variant_of(problem: Problem, layout: RegisterLayout, *arrays: Any) -> Variant:
+    """Return the variant for a problem and the arrays of which a kernel loads tiles."""
+    return Variant(layout, *widths(problem), problem.dtype, are_vectors(*arrays), problem.features)
+
+
+class BackwardInputs(NamedTuple):
+    """The arrays of which a backward kernel loads tiles, (batch, heads, seq, dim)."""
+
+    dout: Any
+    q: Any
+    k: Any
+    v: Any
+
+
+class Lane(NamedTuple):
+    """The column and the row of a thread in its block; see the top of this file."""
+
+    tx: Any
+    ty: Any
+
+
+class HeadRows(NamedTuple):
+    """Rows of head ``h`` in batch ``b`` of an array, from ``first`` up to, but excluding, ``stop``."""
+
+    b: Any
+    h: Any
+    first: Any
+    stop: Any
 
 
 def widths(problem: Problem) -> tuple[int, int]:
@@ -192,31 +245,27 @@ def _why_not(
 
 
 @cache
-def make_load_tile(
-    layout: RegisterLayout, rows: int, width: int, dtype: Any, vectors: bool
-) -> Callable[..., None]:
-    """Return ``load_tile(thread, source, b, h, first, stop, factor, shared, offset)``.
+def make_load_tile(variant: Variant, rows: int, width: int) -> Callable[..., None]:
+    """Return ``load_tile(thread, source, rows, factor, shared, offset)``.
 
-    It copies the rows of one head from ``first`` on, times ``factor``, to shared memory, with zeros for
-    rows from ``stop`` on and for columns that the source does not have.  Elements out of bounds are never
-    read.
+    It copies ``rows``, a :class:`HeadRows`, times ``factor`` to shared memory, with zeros for rows from
+    ``stop`` on and for columns that the source does not have.  Elements out of bounds are never read.
 
     Args:
-        layout: Layout of the block.
+        variant: What the kernel is compiled for.
         rows: Rows of the tile.
         width: Columns of the tile, at least those of the source.
-        dtype: Dtype of its elements, a numba type.
-        vectors: Whether the source is aligned for 128-bit loads and has a multiple of four columns.
     """
-    stride = layout.row_stride(width)
+    layout, vectors, height = variant.layout, variant.vectors, rows
+    stride, threads = layout.row_stride(width), layout.threads
     vectors_a_row = (stride - VECTOR) // VECTOR
-    count, threads = rows * vectors_a_row, layout.threads
-    zero = dtype(0)
+    zero = scalar_type(variant.dtype)(0)
 
     @device_function
-    def load_tile(thread, source, b, h, first, stop, factor, shared, offset):
+    def load_tile(thread, source, rows, factor, shared, offset):
+        b, h, first, stop = rows
         dim = source.shape[3]
-        for n in range(thread, count, threads):
+        for n in range(thread, height * vectors_a_row, threads):
             r = n // vectors_a_row
             c = (n % vectors_a_row) * VECTOR
             w = x = y = z = zero
@@ -240,22 +289,20 @@ def make_load_tile(
     return load_tile
 
 
-def make_load_tiles(
-    layout: RegisterLayout, head_width: int, value_width: int, dtype: Any, vectors: bool
-) -> tuple[Callable[..., None], ...]:
+def make_load_tiles(variant: Variant) -> tuple[Callable[..., None], ...]:
     """Return the functions that load tiles of q, dout, k and v, see :func:`make_load_tile`."""
     return tuple(
-        make_load_tile(layout, rows, width, dtype, vectors)
-        for rows in (layout.block_q, layout.block_k)
-        for width in (head_width, value_width)
+        make_load_tile(variant, rows, width)
+        for rows in (variant.layout.block_q, variant.layout.block_k)
+        for width in (variant.head_width, variant.value_width)
     )
 
 
 @cache
 def make_multiply(
-    layout: RegisterLayout, rows: int, cols: int, width: int, dtype: Any
+    layout: RegisterLayout, rows: int, cols: int, width: int, dtype: np.dtype[Any]
 ) -> Callable[..., None]:
-    """Return ``multiply(tx, ty, s, fragment, shared, a, b)``: s = A·Bᵀ, for two shared tiles of one width.
+    """Return ``multiply(lane, s, fragment, shared, a, b)``: s = A·Bᵀ, for two shared tiles of one width.
 
     ``s`` is the thread's (rows / rows_of_threads, cols / lanes) registers, ``fragment`` scratch of
     (rows / rows_of_threads, VECTOR); ``a`` and ``b`` are the offsets of the tiles.  A thread with R rows
@@ -264,10 +311,11 @@ def make_multiply(
     own_rows, own_cols = rows // layout.rows_of_threads, cols // layout.lanes
     stride, depth = layout.row_stride(width), round_up(width, VECTOR)
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
-    zero = dtype(0)
+    zero = scalar_type(dtype)(0)
 
     @device_function
-    def multiply(tx, ty, s, fragment, shared, a, b):
+    def multiply(lane, s, fragment, shared, a, b):
+        tx, ty = lane
         for i in range(own_rows):
             for j in range(own_cols):
                 s[i, j] = zero
@@ -293,7 +341,7 @@ def make_multiply(
 def make_accumulate(
     layout: RegisterLayout, rows: int, depth: int, width: int
 ) -> Callable[..., None]:
-    """Return ``accumulate(tx, ty, acc, fragment, shared, p, b)``: acc += P·B, both in shared memory.
+    """Return ``accumulate(lane, acc, fragment, shared, p, b)``: acc += P·B, both in shared memory.
 
     P is (rows, depth), its rows ``depth + VECTOR`` apart; B is (depth, width).  ``acc`` is the thread's
     (rows / rows_of_threads, columns(width)) registers, in groups of four neighbouring columns.
@@ -304,7 +352,8 @@ def make_accumulate(
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
 
     @device_function
-    def accumulate(tx, ty, acc, fragment, shared, p, b):
+    def accumulate(lane, acc, fragment, shared, p, b):
+        tx, ty = lane
         for c in range(0, depth, VECTOR):
             for i in range(own_rows):
                 w, x, y, z = load_shared(shared, p + (ty + i * rows_of_threads) * p_stride + c)
@@ -329,7 +378,7 @@ def make_accumulate(
 def make_store_tile(
     layout: RegisterLayout, rows: int, width: int, put: Callable[..., None]
 ) -> Callable[..., None]:
-    """Return ``store_tile(tx, ty, acc, target, b, h, first, limit)``: store the rows below ``limit``.
+    """Return ``store_tile(lane, acc, target, rows)``: store ``rows``, a :class:`HeadRows`.
 
     Args:
         layout: Layout of the block.
@@ -342,11 +391,12 @@ def make_store_tile(
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
 
     @device_function
-    def store_tile(tx, ty, acc, target, b, h, first, limit):
+    def store_tile(lane, acc, target, rows):
+        (tx, ty), (b, h, first, stop) = lane, rows
         dim = target.shape[3]
         for i in range(own_rows):
             row = first + ty + i * rows_of_threads
-            if row < limit:
+            if row < stop:
                 for n in range(columns):
                     col = (n // VECTOR * lanes + tx) * VECTOR + n % VECTOR
                     if col < dim:
@@ -365,7 +415,7 @@ def assign(target, index, value):
 def make_keep_tile(
     layout: RegisterLayout, rows: int, cols: int, is_turned: bool = False
 ) -> Callable[..., None]:
-    """Return ``keep_tile(tx, ty, s, factor, shared, offset)``: store scores in shared memory.
+    """Return ``keep_tile(lane, s, factor, shared, offset)``: store scores in shared memory.
 
     Args:
         layout: Layout of the block.
@@ -378,7 +428,8 @@ def make_keep_tile(
     row_step, col_step = (1, rows + VECTOR) if is_turned else (cols + VECTOR, 1)
 
     @device_function
-    def keep_tile(tx, ty, s, factor, shared, offset):
+    def keep_tile(lane, s, factor, shared, offset):
+        tx, ty = lane
         for i in range(own_rows):
             for j in range(own_cols):
                 place = (ty + i * rows_of_threads) * row_step + (tx + j * lanes) * col_step

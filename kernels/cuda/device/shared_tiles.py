@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate
 
 from kernels.common.geometry import PLAIN
@@ -23,6 +24,10 @@ class SharedTiles:
         self._offsets = dict(zip(elements, accumulate(elements.values(), initial=0), strict=False))
         #: Number of elements of all tiles.
         self.elements = sum(elements.values())
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the first element of each tile, in their order."""
+        return iter(self._offsets.values())
 
     def __getitem__(self, name: str) -> int:
         """Return the first element of a tile."""

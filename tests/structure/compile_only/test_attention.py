@@ -19,7 +19,7 @@ from kernels.cuda.attention.flash2 import dkdv as flash2_dkdv
 from kernels.cuda.attention.flash2 import dq as flash2_dq
 from kernels.cuda.attention.flash2 import forward as flash2
 from kernels.cuda.attention.flash2 import mask_gradient as flash2_mask_gradient
-from kernels.cuda.attention.register_tiles import pick_layout, widths
+from kernels.cuda.attention.register_tiles import Variant, pick_layout, widths
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.cuda.runtime.sizes import GPU
 from kernels.scores.mods import ScoreMod
@@ -52,20 +52,18 @@ ATTENTION: dict[str, Callable[[Any, int, int], Kernel]] = {
         *dims, GPU.flash1_threads, dtype,
     ),
     "flash2 forward": lambda dtype, *dims: flash2.forward_kernel(
-        *_layout_and_widths("forward", dtype, *dims), dtype, True
+        _variant("forward", dtype, *dims)
     ),
     "flash2 delta": lambda dtype, *dims: flash2_dq.delta_kernel(GPU.flat_threads, dtype),
-    "flash2 dq": lambda dtype, *dims: flash2_dq.dq_kernel(
-        *_layout_and_widths("dq", dtype, *dims), dtype, True
-    ),
+    "flash2 dq": lambda dtype, *dims: flash2_dq.dq_kernel(_variant("dq", dtype, *dims)),
     "flash2 dkdv": lambda dtype, *dims: flash2_dkdv.dkdv_kernel(
-        *_layout_and_widths("dkdv", dtype, *dims), dtype, True, False
+        _variant("dkdv", dtype, *dims), False
     ),
     "flash2 atomic": lambda dtype, *dims: flash2_dkdv.dkdv_kernel(
-        *_layout_and_widths("atomic", dtype, *dims), dtype, True, True
+        _variant("atomic", dtype, *dims), True
     ),
     "flash2 few rows": lambda dtype, *dims: flash2.forward_kernel(
-        *_layout_and_widths("few", dtype, *dims), dtype, True, PLAIN, True
+        _variant("few", dtype, *dims), True
     ),
     "flash2 merge": lambda dtype, *dims: split_keys.merge_kernel(dtype, dtype, PLAIN),
     "flash2 merge with a sink": lambda dtype, *dims: split_keys.merge_kernel(
@@ -92,22 +90,20 @@ EVERYTHING = Features(True, True, "float", True, True, True, _visible, _score, _
 #: flash2's kernels with options.
 WITH_OPTIONS: dict[str, Callable[[Any, Features], Kernel]] = {
     "forward": lambda dtype, features: flash2.forward_kernel(
-        *_layout_for("forward", dtype, features), dtype, True, features
+        _variant_with("forward", dtype, features)
     ),
-    "dq": lambda dtype, features: flash2_dq.dq_kernel(
-        *_layout_for("dq", dtype, features), dtype, True, features
-    ),
+    "dq": lambda dtype, features: flash2_dq.dq_kernel(_variant_with("dq", dtype, features)),
     "dkdv": lambda dtype, features: flash2_dkdv.dkdv_kernel(
-        *_layout_for("dkdv", dtype, features), dtype, True, False, features
+        _variant_with("dkdv", dtype, features), False
     ),
     "atomic": lambda dtype, features: flash2_dkdv.dkdv_kernel(
-        *_layout_for("atomic", dtype, features), dtype, True, True, features
+        _variant_with("atomic", dtype, features), True
     ),
     "own rows": lambda dtype, features: flash2.own_rows_kernel(
-        *_layout_for("forward", dtype, features), dtype, True, features
+        _variant_with("forward", dtype, features)
     ),
     "dmask": lambda dtype, features: flash2_mask_gradient.dmask_kernel(
-        *_layout_for("dq", dtype, features), dtype, True, features
+        _variant_with("dq", dtype, features)
     ),
 }
 
@@ -117,8 +113,8 @@ def _problem(dtype: Any, head_dim: int, value_dim: int) -> Problem:
     return make_problem(q, q, v)
 
 
-def _layout_for(name: str, dtype: Any, features: Features) -> tuple[Any, int, int]:
-    """Return layout and widths for heads of 64, as a call with the features gets them."""
+def _variant_with(name: str, dtype: Any, features: Features) -> Variant:
+    """Return the variant for heads of 64, as a call with the features gets it."""
     problem = replace(
         _problem(dtype, 64, 64),
         softcap=float(features.softcap),
@@ -126,15 +122,15 @@ def _layout_for(name: str, dtype: Any, features: Features) -> tuple[Any, int, in
         mask=features.mask,
         score_mod=features.score_mod and ScoreMod(features.score_mod),
     )
-    return pick_layout(name, problem, None), *widths(problem)
+    return Variant(pick_layout(name, problem, None), *widths(problem), dtype, True, features)
 
 
-def _layout_and_widths(name: str, dtype: Any, *dims: int) -> tuple[Any, int, int]:
-    """Return the layout of a kernel, which for few rows is the forward kernel's, and the widths."""
+def _variant(name: str, dtype: Any, *dims: int) -> Variant:
+    """Return the variant of a kernel, which for few rows has the forward kernel's layout."""
     problem = _problem(dtype, *dims)
     if name == "few":
         name, problem = "forward", replace(problem, seq_q=1)
-    return pick_layout(name, problem, None), *widths(problem)
+    return Variant(pick_layout(name, problem, None), *widths(problem), dtype, True)
 
 
 def _ptx(name: str, dtype: Any, cc: tuple[int, int], dims: tuple[int, int]) -> str:

@@ -16,16 +16,17 @@ from kernels.common.geometry import PLAIN
 from kernels.cuda.attention.flash2.dkdv import dkdv_kernel, dkdv_tiles
 from kernels.cuda.attention.flash2.dq import delta_kernel, dq_kernel, dq_tiles
 from kernels.cuda.attention.flash2.forward import forward_tiles
+from kernels.cuda.attention.flash2.register_scores import RowValues
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.visits import grid_of
 from kernels.cuda.attention.register_tiles import (
+    BackwardInputs,
     RegisterLayout,
     pick_layout,
+    variant_of,
     why_not_layout,
-    widths,
 )
 from kernels.cuda.device.memory import fill
-from kernels.cuda.device.vector import are_vectors
 from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.problem.operands import Operands
@@ -50,27 +51,26 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
         tile: (block_q, block_k), multiples of four.
         operands: The operands, on the device; dq, dk and dv are written.
     """
-    q, k, v, dout = operands.q, operands.k, operands.v, operands.dout
-    dq, dk, dv = operands.dq, operands.dk, operands.dv
-    rows = operands.lse, operands.lse_rest, delta_of(problem, operands)
-    kind = (*widths(problem), problem.dtype, are_vectors(dout, q, k, v))
-    features = problem.features
+    dq, own = operands.dq, _own_layout(problem)
+    inputs = BackwardInputs(operands.dout, operands.q, operands.k, operands.v)
+    values = RowValues(operands.lse, operands.lse_rest, delta_of(problem, operands))
     if problem.deterministic:
-        layout = pick_layout("dq", problem, tile)
+        variant = variant_of(problem, pick_layout("dq", problem, tile), *inputs)
+        layout = variant.layout
         extras = make_extras(problem, operands, layout.block_q, layout.block_k)
-        grid = grid_of(q, q.shape[2], layout.block_q, extras)
-        launch = dq_kernel(layout, *kind, features)[grid, layout.threads]
-        launch(dout, q, k, v, *rows, dq, problem.scale, extras)
+        grid = grid_of(inputs.q, inputs.q.shape[2], layout.block_q, extras)
+        launch = dq_kernel(variant)[grid, layout.threads]
+        launch(inputs, values, dq, problem.scale, extras)
         # dK and dV have a layout of their own, unless the caller asked for a tile.
-        own = layout == _own_layout(problem)
-        layout = pick_layout("dkdv", problem, None if own else tile)
+        layout = pick_layout("dkdv", problem, None if layout == own else tile)
     else:
         fill(dq, 0.0)
         layout = pick_layout("atomic", problem, tile)
+    variant = variant_of(problem, layout, *inputs)
     extras = make_extras(problem, operands, layout.block_q, layout.block_k, by_keys=True)
-    grid = grid_of(q, k.shape[2], layout.block_k, extras)
-    launch = dkdv_kernel(layout, *kind, not problem.deterministic, features)[grid, layout.threads]
-    launch(dout, q, k, v, *rows, dq, dk, dv, problem.scale, extras)
+    grid = grid_of(inputs.q, inputs.k.shape[2], layout.block_k, extras)
+    launch = dkdv_kernel(variant, not problem.deterministic)[grid, layout.threads]
+    launch(inputs, values, dq, operands.dk, operands.dv, problem.scale, extras)
 
 
 def delta_of(problem: Problem, operands: Operands) -> Any:

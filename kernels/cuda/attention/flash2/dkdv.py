@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
-import numpy as np
-from numba import float64, uint8, void
+from numba import uint8
 
 from kernels.cuda.attention.flash2.register_scores import (
-    make_gradients_by_keys,
-    make_put_row_values,
+    ScoreTile,
+    backward_types,
+    bits_of,
+    kernel_of,
+    make_gradients,
+    make_row_values,
+    make_walk,
+    rows_of,
 )
-from kernels.cuda.attention.options.mods import numbers_of_mods
-from kernels.cuda.attention.options.score_functions import extras_type
-from kernels.cuda.attention.options.tile_scores import TilePlace, moved
-from kernels.cuda.attention.options.visits import make_key_bounds, make_visits
+from kernels.cuda.attention.options.tile_scores import moved
+from kernels.cuda.attention.options.visits import make_key_bounds
 from kernels.cuda.attention.register_tiles import (
+    Lane,
     RegisterLayout,
+    Variant,
     assign,
     make_accumulate,
     make_keep_tile,
@@ -26,15 +30,10 @@ from kernels.cuda.attention.register_tiles import (
     make_store_tile,
     set_all,
 )
-from kernels.cuda.attention.tile_bits import make_tile_bits
-from kernels.cuda.device.one_source import (
-    batch_and_head,
-)
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.vector import VECTOR
-from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, scalar_type
+from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.runtime.targets import cuda
-from kernels.scores.program import PLAIN, Features
 
 
 def dkdv_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> SharedTiles:
@@ -59,49 +58,34 @@ def add_atomically(target, index, value):
 
 
 @cache
-def dkdv_kernel(
-    layout: RegisterLayout,
-    head_width: int,
-    value_width: int,
-    dtype: np.dtype[Any],
-    vectors: bool,
-    atomics: bool,
-    features: Features = PLAIN,
-) -> Kernel:
-    """Return the kernel that fills dk and dv, and with ``atomics`` adds to dq.
-
-    The other arguments are those of ``flash2.forward_kernel``.
-    """
-    real, block_q, block_k = scalar_type(dtype), layout.block_q, layout.block_k
-    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
-    own_keys, own_rows = block_k // rows_of_threads, block_q // lanes
-    k_width, v_width = layout.columns(head_width), layout.columns(value_width)
+def dkdv_kernel(variant: Variant, atomics: bool) -> Kernel:
+    """Return the kernel that fills dk and dv, and with ``atomics`` adds to dq."""
+    layout, dtype, head_width = variant.layout, variant.dtype, variant.head_width
+    real, zero, one = scalar_type(dtype), dtype.type(0), dtype.type(1)
+    block_q, block_k, lanes, threads = layout.block_q, layout.block_k, layout.lanes, layout.threads
+    own_keys, own_rows = block_k // layout.rows_of_threads, block_q // lanes
+    k_width, v_width = layout.columns(head_width), layout.columns(variant.value_width)
     # A kernel without atomics never reads these; registers need a positive size.
-    dq_rows = max(block_q // rows_of_threads, 1) if atomics else 1
+    dq_rows = max(block_q // layout.rows_of_threads, 1) if atomics else 1
     fragment_rows = max(own_keys, dq_rows)
-    tiles = dkdv_tiles(layout, head_width, value_width)
-    k_tile, v_tile, q_tile, dout_tile = tiles["k"], tiles["v"], tiles["q"], tiles["dout"]
-    p_tile = tiles["p"]
-    place, entries, tile_of, is_whole, is_within = make_visits(features, block_k, by_keys=True)
+    tiles = dkdv_tiles(layout, head_width, variant.value_width)
+    k_tile, v_tile, q_tile, dout_tile, p_tile, lse, rest, delta = tiles
+    own_tile, entries, tile_of, is_whole, is_within = make_walk(variant, by_keys=True)
     bounds, is_inside = make_key_bounds(block_q, block_k)
-    tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
-    draw = tile_bits.draw
-    put_row_values = make_put_row_values(layout, dtype, tiles)
-    to_gradients = make_gradients_by_keys(layout, features, dtype, tile_bits, tiles)
+    tile_bits, values_of = bits_of(variant, tiles), make_row_values(variant)
+    draw, to_gradients = tile_bits.draw, make_gradients(variant, tile_bits, tiles=tiles)
+    load_q, load_dout, load_k, load_v = make_load_tiles(variant)
     keep_p, keep_ds = (make_keep_tile(layout, block_k, block_q, is_ds) for is_ds in (False, True))
-    loads = make_load_tiles(layout, head_width, value_width, real, vectors)
-    load_q, load_dout, load_k, load_v = loads
-    multiply_kq = make_multiply(layout, block_k, block_q, head_width, real)
-    multiply_v_dout = make_multiply(layout, block_k, block_q, value_width, real)
+    multiply_kq = make_multiply(layout, block_k, block_q, head_width, dtype)
+    multiply_v_dout = make_multiply(layout, block_k, block_q, variant.value_width, dtype)
     accumulate_dk = make_accumulate(layout, block_k, block_q, head_width)
-    accumulate_dv = make_accumulate(layout, block_k, block_q, value_width)
+    accumulate_dv = make_accumulate(layout, block_k, block_q, variant.value_width)
     accumulate_dq = make_accumulate(layout, block_q, block_k, head_width)
     store_dk = make_store_tile(layout, block_k, head_width, assign)
-    store_dv = make_store_tile(layout, block_k, value_width, assign)
+    store_dv = make_store_tile(layout, block_k, variant.value_width, assign)
     add_dq = make_store_tile(layout, block_q, head_width, add_atomically)
-    zero, one = dtype.type(0), dtype.type(1)
 
-    def flash2_dkdv(dout, q, k, v, lse, lse_rest, delta, dq, dk, dv, scale, extras):
+    def flash2_dkdv(inputs, values, dq, dk, dv, scale, extras):
         """Fill one key tile of dk and dv; with atomics, add its part of dq, which is zero before.
 
         Computes: dk and dv for one tile of keys of one (batch, head), and its part of dq
@@ -119,14 +103,12 @@ def dkdv_kernel(
             dk and dv once; with atomics adds to dq once per key tile
         Needs: 128-bit loads, for which the simulator has a plain form
         """
-        b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
+        dout, q, k, v = inputs
         # 5: for 1 <= j <= T_c
-        flat, col, first_q, seq_q, first_k, seq_k = place(
-            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
-        )
-        batch, head = numbers_of_mods(flat, extras)
-        start = TilePlace(b, h, batch, head, 0, col, seq_q, seq_k)
-        tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
+        flat, start, first_q, first_k = own_tile(cuda.blockIdx.x, cuda.blockIdx.y, q, k, extras)
+        col, seq_q, seq_k = start.col, start.seq_q, start.seq_k
+        thread, keys = cuda.threadIdx.x, rows_of(start, first_k + col, first_k + seq_k)
+        lane, factor = Lane(thread % lanes, thread // lanes), real(scale)
         shared = cuda.shared.array(0, real)  # k, v, q and dout tiles, P or dS, lse, rest, delta
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
         # A thread owns the keys (and the rows of dQ) ty, ty + rows_of_threads, …; of Sᵀ the columns, which
@@ -138,10 +120,8 @@ def dkdv_kernel(
         dq_acc = cuda.local.array((dq_rows, k_width), real)  # (block_q, head_dim) / threads: dQ
         fragment = cuda.local.array((fragment_rows, VECTOR), real)  # (fragment_rows, 4): scratch
         # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
-        k_row, k_stop = first_k + col, first_k + seq_k
-        factor = real(scale)
-        load_k(cuda.threadIdx.x, k, b, h, k_row, k_stop, one, shared, k_tile)
-        load_v(cuda.threadIdx.x, v, b, h, k_row, k_stop, one, shared, v_tile)
+        load_k(thread, k, keys, one, shared, k_tile)
+        load_v(thread, v, keys, one, shared, v_tile)
         set_all(dk_acc, zero)
         set_all(dv_acc, zero)
         # 8: for 1 <= i <= T_r, but only tiles to which a key of this tile is visible
@@ -154,41 +134,40 @@ def dkdv_kernel(
                 whole = is_inside(row, col, seq_q, seq_k, extras) and is_whole(e, extras)
                 cuda.syncthreads()  # every thread is done with the last query tile
                 # 9: load Q_i, dO_i, L_i, D_i
-                q_row, q_stop = first_q + row, first_q + seq_q
+                rows = rows_of(start, first_q + row, first_q + seq_q)
                 # Q is scaled, and not K, so that S is what it was in the forward pass, bit for bit.
-                load_q(cuda.threadIdx.x, q, b, h, q_row, q_stop, factor, shared, q_tile)
-                load_dout(cuda.threadIdx.x, dout, b, h, q_row, q_stop, one, shared, dout_tile)
-                tile = moved(start, row, 0)
-                draw(cuda.threadIdx.x, bits, whole, tile, extras)
-                put_row_values(cuda.threadIdx.x, shared, lse, lse_rest, delta, b, h, q_row, q_stop)
+                load_q(thread, q, rows, factor, shared, q_tile)
+                load_dout(thread, dout, rows, one, shared, dout_tile)
+                tile = ScoreTile(moved(start, row, 0), whole, bits)
+                draw(thread, bits, whole, tile.place, extras)
+                for r in range(thread, block_q, threads):
+                    top, less, own_delta = values_of(values, rows, r)
+                    shared[lse + r], shared[rest + r], shared[delta + r] = top, less, own_delta
                 cuda.syncthreads()  # the tiles are whole
                 # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
-                multiply_kq(tx, ty, s, fragment, shared, k_tile, q_tile)
-                multiply_v_dout(tx, ty, dp, fragment, shared, v_tile, dout_tile)
+                multiply_kq(lane, s, fragment, shared, k_tile, q_tile)
+                multiply_v_dout(lane, dp, fragment, shared, v_tile, dout_tile)
                 # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-                to_gradients(tx, ty, s, dp, shared, whole, bits, tile, extras)
-                keep_p(tx, ty, s, one, shared, p_tile)
+                to_gradients(lane, s, dp, shared, tile, extras)
+                keep_p(lane, s, one, shared, p_tile)
                 cuda.syncthreads()  # P is whole
                 # 12: dV_j += (P_ij ∘ Z)ᵀ dO_i
-                accumulate_dv(tx, ty, dv_acc, fragment, shared, p_tile, dout_tile)
+                accumulate_dv(lane, dv_acc, fragment, shared, p_tile, dout_tile)
                 cuda.syncthreads()  # every thread is done with P: dS takes its place
-                keep_p(tx, ty, dp, one, shared, p_tile)
+                keep_p(lane, dp, one, shared, p_tile)
                 cuda.syncthreads()  # dS is whole
                 # 16: dK_j += dSᵀ Q_i, where Q_i is scaled by τ already
-                accumulate_dk(tx, ty, dk_acc, fragment, shared, p_tile, q_tile)
+                accumulate_dk(lane, dk_acc, fragment, shared, p_tile, q_tile)
                 if atomics:
                     cuda.syncthreads()  # every thread is done with dSᵀ: dS takes its place
-                    keep_ds(tx, ty, dp, factor, shared, p_tile)
+                    keep_ds(lane, dp, factor, shared, p_tile)
                     set_all(dq_acc, zero)
                     cuda.syncthreads()  # dS is whole
                     # 15: dQ_i += τ dS K_j
-                    accumulate_dq(tx, ty, dq_acc, fragment, shared, p_tile, k_tile)
-                    add_dq(tx, ty, dq_acc, dq, b, h, q_row, q_stop)
+                    accumulate_dq(lane, dq_acc, fragment, shared, p_tile, k_tile)
+                    add_dq(lane, dq_acc, dq, rows)
         # 18: write dK_j, dV_j
-        store_dk(tx, ty, dk_acc, dk, b, h, k_row, k_stop)
-        store_dv(tx, ty, dv_acc, dv, b, h, k_row, k_stop)
+        store_dk(lane, dk_acc, dk, keys)
+        store_dv(lane, dv_acc, dv, keys)
 
-    read, rows = array_type(dtype, 4), array_type(dtype, 3)
-    signature = void(*[read] * 4, *[rows] * 3, *[read] * 3, float64, extras_type(features, dtype))
-    shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
-    return Kernel(flash2_dkdv, signature, layout.threads, shared_bytes, layout.resident)
+    return kernel_of(variant, flash2_dkdv, backward_types(dtype, 3), tiles)

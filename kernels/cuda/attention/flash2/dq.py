@@ -6,18 +6,24 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import float64, uint8, void
+from numba import uint8, void
 
 from kernels.cuda.attention.flash2.register_scores import (
-    make_gradients_by_rows,
+    ScoreTile,
+    backward_types,
+    bits_of,
+    kernel_of,
+    make_gradients,
     make_load_row_values,
+    make_walk,
+    rows_of,
 )
-from kernels.cuda.attention.options.mods import numbers_of_mods
-from kernels.cuda.attention.options.score_functions import extras_type
-from kernels.cuda.attention.options.tile_scores import TilePlace, moved
-from kernels.cuda.attention.options.visits import make_row_bounds, make_visits
+from kernels.cuda.attention.options.tile_scores import moved
+from kernels.cuda.attention.options.visits import make_row_bounds
 from kernels.cuda.attention.register_tiles import (
+    Lane,
     RegisterLayout,
+    Variant,
     assign,
     make_accumulate,
     make_keep_tile,
@@ -27,13 +33,10 @@ from kernels.cuda.attention.register_tiles import (
     scale_all,
     set_all,
 )
-from kernels.cuda.attention.tile_bits import make_tile_bits
-from kernels.cuda.device.one_source import batch_and_head
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.vector import VECTOR
 from kernels.cuda.runtime.kernel import Kernel, array_type, scalar_type
 from kernels.runtime.targets import cuda
-from kernels.scores.program import PLAIN, Features
 
 
 def dq_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> SharedTiles:
@@ -81,38 +84,27 @@ def delta_kernel(threads: int, dtype: np.dtype[Any], has_dlse: bool = False) -> 
 
 
 @cache
-def dq_kernel(
-    layout: RegisterLayout,
-    head_width: int,
-    value_width: int,
-    dtype: np.dtype[Any],
-    vectors: bool,
-    features: Features = PLAIN,
-) -> Kernel:
-    """Return the kernel that fills dq; its arguments are those of ``flash2.forward_kernel``."""
-    real = scalar_type(dtype)
-    block_q, block_k = layout.block_q, layout.block_k
-    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
-    own_rows, own_cols = block_q // rows_of_threads, block_k // lanes
+def dq_kernel(variant: Variant) -> Kernel:
+    """Return the kernel that fills dq."""
+    layout, dtype, head_width = variant.layout, variant.dtype, variant.head_width
+    real, zero, one = scalar_type(dtype), dtype.type(0), dtype.type(1)
+    block_q, block_k, lanes = layout.block_q, layout.block_k, layout.lanes
+    own_rows, own_cols = block_q // layout.rows_of_threads, block_k // lanes
     own_width = layout.columns(head_width)
-    tiles = dq_tiles(layout, head_width, value_width)
-    q_tile, dout_tile = tiles["q"], tiles["dout"]
-    k_tile, v_tile, ds_tile = tiles["k"], tiles["v"], tiles["ds"]
-    place, entries, tile_of, is_whole, is_within = make_visits(features, block_q)
-    bounds = make_row_bounds(block_q, block_k)
-    tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
-    draw, load_row_values = tile_bits.draw, make_load_row_values(layout, dtype)
-    to_gradients = make_gradients_by_rows(layout, features, dtype, tile_bits)
+    tiles = dq_tiles(layout, head_width, variant.value_width)
+    q_tile, dout_tile, k_tile, v_tile, ds_tile = tiles
+    own_tile, entries, tile_of, is_whole, is_within = make_walk(variant)
+    bounds, tile_bits = make_row_bounds(block_q, block_k), bits_of(variant, tiles)
+    load_row_values, draw = make_load_row_values(variant), tile_bits.draw
+    to_gradients = make_gradients(variant, tile_bits)
+    load_q, load_dout, load_k, load_v = make_load_tiles(variant)
+    multiply_qk = make_multiply(layout, block_q, block_k, head_width, dtype)
+    multiply_dout_v = make_multiply(layout, block_q, block_k, variant.value_width, dtype)
     keep_ds = make_keep_tile(layout, block_q, block_k)
-    loads = make_load_tiles(layout, head_width, value_width, real, vectors)
-    load_q, load_dout, load_k, load_v = loads
-    multiply_qk = make_multiply(layout, block_q, block_k, head_width, real)
-    multiply_dout_v = make_multiply(layout, block_q, block_k, value_width, real)
     accumulate = make_accumulate(layout, block_q, block_k, head_width)
     store_dq = make_store_tile(layout, block_q, head_width, assign)
-    zero, one = dtype.type(0), dtype.type(1)
 
-    def flash2_dq(dout, q, k, v, lse, lse_rest, delta, dq, scale, extras):
+    def flash2_dq(inputs, values, dq, scale, extras):
         """Fill one query tile of dq.
 
         Computes: dq for one tile of query rows of one (batch, head)
@@ -123,19 +115,16 @@ def dq_kernel(
         One thread does: own_rows x own_cols of S, dP and dS, and own_rows x own_width of dQ
         Shared: q_tile, dout_tile, k_tile, v_tile, ds (block_q, block_k); rows padded by one vector;
             for some options a byte for four columns
-        Registers: acc (own_rows, own_width), s and dp (own_rows, own_cols), top, shift,
-            own_delta (own_rows,)
+        Registers: acc (own_rows, own_width), s and dp (own_rows, own_cols), own (3, own_rows)
         Global traffic: reads q, dout, lse, lse_rest and delta once, k and v once per query tile; writes dq
             once
         Needs: 128-bit loads, for which the simulator has a plain form
         """
-        b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
-        flat, row, first_q, seq_q, first_k, seq_k = place(
-            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
-        )
-        batch, head = numbers_of_mods(flat, extras)
-        start = TilePlace(b, h, batch, head, row, 0, seq_q, seq_k)
-        tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
+        dout, q, k, v = inputs
+        flat, start, first_q, first_k = own_tile(cuda.blockIdx.x, cuda.blockIdx.y, q, k, extras)
+        row, seq_q, seq_k = start.row, start.seq_q, start.seq_k
+        thread, rows = cuda.threadIdx.x, rows_of(start, first_q + row, first_q + seq_q)
+        lane = Lane(thread % lanes, thread // lanes)
         shared = cuda.shared.array(0, real)  # q_tile, dout_tile, k_tile, v_tile, ds
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
         # A thread owns the rows ty, ty + rows_of_threads, …; of S the columns tx, tx + lanes, …; of dQ the
@@ -144,13 +133,10 @@ def dq_kernel(
         s = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: S
         dp = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: dP, dS
         fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, dO or dS
-        top = cuda.local.array(own_rows, real)  # (own_rows,): lse
-        shift = cuda.local.array(own_rows, real)  # (own_rows,): its rest, in base 2
-        own_delta = cuda.local.array(own_rows, real)  # (own_rows,): D
-        q_row, q_stop = first_q + row, first_q + seq_q
-        load_q(cuda.threadIdx.x, q, b, h, q_row, q_stop, real(scale), shared, q_tile)
-        load_dout(cuda.threadIdx.x, dout, b, h, q_row, q_stop, one, shared, dout_tile)
-        load_row_values(ty, top, shift, own_delta, lse, lse_rest, delta, b, h, q_row, q_stop)
+        own = cuda.local.array((3, own_rows), real)  # (3, own_rows): lse, its rest in base 2, D
+        load_q(thread, q, rows, real(scale), shared, q_tile)
+        load_dout(thread, dout, rows, one, shared, dout_tile)
+        load_row_values(lane.ty, own, values, rows)
         set_all(acc, zero)
         first, stop, full, full_stop = bounds(row, seq_q, seq_k, extras)
         entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
@@ -160,25 +146,22 @@ def dq_kernel(
                 col = j * block_k
                 whole = full <= j < full_stop and is_whole(e, extras)
                 cuda.syncthreads()  # every thread is done with the last key tile
-                k_row, k_stop = first_k + col, first_k + seq_k
-                load_k(cuda.threadIdx.x, k, b, h, k_row, k_stop, one, shared, k_tile)
-                load_v(cuda.threadIdx.x, v, b, h, k_row, k_stop, one, shared, v_tile)
-                tile = moved(start, 0, col)
-                draw(cuda.threadIdx.x, bits, whole, tile, extras)
+                keys = rows_of(start, first_k + col, first_k + seq_k)
+                load_k(thread, k, keys, one, shared, k_tile)
+                load_v(thread, v, keys, one, shared, v_tile)
+                tile = ScoreTile(moved(start, 0, col), whole, bits)
+                draw(thread, bits, whole, tile.place, extras)
                 cuda.syncthreads()  # the tiles are whole
                 # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
-                multiply_qk(tx, ty, s, fragment, shared, q_tile, k_tile)
-                multiply_dout_v(tx, ty, dp, fragment, shared, dout_tile, v_tile)
+                multiply_qk(lane, s, fragment, shared, q_tile, k_tile)
+                multiply_dout_v(lane, dp, fragment, shared, dout_tile, v_tile)
                 # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-                to_gradients(tx, ty, s, dp, top, shift, own_delta, whole, bits, tile, extras)
-                keep_ds(tx, ty, dp, one, shared, ds_tile)
+                to_gradients(lane, s, dp, own, tile, extras)
+                keep_ds(lane, dp, one, shared, ds_tile)
                 cuda.syncthreads()  # dS is whole
                 # 15: dQ_i += dS K_j
-                accumulate(tx, ty, acc, fragment, shared, ds_tile, k_tile)
+                accumulate(lane, acc, fragment, shared, ds_tile, k_tile)
         scale_all(acc, real(scale))
-        store_dq(tx, ty, acc, dq, b, h, q_row, q_stop)
+        store_dq(lane, acc, dq, rows)
 
-    read, rows = array_type(dtype, 4), array_type(dtype, 3)
-    signature = void(*[read] * 4, *[rows] * 3, read, float64, extras_type(features, dtype))
-    shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
-    return Kernel(flash2_dq, signature, layout.threads, shared_bytes, layout.resident)
+    return kernel_of(variant, flash2_dq, backward_types(dtype, 1), tiles)

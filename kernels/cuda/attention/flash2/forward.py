@@ -12,20 +12,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-from numba import float64, int32, uint8, void
+from numba import float64, int32, types, uint8, void
 
 from kernels.common.online_softmax import LARGE, LOG2_E
-from kernels.cuda.attention.flash2.register_scores import make_scores
+from kernels.cuda.attention.flash2.register_scores import (
+    ScoreTile,
+    bits_of,
+    kernel_of,
+    make_scores,
+    make_walk,
+    rows_of,
+)
 from kernels.cuda.attention.options.extras import make_extras
-from kernels.cuda.attention.options.mods import numbers_of_mods
 from kernels.cuda.attention.options.score_functions import extras_type, make_row_end
-from kernels.cuda.attention.options.tile_scores import TilePlace, moved
-from kernels.cuda.attention.options.visits import grid_of, make_row_bounds, make_visits
+from kernels.cuda.attention.options.tile_scores import moved
+from kernels.cuda.attention.options.visits import grid_of, make_row_bounds
 from kernels.cuda.attention.register_tiles import (
+    HeadRows,
+    Lane,
     RegisterLayout,
+    Variant,
     assign,
     make_accumulate,
     make_load_tiles,
@@ -33,19 +41,36 @@ from kernels.cuda.attention.register_tiles import (
     make_store_tile,
     pick_layout,
     set_all,
-    widths,
+    variant_of,
 )
 from kernels.cuda.attention.split_keys import empty_parts, merge_parts, own_part, parts_of
-from kernels.cuda.attention.tile_bits import TileBits, make_tile_bits
-from kernels.cuda.device.one_source import batch_and_head, shift_of
+from kernels.cuda.attention.tile_bits import TileBits
+from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.device.shared_tiles import SharedTiles
-from kernels.cuda.device.vector import EXP2, MINUS, VECTOR, are_vectors
+from kernels.cuda.device.vector import EXP2, MINUS, VECTOR
 from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import ALL_LANES, Kernel, array_type, device_function, scalar_type
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 from kernels.scores.program import PLAIN, Features
+
+
+class RowState(NamedTuple):
+    """What a thread keeps of its rows: O, m, its part of l, and the simulator's scratch memory."""
+
+    acc: Any
+    row_max: Any
+    row_sum: Any
+    scratch: Any
+
+
+class Results(NamedTuple):
+    """The results of a forward pass."""
+
+    out: Any
+    lse: Any
+    lse_rest: Any
 
 
 def make_row_reductions(lanes: int) -> tuple[Any, Any]:
@@ -94,23 +119,24 @@ def forward_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> 
 
 
 @cache
-def _make_softmax_step(
-    layout: RegisterLayout, own_width: int, dtype: np.dtype[Any], tile_bits: TileBits, p_tile: int
-) -> Callable[..., None]:
-    """Return ``softmax_step(tx, ty, s, acc, row_max, row_sum, scratch, shared, bits, extras)``.
+def _make_softmax_step(variant: Variant, tile_bits: TileBits, p_tile: int) -> Callable[..., None]:
+    """Return ``softmax_step(lane, s, state, shared, bits, extras)``.
 
     It computes P from the scores in ``s``, stores it in shared memory at ``p_tile``, and rescales the
-    earlier sums.
+    earlier sums in ``state``, a :class:`RowState`.
     """
+    layout, dtype = variant.layout, variant.dtype
     real, exp2, minus = scalar_type(dtype), EXP2[dtype], MINUS[dtype]
     zero, log2_e = dtype.type(0), dtype.type(LOG2_E)
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_rows, own_cols = layout.block_q // rows_of_threads, layout.block_k // lanes
+    own_width = layout.columns(variant.value_width)
     p_stride, kept = layout.block_k + VECTOR, tile_bits.kept
     row_max_of, _ = make_row_reductions(lanes)
 
     @device_function
-    def softmax_step(tx, ty, s, acc, row_max, row_sum, scratch, shared, bits, extras):
+    def softmax_step(lane, s, state, shared, bits, extras):
+        (tx, ty), (acc, row_max, row_sum, scratch) = lane, state
         for i in range(own_rows):
             # TASK 5.7: Lines 9, 10: maximum over the row's threads; P to shared memory.
             # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
@@ -140,22 +166,19 @@ def _make_softmax_step(
 
 
 @cache
-def _make_finish_rows(
-    layout: RegisterLayout, own_width: int, dtype: np.dtype[Any], features: Features
-) -> Callable[..., None]:
-    """Return the function that divides O by l, and writes L of the rows from ``first`` up to ``stop``.
+def _make_finish_rows(variant: Variant, features: Features) -> Callable[..., None]:
+    """Return ``finish_rows(lane, state, lse, lse_rest, rows, extras)``.
 
-    The function is ``finish_rows(tx, ty, acc, row_max, row_sum, scratch, lse, lse_rest, b, h, first, stop,
-    extras)``.
+    It divides O by l, and writes L of ``rows``, a ``HeadRows``; ``features`` are those of the end of a row.
     """
+    layout, own_width = variant.layout, variant.layout.columns(variant.value_width)
     rows_of_threads, own_rows = layout.rows_of_threads, layout.block_q // layout.rows_of_threads
     _, row_sum_of = make_row_reductions(layout.lanes)
-    end_row = make_row_end(features, dtype)
+    end_row = make_row_end(features, variant.dtype)
 
     @device_function
-    def finish_rows(
-        tx, ty, acc, row_max, row_sum, scratch, lse, lse_rest, b, h, first, stop, extras
-    ):
+    def finish_rows(lane, state, lse, lse_rest, rows, extras):
+        (tx, ty), (acc, row_max, row_sum, scratch), (b, h, first, stop) = lane, state, rows
         for i in range(own_rows):
             # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
             r = ty + i * rows_of_threads
@@ -172,40 +195,32 @@ def _make_finish_rows(
 
 
 @cache
-def forward_kernel(
-    layout: RegisterLayout, head_width: int, value_width: int, dtype: np.dtype[Any], vectors: bool,
-    features: Features = PLAIN, is_split: bool = False,
-) -> Kernel:  # fmt: skip
-    """Return the forward kernel for one layout, two widths, one dtype and some options.
+def forward_kernel(variant: Variant, is_split: bool = False) -> Kernel:
+    """Return the forward kernel.
 
     Args:
-        layout: Tiles and threads.
-        head_width: head_dim, or more.
-        value_width: value_dim, or more.
-        dtype: Dtype of all of them.
-        vectors: Whether q, k and v are aligned for 128-bit loads.
-        features: Options of the call.
+        variant: What it is compiled for.
         is_split: Whether the keys are divided along the third dimension of the grid; out, lse and lse_rest
             then have a batch for each part.
     """
-    real, block_q, block_k = scalar_type(dtype), layout.block_q, layout.block_k
-    lanes, own_rows = layout.lanes, block_q // layout.rows_of_threads
-    own_cols, own_width = block_k // lanes, layout.columns(value_width)
-    tiles = forward_tiles(layout, head_width, value_width)
-    q_tile, k_tile, v_tile, p_tile = tiles["q"], tiles["k"], tiles["v"], tiles["p"]
+    layout, dtype, features = variant.layout, variant.dtype, variant.features
+    real, zero, one = scalar_type(dtype), dtype.type(0), dtype.type(1)
+    block_q, block_k, lanes = layout.block_q, layout.block_k, layout.lanes
+    own_rows, own_cols = block_q // layout.rows_of_threads, block_k // lanes
+    own_width, minus_inf = layout.columns(variant.value_width), dtype.type(-math.inf)
+    tiles = forward_tiles(layout, variant.head_width, variant.value_width)
+    q_tile, k_tile, v_tile, p_tile = tiles
     scratch_shape = (block_q, lanes) if IS_SIMULATOR else (1, 1)
-    place, entries, tile_of, is_whole, is_within = make_visits(features, block_q)
-    bounds = make_row_bounds(block_q, block_k)
-    tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
-    draw, to_scores = tile_bits.draw, make_scores(layout, features, dtype, tile_bits)
-    load_q, _, load_k, load_v = make_load_tiles(layout, head_width, value_width, real, vectors)
-    multiply = make_multiply(layout, block_q, block_k, head_width, real)
-    accumulate = make_accumulate(layout, block_q, block_k, value_width)
-    store_out = make_store_tile(layout, block_q, value_width, assign)
-    softmax_step = _make_softmax_step(layout, own_width, dtype, tile_bits, p_tile)
+    own_tile, entries, tile_of, is_whole, is_within = make_walk(variant)
+    bounds, tile_bits = make_row_bounds(block_q, block_k), bits_of(variant, tiles)
+    draw, to_scores = tile_bits.draw, make_scores(variant, tile_bits)
+    load_q, _, load_k, load_v = make_load_tiles(variant)
+    multiply = make_multiply(layout, block_q, block_k, variant.head_width, dtype)
+    accumulate = make_accumulate(layout, block_q, block_k, variant.value_width)
+    store_out = make_store_tile(layout, block_q, variant.value_width, assign)
+    softmax_step = _make_softmax_step(variant, tile_bits, p_tile)
     # Parts of the keys are merged by their own L.
-    finish_rows = _make_finish_rows(layout, own_width, dtype, PLAIN if is_split else features)
-    zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
+    finish_rows = _make_finish_rows(variant, PLAIN if is_split else features)
 
     def flash2_forward(q, k, v, out, lse, lse_rest, scale, extras):
         """Fill one query tile of out, lse and lse_rest.
@@ -223,19 +238,15 @@ def forward_kernel(
         Global traffic: reads q once, k and v once per query tile; writes out, lse and lse_rest once
         Needs: warp shuffles and 128-bit loads, for which the simulator has plain forms
         """
-        b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
         # 3: for 1 <= i <= T_r
-        flat, row, first_q, seq_q, first_k, seq_k = place(
-            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
-        )
-        batch, head = numbers_of_mods(flat, extras)
-        start = TilePlace(b, h, batch, head, row, 0, seq_q, seq_k)
-        tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
+        flat, start, first_q, first_k = own_tile(cuda.blockIdx.x, cuda.blockIdx.y, q, k, extras)
+        row, seq_q, seq_k = start.row, start.seq_q, start.seq_k
+        thread, rows = cuda.threadIdx.x, rows_of(start, first_q + row, first_q + seq_q)
+        tx, ty = thread % lanes, thread // lanes
+        lane = Lane(tx, ty)
         shared = cuda.shared.array(0, real)  # q_tile, k_tile, v_tile, p
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
-        scratch = cuda.shared.array(
-            scratch_shape, real
-        )  # (block_q, lanes), used only in the simulator
+        scratch = cuda.shared.array(scratch_shape, real)  # used only in the simulator
         # A thread owns the rows ty, ty + rows_of_threads, …; of S the columns tx, tx + lanes, …; of O the
         # four columns from 4 · tx, the four from 4 · (tx + lanes), ….
         acc = cuda.local.array((own_rows, own_width), real)  # (block_q, value_dim) / threads: O
@@ -243,20 +254,20 @@ def forward_kernel(
         fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, or of P
         row_max = cuda.local.array(own_rows, real)  # (own_rows,): m
         row_sum = cuda.local.array(own_rows, real)  # (own_rows,): the part of l from own columns
+        state = RowState(acc, row_max, row_sum, scratch)
         # 4: load Q_i, scaled
-        q_row, q_stop = first_q + row, first_q + seq_q
-        load_q(cuda.threadIdx.x, q, b, h, q_row, q_stop, real(scale), shared, q_tile)
+        load_q(thread, q, rows, real(scale), shared, q_tile)
         # 5: O = 0, l = 0, m = -inf
         for i in range(own_rows):
             row_max[i], row_sum[i] = minus_inf, zero
         set_all(acc, zero)
         first, stop, full, full_stop = bounds(row, seq_q, seq_k, extras)
         entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
-        out_batch = b
+        out_rows = rows
         if is_split:
             part, parts = cuda.blockIdx.z, cuda.gridDim.z
             entry, entries_stop = own_part(entry, entries_stop, part, parts)
-            out_batch += cuda.blockIdx.z * q.shape[0]
+            out_rows = HeadRows(rows.b + part * q.shape[0], rows.h, rows.first, rows.stop)
         # 6: for 1 <= j <= T_c
         for e in range(entry, entries_stop):
             j = tile_of(e, extras)
@@ -265,50 +276,39 @@ def forward_kernel(
                 whole = full <= j < full_stop and is_whole(e, extras)
                 cuda.syncthreads()  # every thread is done with the last key tile
                 # 7: load K_j, V_j
-                k_row, k_stop = first_k + col, first_k + seq_k
-                load_k(cuda.threadIdx.x, k, b, h, k_row, k_stop, one, shared, k_tile)
-                load_v(cuda.threadIdx.x, v, b, h, k_row, k_stop, one, shared, v_tile)
-                tile = moved(start, 0, col)
-                draw(cuda.threadIdx.x, bits, whole, tile, extras)
+                keys = rows_of(start, first_k + col, first_k + seq_k)
+                load_k(thread, k, keys, one, shared, k_tile)
+                load_v(thread, v, keys, one, shared, v_tile)
+                tile = ScoreTile(moved(start, 0, col), whole, bits)
+                draw(thread, bits, whole, tile.place, extras)
                 cuda.syncthreads()  # the tiles are whole
                 # 8: S = Q_i K_jᵀ
-                multiply(tx, ty, s, fragment, shared, q_tile, k_tile)
-                to_scores(tx, ty, s, whole, bits, tile, extras)
+                multiply(lane, s, fragment, shared, q_tile, k_tile)
+                to_scores(lane, s, tile, extras)
                 # 9: m, P and l from S     10, first half: O = diag(e^(m - m_new)) O
-                softmax_step(tx, ty, s, acc, row_max, row_sum, scratch, shared, bits, extras)
+                softmax_step(lane, s, state, shared, bits, extras)
                 cuda.syncthreads()  # P is whole
                 # 10, second half: O = O + P V_j
-                accumulate(tx, ty, acc, fragment, shared, p_tile, v_tile)
+                accumulate(lane, acc, fragment, shared, p_tile, v_tile)
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
-        finish_rows(
-            tx, ty, acc, row_max, row_sum, scratch, lse, lse_rest, out_batch, h, q_row, q_stop, extras
-        )  # fmt: skip
+        finish_rows(lane, state, lse, lse_rest, out_rows, extras)
         # 14: write O_i
-        store_out(tx, ty, acc, out, out_batch, h, q_row, q_stop)
+        store_out(lane, acc, out, out_rows)
 
-    read, rows = array_type(dtype, 4), array_type(dtype, 3)
-    signature = void(*[read] * 4, rows, rows, float64, extras_type(features, dtype))
-    shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
-    return Kernel(flash2_forward, signature, layout.threads, shared_bytes, layout.resident)
+    four, three = array_type(dtype, 4), array_type(dtype, 3)
+    return kernel_of(variant, flash2_forward, [four] * 4 + [three] * 2, tiles)
 
 
 @cache
-def own_rows_kernel(
-    layout: RegisterLayout,
-    head_width: int,
-    value_width: int,
-    dtype: np.dtype[Any],
-    vectors: bool,
-    features: Features,
-) -> Kernel:
-    """Return the kernel that fills lse and lse_rest; its arguments are those of ``forward_kernel``."""
-    forward = forward_kernel(layout, head_width, value_width, dtype, vectors, features)
+def own_rows_kernel(variant: Variant) -> Kernel:
+    """Return the kernel that fills lse and lse_rest."""
+    forward, layout, dtype = forward_kernel(variant), variant.layout, variant.dtype
     fill_tile: Callable[..., None] = device_function(forward.source)
     block_q, threads, large, inf = layout.block_q, layout.threads, dtype.type(LARGE), math.inf
-    place = make_visits(features, block_q)[0]
+    own_tile = make_walk(variant)[0]
 
-    def flash2_own_rows(q, k, v, lse, lse_rest, own_out, own_lse, own_rest, scale, extras):
-        """Fill one tile of own_lse and own_rest.
+    def flash2_own_rows(q, k, v, lse, lse_rest, own, scale, extras):
+        """Fill one tile of own lse and its rest; ``own`` also has memory for out.
 
         Computes: a copy of lse and lse_rest, or what forward_kernel computes if a row is large
         Source: none
@@ -321,24 +321,20 @@ def own_rows_kernel(
             the forward kernel reads and writes
         Needs: what the forward kernel needs
         """
-        b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
-        _, row, first_q, seq_q, _, _ = place(
-            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
-        )
-        has_large = False
-        for r in range(row + cuda.threadIdx.x, min(row + block_q, seq_q), threads):
+        _, start, first_q, _ = own_tile(cuda.blockIdx.x, cuda.blockIdx.y, q, k, extras)
+        b, h, row, has_large = start.b, start.h, start.row, False
+        for r in range(row + cuda.threadIdx.x, min(row + block_q, start.seq_q), threads):
             top = lse[b, h, first_q + r]
-            own_lse[b, h, first_q + r], own_rest[b, h, first_q + r] = (
-                top,
-                lse_rest[b, h, first_q + r],
-            )
+            own.lse[b, h, first_q + r] = top
+            own.lse_rest[b, h, first_q + r] = lse_rest[b, h, first_q + r]
             has_large = has_large or large < abs(top) < inf
         if cuda.syncthreads_or(int32(has_large)) != 0:  # the copies are written
-            fill_tile(q, k, v, own_out, own_lse, own_rest, scale, extras)
+            fill_tile(q, k, v, own.out, own.lse, own.lse_rest, scale, extras)
 
-    read, lines = array_type(dtype, 4), array_type(dtype, 3)
+    four, three = array_type(dtype, 4), array_type(dtype, 3)
+    own_type = types.NamedTuple([four, three, three], Results)
     signature = void(
-        *[read] * 3, *[lines] * 2, read, *[lines] * 2, float64, extras_type(features, dtype)
+        *[four] * 3, three, three, own_type, float64, extras_type(variant.features, dtype)
     )
     return Kernel(flash2_own_rows, signature, threads, forward.shared_bytes, layout.resident)
 
@@ -362,20 +358,20 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
         tile: (block_q, block_k), multiples of four.
         operands: The operands, on the device; out, lse and lse_rest are written.
     """
-    layout, features = forward_layout(problem, tile), problem.features
+    layout = forward_layout(problem, tile)
     q, k, v = operands.q, operands.k, operands.v
     results = operands.out, operands.lse, operands.lse_rest
     extras = make_extras(problem, operands, layout.block_q, layout.block_k)
     grid = grid_of(q, q.shape[2], layout.block_q, extras)
     parts = parts_of(problem, layout, grid)
-    kind = *widths(problem), problem.dtype, are_vectors(q, k, v), features, parts > 1
-    launch = forward_kernel(layout, *kind)[(*grid, parts), layout.threads]
+    kernel = forward_kernel(variant_of(problem, layout, q, k, v), parts > 1)
+    launch = kernel[(*grid, parts), layout.threads]
     if parts == 1:
         launch(q, k, v, *results, problem.scale, extras)
         return
     of_parts = empty_parts(parts, operands.out, problem.dtype)
     launch(q, k, v, *of_parts, problem.scale, extras)
-    merge_parts(of_parts, results, features, extras)
+    merge_parts(of_parts, results, problem.features, extras)
 
 
 def with_own_rows(problem: Problem, operands: Operands) -> Operands:
@@ -389,12 +385,12 @@ def with_own_rows(problem: Problem, operands: Operands) -> Operands:
         operands: The operands, on the device, and the results of any rung.
     """
     problem = operands.forward_problem(problem)
-    layout, features = forward_layout(problem), problem.features
-    q, k, v, out = operands.q, operands.k, operands.v, operands.out
-    results = [empty_device(tuple(x.shape), problem.dtype) for x in (out, *[operands.lse] * 2)]
+    layout = forward_layout(problem)
+    q, k, v, lse = operands.q, operands.k, operands.v, operands.lse
+    shapes = tuple(operands.out.shape), tuple(lse.shape), tuple(lse.shape)
+    own = Results(*(empty_device(shape, problem.dtype) for shape in shapes))
     extras = make_extras(problem, operands, layout.block_q, layout.block_k)
-    kind = *widths(problem), problem.dtype, are_vectors(q, k, v), features
     grid = grid_of(q, q.shape[2], layout.block_q, extras)
-    launch = own_rows_kernel(layout, *kind)[grid, layout.threads]
-    launch(q, k, v, operands.lse, operands.lse_rest, *results, problem.scale, extras)
-    return operands.having(lse=results[1], lse_rest=results[2])
+    launch = own_rows_kernel(variant_of(problem, layout, q, k, v))[grid, layout.threads]
+    launch(q, k, v, lse, operands.lse_rest, own, problem.scale, extras)
+    return operands.having(lse=own.lse, lse_rest=own.lse_rest)

@@ -7,58 +7,67 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import float64, uint8, void
+from numba import uint8
 
 from kernels.common.geometry import PLAIN
 from kernels.cuda.attention.flash2.backward import delta_of
 from kernels.cuda.attention.flash2.dq import dq_tiles
 from kernels.cuda.attention.flash2.forward import with_own_rows
 from kernels.cuda.attention.flash2.register_scores import (
-    make_gradients_by_rows,
+    RowValues,
+    ScoreTile,
+    backward_types,
+    bits_of,
+    kernel_of,
+    make_gradients,
     make_load_row_values,
+    make_walk,
 )
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.mods import numbers_of_mods
-from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.attention.options.tile_scores import TilePlace, moved
-from kernels.cuda.attention.options.visits import make_row_bounds, make_visits
+from kernels.cuda.attention.options.visits import make_row_bounds
 from kernels.cuda.attention.register_tiles import (
+    BackwardInputs,
+    HeadRows,
+    Lane,
     RegisterLayout,
+    Variant,
     make_keep_tile,
     make_load_tiles,
     make_multiply,
     pick_layout,
     set_all,
-    widths,
+    variant_of,
 )
-from kernels.cuda.attention.tile_bits import make_tile_bits
 from kernels.cuda.device.one_source import ceil_div
-from kernels.cuda.device.vector import VECTOR, are_vectors
-from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, scalar_type
+from kernels.cuda.device.vector import VECTOR
+from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.targets import cuda
-from kernels.scores.program import Features
 
 
 @cache
 def _make_store_sums(
     layout: RegisterLayout, dtype: np.dtype[Any], ds_tile: int
 ) -> Callable[..., None]:
-    """Return ``store_sums(thread, shared, dmask, b, h, seq_q, seq_k, first)``.
+    """Return ``store_sums(thread, shared, dmask, place, seq_q, seq_k)``.
 
-    An element that all rows or all columns of the tile share is the sum over them.
+    An element that all rows or all columns of the tile share is the sum over them.  ``place`` is the batch,
+    head, row and column of dmask at which the tile begins.
 
     Args:
         layout: Layout of the block.
         dtype: Dtype of the sums.
-        ds_tile: Offset in shared memory of the tile (block_q, block_k) whose first place is ``first``.
+        ds_tile: Offset in shared memory of the tile (block_q, block_k).
     """
     block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
     ds_stride, zero = block_k + VECTOR, dtype.type(0)
 
     @device_function
-    def store_sums(thread, shared, dmask, b, h, seq_q, seq_k, first):
+    def store_sums(thread, shared, dmask, place, seq_q, seq_k):
+        b, h, first_row, first_col = place
         rows, cols = dmask.shape[2], dmask.shape[3]
         height, width = min(rows, block_q), min(cols, block_k)
         deep, wide = (block_q if rows != seq_q else 1), (block_k if cols != seq_k else 1)
@@ -68,8 +77,8 @@ def _make_store_sums(
             for i in range(deep):
                 for j in range(wide):
                     total += shared[ds_tile + (r + i) * ds_stride + c + j]
-            row = r if rows != seq_q else first[0] + r
-            col = c if cols != seq_k else first[1] + c
+            row = r if rows != seq_q else first_row + r
+            col = c if cols != seq_k else first_col + c
             if row < rows and col < cols:
                 dmask[b, h, row, col] = total
 
@@ -83,35 +92,48 @@ def own_range(is_own, place, count):
 
 
 @cache
-def dmask_kernel(
-    layout: RegisterLayout,
-    head_width: int,
-    value_width: int,
-    dtype: np.dtype[Any],
-    vectors: bool,
-    features: Features,
-) -> Kernel:
-    """Return the kernel that fills dmask; its arguments are those of ``flash2.forward_kernel``."""
-    real, block_q, block_k = scalar_type(dtype), layout.block_q, layout.block_k
-    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
-    own_rows, own_cols = block_q // rows_of_threads, block_k // lanes
-    tiles = dq_tiles(layout, head_width, value_width)
-    q_tile, dout_tile = tiles["q"], tiles["dout"]
-    k_tile, v_tile, ds_tile = tiles["k"], tiles["v"], tiles["ds"]
-    _, entries, tile_of, is_whole, is_within = make_visits(features, block_q)
-    bounds = make_row_bounds(block_q, block_k)
-    tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
-    draw, load_row_values = tile_bits.draw, make_load_row_values(layout, dtype)
-    to_gradients = make_gradients_by_rows(layout, features, dtype, tile_bits, of_bias=True)
-    keep_ds = make_keep_tile(layout, block_q, block_k)
-    store_sums = _make_store_sums(layout, dtype, ds_tile)
-    loads = make_load_tiles(layout, head_width, value_width, real, vectors)
-    load_q, load_dout, load_k, load_v = loads
-    multiply_qk = make_multiply(layout, block_q, block_k, head_width, real)
-    multiply_dout_v = make_multiply(layout, block_q, block_k, value_width, real)
-    zero, one = dtype.type(0), dtype.type(1)
+def _make_block_of(layout: RegisterLayout) -> Callable[..., Any]:
+    """Return ``block_of(x, mask_head, q, k, dmask)``: the ranges of heads, query tiles and key tiles.
 
-    def flash2_dmask(dout, q, k, v, lse, lse_rest, delta, dmask, scale, extras):
+    An index over which an element of the mask is repeated is a range; else it is the block's own.
+    """
+    block_q, block_k = layout.block_q, layout.block_k
+
+    @device_function
+    def block_of(x, mask_head, q, k, dmask):
+        heads, seq_q, seq_k = q.shape[1], q.shape[2], k.shape[2]
+        mask_tiles = ceil_div(dmask.shape[3], block_k)
+        q_tiles, k_tiles = ceil_div(seq_q, block_q), ceil_div(seq_k, block_k)
+        return (
+            own_range(dmask.shape[1] == heads, mask_head, heads),
+            own_range(dmask.shape[2] == seq_q, x // mask_tiles, q_tiles),
+            own_range(dmask.shape[3] == seq_k, x % mask_tiles, k_tiles),
+        )
+
+    return block_of
+
+
+@cache
+def dmask_kernel(variant: Variant) -> Kernel:
+    """Return the kernel that fills dmask."""
+    layout, dtype = variant.layout, variant.dtype
+    real, zero, one = scalar_type(dtype), dtype.type(0), dtype.type(1)
+    block_q, block_k, lanes = layout.block_q, layout.block_k, layout.lanes
+    own_rows, own_cols = block_q // layout.rows_of_threads, block_k // lanes
+    tiles = dq_tiles(layout, variant.head_width, variant.value_width)
+    q_tile, dout_tile, k_tile, v_tile, ds_tile = tiles
+    _, entries, tile_of, is_whole, is_within = make_walk(variant)
+    tile_bits, bounds = bits_of(variant, tiles), make_row_bounds(block_q, block_k)
+    draw, load_row_values = tile_bits.draw, make_load_row_values(variant)
+    to_gradients = make_gradients(variant, tile_bits, of_bias=True)
+    load_q, load_dout, load_k, load_v = make_load_tiles(variant)
+    multiply_qk = make_multiply(layout, block_q, block_k, variant.head_width, dtype)
+    multiply_dout_v = make_multiply(layout, block_q, block_k, variant.value_width, dtype)
+    keep_ds = make_keep_tile(layout, block_q, block_k)
+    store_sums, rows_of_threads = _make_store_sums(layout, dtype, ds_tile), layout.rows_of_threads
+    block_of = _make_block_of(layout)
+
+    def flash2_dmask(inputs, values, dmask, scale, extras):
         """Fill one tile of dmask.
 
         Computes: dmask = the sum of dS over the batches, heads, rows and columns that share an element
@@ -121,21 +143,17 @@ def dmask_kernel(
         One thread does: own_rows x own_cols of S, dP and dS, and of their sum
         Shared: q_tile, dout_tile, k_tile, v_tile, ds (block_q, block_k); rows padded by one vector;
             for some options a byte for four columns
-        Registers: acc, s and dp (own_rows, own_cols), top, shift, own_delta (own_rows,)
+        Registers: acc, s and dp (own_rows, own_cols), own (3, own_rows)
         Global traffic: reads q, k, v, dout, lse, lse_rest, delta once per (batch, head) and tile; writes
             dmask once
         Needs: 128-bit loads, for which the simulator has a plain form
         """
-        batch, heads, seq_q, seq_k = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
-        rows, cols = dmask.shape[2], dmask.shape[3]
+        dout, q, k, v = inputs
+        batch, seq_q, seq_k = q.shape[0], q.shape[2], k.shape[2]
         mask_batch, mask_head = cuda.blockIdx.y // dmask.shape[1], cuda.blockIdx.y % dmask.shape[1]
-        # What an element was repeated over is a range; else it is the block's own place.
-        x, mask_tiles = cuda.blockIdx.x, ceil_div(cols, block_k)
-        q_tiles, k_tiles = ceil_div(seq_q, block_q), ceil_div(seq_k, block_k)
-        first_head, heads_stop = own_range(dmask.shape[1] == heads, cuda.blockIdx.y % heads, heads)
-        q_tiles_start, q_tiles_stop = own_range(rows == seq_q, x // mask_tiles, q_tiles)
-        k_tiles_start, k_tiles_stop = own_range(cols == seq_k, x % mask_tiles, k_tiles)
-        tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
+        heads, q_tiles, k_tiles = block_of(cuda.blockIdx.x, mask_head, q, k, dmask)
+        thread, factor, own_heads = cuda.threadIdx.x, real(scale), heads[1] - heads[0]
+        lane = Lane(thread % lanes, thread // lanes)
         shared = cuda.shared.array(0, real)  # q_tile, dout_tile, k_tile, v_tile, ds
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
         # Rows are ty, ty + rows_of_threads, …, columns tx, tx + lanes, ….
@@ -143,59 +161,51 @@ def dmask_kernel(
         s = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: S
         dp = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: dP
         fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, or of dO
-        top = cuda.local.array(own_rows, real)  # (own_rows,): lse
-        shift = cuda.local.array(own_rows, real)  # (own_rows,): its rest, in base 2
-        own_delta = cuda.local.array(own_rows, real)  # (own_rows,): D
-        factor = real(scale)
+        own = cuda.local.array((3, own_rows), real)  # (3, own_rows): lse, its rest in base 2, D
         set_all(acc, zero)
         # Every condition below is the same for all threads of the block.
-        own_heads = heads_stop - first_head
-        for place in range(batch * own_heads):
-            b, h = place // own_heads, first_head + place % own_heads
-            flat = b * heads + h
+        for number in range(batch * own_heads):
+            b, h = number // own_heads, heads[0] + number % own_heads
+            flat = b * q.shape[1] + h
             mod_batch, mod_head = numbers_of_mods(flat, extras)
-            tiles_of_place = q_tiles_stop if extras.mask_batch[b] == mask_batch else q_tiles_start
-            for t in range(q_tiles_start, tiles_of_place):
+            is_read = extras.mask_batch[b] == mask_batch
+            for t in range(q_tiles[0], q_tiles[1] if is_read else q_tiles[0]):
                 row = t * block_q
                 start = TilePlace(b, h, mod_batch, mod_head, row, 0, seq_q, seq_k)
+                rows = HeadRows(b, h, row, seq_q)
                 cuda.syncthreads()  # every thread is done with the last query tile
-                load_q(cuda.threadIdx.x, q, b, h, row, seq_q, factor, shared, q_tile)
-                load_dout(cuda.threadIdx.x, dout, b, h, row, seq_q, one, shared, dout_tile)
-                load_row_values(ty, top, shift, own_delta, lse, lse_rest, delta, b, h, row, seq_q)
+                load_q(thread, q, rows, factor, shared, q_tile)
+                load_dout(thread, dout, rows, one, shared, dout_tile)
+                load_row_values(lane.ty, own, values, rows)
                 first, stop, full, full_stop = bounds(row, seq_q, seq_k, extras)
-                first, stop = max(first, k_tiles_start), min(stop, k_tiles_stop)
+                first, stop = max(first, k_tiles[0]), min(stop, k_tiles[1])
                 entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
                 for e in range(entry, entries_stop):
                     j = tile_of(e, extras)
                     if is_within(j, first, stop):
-                        col = j * block_k
+                        keys = HeadRows(b, h, j * block_k, seq_k)
                         whole = full <= j < full_stop and is_whole(e, extras)
                         cuda.syncthreads()  # every thread is done with the last key tile
-                        load_k(cuda.threadIdx.x, k, b, h, col, seq_k, one, shared, k_tile)
-                        load_v(cuda.threadIdx.x, v, b, h, col, seq_k, one, shared, v_tile)
-                        tile = moved(start, 0, col)
-                        draw(cuda.threadIdx.x, bits, whole, tile, extras)
+                        load_k(thread, k, keys, one, shared, k_tile)
+                        load_v(thread, v, keys, one, shared, v_tile)
+                        tile = ScoreTile(moved(start, 0, keys.first), whole, bits)
+                        draw(thread, bits, whole, tile.place, extras)
                         cuda.syncthreads()  # the tiles are whole
                         # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
-                        multiply_qk(tx, ty, s, fragment, shared, q_tile, k_tile)
-                        multiply_dout_v(tx, ty, dp, fragment, shared, dout_tile, v_tile)
-                        to_gradients(
-                            tx, ty, s, dp, top, shift, own_delta, whole, bits, tile, extras
-                        )
+                        multiply_qk(lane, s, fragment, shared, q_tile, k_tile)
+                        multiply_dout_v(lane, dp, fragment, shared, dout_tile, v_tile)
+                        to_gradients(lane, s, dp, own, tile, extras)
                         for i in range(own_rows):
                             # dS of rows beyond the end is undefined.
-                            if row + ty + i * rows_of_threads < seq_q:
+                            if row + lane.ty + i * rows_of_threads < seq_q:
                                 for c in range(own_cols):
                                     acc[i, c] += dp[i, c]
-        keep_ds(tx, ty, acc, one, shared, ds_tile)
+        keep_ds(lane, acc, one, shared, ds_tile)
         cuda.syncthreads()  # the sums are whole
-        first = q_tiles_start * block_q, k_tiles_start * block_k
-        store_sums(cuda.threadIdx.x, shared, dmask, mask_batch, mask_head, seq_q, seq_k, first)
+        place = mask_batch, mask_head, q_tiles[0] * block_q, k_tiles[0] * block_k
+        store_sums(thread, shared, dmask, place, seq_q, seq_k)
 
-    read, lines = array_type(dtype, 4), array_type(dtype, 3)
-    signature = void(*[read] * 4, *[lines] * 3, read, float64, extras_type(features, dtype))
-    shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
-    return Kernel(flash2_dmask, signature, layout.threads, shared_bytes, layout.resident)
+    return kernel_of(variant, flash2_dmask, backward_types(dtype, 1), tiles)
 
 
 def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
@@ -207,13 +217,12 @@ def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
         dmask: (mask batches, heads or 1, seq_q or 1, seq_k or 1), written.
     """
     operands = with_own_rows(problem, operands)
-    layout, features = pick_layout("dq", problem, None), problem.features
-    dout, q, k, v = operands.dout, operands.q, operands.k, operands.v
-    delta = delta_of(problem, operands)
+    layout = pick_layout("dq", problem, None)
+    inputs = BackwardInputs(operands.dout, operands.q, operands.k, operands.v)
+    values = RowValues(operands.lse, operands.lse_rest, delta_of(problem, operands))
     extras = make_extras(problem, operands, layout.block_q, layout.block_k)
     batches, heads, rows, cols = dmask.shape
     tiles = PLAIN.ceil_div(rows, layout.block_q) * PLAIN.ceil_div(cols, layout.block_k)
-    kind = (*widths(problem), problem.dtype, are_vectors(dout, q, k, v), features)
-    launch = dmask_kernel(layout, *kind)[(tiles, batches * heads), layout.threads]
-    rows = operands.lse, operands.lse_rest, delta
-    launch(dout, q, k, v, *rows, dmask, problem.scale, extras)
+    kernel = dmask_kernel(variant_of(problem, layout, *inputs))
+    launch = kernel[(tiles, batches * heads), layout.threads]
+    launch(inputs, values, dmask, problem.scale, extras)

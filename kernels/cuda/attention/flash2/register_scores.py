@@ -1,7 +1,7 @@
 """Scores and their gradients in the registers of a thread, between the products of flash2.
 
 A thread owns the elements ty, ty + rows_of_threads, … along one side of a tile and tx, tx + lanes, … along
-the other.  ``tile`` is the ``TilePlace`` of the tile's first element.
+the other.
 """
 
 from __future__ import annotations
@@ -9,38 +9,120 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba import float64, types, void
 
 from kernels.common.online_softmax import LOG2_E
+from kernels.cuda.attention.options.mods import numbers_of_mods
+from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.attention.options.tile_scores import (
     RowTerms,
     TileElement,
+    TilePlace,
     edge_of,
     make_tile_scores,
     moved,
 )
-from kernels.cuda.attention.register_tiles import RegisterLayout
-from kernels.cuda.attention.tile_bits import TileBits
-from kernels.cuda.device.one_source import shift_of
+from kernels.cuda.attention.options.visits import make_visits
+from kernels.cuda.attention.register_tiles import BackwardInputs, HeadRows, Variant
+from kernels.cuda.attention.tile_bits import TileBits, make_tile_bits
+from kernels.cuda.device.one_source import batch_and_head, shift_of
 from kernels.cuda.device.shared_tiles import SharedTiles
-from kernels.cuda.runtime.kernel import device_function, scalar_type
-from kernels.scores.program import Features
+from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, scalar_type
+
+
+class RowValues(NamedTuple):
+    """lse, its rest, and D of all rows, (batch, heads, seq_q)."""
+
+    lse: Any
+    lse_rest: Any
+    delta: Any
+
+
+class ScoreTile(NamedTuple):
+    """The tile of scores that a block works on.
+
+    Attributes:
+        place: The ``TilePlace`` of its first element.
+        whole: Whether bounds and lists mask nothing in it.
+        bits: The bytes of ``tile_bits``.
+    """
+
+    place: Any
+    whole: Any
+    bits: Any
+
+
+def bits_of(variant: Variant, tiles: SharedTiles) -> TileBits:
+    """Return the tile bits of a kernel, which lie behind its tiles."""
+    dtype = variant.dtype
+    return make_tile_bits(variant.features, variant.layout, dtype, dtype.itemsize * tiles.elements)
+
+
+def kernel_of(
+    variant: Variant, source: Callable[..., None], arrays: list[Any], tiles: SharedTiles
+) -> Kernel:
+    """Return a kernel whose arguments are ``arrays``, by their numba types, the scale and the extras."""
+    layout, dtype = variant.layout, variant.dtype
+    signature = void(*arrays, float64, extras_type(variant.features, dtype))
+    shared_bytes = dtype.itemsize * tiles.elements + bits_of(variant, tiles).bytes
+    return Kernel(source, signature, layout.threads, shared_bytes, layout.resident)
+
+
+def backward_types(dtype: np.dtype[Any], results: int) -> list[Any]:
+    """Return numba's types of the inputs, the row values and a number of results of a backward kernel."""
+    four, three = array_type(dtype, 4), array_type(dtype, 3)
+    inputs = types.NamedTuple([four] * len(BackwardInputs._fields), BackwardInputs)
+    return [
+        inputs,
+        types.NamedTuple([three] * len(RowValues._fields), RowValues),
+        *[four] * results,
+    ]
 
 
 @cache
-def make_scores(
-    layout: RegisterLayout, features: Features, dtype: np.dtype[Any], tile_bits: TileBits
-) -> Callable[..., None]:
-    """Return ``to_scores(tx, ty, s, whole, bits, tile, extras)``: replaces products by scores."""
-    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
-    own_rows, own_cols = layout.block_q // rows_of_threads, layout.block_k // lanes
-    score_of, listed = make_tile_scores(features, dtype).score, tile_bits.listed
+def make_walk(variant: Variant, by_keys: bool = False) -> tuple[Callable[..., Any], ...]:
+    """Return ``own_tile``, and the functions of ``Visits`` after ``place``.
+
+    ``own_tile(x, y, q, k, extras)``, of block (x, y) of the grid, returns the flat index of (batch, head),
+    the ``TilePlace`` of its tile of rows, or ``by_keys`` of columns, and the first row in q and the first
+    column in k of the sequence.
+    """
+    block = variant.layout.block_k if by_keys else variant.layout.block_q
+    place, *visits = make_visits(variant.features, block, by_keys)
 
     @device_function
-    def to_scores(tx, ty, s, whole, bits, tile, extras):
-        own = moved(tile, ty, tx)
+    def own_tile(x, y, q, k, extras):
+        b, h = batch_and_head(y, q.shape[1])
+        flat, start, first_q, seq_q, first_k, seq_k = place(x, y, q.shape[2], k.shape[2], extras)
+        batch, head = numbers_of_mods(flat, extras)
+        row, col = (0, start) if by_keys else (start, 0)
+        return flat, TilePlace(b, h, batch, head, row, col, seq_q, seq_k), first_q, first_k
+
+    return own_tile, *visits
+
+
+@device_function
+def rows_of(place, first, stop):
+    """Return the ``HeadRows`` of an array, for the batch and head of a ``TilePlace``."""
+    return HeadRows(place.b, place.h, first, stop)
+
+
+@cache
+def make_scores(variant: Variant, tile_bits: TileBits) -> Callable[..., None]:
+    """Return ``to_scores(lane, s, tile, extras)``: replaces products by scores."""
+    layout = variant.layout
+    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
+    own_rows, own_cols = layout.block_q // rows_of_threads, layout.block_k // lanes
+    score_of = make_tile_scores(variant.features, variant.dtype).score
+    listed = tile_bits.listed
+
+    @device_function
+    def to_scores(lane, s, tile, extras):
+        (tx, ty), (place, whole, bits) = lane, tile
+        own = moved(place, ty, tx)
         edge = edge_of(own, extras)
         for i in range(own_rows):
             for j in range(own_cols):
@@ -53,145 +135,96 @@ def make_scores(
 
 
 @cache
-def make_gradients_by_rows(
-    layout: RegisterLayout,
-    features: Features,
-    dtype: np.dtype[Any],
+def make_gradients(
+    variant: Variant,
     tile_bits: TileBits,
     of_bias: bool = False,
+    tiles: SharedTiles | None = None,
 ) -> Callable[..., None]:
-    """Return the function that replaces dP by dS, given the products in ``s`` and ``dp``.
+    """Return ``to_gradients(lane, s, dp, values, tile, extras)``, which replaces dP by dS.
 
-    In ``to_gradients(tx, ty, s, dp, top, shift, delta, whole, bits, tile, extras)``, ``top``, ``shift`` and
-    ``delta`` are lse, its rest in base 2, and D of the thread's rows.
+    ``s`` and ``dp`` are the products, and ``values`` the (3, own_rows) that ``load_row_values`` fills.
+    With ``tiles``, ``s`` and ``dp`` are transposed, ``values`` is shared memory, and S becomes P ∘ Z, where
+    Z is the dropout.
 
     Args:
-        layout: Layout of the block.
-        features: Options of the kernel.
-        dtype: Dtype of its operands.
+        variant: What the kernel is compiled for.
         tile_bits: The tile bits of the kernel.
         of_bias: See ``make_tile_scores``.
+        tiles: The offsets of a kernel by keys in shared memory.
     """
-    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
-    own_rows, own_cols = layout.block_q // rows_of_threads, layout.block_k // lanes
-    scores = make_tile_scores(features, dtype, of_bias=of_bias)
-    gradient_of, kept, listed = scores.gradient, tile_bits.kept, tile_bits.listed
-    log2_e = dtype.type(LOG2_E)
+    layout, dtype, by_keys = variant.layout, variant.dtype, tiles is not None
+    lanes, rows_of_threads, log2_e = layout.lanes, layout.rows_of_threads, dtype.type(LOG2_E)
+    sides = (layout.block_k, layout.block_q) if by_keys else (layout.block_q, layout.block_k)
+    own_rows, own_cols = sides[0] // rows_of_threads, sides[1] // lanes
+    gradient_of = make_tile_scores(variant.features, dtype, of_bias, by_keys).gradient
+    kept, listed = tile_bits.kept, tile_bits.listed
+    lse, rest, delta = (tiles[name] for name in ("lse", "rest", "delta")) if tiles else (0, 0, 0)
 
     @device_function
-    def to_gradients(tx, ty, s, dp, top, shift, delta, whole, bits, tile, extras):
-        own = moved(tile, ty, tx)
+    def terms_in_registers(values, i, r):
+        return RowTerms(log2_e, values[0, i], values[1, i], values[2, i])
+
+    @device_function
+    def terms_in_shared(shared, i, r):
+        return RowTerms(log2_e, shared[lse + r], shared[rest + r], shared[delta + r])
+
+    terms_of = terms_in_shared if by_keys else terms_in_registers
+
+    @device_function
+    def to_gradients(lane, s, dp, values, tile, extras):
+        place, whole, bits = tile
+        row, col = (lane.tx, lane.ty) if by_keys else (lane.ty, lane.tx)
+        own = moved(place, row, col)
         edge = edge_of(own, extras)
         for i in range(own_rows):
             for j in range(own_cols):
-                r, c = i * rows_of_threads, j * lanes
-                keep, is_listed = kept(bits, ty + r, tx + c, extras), listed(bits, ty + r, tx + c)
+                along, across = i * rows_of_threads, j * lanes
+                r, c = (across, along) if by_keys else (along, across)
+                keep, is_listed = (
+                    kept(bits, row + r, col + c, extras),
+                    listed(bits, row + r, col + c),
+                )
                 element = TileElement(r, c, whole, is_listed, edge, own)
-                _, dp[i, j] = gradient_of(
-                    s[i, j], dp[i, j], RowTerms(log2_e, top[i], shift[i], delta[i]), keep, element, extras
-                )  # fmt: skip
+                terms = terms_of(values, i, row + r)
+                p, dp[i, j] = gradient_of(s[i, j], dp[i, j], terms, keep, element, extras)
+                if by_keys:
+                    s[i, j] = p * keep
 
     return to_gradients
 
 
 @cache
-def make_gradients_by_keys(
-    layout: RegisterLayout,
-    features: Features,
-    dtype: np.dtype[Any],
-    tile_bits: TileBits,
-    tiles: SharedTiles,
-) -> Callable[..., None]:
-    """Return the function that replaces the products in ``s`` by (P ∘ Z)ᵀ, and those in ``dp`` by dSᵀ.
+def make_row_values(variant: Variant) -> Callable[..., Any]:
+    """Return ``values_of(values, rows, r)``: lse, its rest in base 2, and D of row ``r`` of a ``HeadRows``.
 
-    The function is ``to_gradients(tx, ty, s, dp, shared, whole, bits, tile, extras)``; Z is the dropout.
-
-    Args:
-        layout: Layout of the block.
-        features: Options of the kernel.
-        dtype: Dtype of its operands.
-        tile_bits: The tile bits of the kernel.
-        tiles: Offsets in shared memory; "lse", "rest", in base 2, and "delta" are those of the tile's rows.
+    Beyond the last row, the rest is infinite, so that probabilities are 0.
     """
-    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
-    own_keys, own_rows = layout.block_k // rows_of_threads, layout.block_q // lanes
-    scores = make_tile_scores(features, dtype, by_keys=True)
-    gradient_of, kept, listed = scores.gradient, tile_bits.kept, tile_bits.listed
-    log2_e = dtype.type(LOG2_E)
-    lse_tile, rest_tile, delta_tile = tiles["lse"], tiles["rest"], tiles["delta"]
-
-    @device_function
-    def to_gradients(tx, ty, s, dp, shared, whole, bits, tile, extras):
-        own = moved(tile, tx, ty)
-        edge = edge_of(own, extras)
-        for i in range(own_keys):
-            for j in range(own_rows):
-                r, c = j * lanes, i * rows_of_threads
-                keep, is_listed = kept(bits, tx + r, ty + c, extras), listed(bits, tx + r, ty + c)
-                top, shift = shared[lse_tile + tx + r], shared[rest_tile + tx + r]
-                row = RowTerms(log2_e, top, shift, shared[delta_tile + tx + r])
-                element = TileElement(r, c, whole, is_listed, edge, own)
-                p, dp[i, j] = gradient_of(s[i, j], dp[i, j], row, keep, element, extras)
-                s[i, j] = p * keep
-
-    return to_gradients
-
-
-@cache
-def _make_row_values_of(dtype: np.dtype[Any]) -> Callable[..., Any]:
-    """Return ``row_values_of(lse, lse_rest, delta, b, h, row, stop)``.
-
-    The values are lse, its rest in base 2, and D of a row.  For rows from ``stop`` on, the rest is
-    infinite, so that their probabilities are 0.
-    """
+    dtype = variant.dtype
     real, zero, inf = scalar_type(dtype), dtype.type(0), dtype.type(math.inf)
     log2_e = dtype.type(LOG2_E)
 
     @device_function
-    def row_values_of(lse, lse_rest, delta, b, h, row, stop):
-        if row >= stop:
+    def values_of(values, rows, r):
+        b, h, row = rows.b, rows.h, rows.first + r
+        if row >= rows.stop:
             return zero, inf, zero
-        top, rest = real(shift_of(lse[b, h, row])), lse_rest[b, h, row] * log2_e
-        return top, rest, delta[b, h, row]
+        top, rest = real(shift_of(values.lse[b, h, row])), values.lse_rest[b, h, row] * log2_e
+        return top, rest, values.delta[b, h, row]
 
-    return row_values_of
+    return values_of
 
 
 @cache
-def make_load_row_values(layout: RegisterLayout, dtype: np.dtype[Any]) -> Callable[..., None]:
-    """Return ``load_row_values(ty, top, shift, own_delta, lse, lse_rest, delta, b, h, first, stop)``.
-
-    It loads lse, its rest in base 2, and D of the thread's rows.
-    """
-    rows_of_threads, own_rows = layout.rows_of_threads, layout.block_q // layout.rows_of_threads
-    row_values_of = _make_row_values_of(dtype)
+def make_load_row_values(variant: Variant) -> Callable[..., None]:
+    """Return ``load_row_values(ty, own, values, rows)``: fill (3, own_rows) for the rows of a thread."""
+    rows_of_threads, values_of = variant.layout.rows_of_threads, make_row_values(variant)
+    own_rows = variant.layout.block_q // rows_of_threads
 
     @device_function
-    def load_row_values(ty, top, shift, own_delta, lse, lse_rest, delta, b, h, first, stop):
+    def load_row_values(ty, own, values, rows):
         for i in range(own_rows):
-            row = first + ty + i * rows_of_threads
-            values = row_values_of(lse, lse_rest, delta, b, h, row, stop)
-            top[i], shift[i], own_delta[i] = values
+            found = values_of(values, rows, ty + i * rows_of_threads)
+            own[0, i], own[1, i], own[2, i] = found
 
     return load_row_values
-
-
-@cache
-def make_put_row_values(
-    layout: RegisterLayout, dtype: np.dtype[Any], tiles: SharedTiles
-) -> Callable[..., None]:
-    """Return ``put_row_values(thread, shared, lse, lse_rest, delta, b, h, first, stop)``.
-
-    It stores the values of a whole query tile in shared memory; ``tiles`` as for the gradients by keys.
-    """
-    block_q, threads, row_values_of = layout.block_q, layout.threads, _make_row_values_of(dtype)
-    lse_tile, rest_tile, delta_tile = tiles["lse"], tiles["rest"], tiles["delta"]
-
-    @device_function
-    def put_row_values(thread, shared, lse, lse_rest, delta, b, h, first, stop):
-        for r in range(thread, block_q, threads):
-            top, rest, own_delta = row_values_of(lse, lse_rest, delta, b, h, first + r, stop)
-            shared[lse_tile + r], shared[rest_tile + r] = top, rest
-            shared[delta_tile + r] = own_delta
-
-    return put_row_values

@@ -40,6 +40,10 @@ def _logarithm(x):
     return math.log(x)
 
 
+def _difference(x, y):
+    return x - y
+
+
 def make_online_softmax(
     compile_: Callable[[Any], Any],
     reciprocal: Callable[[Any], Any] | None = None,
@@ -90,6 +94,44 @@ def make_online_softmax(
         return math.exp((lse - shift) + rest)
 
     return OnlineSoftmax(shift_of, inverse_sum, log_sum_exp, merge_weight)
+
+
+class SoftmaxStep(NamedTuple):
+    """The functions that :func:`make_softmax_step` returns."""
+
+    power: Callable[[Any, Any, Any], Any]
+    grown: Callable[[Any, Any, Any], Any]
+
+
+def make_softmax_step(
+    compile_: Callable[[Any], Any], shift_of: Callable[[Any], Any], exp2: Any, minus: Any = None
+) -> SoftmaxStep:
+    """Return the formulas of lines 9 and 10 for one compiler; a kernel adds how a row lies in its lanes.
+
+    m_new = max(m, rowmax S), P = e^(S - m_new), l = e^(m - m_new) l + rowsum P, and O like l.  In base 2,
+    the maximum is subtracted first: S · log2 e could overflow, and a product less a rounded product is not
+    0 where both factors are the same.  Tensor-core kernels compute 2^(S · unit - shift) by one
+    multiply-add, and large rows apart; ``reference.lines.add_tile`` is the same step in NumPy.
+
+    Args:
+        compile_: Turns a plain function into one that the caller's compiler can call.
+        shift_of: See :func:`make_online_softmax`, in the dtype of scores.
+        exp2: 2**x.
+        minus: The difference of a score and a shift, for a compiler that would fuse it with a product.
+    """
+    less = minus or compile_(_difference)
+
+    @compile_
+    def power(score, shift, log2_e):
+        return exp2(less(score, shift) * log2_e)
+
+    @compile_
+    def grown(row_max, new_max, log2_e):
+        """Return the shift of the new maximum, and the factor of the earlier sums."""
+        shift = shift_of(new_max)
+        return shift, exp2((row_max - shift) * log2_e)
+
+    return SoftmaxStep(power, grown)
 
 
 PLAIN = make_online_softmax(same)

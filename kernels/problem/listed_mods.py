@@ -148,7 +148,7 @@ def on_host(asked: Asked) -> tuple[Layout, bool]:
         raise TypeError("numba cannot compile the function")
 
     def fill(head: int, row: int, rows: int, out: Bools) -> None:
-        evaluate(*divmod(head, asked.heads), row, rows, asked.grid.seq_k, *asked.bounds, out)
+        evaluate(*divmod(head, asked.heads), row, rows, asked.grid.seq_k, asked.bounds, out)
 
     return from_strips(asked.grid, asked.batches * asked.heads, fill, MOST_PATTERNS)
 

@@ -90,7 +90,7 @@ def from_mask_mod(
     bounds = -grid.seq_q, grid.seq_k
 
     def fill(head: int, row: int, rows: int, out: Bools) -> None:
-        evaluate(0, head, row, rows, grid.seq_k, *bounds, out)
+        evaluate(0, head, row, rows, grid.seq_k, bounds, out)
 
     return from_strips(grid, whole("heads", heads, 1), fill)[0]
 
@@ -177,17 +177,11 @@ def from_lines(
 
 
 def _fill(
-    mod: Any,
-    batch: int,
-    head: int,
-    row: int,
-    rows: int,
-    seq_k: int,
-    lower: int,
-    upper: int,
+    mod: Any, batch: int, head: int, row: int, rows: int, seq_k: int, bounds: tuple[int, int],
     out: Bools,
-) -> None:
+) -> None:  # fmt: skip
     """Write the results of a ``mask_mod`` for ``rows`` rows from ``row`` on; False out of bounds."""
+    lower, upper = bounds
     for r in range(rows):
         line = out[r]  # (key blocks · block_k,)
         first = min(max(row + r + lower, 0), seq_k)
@@ -206,8 +200,8 @@ def compiled_fill(
 ) -> Callable[..., None] | None:
     """Return a compiled function that evaluates a ``mask_mod``, or None if numba cannot compile it.
 
-    It is ``fill(batch, head, row, rows, seq_k, lower, upper, out)``, which writes the results for ``rows``
-    rows from ``row`` on, for the columns from row + lower up to row + upper; others are False.
+    It is ``fill(batch, head, row, rows, seq_k, (lower, upper), out)``, which writes the results for
+    ``rows`` rows from ``row`` on, for the columns from row + lower to row + upper; others are False.
 
     Args:
         mask_mod: The user function.
@@ -221,7 +215,9 @@ def compiled_fill(
         return None
     fill = partial(_compiled_fill, mod)
     try:
-        fill(0, 0, 0, 0, 0, 0, 0, np.zeros((0, 0), bool))  # compiles without evaluating an element
+        fill(
+            0, 0, 0, 0, 0, (0, 0), np.zeros((0, 0), bool)
+        )  # compiles without evaluating an element
     except Exception:  # numba may raise any error
         return None
     return fill

@@ -34,19 +34,20 @@ from kernels.cpu.attention.tiles import (
     first_full_tile,
     first_tile,
     full_tiles_stop,
+    grown,
     hide_out_of_bounds,
     lanes_for,
     make_end_row,
     multiply,
     pack_transposed,
-    shift_of,
+    power,
     tile_in_table,
     tile_of,
     tiles_stop,
     transpose,
     zero_tile,
 )
-from kernels.cpu.matmul.tile_product import add_product, exp2, set_product
+from kernels.cpu.matmul.tile_product import add_product, set_product
 from kernels.cpu.runtime.function_pointers import address_of, call
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
@@ -107,17 +108,32 @@ def softmax_step(s, running):
     # P = exp(S - m), l = e^(m_old - m) l + rowsum P
     if grows:
         for lane in range(lanes):
-            shift[lane] = shift_of(new_max[lane])
-            rescale[lane] = exp2((row_max[lane] - shift[lane]) * log2_e)
+            shift[lane], rescale[lane] = grown(row_max[lane], new_max[lane], log2_e)
             row_max[lane] = new_max[lane]
             row_sum[lane] *= rescale[lane]
     p = s
     for c in range(cols):
         s_row, p_row = s[c], p[c]  # (lanes,)
         for lane in range(lanes):
-            p_row[lane] = exp2((s_row[lane] - shift[lane]) * log2_e)
+            p_row[lane] = power(s_row[lane], shift[lane], log2_e)
             row_sum[lane] += p_row[lane]
     return grows
+
+
+@njit
+def start_of_rows(lanes, dtype):
+    """Return the ``Running`` of rows before the first key tile."""
+    zeros = np.zeros((2, lanes), dtype)
+    return Running(np.full(lanes, -np.inf, dtype), zeros[0], zeros[1], np.empty(lanes, dtype))
+
+
+@njit(fastmath=FASTMATH)
+def rescale_rows(acc, rescale):
+    """Multiply the lanes of O, (value_dim, lanes), by factors."""
+    for i in range(acc.shape[0]):
+        own = acc[i]  # (lanes,)
+        for lane in range(acc.shape[1]):
+            own[lane] *= rescale[lane]
 
 
 def make_forward(real):
@@ -153,10 +169,7 @@ def make_forward(real):
         pack_transposed(q, real(o.scale), q_t)
         # 5: O = 0, l = 0, m = -inf
         acc = zero_tile(value_dim, lanes, real)  # (value_dim, lanes)
-        running = Running(
-            np.full(lanes, -np.inf, real), np.zeros(lanes, real),
-            np.zeros(lanes, real), np.empty(lanes, real),
-        )  # fmt: skip
+        running = start_of_rows(lanes, real)
         s_tile = empty_tile(block_k, lanes, real)  # (block_k, lanes)
         no_slope = np.empty((0, lanes), real)  # (0, lanes)
         z_tile = zero_tile(block_k if o.keep_pass != 0 else 0, lanes, real)  # (block_k, lanes)
@@ -191,10 +204,8 @@ def make_forward(real):
                 call(o.keep_pass, (z, settings, here))
                 multiply(p, z)
             # 10: O = diag(e^(m - m_new)) O + (P ∘ Z) V_j, Z the dropout
-            for i in range(value_dim if grows else 0):
-                acc_row = acc[i]  # (lanes,)
-                for lane in range(lanes):
-                    acc_row[lane] *= running.rescale[lane]
+            if grows:
+                rescale_rows(acc, running.rescale)
             add_product(o.product, acc, v_tile.T, p)
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
         acc_t = empty_tile(lanes, value_dim, real)  # (lanes, value_dim)

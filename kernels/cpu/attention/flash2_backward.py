@@ -25,33 +25,31 @@ from kernels.common.geometry import PLAIN
 from kernels.cpu.attention import flash2, flash_decoding
 from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
 from kernels.cpu.attention.gradient_tiles import (
-    Buffers,
+    add_dq,
     add_key_gradients,
     add_row_products,
+    buffers_for,
     fill_gradient,
     fill_large_scores,
     fill_scores,
     has_large,
     load_keys,
-    multiply_by_slope,
     piece_of,
+    query_rows,
+    shaped,
 )
 from kernels.cpu.attention.tile_scores import TilePosition, rows_of
 from kernels.cpu.attention.tiles import (
-    add_rows,
-    as_tile,
     ceil_div,
     empty_tile,
     entries,
     first_tile,
     lanes_for,
-    multiply,
     tile_in_table,
     tile_of,
     tiles_stop,
-    zero_tile,
 )
-from kernels.cpu.matmul.tile_product import add_product, set_product
+from kernels.cpu.matmul.tile_product import add_product
 from kernels.cpu.runtime.function_pointers import address_of
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
@@ -84,36 +82,23 @@ def make_backward(real):
         batch_heads = o.q.shape[0] * o.q.shape[1]
         flat, part = item % batch_heads, o.parts - 1 - item // batch_heads
         b, h = flat // o.q.shape[1], flat % o.q.shape[1]
-        zero, tau = real(0), real(o.scale)
+        tau, columns = real(o.scale), lanes_for(o.q.shape[3])
         part_start, part_stop = part * o.part_rows, min((part + 1) * o.part_rows, o.q.shape[2])
         if o.phase == 0:
             count = part_stop - part_start
-            rows_of(o.dq, b, h, part_start, count, real)[:] = zero
+            own = query_rows(o, b, h, part_start, count, real)
+            own.dq[:] = 0
             # 4: D = rowsum(dO ∘ O), added to minus the gradient of lse, which delta already holds
-            add_row_products(
-                rows_of(o.dout, b, h, part_start, count, real),
-                rows_of(o.out, b, h, part_start, count, real),
-                rows_of(o.delta, b, h, part_start, count, real),
-            )
+            add_row_products(own.dout, rows_of(o.out, b, h, part_start, count, real), own.delta)
         # 5: for 1 <= j <= T_c, in steps of parts
         for number in range((part + o.phase) % o.parts, o.tiles, o.parts):
             sequence, first_q, seq_q, first_k, seq_k, col = tile_in_table(o, number)
-            cols = min(block_k, seq_k - col)
-            dout = rows_of(o.dout, b, h, first_q, seq_q, real)  # (seq_q, value_dim)
-            q = rows_of(o.q, b, h, first_q, seq_q, real)  # (seq_q, head_dim)
-            k = rows_of(o.k, b, h, first_k + col, cols, real)  # (cols, head_dim)
-            v = rows_of(o.v, b, h, first_k + col, cols, real)  # (cols, value_dim)
-            lse = rows_of(o.lse, b, h, first_q, seq_q, real)  # (seq_q, 1)
-            rest = rows_of(o.lse_rest, b, h, first_q, seq_q, real)  # (seq_q, 1)
-            delta = rows_of(o.delta, b, h, first_q, seq_q, real)  # (seq_q, 1)
-            dk = rows_of(o.dk, b, h, first_k + col, cols, real)  # (cols, head_dim)
-            dv = rows_of(o.dv, b, h, first_k + col, cols, real)  # (cols, value_dim)
-            dq = rows_of(o.dq, b, h, first_q, seq_q, real)  # (seq_q, head_dim)
-            lanes, columns = lanes_for(cols), lanes_for(q.shape[1])
-            whole_vectors = columns == q.shape[1] and dq.strides[1] == dq.itemsize
+            cols, key = min(block_k, seq_k - col), first_k + col
+            k, v = rows_of(o.k, b, h, key, cols, real), rows_of(o.v, b, h, key, cols, real)
+            dk, dv = rows_of(o.dk, b, h, key, cols, real), rows_of(o.dv, b, h, key, cols, real)
             if o.phase == 0:
-                dk[:] = zero
-                dv[:] = zero
+                dk[:] = 0
+                dv[:] = 0
             # the rows of the part, as rows of the sequence
             start_row, stop_row = max(part_start - first_q, 0), min(part_stop - first_q, seq_q)
             first = max(first_tile(col, block_q, seq_q, -upper), start_row // block_q)
@@ -122,13 +107,8 @@ def make_backward(real):
             if begin >= end or start_row >= stop_row:
                 continue
             # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
-            tile = load_keys(k, v, tau)
-            buffers = Buffers(
-                empty_tile(block_q, lanes, real), empty_tile(block_q, lanes, real),
-                zero_tile(block_q if o.modifies_scores != 0 else 0, lanes, real),
-                zero_tile(block_q if o.keep_pass != 0 else 0, lanes, real),
-                empty_tile(block_q, columns, real),
-            )  # fmt: skip
+            tile, buffers = load_keys(k, v, tau), buffers_for(o, lanes_for(cols), real)
+            dq_buffer = empty_tile(block_q, columns, real)  # (block_q, columns)
             # 8: for 1 <= i <= T_r, but only rows with a visible column in the tile
             for entry in range(begin, end):
                 i, partial = tile_of(o, entry)
@@ -139,42 +119,26 @@ def make_backward(real):
                     rows, left, right, bounded = piece_of(row, last, col, cols, lower, upper)
                     width, end_lane = right - left, left + lanes_for(right - left)
                     here = TilePosition(b, h, flat, sequence, row, col + left, width, partial)
-                    s = as_tile(buffers.s, rows, end_lane - left)  # (rows, lanes of the piece)
-                    dp = as_tile(buffers.dp, rows, end_lane - left)
-                    slope = as_tile(buffers.slope, rows, end_lane - left)  # or (0, lanes)
-                    z = as_tile(buffers.z, rows, end_lane - left)
+                    piece = shaped(buffers, rows, end_lane - left)
                     # 9: load Q_i, dO_i, L_i, D_i
-                    q_tile, dout_tile = q[row : row + rows], dout[row : row + rows]  # (rows, dim)
-                    own_lse, own_rest = lse[row : row + rows, 0], rest[row : row + rows, 0]
-                    own_delta = delta[row : row + rows, 0]
+                    own = query_rows(o, b, h, first_q + row, rows, real)  # (rows, …) each
                     # 10: S = Q_i K_jᵀ
-                    k_t = tile.k_t[:, left:end_lane]  # (head_dim, lanes)
-                    if has_large(own_lse):
+                    if has_large(own.lse):
                         keys = k[left:right]  # (width, head_dim)
-                        fill_large_scores(s, slope, q_tile, keys, tau, settings, here, bounded)
+                        fill_large_scores(piece, own.q, keys, tau, settings, here, bounded)
                     else:
-                        fill_scores(s, slope, q_tile, k_t, settings, here, bounded)
+                        k_t = tile.k_t[:, left:end_lane]  # (head_dim, lanes)
+                        fill_scores(piece, own.q, k_t, settings, here, bounded)
                     # 11: P = exp(S - L_i)     13: dP = dO_i V_jᵀ     14: dS = P ∘ (dP - D_i)
-                    v_t = tile.v_t[:, left:end_lane]  # (value_dim, lanes)
-                    fill_gradient(
-                        s, dp, z, dout_tile, v_t, own_lse, own_rest, own_delta, settings, here
-                    )
-                    p, ds = s, dp  # the same memory
-                    if o.modifies_scores != 0:
-                        multiply_by_slope(ds, slope)
-                    if o.keep_pass != 0:
-                        multiply(p, z)
+                    fill_gradient(piece, own, tile.v_t[:, left:end_lane], settings, here)
+                    p, ds = piece.s, piece.dp  # the same memory
                     # 12: dV_j += (P ∘ Z)ᵀ dO_i
-                    add_product(o.product, tile.dv[:, left:end_lane], dout_tile.T, p)
+                    add_product(o.product, tile.dv[:, left:end_lane], own.dout.T, p)
                     # 15: dQ_i += dS K_j
-                    dq_own, k_rows = dq[row : row + rows], tile.k_rows[left:right]
-                    if whole_vectors:
-                        add_product(o.product, dq_own, ds[:, :width], k_rows)
-                    else:
-                        set_product(o.product, buffers.dq[:rows], ds[:, :width], k_rows)
-                        add_rows(buffers.dq, real(1), dq_own)
+                    k_rows = tile.k_rows[left:right]  # (width, columns)
+                    add_dq(o.product, ds[:, :width], k_rows, dq_buffer, own.dq)
                     # 16: dK_j += dSᵀ Q_i
-                    add_product(o.product, tile.dk[:, left:end_lane], q_tile.T, ds)
+                    add_product(o.product, tile.dk[:, left:end_lane], own.q.T, ds)
                     row += rows
             # 18: write dK_j, dV_j
             add_key_gradients(tile, tau, dk, dv)

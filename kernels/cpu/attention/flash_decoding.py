@@ -23,15 +23,17 @@ from kernels.common.online_softmax import LOG2_E
 from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
 from kernels.cpu.attention.tile_scores import TilePosition, blocks_hide, rows_of
 from kernels.cpu.attention.tiles import (
+    grown,
     inverse_sum,
     is_visible,
     log_sum_exp,
     make_end_row,
     merge_weight,
+    pack_rows,
+    power,
     shift_of,
     tile_in_table,
 )
-from kernels.cpu.matmul.tile_product import exp2
 from kernels.cpu.runtime.function_pointers import address_of, call, contiguous
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
@@ -99,15 +101,11 @@ def make_part(real):
         lower, upper, log2_e, minus_inf = o.lower, o.upper, real(LOG2_E), real(-np.inf)
         q = rows_of(o.q, b, h, first_q + row, rows, real)  # (rows, head_dim)
         q_scaled = np.empty(q.shape, real)  # (rows, head_dim)
-        for r in range(rows):
-            for d in range(q.shape[1]):
-                q_scaled[r, d] = q[r, d] * real(o.scale)
+        pack_rows(q, real(o.scale), q_scaled)
         # 5: O = 0, l = 0, m = -inf
-        acc = np.zeros((rows, value_dim), real)  # (rows, value_dim)
-        row_sum = np.zeros(rows, real)  # (rows,)
+        acc, row_sum = np.zeros((rows, value_dim), real), np.zeros(rows, real)
         row_max = np.full(rows, -np.inf, real)  # (rows,)
-        s = np.empty((rows, o.block_k), real)  # (rows, block_k)
-        p_row = np.empty(o.block_k, real)  # (block_k,)
+        s, p_row = np.empty((rows, o.block_k), real), np.empty(o.block_k, real)
         slope = np.empty((0, o.block_k), real)  # (0, block_k)
         z = np.ones((rows if o.keep_pass != 0 else 0, o.block_k), real)  # (rows, block_k)
         begin = max(part * PART, (row + lower) // o.block_k * o.block_k)
@@ -135,10 +133,9 @@ def make_part(real):
                     s_row[c] = s_row[c] if visible else minus_inf
                     new_max = max(new_max, s_row[c])
                 # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
-                shift = real(shift_of(new_max))
-                rescale, total = exp2((row_max[r] - shift) * log2_e), real(0)
+                total, (shift, rescale) = real(0), grown(row_max[r], new_max, log2_e)
                 for c in range(cols):
-                    p_row[c] = exp2((s_row[c] - shift) * log2_e)
+                    p_row[c] = power(s_row[c], shift, log2_e)
                     total += p_row[c]
                 row_sum[r] = rescale * row_sum[r] + total
                 row_max[r] = new_max
@@ -154,8 +151,8 @@ def make_part(real):
         lse = rows_of(o.lse, own, h, first_q + row, rows, real)  # (rows, 1)
         rest = rows_of(o.lse_rest, own, h, first_q + row, rows, real)  # (rows, 1)
         for r in range(rows):
-            shift = real(shift_of(row_max[r]))
-            inverse, lse[r, 0], rest[r, 0] = end_row(row_sum[r], shift, b, h, o)
+            row_end = end_row(row_sum[r], real(shift_of(row_max[r])), b, h, o)
+            inverse, lse[r, 0], rest[r, 0] = row_end
             for i in range(value_dim):
                 out[r, i] = acc[r, i] * inverse
 

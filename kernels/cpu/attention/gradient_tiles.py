@@ -12,8 +12,10 @@ import numpy as np
 from numba import njit
 
 from kernels.common.online_softmax import LARGE, LOG2_E
+from kernels.cpu.attention.tile_scores import rows_of
 from kernels.cpu.attention.tiles import (
     add_rows,
+    as_tile,
     empty_tile,
     hide_out_of_bounds,
     is_visible,
@@ -25,7 +27,7 @@ from kernels.cpu.attention.tiles import (
     transpose,
     zero_tile,
 )
-from kernels.cpu.matmul.tile_product import exp2, set_product
+from kernels.cpu.matmul.tile_product import add_product, exp2, set_product
 from kernels.cpu.matmul.vector_registers import LANES
 from kernels.cpu.runtime.function_pointers import call, contiguous
 from kernels.cpu.runtime.vector_math import multiply_add
@@ -53,22 +55,61 @@ class KeyTile(NamedTuple):
     dv: Any
 
 
-class Buffers(NamedTuple):
-    """The buffers of a piece of S and its derivatives, flat because the number of lanes varies.
+class QueryRows(NamedTuple):
+    """Query rows of a head: (rows, dim), and lse, its rest and D, (rows, 1)."""
+
+    q: Any
+    dout: Any
+    dq: Any
+    lse: Any
+    rest: Any
+    delta: Any
+
+
+class Piece(NamedTuple):
+    """A piece of a tile of scores, (rows, lanes) each, or flat buffers from which :func:`shaped` makes it.
 
     Attributes:
-        s: (block_q · lanes,): S, then P.
-        dp: (block_q · lanes,): dP, then dS.
-        slope: (block_q · lanes,): derivatives of the scores; or empty.
-        z: (block_q · lanes,): factors of dropout; or empty.
-        dq: (block_q, columns).
+        s: S, then P.
+        dp: dP, then dS.
+        slope: Derivatives of the scores by scale · q · k; without rows if they are 1.
+        z: Factors of dropout; without rows if there is none.
     """
 
     s: Any
     dp: Any
     slope: Any
     z: Any
-    dq: Any
+
+
+@njit
+def query_rows(o, b, h, first, count, dtype):
+    """Return the ``QueryRows`` of one head, from a record of ``SETTINGS``."""
+    return QueryRows(
+        rows_of(o.q, b, h, first, count, dtype), rows_of(o.dout, b, h, first, count, dtype),
+        rows_of(o.dq, b, h, first, count, dtype), rows_of(o.lse, b, h, first, count, dtype),
+        rows_of(o.lse_rest, b, h, first, count, dtype), rows_of(o.delta, b, h, first, count, dtype),
+    )  # fmt: skip
+
+
+@njit
+def buffers_for(o, lanes, dtype):
+    """Return the buffers of the pieces of a tile."""
+    size = o.block_q
+    return Piece(
+        empty_tile(size, lanes, dtype), empty_tile(size, lanes, dtype),
+        zero_tile(size if o.modifies_scores != 0 else 0, lanes, dtype),
+        zero_tile(size if o.keep_pass != 0 else 0, lanes, dtype),
+    )  # fmt: skip
+
+
+@njit
+def shaped(buffers, rows, lanes):
+    """Return the beginning of buffers as a ``Piece`` of rows and lanes."""
+    return Piece(
+        as_tile(buffers.s, rows, lanes), as_tile(buffers.dp, rows, lanes),
+        as_tile(buffers.slope, rows, lanes), as_tile(buffers.z, rows, lanes),
+    )  # fmt: skip
 
 
 @njit(fastmath=FASTMATH)
@@ -147,45 +188,43 @@ def piece_of(row, stop, col, cols, lower, upper):
 
 
 @njit(fastmath=FASTMATH)
-def fill_scores(s, slope, q_tile, k_t, settings, place, bounded):
-    """Fill a piece of S.
+def fill_scores(piece, q_tile, k_t, settings, place, bounded):
+    """Fill S of a piece, and its derivatives by scale · q · k if they are needed.
 
     Args:
-        s: (rows, lanes), written.
-        slope: (rows, lanes), the derivative of S by scale · q · k, written; or (0, lanes).
+        piece: A ``Piece``.
         q_tile: (rows, head_dim); it or ``k_t`` is scaled.
         k_t: (head_dim, lanes).
         settings: (1,) of ``SETTINGS``.
         place: A ``TilePosition``.
         bounded: Whether the bounds may mask anything in it.
     """
-    o = settings[0]
+    o, s = settings[0], piece.s
     # 10: S = Q_i K_jᵀ
     set_product(o.product, s, q_tile, k_t)
     if o.score_pass != 0:
-        call(o.score_pass, (s, slope, settings, place))
+        call(o.score_pass, (s, piece.slope, settings, place))
     if bounded:
         hide_out_of_bounds(s, place.line, place.lane, o.lower, o.upper)
 
 
 @njit(fastmath=FASTMATH)
 def has_large(lse):
-    """Tell whether the scores of some row are large."""
+    """Tell whether the scores of some row are large, from lse (rows, 1)."""
     found = False
     for r in range(len(lse)):
-        found |= abs(shift_of(lse[r])) > LARGE
+        found |= abs(shift_of(lse[r, 0])) > LARGE
     return found
 
 
 @njit(fastmath=FASTMATH)
-def fill_large_scores(s, slope, q, k, scale, settings, place, bounded):
-    """Fill a piece of S with the numbers of the forward pass, which multiplies q by the scale, not k.
+def fill_large_scores(piece, q, k, scale, settings, place, bounded):
+    """Fill S of a piece with the numbers of the forward pass, which multiplies q by the scale, not k.
 
     Where scores are large, exp(S - L) is not a probability if S and L are rounded differently.
 
     Args:
-        s: As in :func:`fill_scores`, and so slope, settings, place and bounded.
-        slope: As there.
+        piece: As in :func:`fill_scores`, and so settings, place and bounded.
         q: (rows, head_dim), any strides.
         k: (cols, head_dim), any strides; the keys of the piece.
         scale: Factor of q.
@@ -194,28 +233,35 @@ def fill_large_scores(s, slope, q, k, scale, settings, place, bounded):
         bounded: As there.
     """
     q_tile = empty_tile(q.shape[0], q.shape[1], q.dtype)  # (rows, head_dim)
-    k_t = empty_tile(q.shape[1], s.shape[1], q.dtype)  # (head_dim, lanes)
+    k_t = empty_tile(q.shape[1], piece.s.shape[1], q.dtype)  # (head_dim, lanes)
     pack_rows(q, scale, q_tile)
     pack_transposed(k, q.dtype.type(1), k_t)
-    fill_scores(s, slope, q_tile, k_t, settings, place, bounded)
+    fill_scores(piece, q_tile, k_t, settings, place, bounded)
 
 
 @njit(fastmath=FASTMATH)
-def fill_gradient(s, dp, z, dout_tile, v_t, lse, rest, delta, settings, place):
-    """Turn a piece of S into P, and fill dS.
+def multiply_by_slope(ds, slope):
+    """Multiply dS by the derivative of S; 0 stays 0, as a masked score's slope may be infinite."""
+    zero = ds.dtype.type(0)
+    for r in range(ds.shape[0]):
+        ds_row, slope_row = ds[r], slope[r]  # (lanes,)
+        for lane in range(ds.shape[1]):
+            product = ds_row[lane] * slope_row[lane]
+            ds_row[lane] = zero if ds_row[lane] == zero else product
+
+
+@njit(fastmath=FASTMATH)
+def fill_gradient(piece, rows, v_t, settings, place):
+    """Turn S of a piece into P ∘ Z, Z the dropout, and fill dS, the gradient of scale · q · k.
 
     Args:
-        s: (rows, lanes), S on entry and P on return.
-        dp: (rows, lanes), dS on return.
-        z: (rows, lanes), the factors of dropout, written; or (0, lanes) without it.
-        dout_tile: (rows, value_dim).
+        piece: A ``Piece``.
+        rows: Its ``QueryRows``.
         v_t: (value_dim, lanes).
-        lse: (rows,).
-        rest: (rows,), that of lse.
-        delta: (rows,).
         settings: (1,) of ``SETTINGS``.
         place: A ``TilePosition``.
     """
+    (s, dp, slope, z), (_, dout_tile, _, lse, rest, delta) = piece, rows
     o = settings[0]
     real = s.dtype.type
     log2_e = real(LOG2_E)
@@ -228,7 +274,7 @@ def fill_gradient(s, dp, z, dout_tile, v_t, lse, rest, delta, settings, place):
     p, ds = s, dp
     # 11: P = exp(S - L_i)     14: dS = P ∘ (dP - D_i)
     for r in range(s.shape[0]):
-        shift, less, delta_r = real(shift_of(lse[r])), rest[r] * log2_e, delta[r]
+        shift, less, delta_r = real(shift_of(lse[r, 0])), rest[r, 0] * log2_e, delta[r, 0]
         s_row, p_row, dp_row, ds_row = s[r], p[r], dp[r], ds[r]  # (lanes,)
         if abs(shift) > real(LARGE):
             for lane in range(s.shape[1]):
@@ -238,17 +284,10 @@ def fill_gradient(s, dp, z, dout_tile, v_t, lse, rest, delta, settings, place):
         for lane in range(s.shape[1]):
             p_row[lane] = exp2(multiply_add(s_row[lane], log2_e, -less))
             ds_row[lane] = p_row[lane] * (dp_row[lane] - delta_r)
-
-
-@njit(fastmath=FASTMATH)
-def multiply_by_slope(ds, slope):
-    """Multiply dS by the derivative of S; 0 stays 0, as a masked score's slope may be infinite."""
-    zero = ds.dtype.type(0)
-    for r in range(ds.shape[0]):
-        ds_row, slope_row = ds[r], slope[r]  # (lanes,)
-        for lane in range(ds.shape[1]):
-            product = ds_row[lane] * slope_row[lane]
-            ds_row[lane] = zero if ds_row[lane] == zero else product
+    if o.modifies_scores != 0:
+        multiply_by_slope(ds, slope)
+    if o.keep_pass != 0:
+        multiply(p, z)
 
 
 @njit(fastmath=FASTMATH)
@@ -275,3 +314,21 @@ def add_row_products(a, b, total):
         for i in range(whole, dim):
             sum_ += a[r, i] * b[r, i]
         total[r, 0] = sum_
+
+
+@njit(fastmath=FASTMATH)
+def add_dq(product, ds, k_rows, buffer, dq):
+    """Add dS K to rows of dq, by way of a buffer where they are not whole vectors.
+
+    Args:
+        product: Address of the product.
+        ds: (rows, cols).
+        k_rows: (cols, columns), times the scale.
+        buffer: (rows or more, columns), overwritten.
+        dq: (rows, head_dim), any strides.
+    """
+    if k_rows.shape[1] == dq.shape[1] and dq.strides[1] == dq.itemsize:
+        add_product(product, dq, ds, k_rows)
+    else:
+        set_product(product, buffer[: len(ds)], ds, k_rows)
+        add_rows(buffer, dq.dtype.type(1), dq)

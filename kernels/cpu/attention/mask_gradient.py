@@ -21,7 +21,13 @@ from numba import njit
 from kernels.common.geometry import PLAIN
 from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
 from kernels.cpu.attention.flash2 import with_scores_by_tiles
-from kernels.cpu.attention.gradient_tiles import fill_gradient, fill_scores, is_bounded
+from kernels.cpu.attention.gradient_tiles import (
+    Piece,
+    fill_gradient,
+    fill_scores,
+    is_bounded,
+    query_rows,
+)
 from kernels.cpu.attention.tile_scores import TilePosition, blocks_hide, rows_of, view
 from kernels.cpu.attention.tiles import ceil_div, lanes_for, pack_rows, pack_transposed
 from kernels.cpu.runtime.function_pointers import address_of
@@ -95,8 +101,8 @@ def make_mask_gradient(real):
         number = view(o.mask_batch, np.int64)
         for flat in range(batch * heads):
             b, h = flat // heads, flat % heads
-            own = b if size[0] == batch else number[b, 0, 0, 0]
-            if own != batch_own or (size[1] > 1 and h != head_own):
+            mask_batch = b if size[0] == batch else number[b, 0, 0, 0]
+            if mask_batch != batch_own or (size[1] > 1 and h != head_own):
                 continue
             for col in range(col_start, col_stop, block_k):
                 cols = min(block_k, col_stop - col)
@@ -109,21 +115,14 @@ def make_mask_gradient(real):
                     place = TilePosition(b, h, flat, np.int64(0), row, col, cols, np.int64(1))
                     if blocks_hide(o, place, rows):
                         continue
-                    s, dp, z = s_tile[:rows], dp_tile[:rows], z_tile[:rows]  # (rows, lanes)
+                    piece = Piece(s_tile[:rows], dp_tile[:rows], slope, z_tile[:rows])
                     q = q_tile[:rows]  # (rows, head_dim)
-                    pack_rows(rows_of(o.q, b, h, row, rows, real), real(o.scale), q)
-                    dout = rows_of(o.dout, b, h, row, rows, real)  # (rows, value_dim)
-                    lse, rest, delta = (
-                        rows_of(o.lse, b, h, row, rows, real),
-                        rows_of(o.lse_rest, b, h, row, rows, real),
-                        rows_of(o.delta, b, h, row, rows, real),
-                    )  # (rows, 1) each
+                    own = query_rows(o, b, h, row, rows, real)
+                    pack_rows(own.q, real(o.scale), q)
                     bounded = is_bounded(row, row + rows, col, col + cols, lower, upper)
-                    fill_scores(s, slope, q, k_t, settings, place, bounded)
-                    fill_gradient(
-                        s, dp, z, dout, v_t, lse[:, 0], rest[:, 0], delta[:, 0], settings, place
-                    )
-                    ds = dp  # the same memory
+                    fill_scores(piece, q, k_t, settings, place, bounded)
+                    fill_gradient(piece, own, v_t, settings, place)
+                    ds = piece.dp  # the same memory
                     add_repeated(ds, cols, total)
         out = rows_of(o.out, batch_own, head_own, row_tile * block_q, total.shape[0], real)
         for r in range(min(total.shape[0], size[2] - row_tile * block_q)):

@@ -8,8 +8,9 @@ import numpy as np
 from numba import njit
 
 from kernels.common.geometry import make_geometry
-from kernels.common.online_softmax import make_online_softmax
+from kernels.common.online_softmax import make_online_softmax, make_softmax_step
 from kernels.cpu.attention.tile_scores import CACHE_LINE, view
+from kernels.cpu.matmul.tile_product import exp2
 from kernels.cpu.matmul.vector_registers import LANES, VECTOR_BYTES, transpose_square
 from kernels.cpu.runtime.function_pointers import array_at, contiguous
 from kernels.runtime.jit import FASTMATH
@@ -26,6 +27,16 @@ _EXACTLY = njit(fastmath=False)
 _SOFTMAX = make_online_softmax(_EXACTLY)
 shift_of, inverse_sum, log_sum_exp = _SOFTMAX.shift_of, _SOFTMAX.inverse_sum, _SOFTMAX.log_sum_exp
 merge_weight = _SOFTMAX.merge_weight
+#: 0 in the narrowest dtype, so that it does not promote any other.
+_ZERO = np.float32(0)
+
+
+@_EXACTLY
+def _own_shift(row_max):
+    return _ZERO if row_max == -np.inf else row_max
+
+
+power, grown = make_softmax_step(njit(fastmath=FASTMATH), _own_shift, exp2)
 
 
 @cache

@@ -146,10 +146,10 @@ def _layer_norm(x, gamma, beta, eps, share, out, mean, rstd):
 
 
 @by_size(fastmath=FASTMATH)
-def _layer_norm_backward(dout, x, gamma, mean, rstd, share, dx, dgamma_parts, dbeta_parts):
+def _layer_norm_backward(dout, x, gamma, mean, rstd, share, dx, parts):
     rows, n = x.shape
-    for part in prange(len(dgamma_parts)):
-        dgamma, dbeta = dgamma_parts[part], dbeta_parts[part]
+    for part in prange(len(parts)):
+        dgamma, dbeta = parts[part, 0], parts[part, 1]  # (n,)
         dgamma[:] = 0
         dbeta[:] = 0
         for row in range(part * ROWS, min((part + 1) * ROWS, rows)):
@@ -210,13 +210,13 @@ def layer_norm_backward(
     rows = _rows(x)
     n = x.shape[-1]
     dx = np.empty(x.shape, x.dtype)
-    parts = -(-len(rows) // ROWS)
-    dgamma, dbeta = np.empty((parts, n), x.dtype), np.empty((parts, n), x.dtype)
+    parts = np.empty((-(-len(rows) // ROWS), 2, n), x.dtype)  # of dgamma and dbeta
+    share, shape = x.dtype.type(centred), rows.shape
     _layer_norm_backward(
-        _rows(dout), rows, _flat(gamma), mean, rstd, x.dtype.type(centred), dx.reshape(rows.shape),
-        dgamma, dbeta,
-    )  # fmt: skip
-    return dx, dgamma.sum(axis=0), dbeta.sum(axis=0)
+        _rows(dout), rows, _flat(gamma), mean, rstd, share, dx.reshape(shape), parts
+    )
+    dgamma, dbeta = parts.sum(axis=0)
+    return dx, dgamma, dbeta
 
 
 # -- cross entropy -----------------------------------------------------------------------------

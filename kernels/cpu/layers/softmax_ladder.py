@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit, prange
 
 from kernels.common.online_softmax import LOG2_E
-from kernels.cpu.attention.tiles import inverse_sum, shift_of
+from kernels.cpu.attention.tiles import grown, inverse_sum, shift_of
 from kernels.cpu.matmul.tile_product import exp2
 from kernels.reference.softmax_ladder import check_rows
 from kernels.runtime.jit import FASTMATH, njit_cached
@@ -84,8 +84,8 @@ def _online(x, out, limit):
             part = x[row, start : start + BLOCK]  # (BLOCK,), the last one may be short
             # m_new = max(m, x);  d = d e^(m - m_new) + e^(x - m_new)
             new_largest = max(largest, _largest(part))
-            shift = x.dtype.type(shift_of(new_largest))
-            total = total * exp2((largest - shift) * log2_e) + _sum(part, shift, limit)
+            shift, rescale = grown(largest, new_largest, log2_e)
+            total = total * rescale + _sum(part, shift, limit)
             largest = new_largest
         shift = x.dtype.type(shift_of(largest))
         _write(x[row], out[row], shift, total, limit)

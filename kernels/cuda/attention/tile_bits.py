@@ -63,17 +63,42 @@ def make_tile_bits(
         dtype: Dtype of the probabilities.
         offset: Offset of the bytes in shared memory.
     """
-    zero, one = dtype.type(0), dtype.type(1)
-    drops, moved, has_lists = features.dropout, features.moved, features.has_lists
-    has_blocks, has_mod = features.block_mask, features.mask_mod is not None
-    groups, threads = layout.block_k // FOUR, layout.threads
+    drops, has_lists = features.dropout, features.has_lists
+    count_kept, draw_kept, kept = _make_kept(features.moved, layout, dtype, offset)
+    count_kept *= drops
+    count_listed, draw_listed, listed = _make_listed(features, layout, dtype, offset + count_kept)
+    one = dtype.type(1)
+
+    @device_function
+    def draw(thread, bits, whole, place, extras):
+        if drops:
+            draw_kept(thread, bits, place, extras)
+        if has_lists:
+            draw_listed(thread, bits, whole, place, extras)
+
+    @device_function
+    def all_kept(bits, r, c, extras):
+        return one
+
+    @device_function
+    def all_listed(bits, r, c):
+        return True
+
+    return TileBits(
+        count_kept + count_listed * has_lists,
+        draw,
+        kept if drops else all_kept,
+        listed if has_lists else all_listed,
+    )
+
+
+def _make_kept(moved: bool, layout: RegisterLayout, dtype: np.dtype[Any], offset: int) -> Any:
+    """Return the number of bytes of dropout, and ``draw`` and ``kept`` for it."""
+    threads, zero, first_bit = layout.threads, dtype.type(0), make_first_bit(moved)
     # A tile may begin in the middle of a counter's columns, if it is no multiple of them wide.
     together = math.gcd(layout.block_k, COLUMNS)
     draws = layout.block_k // together
-    count_kept, count_listed = layout.block_q * draws * drops, layout.block_q * groups * has_lists
-    listed_offset = offset + count_kept
-    first_bit = make_first_bit(moved)
-    in_mod = make_score_functions(Features(mask_mod=features.mask_mod), dtype).program.is_shown
+    count = layout.block_q * draws
 
     @device_function
     def pair_kept(word, threshold):
@@ -91,15 +116,32 @@ def make_tile_bits(
         )
 
     @device_function
-    def draw_kept(thread, bits, place, extras):
+    def draw(thread, bits, place, extras):
         flat, row, col = first_bit(place, extras)
-        for n in range(thread, count_kept, threads):
+        for n in range(thread, count, threads):
             own_row, first = row + n // draws, col + n % draws * together
             byte = counter_kept(flat, own_row, first // COLUMNS, extras)
             if moved:  # the columns may be those of two counters
                 byte |= counter_kept(flat, own_row, first // COLUMNS + 1, extras) << COLUMNS
                 byte &= (1 << COLUMNS + first % COLUMNS) - 1
             bits[offset + n] = byte >> first % COLUMNS
+
+    @device_function
+    def kept(bits, r, c, extras):
+        byte = bits[offset + r * draws + c // together]
+        return extras.keep_scale if (byte >> (c % together)) & 1 else zero
+
+    return count, draw, kept
+
+
+def _make_listed(
+    features: Features, layout: RegisterLayout, dtype: np.dtype[Any], offset: int
+) -> Any:
+    """Return the number of bytes of lists and ``mask_mod``, and ``draw`` and ``listed`` for them."""
+    has_blocks, has_mod = features.block_mask, features.mask_mod is not None
+    groups, threads = layout.block_k // FOUR, layout.threads
+    count = layout.block_q * groups
+    in_mod = make_score_functions(Features(mask_mod=features.mask_mod), dtype).program.is_shown
 
     @device_function
     def four_in_blocks(place, extras):
@@ -121,36 +163,20 @@ def make_tile_bits(
         return four
 
     @device_function
-    def draw_listed(thread, bits, whole, place, extras):
+    def draw(thread, bits, whole, place, extras):
         last_row, last_col = place.seq_q - 1, (place.seq_k - 1) // FOUR * FOUR
-        for n in range(thread, count_listed, threads):
+        for n in range(thread, count, threads):
             # Within the patterns; what is beyond the end is hidden by the bounds.
             row = min(place.row + n // groups, last_row)
             at = place_of(place, row, min(place.col + n % groups * FOUR, last_col))
             four = four_in_blocks(at, extras) if has_blocks and not whole else ALL
             if has_mod:
                 four &= four_in_mod(at, extras)
-            bits[listed_offset + n] = four
-
-    @device_function
-    def draw(thread, bits, whole, place, extras):
-        if drops:
-            draw_kept(thread, bits, place, extras)
-        if has_lists:
-            draw_listed(thread, bits, whole, place, extras)
-
-    @device_function
-    def kept(bits, r, c, extras):
-        if not drops:
-            return one
-        byte = bits[offset + r * draws + c // together]
-        return extras.keep_scale if (byte >> (c % together)) & 1 else zero
+            bits[offset + n] = four
 
     @device_function
     def listed(bits, r, c):
-        if not has_lists:
-            return True
-        byte = bits[listed_offset + r * groups + c // FOUR]
+        byte = bits[offset + r * groups + c // FOUR]
         return bool((byte >> (c % FOUR)) & 1)
 
-    return TileBits(count_kept + count_listed, draw, kept, listed)
+    return count, draw, listed

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import numpy as np
 from numba import int64, uint32
 
 from kernels.common.geometry import make_geometry, same
-from kernels.common.online_softmax import LN_2, make_online_softmax
+from kernels.common.online_softmax import (
+    LN_2,
+    SoftmaxStep,
+    make_online_softmax,
+    make_softmax_step,
+)
 from kernels.common.philox import MASK, Philox, make_philox
+from kernels.cuda.device.vector import EXP2, MINUS
 from kernels.cuda.ptx.numbers import lg2, rcp
-from kernels.cuda.runtime.kernel import device_function
+from kernels.cuda.runtime.kernel import device_function, scalar_type
 from kernels.runtime.targets import IS_SIMULATOR, libdevice
 from kernels.scores.visibility import make_masks
 
@@ -56,6 +65,18 @@ SOFTMAX = make_online_softmax(device_function)
 shift_of, inverse_sum, log_sum_exp = SOFTMAX.shift_of, SOFTMAX.inverse_sum, SOFTMAX.log_sum_exp
 
 merge_weight = SOFTMAX.merge_weight
+
+
+@cache
+def softmax_step_for(dtype: np.dtype[Any]) -> SoftmaxStep:
+    """Return the formulas of a step of the online softmax in float32 or float64."""
+    real = scalar_type(dtype)
+
+    @device_function
+    def own_shift(row_max):
+        return real(shift_of(row_max))
+
+    return make_softmax_step(device_function, own_shift, EXP2[dtype], MINUS[dtype])
 
 
 @device_function

@@ -45,9 +45,9 @@ from kernels.cuda.attention.register_tiles import (
 )
 from kernels.cuda.attention.split_keys import empty_parts, merge_parts, own_part, parts_of
 from kernels.cuda.attention.tile_bits import TileBits
-from kernels.cuda.device.one_source import shift_of
+from kernels.cuda.device.one_source import shift_of, softmax_step_for
 from kernels.cuda.device.shared_tiles import SharedTiles
-from kernels.cuda.device.vector import EXP2, MINUS, VECTOR
+from kernels.cuda.device.vector import VECTOR
 from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import ALL_LANES, Kernel, array_type, device_function, scalar_type
 from kernels.problem.operands import Operands
@@ -126,7 +126,7 @@ def _make_softmax_step(variant: Variant, tile_bits: TileBits, p_tile: int) -> Ca
     earlier sums in ``state``, a :class:`RowState`.
     """
     layout, dtype = variant.layout, variant.dtype
-    real, exp2, minus = scalar_type(dtype), EXP2[dtype], MINUS[dtype]
+    power, grown = softmax_step_for(dtype)
     zero, log2_e = dtype.type(0), dtype.type(LOG2_E)
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_rows, own_cols = layout.block_q // rows_of_threads, layout.block_k // lanes
@@ -145,12 +145,11 @@ def _make_softmax_step(variant: Variant, tile_bits: TileBits, p_tile: int) -> Ca
                 largest = max(largest, s[i, c])
             r = ty + i * rows_of_threads
             largest = max(row_max[i], row_max_of(largest, scratch, r, tx))
-            shift = real(shift_of(largest))
-            rescale = exp2((row_max[i] - shift) * log2_e)
+            shift, rescale = grown(row_max[i], largest, log2_e)
             row_max[i] = largest
             total = zero
             for c in range(own_cols):
-                p = exp2(minus(s[i, c], shift) * log2_e)
+                p = power(s[i, c], shift, log2_e)
                 total += p
                 # P after dropout; l sums P before it.
                 p *= kept(bits, r, tx + c * lanes, extras)

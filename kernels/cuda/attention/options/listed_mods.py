@@ -57,7 +57,7 @@ def _on_device(asked: Asked) -> tuple[Layout, bool]:
     def read(head: int, i: int) -> BlockRow:
         if i % step == 0:
             launch = kernel[(columns, min(step, lines - i)), THREADS]
-            launch(*divmod(head, asked.heads), i, *grid.seq, *asked.bounds, states, bits)
+            launch(*divmod(head, asked.heads), i, grid.seq, asked.bounds, states, bits)
             found.update(states=to_host(states), bits=None)
 
         def patterns(chosen: Any) -> list[bytes]:
@@ -86,7 +86,7 @@ def evaluate_kernel(
     """
     (block_q, block_k), in_mod = block, mask_function(function, dtype)
 
-    def evaluate_blocks(batch, head, first, seq_q, seq_k, lower, upper, states, bits):
+    def evaluate_blocks(batch, head, first, seq, bounds, states, bits):
         """Fill states and bits.
 
         Computes: the state of each block, and a bit for each of its elements, the highest bit of a
@@ -100,7 +100,7 @@ def evaluate_kernel(
         Global traffic: writes states and bits once
         Needs: nothing
         """
-        j, i = cuda.blockIdx.x, cuda.blockIdx.y
+        j, i, (seq_q, seq_k), (lower, upper) = cuda.blockIdx.x, cuda.blockIdx.y, seq, bounds
         row, col = (first + i) * block_q, j * block_k
         has_any, has_all = False, True
         for r in range(cuda.threadIdx.x, block_q, cuda.blockDim.x):
@@ -126,5 +126,5 @@ def evaluate_kernel(
             state = PARTIAL if is_some else HIDDEN
             states[i, j] = uint8(FULL if is_every else state)
 
-    numbers = *[int64] * 7, types.Array(uint8, 2, "C"), types.Array(uint8, 4, "C")
-    return Kernel(evaluate_blocks, void(*numbers))
+    pair, arrays = types.UniTuple(int64, 2), (types.Array(uint8, dims, "C") for dims in (2, 4))
+    return Kernel(evaluate_blocks, void(int64, int64, int64, pair, pair, *arrays))

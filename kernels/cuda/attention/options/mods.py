@@ -23,7 +23,7 @@ from collections.abc import Callable
 from copy import copy
 from functools import partial, reduce
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -153,141 +153,174 @@ def _has_rules(function: Callable[..., Any], dtype: np.dtype[Any]) -> bool:
     return dtype == FLOAT32 and CAN_EMIT and isinstance(function, FunctionType)
 
 
+class _Known(NamedTuple):
+    """What is known of the values of a function that is being compiled.
+
+    Attributes:
+        signed: Absolute value → of what.
+        differences: Difference of two places → as a float32.
+        bounded: Not negative → whether it fits in 32 bits, and these.
+        large: Products of two indices, and their sums.
+        distances: Two places → their difference as a float32, from the kernel.
+    """
+
+    signed: dict[Any, Any]
+    differences: dict[Any, Any]
+    bounded: dict[Any, Any]
+    large: set[Any]
+    distances: dict[Any, Any]
+
+
+class _Operation(NamedTuple):
+    """An operation that is emitted by a rule: numba's target, what is known, and numba's own way."""
+
+    target: Any
+    known: _Known
+    key: tuple[Any, ...]
+    found: Callable[..., Any]
+
+
+def _fits(known: _Known, builder: Any, value: Any, spare: int) -> Any:
+    """Tell whether the upper ``spare`` bits of a number are unused; the compiler mostly knows."""
+    if value in known.bounded:
+        return known.bounded[value][0]
+    bits = value.type(spare)
+    return builder.icmp_signed("==", builder.ashr(builder.shl(value, bits), bits), value)
+
+
+def _constant_of(value: Any) -> int:
+    """Return a number that is a compile-time constant; 0 if it is not."""
+    known = getattr(value, "constant", 0)
+    return known if isinstance(known, int) else 0
+
+
+def _half(known: _Known, builder: Any, value: Any) -> Any:
+    if value in known.bounded:
+        return known.bounded[value][1]
+    return builder.trunc(value, ir.IntType(32))
+
+
+def _narrowest(
+    known: _Known, builder: Any, values: Any, small: Any, wide: Any, is_signed: bool = True
+) -> Any:
+    """Return the 32-bit result if the operands fit; else the 64-bit one, ``wide``.
+
+    A result that is not signed needs no test as an index.
+    """
+    # A whole number as a result may need a bit more: the least number divided by -1.
+    spare = _SPARE if small.type == wide.type else _SPARE + 1
+    are_small = reduce(builder.and_, [_fits(known, builder, value, spare) for value in values])
+    if small.type == wide.type:
+        return builder.select(are_small, small, wide)
+    extended = (builder.sext if is_signed else builder.zext)(small, wide.type)
+    result = builder.select(are_small, extended, wide)
+    if not is_signed:
+        known.bounded[result] = are_small, small
+    return result
+
+
+def _converted(target: Any, known: _Known, builder: Any, value: Any) -> Any:
+    """Return a whole number of 64 bits as a float32."""
+    if value in known.differences:
+        return known.differences[value]
+    is_small = _fits(known, builder, value, _SPARE)
+    small = target.cast(builder, _half(known, builder, value), types.int32, _FLOAT)
+    return builder.select(is_small, small, target.cast(builder, value, _WHOLE, _FLOAT))
+
+
+def _absolute(self: _Operation, builder: Any, values: Any, *args: Any) -> Any:
+    (number,), known = values, self.known
+    if number in known.large:
+        return self.found(builder, values, *args)
+    small = _half(known, builder, number)
+    negative = builder.icmp_signed("<", small, small.type(0))
+    small = builder.select(negative, builder.neg(small), small)
+    result = _narrowest(known, builder, values, small, self.found(builder, values, *args), False)
+    known.signed[result] = number
+    return result
+
+
+def _combined(self: _Operation, builder: Any, values: Any, *args: Any) -> Any:
+    result, known, distances = self.found(builder, values, *args), self.known, self.known.distances
+    is_product = self.key[0] is operator.mul and not any(map(_constant_of, values))
+    if is_product or known.large.intersection(values):
+        known.large.add(result)
+    if self.key[0] is operator.sub and tuple(values) in distances:
+        known.differences[result] = distances[tuple(values)]
+    return result
+
+
+def _compared(self: _Operation, builder: Any, values: Any, *args: Any) -> Any:
+    if self.known.large.intersection(values):
+        return self.found(builder, values, *args)
+    halves = [_half(self.known, builder, value) for value in values]
+    small = builder.icmp_signed(_COMPARISONS[self.key[0]], *halves)
+    return _narrowest(self.known, builder, values, small, self.found(builder, values, *args))
+
+
+def _divided(self: _Operation, builder: Any, values: Any, *args: Any) -> Any:
+    (number, divisor), known, is_mod = values, self.known, self.key[0] is operator.mod
+    constant = _constant_of(divisor)
+    # Python rounds quotients down, so that remainders have the sign of the divisor.
+    is_signed = not is_mod or constant <= 0
+    if constant > 0 and constant & (constant - 1) == 0:
+        if is_mod:
+            return builder.and_(number, number.type(constant - 1))
+        return builder.ashr(number, number.type(constant.bit_length() - 1))
+    if known.large.intersection(values):
+        result = self.found(builder, values, *args)
+        if not is_signed and constant < MOST_PLACES:
+            known.bounded[result] = ir.Constant(ir.IntType(1), 1), _half(known, builder, result)
+        return result
+    narrow = self.target.get_function(self.key[0], types.int32(types.int32, types.int32))
+    # The lower half of a divisor that is not 0 may be.
+    own_half = _half(known, builder, divisor)
+    fitting = builder.select(_fits(known, builder, divisor, _SPARE), own_half, own_half.type(1))
+    small = narrow(builder, [_half(known, builder, number), fitting])
+    return _narrowest(known, builder, values, small, self.found(builder, values, *args), is_signed)
+
+
+def _without_branch(self: _Operation, builder: Any, values: Any, *args: Any) -> Any:
+    numbers = _FLOAT(*[_FLOAT] * len(values))
+    return _BRANCHLESS[self.key].call(self.target, builder, numbers, values)
+
+
+#: Operation and types of its operands → the function in its place.
+_BRANCHLESS = {
+    (math.tanh, _FLOAT): Emitted(lambda x: tanh(x), _FLOAT(_FLOAT)),
+    (operator.truediv, _FLOAT, _FLOAT): Emitted(lambda x, y: divide(x, y), _FLOAT(_FLOAT, _FLOAT)),
+}
+#: Operation and types of its operands → its rule.
+_RULES: dict[tuple[Any, ...], Callable[..., Any]] = {
+    **dict.fromkeys(_BRANCHLESS, _without_branch),
+    (abs, _WHOLE): _absolute,
+    **{(name, _WHOLE, _WHOLE): _combined for name in _COMBINATIONS},
+    **{(test, _WHOLE, _WHOLE): _compared for test in _COMPARISONS},
+    (operator.mod, _WHOLE, _WHOLE): _divided,
+    (operator.floordiv, _WHOLE, _WHOLE): _divided,
+}
+
+
 def _with_rules(target: Any) -> Any:
     """Return numba's target context of a kernel with these rules."""
-    own = copy(target)
+    own, known = copy(target), _Known({}, {}, {}, set(), {})
     own.typing_context = _typing_with_rules(target.typing_context)
-    signed: dict[Any, Any] = {}  # absolute value → of what
-    differences: dict[Any, Any] = {}  # of two places → as a float32
-    bounded: dict[Any, Any] = {}  # not negative → whether it fits in 32 bits, and these
-    large: set[Any] = set()  # products of two indices, and their sums
-    own.distances = {}
-    branchless = {
-        (math.tanh, _FLOAT): Emitted(lambda x: tanh(x), _FLOAT(_FLOAT)),
-        (operator.truediv, _FLOAT, _FLOAT): Emitted(
-            lambda x, y: divide(x, y), _FLOAT(_FLOAT, _FLOAT)
-        ),
-    }
-
-    def fits(builder: Any, value: Any, spare: int) -> Any:
-        """Tell whether the upper ``spare`` bits of a number are unused; the compiler mostly knows."""
-        if value in bounded:
-            return bounded[value][0]
-        bits = value.type(spare)
-        return builder.icmp_signed("==", builder.ashr(builder.shl(value, bits), bits), value)
-
-    def constant_of(value: Any) -> int:
-        """Return a number that is a compile-time constant; 0 if it is not."""
-        known = getattr(value, "constant", 0)
-        return known if isinstance(known, int) else 0
-
-    def half(builder: Any, value: Any) -> Any:
-        if value in bounded:
-            return bounded[value][1]
-        return builder.trunc(value, target.get_value_type(types.int32))
-
-    def narrowest(builder: Any, values: Any, small: Any, wide: Any, is_signed: bool = True) -> Any:
-        """Return the 32-bit result if the operands fit; else ``wide``.
-
-        Args:
-            builder: LLVM's instruction builder.
-            values: The operands.
-            small: The 32-bit result.
-            wide: The 64-bit result.
-            is_signed: Whether the result may be negative; if not, it needs no test as an index.
-        """
-        # A whole number as a result may need a bit more: the least number divided by -1.
-        spare = _SPARE if small.type == wide.type else _SPARE + 1
-        are_small = reduce(builder.and_, [fits(builder, value, spare) for value in values])
-        if small.type == wide.type:
-            return builder.select(are_small, small, wide)
-        extended = (builder.sext if is_signed else builder.zext)(small, wide.type)
-        result = builder.select(are_small, extended, wide)
-        if not is_signed:
-            bounded[result] = are_small, small
-        return result
-
-    def convert(builder: Any, value: Any) -> Any:
-        """Return a whole number of 64 bits as a float32."""
-        if value in differences:
-            return differences[value]
-        is_small = fits(builder, value, _SPARE)
-        small = target.cast(builder, half(builder, value), types.int32, _FLOAT)
-        return builder.select(is_small, small, target.cast(builder, value, _WHOLE, _FLOAT))
+    own.distances = known.distances
 
     def cast(builder: Any, value: Any, kind: Any, wanted: Any) -> Any:
         if (kind, wanted) != (_WHOLE, _FLOAT):
             return target.cast(builder, value, kind, wanted)
-        if value not in signed:
-            return convert(builder, value)
+        if value not in known.signed:
+            return _converted(target, known, builder, value)
         # A GPU drops the sign of a float32 where it is used, and takes two instructions for an integer's.
         without_sign = target.get_function(math.fabs, _FLOAT(_FLOAT))
-        return without_sign(builder, [convert(builder, signed[value])])
+        return without_sign(builder, [_converted(target, known, builder, known.signed[value])])
 
     def get_function(function: Any, signature: Any, **options: Any) -> Any:
         found = type(target).get_function(own, function, signature, **options)
         key = getattr(function, "typing_key", None), *signature.args
-
-        def absolute(builder: Any, values: Any, *args: Any) -> Any:
-            (number,) = values
-            if number in large:
-                return found(builder, values, *args)
-            small = half(builder, number)
-            negative = builder.icmp_signed("<", small, small.type(0))
-            small = builder.select(negative, builder.neg(small), small)
-            result = narrowest(builder, values, small, found(builder, values, *args), False)
-            signed[result] = number
-            return result
-
-        def combined(builder: Any, values: Any, *args: Any) -> Any:
-            result = found(builder, values, *args)
-            is_product = key[0] is operator.mul and not any(map(constant_of, values))
-            if is_product or large.intersection(values):
-                large.add(result)
-            if key[0] is operator.sub and tuple(values) in own.distances:
-                differences[result] = own.distances[tuple(values)]
-            return result
-
-        def compared(builder: Any, values: Any, *args: Any) -> Any:
-            if large.intersection(values):
-                return found(builder, values, *args)
-            halves = [half(builder, value) for value in values]
-            small = builder.icmp_signed(_COMPARISONS[key[0]], *halves)
-            return narrowest(builder, values, small, found(builder, values, *args))
-
-        def divided(builder: Any, values: Any, *args: Any) -> Any:
-            (number, divisor), is_mod = values, key[0] is operator.mod
-            known = constant_of(divisor)
-            # Python rounds quotients down, so that remainders have the sign of the divisor.
-            is_signed = not is_mod or known <= 0
-            if known > 0 and known & (known - 1) == 0:
-                if is_mod:
-                    return builder.and_(number, number.type(known - 1))
-                return builder.ashr(number, number.type(known.bit_length() - 1))
-            if large.intersection(values):
-                result = found(builder, values, *args)
-                if not is_signed and known < MOST_PLACES:
-                    bounded[result] = ir.Constant(ir.IntType(1), 1), half(builder, result)
-                return result
-            narrow = target.get_function(key[0], types.int32(types.int32, types.int32))
-            # The lower half of a divisor that is not 0 may be.
-            own_half = half(builder, divisor)
-            fitting = builder.select(fits(builder, divisor, _SPARE), own_half, own_half.type(1))
-            small = narrow(builder, [half(builder, number), fitting])
-            return narrowest(builder, values, small, found(builder, values, *args), is_signed)
-
-        def without_branch(builder: Any, values: Any, *args: Any) -> Any:
-            return branchless[key].call(target, builder, signature, values)
-
-        others: dict[Any, Any] = {
-            **dict.fromkeys(branchless, without_branch),
-            (abs, _WHOLE): absolute,
-            **{(name, _WHOLE, _WHOLE): combined for name in _COMBINATIONS},
-            **{(test, _WHOLE, _WHOLE): compared for test in _COMPARISONS},
-            (operator.mod, _WHOLE, _WHOLE): divided,
-            (operator.floordiv, _WHOLE, _WHOLE): divided,
-        }
-        return others.get(key, found)
+        rule = _RULES.get(key)
+        return found if rule is None else partial(rule, _Operation(target, known, key, found))
 
     own.cast, own.get_function = cast, get_function
     own.make_constant_array = partial(_captured_array, target)

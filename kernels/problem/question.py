@@ -56,8 +56,8 @@ class DropoutOrigin(NamedTuple):
 class Problem:
     """A checked attention call, without its arrays.
 
-    A score is scale · q · k, modified by softcap, ``score_mod``, ALiBi and a floating mask, in this order.
-    Masked scores are minus infinity.
+    A field that is not described here is what the check of its option returned, see
+    :class:`kernels.problem.options.Options`: "" or False for an absent array.
 
     Attributes:
         lead: Leading dimensions of the result, heads included; those of q, k and v broadcast to it.
@@ -66,25 +66,11 @@ class Problem:
         head_dim: Size of a query and of a key.
         value_dim: Size of a value.
         dtype: Dtype of q, k, v and out, of their gradients, and of a floating mask and its gradient.
-        scale: Factor of the scores.
         lower: Columns before ``row + lower`` are masked; ``-seq_q`` if there is no bound.
         upper: Columns after ``row + upper`` are masked; ``seq_k`` if there is no bound.
         diagonal: ``causal_offset`` if there are slopes: ALiBi's distance is |row + diagonal - col|.
-        rung: Name of the requested kernel, or "auto".
-        precision: Name of the format in which products may be computed: that of ``dtype``, unless the call
-            permits a lower one, such as "tf32", or requests float8 products.
-        deterministic: Whether gradients must be bitwise reproducible.
         groups: Number of adjacent query heads that share one head of k and v.
-        softcap: Scores become cap · tanh(score / cap); 0 turns it off.
-        mask: "bool" or "float" for a call with ``attn_mask``, else "".
-        slopes: Whether the call has ALiBi slopes.
-        sink: Whether the call has sinks.
-        dropout_p: Probability of dropping an attention weight.
-        seed: Seed of the dropout mask, as a signed 64-bit integer.
         origin: Offset in the dropout mask of the larger attention call that this is part of, or None.
-        block_mask: A block-sparse pattern, or None.
-        mask_mod: ``(batch, head, row, col) -> bool``, or None.
-        score_mod: The user's function that modifies a score, with its derivative, or None.
         sequences: The bounds of packed sequences, or None.  In packed calls, rows and columns are counted
             from the start of their sequence, and its index replaces that of the batch.
     """

@@ -98,21 +98,21 @@ PLAIN = Features()
 
 
 def features_of(problem: Any) -> Features:
-    """Return the options of a checked call, a ``Problem``."""
+    """Return the options of a checked call, a ``Problem``; a field of the same name is taken from it."""
     score_mod, derivative = problem.score_mod or (None, None)
-    return Features(
-        softcap=problem.softcap > 0.0,
-        slopes=problem.slopes,
-        mask=problem.mask,
-        dropout=problem.dropout_p > 0.0,
-        block_mask=problem.block_mask is not None,
-        packed=problem.sequences is not None,
-        mask_mod=problem.mask_mod,
-        score_mod=score_mod,
-        derivative=derivative,
-        sink=problem.sink,
-        moved=problem.dropout_p > 0.0 and problem.origin is not None,
-    )
+    drops = problem.dropout_p > 0.0
+    found: dict[str, Any] = {
+        "score_mod": score_mod,
+        "derivative": derivative,
+        "dropout": drops,
+        "packed": problem.sequences is not None,
+        "moved": drops and problem.origin is not None,
+    }
+    for name, default in Features._field_defaults.items():
+        if name not in found and hasattr(problem, name):
+            value = getattr(problem, name)
+            found[name] = bool(value) if default is False else value
+    return Features(**found)
 
 
 class Place(NamedTuple):

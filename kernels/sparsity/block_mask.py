@@ -26,6 +26,7 @@ from kernels.sparsity.states import (
     check_blocks,
     check_grid,
     combine,
+    shows,
     stack,
 )
 from kernels.sparsity.tile_lists import TileList, make_tile_list, make_tile_patterns
@@ -164,13 +165,7 @@ class BlockMask:
         """
         head = _places("head", head)
         row, col = _places("row", row, self.seq_q), _places("col", col, self.seq_k)
-        states = self.states[head % len(self.states), row // self.block_q, col // self.block_k]
-        seen = states == FULL
-        if len(self.patterns):
-            number = np.maximum(states - PARTIAL, 0)
-            kept = self.patterns[number, row % self.block_q, col % self.block_k]
-            seen = seen | ((states >= PARTIAL) & kept)
-        return seen
+        return shows(self._blocks, self._grid, head, row, col)
 
     def dense(self) -> npt.NDArray[np.bool_]:
         """Return the whole mask as an array, (heads, seq_q, seq_k), True where visible; for small masks."""

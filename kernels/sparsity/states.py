@@ -218,6 +218,17 @@ def combine(a: Blocks, b: Blocks, neutral: int, operation: Any) -> Blocks:
     return Blocks(states, np.concatenate([a.patterns, b.patterns, new]))
 
 
+def shows(blocks: Blocks, grid: Grid, head: Any, row: Any, col: Any) -> Bools:
+    """Tell whether elements of a mask are visible, for arrays of whole numbers that broadcast."""
+    states, patterns = blocks
+    own = states[head % len(states), row // grid.block_q, col // grid.block_k]
+    seen = own == FULL
+    if len(patterns):
+        kept = patterns[np.maximum(own - PARTIAL, 0), row % grid.block_q, col % grid.block_k]
+        seen = seen | ((own >= PARTIAL) & kept)
+    return seen
+
+
 def stack(masks: Iterable[Blocks]) -> Blocks:
     """Concatenate the heads of masks."""
     states, patterns, shift = [], [], 0

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kernels.sparsity.states import FULL, PARTIAL, Blocks, Bools, Grid
+from kernels.sparsity.states import FULL, PARTIAL, Blocks, Bools, Grid, shows
 
 Ints = npt.NDArray[np.int64]
 #: Number of patterns that are packed at a time, which bounds the memory they take.
-_PACKED_TOGETHER = 256
+_PACKED_TOGETHER = 64
 
 
 class TileList(NamedTuple):
@@ -145,36 +145,13 @@ def make_tile_patterns(
     numbers[chosen] = 1 + number.reshape(-1)
     packed = []
     for start in range(0, len(first), _PACKED_TOGETHER):
-        some = chosen[first[start : start + _PACKED_TOGETHER]]
-        shown = np.zeros((len(some), tile_q, tile_k), bool)
-        for out, entry in zip(shown, some.tolist(), strict=True):
-            tile = int(i[entry]), int(j[entry])
-            _fill_tile(out, blocks, int(head[entry]), (rows, cols), tile)
-        packed.append(pack(shown))
+        some = chosen[first[start : start + _PACKED_TOGETHER], None, None]
+        row = i[some] * tile_q + np.arange(tile_q)[:, None]  # (some, tile_q, 1)
+        col = j[some] * tile_k + np.arange(tile_k)  # (some, 1, tile_k)
+        inside = (row < grid.seq_q) & (col < grid.seq_k)
+        row, col = np.minimum(row, grid.seq_q - 1), np.minimum(col, grid.seq_k - 1)
+        packed.append(pack(inside & shows(blocks, grid, head[some], row, col)))
     return numbers, packed
-
-
-def _fill_tile(
-    out: Bools,
-    blocks: Blocks,
-    head: int,
-    sides: tuple[BlockParts, BlockParts],
-    tile: tuple[int, int],
-) -> None:
-    """Write the visibility of the elements of a tile."""
-    (rows, cols), (i, j), top = sides, tile, 0
-    for r in range(rows.first[i], rows.first[i] + rows.counts[i]):
-        (first_row, stop_row), left = rows.places[rows.place[r]], 0
-        for c in range(cols.first[j], cols.first[j] + cols.counts[j]):
-            first_col, stop_col = cols.places[cols.place[c]]
-            state = blocks.states[head, rows.block[r], cols.block[c]]
-            shown: Any = state == FULL
-            if state >= PARTIAL:
-                shown = blocks.patterns[state - PARTIAL, first_row:stop_row, first_col:stop_col]
-            right = left + stop_col - first_col
-            out[top : top + stop_row - first_row, left:right] = shown
-            left = right
-        top += stop_row - first_row
 
 
 def _parts_of(side: BlockParts, tile: Ints) -> Ints:

@@ -226,16 +226,7 @@ def _address(dtype: np.dtype[Any]) -> int:
 
 
 def forward(problem: Problem, size: tuple[int, int], operands: Operands) -> Bind | None:
-    """Fill out, lse and lse_rest.
-
-    Args:
-        problem: The checked call.
-        size: (block_q, block_k).
-        operands: The operands, with any strides; the results are written.
-
-    Returns:
-        A function that binds the call to other arrays, or None if each call has to run in full.
-    """
+    """Fill out, lse and lse_rest; return None if no call can be bound to other arrays."""
     if size == tile(problem) and flash_decoding.pays(problem, operands):
         return flash_decoding.forward(problem, operands)
     return forward_by_tiles(problem, size, operands)

@@ -161,18 +161,7 @@ def _address(dtype: np.dtype[Any]) -> int:
 
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Bind:
-    """Fill dq, dk and dv.
-
-    The only memory in addition to the gradients is delta.
-
-    Args:
-        problem: The checked call.
-        tile: (block_q, block_k).
-        operands: The operands, with any strides; dq, dk and dv are written.
-
-    Returns:
-        A function that binds the call to other arrays.
-    """
+    """Fill dq, dk and dv; the only memory in addition to these is delta."""
     few_rows = flash_decoding.pays(problem, operands)
     o = flash2.with_scores_by_tiles(problem, operands) if few_rows else operands
     batch_heads, seq_q = o.q.shape[0] * o.q.shape[1], o.q.shape[2]

@@ -214,12 +214,7 @@ def pays(problem: Problem, operands: Operands) -> bool:
 
 
 def forward(problem: Problem, operands: Operands) -> Bind | None:
-    """Fill out, lse and lse_rest, and bind the call; see ``flash2.forward``.
-
-    Args:
-        problem: The checked call.
-        operands: The operands; rows of k and v are contiguous; the results are written.
-    """
+    """Fill out, lse and lse_rest for contiguous rows of k and v; see ``flash2.forward``."""
     o = operands
     packed = problem.sequences
     longest = problem.seq_k if packed is None else int(packed.lengths[1].max(initial=0))

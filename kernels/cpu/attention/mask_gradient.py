@@ -139,13 +139,7 @@ def _address(dtype: np.dtype[Any]) -> int:
 
 
 def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
-    """Fill the gradient of a floating mask.
-
-    Args:
-        problem: The checked call.
-        operands: The operands of the backward pass.
-        dmask: (mask batches, heads or 1, seq_q or 1, seq_k or 1), written.
-    """
+    """Fill dmask, (mask batches, heads or 1, seq_q or 1, seq_k or 1), a floating mask's gradient."""
     o = with_scores_by_tiles(problem, operands)
     rows, cols = dmask.shape[2:]
     tiles = PLAIN.ceil_div(rows, TILE[0]) * PLAIN.ceil_div(cols, TILE[1])

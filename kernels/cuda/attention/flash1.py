@@ -444,14 +444,7 @@ def backward_kernel(
 
 
 def forward(problem: Problem, tile: Tile, operands: Operands) -> None:
-    """Fill out, lse and lse_rest; allocates l and m.
-
-    Args:
-        problem: The checked call.
-        tile: (block_q, block_k), B_r and B_c in the paper.
-        operands: q, k, v and the arrays of the options, on the device; out, lse and lse_rest are
-            written.
-    """
+    """Fill out, lse and lse_rest; allocates l and m.  ``tile`` is B_r and B_c of the paper."""
     o, dims, threads = operands, (problem.head_dim, problem.value_dim), SIZES.flash1_threads
     sums = [empty_device(tuple(o.lse.shape), problem.dtype) for _ in "lm"]
     kernel = forward_kernel(*tile, *dims, threads, problem.dtype, problem.features)
@@ -461,14 +454,7 @@ def forward(problem: Problem, tile: Tile, operands: Operands) -> None:
 
 
 def backward(problem: Problem, tile: Tile, operands: Operands) -> None:
-    """Fill dq, dk and dv.
-
-    Args:
-        problem: The checked call.
-        tile: (block_q, block_k).
-        operands: The operands and results of :func:`forward`, dout, and dlse or None; dq, dk and dv are
-            written.
-    """
+    """Fill dq, dk and dv."""
     o, dims, threads = operands, (problem.head_dim, problem.value_dim), SIZES.flash1_threads
     has_dlse = o.dlse is not None
     kernel = backward_kernel(*tile, *dims, threads, problem.dtype, problem.features, has_dlse)

@@ -210,11 +210,7 @@ def _empty_scores(problem: Problem, operands: Operands) -> Any:
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
     """Fill out, lse and lse_rest; allocates the scores, batch · heads · seq_q · seq_k elements.
 
-    Args:
-        problem: The checked call.
-        tile: Rows and columns of a block of the products, rounded up.
-        operands: q, k, v and the arrays of the options, on the device; out, lse and lse_rest are
-            written.
+    ``tile`` has the rows and columns of a block of the products, rounded up.
     """
     features, extras = problem.features, make_extras(problem, operands, *tile)
     scores = _empty_scores(problem, operands)  # (batch, heads, seq_q, seq_k)
@@ -229,14 +225,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
 
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill dq, dk and dv; allocates twice the memory of the scores.
-
-    Args:
-        problem: The checked call.
-        tile: Rows and columns of a block of the products, rounded up.
-        operands: The operands and results of the forward pass, dout, and dlse or None; dq, dk and dv are
-            written.
-    """
+    """Fill dq, dk and dv; allocates twice the memory of the scores.  ``tile`` as for :func:`forward`."""
     o, has_dlse = operands, operands.dlse is not None
     features, extras = problem.features, make_extras(problem, operands, *tile)
     scores, dp = _empty_scores(problem, o), _empty_scores(problem, o)

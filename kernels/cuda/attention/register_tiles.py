@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,36 +125,6 @@ def widths_in(problem: Problem, step: int) -> tuple[int, int]:
     return round_up(problem.head_dim, step), round_up(problem.value_dim, step)
 
 
-class Demand(NamedTuple):
-    """The properties of a problem that determine the layouts and shared memory of its kernels.
-
-    Attributes:
-        widths: (head_dim, value_dim), rounded up by :func:`widths`.
-        itemsize: Bytes of an element.
-        has_few_rows: Whether there are fewer query rows than in a usual tile.
-        is_long: Whether options do much work per score: a user function, or several others.
-        kinds_of_bits: Number of bits per score: one for dropout, one for a pattern or ``mask_mod``.
-    """
-
-    widths: tuple[int, int]
-    itemsize: int
-    has_few_rows: bool
-    is_long: bool
-    kinds_of_bits: int
-
-
-def demand_of(problem: Problem) -> Demand:
-    """Return the demand of a problem."""
-    return Demand(
-        widths(problem),
-        problem.dtype.itemsize,
-        problem.seq_q <= SIZES.few_rows,
-        problem.score_mod is not None or problem.modifier_count > 1,
-        (problem.dropout_p > 0.0)
-        + (problem.block_mask is not None or problem.mask_mod is not None),
-    )
-
-
 def _largest_power(limit: int, size: int) -> int:
     """Return the largest power of two up to ``limit`` that divides ``size``."""
     return min(limit, size & -size)
@@ -168,12 +138,7 @@ def pick_layout(name: str, problem: Problem, tile: tuple[int, int] | None) -> Re
         problem: The checked call.
         tile: (block_q, block_k), or None.
     """
-    return _layout(name, demand_of(problem), tile)
-
-
-@lru_cache(maxsize=1024)
-def _layout(name: str, demand: Demand, tile: tuple[int, int] | None) -> RegisterLayout:
-    sizes = _table_entry(name, demand)
+    sizes = _table_entry(name, problem)
     block_q, block_k = tile or (sizes.block_q, sizes.block_k)
     # dK and dV are summed by key: there a thread owns rows of keys.
     rows, cols = (block_q, block_k) if name in ("forward", "dq") else (block_k, block_q)
@@ -189,12 +154,12 @@ def _layout(name: str, demand: Demand, tile: tuple[int, int] | None) -> Register
     )
 
 
-def _table_entry(name: str, demand: Demand) -> LayoutSizes:
-    if name == "forward" and demand.has_few_rows:
+def _table_entry(name: str, problem: Problem) -> LayoutSizes:
+    if name == "forward" and problem.seq_q <= SIZES.few_rows:
         name = "few"
-    table = SIZES.flash2[name, demand.itemsize]
-    sizes = next(sizes for limit, sizes in table if max(demand.widths) <= limit)
-    if not demand.is_long:
+    table = SIZES.flash2[name, problem.dtype.itemsize]
+    sizes = next(sizes for limit, sizes in table if max(widths(problem)) <= limit)
+    if problem.score_mod is None and problem.modifier_count <= 1:
         return sizes
     # The loop over a thread's scores stays in registers only if the compiler unrolls it.
     block_q, block_k, threads = sizes[0], sizes[1], sizes.lanes * sizes.rows_of_threads
@@ -225,22 +190,14 @@ def why_not_layout(
         tile: (block_q, block_k), or None.
         tiles: Returns the shared tiles of the kernel for a layout and the two widths.
     """
-    return _why_not(name, demand_of(problem), tile, tiles)
-
-
-@lru_cache(maxsize=1024)
-def _why_not(
-    name: str,
-    demand: Demand,
-    tile: tuple[int, int] | None,
-    tiles: Callable[[RegisterLayout, int, int], SharedTiles],
-) -> str | None:
-    layout = _layout(name, demand, tile)
+    layout = pick_layout(name, problem, tile)
     blocks = (layout.block_q, layout.block_k)
     if any(block % VECTOR for block in blocks):
         return f"flash2 needs tiles of multiples of {VECTOR}, got {blocks}"
-    needed = demand.itemsize * tiles(layout, *demand.widths).elements
-    needed += demand.kinds_of_bits * layout.block_q * layout.block_k // VECTOR  # see tile_bits
+    needed = problem.dtype.itemsize * tiles(layout, *widths(problem)).elements
+    # A bit for dropout, and one for a pattern or ``mask_mod``; see tile_bits.
+    kinds = problem.features.dropout + problem.features.has_lists
+    needed += kinds * layout.block_q * layout.block_k // VECTOR
     return why_too_large(blocks, needed, dynamic_shared_memory_bytes())
 
 

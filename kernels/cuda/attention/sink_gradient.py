@@ -80,14 +80,7 @@ def sink_kernel(stored: np.dtype[Any], dtype: np.dtype[Any], has_dlse: bool) -> 
 
 
 def sink_gradient(problem: Problem, operands: Operands, dsink: Any) -> None:
-    """Fill the gradient of the sinks.
-
-    Args:
-        problem: The checked call.
-        operands: The operands, on the device: dout, out, lse, lse_rest, sink, and dlse or
-            None.
-        dsink: (batch * heads,), written.
-    """
+    """Fill dsink, (batch * heads,), the gradient of the sinks."""
     o, has_dlse = operands, operands.dlse is not None
     launch = sink_kernel(problem.dtype, problem.acc_dtype, has_dlse)[dsink.shape[0], BLOCK]
     rows = o.lse, o.lse_rest, o.dlse if has_dlse else o.lse

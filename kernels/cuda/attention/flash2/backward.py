@@ -44,13 +44,7 @@ def tile(problem: Problem) -> tuple[int, int]:
 
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill dq, dk and dv; allocates delta.
-
-    Args:
-        problem: The checked call.
-        tile: (block_q, block_k), multiples of four.
-        operands: The operands, on the device; dq, dk and dv are written.
-    """
+    """Fill dq, dk and dv; allocates delta.  The sides of a tile are multiples of four."""
     dq, own = operands.dq, _own_layout(problem)
     inputs = BackwardInputs(operands.dout, operands.q, operands.k, operands.v)
     values = RowValues(operands.lse, operands.lse_rest, delta_of(problem, operands))

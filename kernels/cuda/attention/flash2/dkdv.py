@@ -9,10 +9,9 @@ from numba import uint8
 from kernels.cuda.attention.flash2.register_scores import (
     ScoreTile,
     backward_types,
-    bits_of,
     kernel_of,
-    make_gradients,
     make_row_values,
+    make_steps,
     make_walk,
     rows_of,
 )
@@ -25,8 +24,6 @@ from kernels.cuda.attention.register_tiles import (
     assign,
     make_accumulate,
     make_keep_tile,
-    make_load_tiles,
-    make_multiply,
     make_store_tile,
     set_all,
 )
@@ -72,12 +69,10 @@ def dkdv_kernel(variant: Variant, atomics: bool) -> Kernel:
     k_tile, v_tile, q_tile, dout_tile, p_tile, lse, rest, delta = tiles
     own_tile, entries, tile_of, is_whole, is_within = make_walk(variant, by_keys=True)
     bounds, is_inside = make_key_bounds(block_q, block_k)
-    tile_bits, values_of = bits_of(variant, tiles), make_row_values(variant)
-    draw, to_gradients = tile_bits.draw, make_gradients(variant, tile_bits, tiles=tiles)
-    load_q, load_dout, load_k, load_v = make_load_tiles(variant)
+    values_of, threads = make_row_values(variant), layout.threads
+    load_q, load_dout, load_k, load_v, draw, *steps = make_steps(variant, tiles, by_keys=True)
+    multiply_kq, multiply_v_dout, to_gradients = steps
     keep_p, keep_ds = (make_keep_tile(layout, block_k, block_q, is_ds) for is_ds in (False, True))
-    multiply_kq = make_multiply(layout, block_k, block_q, head_width, dtype)
-    multiply_v_dout = make_multiply(layout, block_k, block_q, variant.value_width, dtype)
     accumulate_dk = make_accumulate(layout, block_k, block_q, head_width)
     accumulate_dv = make_accumulate(layout, block_k, block_q, variant.value_width)
     accumulate_dq = make_accumulate(layout, block_q, block_k, head_width)

@@ -11,10 +11,9 @@ from numba import uint8, void
 from kernels.cuda.attention.flash2.register_scores import (
     ScoreTile,
     backward_types,
-    bits_of,
     kernel_of,
-    make_gradients,
     make_load_row_values,
+    make_steps,
     make_walk,
     rows_of,
 )
@@ -27,8 +26,6 @@ from kernels.cuda.attention.register_tiles import (
     assign,
     make_accumulate,
     make_keep_tile,
-    make_load_tiles,
-    make_multiply,
     make_store_tile,
     scale_all,
     set_all,
@@ -94,12 +91,9 @@ def dq_kernel(variant: Variant) -> Kernel:
     tiles = dq_tiles(layout, head_width, variant.value_width)
     q_tile, dout_tile, k_tile, v_tile, ds_tile = tiles
     own_tile, entries, tile_of, is_whole, is_within = make_walk(variant)
-    bounds, tile_bits = make_row_bounds(block_q, block_k), bits_of(variant, tiles)
-    load_row_values, draw = make_load_row_values(variant), tile_bits.draw
-    to_gradients = make_gradients(variant, tile_bits)
-    load_q, load_dout, load_k, load_v = make_load_tiles(variant)
-    multiply_qk = make_multiply(layout, block_q, block_k, head_width, dtype)
-    multiply_dout_v = make_multiply(layout, block_q, block_k, variant.value_width, dtype)
+    load_q, load_dout, load_k, load_v, draw, *steps = make_steps(variant, tiles)
+    multiply_qk, multiply_dout_v, to_gradients = steps
+    bounds, load_row_values = make_row_bounds(block_q, block_k), make_load_row_values(variant)
     keep_ds = make_keep_tile(layout, block_q, block_k)
     accumulate = make_accumulate(layout, block_q, block_k, head_width)
     store_dq = make_store_tile(layout, block_q, head_width, assign)

@@ -352,10 +352,7 @@ def tile(problem: Problem) -> tuple[int, int]:
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
     """Fill out, lse and lse_rest; allocates the parts if the keys are divided among blocks.
 
-    Args:
-        problem: The checked call.
-        tile: (block_q, block_k), multiples of four.
-        operands: The operands, on the device; out, lse and lse_rest are written.
+    The sides of a tile are multiples of four.
     """
     layout = forward_layout(problem, tile)
     q, k, v = operands.q, operands.k, operands.v
@@ -378,10 +375,7 @@ def with_own_rows(problem: Problem, operands: Operands) -> Operands:
 
     Another rung adds the terms of S = τ Q Kᵀ in another order.  In an ordinary row the difference is small
     beside 1.  In a large one it is not, and exp(S - L) is no probability if S and L are of two rungs.
-
-    Args:
-        problem: The checked call, in float32 or float64.
-        operands: The operands, on the device, and the results of any rung.
+    The call is in float32 or float64, and the results of ``operands`` are those of any rung.
     """
     problem = operands.forward_problem(problem)
     layout = forward_layout(problem)

@@ -17,10 +17,9 @@ from kernels.cuda.attention.flash2.register_scores import (
     RowValues,
     ScoreTile,
     backward_types,
-    bits_of,
     kernel_of,
-    make_gradients,
     make_load_row_values,
+    make_steps,
     make_walk,
 )
 from kernels.cuda.attention.options.extras import make_extras
@@ -34,8 +33,6 @@ from kernels.cuda.attention.register_tiles import (
     RegisterLayout,
     Variant,
     make_keep_tile,
-    make_load_tiles,
-    make_multiply,
     pick_layout,
     set_all,
     variant_of,
@@ -123,12 +120,9 @@ def dmask_kernel(variant: Variant) -> Kernel:
     tiles = dq_tiles(layout, variant.head_width, variant.value_width)
     q_tile, dout_tile, k_tile, v_tile, ds_tile = tiles
     _, entries, tile_of, is_whole, is_within = make_walk(variant)
-    tile_bits, bounds = bits_of(variant, tiles), make_row_bounds(block_q, block_k)
-    draw, load_row_values = tile_bits.draw, make_load_row_values(variant)
-    to_gradients = make_gradients(variant, tile_bits, of_bias=True)
-    load_q, load_dout, load_k, load_v = make_load_tiles(variant)
-    multiply_qk = make_multiply(layout, block_q, block_k, variant.head_width, dtype)
-    multiply_dout_v = make_multiply(layout, block_q, block_k, variant.value_width, dtype)
+    load_q, load_dout, load_k, load_v, draw, *steps = make_steps(variant, tiles, of_bias=True)
+    multiply_qk, multiply_dout_v, to_gradients = steps
+    bounds, load_row_values = make_row_bounds(block_q, block_k), make_load_row_values(variant)
     keep_ds = make_keep_tile(layout, block_q, block_k)
     store_sums, rows_of_threads = _make_store_sums(layout, dtype, ds_tile), layout.rows_of_threads
     block_of = _make_block_of(layout)
@@ -211,10 +205,7 @@ def dmask_kernel(variant: Variant) -> Kernel:
 def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
     """Fill the gradient of a floating mask; allocates delta, and an out, lse and lse_rest of its own.
 
-    Args:
-        problem: The checked call.
-        operands: The operands of the backward pass.
-        dmask: (mask batches, heads or 1, seq_q or 1, seq_k or 1), written.
+    dmask is (mask batches, heads or 1, seq_q or 1, seq_k or 1).
     """
     operands = with_own_rows(problem, operands)
     layout = pick_layout("dq", problem, None)

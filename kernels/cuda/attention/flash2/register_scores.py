@@ -26,7 +26,13 @@ from kernels.cuda.attention.options.tile_scores import (
     moved,
 )
 from kernels.cuda.attention.options.visits import make_visits
-from kernels.cuda.attention.register_tiles import BackwardInputs, HeadRows, Variant
+from kernels.cuda.attention.register_tiles import (
+    BackwardInputs,
+    HeadRows,
+    Variant,
+    make_load_tiles,
+    make_multiply,
+)
 from kernels.cuda.attention.tile_bits import TileBits, make_tile_bits
 from kernels.cuda.device.one_source import batch_and_head, shift_of
 from kernels.cuda.device.shared_tiles import SharedTiles
@@ -192,6 +198,24 @@ def make_gradients(
                     s[i, j] = p * keep
 
     return to_gradients
+
+
+def make_steps(
+    variant: Variant, tiles: SharedTiles, by_keys: bool = False, of_bias: bool = False
+) -> tuple[Callable[..., Any], ...]:
+    """Return the functions of a backward kernel, which load Q, dO, K and V, and compute S, dP and dS.
+
+    They are four of ``make_load_tiles``, ``draw`` of ``tile_bits``, two products, which ``by_keys`` are
+    transposed, and ``to_gradients``.
+    """
+    layout, tile_bits = variant.layout, bits_of(variant, tiles)
+    sides = (layout.block_k, layout.block_q) if by_keys else (layout.block_q, layout.block_k)
+    products = [
+        make_multiply(layout, *sides, width, variant.dtype)
+        for width in (variant.head_width, variant.value_width)
+    ]
+    to_gradients = make_gradients(variant, tile_bits, of_bias, tiles if by_keys else None)
+    return *make_load_tiles(variant), tile_bits.draw, *products, to_gradients
 
 
 @cache

@@ -162,11 +162,6 @@ class Problem:
         given = (getattr(self, field_of(name)) for name in WITH_GRADIENT)
         return tuple([value not in (False, "", "bool") for value in given])
 
-    @property
-    def modifier_count(self) -> int:
-        """Number of options among softcap, ALiBi and a floating mask, which modify a score."""
-        return (self.softcap > 0.0) + self.slopes + (self.mask == "float")
-
     @cached_property
     def key_lead(self) -> tuple[int, ...]:
         """Leading dimensions of k and v after broadcasting: fewer heads where several share one."""

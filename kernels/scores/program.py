@@ -57,9 +57,14 @@ class Features(NamedTuple):
     large_cap: bool = False
 
     @property
+    def modifier_count(self) -> int:
+        """Number of options that modify a visible score."""
+        return self.softcap + self.slopes + self.has_bias + (self.score_mod is not None)
+
+    @property
     def modifies_scores(self) -> bool:
         """Whether a visible score differs from scale · q · k."""
-        return bool(self.softcap or self.slopes or self.has_bias or self.score_mod)
+        return self.modifier_count > 0
 
     @property
     def has_bias(self) -> bool:

@@ -159,7 +159,7 @@ def _table_entry(name: str, problem: Problem) -> LayoutSizes:
         name = "few"
     table = SIZES.flash2[name, problem.dtype.itemsize]
     sizes = next(sizes for limit, sizes in table if max(widths(problem)) <= limit)
-    if problem.score_mod is None and problem.modifier_count <= 1:
+    if problem.score_mod is None and problem.features.modifier_count <= 1:
         return sizes
     # The loop over a thread's scores stays in registers only if the compiler unrolls it.
     block_q, block_k, threads = sizes[0], sizes[1], sizes.lanes * sizes.rows_of_threads

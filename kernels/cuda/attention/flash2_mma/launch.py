@@ -220,7 +220,7 @@ def _table_of(problem: Problem) -> int:
     """Return the table of layouts: 0 without options, 1 with options, 2 if several modify a score."""
     if problem.sinkless.features._replace(packed=False) == PLAIN:
         return 0
-    return 2 if problem.modifier_count + (problem.score_mod is not None) > 1 else 1
+    return 2 if problem.features.modifier_count > 1 else 1
 
 
 def backward_tile(problem: Problem) -> tuple[int, int]:

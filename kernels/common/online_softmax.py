@@ -40,10 +40,6 @@ def _logarithm(x):
     return math.log(x)
 
 
-def _difference(x, y):
-    return x - y
-
-
 def make_online_softmax(
     compile_: Callable[[Any], Any],
     reciprocal: Callable[[Any], Any] | None = None,
@@ -96,17 +92,10 @@ def make_online_softmax(
     return OnlineSoftmax(shift_of, inverse_sum, log_sum_exp, merge_weight)
 
 
-class SoftmaxStep(NamedTuple):
-    """The functions that :func:`make_softmax_step` returns."""
-
-    power: Callable[[Any, Any, Any], Any]
-    grown: Callable[[Any, Any, Any], Any]
-
-
 def make_softmax_step(
-    compile_: Callable[[Any], Any], shift_of: Callable[[Any], Any], exp2: Any, minus: Any = None
-) -> SoftmaxStep:
-    """Return the formulas of lines 9 and 10 for one compiler; a kernel adds how a row lies in its lanes.
+    compile_: Callable[[Any], Any], shift_of: Callable[[Any], Any], exp2: Any, minus: Any
+) -> tuple[Callable[[Any, Any, Any], Any], Callable[[Any, Any, Any], tuple[Any, Any]]]:
+    """Return ``power`` and ``grown``, lines 9 and 10; a kernel adds how its lanes share a row.
 
     m_new = max(m, rowmax S), P = e^(S - m_new), l = e^(m - m_new) l + rowsum P, and O like l.  In base 2,
     the maximum is subtracted first: S · log2 e could overflow, and a product less a rounded product is not
@@ -117,13 +106,12 @@ def make_softmax_step(
         compile_: Turns a plain function into one that the caller's compiler can call.
         shift_of: See :func:`make_online_softmax`, in the dtype of scores.
         exp2: 2**x.
-        minus: The difference of a score and a shift, for a compiler that would fuse it with a product.
+        minus: The difference of a score and a shift, which no compiler may fuse with a product.
     """
-    less = minus or compile_(_difference)
 
     @compile_
     def power(score, shift, log2_e):
-        return exp2(less(score, shift) * log2_e)
+        return exp2(minus(score, shift) * log2_e)
 
     @compile_
     def grown(row_max, new_max, log2_e):
@@ -131,7 +119,7 @@ def make_softmax_step(
         shift = shift_of(new_max)
         return shift, exp2((row_max - shift) * log2_e)
 
-    return SoftmaxStep(power, grown)
+    return power, grown
 
 
 PLAIN = make_online_softmax(same)

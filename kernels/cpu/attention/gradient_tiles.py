@@ -221,16 +221,8 @@ def has_large(lse):
 def fill_large_scores(piece, q, k, scale, settings, place, bounded):
     """Fill S of a piece with the numbers of the forward pass, which multiplies q by the scale, not k.
 
-    Where scores are large, exp(S - L) is not a probability if S and L are rounded differently.
-
-    Args:
-        piece: As in :func:`fill_scores`, and so settings, place and bounded.
-        q: (rows, head_dim), any strides.
-        k: (cols, head_dim), any strides; the keys of the piece.
-        scale: Factor of q.
-        settings: As there.
-        place: As there.
-        bounded: As there.
+    Where scores are large, exp(S - L) is not a probability if S and L are rounded differently.  The other
+    arguments are those of :func:`fill_scores`; q is (rows, head_dim) and k (cols, head_dim).
     """
     q_tile = empty_tile(q.shape[0], q.shape[1], q.dtype)  # (rows, head_dim)
     k_t = empty_tile(q.shape[1], piece.s.shape[1], q.dtype)  # (head_dim, lanes)

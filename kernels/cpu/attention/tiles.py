@@ -36,7 +36,8 @@ def _own_shift(row_max):
     return _ZERO if row_max == -np.inf else row_max
 
 
-power, grown = make_softmax_step(njit(fastmath=FASTMATH), _own_shift, exp2)
+_FAST = njit(fastmath=FASTMATH)
+power, grown = make_softmax_step(_FAST, _own_shift, exp2, _FAST(lambda x, y: x - y))
 
 
 @cache

@@ -28,7 +28,7 @@ from kernels.common import geometry
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.mods import numbers_of_mods
 from kernels.cuda.attention.options.score_functions import extras_type, make_score_functions
-from kernels.cuda.attention.register_tiles import BackwardInputs
+from kernels.cuda.attention.register_tiles import BackwardInputs, HeadRows
 from kernels.cuda.device.one_source import (
     batch_and_head,
     ceil_div,
@@ -119,15 +119,6 @@ def why_not(problem: Problem, requested_tile: Tile | None) -> str | None:
     return None
 
 
-class TileRows(NamedTuple):
-    """The rows of a tile: ``count`` of head ``h`` in batch ``b`` of an array, from ``first`` on."""
-
-    b: Any
-    h: Any
-    first: Any
-    count: Any
-
-
 class Statistics(NamedTuple):
     """The numbers of each row that the forward pass writes: L, its rest, l and m."""
 
@@ -149,14 +140,14 @@ class Saved(NamedTuple):
 @device_function
 def load_tile(thread, threads, array, rows, dim, tile):
     """Copy rows of one head to shared memory: a thread copies every threads-th element."""
-    for e in range(thread, rows.count * dim, threads):
+    for e in range(thread, (rows.stop - rows.first) * dim, threads):
         tile[e // dim, e % dim] = array[rows.b, rows.h, rows.first + e // dim, e % dim]
 
 
 @device_function
 def store_tile(thread, threads, tile, array, rows, dim):
     """Copy rows from shared memory to one head: a thread copies every threads-th element."""
-    for e in range(thread, rows.count * dim, threads):
+    for e in range(thread, (rows.stop - rows.first) * dim, threads):
         array[rows.b, rows.h, rows.first + e // dim, e % dim] = tile[e // dim, e % dim]
 
 
@@ -234,14 +225,14 @@ def forward_kernel(
             col = j * block_k
             cols = min(block_k, seq_k - col)  # 4: the last tile may be short
             # 7: load K_j, V_j
-            keys = TileRows(b, h, col, cols)
+            keys = HeadRows(b, h, col, col + cols)
             load_tile(thread, threads, k, keys, head_dim, k_tile)
             load_tile(thread, threads, v, keys, value_dim, v_tile)
             # 8: for 1 <= i <= T_r, but only those that see a column of the tile
             for i in range(first_tile(col, block_q, seq_q, -extras.upper), num_q_tiles):
                 row = i * block_q
                 rows = min(block_q, seq_q - row)
-                queries = TileRows(b, h, row, rows)
+                queries = HeadRows(b, h, row, row + rows)
                 cuda.syncthreads()  # O, l, m are written; Q, O, S of the last tile are used up
                 # 9: load Q_i, O_i; l_i and m_i go to a register of the thread that has the row
                 load_tile(thread, threads, q, queries, head_dim, q_tile)
@@ -364,7 +355,7 @@ def backward_kernel(
             col = j * block_k
             cols = min(block_k, seq_k - col)  # 3: the last tile may be short
             # 7: load K_j, V_j
-            keys = TileRows(b, h, col, cols)
+            keys = HeadRows(b, h, col, col + cols)
             load_tile(thread, threads, k, keys, head_dim, k_tile)
             load_tile(thread, threads, v, keys, value_dim, v_tile)
             # 8: dK_j = 0, dV_j = 0 on chip
@@ -376,7 +367,7 @@ def backward_kernel(
             for i in range(first_tile(col, block_q, seq_q, -extras.upper), num_q_tiles):
                 row = i * block_q
                 rows = min(block_q, seq_q - row)
-                queries = TileRows(b, h, row, rows)
+                queries = HeadRows(b, h, row, row + rows)
                 cuda.syncthreads()  # all have used Q, O, dO, P, dS, L and D of the last tile
                 # 10: load Q_i, O_i, dO_i, L_i; dQ_i goes to a register of the thread that adds to it
                 load_tile(thread, threads, q, queries, head_dim, q_tile)

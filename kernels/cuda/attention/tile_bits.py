@@ -64,10 +64,8 @@ def make_tile_bits(
         offset: Offset of the bytes in shared memory.
     """
     drops, has_lists = features.dropout, features.has_lists
-    count_kept, draw_kept, kept = _make_kept(features.moved, layout, dtype, offset)
-    count_kept *= drops
+    count_kept, draw_kept, kept = _make_kept(features, layout, dtype, offset)
     count_listed, draw_listed, listed = _make_listed(features, layout, dtype, offset + count_kept)
-    one = dtype.type(1)
 
     @device_function
     def draw(thread, bits, whole, place, extras):
@@ -76,29 +74,19 @@ def make_tile_bits(
         if has_lists:
             draw_listed(thread, bits, whole, place, extras)
 
-    @device_function
-    def all_kept(bits, r, c, extras):
-        return one
-
-    @device_function
-    def all_listed(bits, r, c):
-        return True
-
-    return TileBits(
-        count_kept + count_listed * has_lists,
-        draw,
-        kept if drops else all_kept,
-        listed if has_lists else all_listed,
-    )
+    return TileBits(count_kept + count_listed, draw, kept, listed)
 
 
-def _make_kept(moved: bool, layout: RegisterLayout, dtype: np.dtype[Any], offset: int) -> Any:
+def _make_kept(
+    features: Features, layout: RegisterLayout, dtype: np.dtype[Any], offset: int
+) -> Any:
     """Return the number of bytes of dropout, and ``draw`` and ``kept`` for it."""
-    threads, zero, first_bit = layout.threads, dtype.type(0), make_first_bit(moved)
+    drops, moved, threads = features.dropout, features.moved, layout.threads
+    zero, one, first_bit = dtype.type(0), dtype.type(1), make_first_bit(moved)
     # A tile may begin in the middle of a counter's columns, if it is no multiple of them wide.
     together = math.gcd(layout.block_k, COLUMNS)
     draws = layout.block_k // together
-    count = layout.block_q * draws
+    count = layout.block_q * draws * drops
 
     @device_function
     def pair_kept(word, threshold):
@@ -128,6 +116,8 @@ def _make_kept(moved: bool, layout: RegisterLayout, dtype: np.dtype[Any], offset
 
     @device_function
     def kept(bits, r, c, extras):
+        if not drops:
+            return one
         byte = bits[offset + r * draws + c // together]
         return extras.keep_scale if (byte >> (c % together)) & 1 else zero
 
@@ -139,8 +129,8 @@ def _make_listed(
 ) -> Any:
     """Return the number of bytes of lists and ``mask_mod``, and ``draw`` and ``listed`` for them."""
     has_blocks, has_mod = features.block_mask, features.mask_mod is not None
-    groups, threads = layout.block_k // FOUR, layout.threads
-    count = layout.block_q * groups
+    groups, threads, has_lists = layout.block_k // FOUR, layout.threads, features.has_lists
+    count = layout.block_q * groups * has_lists
     in_mod = make_score_functions(Features(mask_mod=features.mask_mod), dtype).program.is_shown
 
     @device_function
@@ -176,6 +166,8 @@ def _make_listed(
 
     @device_function
     def listed(bits, r, c):
+        if not has_lists:
+            return True
         byte = bits[offset + r * groups + c // FOUR]
         return bool((byte >> (c % FOUR)) & 1)
 

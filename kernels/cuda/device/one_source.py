@@ -11,7 +11,6 @@ from numba import int64, uint32
 from kernels.common.geometry import make_geometry, same
 from kernels.common.online_softmax import (
     LN_2,
-    SoftmaxStep,
     make_online_softmax,
     make_softmax_step,
 )
@@ -68,8 +67,8 @@ merge_weight = SOFTMAX.merge_weight
 
 
 @cache
-def softmax_step_for(dtype: np.dtype[Any]) -> SoftmaxStep:
-    """Return the formulas of a step of the online softmax in float32 or float64."""
+def softmax_step_for(dtype: np.dtype[Any]) -> Any:
+    """Return ``power`` and ``grown`` of :func:`make_softmax_step`, in float32 or float64."""
     real = scalar_type(dtype)
 
     @device_function

@@ -52,11 +52,7 @@ def make_extras(
         kind = batches.shape, batches.dtype, device
         found |= {"mask": operands.mask, "mask_batch": device_constant(batches.tobytes(), *kind)}
     if problem.block_mask is not None:
-        found |= _list_arrays(problem.block_mask, block_q, block_k, by_keys, device)
-        if pack is None:
-            found |= _block_arrays(problem.block_mask, device)
-        else:
-            found |= _word_arrays(problem.block_mask, block_q, block_k, by_keys, pack, device)
+        found |= _list_arrays(problem.block_mask, block_q, block_k, by_keys, pack, device)
     if problem.features.moved:
         found["origin"] = _origin(problem.origin, device)
     if problem.sequences is not None:
@@ -85,38 +81,30 @@ def numbers_of(problem: Problem) -> Extras:
 
 
 @lru_cache(maxsize=64)
-def _block_arrays(mask: BlockMask, device: int) -> dict[str, Any]:
-    """Return the patterns of a mask on the device, copied once."""
-    return {"patterns": device_list(mask.patterns)}
+def _patterns(mask: BlockMask, device: int) -> Any:
+    """Return the patterns of a mask on the device, copied once for all kernels."""
+    return device_list(mask.patterns)
 
 
 @lru_cache(maxsize=256)
 def _list_arrays(
-    mask: BlockMask, block_q: int, block_k: int, by_keys: bool, device: int
-) -> dict[str, Any]:
-    """Return the tiles that a mask visits on the device, copied once for a kernel's tiles."""
-    tiles = mask.tile_list(block_q, block_k, by_keys)
-    lists = {name: device_list(array) for name, array in tiles._asdict().items()}
-    return {"states": device_list(mask.states), **lists}
-
-
-@lru_cache(maxsize=256)
-def _word_arrays(
     mask: BlockMask,
     block_q: int,
     block_k: int,
     by_keys: bool,
-    pack: Callable[[Any], Any],
+    pack: Callable[[Any], Any] | None,
     device: int,
 ) -> dict[str, Any]:
-    """Return the words of the tiles that a mask visits on the device, copied once for a kernel's tiles."""
+    """Return a mask on the device, as the tiles that a kernel visits and their patterns."""
+    tiles = mask.tile_list(block_q, block_k, by_keys)
+    found = {name: device_list(array) for name, array in tiles._asdict().items()}
+    found["states"] = device_list(mask.states)
+    if pack is None:
+        return found | {"patterns": _patterns(mask, device)}
     numbers, packed = mask.tile_patterns(block_q, block_k, by_keys, pack)
     words = np.concatenate([x.ravel() for x in packed] or [np.zeros(1, np.uint32)])
-    return {
-        "tile_full": 0,
-        "tile_patterns": device_list(numbers),
-        "pattern_words": device_list(words),
-    }
+    lists = {"tile_patterns": device_list(numbers), "pattern_words": device_list(words)}
+    return found | lists | {"tile_full": 0}
 
 
 @lru_cache(maxsize=256)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 import numpy as np
 
-from kernels.common.picture import AMBER, BLUE, GREEN, PALE, RED, Picture, animated
+from kernels.common.picture import AMBER, BLUE, GREEN, PALE, RED, Picture
 from kernels.reference.lines import (
     Rows,
     add_tile,
@@ -38,6 +39,32 @@ def row_states(has_rescale: bool = True) -> list[Rows]:
             rows = Rows(row_max, rows.row_sum + p.sum(axis=1), rows.acc + p @ v)
         states.append(rows)
     return states
+
+
+def animated(frames: Sequence[Picture], seconds: float) -> str:
+    """Return the text of a file that shows pictures of one size in turn, again and again.
+
+    If a reader has turned off animations, only the last picture is shown.
+
+    Args:
+        frames: The pictures; the title is the first one's.
+        seconds: How long each stays.
+    """
+    head, first = frames[0].parts[:4], len(frames[0].parts[:4])
+    count, total = len(frames), seconds * len(frames)
+    style = (
+        f"<style>.frame{{visibility:hidden;animation:frame {total:g}s step-end infinite}}"
+        f"@keyframes frame{{0%{{visibility:visible}}{100 / count:.4g}%{{visibility:hidden}}}}"
+        "@media(prefers-reduced-motion){.frame{animation:none}.frame:last-of-type{visibility:visible}}"
+        "</style>"
+    )
+    groups = [
+        f'<g class="frame" style="animation-delay:{seconds * i:g}s">'
+        + "\n".join(f.parts[first:])
+        + "</g>"
+        for i, f in enumerate(frames)
+    ]
+    return "\n".join([*head, style, *groups, "</svg>"]) + "\n"
 
 
 def _pair(values: Any) -> str:

@@ -1,1 +1,1 @@
-"""NumPy reference implementations: the textbook, the tile loop, the softmax ladder, the evolution."""
+"""NumPy reference implementations: the textbook, the tile loop, the softmax ladder."""

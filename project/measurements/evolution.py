@@ -17,9 +17,8 @@ from bench.harness import Case, Measurement, Run
 from bench.measuring import spread
 from bench.plots import Result, headline, legend, panels
 from bench.records import Record
+from bench.softmax_steps import STEPS
 from bench.table_cells import colour_of, markdown, timed_cell
-
-from kernels.reference.evolution import STEPS
 
 HEAD_DIM = 64
 #: The largest score, to which the keys are scaled.
@@ -164,7 +163,7 @@ MEASUREMENT = Measurement(
     cases,
     {"cpu": {"quick": {"lengths": (64, 256), "seconds": 0.1},
              "normal": {"lengths": (256, 1024, 4096, 16384), "seconds": 2.0}}},
-    table=table, draw=draw, height=3.2, minutes={"cpu": 0.2}, paths=("kernels/reference",),
+    table=table, draw=draw, height=3.2, minutes={"cpu": 0.2}, paths=("project/bench/softmax_steps.py",),
     caption="Memory by the number of keys, and error by the largest score, for each step from a sum of "
     "exponentials to the loop of FlashAttention. The dotted line marks the largest score before the first "
     "step overflows.",

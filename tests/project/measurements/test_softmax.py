@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from kernels.cpu.layers import softmax_ladder as cpu_ladder
 from kernels.cuda.layers import softmax_ladder as cuda_ladder
 from kernels.metering.io_meter import IOMeter
-from kernels.reference.evolution import STEPS, by_blocks
 from kernels.reference.softmax_ladder import READS
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 
@@ -24,6 +23,7 @@ from ...support.tolerances import assert_close_arrays
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "project"))  # as for its scripts
 from bench.processes import in_child
+from bench.softmax_steps import STEPS, by_blocks
 from measurements import evolution, softmax_ladder
 
 # The simulator's threads compute with NumPy's scalars, which warn of what a GPU does in silence.

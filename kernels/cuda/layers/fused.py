@@ -1,9 +1,9 @@
 """Fused layers on CUDA: softmax, layer norm, GELU, cross entropy, embedding, dropout, SGD and Adam.
 
-The functions have the names of those in ``kernels.cpu.layers.fused``, and take contiguous device arrays of
-one dtype, float32 or float64; those in ``TAKES_HALF`` also take 16-bit arrays.  Nothing is copied to the
-host, nothing waits for the device, and results are bitwise equal on every run, because no kernel uses
-atomics.
+The functions have the names and arguments of those in ``kernels.cpu.layers.fused``, and take contiguous
+device arrays of one dtype, float32 or float64; those in ``TAKES_HALF`` also take 16-bit arrays.  Nothing is
+copied to the host, nothing waits for the device, and results are bitwise equal on every run, because no
+kernel uses atomics.
 """
 
 from __future__ import annotations
@@ -103,14 +103,7 @@ def _placed(array: np.ndarray[Any, Any]) -> Any:
 
 
 def softmax(x: Any) -> Any:
-    """Return softmax over the last dimension.
-
-    Args:
-        x: (…, n).
-
-    Returns:
-        (…, n).
-    """
+    """Return softmax over the last dimension."""
     out, rows = _empty_like(x), _rows(x)
     block = row_block(rows.shape[1])
     _launch_rows(softmax_kernels.softmax_kernel(block, x.dtype), block, rows, _rows(out))
@@ -118,15 +111,7 @@ def softmax(x: Any) -> Any:
 
 
 def softmax_backward(dout: Any, out: Any) -> Any:
-    """Return the gradient of softmax's input from its output.
-
-    Args:
-        dout: (…, n).
-        out: (…, n), as :func:`softmax` returned it.
-
-    Returns:
-        (…, n).
-    """
+    """Return the gradient of softmax's input from its output."""
     dx, rows = _empty_like(out), _rows(dout)
     block = row_block(rows.shape[1])
     kernel = softmax_kernels.softmax_backward_kernel(block, out.dtype)
@@ -158,13 +143,8 @@ def gelu_backward(dout: Any, x: Any) -> Any:
 def cross_entropy(logits: Any, targets: Any) -> tuple[Any, ...]:
     """Return the negative log-likelihood of each row's target.
 
-    Args:
-        logits: (rows, classes).
-        targets: (rows,) integers from 0 to classes - 1, checked by the caller.
-
-    Returns:
-        losses (rows,), float32 for 16-bit logits, and the inputs of the backward pass: the logits and two
-        numbers per row instead of the probabilities.
+    The inputs of the backward pass are the logits and two numbers per row instead of the probabilities.
+    Losses of 16-bit logits are float32.
     """
     return losses_of(logits, place_ids(targets))
 
@@ -178,16 +158,7 @@ def cross_entropy_backward(dlosses: Any, targets: Any, *kept: Any, in_place: boo
 
 
 def embedding(table: Any, placed: Any, shape: tuple[int, ...]) -> Any:
-    """Return rows of a table.
-
-    Args:
-        table: (num_rows, dim).
-        placed: (count,) of :func:`place_ids`: integers from 0 to num_rows - 1, checked by the caller.
-        shape: Shape of the ids, which has ``count`` elements.
-
-    Returns:
-        (*shape, dim).
-    """
+    """Return rows of a table."""
     out = empty_device((*shape, table.shape[1]), table.dtype)
     kernel = elementwise.embedding_kernel(table.dtype)
     _launch_elements(kernel, math.prod(out.shape), as_bits(table), placed, as_bits(_rows(out)))
@@ -195,17 +166,7 @@ def embedding(table: Any, placed: Any, shape: tuple[int, ...]) -> Any:
 
 
 def embedding_backward(dout: Any, ids: Any, placed: Any, num_rows: int) -> Any:
-    """Add up the gradients of the looked-up rows, deterministically.
-
-    Args:
-        dout: (…, dim).
-        ids: Integers, as many as dout has rows, on the host.
-        placed: (count,) of :func:`place_ids`, the same integers.
-        num_rows: Rows of the table.
-
-    Returns:
-        (num_rows, dim).
-    """
+    """Add up the gradients of the looked-up rows, deterministically."""
     rows = _rows(dout)
     dtable = empty_device((num_rows, rows.shape[1]), dout.dtype)
     if embedding_sums.fits(num_rows, rows.shape[0], dout.dtype):
@@ -275,20 +236,7 @@ def adam_step(
     step: int,
     weight_decay: float = 0.0,
 ) -> Any:
-    """Return the next value of a parameter; update its two moments in place.
-
-    Args:
-        value: The parameter, of any shape.
-        grad: Its gradient, of the same shape.
-        m: Running mean of the gradient.
-        v: Running mean of its square.
-        lr: Learning rate.
-        beta1: Decay of m.
-        beta2: Decay of v.
-        eps: Added to the root of v.
-        step: Number of the step, from 1.
-        weight_decay: Decoupled weight decay, as in AdamW.
-    """
+    """Return the next value of a parameter; update its two moments in place."""
     out, flat = _empty_like(value), _flat(value)
     constants = adam_constants(lr, beta1, beta2, eps, step, weight_decay)
     _launch_elements(

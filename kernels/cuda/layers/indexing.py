@@ -115,16 +115,7 @@ def scatter_add_kernel(dtype: np.dtype[Any]) -> Kernel:
 
 
 def gather(x: Any, index: Any, missing: int = 0) -> Any:
-    """Pick elements along the middle dimension.
-
-    Args:
-        x: (outer, n, inner).
-        index: (outer, m), or (1, m) for every row: int64 below n, checked by the caller.
-        missing: Result for a negative index; must be 0 for 16-bit arrays.
-
-    Returns:
-        (outer, m, inner).
-    """
+    """Pick elements along the middle dimension."""
     out = empty_device((x.shape[0], index.shape[1], x.shape[2]), x.dtype)
     bits = as_bits(x)
     _launch(gather_kernel(x.dtype), out.size, bits, index, as_bits(out), bits.dtype.type(missing))
@@ -132,16 +123,7 @@ def gather(x: Any, index: Any, missing: int = 0) -> Any:
 
 
 def scatter_add(source: Any, index: Any, n: int) -> Any:
-    """Add elements up at the places given by an index.
-
-    Args:
-        source: (outer, m, inner).
-        index: (outer, m), or (1, m) for every row: int64 from 0 to n - 1, checked by the caller.
-        n: Middle size of the result.
-
-    Returns:
-        (outer, n, inner), 0 where nothing is added.
-    """
+    """Add elements up at the places given by an index."""
     out = empty_device((source.shape[0], n, source.shape[2]), source.dtype)
     if out.size:
         _launch(scatter_add_kernel(source.dtype), out.size, source, *sort(index), out)
@@ -303,14 +285,7 @@ def sort_crop_kernel(dtype: np.dtype[Any]) -> Kernel:
 
 
 def sort(x: Any) -> tuple[Any, Any]:
-    """Sort each row in ascending order; equal elements keep their order, NaN comes last.
-
-    Args:
-        x: (rows, n).
-
-    Returns:
-        The sorted rows (rows, n), and the place that each element came from, (rows, n) int64.
-    """
+    """Sort each row in ascending order; equal elements keep their order, NaN comes last."""
     rows, n = x.shape
     width = max(2, 1 << (n - 1).bit_length() if n else 0)
     keys, order = empty_device((rows, width), x.dtype), empty_device((rows, width), INT64)
@@ -409,16 +384,7 @@ def cumsum_kernel(dtype: np.dtype[Any]) -> Kernel:
 
 
 def cumsum(x: Any, exclusive: bool, reverse: bool) -> Any:
-    """Add up along the middle dimension.
-
-    Args:
-        x: (outer, n, inner).
-        exclusive: Leave out the element itself.
-        reverse: Add up from the end.
-
-    Returns:
-        (outer, n, inner).
-    """
+    """Add up along the middle dimension."""
     out = empty_device(tuple(x.shape), x.dtype)
     _launch(cumsum_kernel(x.dtype), x.shape[0] * x.shape[2], x, out, int(exclusive), int(reverse))
     return out

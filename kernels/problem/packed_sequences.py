@@ -126,17 +126,8 @@ class Sequences:
 def sequences_of(cu_seqlens_q: Any, cu_seqlens_k: Any, total_q: int, total_k: int) -> Sequences:
     """Return the cached bounds of packed sequences; known values are not checked again.
 
-    The cache compares values, so that the caller may change its arrays between calls.
-
-    Args:
-        cu_seqlens_q: Cumulative query lengths, (count + 1,).
-        cu_seqlens_k: Cumulative key lengths, (count + 1,).
-        total_q: Query rows of all sequences.
-        total_k: Key columns of all sequences.
-
-    Raises:
-        TypeError: If :class:`Sequences` rejects the type of an argument.
-        ValueError: If :class:`Sequences` rejects a value.
+    The cache compares values, so that the caller may change its arrays between calls.  Arguments and errors
+    are those of :class:`Sequences`.
     """
     sums_q = as_host_array("cu_seqlens_q", cu_seqlens_q)
     sums_k = as_host_array("cu_seqlens_k", cu_seqlens_k)

@@ -211,16 +211,7 @@ def as_mod(name: str, function: Any, arguments: str) -> Function | None:
 
     A lambda inside a loop is a new function in each iteration, and would be recompiled each time.
     Functions of the same source with equal captured values, defaults and globals are therefore replaced by
-    one; if a value changes, the function is compiled again.
-
-    Args:
-        name: Name of the option.
-        function: The user function, or None.
-        arguments: Its arguments, in words: "(batch, head, row, col)".
-
-    Raises:
-        TypeError: If it takes other arguments, or returns neither a bool nor a number.
-        ValueError: If it raises.
+    one; if a value changes, the function is compiled again.  See :func:`check_mod` for the arguments.
     """
     kept = None
     if type(function) is FunctionType and not function.__kwdefaults__:

@@ -184,11 +184,7 @@ def why_not_layout(
 ) -> str | None:
     """Return why a kernel cannot run a problem with a tile, or None.
 
-    Args:
-        name: "forward", "dq", "dkdv" or "atomic".
-        problem: The checked call.
-        tile: (block_q, block_k), or None.
-        tiles: Returns the shared tiles of the kernel for a layout and the two widths.
+    ``tiles`` returns the kernel's shared tiles for a layout and two widths; see :func:`pick_layout`.
     """
     layout = pick_layout(name, problem, tile)
     blocks = (layout.block_q, layout.block_k)

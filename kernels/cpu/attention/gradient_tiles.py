@@ -66,7 +66,7 @@ class QueryRows(NamedTuple):
     delta: Any
 
 
-class Piece(NamedTuple):
+class ScorePiece(NamedTuple):
     """A piece of a tile of scores, (rows, lanes) each, or flat buffers from which :func:`shaped` makes it.
 
     Attributes:
@@ -96,7 +96,7 @@ def query_rows(o, b, h, first, count, dtype):
 def buffers_for(o, lanes, dtype):
     """Return the buffers of the pieces of a tile."""
     size = o.block_q
-    return Piece(
+    return ScorePiece(
         empty_tile(size, lanes, dtype), empty_tile(size, lanes, dtype),
         zero_tile(size if o.modifies_scores != 0 else 0, lanes, dtype),
         zero_tile(size if o.keep_pass != 0 else 0, lanes, dtype),
@@ -105,8 +105,8 @@ def buffers_for(o, lanes, dtype):
 
 @njit
 def shaped(buffers, rows, lanes):
-    """Return the beginning of buffers as a ``Piece`` of rows and lanes."""
-    return Piece(
+    """Return the beginning of buffers as a ``ScorePiece`` of rows and lanes."""
+    return ScorePiece(
         as_tile(buffers.s, rows, lanes), as_tile(buffers.dp, rows, lanes),
         as_tile(buffers.slope, rows, lanes), as_tile(buffers.z, rows, lanes),
     )  # fmt: skip
@@ -192,7 +192,7 @@ def fill_scores(piece, q_tile, k_t, settings, place, bounded):
     """Fill S of a piece, and its derivatives by scale · q · k if they are needed.
 
     Args:
-        piece: A ``Piece``.
+        piece: A ``ScorePiece``.
         q_tile: (rows, head_dim); it or ``k_t`` is scaled.
         k_t: (head_dim, lanes).
         settings: (1,) of ``SETTINGS``.
@@ -247,7 +247,7 @@ def fill_gradient(piece, rows, v_t, settings, place):
     """Turn S of a piece into P ∘ Z, Z the dropout, and fill dS, the gradient of scale · q · k.
 
     Args:
-        piece: A ``Piece``.
+        piece: A ``ScorePiece``.
         rows: Its ``QueryRows``.
         v_t: (value_dim, lanes).
         settings: (1,) of ``SETTINGS``.

@@ -22,7 +22,7 @@ from kernels.common.geometry import PLAIN
 from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
 from kernels.cpu.attention.flash2 import with_scores_by_tiles
 from kernels.cpu.attention.gradient_tiles import (
-    Piece,
+    ScorePiece,
     fill_gradient,
     fill_scores,
     is_bounded,
@@ -115,7 +115,7 @@ def make_mask_gradient(real):
                     place = TilePosition(b, h, flat, np.int64(0), row, col, cols, np.int64(1))
                     if blocks_hide(o, place, rows):
                         continue
-                    piece = Piece(s_tile[:rows], dp_tile[:rows], slope, z_tile[:rows])
+                    piece = ScorePiece(s_tile[:rows], dp_tile[:rows], slope, z_tile[:rows])
                     q = q_tile[:rows]  # (rows, head_dim)
                     own = query_rows(o, b, h, row, rows, real)
                     pack_rows(own.q, real(o.scale), q)

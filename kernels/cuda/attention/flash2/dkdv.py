@@ -7,7 +7,7 @@ from functools import cache
 from numba import uint8
 
 from kernels.cuda.attention.flash2.register_scores import (
-    ScoreTile,
+    VisitedTile,
     backward_types,
     kernel_of,
     make_row_values,
@@ -133,7 +133,7 @@ def dkdv_kernel(variant: Variant, atomics: bool) -> Kernel:
                 # Q is scaled, and not K, so that S is what it was in the forward pass, bit for bit.
                 load_q(thread, q, rows, factor, shared, q_tile)
                 load_dout(thread, dout, rows, one, shared, dout_tile)
-                tile = ScoreTile(moved(start, row, 0), whole, bits)
+                tile = VisitedTile(moved(start, row, 0), whole, bits)
                 draw(thread, bits, whole, tile.place, extras)
                 for r in range(thread, block_q, threads):
                     top, less, own_delta = values_of(values, rows, r)

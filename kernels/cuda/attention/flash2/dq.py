@@ -9,7 +9,7 @@ import numpy as np
 from numba import uint8, void
 
 from kernels.cuda.attention.flash2.register_scores import (
-    ScoreTile,
+    VisitedTile,
     backward_types,
     kernel_of,
     make_load_row_values,
@@ -143,7 +143,7 @@ def dq_kernel(variant: Variant) -> Kernel:
                 keys = rows_of(start, first_k + col, first_k + seq_k)
                 load_k(thread, k, keys, one, shared, k_tile)
                 load_v(thread, v, keys, one, shared, v_tile)
-                tile = ScoreTile(moved(start, 0, col), whole, bits)
+                tile = VisitedTile(moved(start, 0, col), whole, bits)
                 draw(thread, bits, whole, tile.place, extras)
                 cuda.syncthreads()  # the tiles are whole
                 # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ

@@ -18,7 +18,7 @@ from numba import float64, int32, types, uint8, void
 
 from kernels.common.online_softmax import LARGE, LOG2_E
 from kernels.cuda.attention.flash2.register_scores import (
-    ScoreTile,
+    VisitedTile,
     bits_of,
     kernel_of,
     make_scores,
@@ -278,7 +278,7 @@ def forward_kernel(variant: Variant, is_split: bool = False) -> Kernel:
                 keys = rows_of(start, first_k + col, first_k + seq_k)
                 load_k(thread, k, keys, one, shared, k_tile)
                 load_v(thread, v, keys, one, shared, v_tile)
-                tile = ScoreTile(moved(start, 0, col), whole, bits)
+                tile = VisitedTile(moved(start, 0, col), whole, bits)
                 draw(thread, bits, whole, tile.place, extras)
                 cuda.syncthreads()  # the tiles are whole
                 # 8: S = Q_i K_jᵀ

@@ -15,7 +15,7 @@ from kernels.cuda.attention.flash2.dq import dq_tiles
 from kernels.cuda.attention.flash2.forward import with_own_rows
 from kernels.cuda.attention.flash2.register_scores import (
     RowValues,
-    ScoreTile,
+    VisitedTile,
     backward_types,
     kernel_of,
     make_load_row_values,
@@ -182,7 +182,7 @@ def dmask_kernel(variant: Variant) -> Kernel:
                         cuda.syncthreads()  # every thread is done with the last key tile
                         load_k(thread, k, keys, one, shared, k_tile)
                         load_v(thread, v, keys, one, shared, v_tile)
-                        tile = ScoreTile(moved(start, 0, keys.first), whole, bits)
+                        tile = VisitedTile(moved(start, 0, keys.first), whole, bits)
                         draw(thread, bits, whole, tile.place, extras)
                         cuda.syncthreads()  # the tiles are whole
                         # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ

@@ -47,7 +47,7 @@ class RowValues(NamedTuple):
     delta: Any
 
 
-class ScoreTile(NamedTuple):
+class VisitedTile(NamedTuple):
     """The tile of scores that a block works on.
 
     Attributes:

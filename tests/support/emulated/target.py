@@ -84,7 +84,7 @@ def _merge(of_parts: Any, results: Any, features: Features, extras: Any) -> None
 def _forget() -> None:
     """Let go of what calls keep on their device: arrays of the host are none."""
     layout = flash2_mma._forward_layout
-    tiles = extras._block_arrays, extras._list_arrays, packed_tiles._copied
+    tiles = extras._patterns, extras._list_arrays, packed_tiles._copied
     for kept in (*tiles, memory.device_constant, layout, split_operands.split_kernel):
         kept.cache_clear()
 

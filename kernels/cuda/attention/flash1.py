@@ -71,19 +71,15 @@ def paper_tiles(elements: int, head_dim: int, value_dim: int) -> tuple[Tile, Til
     return paper_tile(elements * 2 // 3, dim), paper_tile(elements * 2 // 5, dim)
 
 
-def _own_tiles(problem: Problem) -> tuple[Tile, Tile]:
-    shared_bytes = min(SIZES.flash1_bytes, shared_memory_bytes())
-    return paper_tiles(shared_bytes // problem.dtype.itemsize, problem.head_dim, problem.value_dim)
-
-
-def tile(problem: Problem) -> Tile:
-    """Return (block_q, block_k) of the forward pass."""
-    return _own_tiles(problem)[0]
+def tile(problem: Problem, is_backward: bool = False) -> Tile:
+    """Return (block_q, block_k) of the forward pass, or of the backward pass."""
+    elements = min(SIZES.flash1_bytes, shared_memory_bytes()) // problem.dtype.itemsize
+    return paper_tiles(elements, problem.head_dim, problem.value_dim)[is_backward]
 
 
 def backward_tile(problem: Problem) -> Tile:
     """Return (block_q, block_k) of the backward pass."""
-    return _own_tiles(problem)[1]
+    return tile(problem, is_backward=True)
 
 
 def forward_elements(tile: Tile, head_dim: int, value_dim: int) -> int:
@@ -108,13 +104,13 @@ def why_not(problem: Problem, requested_tile: Tile | None) -> str | None:
     absent += [name for name in later if getattr(problem, field_of(name), None)]
     absent += ["packed sequences"] if problem.sequences is not None else []
     if absent:
-        names = " or ".join(absent)
-        return f"it implements the algorithm of 2022, which has no {names}; 'flash2' has"
+        return (
+            f"it implements the algorithm of 2022, which has no {' or '.join(absent)}; 'flash2' has"
+        )
     dims = problem.head_dim, problem.value_dim
     for elements, own_tile in (forward_elements, tile), (backward_elements, backward_tile):
         block = requested_tile or own_tile(problem)
-        reason = why_too_large(block, elements(block, *dims) * problem.dtype.itemsize)
-        if reason:
+        if reason := why_too_large(block, elements(block, *dims) * problem.dtype.itemsize):
             return reason
     return None
 
@@ -430,8 +426,7 @@ def backward_kernel(
     four, three, extras = array_type(dtype, 4), array_type(dtype, 3), extras_type(features, dtype)
     inputs = types.NamedTuple([four] * 4, BackwardInputs)
     saved = types.NamedTuple([four, three, three, three], Saved)
-    signature = void(inputs, saved, *[four] * 3, real, extras)
-    return Kernel(flash1_backward, signature, threads)
+    return Kernel(flash1_backward, void(inputs, saved, *[four] * 3, real, extras), threads)
 
 
 def forward(problem: Problem, tile: Tile, operands: Operands) -> None:
@@ -447,10 +442,9 @@ def forward(problem: Problem, tile: Tile, operands: Operands) -> None:
 def backward(problem: Problem, tile: Tile, operands: Operands) -> None:
     """Fill dq, dk and dv."""
     o, dims, threads = operands, (problem.head_dim, problem.value_dim), SIZES.flash1_threads
-    has_dlse = o.dlse is not None
+    has_dlse, inputs = o.dlse is not None, BackwardInputs(o.dout, o.q, o.k, o.v)
     kernel = backward_kernel(*tile, *dims, threads, problem.dtype, problem.features, has_dlse)
     extras = make_extras(problem, operands, *tile)
     launch = kernel[math.prod(o.q.shape[:2]), threads]
     saved = Saved(o.out, o.lse, o.lse_rest, o.dlse if has_dlse else o.lse)
-    inputs = BackwardInputs(o.dout, o.q, o.k, o.v)
     launch(inputs, saved, o.dq, o.dk, o.dv, problem.scale, extras)

@@ -26,22 +26,14 @@ FOLDER = Path(__file__).resolve().parent / "app_pages"
 
 
 class Page(NamedTuple):
-    """One entry of the sidebar.
+    """One entry of the sidebar."""
 
-    Attributes:
-        module: Of the course.
-        title: In the sidebar, and above the page.
-        place: The file in ``app_pages`` and the function that shows the page; it takes whether to hide
-            source.
-        about: What the page shows and what to try.
-        guide: The page of the guide and the section that the page belongs to.
-    """
-
-    module: int
-    title: str
+    module: int  # of the course
+    title: str  # in the sidebar, and above the page
+    #: The file in ``app_pages`` and the function that shows the page; it takes whether to hide source.
     place: tuple[str, str]
-    about: str
-    guide: tuple[str, str]
+    about: str  # what the page shows and what to try
+    guide: tuple[str, str]  # the page of the guide and the section that the page belongs to
 
 
 #: By the name in the address.

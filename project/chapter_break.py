@@ -48,30 +48,16 @@ Answers = npt.NDArray[np.bool_]
 
 
 class Question(NamedTuple):
-    """A chapter's end.
+    """A chapter's end."""
 
-    Attributes:
-        prefix: Tokens before it, as many as the longest context has.
-        continuations: (CHOICES, tokens), the true one first.
-    """
-
-    prefix: Tokens
-    continuations: Tokens
+    prefix: Tokens  # tokens before it, as many as the longest context has
+    continuations: Tokens  # (CHOICES, tokens), the true one first
 
 
 def questions_of(
     subject: Subject, chapter: re.Pattern[str], prefix: int, length: int, most: int, seed: int
 ) -> list[Question]:
-    """Return chapter ends that have enough tokens before them, and enough chapters after them.
-
-    Args:
-        subject: The model and the text.
-        chapter: Matches the beginning of a chapter.
-        prefix: Tokens before the end.
-        length: Tokens of a continuation.
-        most: Of the questions, which are drawn at random.
-        seed: Of everything that is random.
-    """
+    """Return chapter ends that have enough tokens before them, and enough chapters after them."""
     rng = np.random.default_rng(seed)
     found: list[Question] = []
     for document in text_reader(subject.config)(subject.ids.tolist()).split(FORM_FEED):
@@ -111,14 +97,7 @@ def _ids(text: str, subject: Subject) -> Tokens:
 def scores(
     model: minitorch.DecoderLM, questions: Sequence[Question], context: int, batch: int = 1
 ) -> npt.NDArray[np.float64]:
-    """Return the mean log-likelihoods of continuations, (questions, CHOICES); a prefix is read once.
-
-    Args:
-        model: In evaluation mode.
-        questions: To be answered.
-        context: Tokens of the end of a prefix and of a continuation.
-        batch: Questions at a time.
-    """
+    """Return the mean log-likelihoods of continuations, (questions, CHOICES); a prefix is read once."""
     length = questions[0].continuations.shape[1]
     found = []
     for first in tqdm(range(0, len(questions), batch), f"context {context}", leave=False, delay=1):

@@ -58,11 +58,7 @@ def listing(found: dict[str, Measurement], only_stale: bool) -> str:
 
 
 def run_several(names: list[str], handed: list[str], gpus: list[int] | list[None]) -> int:
-    """Run measurements in processes of their own, one at a time on each GPU.
-
-    Returns:
-        The exit code: that of the first that failed, 130 after a Ctrl-C, else 0.
-    """
+    """Run measurements in processes of their own, one at a time on each GPU."""
     free: SimpleQueue[int | None] = SimpleQueue()
     for gpu in gpus:
         free.put(gpu)

@@ -43,16 +43,7 @@ LEAST = 64
 
 
 def windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int]]:
-    """Yield windows over ``count`` tokens, so that each token is judged once.
-
-    Args:
-        count: Of the tokens to judge.
-        context: Length of a window, which ends beyond the text where the text does not fill it.
-        stride: From window to window, at most the context.
-
-    Returns:
-        The place where a window begins, and how many of its first tokens an earlier one has judged.
-    """
+    """Yield windows over ``count`` tokens, so that each token is judged once."""
     for start in range(0, max(count - context, 0) + stride, stride):
         yield start, context - stride if start else 0
 
@@ -60,15 +51,7 @@ def windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int]]:
 def sliding_losses(
     model: minitorch.DecoderLM, ids: Tokens, context: int, stride: int, batch: int = 1
 ) -> tuple[Losses, Tokens]:
-    """Return the loss of each token but the first, and its position in its window, (len(ids) - 1,) each.
-
-    Args:
-        model: In evaluation mode.
-        ids: The text.
-        context: Tokens that the model sees at once.
-        stride: From window to window, from 1 to the context.
-        batch: Windows at a time.
-    """
+    """Return the loss of each token but the first, and its position in its window, (len(ids) - 1,) each."""
     count = len(ids) - 1
     losses, places = np.full(count, math.nan), np.zeros(count, np.int64)
     padded = np.concatenate([ids, np.zeros(context, np.int64)])  # no token sees those after it

@@ -147,13 +147,7 @@ def tasks_of(args: argparse.Namespace, documents: Documents) -> list[DocumentTas
 def train(
     args: argparse.Namespace, task: DocumentTask, row: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Train on one context as far as it is not, and return its row of the record.
-
-    Args:
-        args: The options.
-        task: The documents cut to the context.
-        row: That of an earlier run, if there is one.
-    """
+    """Train on one context as far as it is not, and return its row of the record."""
     settings = settings_of(args)
     training = DocumentTraining(
         task, "flash", settings, args.seed, args.backend, Path(args.out) / task.name, args.lr, True,

@@ -61,17 +61,11 @@ MODEL = Settings(
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of one stage with the options of a run.
+    """What becomes of one stage with the options of a run."""
 
-    Attributes:
-        name: Of the stage.
-        stage: With the options that were given.
-        before: The stage before it, or None.
-    """
-
-    name: str
-    stage: Stage
-    before: str | None
+    name: str  # of the stage
+    stage: Stage  # with the options that were given
+    before: str | None  # the stage before it, or None
 
     @property
     def side(self) -> int:
@@ -190,13 +184,7 @@ def is_same(row: dict[str, Any], asked: dict[str, Any]) -> bool:
 
 
 def train(args: argparse.Namespace, plan: Plan, row: dict[str, Any] | None) -> dict[str, Any]:
-    """Train a stage as far as it is not, and return its row of the record.
-
-    Args:
-        args: The options.
-        plan: The stage.
-        row: That of an earlier run, if there is one.
-    """
+    """Train a stage as far as it is not, and return its row of the record."""
     stage, settings, task = plan.stage, settings_of(args, plan.stage), task_of(args, plan)
     folder = Path(args.out) / task.name
     attention, options = stage.attention.replace("-", "_"), None

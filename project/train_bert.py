@@ -184,16 +184,7 @@ def config_of(args: argparse.Namespace, text: str) -> dict[str, Any]:
 
 
 def build(config: dict[str, Any], backend: str, padded: bool) -> EncoderLM | EncoderClassifier:
-    """Build the model that a configuration describes.
-
-    Args:
-        config: As :func:`config_of` returns it, with the names of the classes of a classifier.
-        backend: One of :data:`loop_options.BACKENDS`.
-        padded: Whether it computes on padding, too.
-
-    Raises:
-        ValueError: If it describes none.
-    """
+    """Build the model that a configuration describes."""
     try:
         sizes = [config[key] for key in ("vocabulary", "width", "heads", "context", "dropout")]
         encoder = (EncoderLM if padded else PackedLM)(
@@ -255,12 +246,7 @@ def fine_tuning(
 
 
 def train(args: argparse.Namespace, state: TrainingState | None = None) -> None:
-    """Train, save, judge and draw.
-
-    Args:
-        args: The options.
-        state: Of the training to go on with; None for a new one.
-    """
+    """Train, save, judge and draw."""
     begin = time.perf_counter()
     minitorch.manual_seed(args.seed)
     try:

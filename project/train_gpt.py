@@ -94,16 +94,7 @@ def start(
     args: argparse.Namespace, corpus: Corpus, kept: dict[str, Any], found: Pretrained | None,
     state: TrainingState | None, ranks: Ranks,
 ) -> Trainer:  # fmt: skip
-    """Return a trainer that begins, or goes on from a state; exit with one line if it cannot.
-
-    Args:
-        args: The options.
-        corpus: The text.
-        kept: The part of the configuration that tells what tokens are.
-        found: The weights to begin with, or None.
-        state: Of the training to go on with; None for a new one.
-        ranks: Those that train together.
-    """
+    """Return a trainer that begins, or goes on from a state; exit with one line if it cannot."""
     config = with_defaults(
         {
             "characters": "",
@@ -131,12 +122,7 @@ def start(
 
 
 def train_and_write(args: argparse.Namespace, state: TrainingState | None = None) -> None:
-    """Train, save, judge, draw and write.
-
-    Args:
-        args: The options.
-        state: Of the training to go on with; None for a new one.
-    """
+    """Train, save, judge, draw and write."""
     check_launch(args.data_parallel * args.ring)
     ranks = Ranks(args.data_parallel, args.ring, on_gpus=args.backend == "cuda")
     try:
@@ -196,12 +182,7 @@ def save_for_transformers(model: minitorch.DecoderLM, config: dict[str, Any], fo
 
 
 def resume(args: argparse.Namespace, given: dict[str, Any]) -> None:
-    """Go on with a run.
-
-    Args:
-        args: The options, with their defaults.
-        given: Those that the command line names.
-    """
+    """Go on with a run."""
     args, state = run_to_resume(args, given, FREE)
     try:
         check_ranks(args)

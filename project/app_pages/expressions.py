@@ -28,11 +28,7 @@ SIGNS: dict[type[ast.AST], Callable[..., Any]] = {
 
 
 def power(exponent: float) -> type[ScalarFunction]:
-    """Return the function that raises a Scalar to a constant power.
-
-    Args:
-        exponent: The power.
-    """
+    """Return the function that raises a Scalar to a constant power."""
 
     class Power(ScalarFunction):
         @staticmethod
@@ -50,11 +46,7 @@ def power(exponent: float) -> type[ScalarFunction]:
 
 
 def evaluate(text: str, variables: dict[str, Any]) -> Any:
-    """Return the value of an expression of + - * / **, the variables and METHODS; no code of it is run.
-
-    Raises:
-        ValueError: If it has anything else, or is no expression.
-    """
+    """Return the value of an expression of + - * / **, the variables and METHODS; no code of it is run."""
     if len(text) > LONGEST:
         raise ValueError(
             f"it has {len(text):,} characters, {LONGEST:,} are the most; write a shorter one"

@@ -38,26 +38,15 @@ def _number(value: Any) -> str:
 
 
 class Visit(NamedTuple):
-    """A variable that backpropagation visits.
+    """A variable that backpropagation visits."""
 
-    Attributes:
-        variable: Its inputs get a share each.
-        derivative: Of the result by the variable, complete.
-        shares: One for each input of the function that made the variable.
-    """
-
-    variable: Any
-    derivative: Any
-    shares: list[tuple[Any, Any]]
+    variable: Any  # its inputs get a share each
+    derivative: Any  # of the result by the variable, complete
+    shares: list[tuple[Any, Any]]  # one for each input of the function that made the variable
 
 
 def flowing(result: Any, one: Any) -> list[Visit]:
-    """Return the visits of backpropagation, in its order.
-
-    Args:
-        result: The variable at which it begins.
-        one: The derivative of the result by itself.
-    """
+    """Return the visits of backpropagation, in its order."""
     derivatives = {result.unique_id: one}
     order = []
     for variable in minitorch.topological_sort(result):
@@ -75,11 +64,6 @@ def as_dot(result: Any, order: list[Visit], done: int) -> str:
     """Return the graph in the DOT language.
 
     An edge into a function shows the local derivative, and the share that has flowed back along it.
-
-    Args:
-        result: The last variable.
-        order: Of :func:`flowing`.
-        done: How many of them backpropagation has visited; these show their derivative.
     """
     visited = {visit.variable.unique_id: visit for visit in order[:done]}
     last = order[done - 1].variable.unique_id if done else None

@@ -15,12 +15,7 @@ LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]+\)")
 
 
 def section(guide: str, heading: str) -> str:
-    """Return a section of a guide as Markdown for Streamlit; "" if the guide has none.
-
-    Args:
-        guide: Name of the file, without its suffix.
-        heading: How the heading begins.
-    """
+    """Return a section of a guide as Markdown for Streamlit; "" if the guide has none."""
     path = GUIDES / f"{guide}.md"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)

@@ -35,11 +35,7 @@ POSITIVE = {"log", "inv"}
 
 
 class Layer(Module):
-    """As many weights and biases as it has outputs.
-
-    Args:
-        width: Number of outputs.
-    """
+    """As many weights and biases as it has outputs."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -49,11 +45,7 @@ class Layer(Module):
 
 
 class Network(Module):
-    """A tree of two layers and a parameter of its own.
-
-    Args:
-        width: Outputs of the first layer.
-    """
+    """A tree of two layers and a parameter of its own."""
 
     def __init__(self, width: int):
         super().__init__()

@@ -42,17 +42,7 @@ def matrix(
     axes: Any, values: Any, title: str, numbers: str = "{:.2g}", most_numbers: int = MOST_NUMBERS,
     font: int = 8, **options: Any,
 ) -> None:  # fmt: skip
-    """Draw a matrix, or a vector as a column, its numbers in the cells where there is room.
-
-    Args:
-        axes: Where.
-        values: None draws the title only.
-        title: Above it.
-        numbers: How a number is written; "" writes none.
-        most_numbers: A larger matrix shows none either.
-        font: Size of the numbers.
-        options: Of ``imshow``.
-    """
+    """Draw a matrix, or a vector as a column, its numbers in the cells where there is room."""
     axes.set_title(title, fontsize=9)
     axes.set(xticks=[], yticks=[])
     if values is None:

@@ -51,79 +51,48 @@ LIMIT = 120
 
 
 class Settings(NamedTuple):
-    """One call of one head, seq x head_dim for each of q, k, v.
+    """One call of one head, seq x head_dim for each of q, k, v."""
 
-    Attributes:
-        rung: naive, flash1 or flash2.
-        seq: Rows and columns.
-        head_dim: Of q, k and v.
-        block_q: Query rows a tile.
-        block_k: Key columns a tile.
-        mask: One of MASKS.
-        seed: Of the operands.
-    """
-
-    rung: str
-    seq: int
-    head_dim: int
-    block_q: int
-    block_k: int
-    mask: str = "none"
-    seed: int = 0
+    rung: str  # naive, flash1 or flash2
+    seq: int  # rows and columns
+    head_dim: int  # of q, k and v
+    block_q: int  # query rows a tile
+    block_k: int  # key columns a tile
+    mask: str = "none"  # one of MASKS
+    seed: int = 0  # of the operands
 
 
 @dataclass(frozen=True)
 class Step:
-    """The moment at which every thread of one block has reached a barrier, or its end.
+    """The moment at which every thread of one block has reached a barrier, or its end."""
 
-    Attributes:
-        kernel: That runs.
-        block: Its place in the grid.
-        line: Of the barrier, in the source of the kernel, from 0; None at the end of the block.
-        comment: The barrier's own comment: why it is there.
-        numbers: Local variables that are the same for all threads.
-        shared: Shared arrays, by the name of the kernel's variable.
-        registers: Variables of which each thread has its own, (threads, …).
-        written: Global arrays that kernels have written to, as they are now.
-        counts: What has travelled so far, by array.
-    """
-
-    kernel: str
-    block: tuple[int, int, int]
+    kernel: str  # that runs
+    block: tuple[int, int, int]  # its place in the grid
+    #: Of the barrier, in the source of the kernel, from 0; None at the end of the block.
     line: int | None
-    comment: str
-    numbers: dict[str, Any]
-    shared: dict[str, Array]
-    registers: dict[str, Array]
+    comment: str  # the barrier's own comment: why it is there
+    numbers: dict[str, Any]  # local variables that are the same for all threads
+    shared: dict[str, Array]  # shared arrays, by the name of the kernel's variable
+    registers: dict[str, Array]  # variables of which each thread has its own, (threads, …)
+    #: Global arrays that kernels have written to, as they are now.
     written: dict[str, Array] = field(default_factory=dict)
-    counts: dict[str, Traffic] = field(default_factory=dict)
+    counts: dict[str, Traffic] = field(default_factory=dict)  # what has travelled so far, by array
 
 
 @dataclass
 class Recording:
-    """One call from beginning to end.
+    """One call from beginning to end."""
 
-    Attributes:
-        settings: Of the call.
-        q: (seq, head_dim), and k and v likewise.
-        out: (seq, head_dim), the result.
-        lse: (seq,).
-        lower: Row ``i`` sees columns from i + lower …
-        upper: … to i + upper.
-        sources: The source of each kernel, by name.
-        steps: In order.
-    """
-
-    settings: Settings
-    q: Array
+    settings: Settings  # of the call
+    q: Array  # (seq, head_dim), and k and v likewise
     k: Array
     v: Array
-    out: Array
-    lse: Array
-    lower: int
-    upper: int
-    sources: dict[str, str] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
+    out: Array  # (seq, head_dim), the result
+    lse: Array  # (seq,)
+    lower: int  # row ``i`` sees columns from i + lower …
+    upper: int  # … to i + upper
+    sources: dict[str, str] = field(default_factory=dict)  # the source of each kernel, by name
+    steps: list[Step] = field(default_factory=list)  # in order
 
 
 class Recorder(IOMeter):
@@ -249,12 +218,7 @@ def _same_memory(values: list[Any]) -> bool:
 
 
 def run(settings: Settings) -> Recording:
-    """Record one call; this process must be in the simulator.
-
-    Raises:
-        RuntimeError: If it is not.
-        ValueError: If the rung cannot run such a call.
-    """
+    """Record one call; this process must be in the simulator."""
     rng = np.random.default_rng(settings.seed)
     shape = (1, settings.seq, settings.head_dim)
     q, k, v = (to_device(rng.standard_normal(shape).astype(np.float32)) for _ in range(3))
@@ -275,11 +239,7 @@ def run(settings: Settings) -> Recording:
 
 
 def record(*settings: Settings) -> list[Recording]:
-    """Record calls, in a process of its own; a rung that a student has not written yet is left out.
-
-    Raises:
-        RuntimeError: If it fails, or takes longer than LIMIT seconds; it says why.
-    """
+    """Record calls, in a process of its own; a rung that a student has not written yet is left out."""
     folder = str(Path(__file__).resolve().parent.parent)
     code = (
         f"import sys; sys.path.insert(0, {folder!r}); from app_pages.recording import main; main()"

@@ -31,43 +31,26 @@ STAGES = {
 
 @dataclass(frozen=True)
 class TileView:
-    """One query tile and one key tile, at one step; what is not known yet is None.
+    """One query tile and one key tile, at one step; what is not known yet is None."""
 
-    Attributes:
-        visit: Number of the query tile and of the key tile.
-        first_row: Row of the call at which the query tile begins.
-        first_col: Column at which the key tile begins.
-        q_tile: (rows, head_dim).
-        k_tile: (cols, head_dim).
-        v_tile: (cols, head_dim).
-        scores: (rows, cols), natural logarithms.
-        probs: (rows, cols); flash1 takes exponentials relative to the tile's own maximum.
-        row_max: (rows,).
-        row_sum: (rows,).
-        rescale: (rows,), what the old sum and the old output are multiplied by.
-        acc: (rows, head_dim), the output so far: normalised in flash1, not yet in flash2.
-    """
-
-    visit: Visit
-    first_row: int
-    first_col: int
-    q_tile: Array
-    k_tile: Array
-    v_tile: Array
-    scores: Array | None = None
+    visit: Visit  # number of the query tile and of the key tile
+    first_row: int  # row of the call at which the query tile begins
+    first_col: int  # column at which the key tile begins
+    q_tile: Array  # (rows, head_dim)
+    k_tile: Array  # (cols, head_dim)
+    v_tile: Array  # (cols, head_dim)
+    scores: Array | None = None  # (rows, cols), natural logarithms
+    #: (rows, cols); flash1 takes exponentials relative to the tile's own maximum.
     probs: Array | None = None
-    row_max: Array | None = None
-    row_sum: Array | None = None
-    rescale: Array | None = None
+    row_max: Array | None = None  # (rows,)
+    row_sum: Array | None = None  # (rows,)
+    rescale: Array | None = None  # (rows,), what the old sum and the old output are multiplied by
+    #: (rows, head_dim), the output so far: normalised in flash1, not yet in flash2.
     acc: Array | None = None
 
 
 class Story:
-    """A recording and where its visits are.
-
-    Args:
-        recording: Of flash1 or flash2; of another rung it has no visits.
-    """
+    """A recording and where its visits are."""
 
     def __init__(self, recording: Recording):
         self.recording, self.settings = recording, recording.settings

@@ -10,12 +10,7 @@ from app_pages.tile_view import Story, TileView
 
 
 def sentence(story: Story, number: int) -> str:
-    """Return what has happened at a step; "" for a rung without tiles.
-
-    Args:
-        story: Of the recording.
-        number: Of the step.
-    """
+    """Return what has happened at a step; "" for a rung without tiles."""
     step, view = story.recording.steps[number], story.tiles(number)
     stage = story.stage(step)
     if view is None:

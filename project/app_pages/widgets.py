@@ -19,16 +19,7 @@ def choose(
     index: int = 0,
     names: Callable[[T], str] = str,
 ) -> T:
-    """Show a list of which one entry is chosen, and return it.
-
-    Args:
-        label: Above it.
-        options: To choose from, one at least.
-        key: Of the widget.
-        where: On the page, or in the sidebar.
-        index: Of the first choice.
-        names: What stands in the list for an option.
-    """
+    """Show a list of which one entry is chosen, and return it."""
     return where.selectbox(label, list(options), index=index, key=key, format_func=names)
 
 

@@ -21,13 +21,7 @@ DIRECTIONS = ("forward", "backward")
 
 
 class Call:
-    """One call of the kernels on arrays.
-
-    Args:
-        arrays: q, k, v and dout: (batch, heads, seq, head_dim), or (tokens, heads, head_dim) if packed.
-        options: Of the call.
-        sums: Where packed sequences begin and end, or None.
-    """
+    """One call of the kernels on arrays."""
 
     def __init__(self, arrays: list[Any], options: dict[str, Any], sums: Any = None):
         *self.operands, self.dout = arrays
@@ -88,15 +82,7 @@ def packed_call(device: str, heads: int, lengths: list[int], head_dim: int = 64)
 
 
 def case_call(case: Case, arrays: list[Any], dtype: Any, device: str, **options: Any) -> Call:
-    """Return a call of a case.
-
-    Args:
-        case: To compute.
-        arrays: q, k, v and dout, of NumPy, the device or PyTorch, in the layout of :class:`Call`.
-        dtype: Of the arrays.
-        device: "cpu" or "cuda".
-        options: Beside those of the case.
-    """
+    """Return a call of a case."""
     options = case.options_of(dtype) | options
     if options.get("attn_mask") is not None:
         options["attn_mask"] = place_on(device)(options["attn_mask"])
@@ -104,13 +90,7 @@ def case_call(case: Case, arrays: list[Any], dtype: Any, device: str, **options:
 
 
 def reference(case: Case, first: list[Any], dtype: Any) -> list[Any]:
-    """Return out, dq, dk and dv of heads by the textbook formula in float64.
-
-    Args:
-        case: To compute.
-        first: q, k, v and dout of those heads, (heads, length, head_dim), float64.
-        dtype: Of the operands that are compared.
-    """
+    """Return out, dq, dk and dv of heads by the textbook formula in float64."""
     call = Call([x[None] for x in first], {"rung": "naive", **case.reference_options(dtype)})
     call.forward()
     call.backward()
@@ -126,14 +106,7 @@ def errors(found: list[Any], wanted: list[Any]) -> dict[str, float]:
 
 
 class TensorCall:
-    """Attention on tensors of this library.
-
-    Args:
-        attend: ``(q, k, v)`` to a tensor.
-        backend: Of the tensors.
-        arrays: q, k and v, NumPy arrays.
-        training: Record a graph; otherwise operands are constants, and there is no backward pass.
-    """
+    """Attention on tensors of this library."""
 
     def __init__(self, attend: Any, backend: Any, arrays: list[Any], training: bool = True):
         self.attend, self.out = attend, None
@@ -204,11 +177,7 @@ class TorchMemory:
 
 
 def contestants(device: str, causal: bool = False) -> dict[str, Callable[..., TensorCall]]:
-    """Return what runs on a device, by name; the last one is that which all are compared with.
-
-    Returns:
-        Functions of arrays, and of ``training``, that make a :class:`TensorCall`.
-    """
+    """Return what runs on a device, by name; the last one is that which all are compared with."""
 
     def on(backend: Any, attend: Any, **options: Any) -> Callable[..., TensorCall]:
         return partial(TensorCall, partial(attend, is_causal=causal, **options), backend)

@@ -71,23 +71,14 @@ Case = tuple[Record, Callable[[], Record | None]]
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure that has a bound.
+    """A figure that has a bound."""
 
-    Attributes:
-        name: In the table.
-        value: That was reached; None if it is not known.
-        must: Bound.
-        aim: Better still, if anything is.
-        is_most: Whether less is better.
-        is_judged: Whether the bound holds for what was measured.
-    """
-
-    name: str
-    value: float | None
-    must: float
-    aim: float | None = None
-    is_most: bool = False
-    is_judged: bool = True
+    name: str  # in the table
+    value: float | None  # that was reached; None if it is not known
+    must: float  # bound
+    aim: float | None = None  # better still, if anything is
+    is_most: bool = False  # whether less is better
+    is_judged: bool = True  # whether the bound holds for what was measured
 
     def __str__(self) -> str:
         return figure_cells(*astuple(self))
@@ -95,40 +86,31 @@ class Figure:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured; see the docstring of the module.
+    """What is measured; see the docstring of the module."""
 
-    Attributes:
-        name: Of the record, too.
-        answers: A question that the record answers.
-        cases: Given a :class:`Run`, yields keys of rows and functions that measure them.
-        settings: By device, then by size: "normal", and "quick" and "full" where they differ from it.
-        table: Returns Markdown of a record; rows are listed when None.
-        figures: Returns the figures of a record that have bounds.
-        draw: Fills a matplotlib figure with results; see :mod:`bench.plots`.
-        height: Of that figure in inches, for each row of panels.
-        caption: Of that figure, Markdown.
-        minutes: That a run takes, about, by device.
-        paths: The code that is measured.
-        choices: By option: the values that it may have.
-        records: Names of records beside its own, and the settings with which each is made.
-        folder: Of its published records, where that is not the device's.
-        with_ranks: It runs on as many processes of ``mpiexec`` as the setting ``ranks`` says.
-    """
-
-    name: str
-    answers: str
+    name: str  # of the record, too
+    answers: str  # a question that the record answers
+    #: Given a :class:`Run`, yields keys of rows and functions that measure them.
     cases: Callable[[Any], Iterator[Case]]
+    #: By device, then by size: "normal", and "quick" and "full" where they differ from it.
     settings: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    #: Returns Markdown of a record; rows are listed when None.
     table: Callable[[Record], str] | None = None
+    #: Returns the figures of a record that have bounds.
     figures: Callable[[Record], list[Figure]] = lambda record: []
+    #: Fills a matplotlib figure with results; see :mod:`bench.plots`.
     draw: Callable[[Any, list[plots.Result]], None] | None = None
-    height: float = 4.2
-    caption: str = ""
-    minutes: Mapping[str, float] = field(default_factory=dict)
-    paths: tuple[str, ...] = ("kernels", "minitorch")
-    choices: Mapping[str, Any] = field(default_factory=dict)
+    height: float = 4.2  # of that figure in inches, for each row of panels
+    caption: str = ""  # of that figure, Markdown
+    minutes: Mapping[str, float] = field(default_factory=dict)  # that a run takes, about, by device
+    paths: tuple[str, ...] = ("kernels", "minitorch")  # the code that is measured
+    choices: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # by option: the values that it may have
+    #: Names of records beside its own, and the settings with which each is made.
     records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    folder: str | None = None
+    folder: str | None = None  # of its published records, where that is not the device's
+    #: It runs on as many processes of ``mpiexec`` as the setting ``ranks`` says.
     with_ranks: bool = False
 
     @property
@@ -143,14 +125,6 @@ class Measurement:
 
 class Run:
     """A measurement that runs: its settings are attributes.
-
-    Args:
-        measurement: That runs.
-        device: "cpu" or "cuda".
-        size: "quick", "normal" or "full".
-        settings: By name.
-        command: To be recorded.
-        path: Of the record; None writes none.
 
     ``rows`` are those measured so far.
     """
@@ -208,11 +182,7 @@ class Run:
             records.write_record(self.path, self._command, name, **self.record)
 
     def measure(self, cases: Iterator[Case]) -> int:
-        """Measure all cases; return how many failed.
-
-        Raises:
-            KeyboardInterrupt: After the rows so far are written.
-        """
+        """Measure all cases; return how many failed."""
         failed = 0
         for key, work in tqdm(cases, desc=self._name, unit="case", disable=None):
             known = [row for row in self.rows if key and key.items() <= row.items()]
@@ -402,11 +372,7 @@ def show_stored(m: Measurement, args: argparse.Namespace) -> int:
 
 
 def table_of(m: Measurement, result: plots.Result) -> str:
-    """Return the table of a stored record.
-
-    Raises:
-        ValueError: If its rows are not those of the measurement; it names the file.
-    """
+    """Return the table of a stored record."""
     try:
         return m.shown(result.record)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -434,11 +400,7 @@ def in_module(name: str) -> tuple[Measurement, ...]:
 
 
 def load(name: str) -> Measurement:
-    """Return a measurement by its name, or by that of one of its records.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return a measurement by its name, or by that of one of its records."""
     for folder in FOLDERS:  # mostly the module has the same name
         if (PROJECT / folder / f"{name}.py").exists():
             for one in in_module(f"{folder}.{name}"):

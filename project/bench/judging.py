@@ -26,19 +26,12 @@ CHUNK = 1 << 25
 
 
 class Subject(NamedTuple):
-    """A model and the text that it is to judge.
+    """A model and the text that it is to judge."""
 
-    Attributes:
-        name: Where it was read.
-        model: In evaluation mode.
-        config: Of the model; it says what tokens are.
-        ids: The text.
-    """
-
-    name: str
-    model: minitorch.DecoderLM
-    config: dict[str, Any]
-    ids: Tokens
+    name: str  # where it was read
+    model: minitorch.DecoderLM  # in evaluation mode
+    config: dict[str, Any]  # of the model; it says what tokens are
+    ids: Tokens  # the text
 
 
 def label_of(row: dict[str, Any]) -> str:
@@ -47,12 +40,7 @@ def label_of(row: dict[str, Any]) -> str:
 
 
 def parser_of(description: str | None, out: str) -> OneLineParser:
-    """Return a parser of the options that scripts which judge models share.
-
-    Args:
-        description: What --help shows first.
-        out: Default folder of the record and the picture.
-    """
+    """Return a parser of the options that scripts which judge models share."""
     parser = OneLineParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -96,14 +84,7 @@ def read_subject(path: str, args: argparse.Namespace) -> Subject:
 def contexts_of(
     args: argparse.Namespace, model: minitorch.DecoderLM, first: int, least: int = 1
 ) -> list[int]:
-    """Return the contexts to judge, in ascending order; exit with one line if one does not fit.
-
-    Args:
-        args: The options.
-        model: That is judged.
-        first: Where the powers of two begin, if the options name no context.
-        least: The shortest one that is possible.
-    """
+    """Return the contexts to judge, in ascending order; exit with one line if one does not fit."""
     most = model.n_positions
     if least > most:
         sys.exit(
@@ -123,14 +104,7 @@ def contexts_of(
 def token_losses(
     model: minitorch.DecoderLM, ids: Any, targets: Any, cache: minitorch.KVCache | None = None
 ) -> Losses:
-    """Return the cross entropy of each target in nats, (batch, seq); few logits are in memory at a time.
-
-    Args:
-        model: In evaluation mode.
-        ids: (batch, seq).
-        targets: (batch, seq), the tokens that follow.
-        cache: Of the tokens before ``ids``, which are appended.
-    """
+    """Return the cross entropy of each target in nats, (batch, seq); few logits are in memory at a time."""
     hidden = model.hidden(ids, cache)
     rows, wanted = hidden.view(hidden.size // model.n_embd, model.n_embd), np.reshape(targets, -1)
     step, found = max(CHUNK // model.n_vocab, 1), []
@@ -147,15 +121,7 @@ def judge_runs(
     judge: Callable[[Subject, argparse.Namespace], dict[str, Any]],
     panels: Callable[[list[dict[str, Any]]], tuple[Panel, ...]],
 ) -> None:  # fmt: skip
-    """Judge each run, and write a record and a picture; exit with one line if something is wrong.
-
-    Args:
-        name: Of the script, the record and the picture.
-        parser: Of :func:`parser_of`, with the options of the script.
-        argv: The command line; that of the process when None.
-        judge: Measures and prints; returns a row of the record.
-        panels: Make the picture of the rows.
-    """
+    """Judge each run, and write a record and a picture; exit with one line if something is wrong."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     replace_unprintable()

@@ -29,17 +29,7 @@ MEBIBYTE = 2**20
 def peak_of_step(
     attention: str, settings: Settings, backend: str, model: Mapping[str, Any]
 ) -> int | None:
-    """Return the bytes that one training step adds to the peak of this process, or of the GPU's pool.
-
-    Args:
-        attention: One of ``METHODS``.
-        settings: Of the model; its dropout stays.
-        backend: "fast", in a fresh process, or "cuda".
-        model: Arguments by name of :func:`training.lra_methods.build_classifier`.
-
-    Returns:
-        None where the memory is too small for the step, or its peak is not known.
-    """
+    """Return the bytes that one training step adds to the peak of this process, or of the GPU's pool."""
     device, before = "cuda" if backend == "cuda" else "cpu", 0
     memory = pool() if device == "cuda" else None
     if (memory is None) if device == "cuda" else (peak_memory() == 0):
@@ -182,16 +172,7 @@ def pictures(rows: Sequence[Record]) -> dict[str, list[Panel]]:
 
 
 def over_naive(rows: Iterable[Record], key: Callable[[Record], float | None]) -> dict[str, Any]:
-    """Return for each attention a figure of naive attention over its own.
-
-    Args:
-        rows: Of ``lra_steps``, of any tasks.
-        key: The figure of a row.
-
-    Returns:
-        By attention a dict: the ratio by task, tasks for which one of the two figures is missing left out;
-        and under "all" the geometric mean over the tasks that every attention has.
-    """
+    """Return for each attention a figure of naive attention over its own."""
     rows = [*rows]
     base = {row["task"]: key(row) for row in rows if row["attention"] == NAIVE}
     found: dict[str, Any] = {}

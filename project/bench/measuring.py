@@ -34,13 +34,6 @@ def seconds(
     """Return the time of one run of a step, until its result is there.
 
     On a GPU it is the time between two events on the stream, in which the device may wait for the host.
-
-    Args:
-        step: To be timed; its kernels are launched on the default stream.
-        device: "cpu" or "cuda".
-        repeats: Runs in a row, of which the mean is returned.
-        hold: Of a GPU: called with ``repeats``, it keeps the device busy before the first event while the
-            host launches all of them, so that the device waits for nothing.
     """
     if device == "cuda":
         with EventTimer(hold and partial(hold, repeats)) as timer:
@@ -112,12 +105,7 @@ def interleaved(
 
 
 def spread(values: list[float], scale: float = 1.0) -> dict[str, float]:
-    """Return the median, the quartiles ``low`` and ``high``, and the number of ``rounds``.
-
-    Args:
-        values: One a round.
-        scale: Of what is returned; 1e3 turns seconds into milliseconds.
-    """
+    """Return the median, the quartiles ``low`` and ``high``, and the number of ``rounds``."""
     low, high = np.quantile(values, [0.25, 0.75])
     return {
         "median": scale * median(values), "low": scale * float(low), "high": scale * float(high),

@@ -29,41 +29,29 @@ HELD_OUT = frozenset(
 
 @dataclass(frozen=True)
 class Case:
-    """One call of self-attention.
+    """One call of self-attention."""
 
-    Attributes:
-        name: In the table.
-        heads: Of q, k and v.
-        length: Of queries and keys.
-        options: Of ``kernels.flash_attention_forward``; masks are NumPy arrays.
-        textbook: Options that say the same to the textbook, where they are faster there; None: as above.
-        sums: Where packed documents begin and end, or None.
-        is_causal: A peer has an option for it, too.
-        dropout_p: Likewise.
-        seen: Makes (length, length), True where a row sees a column, for peers that take a mask; or None.
-        bias: Makes what is added to the scores, (length, length) or (heads, length, length), or None.
-        visible: (row, col, table) of tensors to booleans, for FlexAttention; None: all.
-        score: (torch, score, head, row, col, table) to a score, for FlexAttention; None: as it is.
-        table: Array that these two read, or None.
-        part: The share of the scores that are not masked.
-        foreign: Why PyTorch's scaled_dot_product_attention cannot do it, or None.
-    """
-
-    name: str
-    heads: int
-    length: int
+    name: str  # in the table
+    heads: int  # of q, k and v
+    length: int  # of queries and keys
+    #: Of ``kernels.flash_attention_forward``; masks are NumPy arrays.
     options: dict[str, Any] = field(default_factory=dict)
+    #: Options that say the same to the textbook, where they are faster there; None: as above.
     textbook: dict[str, Any] | None = None
-    sums: Any = None
-    is_causal: bool = False
-    dropout_p: float = 0.0
+    sums: Any = None  # where packed documents begin and end, or None
+    is_causal: bool = False  # a peer has an option for it, too
+    dropout_p: float = 0.0  # likewise
+    #: Makes (length, length), True where a row sees a column, for peers that take a mask; or None.
     seen: Callable[[], Any] | None = None
+    #: Makes what is added to the scores, (length, length) or (heads, length, length), or None.
     bias: Callable[[], Any] | None = None
+    #: (row, col, table) of tensors to booleans, for FlexAttention; None: all.
     visible: Callable[..., Any] | None = None
+    #: (torch, score, head, row, col, table) to a score, for FlexAttention; None: as it is.
     score: Callable[..., Any] | None = None
-    table: Any = None
-    part: float = 1.0
-    foreign: str | None = None
+    table: Any = None  # array that these two read, or None
+    part: float = 1.0  # the share of the scores that are not masked
+    foreign: str | None = None  # why PyTorch's scaled_dot_product_attention cannot do it, or None
 
     def options_of(self, dtype: Any) -> dict[str, Any]:
         """Return the options for operands of a dtype: a floating mask has it, too."""
@@ -88,15 +76,7 @@ class Case:
 def cases(
     heads: int, length: int, window: int = WINDOW, block: int = BLOCK, document: int | None = None
 ) -> dict[str, Case]:
-    """Return a case for each option, by name.
-
-    Args:
-        heads: Of q, k and v.
-        length: Of queries and keys.
-        window: To each side.
-        block: Of the butterfly.
-        document: Length of packed documents; drawn lengths when None.
-    """
+    """Return a case for each option, by name."""
     rng = np.random.default_rng(2)
     rows, cols = np.arange(length)[:, None], np.arange(length)
 

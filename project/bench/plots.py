@@ -17,17 +17,11 @@ WIDTH = 4.2
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured on one device.
+    """What was measured on one device."""
 
-    Attributes:
-        record: As in the file.
-        folder: Of the device.
-        fresh: Measured by this run; otherwise it comes from a file.
-    """
-
-    record: Record
-    folder: str
-    fresh: bool = False
+    record: Record  # as in the file
+    folder: str  # of the device
+    fresh: bool = False  # measured by this run; otherwise it comes from a file
 
     @property
     def rows(self) -> list[Record]:
@@ -49,11 +43,7 @@ def path_of(name: str, folder: str) -> Path:
 
 
 def stored(name: str) -> list[Result]:
-    """Return the published records of a name by device, the CPUs first.
-
-    Raises:
-        ValueError: If a file is not a record.
-    """
+    """Return the published records of a name by device, the CPUs first."""
     paths = sorted(records.RESULTS.glob(f"*/{name}.json"))
     return [Result(records.read_record(path), path.parent.name) for path in paths]
 
@@ -67,17 +57,7 @@ def beside(fresh: Result, name: str) -> list[Result]:
 def panels(
     figure: Any, results: Sequence[Result], rows: int = 1, **options: Any
 ) -> list[tuple[Any, Result]]:
-    """Divide a figure into a column of panels for each result; title each with its device.
-
-    Args:
-        figure: Of matplotlib.
-        results: A column each.
-        rows: Panels of each device.
-        options: Of ``figure.subplots``.
-
-    Returns:
-        (axes, result), where axes is one Axes, or an array of ``rows`` of them.
-    """
+    """Divide a figure into a column of panels for each result; title each with its device."""
     figure.set_size_inches(max(WIDTH * len(results), 6.4), figure.get_figheight() * rows)
     grid = figure.subplots(rows, len(results), squeeze=False, **options)
     for axes, result in zip(grid[0], results, strict=True):

@@ -102,14 +102,7 @@ def versions() -> dict[str, str]:
 
 
 def command_line(script: str, argv: list[str], leave_out: tuple[str, ...] = ("--json",)) -> str:
-    """Return the command that makes a record again on any machine.
-
-    Args:
-        script: From the root of the repository.
-        argv: The words after it.
-        leave_out: Options with a value that only say where to write.  ``--publish`` and ``--resume``,
-            which have no value, are left out, too.
-    """
+    """Return the command that makes a record again on any machine."""
     kept: list[str] = []
     words = iter(word for word in argv if word not in ("--publish", "--resume"))
     for word in words:
@@ -123,14 +116,7 @@ def command_line(script: str, argv: list[str], leave_out: tuple[str, ...] = ("--
 
 
 def write_record(path: str | Path, command: str, device: str, **figures: Any) -> None:
-    """Write what has been measured so far, with its origin; the file is replaced as a whole.
-
-    Args:
-        path: Of the file.
-        command: That measured it.
-        device: Its name.
-        figures: The rest of the record.
-    """
+    """Write what has been measured so far, with its origin; the file is replaced as a whole."""
     record = {
         "command": command, "date": datetime.date.today().isoformat(), "device": device,
         "cores": os.cpu_count(), "threads": numba.get_num_threads(), "versions": versions(), **figures,
@@ -139,11 +125,7 @@ def write_record(path: str | Path, command: str, device: str, **figures: Any) ->
 
 
 def read_record(path: Path) -> Record:
-    """Return a record.
-
-    Raises:
-        ValueError: If the file is not one.
-    """
+    """Return a record."""
     record = json.loads(path.read_text(encoding="utf-8"))
     for key, kind in ORIGIN.items():
         found = record.get(key) if isinstance(record, dict) else None
@@ -155,12 +137,7 @@ def read_record(path: Path) -> Record:
 
 
 def read_rows(path: str | Path, *names: str) -> list[Record]:
-    """Return the rows of a record that a script adds to; exit with one line if it is another's.
-
-    Args:
-        path: Of the file; there are no rows if it does not exist.
-        names: Keys that each row has.
-    """
+    """Return the rows of a record that a script adds to; exit with one line if it is another's."""
     if not Path(path).exists():
         return []
     try:

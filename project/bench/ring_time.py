@@ -22,23 +22,14 @@ CALLS = 2
 
 
 class Machine(NamedTuple):
-    """A rank and its link.
+    """A rank and its link."""
 
-    Attributes:
-        forward: FLOP/s of a forward pass.
-        backward: FLOP/s of a backward pass, counting five products.
-        latency: Of a message, alpha, in seconds.
-        bandwidth: Of a link in one direction, beta, in bytes/s.
-        call: Seconds that a call of the kernels takes beside its operations.
-        overlaps: Whether messages travel while the rank computes.
-    """
-
-    forward: float
-    backward: float
-    latency: float
-    bandwidth: float
-    call: float = 0.0
-    overlaps: bool = True
+    forward: float  # fLOP/s of a forward pass
+    backward: float  # fLOP/s of a backward pass, counting five products
+    latency: float  # of a message, alpha, in seconds
+    bandwidth: float  # of a link in one direction, beta, in bytes/s
+    call: float = 0.0  # seconds that a call of the kernels takes beside its operations
+    overlaps: bool = True  # whether messages travel while the rank computes
 
 
 class Work(NamedTuple):

@@ -47,16 +47,7 @@ def figure_cells(
     is_most: bool = False,
     is_judged: bool = True,
 ) -> str:
-    """Write the cells of a figure that has a bound: figure, reached, must, aim, and yes or NO.
-
-    Args:
-        name: Of the figure.
-        value: What is reached, None where it is not known.
-        must: What has to be.
-        aim: What would be better still, if anything is.
-        is_most: Whether less is better.
-        is_judged: Whether the bound is one for what was measured.
-    """
+    """Write the cells of a figure that has a bound: figure, reached, must, aim, and yes or NO."""
     reached = "–" if value is None else f"{value:.3g}"
     verdict = ""
     if value is not None and is_judged:

@@ -28,17 +28,7 @@ TAKES_MASK = ("CUDNN", "EFFICIENT", "MATH")
 
 
 class TorchCall:
-    """One case by one peer, to be timed forward and backward.
-
-    Args:
-        torch: The module.
-        peer: One of PEERS.
-        case: To compute.
-        tensors: q, k, v and dout, (1, heads, length, head_dim), of one dtype on one device.
-
-    Raises:
-        Unavailable: If the peer cannot do it.
-    """
+    """One case by one peer, to be timed forward and backward."""
 
     def __init__(self, torch: Any, peer: str, case: Case, tensors: list[Any]):
         self.torch = torch

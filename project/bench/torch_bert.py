@@ -15,14 +15,6 @@ class TorchBERT(TorchGPT):
     """A copy of a masked language model, with its optimiser; see :class:`TorchGPT`.
 
     As ours, it scores the predicted positions only.
-
-    Args:
-        model: Whose weights are copied; without dropout.
-        device: "cpu" or "cuda".
-        lr: Learning rate.
-        beta2: Of AdamW.
-        weight_decay: Likewise.
-        precision: "float32" or "bfloat16".
     """
 
     def __init__(
@@ -38,16 +30,7 @@ class TorchBERT(TorchGPT):
         return self.torch.nn.functional.scaled_dot_product_attention(q, k, v, self._key_mask)
 
     def placed(self, ids: Any, targets: Any, lengths: Any) -> tuple[tuple[Any, ...], Any]:
-        """Return a batch on the device, as :meth:`step` takes it.
-
-        Args:
-            ids: (batch, seq).
-            targets: (batch, seq), -100 where nothing is predicted.
-            lengths: (batch,).
-
-        Returns:
-            The ids, the key mask (batch, 1, 1, seq) and the predicted positions; and their tokens.
-        """
+        """Return a batch on the device, as :meth:`step` takes it."""
         shown = (np.arange(ids.shape[1]) < lengths[:, None])[:, None, None]
         places = np.flatnonzero(targets != IGNORED)
         inputs = tuple(map(self.place, (ids, shown, places)))

@@ -35,19 +35,6 @@ class TorchGPT:
 
     Weights are float32, or in float64 they and all else are.  In bfloat16 PyTorch's autocast rounds what
     products take, and keeps sums, layer norms, the loss and the residual stream in float32.
-
-    Args:
-        model: Whose weights are copied; without dropout.
-        name: One of :data:`BACKENDS`, :data:`FUSED`, or the name of a ``torch.nn.attention.SDPBackend``.
-        device: "cpu" or "cuda".
-        lr: Highest learning rate.
-        beta2: Of AdamW.
-        weight_decay: Likewise, for parameters of two or more dimensions.
-        precision: "float32", "bfloat16" or "float64".
-        clip: Norm of all gradients beyond which they are scaled down; None for any.
-        parts: Of a batch, one after the other, whose gradients are added up: for less memory.
-        compiled: Compile the loss and its gradient with ``torch.compile``, in its default mode.
-        attend: Called instead of PyTorch's ``scaled_dot_product_attention``.
     """
 
     def __init__(
@@ -124,12 +111,7 @@ class TorchGPT:
         )
 
     def logits(self, ids: Any, cache: TorchCache | None = None) -> Any:
-        """Return the scores of the tokens after (batch, seq) ids: (batch, seq, n_vocab).
-
-        Args:
-            ids: A tensor.
-            cache: Of the tokens before; then ids is one token, or the first ones.
-        """
+        """Return the scores of the tokens after (batch, seq) ids: (batch, seq, n_vocab)."""
         functional, start = self.torch.nn.functional, 0 if cache is None else cache.length
         table = self.weights["token_embeddings.weights"]
         x = functional.embedding(ids, table)  # (batch, seq, width)
@@ -185,15 +167,7 @@ class TorchGPT:
 
 
 class TorchCache:
-    """Keys and values of the tokens so far, in memory for all that may come.
-
-    Args:
-        gpt: The model.
-        capacity: Tokens.
-
-    Attributes:
-        length: Tokens so far.
-    """
+    """Keys and values of the tokens so far, in memory for all that may come."""
 
     def __init__(self, gpt: TorchGPT, capacity: int):
         width = gpt.weights["token_embeddings.weights"].shape[1]

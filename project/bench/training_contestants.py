@@ -101,15 +101,7 @@ def our_model(
 
 
 class OurGPT:
-    """A model of this library and its optimiser; the step is that of ``train_gpt``.
-
-    Args:
-        model: To be trained.
-        lr: Highest learning rate.
-        capture: Makes one call of the device of a step; None leaves it as it is.
-        clip: Norm of all gradients beyond which they are scaled down; None for any.
-        ranks: Those that share the batches.
-    """
+    """A model of this library and its optimiser; the step is that of ``train_gpt``."""
 
     def __init__(
         self, model: minitorch.DecoderLM, lr: float, capture: Callable[..., Any] | None = None,
@@ -135,26 +127,7 @@ class OurGPT:
 
 
 class Training:
-    """A contestant in training.
-
-    Args:
-        name: OURS, THEIRS or COMPILED, or a peer of :mod:`bench.torch_gpt`.
-        size: Of its model.
-        device: "cpu" or "cuda".
-        precision: "float32" or "bfloat16"; of PyTorch "float64", too, whose batches then come in parts.
-        attention: "flash" or "naive", of ours; of PyTorch the fused one that it prefers, or its math.
-        source: Whose weights PyTorch's copies; one of the same size and precision when None.
-        clip: See :class:`OurGPT`.
-        capture: Likewise.
-        recompute: Of ours, whether activations are computed again; see :class:`minitorch.DecoderLM`.
-        planned: Steps that the learning rate is planned for.
-
-    Attributes:
-        model: Of ours, else None.
-        tokens: Of a step.
-        flops: Operations a token by the book.
-        unread: The losses before the planned steps so far.
-    """
+    """A contestant in training."""
 
     def __init__(
         self, name: str, size: Size, device: str, precision: str, attention: str = "flash",

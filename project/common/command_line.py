@@ -17,14 +17,7 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; --help lists the options\n")
 
     def option(self, name: str, kind: Callable[[str], Any], default: Any, what: str = "") -> None:
-        """Add an option with a value.
-
-        Args:
-            name: With its dashes.
-            kind: Reads the value.
-            default: Likewise.
-            what: What it is, for --help.
-        """
+        """Add an option with a value."""
         text = f"{what} (default: %(default)s)".strip()
         self.add_argument(
             name, type=kind, default=default, help=text, metavar=METAVARS.get(kind, "X")
@@ -70,12 +63,7 @@ METAVARS = {COUNT: "N", FROM_ZERO: "N", PROBABILITY: "P", SHARE: "P"}
 
 
 def script_parser(description: str | None, out: str) -> OneLineParser:
-    """Return a parser with the options that every training script has.
-
-    Args:
-        description: What --help shows first.
-        out: Default folder of the results.
-    """
+    """Return a parser with the options that every training script has."""
     parser = OneLineParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

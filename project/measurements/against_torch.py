@@ -60,27 +60,16 @@ RUNGS = tuple(OURS)[3:]
 
 
 class Bound(NamedTuple):
-    """A figure of the table: the geometric mean of PyTorch's time over ours.
+    """A figure of the table: the geometric mean of PyTorch's time over ours."""
 
-    Attributes:
-        name: In the table.
-        group: Whose rows it is made of.
-        ours: Name of our contestant, or of the case where that is "auto".
-        theirs: Names of PyTorch's; the fastest one counts.
-        directions: Which.
-        must: Ratio that has to be reached.
-        aim: Ratio beyond.
-        lengths: The least and the greatest.
-    """
-
-    name: str
-    group: str
-    ours: str
-    theirs: tuple[str, ...]
-    directions: tuple[str, ...]
-    must: float
-    aim: float
-    lengths: tuple[int, int] = (0, 1 << 30)
+    name: str  # in the table
+    group: str  # whose rows it is made of
+    ours: str  # name of our contestant, or of the case where that is "auto"
+    theirs: tuple[str, ...]  # names of PyTorch's; the fastest one counts
+    directions: tuple[str, ...]  # which
+    must: float  # ratio that has to be reached
+    aim: float  # ratio beyond
+    lengths: tuple[int, int] = (0, 1 << 30)  # the least and the greatest
 
 
 LONG, SHORT = (2048, 1 << 30), (512, 1024)

@@ -57,14 +57,7 @@ BOUNDS = {
 
 
 def compared(run: Run, pairs: dict[str, Pair], factor: float = 1.0, repeats: int = 1) -> Record:
-    """Return the calls of a figure, ours beside theirs, and the geometric mean of their ratios.
-
-    Args:
-        run: Of the measurement.
-        pairs: Our call and theirs, by name.
-        factor: Of the seconds to spend on each.
-        repeats: Calls in one reading of the clock.
-    """
+    """Return the calls of a figure, ours beside theirs, and the geometric mean of their ratios."""
     calls = []
     for name, pair in pairs.items():
         steps = {
@@ -86,11 +79,7 @@ def _often(call: Callable[[], Any], repeats: int) -> None:
 
 
 def needs_torch(run: Run) -> Any:
-    """Return PyTorch.
-
-    Raises:
-        Unavailable: If it is not installed.
-    """
+    """Return PyTorch."""
     if run.torch is None:
         raise Unavailable("PyTorch is not installed")
     return run.torch

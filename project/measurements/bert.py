@@ -45,12 +45,7 @@ TINY = {"layers": 1, "width": 16, "heads": 2, "vocabulary": 258}
 
 
 class Contest:
-    """The contestants, of equal weights, and their batches.
-
-    Attributes:
-        losses: By name, of the first batch.
-        steps: By name; each takes the next batch.
-    """
+    """The contestants, of equal weights, and their batches."""
 
     def __init__(self, run: Run, sizes: SimpleNamespace):
         self.sizes, self.device, text = sizes, run.device, read_text(None)

@@ -88,11 +88,7 @@ def known_metrics(ncu: str) -> list[str]:
 
 
 def parse(text: str) -> list[Record]:
-    """Return the rows of the CSV that ncu wrote: the name of each kernel, and its metrics as numbers.
-
-    Raises:
-        ValueError: If there is no such table.
-    """
+    """Return the rows of the CSV that ncu wrote: the name of each kernel, and its metrics as numbers."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
@@ -113,15 +109,7 @@ def parse(text: str) -> list[Record]:
 
 
 def by_pass(kernels: list[Record], launched: list[Record]) -> list[Record]:
-    """Return the bytes of each rung and pass, summed over its kernels.
-
-    Args:
-        kernels: As ncu measured them, in order.
-        launched: The launches, in order.
-
-    Raises:
-        ValueError: If these are not the same kernels.
-    """
+    """Return the bytes of each rung and pass, summed over its kernels."""
     names = [name for entry in launched for name in entry["kernels"]]
     measured = [found["kernel"] for found in kernels]
     if len(names) != len(measured) or not all(a in b for a, b in zip(names, measured, strict=True)):

@@ -47,14 +47,7 @@ CPU_NOTE = (
 
 
 def meter() -> list[Record]:
-    """Count the small call in the simulator, in which this process must be, beside the formulas.
-
-    Returns:
-        Elements read and written, by rung, mask and direction.
-
-    Raises:
-        RuntimeError: If meter and formulas disagree.
-    """
+    """Count the small call in the simulator, in which this process must be, beside the formulas."""
     length, dim = METERED["length"], METERED["head_dim"]
     shape, found = HeadShape(length, length, dim, dim, 0, 0), []
     for name, causal in [(name, causal) for name in RUNGS for causal in (False, True)]:

@@ -67,11 +67,7 @@ def ready(
 
 
 def make_pass(attention: str, length: int, backend: str, precision: str) -> Callable[[], None]:
-    """Return a forward and a backward pass of one attention on random operands.
-
-    Raises:
-        MemoryError: If naive attention would take more than ``MOST_BYTES`` on the CPU.
-    """
+    """Return a forward and a backward pass of one attention on random operands."""
     needed = KEPT_MATRICES * 4 * HEADS * length**2
     if attention == NAIVE and backend == "fast" and needed > MOST_BYTES:
         raise MemoryError(f"naive attention needs {needed} bytes")

@@ -23,19 +23,12 @@ CACHE = 8192
 
 
 class Pair(NamedTuple):
-    """Two calls that are compared.
+    """Two calls that are compared."""
 
-    Attributes:
-        call: With the option.
-        other: Without.
-        bound: Of the ratio of their times; None where there is none.
-        directions: That are timed.
-    """
-
-    call: Any
-    other: Any
-    bound: float | None
-    directions: tuple[str, ...] = DIRECTIONS
+    call: Any  # with the option
+    other: Any  # without
+    bound: float | None  # of the ratio of their times; None where there is none
+    directions: tuple[str, ...] = DIRECTIONS  # that are timed
 
 
 def several(calls: list[Call]) -> SimpleNamespace:

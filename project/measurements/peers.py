@@ -59,11 +59,7 @@ class Rivals:
             self.packed = [place(x[0].transpose(1, 0, 2)) for x in arrays]
 
     def call(self, peer: str, case: Case) -> Any:
-        """Return a case by the kernels or by a peer, which has run once.
-
-        Raises:
-            Unavailable: If the peer cannot do it.
-        """
+        """Return a case by the kernels or by a peer, which has run once."""
         if peer == OURS:
             arrays = self.arrays if case.sums is None else self.packed
             call: Any = case_call(case, arrays, self.dtype, self.device)

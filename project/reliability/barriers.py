@@ -91,13 +91,7 @@ def without(barrier: Barrier, source: str) -> str:
 
 
 def caught_by(barrier: Barrier, tree: Path, schedules: int) -> str:
-    """Return which test fails without a barrier, or ''.
-
-    Args:
-        barrier: What to take away.
-        tree: A copy of the repository, left as it was.
-        schedules: Orders of the threads to try.
-    """
+    """Return which test fails without a barrier, or ''."""
     tests = next(tests for files, tests in TESTED_BY.items() if barrier.file in files)
     place = tree / KERNELS / f"{barrier.file}.py"
     source = place.read_text(encoding="utf-8")

@@ -20,11 +20,7 @@ _TIME = re.compile(r"(\d+) minutes (\d+) seconds in all")
 
 
 def figures_of(output: Iterable[str]) -> Record:
-    """Return the figures of a whole run: minutes, whether all passed, and a row for each part.
-
-    Raises:
-        ValueError: If the run has no end, or no parts.
-    """
+    """Return the figures of a whole run: minutes, whether all passed, and a row for each part."""
     lines = [line.rstrip("\n") for line in output]
     times = [(at, found) for at, line in enumerate(lines) if (found := _TIME.fullmatch(line))]
     rows = [

@@ -132,13 +132,7 @@ def one_run(backend: str, steps: int) -> dict[str, Any]:
 
 
 def run_apart(backend: str, steps: int, threads: tuple[int, int] | None) -> dict[str, Any]:
-    """Return what :func:`one_run` finds in a process of its own.
-
-    Args:
-        backend: "fast" or "cuda".
-        steps: Of the training; 0 for none.
-        threads: Numba's, and those of OpenMP and BLAS; None leaves them alone.
-    """
+    """Return what :func:`one_run` finds in a process of its own."""
     environment: dict[str, Any] = {}
     if threads is not None:
         environment = dict.fromkeys(OTHERS, str(threads[1])) | {

@@ -83,14 +83,7 @@ def run(command: list[str], **variables: str) -> int:
 
 
 def tested(python: Path, part: str, workers: int, only: tuple[str, ...]) -> dict[str, Any]:
-    """Run one part with an environment and return what came of it.
-
-    Args:
-        python: Of the environment.
-        part: One of PARTS.
-        workers: Processes that share the tests.
-        only: Test files; all of the part when empty.
-    """
+    """Run one part with an environment and return what came of it."""
     _, options, variables = PARTS[part]
     files = only or (
         sorted(str(path) for path in ROOT.glob("tests/structure/compile_only/test_*.py"))

@@ -62,26 +62,14 @@ SANITIZED = "tests.support.smoke.attention"
 
 
 class Batch(NamedTuple):
-    """What became of one child.
+    """What became of one child."""
 
-    Attributes:
-        outcomes: "right", "refused", "returned" or "drawn" → how many draws.
-        failure: What to print, or None.
-    """
-
-    outcomes: Counter[str]
-    failure: str | None
+    outcomes: Counter[str]  # "right", "refused", "returned" or "drawn" → how many draws
+    failure: str | None  # what to print, or None
 
 
 def run_batch(part: str, seed: int, examples: int, seconds: float) -> Batch:
-    """Draw for a while in a child.
-
-    Args:
-        part: Of ``PARTS``.
-        seed: Hypothesis's.
-        examples: Of each test.
-        seconds: After which the child is stopped; what it has drawn by then counts.
-    """
+    """Draw for a while in a child."""
     tests, environment = PARTS[part]
     with tempfile.TemporaryDirectory() as folder:
         notes, counts = Path(folder) / "notes", Path(folder) / "counts"
@@ -114,17 +102,11 @@ def run_batch(part: str, seed: int, examples: int, seconds: float) -> Batch:
 
 
 class Drawn(NamedTuple):
-    """What one part has drawn.
+    """What one part has drawn."""
 
-    Attributes:
-        outcomes: As of a :class:`Batch`.
-        failures: Texts.
-        seeds: Of the batches.
-    """
-
-    outcomes: Counter[str]
-    failures: list[str]
-    seeds: list[int]
+    outcomes: Counter[str]  # as of a :class:`Batch`
+    failures: list[str]  # texts
+    seeds: list[int]  # of the batches
 
 
 def draw_for(part: str, seed: int, examples: int, seconds: float) -> Drawn:

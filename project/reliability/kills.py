@@ -76,11 +76,6 @@ def child(progress: str, plan: Plan) -> None:
     """Train; a byte goes to a file as each step begins, and a plan may end the process in a write.
 
     The options of the training are the words of the command line.
-
-    Args:
-        progress: The file.
-        plan: ``stage``, None for no end of its own; ``write``, how many writes go well before;
-            ``share`` of the bytes that are written.
     """
     begun = os.open(progress, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     step = gpt_loop.Trainer._step  # not the warm-up's, which is no step of the training
@@ -186,16 +181,7 @@ def run_until(plan: Plan, progress: Path, argv: list[str]) -> tuple[int, str]:
 
 
 def check_folder(run: Path, first: int, begun: int) -> int:
-    """Check what a killed process has left; return the step of the last checkpoint, 0 without one.
-
-    Args:
-        run: The folder of its results.
-        first: The step that it went on from.
-        begun: Steps that it has begun.
-
-    Raises:
-        AssertionError: If a checkpoint cannot be read, or more than the last interval is lost.
-    """
+    """Check what a killed process has left; return the step of the last checkpoint, 0 without one."""
     checkpoints = Checkpoints(run / "checkpoints")
     states = [checkpoints.read(file) for file in checkpoints.files()]
     newest = states[-1].step if states else 0
@@ -235,22 +221,7 @@ def survive(
     options_of: Callable[[Path, int], list[str]] = options,
     whole: Callable[[Path, int], dict[str, Any]] = unbroken,
 ) -> dict[str, Any]:
-    """Kill trainings until there are enough kills, and finish the last one.
-
-    Args:
-        kills: How many.
-        seed: Of the moments and of the trainings.
-        show: Called after each kill.
-        run: Trains, as :func:`run_until` does.
-        options_of: Returns the options of a training, as :func:`options` does.
-        whole: Trains without a kill, as :func:`unbroken` does.
-
-    Returns:
-        The figures of the record.
-
-    Raises:
-        AssertionError: If something was lost, could not be read, or is not equal.
-    """
+    """Kill trainings until there are enough kills, and finish the last one."""
     rng = random.Random(seed)
     made: list[dict[str, Any]] = []
     trainings = losses = 0

@@ -132,17 +132,11 @@ def refused(device: str) -> Step:
 
 
 class Kind(NamedTuple):
-    """Something that is done again and again.
+    """Something that is done again and again."""
 
-    Attributes:
-        make: Returns the step for a device.
-        steps: How many are taken.
-        warm_up: The part of them before the first stretch.
-    """
-
-    make: Callable[[str], Step]
-    steps: int
-    warm_up: float = 0.1
+    make: Callable[[str], Step]  # returns the step for a device
+    steps: int  # how many are taken
+    warm_up: float = 0.1  # the part of them before the first stretch
 
 
 KINDS = {

@@ -222,12 +222,7 @@ def touched(tree: Path, only: list[str], workers: int) -> dict[str, dict[str, li
 
 
 class Tests:
-    """Which tests may catch a change.
-
-    Args:
-        tree: A copy of the repository.
-        calls: As :func:`touched` returns them.
-    """
+    """Which tests may catch a change."""
 
     def __init__(self, tree: Path, calls: dict[str, dict[str, list[str]]]):
         self.by_file: dict[str, list[tuple[int, str, str, set[int]]]] = defaultdict(list)

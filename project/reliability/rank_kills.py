@@ -44,16 +44,7 @@ def child(progress: str, plan: Plan) -> None:
 
 
 class Ranks:
-    """Runs trainings on several ranks, and kills one of them.
-
-    Args:
-        size: Number of ranks.
-        seed: Of the choice of ranks.
-
-    Attributes:
-        gone: Seconds from the end of the killed rank to that of the last, of each kill.
-        named: How often the launcher has named the number of the killed process.
-    """
+    """Runs trainings on several ranks, and kills one of them."""
 
     def __init__(self, size: int, seed: int):
         self.size, self._random = size, random.Random(seed)
@@ -143,17 +134,7 @@ def is_there(number: int) -> bool:
 
 
 def survive(count: int, size: int, seed: int, show: Any = lambda: None) -> dict[str, Any]:
-    """Kill ranks of trainings; return the figures of the record.
-
-    Args:
-        count: Of kills.
-        size: Number of ranks.
-        seed: Of all that is random.
-        show: Called after each kill.
-
-    Raises:
-        AssertionError: If something was lost, is not equal, or a rank was left.
-    """
+    """Kill ranks of trainings; return the figures of the record."""
     ranks = Ranks(size, seed)
     figures = kills.survive(count, seed, show, ranks.run, ranks.options, ranks.unbroken)
     return {

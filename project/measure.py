@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--stale", action="store_true", help="only those with records older than the code")
     add("--device", choices=("cpu", "cuda"), help="(default: cuda where there is one, else cpu)")
     add("--gpus", nargs="+", type=FROM_ZERO, metavar="N", help="(default: the first)")
-    handed = ("quick", "full", "publish", "resume", "redraw")
+    handed = ("quick", "publish", "resume", "redraw")
     for name in handed:
         add(f"--{name}", action="store_true", help="see python project/measure.py NAME --help")
     args = parser.parse_args(argv)

@@ -20,7 +20,8 @@ from bench.table_cells import cell, markdown
 from docutils import nodes
 from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
-from measurements import bench_attention, calls
+from measurements import attention as rungs
+from measurements import calls
 from sphinx.util.docutils import SphinxDirective
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -342,7 +343,7 @@ TABLES = {
     "product": Table("against_torch", attention.product),
     "call-overhead": Table("calls", calls.table),
     "peers": Table("peers", attention.peers),
-    "rungs": Table("bench_attention", bench_attention.table),
+    "rungs": Table("bench_attention", rungs.table),
     "rungs-forward": Table("bench_attention", rungs_forward),
     "training-speed": Table("bench_training", training_speed),
     "training-steps": Table("bench_training", training_steps),

@@ -20,8 +20,8 @@ A measurement is declared once, in a module of ``project/measurements`` or ``pro
   types are those of the values.  "normal" is the size of the published records; "quick" takes seconds.
 - ``run.timed(steps)`` times contestants in interleaved rounds on the clock of the device, ``run.note`` sets
   entries of the record beside its rows, and ``run.torch`` is PyTorch or None.
-- ``table`` returns Markdown of a record and ``draw`` fills a figure with a panel for each device that has a
-  record; the site uses the same two.  ``figures`` returns the figures that have bounds, and the exit code
+- ``table`` returns Markdown of a record, and ``draw`` the panels of a figure, which has a column for each
+  device that has a record; the site uses the same two.  ``figures`` returns the figures that have bounds, and the exit code
   is 1 if one is missed.
 - A record holds the command, the date, the device, versions, the commit and the settings.  It goes to
   ``build/measurements``; with ``--publish`` to ``docs/results`` once it is complete.  ``paths`` names the
@@ -56,6 +56,7 @@ from bench.measuring import (
     out_of_memory,
     prepare,
     timing_note,
+    why_failed,
 )
 from bench.processes import mpiexec, rank
 from bench.records import ROOT, Record
@@ -65,7 +66,7 @@ from kernels.runtime.targets import why_no_cuda
 PROJECT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "measurements"
 FOLDERS = ("measurements", "reliability")
-SIZES = ("quick", "normal", "full")
+SIZES = ("quick", "normal")
 Case = tuple[Record, Callable[[], Record | None]]
 
 
@@ -92,21 +93,18 @@ class Measurement:
     answers: str  # a question that the record answers
     #: Given a :class:`Run`, yields keys of rows and functions that measure them.
     cases: Callable[[Any], Iterator[Case]]
-    #: By device, then by size: "normal", and "quick" and "full" where they differ from it.
+    #: By device, then by size: "normal", and "quick" where it differs from it.
     settings: Mapping[str, Mapping[str, Mapping[str, Any]]]
     #: Returns Markdown of a record; rows are listed when None.
     table: Callable[[Record], str] | None = None
     #: Returns the figures of a record that have bounds.
     figures: Callable[[Record], list[Figure]] = lambda record: []
-    #: Fills a matplotlib figure with results; see :mod:`bench.plots`.
-    draw: Callable[[Any, list[plots.Result]], None] | None = None
+    draw: Callable[[Record], list[plots.Panel]] | None = None  # returns the panels of a record
     height: float = 4.2  # of that figure in inches, for each row of panels
     caption: str = ""  # of that figure, Markdown
     minutes: Mapping[str, float] = field(default_factory=dict)  # that a run takes, about, by device
     paths: tuple[str, ...] = ("kernels", "minitorch")  # the code that is measured
-    choices: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # by option: the values that it may have
+    choices: Mapping[str, Any] = field(default_factory=dict)  # by option: values it may have
     #: Names of records beside its own, and the settings with which each is made.
     records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     folder: str | None = None  # of its published records, where that is not the device's
@@ -134,7 +132,7 @@ class Run:
         command: str = "", path: Path | None = None,
     ):  # fmt: skip
         self.device, self.size, self.path, self.rows = device, size, path, list[Record]()
-        self.seconds = 1.0
+        self.seconds, self.resumed = 1.0, False
         vars(self).update(settings)
         self.is_quick = size == "quick"
         self._command, self._name = command, measurement.name
@@ -170,6 +168,10 @@ class Run:
         """Set entries of the record beside its rows."""
         self._entries.update(entries)
 
+    def chosen(self, *names: str) -> Record:
+        """Return some of the settings."""
+        return {name: getattr(self, name) for name in names}
+
     @property
     def record(self) -> Record:
         """The record without its origin."""
@@ -201,12 +203,6 @@ class Run:
                 self.rows.append(key | found)
             self.write()
         return failed
-
-
-def why_failed(error: Exception) -> str:
-    """Return in one line why a case or a contestant could not run."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return "out of memory" if out_of_memory(error) else lines[0][:160]
 
 
 def listed(record: Record) -> str:
@@ -259,8 +255,7 @@ def parse_args(m: Measurement, argv: list[str]) -> tuple[argparse.Namespace, Rec
     add = parser.add_argument
     fallback = "cpu" if why_no_cuda() is not None and "cpu" in m.devices else m.devices[-1]
     add("--device", choices=m.devices, default=fallback, help="(default: %(default)s)")
-    for size in ("quick", "full"):
-        add(f"--{size}", dest="size", action="store_const", const=size, default="normal")
+    add("--quick", dest="size", action="store_const", const="quick", default="normal")
     add("--json", metavar="FILE", help="write the record there, not to build/measurements")
     add("--figure", metavar="FILE", help="draw the figure there (.svg, .png or .pdf)")
     add("--publish", action="store_true", help="write to docs/results and docs/images")
@@ -299,7 +294,7 @@ def run(m: Measurement, argv: list[str]) -> int:
     command = records.command_line("project/measure.py", [args.record, *words], places)
     own = Run(m, args.device, args.size, settings, command, None if own_rank else path)
     if args.resume:
-        own.rows = records.read_rows(path)
+        own.rows, own.resumed = records.read_rows(path), True
     code = 0
     try:
         code = int(own.measure(m.cases(own)) > 0)

@@ -149,6 +149,27 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
+def why_failed(error: BaseException) -> str:
+    """Return in one line why a case or a contestant could not run."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return "out of memory" if out_of_memory(error) else lines[0][:160]
+
+
+def ready(
+    make: Mapping[Name, Callable[[], Any]], *refused: type[Exception]
+) -> tuple[dict[Name, Any], dict[Name, str]]:
+    """Return what could be made, and why others could not: too little memory, or some other errors."""
+    found, why_not = dict[Name, Any](), dict[Name, str]()
+    for name, one in make.items():
+        try:
+            found[name] = one()
+        except Exception as error:  # noqa: PERF203 (the next one may run)
+            if not out_of_memory(error) and not isinstance(error, (Unavailable, *refused)):
+                raise
+            why_not[name] = why_failed(error)
+    return found, why_not
+
+
 def load_torch() -> Any:
     """Return PyTorch, or None where it is not installed."""
     try:

@@ -1,18 +1,24 @@
-"""Figures of measurements: a column of panels for each device that has a record."""
+"""Figures of measurements: a column of panels for each device that has a record.
+
+A measurement says what a panel shows, and this module how it looks.  The colour of a curve or bar belongs to
+the name before the first comma of its label, its line to the words after it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench import records
 from bench.records import ROOT, Record
+from bench.table_cells import cell, colour_of
 
 IMAGES = ROOT / "docs" / "images" / "experiments"
 #: Inches of a column of panels: two of them are as wide as a page of the site.
 WIDTH = 4.2
+LINES = ("-", "--", ":", "-.")
 
 
 @dataclass(frozen=True)
@@ -54,34 +60,60 @@ def beside(fresh: Result, name: str) -> list[Result]:
     return sorted(found, key=lambda result: (not result.folder.startswith("cpu"), result.folder))
 
 
-def panels(
-    figure: Any, results: Sequence[Result], rows: int = 1, **options: Any
-) -> list[tuple[Any, Result]]:
-    """Divide a figure into a column of panels for each result; title each with its device."""
-    figure.set_size_inches(max(WIDTH * len(results), 6.4), figure.get_figheight() * rows)
-    grid = figure.subplots(rows, len(results), squeeze=False, **options)
-    for axes, result in zip(grid[0], results, strict=True):
-        axes.set_title(result.label, fontsize=9)
-    return [(grid[0, i] if rows == 1 else grid[:, i], result) for i, result in enumerate(results)]
+@dataclass(frozen=True)
+class Panel:
+    """A diagram of one record."""
+
+    title: str  # the quantity and the workload
+    x: str = ""  # label of the axis
+    y: str = ""
+    #: Label → points (x, y) in order; y may be a spread, whose quartiles are drawn, too.
+    lines: Mapping[str, Sequence[tuple[float, Any]]] = field(default_factory=dict)
+    #: Label → category → length of a horizontal bar.
+    bars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    log: str = ""  # the logarithmic axes: "x", "y", "xy"
+    stacked: bool = False  # the bars of a category make one, and its sum is written at the end
+
+    def fill(self, axes: Any, names: Sequence[str], kinds: Sequence[str]) -> None:
+        """Draw into axes of matplotlib; a name has a colour of its own, and a kind a line."""
+        for label, points in self.lines.items():
+            name, _, kind = label.partition(", ")
+            x, y = zip(*points, strict=True) if points else ((), ())
+            style: Record = {
+                "color": colour_of(name, names), "label": label, "alpha": 0.8,
+                "linestyle": LINES[kinds.index(kind) % 4],
+                "marker": "os*D"[kinds.index(kind) % 4] if len(x) == 1 else "." if len(x) < 20 else "",
+            }  # fmt: skip
+            if y and isinstance(y[0], dict):
+                bars = [[abs(one["median"] - one[end]) for one in y] for end in ("low", "high")]
+                axes.errorbar(x, [one["median"] for one in y], bars, capsize=2, **style)
+            else:
+                axes.plot(x, y, **style)
+        categories = list(dict.fromkeys(key for values in self.bars.values() for key in values))
+        ends, width = dict.fromkeys(categories, 0.0), 0.8 / max(len(self.bars), 1)
+        for i, (label, values) in enumerate(self.bars.items()):
+            at = [categories.index(key) + (0 if self.stacked else i * width) for key in values]
+            left = [ends[key] if self.stacked else 0.0 for key in values]
+            style = {"color": colour_of(label.partition(", ")[0], names), "label": label}
+            style["alpha"] = 0.55 if "backward" in label else 1.0
+            axes.barh(at, list(values.values()), 0.8 if self.stacked else width, left, **style)
+            ends |= {key: ends[key] + value for key, value in values.items()}
+        if self.bars:
+            middle = 0.0 if self.stacked else 0.4 - width / 2
+            axes.set_yticks([y + middle for y in range(len(categories))], categories)
+            axes.invert_yaxis()
+            for y, end in enumerate(ends.values() if self.stacked else ()):
+                axes.text(end, y, f"  {cell(end)}", va="center")
+        base = {"base": 2} if self.lines and all(float(x).is_integer() for x in _xs(self)) else {}
+        if "x" in self.log:
+            axes.set_xscale("log", **base)
+        if "y" in self.log:
+            axes.set_yscale("log")
+        axes.set(xlabel=self.x, ylabel=self.y, **{"xmargin": 0.25} if self.stacked else {})
 
 
-def headline(axes: Any, text: str) -> None:
-    """Add the quantity and the workload to the title of a panel."""
-    device = axes.get_title()
-    axes.set_title(f"{device}\n{text}" if device else text, fontsize=9)
-
-
-def legend(figure: Any, axes: Iterable[Any], place: str = "lower", columns: int = 4) -> None:
-    """Draw one legend for several panels, "lower" or "upper": below or above them."""
-    found: dict[str, Any] = {}
-    for one in axes:
-        for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    if found:
-        figure.legend(
-            list(found.values()), list(found), loc=f"outside {place} center",
-            ncols=min(columns, len(found)), fontsize=8, frameon=False,
-        )  # fmt: skip
+def _xs(panel: Panel) -> list[float]:
+    return [x for points in panel.lines.values() for x, _ in points]
 
 
 def draw(measurement: Any, results: list[Result], path: Path) -> str | None:
@@ -93,11 +125,24 @@ def draw(measurement: Any, results: list[Result], path: Path) -> str | None:
         from matplotlib.figure import Figure
     except ImportError:
         return 'no figure: matplotlib is not installed; pip install -e ".[plot]"'
+    found = [measurement.draw(result.record) for result in results]
+    labels = [label for panels in found for one in panels for label in (*one.lines, *one.bars)]
+    names, kinds = (list(dict.fromkeys(one.partition(", ")[i] for one in labels)) for i in (0, 2))
+    rows = max(map(len, found))
+    size = (max(WIDTH * len(results), 6.4), measurement.height * rows)
     # The same rows make the same file; text stays text.
     with rc_context({"svg.hashsalt": measurement.name, "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(WIDTH, measurement.height), layout="constrained")
-        measurement.draw(figure, results)
+        figure = Figure(figsize=size, layout="constrained")
+        grid, handles = figure.subplots(rows, len(results), squeeze=False), dict[str, Any]()
+        for column, result, panels in zip(grid.T, results, found, strict=True):
+            for axes, panel, title in zip(column, panels, [f"{result.label}\n", *[""] * rows]):
+                panel.fill(axes, names, kinds)
+                axes.set_title(title + panel.title, fontsize=9)
+                for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                    handles.setdefault(label, handle)
+        columns = max(1, min(4, int(15 * size[0] / (8 + max(map(len, handles))))))
+        style = {"loc": "outside lower center", "ncols": columns, "fontsize": 8, "frameon": False}
+        figure.legend(handles.values(), handles, **style)
         path.parent.mkdir(parents=True, exist_ok=True)
-        date = {"Date": None} if path.suffix == ".svg" else {}
-        figure.savefig(path, metadata=date, dpi=150)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {}, dpi=150)
     return None

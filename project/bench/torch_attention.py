@@ -9,16 +9,18 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from bench.measuring import Unavailable
+import numpy as np
+
+from bench.contestants import case_call, place_on
+from bench.measuring import Unavailable, wait
 from bench.peer_cases import Case
+from kernels.cuda.runtime.arrays import is_device_array, to_host
+from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32, rounded
+
+DTYPES = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}
 
 #: In the order of the table.
-SDPA = {
-    "FLASH": "FLASH_ATTENTION",
-    "CUDNN": "CUDNN_ATTENTION",
-    "EFFICIENT": "EFFICIENT_ATTENTION",
-    "MATH": "MATH",
-}
+SDPA = {name: f"{name}_ATTENTION" for name in ("FLASH", "CUDNN", "EFFICIENT")} | {"MATH": "MATH"}
 FLEX = "FlexAttention"
 PEERS = (*SDPA, FLEX)
 #: Those that compute on 16-bit tensor cores only.
@@ -109,3 +111,43 @@ class TorchCall:
         """Return out, dq, dk and dv of so many heads in float64, (heads, length, head_dim)."""
         found = (self.out, *self.gradients)
         return [tensor[0, :count].detach().double().cpu().numpy() for tensor in found]
+
+
+class Rivals:
+    """The operands of calls of one shape and dtype for both sides, which read the same memory."""
+
+    def __init__(self, run: Any, name: str, torch: Any):
+        self.device, self.torch, self.dtype = run.device, torch, DTYPES[name]
+        shape = (1, run.heads, run.length, run.head_dim)
+        if torch is None:
+            rng, place = np.random.default_rng(0), place_on(run.device)
+            wide = [rng.standard_normal(shape, dtype=np.float32) for _ in range(4)]
+            arrays = [rounded(x, self.dtype) for x in wide]
+            self.arrays = [place(x) for x in arrays]
+            self.packed = [place(x[0].transpose(1, 0, 2)) for x in arrays]
+            return
+        torch.manual_seed(0)
+        wide = [torch.randn(shape, device=run.device) for _ in range(4)]
+        self.arrays = [x.to(getattr(torch, name)) for x in wide]
+        self.packed = [x[0].permute(1, 0, 2) for x in self.arrays]
+
+    def first(self, count: int = 1) -> list[Any]:
+        """Return q, k, v and dout of so many heads in float64."""
+        if self.torch is None:
+            host = (to_host(x) if is_device_array(x) else x for x in self.arrays)
+            return [x[0, :count].astype(np.float64) for x in host]
+        return [x[0, :count].double().cpu().numpy() for x in self.arrays]
+
+    def call(self, peer: str | None, case: Case, **options: Any) -> Any:
+        """Return a case by the kernels, for None, or by a peer; it has run once."""
+        if peer is None:
+            arrays = self.arrays if case.sums is None else self.packed
+            call: Any = case_call(case, arrays, self.dtype, self.device, **options)
+        elif self.torch is None:
+            raise Unavailable("PyTorch is not installed")
+        else:
+            call = TorchCall(self.torch, peer, case, self.arrays)
+        call.forward()
+        call.backward()
+        wait(self.device)
+        return call

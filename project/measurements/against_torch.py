@@ -14,19 +14,19 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from statistics import geometric_mean, median
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import bench.harness as harness
-from bench.contestants import DIRECTIONS, case_call, errors, reference
-from bench.harness import Measurement, Run, why_failed
-from bench.measuring import load_torch, prepare, ratio
-from bench.peer_cases import Case, cases
+from bench.contestants import DIRECTIONS, errors, reference
+from bench.harness import Case, Figure, Measurement, Run
+from bench.measuring import load_torch, prepare, ratio, ready
+from bench.peer_cases import cases
 from bench.processes import in_processes
 from bench.records import Record
-from bench.torch_attention import FLEX, TorchCall
+from bench.torch_attention import DTYPES, FLEX, Rivals
 
 import minitorch
-from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from kernels.runtime.dtypes import BFLOAT16
 from kernels.traffic.formulas import attention_backward_flops, attention_flops
 
 TOKENS, HIDDEN = 16384, 2048
@@ -38,7 +38,6 @@ ACCURACY_LENGTH, ACCURACY_HEADS = 1024, 8
 PRODUCT = 8192
 #: Seconds of a reading at least; seconds that Python takes for one call at most; cycles a second.
 READING, LAUNCHING, CLOCK = 0.004, 5e-4, 1.8e9
-DTYPES = {"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32}
 #: Of the calls that FlexAttention computes, too.
 OPTIONS = (
     "dense", "causal", "window", "documents", "butterfly", "ALiBi", "ALiBi as score_mod", "softcap",
@@ -121,16 +120,15 @@ def ratios_of(rows: list[Record], figure: Bound) -> list[float]:
     return found
 
 
-def figures(record: Record) -> list[harness.Figure]:
+def figures(record: Record) -> list[Figure]:
     """Return the ratios of speed, the worst ratios of errors of each dtype, and that of the product."""
-    rows, found = record["rows"], []
+    rows, found, peers = record["rows"], list[Figure](), ("MATH", "EFFICIENT")
     for bound in FIGURES:
         if ratios := ratios_of(rows, bound):
             name = f"{bound.name}, {len(ratios)} calls"
-            found.append(harness.Figure(name, geometric_mean(ratios), bound.must, bound.aim))
-    peers = ("MATH", "EFFICIENT")
+            found.append(Figure(name, geometric_mean(ratios), bound.must, bound.aim))
     for dtype, (what, must) in itertools.product(
-        DTYPES, {"error": 2.0, "gradient_error": 3.0}.items()
+        ("float16", "bfloat16", "float32"), {"error": 2.0, "gradient_error": 3.0}.items()
     ):
         worst = [
             entry[what] / max(row["errors"][peer][what] for peer in peers if peer in row["errors"])
@@ -139,14 +137,12 @@ def figures(record: Record) -> list[harness.Figure]:
             for name, entry in row.get("errors", {}).items()
             if name not in peers
         ]
-        if worst:
-            name = f"{dtype}, {what.replace('gradient_error', 'error of gradients')} / PyTorch's, worst"
-            most = 1.0 if dtype == "float32" else must
-            found.append(harness.Figure(name, max(worst), most, is_most=True))
+        name = f"{dtype}, {what.replace('gradient_error', 'error of gradients')} / PyTorch's, worst"
+        most = 1.0 if dtype == "float32" else must
+        found += [Figure(name, max(worst), most, is_most=True)] if worst else []
     for row in rows:
         if row["group"] == "product" and "ratio" in row:
-            name = f"{row['dtype']} {row['case']} / cuBLAS"
-            found.append(harness.Figure(name, row["ratio"], 0.7, 0.9))
+            found.append(Figure(f"{row['dtype']} {row['case']} / cuBLAS", row["ratio"], 0.7, 0.9))
     return found
 
 
@@ -165,6 +161,11 @@ class Calls(NamedTuple):
     def heads(self) -> int:
         """Batch times heads."""
         return max(TOKENS // self.length, 1) * (HIDDEN // self.head_dim)
+
+    @property
+    def described(self) -> Any:
+        """The case itself."""
+        return cases(self.heads, self.length, WINDOW, BLOCK, DOCUMENT)[self.case]
 
     @property
     def key(self) -> Record:
@@ -191,41 +192,22 @@ def plan(run: Any) -> Iterator[Calls]:
         yield Calls("options", case, "bfloat16", dim, LENGTH, ("auto",), (FLEX,))
 
 
-class Operands:
-    """The case, and q, k, v and dout of PyTorch's on the device; our kernels read the same memory."""
-
-    def __init__(self, torch: Any, one: Calls):
-        torch.manual_seed(0)
-        shape = 1, one.heads, one.length, one.head_dim
-        self.torch, self.dtype, kind = torch, DTYPES[one.dtype], getattr(torch, one.dtype)
-        self.tensors = [torch.randn(shape, device="cuda").to(kind) for _ in range(4)]
-        self.case: Case = cases(one.heads, one.length, WINDOW, BLOCK, DOCUMENT)[one.case]
-
-    def contestant(self, name: str) -> Any:
-        """Return a contestant that has run once, or the text that says why it cannot."""
-        try:
-            if name in OURS:
-                tensors = self.tensors
-                if self.case.sums is not None:
-                    tensors = [x[0].permute(1, 0, 2) for x in tensors]
-                call: Any = case_call(self.case, tensors, self.dtype, "cuda", **OURS[name])
-            else:
-                call = TorchCall(self.torch, name, self.case, self.tensors)
-            call.forward()
-            call.backward()
-            self.torch.cuda.synchronize()
-        except Exception as error:  # a peer may raise anything
-            return why_failed(error)
-        return call
+def contestants(torch: Any, one: Calls) -> tuple[Rivals, dict[str, Any], dict[str, str]]:
+    """Return the operands, the contestants that have run once, and why others cannot."""
+    size = SimpleNamespace(device="cuda", **one.key, heads=one.heads)
+    rivals = Rivals(size, one.dtype, torch)
+    make = {
+        name: partial(rivals.call, None if name in OURS else name, one.described, **OURS.get(name, {}))
+        for name in (*one.ours, *one.theirs)
+    }
+    return rivals, *ready(make, Exception)  # a peer may raise anything
 
 
 def compile_for(one: Calls) -> None:
     """Run contestants once in this process: their kernels are then on the disk."""
     torch = load_torch()
     prepare(torch, "cuda")
-    operands = Operands(torch, one)
-    for name in (*one.ours, *one.theirs):
-        operands.contestant(name)
+    contestants(torch, one)
 
 
 def compiled_first(todo: list[Calls]) -> list[Calls]:
@@ -242,7 +224,7 @@ def compiled_first(todo: list[Calls]) -> list[Calls]:
     return flex + sorted(first, key=lambda one: one.case in ("dense", "causal")) + later
 
 
-def measure_all(run: Run) -> Iterator[harness.Case]:
+def measure_all(run: Run) -> Iterator[Case]:
     if run.torch is None:
         sys.exit("against_torch needs PyTorch: pip install torch")
     run.note(tokens=TOKENS, hidden=HIDDEN)
@@ -267,17 +249,12 @@ def timed(run: Run, steps: Any) -> Any:
 def measured(run: Run, one: Calls) -> Record:
     """Return of each contestant times, rates and errors, or why it has none."""
     run.torch.cuda.empty_cache()
-    operands = Operands(run.torch, one)
-    found = {name: operands.contestant(name) for name in (*one.ours, *one.theirs)}
-    calls = {name: call for name, call in found.items() if not isinstance(call, str)}
-    row: Record = {"heads": one.heads, "part": operands.case.part}
-    row["not_run"] = {name: text for name, text in found.items() if name not in calls}
+    case = one.described
+    rivals, calls, not_run = contestants(run.torch, one)
+    row: Record = {"heads": one.heads, "part": case.part, "not_run": not_run}
     if one.group == "accuracy":
-        first = [x[0, :ACCURACY_HEADS].double().cpu().numpy() for x in operands.tensors]
-        wanted = reference(operands.case, first, operands.dtype)
-        row["errors"] = {
-            name: errors(call.first_heads(ACCURACY_HEADS), wanted) for name, call in calls.items()
-        }
+        wanted = reference(case, rivals.first(ACCURACY_HEADS), rivals.dtype)
+        row["errors"] = {n: errors(call.first_heads(ACCURACY_HEADS), wanted) for n, call in calls.items()}
         return row
     times = timed(run, {(n, way): getattr(c, way) for way in DIRECTIONS for n, c in calls.items()})
     shape = one.heads, one.length, one.length, one.head_dim
@@ -286,7 +263,7 @@ def measured(run: Run, one: Calls) -> Record:
         row[way] = {
             name: {
                 "ms": 1e3 * median(times[name, way]),
-                "tflops": operands.case.part * count / median(times[name, way]) / 1e12,
+                "tflops": case.part * count / median(times[name, way]) / 1e12,
                 "times_of": {
                     other: ratio(times[other, way], times[name, way])["median"]
                     for other in calls
@@ -315,7 +292,6 @@ MEASUREMENT = Measurement(
     "against_torch", "Are the tensor-core rungs as fast and exact as PyTorch's backends?", measure_all,
     {"cuda": {"normal": {"dims": (64, 128, 256), "lengths": (512, 1024, 2048, 4096, 8192, 16384),
                          "dtypes": CHOICES["dtypes"], "groups": GROUPS, "jobs": 15, "seconds": 0.05},
-              "quick": {"dims": (64,), "lengths": (1024,), "groups": ("dense",), "jobs": 1},
-              "full": {"seconds": 4.0}}},
+              "quick": {"dims": (64,), "lengths": (1024,), "groups": ("dense",), "jobs": 1}}},
     figures=figures, minutes={"cuda": 12}, choices=CHOICES,
 )  # fmt: skip

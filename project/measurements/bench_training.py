@@ -240,6 +240,6 @@ MEASUREMENT = Measurement(
     "bench_training", "How fast is training beside PyTorch, in how much memory, with which losses?",
     cases,
     {"cpu": {"normal": {"seconds": 20.0, **COMMON}, "quick": QUICK},
-     "cuda": {"normal": {"seconds": 4.0, **COMMON}, "quick": QUICK, "full": {"seconds": 20.0}}},
+     "cuda": {"normal": {"seconds": 4.0, **COMMON}, "quick": QUICK}},
     figures=figures, minutes={"cuda": 12}, choices={"kinds": KINDS, "presets": tuple(PRESETS)},
 )  # fmt: skip

@@ -17,10 +17,10 @@ from typing import Any
 from bench.contestants import random_call
 from bench.harness import Case, Measurement, Run
 from bench.measuring import spread
-from bench.plots import Result, headline, legend, panels
+from bench.plots import Panel
 from bench.processes import in_child
 from bench.records import Record
-from bench.table_cells import COLOURS, markdown, timed_cell
+from bench.table_cells import markdown, timed_cell
 
 from kernels.metering.io_meter import metered
 from kernels.metering.rung_traffic import RUNGS, call_traffic, problem_of
@@ -32,7 +32,6 @@ SWEEPS = {
     "flash2, B_c": ("flash2", lambda size: (64, size)),
     "flash2, B_r": ("flash2", lambda size: (size, 32)),
 }
-SWEEP_COLOURS = dict(zip(SWEEPS, (COLOURS["flash1"], COLOURS["flash2"], "#2e8b57"), strict=True))
 #: The metered call: length, head_dim, and tiles of each sweep, small enough for the simulator.
 METERED = {"length": 32, "head_dim": 4, "sizes": (4, 8, 16), "other": 8}
 
@@ -108,49 +107,28 @@ def table(record: Record) -> str:
     return f"{text}\n\n{markdown(head, lines)}"
 
 
-def draw(figure: Any, results: list[Result]) -> None:
-    drawn: list[Any] = []
-    for axes, result in panels(figure, results, rows=2):
-        workload = result.record["workload"]
-        for sweep, colour in SWEEP_COLOURS.items():
-            rows = [row for row in result.rows if row["sweep"] == sweep]
-            style: Record = {"color": colour, "label": sweep}
-            sizes = [row["size"] for row in rows]
-            axes[0].plot(sizes, [row["gb"] for row in rows], "o-", **style)
-            if timed := [row for row in rows if row["ms"]]:
-                ms = [row["ms"] for row in timed]
-                errors = [
-                    [each["median"] - each["low"] for each in ms],
-                    [each["high"] - each["median"] for each in ms],
-                ]
-                middle = [each["median"] for each in ms]
-                sizes = [row["size"] for row in timed]
-                axes[1].errorbar(sizes, middle, errors, fmt="o-", capsize=2, **style)
-        size = (
-            f"{workload['batch_heads']} heads, {workload['length']:,} keys, head_dim "
-            f"{workload['head_dim']}, float32\nglobal traffic by formula, forward"
-        )
-        for panel, title, unit in zip(axes, (size, "time, forward"), ("GB", "ms"), strict=True):
-            sizes = sorted({row["size"] for row in result.rows})
-            panel.set(xscale="log", ylabel=unit, xlabel="rows or columns of a tile")
-            headline(panel, title)
-            panel.set_xticks(sizes, map(str, sizes))
-            panel.set_xticks([], minor=True)
-            panel.set_ylim(bottom=0)
-            drawn.append(panel)
-    legend(figure, drawn)
+def draw(record: Record) -> list[Panel]:
+    traffic, times = Record(), Record()
+    for row in record["rows"]:
+        traffic.setdefault(row["sweep"], []).append((row["size"], row["gb"]))
+        if row["ms"]:
+            times.setdefault(row["sweep"], []).append((row["size"], row["ms"]))
+    size = "{batch_heads} heads, {length:,} keys, head_dim {head_dim}, float32".format(**record["workload"])
+    x = "rows or columns of a tile"
+    return [
+        Panel(f"{size}\nglobal traffic by formula, forward", x, "GB", traffic, log="x"),
+        Panel("time, forward", x, "ms", times, log="x"),
+    ]
 
 
 MEASUREMENT = Measurement(
     "block_size", "How do traffic and time depend on the size of a tile?", cases,
     {"cpu": {"quick": {"batch_heads": 1, "length": 256, "seconds": 0.1},
              "normal": {"batch_heads": 4, "length": 2048, "head_dim": 64,
-                        "tiles": (16, 32, 64, 128, 256), "seconds": 2.0},
-             "full": {"batch_heads": 8, "length": 4096}},
+                        "tiles": (16, 32, 64, 128, 256), "seconds": 2.0}},
      "cuda": {"quick": {"batch_heads": 64, "length": 512},
               "normal": {"batch_heads": 256, "length": 2048, "head_dim": 64,
-                         "tiles": (8, 16, 32, 64, 128), "seconds": 2.0},
-              "full": {"batch_heads": 1024}}},
+                         "tiles": (8, 16, 32, 64, 128), "seconds": 2.0}}},
     table=table, draw=draw, height=3.0, minutes={"cpu": 0.5, "cuda": 1}, paths=("kernels",),
     caption="Global traffic by formula, and time. Either the rows or the columns of a tile vary; the other "
     "side is constant. Error bars are quartiles.",

@@ -22,9 +22,9 @@ import numpy as np
 from bench.contestants import DIRECTIONS, contestants, random_arrays, random_call
 from bench.harness import Case, Measurement, Run
 from bench.measuring import interleaved, spread
-from bench.plots import Result, headline, legend, panels
+from bench.plots import Panel
 from bench.records import Record
-from bench.table_cells import cell, colour_of, markdown, timed_cell
+from bench.table_cells import cell, markdown, timed_cell
 from numba import float32, int64, njit, prange, void
 
 import minitorch
@@ -46,7 +46,6 @@ from minitorch import Tensor
 
 DROPOUT = 0.1
 PARTS = ("QKᵀ", "scale", "mask", "softmax", "dropout", "PV")
-PART_COLOURS = ("#1b6ca8", "#95a5a6", "#b8860b", "#c0392b", "#8e44ad", "#2e8b57")
 #: Of the CPU's loop: work items, turns, and chains side by side.  How many of them a compiler keeps in
 #: vector registers is its decision, so that there are two loops, and the faster counts.
 ITEMS, CPU_TURNS, LANES = 64, 20_000, (128, 256)
@@ -249,60 +248,30 @@ def table(record: Record) -> str:
     return "\n\n".join([text, markdown(head, lines), roof, markdown(roof_head, points)])
 
 
-def draw(figure: Any, results: list[Result]) -> None:
-    drawn = panels(figure, results, rows=2)
-    for axes, result in drawn:
-        _draw_parts(axes[0], result)
-        _draw_roofline(axes[1], result)
-    legend(figure, [axes[0] for axes, _ in drawn], "upper", columns=6)
-    legend(figure, [axes[1] for axes, _ in drawn], "lower", columns=5)
-
-
-def _draw_parts(axes: Any, result: Result) -> None:
-    bottom, workload = 0.0, result.record["workload"]
-    found = {row["name"]: row["ms"]["median"] for row in result.rows if row["kind"] == "part"}
-    for part, colour in zip(PARTS, PART_COLOURS, strict=True):
-        axes.bar("naive", found[part], bottom=bottom, color=colour, label=part, width=0.6)
-        bottom += found[part]
-    axes.bar("fused", found["fused"], color="#444", width=0.6)
-    faster = f"{bottom / found['fused']:.1f} × faster"
-    axes.text(1, found["fused"], faster, ha="center", va="bottom")
-    axes.set(ylabel="ms", xlim=(-0.6, 1.6), ymargin=0.1)
-    headline(
-        axes,
-        f"forward, causal, dropout: {workload['batch_heads']} heads, {workload['length']:,} keys,\n"
-        f"head_dim {workload['head_dim']}, float32",
-    )
-
-
-def _draw_roofline(axes: Any, result: Result) -> None:
-    peaks = result.record["peaks"]
-    ridge = 1e3 * peaks["tflops"] / peaks["gbs"]
-    points = [row for row in result.rows if row["kind"] == "rung"]
-    reach = [ridge / 30, ridge * 30]
-    reach += [row["intensity"] * factor for row in points for factor in (0.5, 2)]
-    low, high = min(reach), max(reach)
-    roof = [1e-3 * low * peaks["gbs"], *[peaks["tflops"]] * 2]
-    axes.plot([low, ridge, high], roof, "k-", linewidth=1)
-    for row in points:
-        forward, colour = row["pass"] == "forward", colour_of(row["name"], list(RUNGS))
-        style = {"color": colour, "label": row["name"] if forward else None}
-        axes.plot(row["intensity"], row["tflops"], "o" if forward else "s", **style)
-    axes.set(
-        xscale="log", yscale="log", xlabel="FLOP per byte of global memory (formula)",
-        ylabel="TFLOP/s",
-    )  # fmt: skip
-    headline(axes, "roofline, no mask, no dropout: ○ forward, □ backward")
+def draw(record: Record) -> list[Panel]:
+    workload, peaks, rows = record["workload"], record["peaks"], record["rows"]
+    ms = {row["name"]: row["ms"]["median"] for row in rows if row["kind"] == "part"}
+    parts = {part: {"fused" if part == "fused" else "composed": time} for part, time in ms.items()}
+    ridge, lines = 1e3 * peaks["tflops"] / peaks["gbs"], Record()
+    for row in (row for row in rows if row["kind"] == "rung"):
+        lines[f"{row['name']}, {row['pass']}"] = [(row["intensity"], row["tflops"])]
+    reach = [x for points in lines.values() for x, _ in points]
+    low, high = min(ridge / 30, *reach), max(ridge * 30, *reach)
+    lines["roofline"] = [(low, 1e-3 * low * peaks["gbs"]), (ridge, peaks["tflops"]), (high, peaks["tflops"])]
+    size = "{batch_heads} heads, {length:,} keys,\nhead_dim {head_dim}, float32".format(**workload)
+    return [
+        Panel(f"forward, causal, dropout: {size}", "ms", bars=parts, stacked=True),
+        Panel("roofline, no mask, no dropout", "FLOP per byte of global memory (formula)", "TFLOP/s", lines,
+              log="xy"),
+    ]  # fmt: skip
 
 
 MEASUREMENT = Measurement(
     "breakdown", "Where does the time of naive attention go, and what limits each rung?", cases,
     {"cpu": {"quick": {"batch_heads": 2, "length": 256, "seconds": 0.1},
-             "normal": {"batch_heads": 8, "length": 1024, "head_dim": 64, "seconds": 3.0},
-             "full": {"batch_heads": 16, "length": 2048}},
+             "normal": {"batch_heads": 8, "length": 1024, "head_dim": 64, "seconds": 3.0}},
      "cuda": {"quick": {"length": 512},
-              "normal": {"batch_heads": 64, "length": 2048, "head_dim": 64, "seconds": 3.0},
-              "full": {"batch_heads": 256}}},
+              "normal": {"batch_heads": 64, "length": 2048, "head_dim": 64, "seconds": 3.0}}},
     table=table, draw=draw, height=3.4, minutes={"cpu": 0.5, "cuda": 0.5},
     caption="Above: the time of each part of attention composed of tensor operations, beside the time of "
     "one fused kernel. Below: each rung on the roofline of the device. The slope of the roofline "

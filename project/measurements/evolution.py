@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from bench.harness import Case, Measurement, Run
 from bench.measuring import spread
-from bench.plots import Result, headline, legend, panels
+from bench.plots import Panel
 from bench.records import Record
 from bench.softmax_steps import STEPS
-from bench.table_cells import colour_of, markdown, timed_cell
+from bench.table_cells import markdown, timed_cell
 
 HEAD_DIM = 64
 #: The largest score, to which the keys are scaled.
@@ -129,29 +129,20 @@ def table(record: Record) -> str:
     return markdown(head, lines)
 
 
-def draw(figure: Any, results: list[Result]) -> None:
-    names, drawn = [row["step"] for row in results[0].rows], []
-    for (memory, errors), result in panels(figure, results, rows=2):
-        for place, row in enumerate(result.rows):
-            name, colour = row["step"], colour_of(row["step"], names)
-            style: Record = {"color": colour, "marker": "osD^v"[place % 5], "alpha": 0.8}
-            label = f"{name}, {row['k_passes']} pass{'es' if row['k_passes'] > 1 else ''} over k"
-            memory.plot(*zip(*row["peak_bytes"], strict=True), label=label, **style)
-            points = [point for point in row["errors"] if point[1] is not None]
-            errors.plot(*zip(*points, strict=True), **style)
-            if len(points) < len(row["errors"]):
-                errors.axvline(points[-1][0], color=colour, linestyle=":")
-                errors.text(
-                    points[-1][0] / 1.2, 0.03, f"{name}: beyond,\ninfinity over infinity",
-                    transform=errors.get_xaxis_transform(), ha="right", color=colour,
-                )  # fmt: skip
-        memory.set_xscale("log", base=2)
-        memory.set(yscale="log", xlabel="keys", ylabel="peak bytes")
-        headline(memory, f"memory of one query: head_dim {result.record['head_dim']}, float32")
-        errors.set(xscale="log", yscale="log", xlabel="largest score", ylabel="largest error")
-        headline(errors, f"error against float64: {result.record['length']:,} keys")
-        drawn.append(memory)
-    legend(figure, drawn, columns=2)
+def draw(record: Record) -> list[Panel]:
+    memory, errors = Record(), Record()
+    for row in record["rows"]:
+        label = f"{row['step']}, {row['k_passes']} pass{'es' if row['k_passes'] > 1 else ''} over k"
+        memory[label] = row["peak_bytes"]
+        errors[label] = [point for point in row["errors"] if point[1] is not None]
+    head, errors_head = (
+        f"memory of one query: head_dim {record['head_dim']}, float32",
+        f"error against float64: {record['length']:,} keys",
+    )
+    return [
+        Panel(head, "keys", "peak bytes", memory, log="xy"),
+        Panel(errors_head, "largest score", "largest error", errors, log="xy"),
+    ]
 
 
 MEASUREMENT = Measurement(
@@ -161,6 +152,5 @@ MEASUREMENT = Measurement(
              "normal": {"lengths": (256, 1024, 4096, 16384), "seconds": 2.0}}},
     table=table, draw=draw, height=3.2, minutes={"cpu": 0.2}, paths=("project/bench/softmax_steps.py",),
     caption="Memory by the number of keys, and error by the largest score, for each step from a sum of "
-    "exponentials to the loop of FlashAttention. The dotted line marks the largest score before the first "
-    "step overflows.",
+    "exponentials to the loop of FlashAttention. The curve of a step that overflows ends there.",
 )  # fmt: skip

@@ -22,10 +22,10 @@ from typing import Any
 
 from bench.contestants import DIRECTIONS, random_call
 from bench.harness import Case, Measurement, Run
-from bench.plots import Result, headline, legend, panels
+from bench.plots import Panel
 from bench.processes import child_command
 from bench.records import Record
-from bench.table_cells import colour_of, markdown
+from bench.table_cells import markdown
 
 from kernels.metering.rung_traffic import RUNGS, call_traffic, problem_of
 from kernels.runtime.launch_notes import Launched, launches_noted
@@ -152,9 +152,8 @@ def profile(run: Run) -> list[Record]:
 
 
 def cases(run: Run) -> Iterator[Case]:
-    size = run.batch_heads, run.length, run.head_dim
     run.note(
-        workload=dict(zip(("batch_heads", "length", "head_dim"), size, strict=True)),
+        workload=run.chosen("batch_heads", "length", "head_dim"),
         note="each kernel starts with cold caches, as ncu empties them before it; clocks are not locked",
     )
     for row in profile(run):
@@ -175,27 +174,14 @@ def table(record: Record) -> str:
     return markdown(["rung, pass", "kernels", *titles.values()], lines)
 
 
-def draw(figure: Any, results: list[Result]) -> None:
+def draw(record: Record) -> list[Panel]:
     places = {"formula_gb": "formula", "asked_gb": "requested", "l2_gb": "L2", "dram_gb": "DRAM"}
-    drawn = panels(figure, results)
-    for axes, result in drawn:
-        labels = [f"{row['rung']}, {row['pass']}" for row in result.rows]
-        rows, workload = range(len(labels)), result.record["workload"]
-        for i, (key, name) in enumerate(places.items()):
-            widths, colour = (
-                [row[key] for row in result.rows],
-                colour_of(name, list(places.values())),
-            )
-            axes.barh([y + 0.2 * i for y in rows], widths, 0.2, label=name, color=colour)
-        axes.set(xlabel="GB", xscale="log")
-        axes.set_yticks([y + 0.3 for y in rows], labels)
-        axes.invert_yaxis()
-        headline(
-            axes,
-            f"traffic of a call: {workload['batch_heads']:,} heads, {workload['length']:,} keys, "
-            f"head_dim {workload['head_dim']}, float32",
-        )
-    legend(figure, [axes for axes, _ in drawn])
+    bars = {
+        name: {f"{row['rung']}, {row['pass']}": row[key] for row in record["rows"]}
+        for key, name in places.items()
+    }
+    size = "{batch_heads:,} heads, {length:,} keys, head_dim {head_dim}, float32".format(**record["workload"])
+    return [Panel(f"traffic of a call: {size}", "GB", bars=bars, log="x")]
 
 
 MEASUREMENT = Measurement(

@@ -18,10 +18,10 @@ from typing import Any
 from bench.contestants import DIRECTIONS, contestants, random_arrays, random_call
 from bench.harness import Case, Measurement, Run
 from bench.measuring import spread
-from bench.plots import Result, headline, panels, stored
+from bench.plots import Panel, stored
 from bench.processes import in_child
 from bench.records import Record
-from bench.table_cells import cell, colour_of, markdown
+from bench.table_cells import cell, markdown
 
 from kernels.metering.io_meter import metered
 from kernels.metering.rung_traffic import RUNGS, call_traffic, problem_of
@@ -66,7 +66,7 @@ def meter() -> list[Record]:
 def cases(run: Run) -> Iterator[Case]:
     size = run.batch_heads, run.length, run.head_dim
     run.note(
-        workload=dict(zip(("batch_heads", "length", "head_dim"), size, strict=True)),
+        workload=run.chosen("batch_heads", "length", "head_dim"),
         note=NOTE + (CPU_NOTE if run.device == "cpu" else ""),
         metered=METERED, meter=in_child(meter, simulator=True),
     )  # fmt: skip
@@ -163,45 +163,28 @@ def _agreement(record: Record) -> str:
     return markdown([what, "meter: reads", "writes", "formula: reads", "writes"], lines)
 
 
-def draw(figure: Any, results: list[Result]) -> None:
-    rungs = list(RUNGS)
-    for axes, result in panels(figure, results, rows=len(QUANTITIES)):
-        counters, workload = counters_of(result.record), result.record["workload"]
-        for panel, (quantity, title) in zip(axes, QUANTITIES, strict=True):
-            found: dict[str, list[Record]] = {}
-            for row in result.rows:
-                if row[quantity]:
-                    found.setdefault(row["rung"], []).append(row)
-            for place, (rung, rows) in enumerate(found.items()):
-                bottom, colour = 0.0, colour_of(rung, rungs)
-                for row in rows:
-                    value = row[quantity]
-                    value = value["median"] if isinstance(value, dict) else value
-                    shade = 1.0 if row["pass"] == "forward" else 0.55
-                    panel.barh(place, value, left=bottom, color=colour, alpha=shade)
-                    bottom += value
-                panel.text(bottom, place, f"   {cell(bottom)}", va="center")
-                seen = [row["dram_gb"] for key, row in counters.items() if key[0] == rung]
-                if quantity == "gb" and seen:
-                    panel.plot(sum(seen), place, "kD", markersize=5)
-            panel.set(xlabel=title.rpartition(", ")[2], xmargin=0.25)
-            panel.set_yticks(range(len(found)), list(found))
-            panel.set_ylim(len(found) - 0.5, -0.5)
-        headline(
-            axes[0],
-            f"{workload['batch_heads']:,} heads, {workload['length']:,} keys, head_dim "
-            f"{workload['head_dim']}, float32\noperations, GFLOP",
-        )
-        seen = "; ◆ DRAM, by counters" if counters else ""
-        headline(axes[1], f"global traffic, GB, by formula{seen}")
-        headline(axes[2], "time, ms")
+def draw(record: Record) -> list[Panel]:
+    size = "{batch_heads:,} heads, {length:,} keys, head_dim {head_dim}, float32".format(**record["workload"])
+    seen, found = Record(), []
+    for (rung, way), row in counters_of(record).items():
+        seen.setdefault(way, {})[f"{rung}, DRAM by counters"] = row["dram_gb"]
+    titles = (f"{size}\noperations", "global traffic, by formula", "time")
+    for (quantity, unit), title in zip(QUANTITIES, titles, strict=True):
+        bars: Record = {way: {} for way in DIRECTIONS}
+        for row in record["rows"]:
+            if (value := row[quantity]) is not None:
+                value = value["median"] if isinstance(value, dict) else value
+                bars[row["pass"]][row["rung"]] = value
+        for way, values in seen.items() if quantity == "gb" else ():
+            bars[way] |= values
+        found.append(Panel(title, unit.rpartition(", ")[2], bars=bars, stacked=True))
+    return found
 
 
 MEASUREMENT = Measurement(
     "io_table", "How many operations, bytes and milliseconds does each rung take?", cases,
     {"cpu": {"quick": {"batch_heads": 2, "length": 256, "seconds": 0.1},
-             "normal": {"batch_heads": 16, "length": 1024, "head_dim": 64, "seconds": 4.0},
-             "full": {"batch_heads": 64}},
+             "normal": {"batch_heads": 16, "length": 1024, "head_dim": 64, "seconds": 4.0}},
      "cuda": {"quick": {"batch_heads": 64, "length": 512},
               "normal": {"batch_heads": 1024, "length": 1024, "head_dim": 64, "seconds": 4.0}}},
     table=table, draw=draw, height=2.1, minutes={"cpu": 0.5, "cuda": 0.5}, paths=("kernels",),

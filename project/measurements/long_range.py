@@ -13,16 +13,14 @@ from bench.harness import Case, Measurement, Run
 from bench.long_range import (
     FLASH,
     NAIVE,
-    legend_below,
     lengths_table,
     peak_in_child,
     peak_of_step,
     steps_tables,
 )
 from bench.measuring import out_of_memory, spread, timing_note
-from bench.plots import Result
+from bench.plots import Panel
 from bench.records import Record
-from bench.table_cells import colour_of
 from data.long_range import TASKS, TEXT_LENGTH, Task, load_task
 from training.lra_loop import Training
 from training.lra_methods import BACKENDS, METHODS, QUICK, SETTINGS, Settings
@@ -107,21 +105,14 @@ def at_length(run: Run, length: int) -> Record:
     return {"batch": 1, "ms": {name: found.get(name) for name in run.attentions}}
 
 
-def draw(figure: Any, results: list[Result]) -> None:
-    """Draw the time by length on the last device, a curve for each attention."""
-    axes, rows = figure.subplots(), results[-1].rows
-    names = [*rows[0]["ms"]]
-    for name in names:
-        known = [(row["length"], row["ms"][name]["median"]) for row in rows if row["ms"].get(name)]
-        style: Record = {"color": colour_of(name, names), "label": METHODS[name].title}
-        axes.plot(*zip(*known, strict=True), "o-", linewidth=1.2, markersize=3, **style)
-    axes.set(xlabel="length", ylabel="forward and backward, ms")
-    device = results[-1].record["device"]
-    axes.set_title(f"one sequence, 2 heads of 32 columns; {device}", fontsize=9)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.grid(alpha=0.3)
-    legend_below(axes)
+def draw(record: Record) -> list[Panel]:
+    lines: Record = {}
+    for row in record["rows"]:
+        for name, ms in row["ms"].items():
+            if ms:
+                lines.setdefault(METHODS[name].title, []).append((row["length"], ms["median"]))
+    title = f"one sequence, {record['heads']} heads of {record['head_dim']} columns"
+    return [Panel(title, "length", "forward and backward, ms", lines, log="xy")]
 
 
 # -- of training steps -----------------------------------------------------------------------------------

@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 from bench.gpu_ranks import OwnBatches, in_turn, most, slowest, start_torch
 from bench.harness import Case, Measurement, Run
-from bench.plots import Result
+from bench.plots import Panel
 from bench.records import Record
 from bench.ring_time import Machine, Work, ring_time
-from bench.table_cells import colour_of
 from training.gpt_loop import train_step
 
 import minitorch
@@ -212,39 +211,26 @@ def training_step(everyone: Any, group: Any, tokens: int) -> Record:
     return {"layers": LAYERS, "width": WIDTH, "step_seconds": took, "loss": losses[-1].item()}
 
 
-def draw(figure: Any, results: list[Result]) -> None:
-    """Draw the TFLOP/s of each GPU by length, a panel for each pass."""
-    record = results[-1].record
-    figure.set_size_inches(7.6, 3.4)
-    rows = [row for row in record["rows"] if "length" in row]
-    lengths = [row["length"] for row in rows]
-    peer = "PyTorch's context parallel"
-    curves: dict[str, Callable[[Record, str], float]] = {
-        "one GPU": lambda row, way: row[f"one_{way}_seconds"],
-        "ring attention": lambda row, way: row[f"all_{way}_seconds"] * record["gpus"],
-        peer: lambda row, way: row["context_parallel"][way]["seconds"] * record["gpus"],
-    }
-    for axes, (way, name) in zip(figure.subplots(1, 2), PASSES.items(), strict=True):
-        for curve, seconds in curves.items():
-            if curve == peer and any("context_parallel" not in row for row in rows):
-                continue
-            rates = []
-            for row in rows:
-                size = row["heads"], row["length"], row["length"], row["head_dim"]
-                flops = attention_flops(*size, causal=True)
-                flops += attention_backward_flops(*size, causal=True) if way == "both" else 0.0
-                rates.append(flops / seconds(row, way) / 1e12)
-            axes.plot(lengths, rates, "o-", color=colour_of(curve, [*curves]), label=curve)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
-        axes.set_title(name, fontsize=9)
-        axes.set_xlabel("tokens of the whole sequence")
-    figure.axes[0].set_ylabel("TFLOP/s of each GPU")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+def draw(record: Record) -> list[Panel]:
+    """Show the TFLOP/s of each GPU by length, a panel for each pass."""
+    rows, found = [row for row in record["rows"] if "length" in row], []
     call = f"causal, bfloat16, {rows[0]['heads']} heads, head_dim {rows[0]['head_dim']}"
-    figure.suptitle(f"{record['gpus']} x {record['device']}, {call}", fontsize=10)
+    for way, name in PASSES.items():
+        lines: Record = {}
+        for row in rows:
+            size = row["heads"], row["length"], row["length"], row["head_dim"]
+            flops = attention_flops(*size, causal=True)
+            flops += attention_backward_flops(*size, causal=True) if way == "both" else 0.0
+            seconds = {"one GPU": row[f"one_{way}_seconds"]}
+            seconds["ring attention"] = row[f"all_{way}_seconds"] * record["gpus"]
+            if "context_parallel" in row:
+                peer = row["context_parallel"][way]["seconds"]
+                seconds["PyTorch's context parallel"] = peer * record["gpus"]
+            for curve, took in seconds.items():
+                lines.setdefault(curve, []).append((row["length"], flops / took / 1e12))
+        title = f"{record['gpus']} GPUs, {call}\n{name}"
+        found.append(Panel(title, "tokens of the whole sequence", "TFLOP/s of each GPU", lines, log="x"))
+    return found
 
 
 MEASUREMENT = Measurement(

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from bench.harness import Case, Measurement, Run
 from bench.measuring import spread
-from bench.plots import Result, headline, legend, panels
+from bench.plots import Panel
 from bench.processes import child_command, mpiexec
 from bench.records import Record
 from bench.ring_time import CALLS, Machine, Work, hiding_rows, ring_time
-from bench.table_cells import cell, colour_of, markdown
+from bench.table_cells import cell, markdown
 
 import minitorch
 from measurements.ring_model import GPU
@@ -265,51 +265,30 @@ def table(record: Record) -> str:
     return "\n\n".join([markdown(head, lines), fit, gpu, markdown(head_of_gpus, shares)])
 
 
-def draw(figure: Any, results: list[Result]) -> None:
-    """Draw measured times beside the model, and the part of the time in which GPUs wait."""
-    drawn = panels(figure, results, rows=2)
-    for (measured, gpus), result in drawn:
-        tokens, ranks = (sorted({row[key] for row in result.rows}) for key in ("tokens", "ranks"))
-        for length in tokens:
-            rows, colour = (
-                [row for row in result.rows if row["tokens"] == length],
-                colour_of(length, tokens),
-            )
-            took = [sum(row[way]["median"] for way in WAYS) for row in rows]
-            model = [sum(row["model"].values()) for row in rows]
-            measured.plot(ranks, took, "o", color=colour, label=f"{length:,} tokens")
-            measured.plot(ranks, model, "-", color=colour, alpha=0.5)
-        measured.plot([], [], "-", color="#666", label="model")
-        measured.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms, forward + backward")
-        measured.set_xticks(ranks, [str(n) for n in ranks], minor=False)
-        measured.minorticks_off()
-        found = result.record["predicted"]
-        counts = sorted({x["gpus"] for x in found})
-        for link, style in zip(dict.fromkeys(x["link"] for x in found), ("-", "--"), strict=False):
-            for n in counts:
-                own = [
-                    (x["tokens"], x["exposed"])
-                    for x in found
-                    if (x["gpus"], x["link"]) == (n, link)
-                ]
-                colour, label = colour_of(n, counts), f"{n:,} GPUs, {link}"
-                gpus.plot(*zip(*own, strict=True), style, color=colour, label=label)
-        waits = "part of the time that a GPU waits"
-        gpus.set(xscale="log", xlabel="tokens", ylabel=waits, ylim=(0, 1))
-        headline(measured, f"one head, head_dim {result.record['head_dim']}, causal, float32")
-        sizes = "{heads} heads, {key_heads} of keys, head_dim {head_dim}"
-        sizes = sizes.format(**result.record["settings"])
-        headline(gpus, f"predicted for GPUs: {sizes}, causal, 16 bits")
-    legend(figure, [axes for pair, _ in drawn for axes in pair], columns=3)
+def draw(record: Record) -> list[Panel]:
+    """Show measured times beside the model, and the part of the time in which GPUs wait."""
+    times, waits = Record(), Record()
+    for row in record["rows"]:
+        both = sum(row[way]["median"] for way in WAYS)
+        for kind, ms in (("", both), (", model", sum(row["model"].values()))):
+            times.setdefault(f"{row['tokens']:,} tokens{kind}", []).append((row["ranks"], ms))
+    for x in record["predicted"]:
+        waits.setdefault(f"{x['gpus']:,} GPUs, {x['link']}", []).append((x["tokens"], x["exposed"]))
+    sizes = "{heads} heads, {key_heads} of keys, head_dim {head_dim}".format(**record["settings"])
+    return [
+        Panel(f"one head, head_dim {record['head_dim']}, causal, float32", "ranks", "ms, forward + backward",
+              times, log="xy"),
+        Panel(f"predicted for GPUs: {sizes}, causal, 16 bits", "tokens",
+              "part of the time that a GPU waits", waits, log="x"),
+    ]  # fmt: skip
 
 
 MEASUREMENT = Measurement(
     "scaling", "How does ring attention scale over cores, and by the same model over GPUs?", cases,
     {"cpu": {"quick": {"lengths": (512, 1024), "rounds": 3},
-             "normal": {"lengths": (4096, 8192, 16384), "rounds": 25, "ranks": 0, **GPU},
-             "full": {"lengths": (4096, 8192, 16384, 32768)}}},
+             "normal": {"lengths": (4096, 8192, 16384), "rounds": 25, "ranks": 0, **GPU}}},
     table=table, draw=draw, minutes={"cpu": 2}, paths=("kernels", "minitorch/distributed"),
-    caption="Above: time of ring attention, forward and backward, on ranks of one thread each; points are "
-    "measured, lines are the fitted model. Below: the share of the time in which a GPU waits for keys "
+    caption="Above: time of ring attention, forward and backward, on ranks of one thread each; dashed lines "
+    "are the fitted model. Below: the share of the time in which a GPU waits for keys "
     "and values, as predicted by the model.",
 )  # fmt: skip

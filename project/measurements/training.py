@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from bench.harness import Case, Measurement, Run
 from bench.measuring import spread
-from bench.plots import Result, headline, legend, panels
+from bench.plots import Panel
 from bench.processes import in_child
 from bench.records import Record
-from bench.table_cells import cell, colour_of, markdown
+from bench.table_cells import cell, markdown
 from bench.torch_gpt import torch_peers
 from bench.training_contestants import OURS, Size, Training, corpus_of, peak_of_training
 from train_gpt import judge
@@ -172,40 +172,27 @@ def table(record: Record) -> str:
     return "\n\n".join([*shown, markdown(head, lines)])
 
 
-def draw(figure: Any, results: list[Result]) -> None:
-    """Draw the losses of all contestants, and speed and held-out loss by context."""
-    names, drawn = [NAIVE, FLASH], list[Any]()
-    for result in results:
-        names += [n for row in result.rows for n in row["runs"] if n not in names]
-    for (losses, speed, held_out), result in panels(figure, results, rows=3):
-        for row in (row for row in result.rows if row["kind"] == "curves"):
-            for place, (name, one) in enumerate(row["runs"].items()):
-                losses.plot(
-                    one["losses"], color=colour_of(name, names), label=name, alpha=0.7,
-                    linewidth=4 - place, linestyle="-" if place == 0 else "--",
-                )  # fmt: skip
-        found, model = contexts_of(result.rows), result.record["model"]
-        for name in (NAIVE, FLASH):
-            points = [(row["context"], rate(row, name)) for row in found if name in row["runs"]]
-            if points:
-                colour, label = colour_of(name, names), f"{name}, by context"
-                speed.plot(*zip(*points, strict=True), "o-", color=colour, label=label)
-        points = [(row["context"], row["held_out"]) for row in found]
-        held_out.plot(*zip(*points, strict=True), "o-", color=colour_of(FLASH, names))
-        losses.set(xlabel="step", ylabel="nats")
-        headline(
-            losses,
-            f"{model['layers']} layers, width {model['width']}, float32, "
-            f"{model['tokens']:,} tokens a step\ntraining loss, context {model['context']}",
-        )
-        speed.set(xlabel="context", ylabel="tokens per second", yscale="log")
-        headline(speed, "speed of training")
-        held_out.set(xlabel="context", ylabel="nats per character")
-        headline(held_out, "held-out loss after equally many tokens")
-        for axes in (speed, held_out):
-            axes.set_xscale("log", base=2)
-        drawn += [losses, speed]
-    legend(figure, drawn)
+def draw(record: Record) -> list[Panel]:
+    """Show the losses of all contestants, and speed and held-out loss by context."""
+    rows, model = record["rows"], record["model"]
+    losses = {
+        name: list(enumerate(one["losses"]))
+        for row in rows if row["kind"] == "curves"
+        for name, one in row["runs"].items()
+    }  # fmt: skip
+    found = contexts_of(rows)
+    speed = {n: [(r["context"], rate(r, n)) for r in found if n in r["runs"]] for n in (NAIVE, FLASH)}
+    held_out = {FLASH: [(row["context"], row["held_out"]) for row in found]}
+    head = (
+        "{layers} layers, width {width}, float32, {tokens:,} tokens a step\n"
+        "training loss, context {context}".format(**model)
+    )
+    speed = {name: points for name, points in speed.items() if points}
+    return [
+        Panel(head, "step", "nats", losses),
+        Panel("speed of training", "context", "tokens per second", speed, log="xy"),
+        Panel("held-out loss after equally many tokens", "context", "nats per character", held_out, log="x"),
+    ]
 
 
 MEASUREMENT = Measurement(
@@ -214,15 +201,12 @@ MEASUREMENT = Measurement(
                        "contexts": (32, 64), "steps": 10, "timed_blocks": 2},
              "normal": {"width": 64, "heads": 2, "layers": 2, "tokens": 2048, "lr": 5e-3, "context": 256,
                         "curve_steps": 60, "contexts": (128, 256, 512, 1024, 2048), "steps": 200,
-                        "timed_blocks": 4, "naive_to": 2048},
-             "full": {"width": 128, "heads": 4, "tokens": 4096, "curve_steps": 200, "steps": 400,
-                      "contexts": (256, 512, 1024, 2048, 4096), "timed_blocks": 5, "naive_to": 4096}},
+                        "timed_blocks": 4, "naive_to": 2048}},
      "cuda": {"quick": {"width": 64, "heads": 2, "layers": 2, "tokens": 4096, "context": 512,
                         "curve_steps": 20, "contexts": (256, 512), "steps": 20, "timed_blocks": 3},
               "normal": {"width": 256, "heads": 4, "layers": 4, "tokens": 16384, "lr": 3e-3,
                          "context": 1024, "curve_steps": 80, "contexts": (256, 512, 1024, 2048, 4096),
-                         "steps": 160, "timed_blocks": 6, "naive_to": 4096},
-              "full": {"curve_steps": 300, "steps": 600, "timed_blocks": 20}}},
+                         "steps": 160, "timed_blocks": 6, "naive_to": 4096}}},
     table=table, draw=draw, height=2.7, minutes={"cpu": 4, "cuda": 2},
     caption="Loss of a small character model with naive and with flash attention (the curves coincide); "
     "speed by context length; and held-out loss by context length.",

@@ -8,44 +8,31 @@ from __future__ import annotations
 
 import ast
 import os
-import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 from bench.harness import Case, Figure, Measurement, Run
 from bench.records import ROOT, Record
 
+from reliability.mutations import Mutation, caught_by, copy_of_tree
+
 KERNELS = Path("kernels/cuda")
+EMULATED = "tests/structure/emulated/test_"
+WGMMA, MMA = "attention/flash3_wgmma", "attention/flash2_mma"
 #: Files of kernels, and the tests that run their source.
 TESTED_BY = {
-    (
-        "attention/flash3_wgmma/forward/consumer", "attention/flash3_wgmma/forward/producer",
-        "attention/flash3_wgmma/forward/scheduler", "device/pipeline",
-    ): ("tests/structure/emulated/test_flash3", "tests/structure/emulated/test_flash3_options"),
-    ("attention/flash3_wgmma/float8/consumer",): ("tests/structure/emulated/test_float8",),
-    (
-        "attention/flash3_wgmma/backward/dkdv_consumer",
-        "attention/flash3_wgmma/backward/dkdv_producer",
-        "attention/flash3_wgmma/backward/dq", "attention/flash3_wgmma/tiles",
-    ): (
-        "tests/structure/emulated/test_flash3_backward",
-        "tests/structure/emulated/test_flash3_backward_options",
-    ),
-    (
-        "attention/flash2_mma/forward", "attention/flash2_mma/dkdv", "attention/flash2_mma/dq",
-        "attention/flash2_mma/dkdv_wide_heads",
-        "attention/flash2_mma/tiles",
-    ): ("tests/structure/emulated/test_flash2_mma", "tests/structure/emulated/test_split_operands"),
-    (
-        "matmul/wgmma", "matmul/epilogue", "matmul/mma", "matmul/operands"
-    ): ("tests/structure/emulated/test_matmul",),
+    (f"{WGMMA}/forward/consumer", f"{WGMMA}/forward/producer", f"{WGMMA}/forward/scheduler",
+     "device/pipeline"): ("flash3", "flash3_options"),
+    (f"{WGMMA}/float8/consumer",): ("float8",),
+    (f"{WGMMA}/backward/dkdv_consumer", f"{WGMMA}/backward/dkdv_producer", f"{WGMMA}/backward/dq",
+     f"{WGMMA}/tiles"): ("flash3_backward", "flash3_backward_options"),
+    (f"{MMA}/forward", f"{MMA}/dkdv", f"{MMA}/dq", f"{MMA}/dkdv_wide_heads", f"{MMA}/tiles"): (
+        "flash2_mma", "split_operands"),
+    ("matmul/wgmma", "matmul/epilogue", "matmul/mma", "matmul/operands"): ("matmul",),
 }  # fmt: skip
 FILES = [file for files in TESTED_BY for file in files]
 #: What is taken away: statements that call one of these, or a ``wait_`` of a kernel's own.
@@ -59,98 +46,58 @@ NAMES = {
 PATIENCE = 600
 
 
-class Barrier(NamedTuple):
-    """A statement to take away: its file, its lines from first to last, and how it reads."""
-
-    file: str
-    first: int
-    last: int
-    text: str
-
-
-def barriers_of(file: str, source: str) -> list[Barrier]:
-    """Return the statements of a file that order what threads do."""
-    lines, found = source.splitlines(), []
+def barriers_of(file: str, source: str) -> list[Mutation]:
+    """Return the removals of the statements of a file that order what threads do; their kind is the text."""
+    lines, found = source.encode().splitlines(keepends=True), []
+    starts = [sum(map(len, lines[:i])) for i in range(len(lines))]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             name = ast.unparse(node.value.func).rpartition(".")[2]
             if name in NAMES or name.startswith("wait_"):
                 last = node.end_lineno or node.lineno
-                text = " ".join(line.strip() for line in lines[node.lineno - 1 : last])
-                found.append(Barrier(file, node.lineno, last, text))
-    return sorted(found, key=lambda one: one.first)
+                text = b" ".join(line.strip() for line in lines[node.lineno - 1 : last]).decode()
+                first = starts[node.lineno - 1] + node.col_offset
+                end = starts[last - 1] + len(lines[last - 1].rstrip())
+                place = (KERNELS / f"{file}.py").as_posix()
+                found.append(Mutation(place, node.lineno, text, first, end, "pass"))
+    return sorted(found, key=lambda one: one.line)
 
 
-def without(barrier: Barrier, source: str) -> str:
-    """Return a file's source with ``pass`` in place of a statement."""
-    lines = source.splitlines()
-    line = lines[barrier.first - 1]
-    indent = line[: len(line) - len(line.lstrip())]
-    lines[barrier.first - 1 : barrier.last] = [f"{indent}pass"]
-    return "\n".join(lines) + "\n"
-
-
-def caught_by(barrier: Barrier, tree: Path, schedules: int) -> str:
-    """Return which test fails without a barrier, or ''."""
-    tests = next(tests for files, tests in TESTED_BY.items() if barrier.file in files)
-    place = tree / KERNELS / f"{barrier.file}.py"
-    source = place.read_text(encoding="utf-8")
-    place.write_text(without(barrier, source), encoding="utf-8")
-    command = [
-        sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
-        *(f"{test}.py" for test in tests),
-    ]  # fmt: skip
-    try:
-        for schedule in range(schedules):
-            own = {"PYTHONPATH": str(tree), "MINITORCH_SCHEDULE": str(schedule), "CI": "true"}
-            run = subprocess.run(
-                command, cwd=tree, env={**os.environ, **own}, capture_output=True, text=True,
-                timeout=PATIENCE,
-            )  # fmt: skip
-            failed = [line for line in run.stdout.splitlines() if line.startswith("FAILED ")]
-            if failed:
-                return failed[0].removeprefix("FAILED ").split(" - ")[0]
-            if run.returncode:
-                raise RuntimeError(run.stdout[-2000:] + run.stderr[-2000:])
-    except subprocess.TimeoutExpired:
-        return f"all: the tests hang, or take longer than {PATIENCE} s"
-    finally:
-        place.write_text(source, encoding="utf-8")
-    return ""
+def run_by(file: str) -> list[tuple[str, str]]:
+    """Return the tests that run the source of a file."""
+    names = next(tests for files, tests in TESTED_BY.items() if file in files)
+    return [("host", f"{EMULATED}{name}.py") for name in names]
 
 
 def cases(run: Run) -> Iterator[Case]:
-    """Remove each barrier in one of several copies of the repository, whose tests run side by side."""
+    """Remove each barrier in a copy of the repository of its own; their tests run side by side."""
     read = {file: (ROOT / KERNELS / f"{file}.py").read_text(encoding="utf-8") for file in run.files}
-    barriers = [one for file, source in read.items() for one in barriers_of(file, source)]
+    removals = [(file, one) for file, source in read.items() for one in barriers_of(file, source)]
     workers = run.workers or os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
-        trees: SimpleQueue[Path] = SimpleQueue()
-        for number in range(workers):
-            tree = Path(folder) / str(number)
-            for part in ("kernels", "minitorch", "tests"):
-                shutil.copytree(ROOT / part, tree / part)
-            shutil.copy(ROOT / "pyproject.toml", tree)
-            trees.put(tree)
+        tree = Path(folder) / "tree"
+        copy_of_tree(str(ROOT), tree)
 
-        def caught(barrier: Barrier) -> str:
-            tree = trees.get()
-            try:
-                return caught_by(barrier, tree, run.schedules)
-            finally:
-                trees.put(tree)
+        def caught(file: str, one: Mutation) -> str:
+            for order in range(run.schedules):
+                own = {"MINITORCH_SCHEDULE": str(order)}
+                if test := caught_by(one, tree, run_by(file), PATIENCE, **own):
+                    return test
+            return ""
 
-        run.note(statements=len(barriers), caught_by_a_test=0, orders_of_threads=run.schedules)
-        waiting = [(one, pool.submit(caught, one)) for one in barriers]
-        for one, found in waiting:
-            place = {"not_caught": f"{one.file}.py, line {one.first}", "statement": f"`{one.text}`"}
-            yield place, partial(noted, run, place, found)
+        run.note(statements=len(removals), caught_by_a_test=0, orders_of_threads=run.schedules)
+        for one, found in [(one, pool.submit(caught, file, one)) for file, one in removals]:
+            place = one.file.removeprefix(f"{KERNELS.as_posix()}/")
+            key = {"not_caught": f"{place}, line {one.line}", "statement": f"`{one.kind}`"}
+            yield key, partial(noted, run, key, found)
 
 
-def noted(run: Run, place: Record, found: Any) -> Record | None:
+def noted(run: Run, key: Record, found: Any) -> Record | None:
     """Count a removal that a test catches; return a row for one that none does."""
     test = found.result()
-    print(f"{place['not_caught']}: {place['statement']}\n    {test or 'NOT CAUGHT'}", flush=True)
+    print(f"{key['not_caught']}: {key['statement']}\n    {test or 'NOT CAUGHT'}", flush=True)
+    if test.startswith("exit code"):  # the tests themselves cannot run
+        raise RuntimeError(f"{test} without a test that fails")
     if not test:
         return {}
     run.note(caught_by_a_test=run.record["caught_by_a_test"] + 1)

@@ -1,6 +1,6 @@
 """A plug-in of pytest that records which functions each test calls, and ends a run after its budget.
 
-It is loaded by ``project/reliability/mutations.py`` in the processes that it starts.
+``project/reliability/mutations.py`` loads it in the processes that it starts.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Touched:
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Write a line with a test that has passed, and the functions that it has called."""
         if self.record and report.when == "call" and report.passed:
-            tree, found = os.getcwd() + os.sep, [*self.found.values()]
+            tree = os.getcwd() + os.sep
             ours = tuple(tree + floor for floor in FLOORS)
             places = {
                 f"{code.co_filename.removeprefix(tree)}:{code.co_firstlineno}"
-                for code in found
+                for code in [*self.found.values()]
                 if code.co_filename.startswith(ours) and code.co_name != "<module>"
             }
             with open(self.record, "a", encoding="utf-8") as file:

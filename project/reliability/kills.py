@@ -1,17 +1,11 @@
-"""Kill a training at random moments, go on with it, and compare its losses with those of an unbroken one.
+"""Kill trainings at random moments, resume them, and compare them with trainings that nobody killed.
 
-A training is a process of its own: ``train_gpt.py`` with a tiny model, dropout and clipping.  It is killed
-by SIGKILL, which no process can put off, and resumed, until it comes to its end; then the next training
-begins, until there are enough kills.  There are two kinds, in turn:
-
-- at a random time of the training, and now and then while the process starts;
-- in a write: the process kills itself at one of the steps of writing a checkpoint, or after a random number
-  of its bytes.
-
-After each kill every checkpoint must be readable, and the last one at most one interval old.  At the end
-of each training its losses, its held-out losses and all of its weights must be those of the same training
-that nobody has killed.  What a kill does not test is a machine that loses power: for that the files are
-flushed to the disk, in the order that makes them safe.
+``train_gpt.py`` trains a tiny model with dropout and clipping: ``kills`` in one process, ``rank_kills`` on
+several ranks of ``mpiexec``, data parallel and in a ring in turn.  SIGKILL ends one process, every other time
+at a random moment, and else at a step of writing a checkpoint or after a random number of its bytes.  After
+each kill all ranks must end within 30 seconds, every checkpoint must be readable, and the last one be at most
+one interval old.  At its end a training must have the losses and weights of one without a kill.  A machine
+that loses power is not tested: for that the files are flushed to the disk, in the order that makes them safe.
 """
 
 from __future__ import annotations
@@ -19,21 +13,22 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import train_gpt
+from bench import processes
 from bench.harness import Case, Measurement, Run
-from bench.processes import child_command
 from tqdm import tqdm
 from training import gpt_loop
 
@@ -45,227 +40,237 @@ from minitorch.training.model_files import read_checkpoint
 STEPS, EVERY, KEEP = 120, 5, 2
 #: Where in a write a process can be killed.
 STAGES = ("bytes", "before the flush", "before the rename", "after the rename", "before a removal")
-#: Seconds after its first step, or after its start, in which a process is killed.
-RUNNING, STARTING = 0.8, 2.0
-#: Share of the kills at a random time that come while the process starts.
-EARLY = 0.1
-#: Seconds that a process may take to its first step; the machine may be busy with other things.
-PATIENCE = 300.0
-
+#: Seconds after its first step, or after its start, in which a process is killed; the share of the latter.
+RUNNING, STARTING, EARLY = 0.8, 2.0, 0.1
+#: Seconds until the first step on a busy machine, and until all ranks have to be gone.
+PATIENCE, LIMIT = 300.0, 30.0
 Plan = dict[str, Any]
 #: No kill.
-TO_THE_END: Plan = {"stage": "never"}
+TO_THE_END: Plan = {"stage": "never", "write": 0, "share": 0.0}
 
 
-def options(folder: Path, seed: int) -> list[str]:
+def options(folder: Path, seed: int, ranks: int) -> list[str]:
     """Return the options of a training whose results go to a folder."""
     text = folder.parent / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
+    way = [] if ranks == 1 else ["--ring" if seed % 2 else "--data-parallel", str(ranks)]
     return [
         "--text", str(text), "--out", str(folder / "run"), "--seed", str(seed), "--steps", str(STEPS),
-        "--checkpoint-every", str(EVERY), "--keep", str(KEEP), "--batch", "4", "--context", "16",
-        "--width", "16", "--heads", "2", "--layers", "1", "--dropout", "0.1", "--clip", "0.5",
-        "--max-seconds", "1e6", "--sample", "0",
+        "--checkpoint-every", str(EVERY), "--keep", str(KEEP), "--context", "16", "--width", "16",
+        "--heads", "2", "--layers", "1", "--dropout", "0.1", "--clip", "0.5", "--max-seconds", "1e6",
+        "--sample", "0", "--batch", str(4 if ranks == 1 else 2 * ranks), *way,
     ]  # fmt: skip
 
 
 # -- the process that is killed ----------------------------------------------------------------------
 
 
-def child(progress: str, plan: Plan) -> None:
-    """Train; a byte goes to a file as each step begins, and a plan may end the process in a write.
-
-    The options of the training are the words of the command line.
-    """
-    begun = os.open(progress, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def child(folder: str, plan: Plan) -> None:
+    """Train as the words of the command line say; a byte goes to a file as each step of rank 0 begins."""
+    rank = processes.rank() or 0
+    (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
+    begun = open(os.devnull if rank else Path(folder) / "progress", "ab", buffering=0)  # noqa: SIM115
     step = gpt_loop.Trainer._step  # not the warm-up's, which is no step of the training
 
     def noted(trainer: gpt_loop.Trainer) -> Any:
-        os.write(begun, b".")
+        begun.write(b".")
         return step(trainer)
 
     gpt_loop.Trainer._step = noted  # type: ignore[method-assign]
-    if plan["stage"]:
-        _die_in_write(**plan)
+    if plan["stage"] and rank == plan.get("rank", 0):
+        _die_in_write(plan["stage"], plan["write"], plan["share"])
     train_gpt.main(sys.argv[1:])
 
 
 def _die_in_write(stage: str, write: int, share: float) -> None:
     """Have this process kill itself at a stage of a write."""
-    rename, flush, remove = os.replace, os.fsync, Path.unlink
+    rename, flush, remove, opened = os.replace, os.fsync, Path.unlink, open
     done = 0
 
-    def kill() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def reach(name: str) -> bool:
+        return stage == name and done >= write
 
-    class Written:
-        """A file of which only some bytes are written, where that is the plan."""
+    def kill_at(name: str) -> None:
+        if reach(name):
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        def __init__(self, *args: Any):
-            self.file = open(*args)  # noqa: SIM115  # closed below
+    def open_cut(*args: Any) -> Any:
+        file = opened(*args)
+        if reach("bytes"):
+            payload_of = file.write
 
-        def __enter__(self) -> Any:
-            return self
+            def cut(payload: bytes) -> None:
+                payload_of(payload[: int(share * len(payload))])
+                file.flush()
+                kill_at("bytes")
 
-        def __exit__(self, *_: Any) -> None:
-            self.file.close()
+            return _Written(file, cut)
+        return file
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.file, name)
-
-        def write(self, payload: bytes) -> None:
-            if stage == "bytes" and done >= write:
-                self.file.write(payload[: int(share * len(payload))])
-                self.file.flush()
-                kill()
-            self.file.write(payload)
-
-    def before(name: str, then: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if stage == name and done >= write:
-                kill()
-            return then(*args, **kwargs)
-
-        return call
+    def flushed(*args: Any) -> None:
+        kill_at("before the flush")
+        flush(*args)
 
     def renamed(*args: Any) -> None:
         nonlocal done
-        before("before the rename", rename)(*args)
-        before("after the rename", lambda: None)()
+        kill_at("before the rename")
+        rename(*args)
+        kill_at("after the rename")
         done += 1
 
     def removed(path: Path, missing_ok: bool = False) -> None:
         if path.suffix == ".safetensors":  # not what a write that went well leaves to be swept
-            before("before a removal", lambda: None)()
+            kill_at("before a removal")
         remove(path, missing_ok)
 
-    model_files.open = Written  # type: ignore[attr-defined]  # in place of Python's, in that file only
-    os.fsync = before("before the flush", flush)
-    os.replace = renamed
+    model_files.open = open_cut  # type: ignore[attr-defined]  # in place of Python's, in that file only
+    os.fsync, os.replace = flushed, renamed
     Path.unlink = removed  # type: ignore[method-assign]
+
+
+class _Written:
+    """A file with another ``write``."""
+
+    def __init__(self, file: Any, write: Callable[[bytes], None]):
+        self.file, self.write = file, write
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
 
 
 # -- the one that kills ------------------------------------------------------------------------------
 
 
-def draw_plan(rng: random.Random, number: int) -> Plan:
+def draw_plan(rng: random.Random, number: int, ranks: int) -> Plan:
     """Draw how a process ends: every other one in a write."""
     if number % 2:
-        return {"stage": rng.choice(STAGES), "write": rng.randrange(4), "share": rng.random()}
-    early = rng.random() < EARLY
-    return {
-        "stage": None,
-        "early": early,
-        "delay": rng.uniform(0.0, STARTING if early else RUNNING),
-    }
+        plan = {"stage": rng.choice(STAGES), "write": rng.randrange(4), "share": rng.random()}
+    else:
+        early = rng.random() < EARLY
+        limit = STARTING if early else RUNNING
+        plan = {"stage": None, "early": early, "delay": rng.uniform(0.0, limit)}
+    only_first = "removal" in (plan["stage"] or "")  # the first rank alone removes files
+    return {**plan, "rank": 0 if only_first else rng.randrange(ranks)}
 
 
-def run_until(plan: Plan, progress: Path, argv: list[str]) -> tuple[int, str]:
-    """Train in a process until its plan ends it, or it is done; return its exit code and what it said."""
-    sent = {key: plan.get(key) for key in ("stage", "write", "share")}
-    command = child_command(child, str(progress), sent)
-    progress.write_bytes(b"")
+def is_there(number: int) -> bool:
+    """Tell whether a process runs still."""
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def train(plan: Plan, folder: Path, argv: list[str], ranks: int) -> tuple[bool, int, float]:
+    """Train until the plan ends a process, or to the end.
+
+    Returns:
+        Whether it came to its end, the steps that it has begun, and the seconds from the end of the first
+        process to that of the last.
+    """
+    progress, pids = folder / "progress", [folder / f"pid-{rank}" for rank in range(ranks)]
+    for file in (progress, *pids):
+        file.unlink(missing_ok=True)
+    command = [*processes.child_command(child, str(folder), plan), *argv]
+    environment = dict(os.environ)
+    if ranks > 1:
+        command = [processes.mpiexec(), "-n", str(ranks), *command]
+        environment |= {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen([*command, *argv], stdout=said, stderr=said)
-        if plan["stage"] is None:
+        process = subprocess.Popen(command, stdout=said, stderr=said, env=environment)
+
+        def wait_for(ready: Callable[[], bool]) -> None:
             limit = time.monotonic() + PATIENCE
-            while not plan["early"] and process.poll() is None and not progress.stat().st_size:
-                if time.monotonic() > limit:
-                    break
+            while process.poll() is None and not ready():
+                assert time.monotonic() < limit, "no step has begun"
                 time.sleep(0.002)
+
+        wait_for(lambda: all(file.exists() and file.stat().st_size for file in pids))
+        numbers = [int(file.read_text()) for file in pids if file.exists()]
+        if plan["stage"] is None and len(numbers) == ranks:
+            wait_for(lambda: plan["early"] or (progress.exists() and progress.stat().st_size > 0))
             time.sleep(plan["delay"])
-            process.kill()
-        process.wait()
+            if process.poll() is None and is_there(numbers[plan["rank"]]):
+                os.kill(numbers[plan["rank"]], signal.SIGKILL)
+        first = None
+        while ranks > 1 and (there := sum(map(is_there, numbers))):
+            if first is None and there < ranks:
+                first = time.monotonic()
+            time.sleep(0.005)
+        seconds = 0.0 if first is None else time.monotonic() - first
+        code = process.wait(None if ranks == 1 else LIMIT)
         said.seek(0)
-        return process.returncode, said.read()
+        text = said.read()
+    by_itself = re.search(r"^rank \d+ of \d+:|Traceback", text, re.MULTILINE)  # the training's own error
+    killed = code == -signal.SIGKILL if ranks == 1 else code and not by_itself
+    assert code == 0 or (killed and plan is not TO_THE_END), f"it ended by itself:\n{text[-2000:]}"
+    assert seconds < LIMIT, f"the last rank ended {seconds:.0f} s after the killed one"
+    return code == 0, progress.stat().st_size if progress.exists() else 0, seconds
 
 
-def check_folder(run: Path, first: int, begun: int) -> int:
-    """Check what a killed process has left; return the step of the last checkpoint, 0 without one."""
+def newest_step(run: Path, last: int) -> int:
+    """Return the step of the last checkpoint, 0 without one, once ``last`` steps were done."""
     checkpoints = Checkpoints(run / "checkpoints")
-    states = [checkpoints.read(file) for file in checkpoints.files()]
+    states = [checkpoints.read(file) for file in checkpoints.files()]  # each must be readable
     newest = states[-1].step if states else 0
-    last = first + max(begun - 1, 0)  # steps that are done
-    due = last // EVERY * EVERY
-    assert newest >= due, f"killed after {last} steps, and the last checkpoint is of step {newest}"
+    assert newest >= last // EVERY * EVERY, f"killed after {last} steps, the last checkpoint is of {newest}"
     return newest
-
-
-def unbroken(folder: Path, seed: int) -> dict[str, Any]:
-    """Train in this process; return what :func:`outcome` does."""
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        train_gpt.main(options(folder, seed))
-    return outcome(folder / "run")
 
 
 def outcome(run: Path) -> dict[str, Any]:
     """Return the losses and the weights of a training that is done."""
     result = json.loads((run / "result.json").read_text())
     weights, _ = read_checkpoint(run / "model.safetensors")
-    return {
-        "curve": result["curve"],
-        "held_out_loss": result["held_out_loss"],
-        "weights": {name: weights[name].tobytes() for name in sorted(weights)},
-    }
+    kept = {name: weights[name].tobytes() for name in sorted(weights)}
+    return {"curve": result["curve"], "held_out_loss": result["held_out_loss"], "weights": kept}
 
 
-#: Trains until a plan ends it, given the plan, the file of its progress and its options.
-Train = Callable[[Plan, Path, list[str]], tuple[int, str]]
-
-
-def survive(
-    kills: int,
-    seed: int,
-    show: Callable[[], Any] = lambda: None,
-    run: Train = run_until,
-    options_of: Callable[[Path, int], list[str]] = options,
-    whole: Callable[[Path, int], dict[str, Any]] = unbroken,
-) -> dict[str, Any]:
-    """Kill trainings until there are enough kills, and finish the last one."""
-    rng = random.Random(seed)
-    made: list[dict[str, Any]] = []
-    trainings = losses = 0
+def survive(kills: int, seed: int, ranks: int = 1, show: Callable[[], Any] = lambda: None) -> dict[str, Any]:
+    """Kill trainings until there are enough kills, finish the last one, and return the figures."""
+    rng, made = random.Random(seed), list[dict[str, Any]]()
+    trainings, losses, gone = 0, 0, list[float]()
     with tempfile.TemporaryDirectory() as place:
         while len(made) < kills:
-            folder = Path(place) / str(trainings)
-            folder.mkdir()
-            argv = options_of(folder, seed + trainings)
-            step, ended = 0, False
-            while not ended:
-                plan = draw_plan(rng, len(made)) if len(made) < kills else TO_THE_END
-                on = [*argv, "--resume"] if step else argv
-                code, said = run(plan, folder / "progress", on)
-                begun = (folder / "progress").stat().st_size
-                ended = code == 0
+            folders = [Path(place) / f"{trainings}{kind}" for kind in ("", "-unbroken")]
+            for folder in folders:
+                folder.mkdir()
+            (given, whole), step = (options(folder, seed + trainings, ranks) for folder in folders), 0
+            while True:
+                plan = draw_plan(rng, len(made), ranks) if len(made) < kills else TO_THE_END
+                ended, begun, seconds = train(plan, folders[0], [*given, *["--resume"] * bool(step)], ranks)
                 if ended:
                     break
-                assert code == -signal.SIGKILL, f"it ended by itself:\n{said[-2000:]}"
-                kept = check_folder(folder / "run", step, begun)
+                gone.append(seconds)
+                last = step + max(begun - 1, 0)
+                kept = newest_step(folders[0] / "run", last)
                 kind = plan["stage"] or ("at the start" if plan["early"] else "at a random time")
-                made.append({"kind": kind, "done": step + max(begun - 1, 0), "kept": kept})
+                made.append({"kind": kind, "done": last, "kept": kept})
                 step = kept
                 show()
             # A kill before a removal leaves one too many, until the next checkpoint.
-            stay = Checkpoints(folder / "run" / "checkpoints").files()[-KEEP:]
+            stay = Checkpoints(folders[0] / "run" / "checkpoints").files()[-KEEP:]
             wanted = [f"step-{STEPS - EVERY * i:08d}" for i in reversed(range(KEEP))]
             assert [file.stem for file in stay] == wanted, f"{stay} stay"
-            expected = whole(Path(place) / f"{trainings}-unbroken", seed + trainings)
-            given = outcome(folder / "run")
-            different = [key for key in expected if given[key] != expected[key]]
+            train(TO_THE_END, folders[1], whole, ranks)
+            found, expected = (outcome(folder / "run") for folder in folders)
+            different = [key for key in expected if found[key] != expected[key]]
             assert not different, f"training {trainings} is not equal in {', '.join(different)}"
             losses += len(expected["curve"]["train"]) + len(expected["curve"]["held_out"]) + 1
             trainings += 1
-    kinds = sorted({kill["kind"] for kill in made})
     return {
-        "kills": len(made),
-        "survived": len(made),  # else an AssertionError
-        "by_kind": {kind: sum(kill["kind"] == kind for kill in made) for kind in kinds},
-        "trainings": trainings,
-        "losses_equal": losses,
+        "kills": len(made), "survived": len(made),  # else an AssertionError
+        "by_kind": dict(sorted(Counter(kill["kind"] for kill in made).items())),
+        "trainings": trainings, "losses_equal": losses, "interval": EVERY, "moments": made,
         "most_steps_lost": max(max(kill["done"] - kill["kept"], 0) for kill in made),
-        "interval": EVERY,
-        "moments": made,
-    }
+        **({"ranks": ranks, "most_seconds_until_all_are_gone": round(max(gone), 2)} if ranks > 1 else {}),
+    }  # fmt: skip
 
 
 def cases(run: Run) -> Iterator[Case]:
@@ -274,12 +279,21 @@ def cases(run: Run) -> Iterator[Case]:
 
 def killed(run: Run) -> None:
     with tqdm(total=run.kills, unit="kill") as bar:
-        figures = survive(run.kills, run.seed, bar.update)
+        figures = survive(run.kills, run.seed, run.ranks, bar.update)
     run.note(safetensors=safetensors.__version__, steps=STEPS, **figures)
 
 
-MEASUREMENT = Measurement(
-    "kills", "Does a killed training go on to the same losses and weights?", cases,
-    {"cpu": {"normal": {"kills": 50, "seed": 0}, "quick": {"kills": 1}}}, minutes={"cpu": 6},
-    paths=("project/training", "minitorch/training"), folder="reliability",
-)  # fmt: skip
+def _measurement(name: str, question: str, ranks: int, minutes: float) -> Measurement:
+    settings = {"normal": {"kills": 50, "seed": 0, "ranks": ranks}, "quick": {"kills": 1}}
+    return Measurement(
+        name, question, cases, {"cpu": settings}, minutes={"cpu": minutes}, folder="reliability",
+        paths=("project/training", "minitorch/training", "minitorch/distributed"),
+    )  # fmt: skip
+
+
+MEASUREMENTS = (
+    _measurement("kills", "Does a killed training go on to the same losses and weights?", 1, 6),
+    _measurement(
+        "rank_kills", "Does a training go on after one of its ranks was killed, to the same result?", 2, 10
+    ),
+)

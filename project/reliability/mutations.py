@@ -1,9 +1,9 @@
 """Change drawn source lines, one at a time, and list the changes that no test catches.
 
-python project/reliability/mutations.py                  300 changes, about an hour on two cores
-python project/reliability/mutations.py --at HEAD~20     of another commit, with its tests
-python project/reliability/mutations.py --resume         continue the last run
-python project/reliability/mutations.py --count 20 --only kernels/cpu --tests tests/kernels
+python project/measure.py mutations                  300 changes, about an hour on two cores
+python project/measure.py mutations --at HEAD~20     of another commit, with its tests
+python project/measure.py mutations --resume         continue the last run
+python project/measure.py mutations --count 20 --only kernels/cpu --tests tests/kernels
 
 A change is another operator, constant, comparison or index in minitorch or the kernels, or a statement
 less.  The lines whose hashes with the seed are least are drawn, so that two commits have the changes of
@@ -15,7 +15,6 @@ the tests that call the fewest functions.  A change after which the tests hang c
 
 from __future__ import annotations
 
-import argparse
 import ast
 import hashlib
 import json
@@ -25,7 +24,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -33,12 +31,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PROJECT = Path(__file__).resolve().parents[1]
-sys.path += [str(PROJECT), str(PROJECT / "reliability")]
-from called_functions import BUDGET, FLOORS  # noqa: E402
-from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser  # noqa: E402
+from bench.harness import Case, Measurement, Run
+from bench.records import ROOT, Record
+from bench.table_cells import markdown
 
-ROOT = PROJECT.parent
+from reliability.called_functions import BUDGET, FLOORS
+
+FOLDER = ROOT / "build" / "mutations"
 #: How tests run: on the host, and in the simulator.
 MODES = {"host": {}, "simulator": {"NUMBA_ENABLE_CUDASIM": "1"}}
 MARKS = {"host": "not slow and not fuzz", "simulator": "simulator and not slow"}
@@ -169,16 +168,8 @@ def run_tests(
         **os.environ, "PYTHONPATH": path, "CI": "true",
         "MINITORCH_SHRINK": "0", "MINITORCH_EXAMPLES": "10", "NUMBA_NUM_THREADS": "2", **MODES[mode], **own,
     }  # fmt: skip
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "called_functions",
-    ]
+    plugins = ["-p", "no:cacheprovider", "-p", "called_functions"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins]
     child = subprocess.Popen(
         [*command, *arguments], cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, errors="replace", start_new_session=True,
@@ -278,8 +269,10 @@ class Tests:
         return [(mode, test) for _, _, mode, test in sorted(found)]
 
 
-def caught_by(one: Mutation, tree: Path, tests: list[tuple[str, str]], seconds: float) -> str:
-    """Return which test fails after a change, or ''."""
+def caught_by(
+    one: Mutation, tree: Path, tests: list[tuple[str, str]], seconds: float, **environment: str
+) -> str:
+    """Return which test, of those of a mode, fails after a change, or ''."""
     with tempfile.TemporaryDirectory(dir=tree.parent) as folder:
         own = Path(folder) / "tree"
         shutil.copytree(tree, own, copy_function=os.link)
@@ -291,12 +284,10 @@ def caught_by(one: Mutation, tree: Path, tests: list[tuple[str, str]], seconds: 
         for mode in modes:
             share = seconds / len(modes)
             arguments = ["-x", *(test for its, test in tests if its == mode)]
-            code, output = run_tests(
-                own, mode, arguments, share + PATIENCE, MUTATIONS_SECONDS=str(share)
-            )
-            failed = [
-                line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))
-            ]
+            given = environment | {"MUTATIONS_SECONDS": str(share)}
+            code, output = run_tests(own, mode, arguments, share + PATIENCE, **given)
+            lines = output.splitlines()
+            failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
             if code in (0, 5) or (code == 2 and BUDGET in output and not failed):
                 continue
             if code == HANGS:
@@ -318,85 +309,54 @@ def copy_of_tree(at: str, tree: Path) -> None:
         subprocess.run(["tar", "-x", "-C", str(tree)], input=archive.stdout, check=True)
 
 
-def table_of(rows: list[dict[str, Any]]) -> str:
-    """Return how many changes of each room were caught, as a table."""
+def table(record: Record) -> str:
+    """Return how many changes of each room were caught, and those that survived."""
     rooms: dict[str, Counter[str]] = defaultdict(Counter)
-    for row in rows:
-        room = row["file"].rpartition("/")[0]
-        for name in (room, "all"):
+    for row in record["rows"]:
+        for name in (row["file"].rpartition("/")[0], "all"):
             rooms[name][row["outcome"]] += 1
     lines = [
         [room, str(sum(found.values())), *(str(found[outcome]) for outcome in OUTCOMES)]
         for room, found in sorted(rooms.items(), key=lambda item: (item[0] == "all", item[0]))
     ]
-    head = ["room", "changes", *OUTCOMES]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
+    survivors = (
+        f"- {row['file']}:{row['line']}: {row['kind']}: {row['before']} → {row['after']}"
+        for row in record["rows"] if row["outcome"] != OUTCOMES[0]
+    )  # fmt: skip
+    return "\n".join([markdown(["room", "changes", *OUTCOMES], lines), "", *survivors])
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.option("--count", COUNT, 300, "lines to draw")
-    parser.option("--seed", FROM_ZERO, 0, "of the draws")
-    parser.option("--workers", COUNT, os.cpu_count() or 1, "changes tested beside each other")
-    parser.option("--seconds", POSITIVE, 20.0, "of tests for each change")
-    parser.add_argument("--only", nargs="+", default=list(FLOORS), metavar="PATH",
-                        help="where paths begin, of files and folders (default: all)")  # fmt: skip
-    parser.add_argument("--tests", nargs="+", default=["tests"], metavar="PATH", help="likewise")
-    parser.add_argument("--at", default=str(ROOT), metavar="COMMIT",
-                        help="a commit or a folder (default: the working tree)")  # fmt: skip
-    parser.add_argument("--list", action="store_true", help="show the changes, test none")
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with the last run of the folder"
-    )
-    parser.add_argument("--folder", default=str(ROOT / "build" / "mutations"), metavar="DIR",
-                        help="of the copy and the results (default: %(default)s)")  # fmt: skip
-    argv = sys.argv[1:] if argv is None else argv
-    args = parser.parse_args(argv)
-    folder = Path(args.folder).resolve()
-    tree, record = folder / "tree", folder / "mutations.json"
-    if not args.resume:
-        shutil.rmtree(folder, ignore_errors=True)
-        copy_of_tree(args.at, tree)
-    changes = drawn(tree, args.only, args.count, args.seed)
-    if args.list:
-        for one in changes:
-            before = (tree / one.file).read_bytes()[one.first : one.last].decode()
-            print(f"{one.file}:{one.line}: {one.kind}: {before} → {one.text}")
-        return 0
-    start = time.perf_counter()
-    tests = Tests(tree, touched(tree, args.tests, args.workers))
-    print(f"recorded in {time.perf_counter() - start:.0f} s what tests call", flush=True)
-    rows, lock = [], threading.Lock()
-    if record.exists():
-        rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
-    done = {tuple(row["change"]) for row in rows}
+def cases(run: Run) -> Iterator[Case]:
+    tree, workers = FOLDER / "tree", run.workers or os.cpu_count() or 1
+    if not run.resumed:
+        shutil.rmtree(FOLDER, ignore_errors=True)
+        copy_of_tree(run.at or str(ROOT), tree)
+    run.note(at=run.at, seed=run.seed)
+    tests, waiting = Tests(tree, touched(tree, run.tests, workers)), list[Any]()
 
-    def test(change: Mutation) -> None:
+    def test(change: Mutation) -> Record:
         start, own = time.perf_counter(), tests.of(change.file, change.line)
-        failed = caught_by(change, tree, own, args.seconds) if own else ""
-        before = (tree / change.file).read_bytes()[change.first : change.last].decode()
+        failed = caught_by(change, tree, own, run.seconds) if own else ""
+        took = round(time.perf_counter() - start, 1)
         outcome = OUTCOMES[0 if failed else 1 if own else 2]
-        print(f"{change.file}:{change.line}: {change.kind}: {before} → {change.text}\n"
-              f"    {failed or outcome.upper()}", flush=True)  # fmt: skip
-        with lock:
-            rows.append({
-                "file": change.file, "line": change.line, "kind": change.kind, "before": before,
-                "after": change.text, "outcome": outcome, "test": failed, "change": change,
-                "seconds": round(time.perf_counter() - start, 1),
-            })  # fmt: skip
-            rows.sort(key=lambda row: (row["file"], row["line"]))
-            found = {"at": args.at, "seed": args.seed, "rows": rows}
-            part = record.with_suffix(".part")
-            part.write_text(json.dumps(found, indent=1), encoding="utf-8")
-            part.replace(record)
+        return {"outcome": outcome, "test": failed, "seconds": took}
 
-    with ThreadPoolExecutor(args.workers) as pool:
-        list(pool.map(test, [change for change in changes if change not in done]))
-    print(table_of(rows))
-    return 0
+    with ThreadPoolExecutor(workers) as pool:
+        for one in drawn(tree, run.only, run.count, run.seed):
+            before = (tree / one.file).read_bytes()[one.first : one.last].decode()
+            key = {"file": one.file, "line": one.line, "kind": one.kind, "before": before, "after": one.text}
+            if not any(key.items() <= row.items() for row in run.rows):
+                waiting.append((key, pool.submit(test, one)))
+        try:
+            yield from ((key, found.result) for key, found in waiting)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+MEASUREMENT = Measurement(
+    "mutations", "Which changes of source lines does no test catch?", cases,
+    {"cpu": {"normal": {"count": 300, "seed": 0, "workers": 0, "seconds": 20.0, "only": FLOORS,
+                        "tests": ("tests",), "at": ""},
+             "quick": {"count": 2, "only": ("minitorch/module.py",), "tests": ("tests/course/test_module.py",)}}},
+    table=table, minutes={"cpu": 60}, paths=("kernels", "minitorch", "tests"), folder="reliability",
+)  # fmt: skip

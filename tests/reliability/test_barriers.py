@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "project"))
 
-from reliability import barriers  # noqa: E402
-from reliability.barriers import FILES, KERNELS, Barrier, barriers_of, caught_by, without  # noqa: E402
+from reliability.barriers import FILES, KERNELS, barriers_of, run_by  # noqa: E402
+from reliability.mutations import Mutation, caught_by  # noqa: E402
 
 SOURCE = """
 def kernel(x):
@@ -28,13 +28,14 @@ def kernel(x):
 
 def test_what_orders_threads_is_found() -> None:
     found = barriers_of("a", SOURCE)
-    assert [(one.first, one.last) for one in found] == [(3, 3), (5, 7), (10, 10)]
-    assert found[0].text == "cuda.syncthreads()  # the tile is whole"
-    assert found[1].text == "mbarrier_wait( x, 1 )  # it came"
+    assert [one.line for one in found] == [3, 5, 10]
+    assert found[0].kind == "cuda.syncthreads()  # the tile is whole"
+    assert found[1].kind == "mbarrier_wait( x, 1 )  # it came"
 
 
 def test_nothing_else_is_taken_away() -> None:
-    lines = without(barriers_of("a", SOURCE)[1], SOURCE).splitlines()
+    one = barriers_of("a", SOURCE)[1]
+    lines = (SOURCE[: one.first] + one.text + SOURCE[one.last :]).splitlines()
     expected = SOURCE.splitlines()
     assert lines == [*expected[:4], "        pass", *expected[7:]]
 
@@ -42,22 +43,19 @@ def test_nothing_else_is_taken_away() -> None:
 def test_every_file_is_there_and_has_some() -> None:
     for file in FILES:
         assert barriers_of(file, (ROOT / KERNELS / f"{file}.py").read_text(encoding="utf-8")), file
+        assert all((ROOT / test).exists() for _, test in run_by(file)), file
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_test_that_catches_a_removal_is_named(
-    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(barriers, "TESTED_BY", {("a",): ("tests/test_a",)})
-    place = tmp_path / KERNELS / "a.py"
-    place.parent.mkdir(parents=True)
-    (tmp_path / "tests").mkdir()
-    place.write_text("def wait_here():\n    pass\n\n\nwait_here()\n", encoding="utf-8")
-    is_there = f"'\\nwait_here()' in open({str(place)!r}, encoding='utf-8').read()"
-    test = f"def test_it():\n    assert {is_there} or {not fails}\n"
-    (tmp_path / "tests" / "test_a.py").write_text(test, encoding="utf-8")
-    before = place.read_text(encoding="utf-8")
-    found = caught_by(Barrier("a", 5, 5, "wait_here()"), tmp_path, 2)
+def test_the_test_that_catches_a_change_is_named(fails: bool, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    (tree / "tests").mkdir(parents=True)
+    source = "def wait_here():\n    pass\n\n\nwait_here()\n"
+    (tree / "a.py").write_text(source, encoding="utf-8")
+    test = f"def test_it():\n    assert '\\nwait_here()' in open('a.py').read() or {not fails}\n"
+    (tree / "tests" / "test_a.py").write_text(test, encoding="utf-8")
+    change = Mutation("a.py", 5, "wait_here()", len(source) - 12, len(source) - 1, "pass")
+    found = caught_by(change, tree, [("host", "tests/test_a.py")], 60)
     assert found == ("tests/test_a.py::test_it" if fails else "")
-    assert place.read_text(encoding="utf-8") == before
+    assert (tree / "a.py").read_text(encoding="utf-8") == source

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "project" / "reliability"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "project"))
 
-from mutations import drawn, mutations_of
+from reliability.mutations import drawn, mutations_of
 
 SOURCE = """
 def f(x: list[int], n: int = 3) -> int | None:

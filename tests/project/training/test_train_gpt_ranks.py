@@ -14,7 +14,7 @@ import pytest
 from ...support.ranks import ROOT, needs_mpi, python
 
 sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
-from reliability import rank_kills
+from reliability import kills
 
 pytestmark = [pytest.mark.slow, needs_mpi]
 GRID = "--data-parallel", "2", "--ring", "2"
@@ -83,11 +83,11 @@ def test_a_rank_with_other_options_is_refused_in_one_line(tmp_path: Path) -> Non
 
 def test_a_training_survives_the_kills_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The short form of ``project/measure.py rank_kills``, which kills fifty times."""
-    monkeypatch.setattr(rank_kills.kills, "STEPS", 40)
-    figures = rank_kills.survive(2, 2, seed=3)
-    assert figures["kills"] == 2 and figures["losses_equal"] >= rank_kills.kills.STEPS
-    assert figures["most_steps_lost"] < rank_kills.kills.EVERY
-    assert figures["most_seconds_until_all_are_gone"] < rank_kills.LIMIT
+    monkeypatch.setattr(kills, "STEPS", 40)
+    figures = kills.survive(2, seed=3, ranks=2)
+    assert figures["kills"] == 2 and figures["losses_equal"] >= kills.STEPS
+    assert figures["most_steps_lost"] < kills.EVERY
+    assert figures["most_seconds_until_all_are_gone"] < kills.LIMIT
 
 
 def test_several_processes_do_not_train_alone(tmp_path: Path) -> None:

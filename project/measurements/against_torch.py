@@ -197,7 +197,9 @@ def contestants(torch: Any, one: Calls) -> tuple[Rivals, dict[str, Any], dict[st
     size = SimpleNamespace(device="cuda", **one.key, heads=one.heads)
     rivals = Rivals(size, one.dtype, torch)
     make = {
-        name: partial(rivals.call, None if name in OURS else name, one.described, **OURS.get(name, {}))
+        name: partial(
+            rivals.call, None if name in OURS else name, one.described, **OURS.get(name, {})
+        )
         for name in (*one.ours, *one.theirs)
     }
     return rivals, *ready(make, Exception)  # a peer may raise anything
@@ -254,7 +256,9 @@ def measured(run: Run, one: Calls) -> Record:
     row: Record = {"heads": one.heads, "part": case.part, "not_run": not_run}
     if one.group == "accuracy":
         wanted = reference(case, rivals.first(ACCURACY_HEADS), rivals.dtype)
-        row["errors"] = {n: errors(call.first_heads(ACCURACY_HEADS), wanted) for n, call in calls.items()}
+        row["errors"] = {
+            n: errors(call.first_heads(ACCURACY_HEADS), wanted) for n, call in calls.items()
+        }
         return row
     times = timed(run, {(n, way): getattr(c, way) for way in DIRECTIONS for n, c in calls.items()})
     shape = one.heads, one.length, one.length, one.head_dim

@@ -74,7 +74,9 @@ def peak_of(
     """Return the bytes that one pass adds to what is in use; None if they are not known, or too many."""
     if run.device == "cpu":
         with contextlib.suppress(RuntimeError):  # out of memory
-            return in_child(peak_of_process, name, shape, causal, training) if peak_memory() else None
+            return (
+                in_child(peak_of_process, name, shape, causal, training) if peak_memory() else None
+            )
         return None
 
     def found() -> int:
@@ -210,7 +212,9 @@ def speedup_table(record: Record) -> str:
         return f"{cell(row[name][quantity]['median'])}{times}" if name in row else "left out"
 
     for q in QUANTITIES:
-        lines = [[f"{row['length']:,}", *(timed(row, n, q) for n in names)] for row in record["rows"]]
+        lines = [
+            [f"{row['length']:,}", *(timed(row, n, q) for n in names)] for row in record["rows"]
+        ]
         shown.append(markdown([f"{q}, ms (ratio to {names[-1]})", *names], lines))
     return "\n\n".join(shown)
 

@@ -113,7 +113,9 @@ def draw(record: Record) -> list[Panel]:
         traffic.setdefault(row["sweep"], []).append((row["size"], row["gb"]))
         if row["ms"]:
             times.setdefault(row["sweep"], []).append((row["size"], row["ms"]))
-    size = "{batch_heads} heads, {length:,} keys, head_dim {head_dim}, float32".format(**record["workload"])
+    size = "{batch_heads} heads, {length:,} keys, head_dim {head_dim}, float32".format(
+        **record["workload"]
+    )
     x = "rows or columns of a tile"
     return [
         Panel(f"{size}\nglobal traffic by formula, forward", x, "GB", traffic, log="x"),

@@ -257,7 +257,11 @@ def draw(record: Record) -> list[Panel]:
         lines[f"{row['name']}, {row['pass']}"] = [(row["intensity"], row["tflops"])]
     reach = [x for points in lines.values() for x, _ in points]
     low, high = min(ridge / 30, *reach), max(ridge * 30, *reach)
-    lines["roofline"] = [(low, 1e-3 * low * peaks["gbs"]), (ridge, peaks["tflops"]), (high, peaks["tflops"])]
+    lines["roofline"] = [
+        (low, 1e-3 * low * peaks["gbs"]),
+        (ridge, peaks["tflops"]),
+        (high, peaks["tflops"]),
+    ]
     size = "{batch_heads} heads, {length:,} keys,\nhead_dim {head_dim}, float32".format(**workload)
     return [
         Panel(f"forward, causal, dropout: {size}", "ms", bars=parts, stacked=True),

@@ -180,7 +180,9 @@ def draw(record: Record) -> list[Panel]:
         name: {f"{row['rung']}, {row['pass']}": row[key] for row in record["rows"]}
         for key, name in places.items()
     }
-    size = "{batch_heads:,} heads, {length:,} keys, head_dim {head_dim}, float32".format(**record["workload"])
+    size = "{batch_heads:,} heads, {length:,} keys, head_dim {head_dim}, float32".format(
+        **record["workload"]
+    )
     return [Panel(f"traffic of a call: {size}", "GB", bars=bars, log="x")]
 
 

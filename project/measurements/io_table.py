@@ -164,7 +164,9 @@ def _agreement(record: Record) -> str:
 
 
 def draw(record: Record) -> list[Panel]:
-    size = "{batch_heads:,} heads, {length:,} keys, head_dim {head_dim}, float32".format(**record["workload"])
+    size = "{batch_heads:,} heads, {length:,} keys, head_dim {head_dim}, float32".format(
+        **record["workload"]
+    )
     seen, found = Record(), []
     for (rung, way), row in counters_of(record).items():
         seen.setdefault(way, {})[f"{rung}, DRAM by counters"] = row["dram_gb"]

@@ -47,7 +47,11 @@ def run_once(settings: Record, dtype: str, name: str, peer: str | None) -> None:
 
 
 def all_rows(run: Run) -> Iterator[Row]:
-    start, known, sizes = time.perf_counter(), known_cases(run), run.chosen("heads", "length", "head_dim")
+    start, known, sizes = (
+        time.perf_counter(),
+        known_cases(run),
+        run.chosen("heads", "length", "head_dim"),
+    )
     missing = "" if run.torch else "PyTorch is not installed, so that its lines are empty; "
     run.note(workload={"batch": 1, **sizes}, note=f"{missing}in float32 no peer uses TF32")
     chosen = [known[name] for name in run.cases or known]

@@ -229,7 +229,9 @@ def draw(record: Record) -> list[Panel]:
             for curve, took in seconds.items():
                 lines.setdefault(curve, []).append((row["length"], flops / took / 1e12))
         title = f"{record['gpus']} GPUs, {call}\n{name}"
-        found.append(Panel(title, "tokens of the whole sequence", "TFLOP/s of each GPU", lines, log="x"))
+        found.append(
+            Panel(title, "tokens of the whole sequence", "TFLOP/s of each GPU", lines, log="x")
+        )
     return found
 
 

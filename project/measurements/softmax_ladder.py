@@ -137,16 +137,27 @@ def table(record: Record) -> str:
 def draw(record: Record) -> list[Panel]:
     rows, moved = record["rows"], record["moved"]
     times = {
-        f"{step}: {reads} reads, {writes} write": [(row["length"], row[step]["median"]) for row in rows]
+        f"{step}: {reads} reads, {writes} write": [
+            (row["length"], row[step]["median"]) for row in rows
+        ]
         for step, (reads, writes) in moved.items()
     }
     safe, online = sum(moved["safe"]), sum(moved["online"])
     ends = [(row["length"], safe / online) for row in (rows[0], rows[-1])]
-    gain = {"measured": [(row["length"], row["gain"]) for row in rows], f"{safe}/{online}, by traffic": ends}
+    gain = {
+        "measured": [(row["length"], row["gain"]) for row in rows],
+        f"{safe}/{online}, by traffic": ends,
+    }
     size = f"softmax of {record['elements']:,} elements, float32"
     return [
         Panel(size, "length of a row", "ms", times, log="x"),
-        Panel("time of safe over that of online softmax", "length of a row", "safe / online", gain, log="x"),
+        Panel(
+            "time of safe over that of online softmax",
+            "length of a row",
+            "safe / online",
+            gain,
+            log="x",
+        ),
     ]
 
 

@@ -181,7 +181,9 @@ def draw(record: Record) -> list[Panel]:
         for name, one in row["runs"].items()
     }  # fmt: skip
     found = contexts_of(rows)
-    speed = {n: [(r["context"], rate(r, n)) for r in found if n in r["runs"]] for n in (NAIVE, FLASH)}
+    speed = {
+        n: [(r["context"], rate(r, n)) for r in found if n in r["runs"]] for n in (NAIVE, FLASH)
+    }
     held_out = {FLASH: [(row["context"], row["held_out"]) for row in found]}
     head = (
         "{layers} layers, width {width}, float32, {tokens:,} tokens a step\n"
@@ -191,7 +193,13 @@ def draw(record: Record) -> list[Panel]:
     return [
         Panel(head, "step", "nats", losses),
         Panel("speed of training", "context", "tokens per second", speed, log="xy"),
-        Panel("held-out loss after equally many tokens", "context", "nats per character", held_out, log="x"),
+        Panel(
+            "held-out loss after equally many tokens",
+            "context",
+            "nats per character",
+            held_out,
+            log="x",
+        ),
     ]
 
 

@@ -208,7 +208,9 @@ def train(plan: Plan, folder: Path, argv: list[str], ranks: int) -> tuple[bool, 
         code = process.wait(None if ranks == 1 else LIMIT)
         said.seek(0)
         text = said.read()
-    by_itself = re.search(r"^rank \d+ of \d+:|Traceback", text, re.MULTILINE)  # the training's own error
+    by_itself = re.search(
+        r"^rank \d+ of \d+:|Traceback", text, re.MULTILINE
+    )  # the training's own error
     killed = code == -signal.SIGKILL if ranks == 1 else code and not by_itself
     assert code == 0 or (killed and plan is not TO_THE_END), f"it ended by itself:\n{text[-2000:]}"
     assert seconds < LIMIT, f"the last rank ended {seconds:.0f} s after the killed one"
@@ -220,7 +222,9 @@ def newest_step(run: Path, last: int) -> int:
     checkpoints = Checkpoints(run / "checkpoints")
     states = [checkpoints.read(file) for file in checkpoints.files()]  # each must be readable
     newest = states[-1].step if states else 0
-    assert newest >= last // EVERY * EVERY, f"killed after {last} steps, the last checkpoint is of {newest}"
+    assert newest >= last // EVERY * EVERY, (
+        f"killed after {last} steps, the last checkpoint is of {newest}"
+    )
     return newest
 
 
@@ -232,7 +236,9 @@ def outcome(run: Path) -> dict[str, Any]:
     return {"curve": result["curve"], "held_out_loss": result["held_out_loss"], "weights": kept}
 
 
-def survive(kills: int, seed: int, ranks: int = 1, show: Callable[[], Any] = lambda: None) -> dict[str, Any]:
+def survive(
+    kills: int, seed: int, ranks: int = 1, show: Callable[[], Any] = lambda: None
+) -> dict[str, Any]:
     """Kill trainings until there are enough kills, finish the last one, and return the figures."""
     rng, made = random.Random(seed), list[dict[str, Any]]()
     trainings, losses, gone = 0, 0, list[float]()
@@ -241,10 +247,15 @@ def survive(kills: int, seed: int, ranks: int = 1, show: Callable[[], Any] = lam
             folders = [Path(place) / f"{trainings}{kind}" for kind in ("", "-unbroken")]
             for folder in folders:
                 folder.mkdir()
-            (given, whole), step = (options(folder, seed + trainings, ranks) for folder in folders), 0
+            (given, whole), step = (
+                (options(folder, seed + trainings, ranks) for folder in folders),
+                0,
+            )
             while True:
                 plan = draw_plan(rng, len(made), ranks) if len(made) < kills else TO_THE_END
-                ended, begun, seconds = train(plan, folders[0], [*given, *["--resume"] * bool(step)], ranks)
+                ended, begun, seconds = train(
+                    plan, folders[0], [*given, *["--resume"] * bool(step)], ranks
+                )
                 if ended:
                     break
                 gone.append(seconds)
@@ -294,6 +305,9 @@ def _measurement(name: str, question: str, ranks: int, minutes: float) -> Measur
 MEASUREMENTS = (
     _measurement("kills", "Does a killed training go on to the same losses and weights?", 1, 6),
     _measurement(
-        "rank_kills", "Does a training go on after one of its ranks was killed, to the same result?", 2, 10
+        "rank_kills",
+        "Does a training go on after one of its ranks was killed, to the same result?",
+        2,
+        10,
     ),
 )

@@ -344,7 +344,13 @@ def cases(run: Run) -> Iterator[Case]:
     with ThreadPoolExecutor(workers) as pool:
         for one in drawn(tree, run.only, run.count, run.seed):
             before = (tree / one.file).read_bytes()[one.first : one.last].decode()
-            key = {"file": one.file, "line": one.line, "kind": one.kind, "before": before, "after": one.text}
+            key = {
+                "file": one.file,
+                "line": one.line,
+                "kind": one.kind,
+                "before": before,
+                "after": one.text,
+            }
             if not any(key.items() <= row.items() for row in run.rows):
                 waiting.append((key, pool.submit(test, one)))
         try:

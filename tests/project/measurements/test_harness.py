@@ -50,9 +50,9 @@ def squares(stop: type[BaseException] | None = None, done: list[int] | None = No
         for x in run.numbers:
             yield {"x": x}, partial(square, x)
 
-    def draw(figure: Any, results: list[plots.Result]) -> None:
-        for axes, result in plots.panels(figure, results):
-            axes.plot([row.get("square", 0) for row in result.rows])
+    def draw(record: dict[str, Any]) -> list[plots.Panel]:
+        points = [(row["x"], row.get("square", 0)) for row in record["rows"]]
+        return [plots.Panel("squares", lines={"squares": points})]
 
     return Measurement(
         "squares", "What are the squares?", cases, {"cpu": {"normal": {"numbers": (1, 2, 3)}}},

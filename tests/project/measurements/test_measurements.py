@@ -19,7 +19,8 @@ from bench.harness import Run
 from bench.measuring import load_torch
 from bench.peer_cases import cases as cases_of
 from bench.training_contestants import OURS, THEIRS, Size, Training, our_model
-from measurements import against_torch, io_table, memory, peers
+from bench.torch_attention import Rivals
+from measurements import against_torch, attention, io_table, peers
 from measurements.bench_training import difference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in scalar:RuntimeWarning")
@@ -27,7 +28,7 @@ HERE = pytest.mark.skipif(IS_SIMULATOR, reason="it starts the simulator itself")
 #: Those that a laptop runs within seconds; what is left needs ranks, transformers or long trainings.
 QUICK = (
     "sparsity", "options", "evolution", "float8", "speedup", "peers", "lra_lengths",
-    "ring_model", "gradient_errors", "torch",
+    "gradient_errors", "torch",
 )  # fmt: skip
 SLOW = (
     "leaks", "bench_attention", "softmax_ladder", "block_size", "io_table", "breakdown", "memory",
@@ -139,9 +140,9 @@ def test_a_case_means_the_same_to_all_peers(name: str) -> None:
 def test_cases_run_in_16_bits(dtype: str, name: str) -> None:
     case = cases_of(2, 64)[name]
     size = SimpleNamespace(device="cpu", heads=2, length=64, head_dim=8)
-    rivals = peers.Rivals(size, dtype, None)
-    found = rivals.call(peers.OURS, case).first_heads()
-    wanted = contestants.reference(case, rivals.first, rivals.dtype)
+    rivals = Rivals(size, dtype, None)
+    found = rivals.call(None, case).first_heads()
+    wanted = contestants.reference(case, rivals.first(), rivals.dtype)
     errors = contestants.errors(found, wanted)
     assert max(errors.values()) < (0.003 if dtype == "float16" else 0.03), errors
 
@@ -160,20 +161,20 @@ def test_the_plan_beside_pytorch_names_each_row_once() -> None:
 def test_memory_tries_nothing_that_might_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def in_child(function: Any, name: str, heads: int, length: int) -> dict[str, int]:
-        tried.append((name, length))
-        return dict.fromkeys(memory.MODES, length * length)
+    def in_child(function: Any, name: str, shape: tuple[int, ...], *_: bool) -> int:
+        tried.append((name, shape[1]))
+        return shape[1] * shape[1]
 
-    monkeypatch.setattr(memory, "in_child", in_child)
-    monkeypatch.setattr(memory, "capacity", lambda device: 1_000_000)
+    monkeypatch.setattr(attention, "in_child", in_child)
+    monkeypatch.setattr(attention, "capacity", lambda device: 1_000_000)
     settings = {"heads": 1, "lengths": (250, 500, 1000), "naive_to": 10**9}
-    run = Run(memory.MEASUREMENT, "cpu", "normal", settings)
-    run.measure(memory.cases(run))
-    assert [length for name, length in tried if name == "naive"] == [250, 500]
-    assert [length for name, length in tried if name == "flash"] == [250, 500, 1000]
+    run = Run(harness.load("memory"), "cpu", "normal", settings)
+    run.measure(attention.peaks(run))
+    assert [length for name, length in tried[::2] if name == "naive"] == [250, 500]
+    assert [length for name, length in tried[::2] if name == "flash"] == [250, 500, 1000]
     # Flash in proportion to the length, naive by its square.
-    assert run.record["longest"]["flash"] == dict.fromkeys(memory.MODES, 1000)
-    assert run.record["longest"]["naive"] == dict.fromkeys(memory.MODES, 1000)
+    assert run.record["longest"]["flash"] == dict.fromkeys(attention.MODES, 1000)
+    assert run.record["longest"]["naive"] == dict.fromkeys(attention.MODES, 1000)
 
 
 @HERE

@@ -151,6 +151,13 @@ class Run:
             prepare(torch, self.device)
         return torch
 
+    @property
+    def pytorch(self) -> Any:
+        """PyTorch, without which a case is unavailable."""
+        if self.torch is None:
+            raise Unavailable("PyTorch is not installed")
+        return self.torch
+
     def timed(
         self, steps: Mapping[Any, Callable[[], Any]], seconds: float | None = None, **more: Any
     ) -> dict[Any, list[float]]:

@@ -7,7 +7,7 @@ there.  All contestants of a row are timed in turn, and a ratio is taken within 
 
 from __future__ import annotations
 
-import sys
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -47,39 +47,27 @@ class Attention:
         """Attend."""
         return self._call()
 
+    def kept(self) -> Any:
+        """Return the result of a call, whose gradients can be taken."""
+        with self.chosen():
+            return self._call()
 
-def in_context(step: Any, timed: Callable[[], Any]) -> Any:
-    """Call a function in the context of a step."""
+
+def host_time(step: Any, *_: Any, calls: int = CALLS, until_there: bool = False) -> float:
+    """Return the seconds that Python takes for one call, or also those until its result is there."""
     with getattr(step, "chosen", nullcontext)():
-        return timed()
-
-
-def host_time(step: Any, *_: Any) -> float:
-    """Return the seconds that Python takes for one call."""
-
-    def timed() -> float:
         cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             step()
+        if until_there:
+            cuda.synchronize()
         spent = time.perf_counter() - start
         cuda.synchronize()
-        return spent / CALLS
-
-    return in_context(step, timed)
+        return spent / calls
 
 
-def idle_time(step: Any, *_: Any) -> float:
-    """Return the seconds from a call on an idle device until its result is there."""
-
-    def timed() -> float:
-        cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        cuda.synchronize()
-        return time.perf_counter() - start
-
-    return in_context(step, timed)
+idle_time = partial(host_time, calls=1, until_there=True)
 
 
 def in_turn(run: Run, steps: dict[str, Any], clock: Any) -> dict[str, list[float]]:
@@ -90,14 +78,13 @@ def in_turn(run: Run, steps: dict[str, Any], clock: Any) -> dict[str, list[float
 
 def host_calls(torch: Any) -> dict[str, dict[str, Any]]:
     """Return small calls: ours on PyTorch's tensors and on tensors of ours, and PyTorch's."""
-    leaves = [torch.randn(SMALL, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    q, k, v, dout = leaves
+    q, k, v, dout = (torch.randn(SMALL, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     out, lse = kernels.flash_attention_forward(q, k, v)
     own = [minitorch.from_dlpack(x, requires_grad=True) for x in (q, k, v)]
     recorded = [x.clone().requires_grad_() for x in (q, k, v)]
     theirs = partial(Attention, torch)
     their_call = theirs("CUDNN_ATTENTION", recorded)
-    kept = in_context(their_call, their_call)
+    gradients = partial(torch.autograd.grad, their_call.kept(), recorded, dout, retain_graph=True)
     squares = [torch.randn(64, 64, device="cuda") for _ in range(2)]
     ours = [minitorch.from_dlpack(x) for x in squares]
     return {
@@ -108,7 +95,7 @@ def host_calls(torch: Any) -> dict[str, dict[str, Any]]:
         },
         "attention backward, PyTorch's tensors": {
             "ours": partial(kernels.flash_attention_backward, dout, q, k, v, out, lse),
-            "cuDNN": partial(torch.autograd.grad, kept, recorded, dout, retain_graph=True),
+            "cuDNN": gradients,
         },
         "q.flash_attention, recorded": {
             "ours": partial(own[0].flash_attention, *own[1:]), "cuDNN": their_call,
@@ -119,15 +106,11 @@ def host_calls(torch: Any) -> dict[str, dict[str, Any]]:
 
 
 def cases(run: Run) -> Iterator[Case]:
-    if run.torch is None:
-        sys.exit("PyTorch is not installed, and these calls are timed beside it; pip install torch")
-    for name, steps in host_calls(run.torch).items():
+    for name, steps in host_calls(run.pytorch).items():
         yield {"call": name}, partial(host, run, steps)
-    for dim in run.dims:
-        for length in run.lengths:
-            for causal in (False, True):
-                key = {"head_dim": dim, "length": length, "causal": causal}
-                yield key, partial(idle, run, dim, length, causal)
+    for dim, length, causal in itertools.product(run.dims, run.lengths, (False, True)):
+        key = {"head_dim": dim, "length": length, "causal": causal}
+        yield key, partial(idle, run, dim, length, causal)
 
 
 def host(run: Run, steps: dict[str, Any]) -> Record:
@@ -141,26 +124,17 @@ def idle(run: Run, dim: int, length: int, causal: bool) -> Record:
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     recorded = [x.clone().requires_grad_() for x in (q, k, v)]
     forward = partial(kernels.flash_attention_forward, q, k, v, is_causal=causal)
-    their_call = Attention(torch, "CUDNN_ATTENTION", recorded, causal)
-    kept, options = (
-        in_context(their_call, their_call),
-        {"is_causal": causal, "deterministic": False},
-    )
+    theirs = partial(Attention, torch, "CUDNN_ATTENTION", is_causal=causal)
+    options = {"is_causal": causal, "deterministic": False}
     backward = partial(kernels.flash_attention_backward, dout, q, k, v, *forward(), **options)
-    passes: dict[str, dict[str, Any]] = {
-        "forward": {
-            "ours": forward, "theirs": Attention(torch, "CUDNN_ATTENTION", (q, k, v), causal),
-        },
-        "backward": {
-            "ours": backward,
-            "theirs": partial(torch.autograd.grad, kept, recorded, dout, retain_graph=True),
-        },
-    }  # fmt: skip
-    row: Record = {}
-    for way, steps in passes.items():
-        times = in_turn(run, steps, idle_time)
-        row[way] = ratio(times["theirs"], times["ours"])["median"]
-    return row
+    kept = theirs(recorded).kept()
+    gradients = partial(torch.autograd.grad, kept, recorded, dout, retain_graph=True)
+    pairs = (forward, theirs((q, k, v))), (backward, gradients)
+    found: Record = {}
+    for way, pair in zip(DIRECTIONS, pairs, strict=True):
+        times = in_turn(run, dict(zip(("ours", "theirs"), pair, strict=True)), idle_time)
+        found[way] = ratio(times["theirs"], times["ours"])["median"]
+    return found
 
 
 def table(record: Record) -> str:

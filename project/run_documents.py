@@ -21,14 +21,7 @@ from typing import Any
 import numpy as np
 from bench.measuring import peak_memory, reset_peak_memory
 from bench.records import command_line, name_of, read_rows, write_record
-from common.command_line import (
-    COUNT,
-    FROM_ZERO,
-    POSITIVE,
-    PROBABILITY,
-    OneLineParser,
-    per_item,
-)
+from common.command_line import COUNT, FROM_ZERO, POSITIVE, PROBABILITY, OneLineParser, per_item
 from data.documents import Documents, divided, encoded, python_library, read_folder, vocabulary
 from data.sequence_sets import Examples
 from data.text import library_folder
@@ -43,13 +36,7 @@ from training.document_loop import (
 from training.lra_loop import INTERRUPTED
 from training.lra_methods import BACKENDS, QUICK, Settings
 from training.runs import resumable
-from training.script_helpers import (
-    check_backend,
-    curves,
-    draw,
-    ends_in_one_line,
-    make_folder,
-)
+from training.script_helpers import check_backend, curves, draw, ends_in_one_line, make_folder
 
 from kernels.cuda.backend import pool
 

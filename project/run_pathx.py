@@ -38,13 +38,7 @@ from training.pathfinder_stages import (
 )
 from training.runs import resumable
 from training.saliency import held_out, panel, saliency, shares
-from training.script_helpers import (
-    check_backend,
-    curves,
-    draw,
-    ends_in_one_line,
-    make_folder,
-)
+from training.script_helpers import check_backend, curves, draw, ends_in_one_line, make_folder
 
 import minitorch
 
@@ -203,11 +197,7 @@ def train(args: argparse.Namespace, plan: Plan, row: dict[str, Any] | None) -> d
     print(
         f"{task.name}: {task.source}; {stage.attention}, steps {training.done} to {settings.steps}"
     )
-    row = training.run() | {
-        "stage": plan.name,
-        "side": plan.side,
-        "recompute": stage.recompute,
-    }
+    row = training.run() | {"stage": plan.name, "side": plan.side, "recompute": stage.recompute}
     if row["done"]:
         row["interval"] = wilson_interval(
             round(row["test_accuracy"] * row["tested"]), row["tested"]

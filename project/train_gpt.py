@@ -96,12 +96,7 @@ def start(
 ) -> Trainer:  # fmt: skip
     """Return a trainer that begins, or goes on from a state; exit with one line if it cannot."""
     config = with_defaults(
-        {
-            "characters": "",
-            "prompt": corpus.prompt,
-            **model_options(args),
-            **kept,
-        }
+        {"characters": "", "prompt": corpus.prompt, **model_options(args), **kept}
     )
     encode_prompt(config, args)  # fail before the training, not after it
     try:

@@ -10,14 +10,7 @@ from typing import Any
 
 import numpy as np
 from bench.harness import Case, Measurement, Run
-from bench.long_range import (
-    FLASH,
-    NAIVE,
-    lengths_table,
-    peak_in_child,
-    peak_of_step,
-    steps_tables,
-)
+from bench.long_range import FLASH, NAIVE, lengths_table, peak_in_child, peak_of_step, steps_tables
 from bench.measuring import out_of_memory, spread, timing_note
 from bench.plots import Panel
 from bench.records import Record

@@ -25,13 +25,7 @@ from training.gpt_loop import train_step
 
 import minitorch
 from kernels.traffic.formulas import attention_backward_flops, attention_flops
-from minitorch.distributed import (
-    GradientAverage,
-    positions,
-    ring_attention,
-    spread_sequence,
-    world,
-)
+from minitorch.distributed import GradientAverage, positions, ring_attention, spread_sequence, world
 from minitorch.distributed.exchange import Shift
 from minitorch.distributed.nccl_group import NcclGroup
 

@@ -83,10 +83,7 @@ def walked(run: Run) -> None:
 
 def figures(record: Record) -> list[Figure]:
     wrong = record["failed"] + record["processes_dead"]
-    return [
-        Figure("wrong errors", wrong, 0, is_most=True),
-        Figure("calls", record["calls"], 1),
-    ]
+    return [Figure("wrong errors", wrong, 0, is_most=True), Figure("calls", record["calls"], 1)]
 
 
 MEASUREMENT = Measurement(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from bench.peer_cases import Case
 from bench.published_cuda import PublishedBackend
 from kernels.cuda.runtime.arrays import is_device_array, pool, to_device, to_host
 from kernels.interop.libraries import as_array
+from kernels.metering.rung_traffic import RUNGS
 from minitorch import Tensor
 
 DIRECTIONS = ("forward", "backward")
@@ -201,3 +202,18 @@ def random_arrays(*shape: int) -> list[Any]:
     """Return q, k and v in float32."""
     rng = np.random.default_rng(0)
     return [rng.standard_normal(shape, dtype=np.float32) for _ in range(3)]
+
+
+def directions(calls: Mapping[str, Any]) -> dict[tuple[str, str], Callable[[], Any]]:
+    """Return the passes of calls, to be timed in turn."""
+    return {(name, way): getattr(call, way) for way in DIRECTIONS for name, call in calls.items()}
+
+
+def rungs_of(device: str, heads: int, length: int, head_dim: int) -> dict[str, Any]:
+    """Return a dense call of every rung in float32; on the CPU of attention composed of operations, too."""
+    if device == "cuda":
+        return {
+            n: random_call("cuda", heads, length, head_dim=head_dim, **r) for n, r in RUNGS.items()
+        }
+    known, arrays = contestants("cpu"), random_arrays(heads, length, head_dim)
+    return {"naive": known["naive"](arrays), "flash2": known["flash"](arrays)}

@@ -17,13 +17,13 @@ from statistics import geometric_mean, median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from bench.contestants import DIRECTIONS, errors, reference
+from bench.contestants import DIRECTIONS, directions, errors, reference
 from bench.harness import Case, Figure, Measurement, Run
 from bench.measuring import load_torch, prepare, ratio, ready
 from bench.peer_cases import cases
 from bench.processes import in_processes
 from bench.records import Record
-from bench.torch_attention import DTYPES, FLEX, Rivals
+from bench.torch_attention import FLEX, Rivals
 
 import minitorch
 from kernels.runtime.dtypes import BFLOAT16
@@ -260,7 +260,7 @@ def measured(run: Run, one: Calls) -> Record:
             n: errors(call.first_heads(ACCURACY_HEADS), wanted) for n, call in calls.items()
         }
         return row
-    times = timed(run, {(n, way): getattr(c, way) for way in DIRECTIONS for n, c in calls.items()})
+    times = timed(run, directions(calls))
     shape = one.heads, one.length, one.length, one.head_dim
     counts = (attention_flops(*shape), attention_backward_flops(*shape))
     for way, count in zip(DIRECTIONS, counts, strict=True):

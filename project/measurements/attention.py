@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.contestants import DIRECTIONS, TensorCall, contestants, random_arrays
+from bench.contestants import DIRECTIONS, TensorCall, contestants, directions, random_arrays
 from bench.harness import Case, Measurement, Run
 from bench.measuring import peak_memory, ratio, ready, reset_peak_memory, spread, wait
 from bench.plots import Panel
@@ -122,9 +122,8 @@ def of_rungs(run: Run, running: dict[str, Callable[..., TensorCall]], length: in
         return call
 
     calls = ready({name: partial(started, make) for name, make in running.items()})[0]
-    steps = {(name, way): getattr(call, way) for name, call in calls.items() for way in DIRECTIONS}
     after = {(name, "backward"): call.release for name, call in calls.items()}
-    times = run.timed(steps, at_most_seconds=3 * run.limit, warm_up=False, after=after)
+    times = run.timed(directions(calls), at_most_seconds=3 * run.limit, warm_up=False, after=after)
     size, causal = (shape[0], length, length, run.head_dim), run.causal
     flops = attention_flops(*size, causal=causal), attention_backward_flops(*size, causal=causal)
     for name in calls:

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.contestants import random_call
 from bench.harness import Case, Measurement, Run
-from bench.measuring import spread
+from bench.measuring import ready, spread
 from bench.plots import Panel
 from bench.processes import in_child
 from bench.records import Record
@@ -51,44 +51,31 @@ def meter() -> list[Record]:
 
 
 def cases(run: Run) -> Iterator[Case]:
-    names = ("batch_heads", "length", "head_dim")
-    run.note(workload={name: getattr(run, name) for name in names})
+    run.note(workload=run.chosen("batch_heads", "length", "head_dim"))
     run.note(metered=METERED, meter=in_child(meter, simulator=True))
-    for sweep in SWEEPS:
-        times, reasons = timed(run, sweep)
-        for size in run.tiles:
-            yield {"sweep": sweep, "size": size}, partial(row, run, sweep, size, times, reasons)
+    for sweep, (rung, tile_of) in SWEEPS.items():
 
-
-def timed(run: Run, sweep: str) -> tuple[dict[int, list[float]], dict[int, str]]:
-    """Return the times of all tiles of a sweep that can run, and why others cannot."""
-    rung, tile_of = SWEEPS[sweep]
-    calls, reasons = {}, {}
-    for size in run.tiles:
-        call = random_call(
-            run.device, run.batch_heads, run.length, head_dim=run.head_dim, tile=tile_of(size),
-            **RUNGS[rung] | {"rung": rung},
-        )  # fmt: skip
-        try:
+        def started(tile: Any, rung: str = rung) -> Any:
+            options = {**RUNGS[rung], "rung": rung, "tile": tile}
+            call = random_call(
+                run.device, run.batch_heads, run.length, head_dim=run.head_dim, **options
+            )
             call.forward()
-            calls[size] = call.forward
-        except ValueError as error:  # the tile does not fit
-            reasons[size] = str(error)
-    return run.timed(calls) if calls else {}, reasons
+            return call.forward
+
+        make = {size: partial(started, tile_of(size)) for size in run.tiles}
+        calls, reasons = ready(make, ValueError)  # a tile that does not fit
+        times = run.timed(calls) if calls else {}
+        for size in run.tiles:
+            ms = spread(times[size], 1e3) if size in times else None
+            found = {"ms": ms, "too_large": reasons.get(size)}
+            yield {"sweep": sweep, "size": size}, partial(row, run, rung, tile_of(size), found)
 
 
-def row(
-    run: Run, sweep: str, size: int, times: dict[int, list[float]], reasons: dict[int, str]
-) -> Record:
-    rung, tile_of = SWEEPS[sweep]
-    tile = tile_of(size)
+def row(run: Run, rung: str, tile: tuple[int, int], found: Record) -> Record:
     problem = problem_of(rung, run.batch_heads, run.length, run.length, run.head_dim)
     moved = total(call_traffic(rung, problem, tile).forward).moved
-    return {
-        "rung": rung, "tile": tile, "gb": 4e-9 * run.batch_heads * moved,
-        "ms": spread(times[size], 1e3) if size in times else None,
-        "too_large": reasons.get(size),
-    }  # fmt: skip
+    return {"rung": rung, "tile": tile, "gb": 4e-9 * run.batch_heads * moved, **found}
 
 
 def table(record: Record) -> str:

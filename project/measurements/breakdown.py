@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from bench.contestants import DIRECTIONS, contestants, random_arrays, random_call
+from bench.contestants import DIRECTIONS, directions, random_arrays, rungs_of
 from bench.harness import Case, Measurement, Run
 from bench.measuring import interleaved, spread
 from bench.plots import Panel
@@ -31,7 +31,7 @@ import minitorch
 from kernels.cpu.attention.flash2 import TILE
 from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import Kernel, array_type
-from kernels.metering.rung_traffic import RUNGS, call_traffic, head_shape, problem_of
+from kernels.metering.rung_traffic import call_traffic, head_shape, problem_of
 from kernels.runtime.targets import cuda
 from kernels.traffic.formulas import (
     PRODUCTS,
@@ -184,18 +184,8 @@ def traffic_of(name: str, run: Run) -> Any:
     return flash2_traffic(shape, TILE), flash2_backward_traffic(shape, TILE)
 
 
-def rungs(run: Run) -> dict[str, Any]:
-    """Return the calls of the roofline, by rung."""
-    size, dim = (run.batch_heads, run.length), run.head_dim
-    if run.device == "cuda":
-        return {n: random_call("cuda", *size, head_dim=dim, **rung) for n, rung in RUNGS.items()}
-    naive = contestants("cpu")["naive"](random_arrays(*size, dim))
-    return {"naive": naive, "flash2": random_call("cpu", *size, head_dim=dim)}
-
-
 def cases(run: Run) -> Iterator[Case]:
-    names = ("batch_heads", "length", "head_dim")
-    workload = {name: getattr(run, name) for name in names}
+    workload = run.chosen("batch_heads", "length", "head_dim")
     run.note(
         workload=workload | {"dropout_p": DROPOUT, "causal": True}, note=PEAKS_NOTE,
         peaks=measure_peaks(run.device, min(run.seconds, 1.0)),
@@ -204,8 +194,7 @@ def cases(run: Run) -> Iterator[Case]:
         moved = 4e-9 * run.batch_heads * least_elements(part, run.length, run.head_dim)
         found = {"ms": spread(seconds, 1e3), "gb": moved}
         yield {"kind": "part", "name": part}, lambda found=found: found
-    calls = rungs(run)
-    steps = {(name, way): getattr(calls[name], way) for name in calls for way in DIRECTIONS}
+    steps = directions(rungs_of(run.device, *workload.values()))
     flops = attention_flops(run.batch_heads, run.length, run.length, run.head_dim)
     for (name, way), seconds in run.timed(steps).items():
         place = DIRECTIONS.index(way)

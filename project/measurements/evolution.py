@@ -29,8 +29,7 @@ class InMemory:
     """An array in slow memory: rows that are taken from it are copied and counted."""
 
     def __init__(self, array: Any):
-        self._array, self.shape = array, array.shape
-        self.reads = np.zeros(array.shape, np.int64)
+        self._array, self.shape, self.reads = array, array.shape, np.zeros(array.shape, np.int64)
 
     def __len__(self) -> int:
         return len(self._array)
@@ -53,15 +52,14 @@ def operands(length: int, largest: float | None = None) -> tuple[Any, Any, Any, 
 def textbook(q: Any, k: Any, v: Any, scale: float) -> Any:
     """Return softmax(scale · k q) v in float64."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    scores = k @ q * scale
-    powers = np.exp(scores - scores.max())
+    powers = np.exp(k @ q * scale - (k @ q * scale).max())
     return powers @ v / powers.sum()
 
 
 def passes(step: Any, length: int) -> tuple[int, int]:
-    """Return how often each element of k and of v is read."""
-    q, k, v, scale = operands(length)
-    k, v = InMemory(k), InMemory(v)
+    """Return how often each element of k and of v is read; all are read equally often."""
+    q, *arrays, scale = operands(length)
+    k, v = map(InMemory, arrays)
     step(q, k, v, scale)
     if np.ptp(k.reads) or np.ptp(v.reads):
         raise RuntimeError(f"{step.__name__} reads some keys or values more often than others")

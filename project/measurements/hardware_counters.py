@@ -18,7 +18,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from bench.contestants import DIRECTIONS, random_call
 from bench.harness import Case, Measurement, Run

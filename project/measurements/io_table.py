@@ -12,10 +12,8 @@ Source: FlashAttention (2022), figure 2, left: forward and backward, N = 1024, d
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
-from bench.contestants import DIRECTIONS, contestants, random_arrays, random_call
+from bench.contestants import DIRECTIONS, directions, rungs_of
 from bench.harness import Case, Measurement, Run
 from bench.measuring import spread
 from bench.plots import Panel, stored
@@ -64,37 +62,22 @@ def meter() -> list[Record]:
 
 
 def cases(run: Run) -> Iterator[Case]:
-    size = run.batch_heads, run.length, run.head_dim
+    size, dim = (run.batch_heads, run.length), run.head_dim
     run.note(
-        workload=run.chosen("batch_heads", "length", "head_dim"),
-        note=NOTE + (CPU_NOTE if run.device == "cpu" else ""),
-        metered=METERED, meter=in_child(meter, simulator=True),
+        workload=run.chosen("batch_heads", "length", "head_dim"), metered=METERED,
+        note=NOTE + (CPU_NOTE if run.device == "cpu" else ""), meter=in_child(meter, simulator=True),
     )  # fmt: skip
-    if run.device == "cuda":
-        calls: Record = {
-            name: random_call("cuda", *size[:2], head_dim=run.head_dim, **rung)
-            for name, rung in RUNGS.items()
-        }
-    else:
-        known, arrays = contestants("cpu"), random_arrays(*size)
-        calls = {"naive": known["naive"](arrays), "flash2": known["flash"](arrays)}
-    steps = {(name, way): getattr(calls[name], way) for name in calls for way in DIRECTIONS}
-    times = run.timed(steps, 2 * run.seconds)
+    times = run.timed(directions(rungs_of(run.device, *size, dim)), 2 * run.seconds)
+    flops = attention_flops(size[0], run.length, run.length, dim)
     for name in RUNGS:
-        for way in DIRECTIONS:
-            yield {"rung": name, "pass": way}, partial(row, run, name, way, times.get((name, way)))
-
-
-def row(run: Run, name: str, way: str, times: list[float] | None) -> Record:
-    size = run.batch_heads, run.length, run.length, run.head_dim
-    place = DIRECTIONS.index(way)
-    counts = total(call_traffic(name, problem_of(name, *size))[place])
-    reads, writes = (4e-9 * run.batch_heads * count for count in counts)
-    return {
-        "gflop": 1e-9 * attention_flops(*size) * PRODUCTS[name][place] / 2,
-        "read_gb": reads, "write_gb": writes, "gb": reads + writes,
-        "ms": spread(times, 1e3) if times else None,
-    }  # fmt: skip
+        traffic = call_traffic(name, problem_of(name, size[0], run.length, run.length, dim))
+        for way, counts, products in zip(DIRECTIONS, traffic, PRODUCTS[name], strict=True):
+            reads, writes = (4e-9 * run.batch_heads * count for count in total(counts))
+            found = {
+                "gflop": 1e-9 * flops * products / 2, "read_gb": reads, "write_gb": writes,
+                "gb": reads + writes, "ms": spread(t, 1e3) if (t := times.get((name, way))) else None,
+            }  # fmt: skip
+            yield {"rung": name, "pass": way}, lambda found=found: found
 
 
 def both(rows: list[Record], rung: str, quantity: str) -> float | None:

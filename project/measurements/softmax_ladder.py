@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from bench.contestants import place_on
 from bench.harness import Case, Measurement, Run
 from bench.measuring import ratio, spread
 from bench.plots import Panel
@@ -23,7 +24,7 @@ from bench.table_cells import cell, markdown
 
 from kernels.cpu.layers import softmax_ladder as cpu_ladder
 from kernels.cuda.layers import softmax_ladder as cuda_ladder
-from kernels.cuda.runtime.arrays import device_view, empty_device, to_device, to_host
+from kernels.cuda.runtime.arrays import device_view, empty_device, to_host
 from kernels.metering.io_meter import IOMeter
 from kernels.reference.softmax_ladder import READS
 from kernels.runtime.targets import cuda
@@ -52,8 +53,7 @@ def operands(device: str, total: int) -> tuple[Any, Any]:
     """Return x, drawn, and an array for the result, flat in float32."""
     drawn = np.random.default_rng(0).standard_normal(DRAWN, dtype=np.float32)
     if device == "cpu":
-        x = np.resize(drawn, total)
-        return x, np.full_like(x, np.nan)
+        return np.resize(drawn, total), np.full(total, np.nan, np.float32)
     x, out = (empty_device((total,), drawn.dtype) for _ in range(2))
     for start in range(0, total, DRAWN):
         size = min(DRAWN, total - start)
@@ -63,15 +63,10 @@ def operands(device: str, total: int) -> tuple[Any, Any]:
 
 def is_right(device: str, step: str, value: float, length: int) -> bool:
     """Tell whether softmax of a row whose elements are all one value is 1/n everywhere."""
-    x = np.full((1, length), value, np.float32)
-    out = np.full_like(x, np.nan)
-    if device == "cpu":
-        cpu_ladder.softmax(step, x, out)
-    else:
-        out_device = to_device(out)
-        cuda_ladder.softmax(step, to_device(x), out_device)
-        out = to_host(out_device)
-    return bool((np.abs(out * length - 1.0) < 1e-3).all())
+    x, out = (place_on(device)(np.full((1, length), y, np.float32)) for y in (value, np.nan))
+    SOFTMAX[device](step, x, out)
+    found = to_host(out) if device == "cuda" else out
+    return bool((np.abs(found * length - 1.0) < 1e-3).all())
 
 
 def largest_element(device: str, step: str, length: int) -> float | None:

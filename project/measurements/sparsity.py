@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
-from bench.contestants import DIRECTIONS, Call, random_call
+from bench.contestants import DIRECTIONS, Call, directions, random_call
 from bench.harness import Case, Measurement, Run
 from bench.measuring import ratio, spread
 from bench.plots import Panel
@@ -54,8 +53,7 @@ def timed(run: Run, dense: Call, name: str, mask: BlockMask | None) -> Record:
     calls = {DENSE: dense}
     if mask is not None:
         calls[name] = random_call(run.device, run.heads, run.length, block_mask=mask)
-    steps = {(x, way): getattr(call, way) for way in DIRECTIONS for x, call in calls.items()}
-    times = run.timed(steps)
+    times = run.timed(directions(calls))
     row: Record = {"density": 1.0 if mask is None else mask.density}
     for way in DIRECTIONS:
         row[way] = spread(times[name, way], 1e3)

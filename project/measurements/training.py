@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from statistics import median
-from typing import Any
 
 import numpy as np
 from bench.harness import Case, Measurement, Run

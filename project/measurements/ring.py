@@ -1,31 +1,42 @@
-"""Ring attention over the GPUs of one host, beside one GPU and PyTorch's context parallel.
+"""Ring attention and data parallel training over the GPUs of one host, beside one GPU and PyTorch.
 
-It needs ``pip install -e ".[mpi,nccl]"``.  Causal attention in bfloat16, its rows in zigzag parts.
-Efficiency is the time of one GPU with the whole sequence over the time of all of them and their number.
-PyTorch's time is that of its faster backend and exchange.  One GPU and all are measured in turn, by
-events on the stream of each GPU; the slowest rank counts.  Gradients need not be reproducible.
-Predicted times are those of the model of ``bench/ring_time.py``, from the times of one GPU and of
-messages.  The last row is a step of a small GPT whose context all GPUs share.
+They need ``pip install -e ".[mpi,nccl]"``.  One GPU and all are measured in turn, by events on the stream of
+each GPU; the slowest rank counts.  Efficiency is the time of one GPU over that of all and, where they share
+the work, their number.  ``ring``: causal attention in bfloat16, its rows in zigzag parts, whose gradients
+need not be reproducible; PyTorch's time is that of its faster backend and exchange in context parallel;
+predicted times are those of the model of ``bench/ring_time.py``, from the times of one GPU and of messages;
+the last row is a step of a small GPT whose context all GPUs share.  ``data_parallel``: steps of GPT-2 small
+in bfloat16 with a batch on each GPU; ours are captured, PyTorch's DDP is eager with fused attention and AdamW.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
-from bench.gpu_ranks import OwnBatches, in_turn, most, slowest, start_torch
 from bench.harness import Case, Measurement, Run
+from bench.measuring import ready, seconds
 from bench.plots import Panel
 from bench.records import Record
 from bench.ring_time import Machine, Work, ring_time
+from bench.training_contestants import OURS, THEIRS, OurGPT, Training, size_of
 from training.gpt_loop import train_step
 
 import minitorch
 from kernels.traffic.formulas import attention_backward_flops, attention_flops
-from minitorch.distributed import GradientAverage, positions, ring_attention, spread_sequence, world
+from minitorch.distributed import (
+    GradientAverage,
+    MPIGroup,
+    positions,
+    ring_attention,
+    spread_sequence,
+    world,
+)
 from minitorch.distributed.exchange import Shift
 from minitorch.distributed.nccl_group import NcclGroup
 
@@ -37,46 +48,88 @@ SHORT, LONG = 64, 1 << 26
 LAYERS, WIDTH, VOCABULARY = 4, 768, 256
 
 
-class Ours:
-    """Attention of this library on some rows of the sequence."""
+PRESET, PRECISION = "gpt2-small", "bfloat16"
 
-    def __init__(self, arrays: Any, attend: Callable[..., Any]):
-        self._attend, gpu = attend, minitorch.CudaBackend
-        self.leaves = [minitorch.from_numpy(x, gpu).to(minitorch.bfloat16) for x in arrays]
+
+# -- processes of mpiexec that have one GPU each -----------------------------------------------------------
+
+
+class OwnBatches:
+    """The ranks of ``train_step`` for batches that are already the part of this rank."""
+
+    columns = staticmethod(np.ascontiguousarray)
+
+    def __init__(self, average: GradientAverage):
+        self.during_backward = average.during_backward
+
+    def rows(self, array: Any, parts: int) -> Any:
+        """Return all rows."""
+        return array
+
+
+def start_torch(group: MPIGroup) -> Any:
+    """Return PyTorch with its process group over NCCL."""
+    import torch
+    import torch.distributed
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    os.environ |= {"RANK": str(group.rank), "WORLD_SIZE": str(group.size), "LOCAL_RANK": "0"}
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    return torch
+
+
+def most(group: MPIGroup, number: float) -> float:
+    """Return the largest of the numbers of all ranks."""
+    found = np.array([number])
+    group.all_reduce(found, "max").wait()
+    return float(found[0])
+
+
+def slowest(group: MPIGroup, step: Callable[[], Any], repeats: int = 1) -> float:
+    """Return the time of a step on the slowest rank; all of them take it."""
+    group.barrier()
+    return most(group, seconds(step, "cuda", repeats))
+
+
+def in_turn(
+    group: MPIGroup, steps: dict[str, Callable[[], Any]], rounds: int, repeats: int = 1
+) -> dict[str, float]:
+    """Return the median time of each step on the slowest rank; the first round, which compiles, aside."""
+    times = [
+        {name: slowest(group, step, repeats) for name, step in steps.items()}
+        for _ in range(rounds + 1)
+    ]
+    return {name: median(found[name] for found in times[1:]) for name in steps}
+
+
+# -- ring attention ----------------------------------------------------------------------------------------
+
+
+class Side:
+    """Attention on some rows of the sequence: ours, or PyTorch's, whose library has the same names."""
+
+    def __init__(self, library: Any, attend: Callable[..., Any], leaves: list[Any]):
+        (*self.leaves, self.dout), self.library, self.attend = leaves, library, attend
         self.out: Any = None
 
     def forward(self) -> None:
         """Compute without a graph."""
-        with minitorch.no_grad():
-            self.out = self._attend(*self.leaves[:3])
+        with self.library.no_grad():
+            self.out = self.attend(*self.leaves)
 
     def both(self) -> None:
         """Compute the result and the gradients."""
-        for leaf in self.leaves[:3]:
+        for leaf in self.leaves:
             leaf.requires_grad_(True)
             leaf.grad = None
-        self._attend(*self.leaves[:3]).backward(self.leaves[3])
+        self.attend(*self.leaves).backward(self.dout)
 
 
-def their_steps(torch: Any, tensors: list[Any], backend: str) -> dict[str, Callable[[], None]]:
-    """Return the passes of PyTorch's attention inside its context parallel, which has cut the sequence."""
-    *leaves, dout = tensors
-
-    def attend() -> Any:
-        with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
-            return torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
-
-    def forward() -> None:
-        with torch.no_grad():
-            attend()
-
-    def both() -> None:
-        for leaf in leaves:
-            leaf.requires_grad_(True)
-            leaf.grad = None
-        attend().backward(dout)
-
-    return {"forward": forward, "both": both}
+def ours(arrays: Any, attend: Callable[..., Any]) -> Side:
+    """Return attention of this library on arrays of the host."""
+    gpu = minitorch.CudaBackend
+    return Side(minitorch, attend, [minitorch.from_numpy(x, gpu).to(minitorch.bfloat16) for x in arrays])
 
 
 @contextlib.contextmanager
@@ -95,25 +148,32 @@ def context_parallel(torch: Any, ranks: int, arrays: Any, rotate: str) -> Iterat
 
 def fastest_peer(torch: Any, ranks: int, arrays: Any, timed: Any) -> tuple[Record, Record]:
     """Return the times of the fastest of PyTorch's ways, and why others did not run."""
-    best, failed = Record(), Record()
-    for backend, rotate in PEERS:
-        try:
-            with context_parallel(torch, ranks, arrays, rotate) as tensors:
-                found = timed(their_steps(torch, tensors, backend))
-        except Exception as error:  # a peer that cannot run is a row without figures
-            failed[f"{backend}, {rotate}"] = f"{type(error).__name__}: {error!s:.200}"
-            continue
-        for name, value in found.items():
-            if value < best.get(name, {"seconds": np.inf})["seconds"]:
-                best[name] = {"seconds": value, "backend": backend, "rotate": rotate}
-    return best, failed
+
+    def took(backend: str, rotate: str) -> Record:
+        kernel = getattr(torch.nn.attention.SDPBackend, backend)
+
+        def attend(*leaves: Any) -> Any:
+            with torch.nn.attention.sdpa_kernel(kernel):
+                return torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+
+        with context_parallel(torch, ranks, arrays, rotate) as tensors:
+            side = Side(torch, attend, tensors)
+            return timed({way: getattr(side, way) for way in PASSES})
+
+    # A peer that cannot run is a row without figures.
+    found, failed = ready({peer: partial(took, *peer) for peer in PEERS}, Exception)
+    best: Record = {}
+    for way in PASSES if found else ():
+        backend, rotate = min(found, key=lambda peer: found[peer][way])
+        best[way] = {"seconds": found[backend, rotate][way], "backend": backend, "rotate": rotate}
+    return best, {", ".join(peer): text for peer, text in failed.items()}
 
 
-def difference(whole: Ours, ring: Ours, rows: Any) -> float:
+def difference(whole: Side, ring: Side, rows: Any) -> float:
     """Return the largest difference of results and gradients, over the largest value of each."""
     found = 0.0
-    ours = [(w.grad, r.grad) for w, r in zip(whole.leaves[:3], ring.leaves[:3], strict=True)]
-    for one, part in [(whole.out, ring.out), *ours]:
+    gradients = [(w.grad, r.grad) for w, r in zip(whole.leaves, ring.leaves, strict=True)]
+    for one, part in [(whole.out, ring.out), *gradients]:
         a = one.to_numpy().astype(np.float32)[..., rows, :]
         b = part.to_numpy().astype(np.float32)
         found = max(found, float(np.abs(a - b).max() / np.abs(a).max()))
@@ -162,9 +222,9 @@ def measured(
     arrays = [random.standard_normal(shape, np.float32) for _ in range(4)]
     options: Record = {"is_causal": True, "deterministic": False}
     mine = positions(length, group)
-    whole = Ours(arrays, lambda q, k, v: q.flash_attention(k, v, **options))
+    whole = ours(arrays, lambda q, k, v: q.flash_attention(k, v, **options))
     parts = [np.ascontiguousarray(x[..., mine, :]) for x in arrays]
-    ring = Ours(parts, lambda q, k, v: ring_attention(q, k, v, group, **options))
+    ring = ours(parts, lambda q, k, v: ring_attention(q, k, v, group, **options))
     sides = {"one": whole, "all": ring}
     steps = {f"{name}_{way}": getattr(x, way) for name, x in sides.items() for way in PASSES}
     row: Record = {"length": length, "heads": run.heads, "head_dim": run.head_dim}
@@ -229,10 +289,55 @@ def draw(record: Record) -> list[Panel]:
     return found
 
 
-MEASUREMENT = Measurement(
-    "ring", "How fast is ring attention over the GPUs of a host, beside PyTorch's context parallel?", cases,
-    {"cuda": {"normal": {"ranks": 2, "lengths": (32768, 65536, 131072), "heads": 16, "head_dim": 128,
-                         "rounds": 5, "train": 2**20, "no_torch": False},
-              "quick": {"lengths": (2048,), "rounds": 1, "train": 8192}}},
-    draw=draw, minutes={"cuda": 5}, with_ranks=True,
+# -- data parallel training --------------------------------------------------------------------------------
+
+
+def data_parallel(run: Run) -> Iterator[Case]:
+    yield {"preset": PRESET, "precision": PRECISION}, partial(data_parallel_row, run)
+
+
+def data_parallel_row(run: Run) -> Record:
+    everyone, size = world(), size_of(PRESET, quick=run.is_quick)
+    group = NcclGroup(everyone)
+    run.note(gpus=group.size)
+    one = Training(OURS, size, "cuda", PRECISION, capture=minitorch.graph_step)
+    every = Training(OURS, size, "cuda", PRECISION)
+    model: Any = every.model
+    ranks = OwnBatches(GradientAverage(model.parameters(), group))
+    every.gpt = OurGPT(model, size.lr, minitorch.graph_step, ranks=ranks)
+    steps = {"one": one.timed_step(), "all": every.timed_step()}
+    if not run.no_torch:
+        start_torch(everyone)
+        one, every = (Training(THEIRS, size, "cuda", PRECISION) for _ in range(2))
+        every.gpt.share_with_all_ranks()
+        steps |= {"torch_one": one.timed_step(), "torch_all": every.timed_step()}
+    took = in_turn(everyone, steps, run.rounds, run.steps)
+    row: Record = {
+        "context": size.context, "batch_per_gpu": size.batch,
+        **{f"{name}_seconds": seconds for name, seconds in took.items()},
+        "tokens_per_second": group.size * size.tokens / took["all"],
+        "efficiency": took["one"] / took["all"],
+    }  # fmt: skip
+    if "torch_all" in took:
+        row["torch_efficiency"] = took["torch_one"] / took["torch_all"]
+        row["beside_torch"] = took["torch_all"] / took["all"]
+    return row
+
+
+MEASUREMENTS = (
+    Measurement(
+        "ring", "How fast is ring attention over the GPUs of a host, beside PyTorch's context parallel?",
+        cases,
+        {"cuda": {"normal": {"ranks": 2, "lengths": (32768, 65536, 131072), "heads": 16, "head_dim": 128,
+                             "rounds": 5, "train": 2**20, "no_torch": False},
+                  "quick": {"lengths": (2048,), "rounds": 1, "train": 8192}}},
+        draw=draw, minutes={"cuda": 5}, with_ranks=True,
+    ),
+    Measurement(
+        "data_parallel", "How well does data parallel training scale over GPUs, beside PyTorch's DDP?",
+        data_parallel,
+        {"cuda": {"normal": {"ranks": 2, "rounds": 9, "steps": 5, "no_torch": False},
+                  "quick": {"rounds": 1, "steps": 1}}},
+        minutes={"cuda": 3}, with_ranks=True,
+    ),
 )  # fmt: skip

@@ -2,10 +2,9 @@
 
 Batches run in children, each from a seed of its own, until the time is up; the parts run side by side.
 
-nonsense    tests/reliability/test_fuzz.py: odd memory, odd numbers, odd values of every option; a
-call is refused
-            with a message that helps or gives what the textbook gives in float64, and changes nothing;
-            operands and results lie between canaries.  Any public function called with anything
+nonsense    tests/reliability/test_fuzz.py: odd memory, odd numbers, odd values of every option; a call is
+            refused with a message that helps or gives what the textbook gives in float64, and changes
+            nothing; operands and results lie between canaries.  Any public function called with anything
             fails only by a check of ours.
 bounds      the same with NUMBA_BOUNDSCHECK=1 and a folder of compiled code of its own.
 options     the tests marked fuzz: valid combinations of options, on every host rung, against the textbook.
@@ -14,6 +13,9 @@ extreme     tests/reliability/test_extreme.py: scores up to 10¹², and masks of
 sanitizer   attention's smoke test under compute-sanitizer's memcheck: only on a machine with a GPU.
 
 A child that dies is a failure: the draw that was under way is printed, and where Python was then.
+
+``fuzz_gpu`` draws on a GPU in several processes (``tests/support/fuzzing/on_gpu.py``), because most of the
+time goes into compiling; it needs PyTorch and CuPy, whose arrays the calls take beside numba's.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from bench.harness import Case, Figure, Measurement, Run
 from bench.records import ROOT, Record
@@ -40,36 +42,22 @@ from kernels.runtime.targets import why_no_cuda
 
 #: Code that was compiled with bounds checking must not meet the other, which has the same name.
 BOUNDS_CACHE = ROOT / "build" / "numba-boundscheck"
+NONSENSE, EXTREME = "tests/reliability/test_fuzz.py", "tests/reliability/test_extreme.py"
 #: Part → its tests, and what its children have in their environment.
 PARTS: dict[str, tuple[list[str], dict[str, str]]] = {
-    "nonsense": (["tests/reliability/test_fuzz.py"], {}),
-    "bounds": (
-        ["tests/reliability/test_fuzz.py"],
-        {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(BOUNDS_CACHE)},
-    ),
-    "options": (
-        ["-m", "fuzz", "tests/kernels/test_attention.py", "tests/kernels/test_varlen.py",
-         "tests/minitorch/functions/test_flash_attention.py"],
-        {},
-    ),
-    "extreme": (
-        ["-m", "fuzz", "tests/reliability/test_extreme.py"],
-        {"MINITORCH_EXAMPLES": "100"},  # of long rows, some of them on the emulated GPU
-    ),
+    "nonsense": ([NONSENSE], {}),
+    "bounds": ([NONSENSE], {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(BOUNDS_CACHE)}),
+    "options": (["-m", "fuzz", "tests/kernels/test_attention.py", "tests/kernels/test_varlen.py",
+                 "tests/minitorch/functions/test_flash_attention.py"], {}),
+    # Of long rows, some of them on the emulated GPU.
+    "extreme": (["-m", "fuzz", EXTREME], {"MINITORCH_EXAMPLES": "100"}),
 }  # fmt: skip
-#: What a sanitizer looks at: kernels on a GPU, each with its options.
-SANITIZED = "tests.support.smoke.attention"
+#: Seconds that a process of a GPU may take beyond its time, to end the kind of call that it is at.
+GRACE = 20.0
 
 
-class Batch(NamedTuple):
-    """What became of one child."""
-
-    outcomes: Counter[str]  # "right", "refused", "returned" or "drawn" → how many draws
-    failure: str | None  # what to print, or None
-
-
-def run_batch(part: str, seed: int, examples: int, seconds: float) -> Batch:
-    """Draw for a while in a child."""
+def run_batch(part: str, seed: int, examples: int, seconds: float) -> tuple[Counter[str], str | None]:
+    """Draw for a while in a child; return how the draws ended, and what to print of a failure."""
     tests, environment = PARTS[part]
     with tempfile.TemporaryDirectory() as folder:
         notes, counts = Path(folder) / "notes", Path(folder) / "counts"
@@ -78,48 +66,37 @@ def run_batch(part: str, seed: int, examples: int, seconds: float) -> Batch:
             sys.executable, "-X", "faulthandler", "-m", "pytest", "-q", "-n", "0", "--tb", "short",
             "-p", "no:cacheprovider", "--hypothesis-seed", str(seed), *tests,
         ]  # fmt: skip
-        names = {"MINITORCH_FUZZ_NOTES": str(notes), "MINITORCH_FUZZ_COUNTS": str(counts)}
-        own = {"MINITORCH_EXAMPLES": str(examples), "PYTHONUNBUFFERED": "1"}
-        env = {**os.environ, **own, **environment, **names}
-        child = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        own = {
+            "MINITORCH_EXAMPLES": str(examples), "PYTHONUNBUFFERED": "1", **environment,
+            "MINITORCH_FUZZ_NOTES": str(notes), "MINITORCH_FUZZ_COUNTS": str(counts),
+        }  # fmt: skip
+        said, stopped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}, False
+        child: Any = subprocess.Popen(command, cwd=ROOT, env=os.environ | own, text=True, **said)
         try:
             output, _ = child.communicate(timeout=seconds)
-            stopped = False
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired:  # what it has drawn by then counts
             child.kill()
-            output, _ = child.communicate()
-            stopped = True
+            (output, _), stopped = child.communicate(), True
         last = notes.read_text(encoding="utf-8", errors="replace")
         outcomes = _outcomes(counts, last) if part != "options" else _drawn(output, examples)
     if child.returncode == 0 or stopped:
-        return Batch(outcomes, None)
+        return outcomes, None
     died = f"the child died of signal {-child.returncode}\n" if child.returncode < 0 else ""
-    return Batch(
-        outcomes, f"{part}, seed {seed}: {died}{output[-6000:]}\nlast draw: {last[-4000:]}"
-    )
+    return outcomes, f"{part}, seed {seed}: {died}{output[-6000:]}\nlast draw: {last[-4000:]}"
 
 
-class Drawn(NamedTuple):
-    """What one part has drawn."""
-
-    outcomes: Counter[str]  # as of a :class:`Batch`
-    failures: list[str]  # texts
-    seeds: list[int]  # of the batches
-
-
-def draw_for(part: str, seed: int, examples: int, seconds: float) -> Drawn:
-    """Run batches of one part, each from the next seed, until the time is up."""
-    drawn, end = Drawn(Counter(), [], []), time.perf_counter() + seconds
+def draw_for(part: str, seed: int, examples: int, seconds: float) -> tuple[Counter[str], list[str], list[int]]:
+    """Run batches of a part, each from the next seed, until the time is up; return the seeds, too."""
+    outcomes, failures, seeds = Counter[str](), list[str](), list[int]()
+    end = time.perf_counter() + seconds
     while (left := end - time.perf_counter()) > min(15.0, seconds / 2):
-        batch = run_batch(part, seed + len(drawn.seeds), examples, left)
-        drawn.seeds.append(seed + len(drawn.seeds))
-        drawn.outcomes.update(batch.outcomes)
-        if batch.failure:
-            drawn.failures.append(batch.failure)
-            tqdm.write(batch.failure)
-    return drawn
+        seeds.append(seed + len(seeds))
+        found, failure = run_batch(part, seeds[-1], examples, left)
+        outcomes.update(found)
+        if failure:
+            failures.append(failure)
+            tqdm.write(failure)
+    return outcomes, failures, seeds
 
 
 def _outcomes(counts: Path, last: str) -> Counter[str]:
@@ -132,23 +109,18 @@ def _outcomes(counts: Path, last: str) -> Counter[str]:
 
 def _drawn(output: str, examples: int) -> Counter[str]:
     """Return how many draws the tests that have passed have made: a dot each, at most ``examples``."""
-    dots = sum(
-        line.split("[")[0].count(".")
-        for line in output.splitlines()
-        if not line.split("[")[0].strip(" .sF")
-    )
-    return Counter({"right": dots * examples})
+    lines = (line.split("[")[0] for line in output.splitlines())
+    return Counter({"right": examples * sum(x.count(".") for x in lines if not x.strip(" .sF"))})
 
 
 def sanitize() -> str:
     """Run kernels under compute-sanitizer; return what came of it, or why it did not run."""
-    reason = why_no_cuda()
-    tool = shutil.which("compute-sanitizer")
+    reason, tool = why_no_cuda(), shutil.which("compute-sanitizer")
     if reason is not None or tool is None:
         missing = "no compute-sanitizer" if reason is None else reason.split(";")[0]
         return f"not run, it needs a GPU and compute-sanitizer: {missing}"
-    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", SANITIZED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m"]
+    done = subprocess.run([*command, "tests.support.smoke.attention"], cwd=ROOT, capture_output=True, text=True)
     return "clean" if done.returncode == 0 else f"FAILED:\n{done.stdout[-4000:]}"
 
 
@@ -158,8 +130,7 @@ def cases(run: Run) -> Iterator[Case]:
 
 def draw_all(run: Run) -> None:
     """Draw for the parts side by side."""
-    first = run.seed or int(time.time()) % 2**31
-    begin = time.perf_counter()
+    first, begin = run.seed or int(time.time()) % 2**31, time.perf_counter()
     with ThreadPoolExecutor(len(run.only)) as pool:
         drawing = {
             part: pool.submit(draw_for, part, first + 1000 * number, run.examples, 60 * run.minutes)
@@ -169,31 +140,85 @@ def draw_all(run: Run) -> None:
             if all(future.done() for future in drawing.values()):
                 break
             time.sleep(1.0)
-    results = {part: future.result() for part, future in drawing.items()}
-    outcomes = {part: found.outcomes for part, found in results.items()}
-    failures = [failure for found in results.values() for failure in found.failures]
+    found = {part: future.result() for part, future in drawing.items()}
+    failures = [failure for _, texts, _ in found.values() for failure in texts]
     sanitizer = sanitize()
     failures += [sanitizer] if sanitizer.startswith("FAILED") else []
-    drawn = sum(sum(found.values()) for found in outcomes.values())
     run.note(
-        cases=drawn, minutes=round((time.perf_counter() - begin) / 60, 1), failures=len(failures),
-        by_part={part: dict(found) for part, found in outcomes.items()},
-        seeds={part: found.seeds for part, found in results.items()},
+        cases=sum(sum(outcomes.values()) for outcomes, *_ in found.values()),
+        minutes=round((time.perf_counter() - begin) / 60, 1), failures=len(failures),
+        by_part={part: dict(outcomes) for part, (outcomes, *_) in found.items()},
+        seeds={part: seeds for part, (*_, seeds) in found.items()},
         examples_of_each_test=run.examples, compute_sanitizer=sanitizer.splitlines()[0],
         which_failed=[failure[:400] for failure in failures],
     )  # fmt: skip
 
 
+# -- on a GPU --------------------------------------------------------------------------------------------
+
+
+def started(seed: int, seconds: float, output: Path) -> Any:
+    """Start a process that draws for a while, a line of JSON in ``output`` for each kind of call."""
+    command = [sys.executable, "-m", "tests.support.fuzzing.on_gpu", "--seed", str(seed)]
+    # The processes share the machine: one thread each.
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+    with open(output, "w") as file:
+        own: Record = {"cwd": ROOT, "stdout": file, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([*command, "--seconds", str(seconds)], env=os.environ | threads, **own)
+
+
+def cases_of_gpu(run: Run) -> Iterator[Case]:
+    yield {}, partial(draw_on_gpu, run)
+
+
+def draw_on_gpu(run: Run) -> None:
+    seed, begin, seconds = run.seed or int(time.time()) % 2**31, time.perf_counter(), 60 * run.minutes
+    kinds, failures, total = list[Record](), list[str](), Counter[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(job) for job in range(run.jobs or os.cpu_count() or 1)]
+        jobs = [started(seed + i, seconds, output) for i, output in enumerate(outputs)]
+        for job, output in zip(jobs, outputs, strict=True):
+            try:
+                left = begin + seconds + GRACE - time.perf_counter()
+                _, errors = job.communicate(timeout=max(left, 1.0))
+                if job.returncode:
+                    failures.append(f"a process ended with {job.returncode}: {errors[-2000:]}")
+            except subprocess.TimeoutExpired:  # within a kind, whose calls do not count then
+                job.kill()
+                job.communicate()
+            lines = output.read_text().splitlines(keepends=True)
+            kinds += [json.loads(line) for line in lines if line.endswith("\n")]
+    failures += [kind["failure"] for kind in kinds if kind["failure"]]
+    names = ("entry", "rung", "dtype", "dim", "extreme")
+    by: dict[str, Counter[str]] = {name: Counter() for name in names}
+    for kind in kinds:
+        total.update(kind["counts"])
+        for name, counter in by.items():
+            counter[str(kind["kind"][name])] += kind["counts"].get("right", 0)
+    run.note(
+        cases=sum(total.values()), minutes=round((time.perf_counter() - begin) / 60, 1),
+        outcomes=dict(total), kinds=len(kinds), failures=len(failures),
+        right_by={name: dict(sorted(counter.items())) for name, counter in by.items()},
+        which_failed=[failure[:1500] for failure in failures],
+    )  # fmt: skip
+    print(*(f"\n{failure[:1500]}" for failure in failures), sep="\n")
+
+
 def figures(record: Record) -> list[Figure]:
-    return [
-        Figure("failures", record["failures"], 0, is_most=True),
-        Figure("draws", record["cases"], 1),
-    ]
+    draws = record.get("outcomes", {}).get("right", record["cases"])
+    return [Figure("failures", record["failures"], 0, is_most=True), Figure("draws", draws, 1)]
 
 
-MEASUREMENT = Measurement(
-    "fuzz", "Is a random call refused with a helpful error or right, and does it change nothing?", cases,
-    {"cpu": {"normal": {"minutes": 10.0, "seed": 0, "examples": 500, "only": tuple(PARTS)},
-             "quick": {"minutes": 0.1, "only": ("nonsense",)}}},
-    figures=figures, minutes={"cpu": 10}, choices={"only": tuple(PARTS)}, folder="reliability",
+MEASUREMENTS = (
+    Measurement(
+        "fuzz", "Is a random call refused with a helpful error or right, and does it change nothing?", cases,
+        {"cpu": {"normal": {"minutes": 10.0, "seed": 0, "examples": 500, "only": tuple(PARTS)},
+                 "quick": {"minutes": 0.1, "only": ("nonsense",)}}},
+        figures=figures, minutes={"cpu": 10}, choices={"only": tuple(PARTS)}, folder="reliability",
+    ),
+    Measurement(
+        "fuzz_gpu", "Is attention on a GPU right for random rungs, dtypes, options and layouts?", cases_of_gpu,
+        {"cuda": {"normal": {"minutes": 8.0, "seed": 0, "jobs": 0}, "quick": {"minutes": 0.5}}},
+        figures=figures, minutes={"cuda": 8}, paths=("kernels", "tests/support/fuzzing"), folder="reliability",
+    ),
 )  # fmt: skip

@@ -51,15 +51,7 @@ def default_log_fn(
 
 
 class Conv2d(minitorch.Module):
-    """Convolution of images, with a bias.
-
-    Args:
-        in_channels: Channels of the input.
-        out_channels: Channels of the output.
-        kh: Height of the kernel.
-        kw: Width of the kernel.
-        backend: Of the parameters.
-    """
+    """Convolution of images, with a bias."""
 
     def __init__(
         self,
@@ -83,15 +75,7 @@ class Conv2d(minitorch.Module):
 
 
 class Network(minitorch.Module):
-    """Two convolutions, a pooling, two linear layers, the logarithm of softmax.
-
-    Args:
-        height: Of the images.
-        width: Of the images.
-        hidden: Width of the linear layer between.
-        dropout: Probability with which its outputs are dropped in training.
-        backend: Of the parameters.
-    """
+    """Two convolutions, a pooling, two linear layers, the logarithm of softmax."""
 
     def __init__(
         self,
@@ -127,14 +111,7 @@ class Network(minitorch.Module):
 
 
 class ImageTrain:
-    """Train a network on images.
-
-    Args:
-        make_model: Returns a network with fresh weights.
-        backend: Of the network.
-        batch_size: Images of one step.
-        seed: Of the order of the images.
-    """
+    """Train a network on images."""
 
     def __init__(
         self,

@@ -27,13 +27,7 @@ BATCH = 10
 
 
 class Linear(minitorch.Module):
-    """Weighted sums, as a matrix product.
-
-    Args:
-        in_size: Number of inputs.
-        out_size: Number of outputs.
-        backend: Of the parameters.
-    """
+    """Weighted sums, as a matrix product."""
 
     def __init__(
         self, in_size: int, out_size: int, backend: minitorch.TensorBackend = FastTensorBackend
@@ -48,12 +42,7 @@ class Linear(minitorch.Module):
 
 
 class FastTrain(TensorTrain):
-    """Train a network in minibatches.
-
-    Args:
-        hidden_layers: Width of the hidden layers.
-        backend: What computes.
-    """
+    """Train a network in minibatches."""
 
     batch_size = BATCH
 

@@ -25,10 +25,6 @@ class Linear(minitorch.Module):
     """Weighted sums of plain numbers.
 
     The parameters are named ``weight_i_j``, from input i to output j, and ``bias_j``.
-
-    Args:
-        in_size: Number of inputs.
-        out_size: Number of outputs.
     """
 
     def __init__(self, in_size: int, out_size: int) -> None:
@@ -60,11 +56,7 @@ class Network(minitorch.Module):
 
 
 class ManualTrain:
-    """The model under the protocol of the trainers, without training.
-
-    Args:
-        hidden_layers: Not used; the trainers of later modules have it.
-    """
+    """The model under the protocol of the trainers, without training."""
 
     def __init__(self, hidden_layers: int = 0) -> None:
         self.model = Network()

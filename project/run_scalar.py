@@ -29,12 +29,7 @@ from minitorch.datasets import Graph
 
 
 class Linear(minitorch.Module):
-    """Weighted sums of Scalars.
-
-    Args:
-        in_size: Number of inputs.
-        out_size: Number of outputs.
-    """
+    """Weighted sums of Scalars."""
 
     def __init__(self, in_size: int, out_size: int) -> None:
         super().__init__()
@@ -61,11 +56,7 @@ class Linear(minitorch.Module):
 
 
 class Network(minitorch.Module):
-    """Two hidden layers with ReLU, and the sigmoid of one output.
-
-    Args:
-        hidden_layers: Width of the hidden layers.
-    """
+    """Two hidden layers with ReLU, and the sigmoid of one output."""
 
     def __init__(self, hidden_layers: int) -> None:
         super().__init__()
@@ -81,11 +72,7 @@ class Network(minitorch.Module):
 
 
 class ScalarTrain:
-    """Train a network of Scalars, point by point.
-
-    Args:
-        hidden_layers: Width of the hidden layers.
-    """
+    """Train a network of Scalars, point by point."""
 
     def __init__(self, hidden_layers: int) -> None:
         self.hidden_layers = hidden_layers

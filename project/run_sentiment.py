@@ -69,14 +69,7 @@ def default_log_fn(
 
 
 class Conv1d(minitorch.Module):
-    """Convolution along a sentence, with a bias.
-
-    Args:
-        in_channels: Channels of the input: the length of a word's vector.
-        out_channels: Channels of the output: feature maps.
-        kernel_width: Words that one output sees.
-        backend: Of the parameters.
-    """
+    """Convolution along a sentence, with a bias."""
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_width: int,
@@ -96,15 +89,7 @@ class Conv1d(minitorch.Module):
 
 
 class CNNSentimentKim(minitorch.Module):
-    """Convolutions of three widths, each with the maximum over the sentence, and a linear layer.
-
-    Args:
-        feature_map_size: Feature maps of each width.
-        embedding_size: Length of a word's vector.
-        filter_sizes: The widths, three.
-        dropout: Probability with which a feature is dropped in training.
-        backend: Of the parameters.
-    """
+    """Convolutions of three widths, each with the maximum over the sentence, and a linear layer."""
 
     def __init__(
         self,
@@ -135,15 +120,7 @@ class CNNSentimentKim(minitorch.Module):
 
 
 class WordNetwork(minitorch.Module):
-    """A network of vectors of words, with the table of these vectors.
-
-    Args:
-        network: From (batch, length, dimension) vectors to (batch,) probabilities.
-        count: Words, the unknown one included.
-        dimension: Length of a vector.
-        vectors: (count, dimension), where they are given; they are not trained then.
-        backend: Of the table.
-    """
+    """A network of vectors of words, with the table of these vectors."""
 
     def __init__(
         self, network: minitorch.Module, count: int, dimension: int, vectors: Floats | None = None,
@@ -163,12 +140,7 @@ class WordNetwork(minitorch.Module):
 
 
 class BagOfWords(minitorch.Module):
-    """A linear model of which words are there: for comparison, since it cannot see their order.
-
-    Args:
-        count: Words, the unknown one included.
-        backend: Of the parameters.
-    """
+    """A linear model of which words are there: for comparison, since it cannot see their order."""
 
     def __init__(
         self, count: int, backend: minitorch.TensorBackend = minitorch.FastBackend
@@ -184,12 +156,7 @@ class BagOfWords(minitorch.Module):
 
 
 class SentenceSentimentTrain:
-    """Train a model of sentences.
-
-    Args:
-        model: From (batch, length) ids of words to (batch,) probabilities.
-        backend: Of the model.
-    """
+    """Train a model of sentences."""
 
     def __init__(
         self, model: Any, backend: minitorch.TensorBackend = minitorch.FastBackend

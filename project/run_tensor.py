@@ -31,24 +31,13 @@ from minitorch.datasets import Graph
 
 
 def RParam(*shape: int, backend: minitorch.TensorBackend = minitorch.SimpleBackend) -> Any:
-    """Return a parameter of random weights, of He's initialisation as in module 1.
-
-    Args:
-        shape: The first dimension is that of the inputs.
-        backend: Of the parameter.
-    """
+    """Return a parameter of random weights, of He's initialisation as in module 1."""
     limit = math.sqrt(6.0 / shape[0])
     return minitorch.Parameter((minitorch.rand(shape, backend) - 0.5) * (2.0 * limit))
 
 
 class Linear(minitorch.Module):
-    """Weighted sums, by broadcasting: nothing here is a matrix product yet.
-
-    Args:
-        in_size: Number of inputs.
-        out_size: Number of outputs.
-        backend: Of the parameters.
-    """
+    """Weighted sums, by broadcasting: nothing here is a matrix product yet."""
 
     def __init__(
         self,
@@ -70,13 +59,7 @@ class Linear(minitorch.Module):
 
 
 class Network(minitorch.Module):
-    """Two hidden layers with ReLU, and the sigmoid of one output.
-
-    Args:
-        hidden: Width of the hidden layers.
-        backend: Of the parameters.
-        linear: The class of the layers.
-    """
+    """Two hidden layers with ReLU, and the sigmoid of one output."""
 
     def __init__(
         self,
@@ -97,11 +80,7 @@ class Network(minitorch.Module):
 
 
 class TensorTrain:
-    """Train a network of tensors on all points at once.
-
-    Args:
-        hidden_layers: Width of the hidden layers.
-    """
+    """Train a network of tensors on all points at once."""
 
     #: What computes, and the points of one step; None takes all of them.
     backend: minitorch.TensorBackend = minitorch.SimpleBackend

@@ -57,14 +57,7 @@ READ_EVERY = 10
 
 
 def sums(digits: Tokens) -> Tokens:
-    """Return the sum of each row's two halves as digits, ones first.
-
-    Args:
-        digits: (count, 2 n), two numbers in a row, their first digit first.
-
-    Returns:
-        (count, n + 1).
-    """
+    """Return the sum of each row's two halves as digits, ones first."""
     half = digits.shape[1] // 2
     powers = 10 ** np.arange(half - 1, -1, -1)
     total = digits[:, :half] @ powers + digits[:, half:] @ powers  # (count,)
@@ -73,33 +66,16 @@ def sums(digits: Tokens) -> Tokens:
 
 @dataclass(frozen=True)
 class Task:
-    """What is read, and what shall be answered.
+    """What is read, and what shall be answered."""
 
-    Attributes:
-        name: On the command line.
-        answer: From digits (count, n) to the answer's tokens, (count, m).
-        numbers: How many numbers the digits make; a plus stands between two.
-        length: Digits of a number, where the user does not say.
-        steps: Optimiser steps, likewise.
-    """
-
-    name: str
-    answer: Callable[[Tokens], Tokens]
-    numbers: int = 1
-    length: int = 8
-    steps: int = 400
+    name: str  # on the command line
+    answer: Callable[[Tokens], Tokens]  # from digits (count, n) to the answer's tokens, (count, m)
+    numbers: int = 1  # how many numbers the digits make; a plus stands between two
+    length: int = 8  # digits of a number, where the user does not say
+    steps: int = 400  # optimiser steps, likewise
 
     def lines(self, rng: np.random.Generator, count: int, length: int) -> Tokens:
-        """Draw lines.
-
-        Args:
-            rng: Draws them.
-            count: How many.
-            length: Digits of each number that is read.
-
-        Returns:
-            (count, tokens of a line).
-        """
+        """Draw lines."""
         digits = rng.integers(0, 10, (count, self.numbers * length))
         parts = [digits[:, :length]]
         for start in range(length, digits.shape[1], length):

@@ -39,7 +39,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ from bench.measuring import (
 )
 from bench.processes import mpiexec, rank
 from bench.records import ROOT, Record
-from bench.table_cells import cell, figure_cells
+from bench.table_cells import cell
 from kernels.runtime.targets import why_no_cuda
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -82,7 +82,16 @@ class Figure:
     is_judged: bool = True  # whether the bound holds for what was measured
 
     def __str__(self) -> str:
-        return figure_cells(*astuple(self))
+        reached = "–" if self.value is None else f"{self.value:.3g}"
+        sign, aim, verdict = (
+            "<=" if self.is_most else ">=",
+            "" if self.aim is None else f"{self.aim:g}",
+            "",
+        )
+        if self.value is not None and self.is_judged:
+            holds = self.value <= self.must if self.is_most else self.value >= self.must
+            verdict = "yes" if holds else "NO"
+        return f"| {self.name} | {reached} | {sign} {self.must:g} | {aim} | {verdict} |"
 
 
 @dataclass(frozen=True)
@@ -164,11 +173,7 @@ class Run:
         """Return the seconds of each step in every round; see :func:`bench.measuring.interleaved`."""
         self._entries.setdefault("timing", timing_note(self.device))
         if self.is_quick and "most" not in more:
-            more |= {
-                "most": 2,
-                "least": 1,
-                "shortest": min(more.get("shortest", SHORTEST), SHORTEST),
-            }
+            more |= {"most": 2, "least": 1, "shortest": min(more.get("shortest", 1.0), SHORTEST)}
         return interleaved(steps, self.device, self.seconds if seconds is None else seconds, **more)
 
     def note(self, **entries: Any) -> None:
@@ -309,6 +314,8 @@ def run(m: Measurement, argv: list[str]) -> int:
         print(f"interrupted: {len(own.rows)} rows are done; --resume goes on", file=sys.stderr)
         own.note(interrupted=True)
         code = 130
+    except Unavailable as error:  # of the whole measurement
+        sys.exit(f"{m.name}: {error}")
     own.write()
     if own_rank:  # the first one writes the record
         return code

@@ -39,23 +39,6 @@ def cell(value: float | None) -> str:
     return f"{float(text):,.10g}" if "e" in text or abs(value) >= 1000 else text
 
 
-def figure_cells(
-    name: str,
-    value: float | None,
-    must: float,
-    aim: float | None,
-    is_most: bool = False,
-    is_judged: bool = True,
-) -> str:
-    """Write the cells of a figure that has a bound: figure, reached, must, aim, and yes or NO."""
-    reached = "–" if value is None else f"{value:.3g}"
-    verdict = ""
-    if value is not None and is_judged:
-        verdict = "yes" if (value <= must if is_most else value >= must) else "NO"
-    beyond = "" if aim is None else f"{aim:g}"
-    return f"| {name} | {reached} | {'<=' if is_most else '>='} {must:g} | {beyond} | {verdict} |"
-
-
 def timed_cell(entry: Record | None) -> str:
     """Write what ``measuring.spread`` returned: the median, and the quartiles in brackets."""
     if entry is None:

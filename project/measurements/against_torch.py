@@ -10,7 +10,6 @@ of q are added up by atomics, as PyTorch's are, where nothing else is said.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from functools import partial
 from statistics import geometric_mean, median
@@ -227,8 +226,7 @@ def compiled_first(todo: list[Calls]) -> list[Calls]:
 
 
 def measure_all(run: Run) -> Iterator[Case]:
-    if run.torch is None:
-        sys.exit("against_torch needs PyTorch: pip install torch")
+    _ = run.pytorch
     run.note(tokens=TOKENS, hidden=HIDDEN)
     todo = [one for one in plan(run) if one.group in run.groups]
     in_processes(compile_for, [(one,) for one in compiled_first(todo)], run.jobs)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from bench.harness import Case, Measurement, Run
-from bench.measuring import interleaved, ratio, spread, timing_note
+from bench.measuring import Unavailable, interleaved, ratio, ready, spread, timing_note
 
 import minitorch
 
@@ -41,31 +41,27 @@ def ours(folder: str, device: str, prompt: list[int], count: int) -> Continue:
     return lambda: model.generate(prompt, count, temperature=0)
 
 
-def theirs(
-    folder: str, device: str, prompt: list[int], count: int, compiled: bool
-) -> Continue | str:
-    """Return the continuation of transformers, or why there is none."""
+def theirs(folder: str, device: str, prompt: list[int], count: int, compiled: bool) -> Continue:
+    """Return the continuation of transformers."""
     try:
         import torch  # type: ignore[import-not-found]
         import transformers  # type: ignore[import-not-found]
     except ImportError as error:
-        return f"{error.name} is not installed (pip install torch transformers)"
+        missing = f"{error.name} is not installed (pip install torch transformers)"
+        raise Unavailable(missing) from None
     dtype = getattr(torch, DTYPES[device])
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    model = model.to(device).eval()
-    # With a static cache, generate compiles each step for CUDA graphs.
-    options: dict[str, Any] = {"cache_implementation": "static"} if compiled else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     ids = torch.tensor([prompt], device=device)
-
-    @torch.no_grad()
-    def run() -> list[int]:
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count,
-            do_sample=False, pad_token_id=0, **options,
-        )  # fmt: skip
-        return out[0].tolist()
-
-    return run
+    options = {
+        "max_new_tokens": count,
+        "min_new_tokens": count,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    # With a static cache, generate compiles each step for CUDA graphs.
+    options |= {"cache_implementation": "static"} if compiled else {}
+    generate = partial(model.generate, ids, attention_mask=torch.ones_like(ids), **options)
+    return torch.no_grad()(lambda: generate()[0].tolist())
 
 
 def cases(run: Run) -> Iterator[Case]:
@@ -85,10 +81,10 @@ def measured(run: Run, sizes: dict[str, Any]) -> None:
         prompt = np.random.default_rng(0).integers(0, sizes["n_vocab"], PROMPT).tolist()
         count = min(TOKENS, sizes["n_positions"] - PROMPT)
         given = folder, run.device, prompt, count
-        found = {OURS: ours(*given), EAGER: theirs(*given, False)}
+        make = {OURS: partial(ours, *given), EAGER: partial(theirs, *given, False)}
         if run.device == "cuda":
-            found[COMPILED] = theirs(*given, True)
-        runs = {name: one for name, one in found.items() if not isinstance(one, str)}
+            make[COMPILED] = partial(theirs, *given, True)
+        runs, why_not = ready(make)
         texts = {name: one() for name, one in runs.items()}
         # On either device the last token is on the host when a continuation ends.
         least = 1 if run.is_quick else run.rounds
@@ -97,7 +93,7 @@ def measured(run: Run, sizes: dict[str, Any]) -> None:
         tokens_per_second={n: spread([count / t for t in taken]) for n, taken in times.items()},
         ratios={name: ratio(times[name], times[OURS]) for name in times if name != OURS},
         same_tokens={name: text == texts[OURS] for name, text in texts.items() if name != OURS},
-        why_not={name: one for name, one in found.items() if isinstance(one, str)},
+        why_not=why_not,
     )
 
 

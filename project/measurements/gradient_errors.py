@@ -10,7 +10,6 @@ keys adds the same to all scores of a row, which softmax ignores: its exact grad
 from __future__ import annotations
 
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
@@ -46,8 +45,7 @@ def errors(found: list[Any], exact: list[Any]) -> tuple[float, float]:
 
 
 def cases(run: Run) -> Iterator[Case]:
-    if run.torch is None:
-        sys.exit("gradient_errors compares with PyTorch: pip install torch")
+    _ = run.pytorch
     size = size_of(run.preset, quick=run.is_quick)
     size = size._replace(batch=min(run.batch, size.batch) if run.is_quick else run.batch)
     clip = PRESETS[run.preset].get("clip")

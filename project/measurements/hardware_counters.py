@@ -114,9 +114,8 @@ def by_pass(kernels: list[Record], launched: list[Record]) -> list[Record]:
     if len(names) != len(measured) or not all(a in b for a, b in zip(names, measured, strict=True)):
         raise ValueError(f"ncu profiled {measured}, launched were {names}")
     rows, rest = [], iter(kernels)
-    for entry in launched:
-        own = [next(rest) for _ in entry["kernels"]]
-        row = dict(entry)
+    for row in map(dict, launched):
+        own = [next(rest) for _ in row["kernels"]]
         for key, metrics in METRICS.items():
             counted = sum(found.get(metric, 0.0) for found in own for metric in metrics)
             row[f"{key}_gb"] = 1e-9 * counted * (SECTOR if "sectors" in metrics[0] else 1)

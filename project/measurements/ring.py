@@ -129,7 +129,9 @@ class Side:
 def ours(arrays: Any, attend: Callable[..., Any]) -> Side:
     """Return attention of this library on arrays of the host."""
     gpu = minitorch.CudaBackend
-    return Side(minitorch, attend, [minitorch.from_numpy(x, gpu).to(minitorch.bfloat16) for x in arrays])
+    return Side(
+        minitorch, attend, [minitorch.from_numpy(x, gpu).to(minitorch.bfloat16) for x in arrays]
+    )
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ Each ratio is the other's time over ours, of the fastest backend that PyTorch ha
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -32,8 +31,7 @@ WARM_UP = 3
 
 
 def cases(run: Run) -> Iterator[Case]:
-    if run.torch is None:
-        sys.exit("PyTorch is not installed; run pip install torch")
+    _ = run.pytorch
     for dim in run.dims:
         for length in run.lengths:
             shape = [run.tokens // length, run.width // dim, length, dim]

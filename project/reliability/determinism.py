@@ -132,24 +132,18 @@ def one_run(backend: str, steps: int) -> dict[str, Any]:
 
 
 def run_apart(backend: str, steps: int, threads: tuple[int, int] | None) -> dict[str, Any]:
-    """Return what :func:`one_run` finds in a process of its own."""
-    environment: dict[str, Any] = {}
-    if threads is not None:
-        environment = dict.fromkeys(OTHERS, str(threads[1])) | {
-            "NUMBA_NUM_THREADS": str(threads[0])
-        }
-    return in_child(one_run, backend, steps, **environment)
+    """Return what :func:`one_run` finds in a process with so many threads of numba, and of all others."""
+    own, others = threads or (0, 0)
+    given = {"NUMBA_NUM_THREADS": str(own), **dict.fromkeys(OTHERS, str(others))} if threads else {}
+    return in_child(one_run, backend, steps, **given)
 
 
 def differences(runs: list[dict[str, Any]]) -> list[str]:
     """Return the names of what is not the same in all runs."""
-    first, found = runs[0], set()
-    for other in runs[1:]:
-        found |= {
-            name for name in first["pieces"] if first["pieces"][name] != other["pieces"][name]
-        }
-        found |= {key for key in ("losses", "weights") if first.get(key) != other.get(key)}
-    return sorted(found)
+    flat = [
+        {**one["pieces"], **{key: one.get(key) for key in ("losses", "weights")}} for one in runs
+    ]
+    return sorted(name for name in flat[0] if any(one[name] != flat[0][name] for one in flat[1:]))
 
 
 def cases(run: Run) -> Iterator[Case]:

@@ -90,43 +90,35 @@ def tested(python: Path, part: str, workers: int, only: tuple[str, ...]) -> dict
         if part == "compile-only"
         else []
     )
-    report = PLACE / f"{part}.xml"
-    start = time.perf_counter()
+    report, start = PLACE / f"{part}.xml", time.perf_counter()
     pytest = [str(python), "-m", "pytest", "-n", str(workers), "--dist", "loadfile"]
     code = run([*pytest, f"--junitxml={report}", *options, *files], **variables)
     (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
     count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
     failed = count["failures"] + count["errors"]
+    bad = (case for case in suite.iter("testcase") if case.find("failure") is not None
+           or case.find("error") is not None)  # fmt: skip
     return {
-        "passed": count["tests"] - failed - count["skipped"],
-        "skipped": count["skipped"],
-        "failed": failed,
-        "failures": sorted(
-            f"{case.get('classname')}::{case.get('name')}"
-            for case in suite.iter("testcase")
-            if case.find("failure") is not None or case.find("error") is not None
-        ),
-        "exit_code": code,
-        "seconds": round(time.perf_counter() - start),
-    }
+        "passed": count["tests"] - failed - count["skipped"], "skipped": count["skipped"], "failed": failed,
+        "failures": sorted(f"{case.get('classname')}::{case.get('name')}" for case in bad),
+        "exit_code": code, "seconds": round(time.perf_counter() - start),
+    }  # fmt: skip
 
 
 def versions(python: Path) -> dict[str, str]:
     """Return the version of each package that an end chooses and an environment has, and of its Python."""
-    names = ["python", *(Requirement(each).name for each in FIRST_CUDA)]
-    names += [need.name for need in requirements()]
     code = (
-        "import json, platform, sys\nfrom importlib.metadata import PackageNotFoundError, version\n"
-        "found = {'python': platform.python_version()}\n"
-        "for name in sys.argv[2:]:\n"
-        "    try: found[name] = version(name)\n"
-        "    except PackageNotFoundError: pass\n"
-        "print(json.dumps(found))"
+        "import json, platform\nfrom importlib.metadata import distributions\n"
+        "found = {one.metadata['Name']: one.version for one in distributions()}\n"
+        "print(json.dumps({'python': platform.python_version(), **found}))"
     )
-    said = subprocess.run(
-        [str(python), "-c", code, *names], capture_output=True, text=True, check=True
-    )
-    return json.loads(said.stdout)
+    said = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
+    names = {
+        "python",
+        *(Requirement(each).name for each in FIRST_CUDA),
+        *(x.name for x in requirements()),
+    }
+    return {name: version for name, version in json.loads(said.stdout).items() if name in names}
 
 
 def cases(run: Run) -> Iterator[Case]:

@@ -56,7 +56,9 @@ PARTS: dict[str, tuple[list[str], dict[str, str]]] = {
 GRACE = 20.0
 
 
-def run_batch(part: str, seed: int, examples: int, seconds: float) -> tuple[Counter[str], str | None]:
+def run_batch(
+    part: str, seed: int, examples: int, seconds: float
+) -> tuple[Counter[str], str | None]:
     """Draw for a while in a child; return how the draws ended, and what to print of a failure."""
     tests, environment = PARTS[part]
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +87,9 @@ def run_batch(part: str, seed: int, examples: int, seconds: float) -> tuple[Coun
     return outcomes, f"{part}, seed {seed}: {died}{output[-6000:]}\nlast draw: {last[-4000:]}"
 
 
-def draw_for(part: str, seed: int, examples: int, seconds: float) -> tuple[Counter[str], list[str], list[int]]:
+def draw_for(
+    part: str, seed: int, examples: int, seconds: float
+) -> tuple[Counter[str], list[str], list[int]]:
     """Run batches of a part, each from the next seed, until the time is up; return the seeds, too."""
     outcomes, failures, seeds = Counter[str](), list[str](), list[int]()
     end = time.perf_counter() + seconds
@@ -120,7 +124,9 @@ def sanitize() -> str:
         missing = "no compute-sanitizer" if reason is None else reason.split(";")[0]
         return f"not run, it needs a GPU and compute-sanitizer: {missing}"
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m"]
-    done = subprocess.run([*command, "tests.support.smoke.attention"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "tests.support.smoke.attention"], cwd=ROOT, capture_output=True, text=True
+    )
     return "clean" if done.returncode == 0 else f"FAILED:\n{done.stdout[-4000:]}"
 
 
@@ -164,7 +170,9 @@ def started(seed: int, seconds: float, output: Path) -> Any:
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
     with open(output, "w") as file:
         own: Record = {"cwd": ROOT, "stdout": file, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([*command, "--seconds", str(seconds)], env=os.environ | threads, **own)
+        return subprocess.Popen(
+            [*command, "--seconds", str(seconds)], env=os.environ | threads, **own
+        )
 
 
 def cases_of_gpu(run: Run) -> Iterator[Case]:
@@ -172,7 +180,11 @@ def cases_of_gpu(run: Run) -> Iterator[Case]:
 
 
 def draw_on_gpu(run: Run) -> None:
-    seed, begin, seconds = run.seed or int(time.time()) % 2**31, time.perf_counter(), 60 * run.minutes
+    seed, begin, seconds = (
+        run.seed or int(time.time()) % 2**31,
+        time.perf_counter(),
+        60 * run.minutes,
+    )
     kinds, failures, total = list[Record](), list[str](), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / str(job) for job in range(run.jobs or os.cpu_count() or 1)]

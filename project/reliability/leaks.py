@@ -34,15 +34,20 @@ VOCABULARY, LONGEST = 32, 64
 Step = Callable[[int], Any]
 
 
-def written_bytes() -> int:
-    """Return how much memory this process has written to: resident, or swapped out."""
-    status = Path("/proc/self/status").read_text()
-    return sum(1024 * int(status.split(f"{key}:")[1].split()[0]) for key in ("RssAnon", "VmSwap"))
+def memory_of(device: str) -> dict[str, int]:
+    """Return what this process has written to and what is resident, in bytes, its objects, and the GPU's.
 
-
-def resident_bytes() -> int:
-    """Return how much of this process is in memory, pages of files too."""
-    return 1024 * int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
+    Written memory is resident, or swapped out.
+    """
+    status, memory = Path("/proc/self/status").read_text(), None if device == "cpu" else pool()
+    sizes = {
+        key: 1024 * int(status.split(f"{key}:")[1].split()[0])
+        for key in ("RssAnon", "VmSwap", "VmRSS")
+    }
+    return {
+        "written": sizes["RssAnon"] + sizes["VmSwap"], "resident": sizes["VmRSS"],
+        "objects": len(gc.get_objects()), "device": 0 if memory is None else memory.in_use(),
+    }  # fmt: skip
 
 
 # -- what is done again and again --------------------------------------------------------------------
@@ -152,12 +157,6 @@ KINDS = {
 # -- measuring ---------------------------------------------------------------------------------------
 
 
-def device_bytes(device: str) -> int:
-    """Return how much memory of the GPU is in use; 0 on the CPU."""
-    memory = None if device == "cpu" else pool()
-    return 0 if memory is None else memory.in_use()
-
-
 def growth(readings: list[int], warm_up: float) -> float:
     """Return by how many percent the last tenth of the readings is above the one after the warm-up."""
     tenth, start = max(len(readings) // 10, 1), int(warm_up * len(readings))
@@ -170,24 +169,20 @@ def measure(name: str, device: str, steps: int) -> dict[str, Any]:
     kind = KINDS[name]
     step = kind.make(device)
     every = max(steps // READINGS, 1)
-    readings: dict[str, list[int]] = {"written": [], "resident": [], "objects": [], "device": []}
+    readings: dict[str, list[int]] = {key: [] for key in memory_of(device)}
     for number in tqdm(range(steps), desc=name, unit="step", mininterval=0.5):
         step(number)
         if number % every == every - 1:
             gc.collect()
-            readings["written"].append(written_bytes())
-            readings["resident"].append(resident_bytes())
-            readings["objects"].append(len(gc.get_objects()))
-            readings["device"].append(device_bytes(device))
-    return {
-        "steps": steps,
-        **{
-            f"{key}_growth_percent": round(growth(values, kind.warm_up), 3)
-            for key, values in readings.items()
-        },
-        "written_mb": round(readings["written"][-1] / 1e6, 1),
-        "device_bytes": readings["device"][-1],
+            for key, value in memory_of(device).items():
+                readings[key].append(value)
+    grown = {
+        f"{key}_growth_percent": growth(found, kind.warm_up) for key, found in readings.items()
     }
+    return {
+        "steps": steps, **{key: round(value, 3) for key, value in grown.items()},
+        "written_mb": round(readings["written"][-1] / 1e6, 1), "device_bytes": readings["device"][-1],
+    }  # fmt: skip
 
 
 def cases(run: Run) -> Iterator[Case]:

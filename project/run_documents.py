@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench.measuring import peak_memory, reset_peak_memory
+from bench.measuring import Peak
 from bench.records import command_line, name_of, read_rows, write_record
 from common.command_line import COUNT, FROM_ZERO, POSITIVE, PROBABILITY, OneLineParser, per_item
 from data.documents import Documents, divided, encoded, python_library, read_folder, vocabulary
@@ -37,8 +37,6 @@ from training.lra_loop import INTERRUPTED
 from training.lra_methods import BACKENDS, QUICK, Settings
 from training.runs import resumable
 from training.script_helpers import check_backend, curves, draw, ends_in_one_line, make_folder
-
-from kernels.cuda.backend import pool
 
 Rows = list[dict[str, Any]]
 MODEL = Settings(
@@ -142,10 +140,10 @@ def train(
     )  # fmt: skip
     if row is not None and row["done"] and training.done == settings.steps:
         return row
-    memory = pool() if args.backend == "cuda" else None
-    before = memory.reset_peak() if memory is not None else reset_peak_memory()
+    peak = Peak("cuda" if args.backend == "cuda" else "cpu")
+    peak.begin()
     row = training.run() | {"context": task.context, "labels": task.classes}
-    row["peak_bytes"] = (memory.peak() if memory is not None else peak_memory()) - before
+    row["peak_bytes"] = peak.bytes()
     lengths = [len(document) for document in task.parts["test"].X]
     row["mean_tokens"] = float(np.mean(lengths))
     row["cut"] = float(np.mean([length == task.context for length in lengths]))

@@ -13,7 +13,7 @@ import minitorch
 from bench.measuring import load_torch
 from bench.peer_cases import Case
 from bench.published_cuda import PublishedBackend
-from kernels.cuda.runtime.arrays import is_device_array, pool, to_device, to_host
+from kernels.cuda.runtime.arrays import is_device_array, to_device, to_host
 from kernels.interop.libraries import as_array
 from kernels.metering.rung_traffic import RUNGS
 from minitorch import Tensor
@@ -112,7 +112,6 @@ class TensorCall:
     def __init__(self, attend: Any, backend: Any, arrays: list[Any], training: bool = True):
         self.attend, self.out = attend, None
         self.operands = [minitorch.from_numpy(x, backend, requires_grad=training) for x in arrays]
-        self.memory: Any = pool() if backend.cuda else None
 
     def forward(self) -> None:
         """Compute the result."""
@@ -141,15 +140,13 @@ class TorchTensorCall(TensorCall):
     """PyTorch's scaled_dot_product_attention by the backend that it chooses; see :class:`TensorCall`."""
 
     def __init__(self, causal: bool, device: str, arrays: list[Any], training: bool = True):
-        self.torch, self.out, self.memory = load_torch(), None, None
+        self.torch, self.out = load_torch(), None
         sdpa = self.torch.nn.functional.scaled_dot_product_attention
         self.attend = partial(sdpa, is_causal=causal)
         # Four dimensions, for its fused kernels.
         self.operands = [
             self.torch.tensor(x[None], device=device, requires_grad=training) for x in arrays
         ]
-        if device == "cuda":
-            self.memory = TorchMemory()
 
     def backward(self) -> None:
         """Compute all gradients, which nobody keeps."""
@@ -159,22 +156,6 @@ class TorchTensorCall(TensorCall):
     def clear(self) -> None:
         """Free the result."""
         self.release()
-
-
-class TorchMemory:
-    """PyTorch's memory on the device, watched as :class:`kernels.cuda.runtime.memory_pool.Pool` is."""
-
-    def __init__(self) -> None:
-        self.cuda: Any = load_torch().cuda
-
-    def reset_peak(self) -> int:
-        """Let the peak begin anew; return what is in use."""
-        self.cuda.reset_peak_memory_stats()
-        return self.cuda.memory_allocated()
-
-    def peak(self) -> int:
-        """Return the most bytes in use since then."""
-        return self.cuda.max_memory_allocated()
 
 
 def contestants(device: str, causal: bool = False) -> dict[str, Callable[..., TensorCall]]:

@@ -44,7 +44,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from common.command_line import COUNT, POSITIVE, OneLineParser
+from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser
 from tqdm import tqdm
 
 from bench import plots, records
@@ -253,10 +253,15 @@ def add_settings(parser: OneLineParser, m: Measurement, device: str) -> None:
             parser.add_argument(option, action="store_true", **more)
             continue
         if isinstance(value, tuple):
-            first, more["nargs"] = (value or ("",))[0], "+"
-        kinds = {int: COUNT if first else int, float: POSITIVE}
+            first, more["nargs"] = (value or (None,))[0], "+"
+        kinds = {int: COUNT if first else FROM_ZERO, float: POSITIVE, str: str}
         more["choices"] = m.choices.get(name)
-        parser.add_argument(option, type=kinds.get(type(first), str), **more)
+        parser.add_argument(option, type=kinds.get(type(first), word), **more)
+
+
+def word(text: str) -> int | str:
+    """Read a value of a setting that has none by default."""
+    return int(text) if text.isdigit() else text
 
 
 def parse_args(m: Measurement, argv: list[str]) -> tuple[argparse.Namespace, Record]:

@@ -12,11 +12,10 @@ from training.lra_methods import METHODS, Settings, build_classifier
 from training.script_helpers import Panel
 
 import minitorch
-from bench.measuring import out_of_memory, peak_memory, reset_peak_memory, wait
+from bench.measuring import Peak, ready, wait
 from bench.processes import in_child
 from bench.records import Record
 from bench.table_cells import cell, colour_of, markdown
-from kernels.cuda.runtime.arrays import pool
 from minitorch.backends.matmul_precision import find_precision
 
 #: With which everything is compared.
@@ -30,27 +29,24 @@ def peak_of_step(
     attention: str, settings: Settings, backend: str, model: Mapping[str, Any]
 ) -> int | None:
     """Return the bytes that one training step adds to the peak of this process, or of the GPU's pool."""
-    device, before = "cuda" if backend == "cuda" else "cpu", 0
-    memory = pool() if device == "cuda" else None
-    if (memory is None) if device == "cuda" else (peak_memory() == 0):
-        return None
-    try:
+    device = "cuda" if backend == "cuda" else "cpu"
+    peak, rng = Peak(device), np.random.default_rng(0)
+    lead = (settings.batch, *[2] * (model["documents"] == 2))
+    y = np.zeros(settings.batch, np.int64)
+
+    def step() -> int:
         for length in (min(WARM_UP, model["length"]), model["length"]):
             changed = {"length": length, "side": None}  # what positions begin with does not matter
             own = build_classifier(attention, settings, backend, **{**model, **changed})
-            lead = (settings.batch, *[2] * (model["documents"] == 2))
-            X = np.random.default_rng(0).integers(1, model["vocabulary"], (*lead, length))
-            y = np.zeros(settings.batch, np.int64)
+            X = rng.integers(1, model["vocabulary"], (*lead, length))
             wait(device)
-            before = memory.reset_peak() if memory is not None else reset_peak_memory()
+            peak.begin()
             with minitorch.matmul_precision(find_precision(settings.precision).products):
                 own.loss(X, y).backward()
         wait(device)
-        return (memory.peak() if memory is not None else peak_memory()) - before
-    except Exception as error:
-        if not out_of_memory(error):
-            raise
-        return None
+        return peak.bytes()
+
+    return ready({"": step})[0].get("") if peak.is_known else None
 
 
 def peak_in_child(

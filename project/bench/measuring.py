@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 
+from kernels.cuda.runtime.arrays import pool
 from kernels.runtime.targets import EventTimer, cuda
 
 Step = Callable[[], Any]
@@ -142,6 +143,40 @@ def reset_peak_memory() -> int:
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return peak_memory()
+
+
+class TorchMemory:
+    """PyTorch's memory on the device, watched as :class:`kernels.cuda.runtime.memory_pool.Pool` is."""
+
+    def __init__(self) -> None:
+        self.cuda: Any = load_torch().cuda
+
+    def reset_peak(self) -> int:
+        """Let the peak begin anew; return what is in use."""
+        self.cuda.reset_peak_memory_stats()
+        return self.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        """Return the most bytes in use since then."""
+        return self.cuda.max_memory_allocated()
+
+
+class Peak:
+    """By how many bytes work raises a peak: of this process, or of a GPU's pool, ours or PyTorch's."""
+
+    def __init__(self, device: str, of_torch: bool = False):
+        own = TorchMemory if of_torch else pool
+        self.memory: Any = None if device == "cpu" else own()
+        self.is_known = self.memory is not None or (device == "cpu" and peak_memory() > 0)
+        self.before = 0
+
+    def begin(self) -> None:
+        """Begin to measure."""
+        self.before = reset_peak_memory() if self.memory is None else self.memory.reset_peak()
+
+    def bytes(self) -> int:
+        """Return the bytes since then."""
+        return (peak_memory() if self.memory is None else self.memory.peak()) - self.before
 
 
 def out_of_memory(error: BaseException) -> bool:

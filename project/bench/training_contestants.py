@@ -16,10 +16,8 @@ from training.gpt_presets import PRESETS, characters_of, flops_per_token, spelle
 from training.script_helpers import learning_rate
 
 import minitorch
-from bench.contestants import TorchMemory
-from bench.measuring import peak_memory, reset_peak_memory
+from bench.measuring import Peak
 from bench.torch_gpt import FUSED, MATH, TorchGPT
-from kernels.cuda.runtime.arrays import pool
 
 OURS, THEIRS, COMPILED = "ours", "PyTorch", "PyTorch, compiled"
 BACKENDS = {"cpu": "fast", "cuda": "cuda"}
@@ -188,21 +186,22 @@ def peak_of_training(
         capture = minitorch.graph_step if captured else None
         Training(name, own, device, precision, attention, capture=capture).timed_step()
 
+    peak = Peak(device, of_torch=name != OURS)
+    if not peak.is_known:
+        return None
     if device == "cpu":
         # Kernels and libraries are loaded before, by a model so small that what it leaves in the heap
         # is not used again.
         words = min(size.vocabulary, 256)
-        small = size._replace(
-            layers=1, width=16 * size.heads, vocabulary=words, batch=1, context=16
-        )
-        train(small)
+        small = {
+            "layers": 1,
+            "width": 16 * size.heads,
+            "vocabulary": words,
+            "batch": 1,
+            "context": 16,
+        }
+        train(size._replace(**small))
         gc.collect()
-        before = reset_peak_memory()
-        train(size)
-        return peak_memory() - before or None
-    memory: Any = pool() if name == OURS else TorchMemory()
-    if memory is None:
-        return None
-    before = memory.reset_peak()
+    peak.begin()
     train(size)
-    return memory.peak() - before
+    return peak.bytes() or None

@@ -25,13 +25,12 @@ from typing import Any
 
 from bench.contestants import DIRECTIONS, TensorCall, contestants, directions, random_arrays
 from bench.harness import Case, Measurement, Run
-from bench.measuring import peak_memory, ratio, ready, reset_peak_memory, spread, wait
+from bench.measuring import Peak, ratio, ready, spread, wait
 from bench.plots import Panel
 from bench.processes import in_child
 from bench.records import Record
 from bench.table_cells import cell, markdown
 
-from kernels.cuda.runtime.arrays import pool
 from kernels.problem.shapes import MAX_HEAD_DIM
 from kernels.runtime.targets import cuda
 from kernels.traffic.formulas import attention_backward_flops, attention_flops, score_matrix_bytes
@@ -57,35 +56,31 @@ def one_pass(call: TensorCall, device: str, training: bool = True) -> None:
     wait(device)
 
 
-def peak_of_process(name: str, shape: tuple[int, ...], causal: bool, training: bool) -> int:
-    """Return by how many bytes one pass raises the peak of this process, which is a fresh one."""
-    before = 0
+def peak_of_pass(
+    device: str, name: str, shape: tuple[int, ...], causal: bool, training: bool
+) -> int:
+    """Return the bytes that one pass adds to what is in use; on the CPU in a process of its own."""
+    peak = Peak(device, of_torch=name == "PyTorch")
     for length in (WARM_UP, shape[1]):
         arrays = random_arrays(shape[0], length, shape[2])
-        call = contestants("cpu", causal)[name](arrays, training=training)
-        before = reset_peak_memory()
-        one_pass(call, "cpu", training)
-    return peak_memory() - before
+        call = contestants(device, causal)[name](arrays, training=training)
+        peak.begin()
+        one_pass(call, device, training)
+    return peak.bytes()
 
 
 def peak_of(
     run: Run, name: str, shape: tuple[int, ...], causal: bool = False, training: bool = True
 ) -> int | None:
-    """Return the bytes that one pass adds to what is in use; None if they are not known, or too many."""
-    if run.device == "cpu":
-        with contextlib.suppress(RuntimeError):  # out of memory
-            return (
-                in_child(peak_of_process, name, shape, causal, training) if peak_memory() else None
-            )
+    """Return the bytes that one pass takes; None if they are not known, or too many."""
+    given = run.device, name, shape, causal, training
+    if not Peak(run.device).is_known:
         return None
-
-    def found() -> int:
-        call = contestants("cuda", causal)[name](random_arrays(*shape), training=training)
-        before = call.memory.reset_peak() if call.memory else 0
-        one_pass(call, "cuda", training)
-        return call.memory.peak() - before if call.memory else 0
-
-    return ready({"": found})[0].get("")
+    if run.device == "cuda":
+        return ready({"": partial(peak_of_pass, *given)})[0].get("")
+    with contextlib.suppress(RuntimeError):  # out of memory
+        return in_child(peak_of_pass, *given)
+    return None
 
 
 # -- time ------------------------------------------------------------------------------------------------
@@ -255,7 +250,7 @@ def capacity(device: str) -> int:
 
 
 def peaks(run: Run) -> Iterator[Case]:
-    if peak_memory() == 0 if run.device == "cpu" else pool() is None:
+    if not Peak(run.device).is_known:
         raise SystemExit(
             "peaks need Linux on the CPU, and on a GPU the driver's pool, which is not in charge here; unset "
             "NUMBA_CUDA_MEMORY_MANAGER, or take a device that has pools"

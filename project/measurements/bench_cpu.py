@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from bench.contestants import DIRECTIONS, Call
 from bench.harness import Case, Figure, Measurement, Run
-from bench.measuring import peak_memory, ratio, reset_peak_memory
+from bench.measuring import Peak, ratio
 from bench.processes import in_child
 from bench.records import Record
 from bench.torch_gpt import TorchCache
@@ -155,13 +155,13 @@ def small(run: Run, recorded: bool) -> Record:
 
 def peak_of_attention(length: int) -> int:
     """In a process of its own: return the bytes that forward and backward add to the peak."""
-    rng, before = np.random.default_rng(0), 0
+    rng, peak = np.random.default_rng(0), Peak("cpu")
     for n in (256, length):  # the kernels are loaded before
         call = Call([rng.standard_normal((1, 1, n, 64), np.float32) for _ in range(4)], {})
-        before = reset_peak_memory()
+        peak.begin()
         call.forward()
         call.backward()
-    return peak_memory() - before
+    return peak.bytes()
 
 
 def memory(run: Run) -> Record:

@@ -19,9 +19,8 @@ from minitorch.training.model_files import save_checkpoint
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
-import chapter_break  # noqa: E402
-import perplexity  # noqa: E402
-from bench import judging  # noqa: E402
+from bench import harness  # noqa: E402
+from measurements import judging  # noqa: E402
 from training import gpt_files  # noqa: E402
 
 CONTEXT = 48
@@ -74,7 +73,7 @@ def test_windows_judge_each_token_once_with_enough_tokens_before_it(
 ) -> None:
     stride = data.draw(st.integers(1, context))
     judged = np.zeros(count, int)
-    for start, before in perplexity.windows(count, context, stride):
+    for start, before in judging.windows(count, context, stride):
         own = np.arange(start + before, min(start + context, count))
         assert own.size
         judged[own] += 1
@@ -90,11 +89,11 @@ def test_a_stride_of_the_context_is_the_mean_over_windows_that_do_not_overlap(
 ) -> None:
     count = min(count, (len(IDS) - 1) // context)
     ids = IDS[: count * context + 1]
-    losses, places = perplexity.sliding_losses(model, ids, context, context, batch)
+    losses, places = judging.sliding_losses(model, ids, context, context, batch)
     inputs, targets = ids[:-1].reshape(count, context), ids[1:].reshape(count, context)
     assert losses.mean() == pytest.approx(model.loss(inputs, targets).item(), abs=1e-5)
     np.testing.assert_array_equal(places, np.tile(np.arange(context), count))
-    rows = perplexity.by_position(losses, places, context)
+    rows = judging.by_position(losses, places, context)
     assert sum(row["tokens"] for row in rows) == len(losses)
     weighted = sum(row["tokens"] * row["loss"] for row in rows) / len(losses)
     assert weighted == pytest.approx(losses.mean())
@@ -107,7 +106,7 @@ def test_a_token_is_judged_after_those_of_its_window(
 ) -> None:
     stride = data.draw(st.integers(max(context // 4, 1), context))
     ids = IDS[: data.draw(st.integers(2, len(IDS)))]
-    losses, places = perplexity.sliding_losses(model, ids, context, stride, 2)
+    losses, places = judging.sliding_losses(model, ids, context, stride, 2)
     assert np.isfinite(losses).all()
     at = data.draw(st.integers(0, len(losses) - 1))
     seen = ids[at - places[at] : at + 1]
@@ -127,10 +126,10 @@ def test_a_prefix_is_read_once_and_scores_are_those_of_whole_texts(
     context = data.draw(st.integers(length + 1, CONTEXT))
     rng = np.random.default_rng(data.draw(st.integers(0, 9)))
     questions = [
-        chapter_break.Question(rng.integers(0, 256, 60), rng.integers(0, 256, (6, length)))
+        judging.Question(rng.integers(0, 256, 60), rng.integers(0, 256, (6, length)))
         for _ in range(3)
     ]
-    found = chapter_break.scores(model, questions, context, data.draw(st.integers(1, 4)))
+    found = judging.scores(model, questions, context, data.draw(st.integers(1, 4)))
     for question, row in zip(questions, found, strict=True):
         for own, score in zip(question.continuations, row, strict=True):
             text = np.concatenate([question.prefix, own])[-context:]
@@ -148,8 +147,8 @@ def test_questions_begin_where_chapters_do() -> None:
     config = {**CONFIG, "tokenizer": None}
     ids = np.frombuffer(CHAPTERS.encode(), np.uint8).astype(np.int64)
     subject = judging.Subject("", MODELS[0], config, ids)
-    ask = (subject, re.compile(chapter_break.DEFINITION, re.MULTILINE))
-    found = chapter_break.questions_of(*ask, 20, 10, 99, 0)
+    ask = (subject, re.compile(judging.DEFINITION, re.MULTILINE))
+    found = judging.questions_of(*ask, 20, 10, 99, 0)
     assert len(found) == 4 * 6  # the first chapter has too little before it, the last ones after
     for prefix, continuations in found:
         before, *after = (bytes(x.astype(np.uint8)).decode() for x in (prefix, *continuations))
@@ -157,9 +156,9 @@ def test_questions_begin_where_chapters_do() -> None:
         assert CHAPTERS.count(before + after[0]) == 1 and len({*after}) == 6
         place = CHAPTERS.index(before + after[0])
         assert all(CHAPTERS.index(x) > place for x in after[1:])
-    again = chapter_break.questions_of(*ask, 20, 10, 7, 0)
+    again = judging.questions_of(*ask, 20, 10, 7, 0)
     assert len(again) == 7
-    assert chapter_break.questions_of(*ask, 2000, 10, 99, 0) == []
+    assert judging.questions_of(*ask, 2000, 10, 99, 0) == []
 
 
 def test_methods_compete_with_methods() -> None:
@@ -169,7 +168,7 @@ def test_methods_compete_with_methods() -> None:
     )
     found = [
         (m["indent"], text[m.start() :].split("\n")[0])
-        for m in re.finditer(chapter_break.DEFINITION, text, re.MULTILINE)
+        for m in re.finditer(judging.DEFINITION, text, re.MULTILINE)
     ]
     assert found == [("", "class A:"), ("    ", "    @x"), ("    ", "    def b(self):"), ("", "@y")]
 
@@ -187,23 +186,31 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def refused(capsys: pytest.CaptureFixture[str], script: Any, *args: Any) -> str:
-    """Run a script; return the one line with which it ends."""
+def refused(capsys: pytest.CaptureFixture[str], name: str, *args: Any) -> str:
+    """Run a measurement; return the one line with which it ends."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
-        script.main([str(arg) for arg in args])
+        harness.run(harness.load(name), ["--device", "cpu", *(str(arg) for arg in args)])
     line = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().err
     assert line.strip().count("\n") == 0, line
     return line
 
 
+def judged(name: str, folder: Path, *args: Any) -> dict[str, Any]:
+    """Run a measurement; return its record."""
+    places = ["--json", folder / "record.json", "--figure", folder / "picture.png"]
+    given = ["--device", "cpu", *places, "--text", folder / "text.py", *args]
+    assert harness.run(harness.load(name), [str(arg) for arg in given]) == 0
+    assert (folder / "picture.png").stat().st_size > 1000
+    return json.loads((folder / "record.json").read_text())
+
+
 def test_perplexity_writes_a_record_and_a_picture(run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    perplexity.main([str(x) for x in (
-        run, run / "model.safetensors", "--text", tmp_path / "text.py", "--stride", 16, "--contexts", 16,
-        CONTEXT, "--out", out, "--batch", 3,
-    )])  # fmt: skip
-    record = json.loads((out / "perplexity.json").read_text())
+    pytest.importorskip("matplotlib")
+    runs = ["--runs", run, run / "model.safetensors"]
+    record = judged(
+        "perplexity", tmp_path, *runs, "--stride", 16, "--contexts", 16, CONTEXT, "--batch", 3
+    )
     first, second = record["rows"]
     assert first["by_context"] == second["by_context"] and first["tokens"] > 300  # a tenth
     assert [(row["context"], row["stride"]) for row in first["by_context"]] == [
@@ -212,55 +219,47 @@ def test_perplexity_writes_a_record_and_a_picture(run: Path, tmp_path: Path) -> 
     ]
     for row in first["by_context"]:
         assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
-    assert (out / "perplexity.png").stat().st_size > 1000
-    assert "--out" not in record["command"]
 
 
 def test_chapter_break_writes_a_record_and_a_picture(run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    chapter_break.main([str(x) for x in (
-        run, "--text", tmp_path / "text.py", "--all", "--continuation", 8, "--questions", 9, "--out", out,
-        "--batch", 4,
-    )])  # fmt: skip
-    (row,) = json.loads((out / "chapter_break.json").read_text())["rows"]
+    pytest.importorskip("matplotlib")
+    given = ["--runs", run, "--all", "--continuation", 8, "--questions", 9, "--batch", 4]
+    (row,) = judged("chapter_break", tmp_path, *given)["rows"]
     assert [one["context"] for one in row["by_context"][::2]] == [16, 32, CONTEXT]
-    assert {one["score"] for one in row["by_context"]} == {*chapter_break.SCORES}
+    assert {one["score"] for one in row["by_context"]} == {*judging.SCORES}
     assert row["questions"] == 9 and row["chance"] == pytest.approx(1 / 6)
     for one in row["by_context"]:
         assert one["low"] <= one["accuracy"] <= one["high"]
-    for i, score in enumerate(chapter_break.SCORES):
+    for i, score in enumerate(judging.SCORES):
         more = row["by_context"][4 + i]["accuracy"] - row["by_context"][i]["accuracy"]
         assert row["longest_minus_shortest"][score]["mean"] == pytest.approx(more)
-    assert (out / "chapter_break.png").stat().st_size > 1000
 
 
 def test_what_is_wrong_is_one_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, out = ["--text", tmp_path / "text.py", "--all"], ["--out", tmp_path / "out"]
+    text = ["--text", tmp_path / "text.py", "--all", "--json", tmp_path / "record.json"]
     (tmp_path / "short.txt").write_text("a")
-    (tmp_path / "file").write_text("")
-    cases: list[tuple[Any, tuple[Any, ...], str]] = [
-        (perplexity, (tmp_path / "none", *out), "no such checkpoint"),
-        (perplexity, (run, "--text", tmp_path / "none", *out), "No such file"),
-        (perplexity, (run, "--text", tmp_path / "short.txt", "--all", *out), "1 tokens, at least 2"),
-        (perplexity, (run, *text, "--contexts", 49, *out), "from 1 to 48, the context of the model"),
-        (perplexity, (run, *text, "--stride", 0, *out), "1 or more"),
-        (perplexity, (run, *text, "--out", tmp_path / "file"), "name another folder"),
-        (chapter_break, (run, *text, *out), "48 tokens, is shorter than the least, 256 tokens"),
-        (chapter_break, (run, *text, "--continuation", 8, "--contexts", 15, *out), "from 16 to 48"),
-        (chapter_break, (run, *text, "--chapter", "(", *out), "must be a regular expression"),
-        (
-            chapter_break, (run, *text, "--chapter", "^CHAPTER ", "--continuation", 8, *out),
-            "no chapter of the text has 40 tokens before it",
-        ),
+    cases: list[tuple[str, tuple[Any, ...], str]] = [
+        ("perplexity", (tmp_path / "none",), "no such checkpoint"),
+        ("perplexity", (run, *text, "--text", tmp_path / "none"), "No such file"),
+        ("perplexity", (run, *text, "--text", tmp_path / "short.txt"), "1 tokens, at least 2"),
+        ("perplexity", (run, *text, "--contexts", 49), "from 1 to 48, the context of the model"),
+        ("perplexity", (run, *text, "--stride", 0), "1 or more"),
+        ("chapter_break", (run, *text), "48 tokens, is shorter than the least, 256 tokens"),
+        ("chapter_break", (run, *text, "--continuation", 8, "--contexts", 15), "from 16 to 48"),
+        ("chapter_break", (run, *text, "--chapter", "("), "must be a regular expression"),
+        ("chapter_break", (run, *text, "--chapter", "^CHAPTER ", "--continuation", 8),
+         "no chapter of the text has 40 tokens before it"),
     ]  # fmt: skip
-    for script, args, words in cases:
-        assert words in refused(capsys, script, *args)
+    for name, args, words in cases:
+        assert words in refused(capsys, name, "--runs", *args)
     model = run / "model.safetensors"
     large = model_of()
     large.ln.weights.update(large.ln.weights.value * 3e38)
     save_checkpoint(run / "large.safetensors", large, {**CONFIG, "precision": "float32"})
-    assert "train it again" in refused(capsys, perplexity, run / "large.safetensors", *text, *out)
+    assert "train it again" in refused(
+        capsys, "perplexity", "--runs", run / "large.safetensors", *text
+    )
     model.write_bytes(model.read_bytes()[:-9])
-    assert "cannot be read" in refused(capsys, perplexity, run, *text, *out)
+    assert "cannot be read" in refused(capsys, "perplexity", "--runs", run, *text)

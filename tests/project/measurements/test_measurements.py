@@ -161,7 +161,7 @@ def test_the_plan_beside_pytorch_names_each_row_once() -> None:
 def test_memory_tries_nothing_that_might_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def in_child(function: Any, name: str, shape: tuple[int, ...], *_: bool) -> int:
+    def in_child(function: Any, device: str, name: str, shape: tuple[int, ...], *_: bool) -> int:
         tried.append((name, shape[1]))
         return shape[1] * shape[1]
 

@@ -12,9 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "project"))
 
-import chapter_break
-import perplexity
 import train_gpt
+from bench import harness
 
 from minitorch import DecoderLM
 from minitorch.models.pretrained import read_tokenizer
@@ -125,12 +124,25 @@ def test_a_scaling_gives_a_llama_a_longer_context(
 def test_a_folder_is_judged(tmp_path: Path) -> None:
     folder = folder_with_tokenizer("gpt2", tmp_path / "there")
     (tmp_path / "text.txt").write_text("def a():\n    The cat sat\n" * 40, encoding="utf-8")
-    given = [str(folder), "--text", str(tmp_path / "text.txt"), "--all", "--out", str(tmp_path)]
-    perplexity.main([*given, "--contexts", "5", "11"])
-    (row,) = json.loads((tmp_path / "perplexity.json").read_text())["rows"]
+    given = [
+        "--runs",
+        str(folder),
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--all",
+        "--device",
+        "cpu",
+    ]
+    given += ["--json", str(tmp_path / "record.json"), "--figure", str(tmp_path / "figure.svg")]
+
+    def judged(name: str, *options: str) -> Any:
+        assert harness.run(harness.load(name), [*given, *options]) == 0
+        (row,) = json.loads((tmp_path / "record.json").read_text())["rows"]
+        return row
+
+    row = judged("perplexity", "--contexts", "5", "11")
     assert [one["context"] for one in row["by_context"]] == [5, 11] and row["tokens"] > 200
-    chapter_break.main([*given, "--continuation", "3", "--questions", "5", "--contexts", "7"])
-    (row,) = json.loads((tmp_path / "chapter_break.json").read_text())["rows"]
+    row = judged("chapter_break", "--continuation", "3", "--questions", "5", "--contexts", "7")
     assert row["questions"] == 5
 
 

@@ -20,41 +20,22 @@ from training.script_helpers import ends_in_one_line
 import minitorch
 from minitorch import fast_ops, operators
 
-
-def map_loop() -> tuple[Any, tuple[Any, ...]]:
-    out, a = minitorch.zeros((10,)), minitorch.zeros((10,))
-    return fast_ops.tensor_map(njit()(operators.id)), (*out.tuple(), *a.tuple())
-
-
-def zip_loop() -> tuple[Any, tuple[Any, ...]]:
-    out, a, b = (minitorch.zeros((10,)) for _ in range(3))
-    return fast_ops.tensor_zip(njit()(operators.eq)), (*out.tuple(), *a.tuple(), *b.tuple())
-
-
-def reduce_loop() -> tuple[Any, tuple[Any, ...]]:
-    out, a = minitorch.zeros((1,)), minitorch.zeros((10,))
-    return fast_ops.tensor_reduce(njit()(operators.add)), (*out.tuple(), *a.tuple(), 0)
-
-
-def product_loop() -> tuple[Any, tuple[Any, ...]]:
-    out, a, b = (minitorch.zeros((1, 10, 10)) for _ in range(3))
-    return fast_ops.tensor_matrix_multiply, (*out.tuple(), *a.tuple(), *b.tuple())
-
-
-#: Each returns a compiled loop of its own, and arguments to compile it for.
-LOOPS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
-    "MAP": map_loop,
-    "ZIP": zip_loop,
-    "REDUCE": reduce_loop,
-    "MATRIX MULTIPLY": product_loop,
+ROW, ONE, SQUARE = (10,), (1,), (1, 10, 10)
+#: By name: what returns a compiled loop of its own, and the shapes of the tensors to compile it for.
+LOOPS: dict[str, tuple[Callable[[], Any], tuple[tuple[int, ...], ...]]] = {
+    "MAP": (lambda: fast_ops.tensor_map(njit()(operators.id)), (ROW, ROW)),
+    "ZIP": (lambda: fast_ops.tensor_zip(njit()(operators.eq)), (ROW, ROW, ROW)),
+    "REDUCE": (lambda: fast_ops.tensor_reduce(njit()(operators.add)), (ONE, ROW)),
+    "MATRIX MULTIPLY": (lambda: fast_ops.tensor_matrix_multiply, (SQUARE, SQUARE, SQUARE)),
 }
 
 
 def show(name: str, level: int) -> None:
     """Print what numba says of one of the loops."""
     print(f"\n{name}\n")
-    loop, arguments = LOOPS[name]()
-    loop(*arguments)
+    make, shapes = LOOPS[name]
+    loop, arguments = make(), [part for shape in shapes for part in minitorch.zeros(shape).tuple()]
+    loop(*arguments, *[0] * (name == "REDUCE"))
     loop.parallel_diagnostics(level=level)
 
 
@@ -62,10 +43,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--level", type=int, choices=(1, 2, 3, 4), default=3,
-        help="how much numba says (default: %(default)s)",
-    )  # fmt: skip
+    level = "how much numba says (default: %(default)s)"
+    parser.add_argument("--level", type=int, choices=(1, 2, 3, 4), default=3, help=level)
     args = parser.parse_args(argv)
     with ends_in_one_line("--level"):
         for name in LOOPS:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-from bench.contestants import DIRECTIONS, Call, packed_call, random_call
+from bench.contestants import DIRECTIONS, packed_call, random_call
 from bench.harness import Case, Figure, Measurement, Run
 from bench.measuring import ratio
 from bench.records import Record
@@ -31,15 +31,6 @@ class Pair(NamedTuple):
     directions: tuple[str, ...] = DIRECTIONS  # that are timed
 
 
-def several(calls: list[Call]) -> SimpleNamespace:
-    """Return calls one after the other as one call."""
-
-    def every(way: str) -> Callable[[], Any]:
-        return lambda: [getattr(call, way)() for call in calls]
-
-    return SimpleNamespace(**{way: every(way) for way in DIRECTIONS})
-
-
 def pairs(run: Run) -> dict[str, Callable[[], Pair]]:
     """Return what is measured, by name; a pair takes its memory when it is called."""
     heads, n, sparse_n = run.heads, run.length, run.sparse_length
@@ -52,6 +43,11 @@ def pairs(run: Run) -> dict[str, Callable[[], Pair]]:
         own = run.sparse_heads, sparse_n
         return lambda: Pair(call(*own, block_mask=mask), call(*own), 1.2 * mask.density + 0.1)
 
+    def parts() -> Any:
+        calls = [call(heads, length, is_causal=True) for length in lengths]
+        every = {way: lambda way=way: [getattr(one, way)() for one in calls] for way in DIRECTIONS}
+        return SimpleNamespace(**every)
+
     patterns = {
         "butterfly": BlockMask.butterfly(sparse_n, sparse_n, 64),
         "local": BlockMask.local(sparse_n, sparse_n, 1024, 1024, 64),
@@ -59,41 +55,31 @@ def pairs(run: Run) -> dict[str, Callable[[], Pair]]:
         "strided": BlockMask.strided(sparse_n, sparse_n, 64),
     }
     lengths = [int(x) for x in rng.integers(n // 8, n, 8)]
-    window: Record = {"window_size": (512, 511)}
-    few = min(8, run.sparse_heads)
+    few, window = min(8, run.sparse_heads), {"window_size": (512, 511)}
+    one_token = {"is_causal": True, "causal_offset": run.cache - 1}
+    floating = rng.standard_normal((n, n), dtype=np.float32)
     return {
-        "causal / dense": lambda: Pair(
-            call(heads, 2 * n, is_causal=True), call(heads, 2 * n), 0.6
-        ),
+        "causal / dense": lambda: Pair(call(heads, 2 * n, is_causal=True), call(heads, 2 * n), 0.6),
         "boolean mask / plain": plain(1.5, attn_mask=rng.random((n, n)) < 0.9),
-        "floating mask / plain": plain(
-            None, attn_mask=rng.standard_normal((n, n), dtype=np.float32)
-        ),
+        "floating mask / plain": plain(None, attn_mask=floating),
         "dropout / plain": plain(1.5, dropout_p=0.1, seed=1),
         "ALiBi / plain": plain(None, alibi_slopes=2.0 ** -np.arange(1, heads + 1)),
         "softcap / plain": plain(None, softcap=30.0),
-        **{
-            f"{name}, density {mask.density:.3f} / dense": sparse(mask)
-            for name, mask in patterns.items()
-        },
+        **{f"{name}, density {x.density:.3f} / dense": sparse(x) for name, x in patterns.items()},
         "window of 1,024: 65,536 rows / 16,384 rows": lambda: Pair(
             call(few, 4 * sparse_n, **window), call(few, sparse_n, **window), 4.4
         ),
         "packed / the sum of its parts": lambda: Pair(
-            packed_call(run.device, heads, lengths),
-            several([call(heads, length, is_causal=True) for length in lengths]),
-            1.15,
+            packed_call(run.device, heads, lengths), parts(), 1.15
         ),
         "one token against a cache / computing all": lambda: Pair(
-            call(heads, 1, run.cache, is_causal=True, causal_offset=run.cache - 1),
-            call(heads, run.cache, is_causal=True), 1 / 50, DIRECTIONS[:1],
+            call(heads, 1, run.cache, **one_token), call(heads, run.cache, is_causal=True), 1 / 50, ("forward",)
         ),
     }  # fmt: skip
 
 
 def cases(run: Run) -> Iterator[Case]:
-    sizes = ("heads", "length", "sparse_length", "sparse_heads")
-    run.note(sizes={name: getattr(run, name) for name in sizes})
+    run.note(sizes=run.chosen("heads", "length", "sparse_length", "sparse_heads"))
     for name, make in pairs(run).items():
         yield {"option": name}, partial(timed, run, make)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from bench.harness import Case, Measurement, Run
-from bench.measuring import ratio, spread
+from bench.measuring import ratio, ready, spread
 from bench.records import Record
 from bench.torch_gpt import TorchGPT
 from bench.training_contestants import BETA2, SEED, WEIGHT_DECAY, our_model, size_of
@@ -42,17 +42,17 @@ def cases(run: Run) -> Iterator[Case]:
 
 def compared(run: Run, steps: dict[str, Callable[[], Any]], **case: Any) -> Record:
     """Time contestants; return the time of each, and that of PyTorch's fastest over ours."""
-    why_not = {}
-    for name, each in steps.items():
-        try:
-            for _ in range(WARM_UP):
-                each()
-        except (RuntimeError, ValueError) as error:  # noqa: PERF203 (the next one may run)
-            why_not[name] = str(error).splitlines()[0]
-    times = run.timed({n: s for n, s in steps.items() if n not in why_not})
-    row: Record = {**case, "ms": {name: spread(found, 1e3) for name, found in times.items()}}
-    if why_not:
-        row["not_run"] = why_not
+
+    def started(step: Callable[[], Any]) -> Callable[[], Any]:
+        for _ in range(WARM_UP):
+            step()
+        return step
+
+    make = {name: partial(started, step) for name, step in steps.items()}
+    found, why_not = ready(make, RuntimeError, ValueError)
+    times = run.timed(found)
+    row: Record = {**case, "ms": {name: spread(took, 1e3) for name, took in times.items()}}
+    row |= {"not_run": why_not} if why_not else {}
     theirs = [name for name in times if name != OURS]
     if theirs and OURS in times:
         best = min(theirs, key=lambda name: row["ms"][name]["median"])
@@ -93,15 +93,11 @@ def step(run: Run, compiled: bool) -> Record:
             attend=our_operator() if name == OURS else None,
         )  # fmt: skip
         turns = cycle([[gpt.place(x) for x in pair] for pair in ids])
-        return lambda: _step(gpt, next(turns), size.lr)
+        return lambda: gpt.step(*next(turns), size.lr)
 
     steps = {name: step_of(name) for name in (OURS, *BACKENDS[device][:2])}
     case = {key: getattr(size, key) for key in ("batch", "context", "layers", "width")}
     return compared(run, steps, **case)
-
-
-def _step(gpt: TorchGPT, pair: list[Any], lr: float) -> Any:
-    return gpt.step(pair[0], pair[1], lr)
 
 
 CALL = {"lengths": (2048, 8192), "tokens": 16384, "width": 2048, "dims": (64, 128), "seconds": 2.0}

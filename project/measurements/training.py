@@ -36,18 +36,22 @@ def size_at(run: Run, context: int) -> Size:
     return Size(run.layers, run.width, run.heads, VOCABULARY, False, context, batch, run.lr)
 
 
+def side_of(name: str) -> tuple[str, str]:
+    """Return whose model it is, and its attention: flash, naive, or that of a peer."""
+    return (OURS, name) if name in (FLASH, NAIVE) else (name, FLASH)
+
+
 def training_of(run: Run, name: str, size: Size, planned: int) -> Training:
-    """Return flash, naive, or a peer in training."""
-    ours, attention = name in (FLASH, NAIVE), NAIVE if name == NAIVE else FLASH
-    return Training(OURS if ours else name, size, run.device, "float32", attention, planned=planned)
+    """Return a contestant in training."""
+    who, attention = side_of(name)
+    return Training(who, size, run.device, "float32", attention, planned=planned)
 
 
 def peak(run: Run, name: str, size: Size) -> int | None:
     """Return the bytes that training takes at its peak, or None if it runs out of memory."""
-    ours, attention = name in (FLASH, NAIVE), NAIVE if name == NAIVE else FLASH
-    given = OURS if ours else name, size, run.device, "float32", False, attention
+    who, attention = side_of(name)
     try:
-        return in_child(peak_of_training, *given)
+        return in_child(peak_of_training, who, size, run.device, "float32", False, attention)
     except RuntimeError as error:
         if "memory" not in str(error).lower():
             raise
@@ -63,7 +67,7 @@ def timed(run: Run, sides: dict[str, Training], rounds: int) -> dict[str, Record
 
 def cases(run: Run) -> Iterator[Case]:
     names = ("width", "heads", "layers", "tokens", "lr", "context", "curve_steps", "steps")
-    run.note(model={name: getattr(run, name) for name in names})
+    run.note(model=run.chosen(*names))
     yield {"kind": "curves", "context": run.context}, partial(curves, run)
     for context in run.contexts:
         yield {"kind": "context", "context": context}, partial(one_context, run, context)

@@ -8,7 +8,6 @@ from typing import Any
 
 import streamlit as st
 
-from app_pages.pictures import new_figure, show
 from app_pages.widgets import choose, refuse
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -53,45 +52,24 @@ def page(hide_source: bool = False) -> None:
     result = found[choose("device", found, "device", index=index)]
     quantity = choose("quantity", QUANTITIES, "quantity", names=lambda key: QUANTITIES[key][0])
     name, more_is_better = QUANTITIES[quantity]
-    rows = {row["length"]: row for row in result["rows"]}
-    length = st.select_slider("sequence length", list(rows), max(rows), key="length")
-    rungs = list(dict.fromkeys(key for row in rows.values() for key in row if key != "length"))
-    figure = new_figure(9, 3.8)
-    curves, bars = figure.subplots(1, 2)
-    for i, rung in enumerate(rungs):
-        points = [(n, row[rung][quantity]) for n, row in rows.items() if quantity in _of(row, rung)]
-        if points:
-            curves.plot(*zip(*points, strict=True), "o-", color=f"C{i}", label=rung)
-    curves.set(xscale="log", yscale="log", xlabel="sequence length", ylabel=name)
-    curves.set_xticks(list(rows), [f"{n:,}" for n in rows], rotation=45, fontsize=8)
-    curves.minorticks_off()
-    curves.axvline(length, color="grey", linewidth=0.5)
-    curves.legend(fontsize=8)
-    row = rows[length]
-    here = [(i, r, row[r][quantity]) for i, r in enumerate(rungs) if quantity in _of(row, r)]
-    here.sort(key=lambda entry: entry[2], reverse=more_is_better)
-    for place, (i, _, value) in enumerate(here):
-        bars.barh(place, value, color=f"C{i}")
-        bars.text(value, place, f" {_short(value)}", va="center", fontsize=8)
-    bars.set(
-        yticks=range(len(here)), yticklabels=[rung for _, rung, _ in here], xlabel=name, xmargin=0.2
-    )
-    bars.set_title(f"length {length}, best first")
-    bars.invert_yaxis()
-    show(figure)
-    st.dataframe([{"": rung, name: value} for _, rung, value in here], hide_index=True)
+    values = [
+        {"sequence length": str(row["length"]), "rung": rung, name: own[quantity]}
+        for row in result["rows"] for rung, own in row.items()
+        if rung != "length" and (own or {}).get(quantity) is not None
+    ]  # fmt: skip
+    lengths = list(dict.fromkeys(row["length"] for row in result["rows"]))
+    length = st.select_slider("sequence length", lengths, max(lengths), key="length")
+    here = [row for row in values if row["sequence length"] == str(length)]
+    here.sort(key=lambda row: row[name], reverse=more_is_better)
+    curves, bars = st.columns(2)
+    axes = {"x": {"field": "sequence length", "type": "ordinal", "sort": None}}
+    axes["y"] = {"field": name, "type": "quantitative", "scale": {"type": "log"}}  # type: ignore[dict-item]
+    colour = {"field": "rung", "type": "nominal"}
+    curves.vega_lite_chart(values, {"mark": "line", "encoding": {**axes, "color": colour}})
+    bars.bar_chart(here, x="rung", y=name, sort=False, horizontal=True)
+    st.dataframe([{"": row["rung"], name: row[name]} for row in here], hide_index=True)
     causal = "causal" if result.get("causal") else "no mask"
     st.caption(
         f"{result['device']}, {result['date']}: batch {result['batch']}, {result['heads']} heads, head_dim "
         f"{result['head_dim']}, {causal}. `{result['command']}` {result.get('note', '')}"
     )
-
-
-def _of(row: dict[str, Any], rung: str) -> dict[str, Any]:
-    """Return what was measured for a rung at one length; nothing if it was not."""
-    return row.get(rung) or {}
-
-
-def _short(value: float) -> str:
-    """Write a number with three digits, or all of a large one."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

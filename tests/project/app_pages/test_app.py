@@ -49,9 +49,10 @@ def ran(app: AppTest) -> AppTest:
 
 
 def pictures(app: AppTest) -> list[str]:
-    """Return an address for each picture of a page, which its content decides."""
+    """Return what tells the pictures of a page from others: an address that its content decides, or a chart."""
     found = [*app.get("image"), *app.get("imgs")]  # the name is newer, or older
-    return [image.url for element in found for image in element.proto.imgs]  # type: ignore[attr-defined]
+    urls = [image.url for element in found for image in element.proto.imgs]  # type: ignore[attr-defined]
+    return urls + [str(chart.proto) for chart in app.get("arrow_vega_lite_chart")]  # type: ignore[attr-defined]
 
 
 def metrics(app: AppTest) -> dict[str, str]:

@@ -34,9 +34,7 @@ from minitorch.training.model_files import CheckpointError
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; exit with one line and code 2 if it cannot be."""
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("folder", metavar="DIR", help="the folder of the model")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
     parser.option("--max-tokens", COUNT, 100, "tokens to add at most")

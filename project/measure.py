@@ -16,7 +16,6 @@ stops after the running one, whose rows are kept.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -104,9 +103,7 @@ def main(argv: list[str] | None = None) -> int:
             sys.exit(str(error))
         own = [] if names[0] == one.name else ["--record", names[0]]
         return harness.run(one, [*own, *rest])
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(description=__doc__)
     add = parser.add_argument
     add(
         "names",

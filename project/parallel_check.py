@@ -9,7 +9,6 @@ loop.  This takes about ten seconds: numba's cache keeps no diagnostics, so the 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -40,9 +39,7 @@ def show(name: str, level: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(description=__doc__)
     level = "how much numba says (default: %(default)s)"
     parser.add_argument("--level", type=int, choices=(1, 2, 3, 4), default=3, help=level)
     args = parser.parse_args(argv)

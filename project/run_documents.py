@@ -45,9 +45,7 @@ MODEL = Settings(
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(description=__doc__)
     add = parser.add_argument
     add("--data", metavar="DIR", help="folder of labelled texts, DIR/LABEL/*.txt")
     add("--contexts", type=per_item(COUNT), metavar="N,…",

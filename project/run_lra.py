@@ -74,9 +74,7 @@ class Run(NamedTuple):
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(description=__doc__)
     add = parser.add_argument
     add("--task", nargs="+", choices=TASKS, help="(default: listops; with --all: all of them)")
     add("--attention", nargs="+", choices=[*METHODS], help="(default: flash)")

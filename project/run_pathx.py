@@ -75,9 +75,7 @@ def attention_name(text: str) -> str:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(description=__doc__)
     add = parser.add_argument
     add("--stages", type=per_item(str), metavar="NAME,…",
         help=f"in their order (default: {','.join(STAGES)}; with --quick 8,16)")  # fmt: skip

@@ -12,6 +12,10 @@ from typing import Any, NoReturn
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the list of all options before it."""
 
+    def __init__(self, **options: Any):
+        raw = argparse.RawDescriptionHelpFormatter  # a docstring keeps its lines
+        super().__init__(**{"formatter_class": raw, **options})
+
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
         self.exit(2, f"{self.prog}: {message}; --help lists the options\n")
@@ -64,9 +68,7 @@ METAVARS = {COUNT: "N", FROM_ZERO: "N", PROBABILITY: "P", SHARE: "P"}
 
 def script_parser(description: str | None, out: str) -> OneLineParser:
     """Return a parser with the options that every training script has."""
-    parser = OneLineParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(description=description)
     parser.option("--seed", FROM_ZERO, 0, "of everything that is random")
     parser.add_argument(
         "--out", default=out, metavar="DIR", help="where results go (default: %(default)s)"

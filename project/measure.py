@@ -130,7 +130,8 @@ def main(argv: list[str] | None = None) -> int:
         name for name, one in known.items()
         if (name in args.names or words[one.folder is None, bool(one.caption)] & {*args.names})
         and device in one.devices
-        and (name in args.names or "runs" not in one.settings[device]["normal"])  # models of a user
+        # Trainings, and what judges the models of a user, are named.
+        and (name in args.names or not {"runs", "folder"} & {*one.settings[device]["normal"]})
         and (not args.stale or any(age != 0 for age in stale(one, name).values()))
     ]  # fmt: skip
     options = ["--device", device, *(f"--{name}" for name in handed if getattr(args, name))]

@@ -21,7 +21,7 @@ from docutils import nodes
 from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
 from measurements import attention as rungs
-from measurements import calls
+from measurements import calls, long_context
 from sphinx.util.docutils import SphinxDirective
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -211,18 +211,6 @@ def _with_interval(row: Record, key: str, form: str) -> str:
     return f"{row[key]:{form}} ({row['low']:{form}} to {row['high']:{form}})"
 
 
-def stages_table(record: Record) -> str:
-    """Return what each stage of a training on Path-X and Path-256 took and reached."""
-    lines = []
-    for row in record["rows"]:
-        low, high = row["interval"]
-        lines.append([
-            row["stage"], f"{row['length']:,}", f"{row['steps']:,}", f"{row['seconds']:.0f}",
-            f"{row['test_accuracy']:.1%}", f"{low:.1%} to {high:.1%}",
-        ])  # fmt: skip
-    return markdown(["stage", "tokens", "steps", "time, s", "accuracy", "95 % interval"], lines)
-
-
 def perplexity_table(record: Record) -> str:
     """Return the perplexity of each model by the context that it is given."""
     runs = [{row["context"]: row for row in run["by_context"]} for run in record["rows"]]
@@ -359,7 +347,7 @@ TABLES = {
     "lra-short": Table("lra_short", lra_results, OTHER_GPU),
     "lra-steps": Table("lra_steps", lra_steps),
     "torch-operator": Table("torch", attention.torch_operator),
-    "pathx": Table("pathx", stages_table, OTHER_GPU),
+    "pathx": Table("pathx", long_context.stages_table, OTHER_GPU),
     "perplexity": Table("perplexity", perplexity_table, OTHER_GPU),
     "bert": Table("bert", bert_table, OTHER_GPU),
     "chapters": Table("chapter_break", chapters_table, OTHER_GPU),

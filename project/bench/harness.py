@@ -31,6 +31,7 @@ A measurement is declared once, in a module of ``project/measurements`` or ``pro
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -200,7 +201,7 @@ class Run:
         failed = 0
         for key, work in tqdm(cases, desc=self._name, unit="case", disable=None):
             known = [row for row in self.rows if key and key.items() <= row.items()]
-            if known and all("why_not" not in row for row in known):
+            if known and all("why_not" not in row and row.get("done", True) for row in known):
                 continue
             self.rows[:] = [row for row in self.rows if row not in known]
             try:
@@ -214,6 +215,8 @@ class Run:
             if found is not None:
                 self.rows.append(key | found)
             self.write()
+            if found is not None and not found.get("done", True):
+                raise KeyboardInterrupt  # a training has kept it, to write what it has
         return failed
 
 
@@ -259,9 +262,12 @@ def add_settings(parser: OneLineParser, m: Measurement, device: str) -> None:
         parser.add_argument(option, type=kinds.get(type(first), word), **more)
 
 
-def word(text: str) -> int | str:
+def word(text: str) -> int | float | str:
     """Read a value of a setting that has none by default."""
-    return int(text) if text.isdigit() else text
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def parse_args(m: Measurement, argv: list[str]) -> tuple[argparse.Namespace, Record]:

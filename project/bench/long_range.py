@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, geometric_mean, pstdev
@@ -9,13 +10,13 @@ from typing import Any
 
 import numpy as np
 from training.lra_methods import METHODS, Settings, build_classifier
-from training.script_helpers import Panel
 
 import minitorch
 from bench.measuring import Peak, ready, wait
+from bench.plots import Panel
 from bench.processes import in_child
 from bench.records import Record
-from bench.table_cells import cell, colour_of, markdown
+from bench.table_cells import cell, markdown
 from minitorch.backends.matmul_precision import find_precision
 
 #: With which everything is compared.
@@ -133,38 +134,22 @@ def rates_table(rows: Sequence[Record]) -> str:
     return markdown(["validation accuracy, %", *(f"lr {lr:g}" for lr in rates)], lines)
 
 
-def legend_below(axes: Any) -> None:
-    """Draw the legend of a panel below it."""
-    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
-
-
-def scatter(rows: Sequence[Record], task: str, key: str, label: str, scale: float = 1.0) -> Panel:
-    """Return a panel of accuracy against a cost on a task, a point for each attention."""
-
-    def panel(axes: Any) -> None:
-        names = [name for name in METHODS if _of(rows, task, name)]
-        for name in names:
+def costs(record: Record) -> list[Panel]:
+    """Return panels of accuracy against speed and against memory by task, a point for each attention."""
+    rows, found = finished(record["rows"]), []
+    kinds = {"step_ms": ("time of a training step, ms", 1.0)}
+    kinds["peak_bytes"] = ("peak memory of a step, MiB", 1 / MEBIBYTE)
+    for (task, title), (key, (label, scale)) in itertools.product(
+        titles(rows).items(), kinds.items()
+    ):
+        lines = {}
+        for name, method in METHODS.items():
             own = _of(rows, task, name)
             cost, accuracy = _mean(own, key), _mean(own, "test_accuracy")
             if cost is not None and accuracy is not None:
-                colour, title = colour_of(name, names), METHODS[name].title
-                axes.scatter([cost * scale], [100 * accuracy], color=colour, label=title)
-        axes.set(xscale="log", xlabel=label, ylabel="test accuracy, %", title=titles(rows)[task])
-        axes.grid(alpha=0.3)
-        if axes.has_data():
-            legend_below(axes)
-
-    return panel
-
-
-def pictures(rows: Sequence[Record]) -> dict[str, list[Panel]]:
-    """Return the panels of each picture: accuracy against speed and against memory, by task."""
-    rows = finished(rows)
-    costs: dict[str, tuple[Any, ...]] = {
-        "accuracy_speed": ("step_ms", "time of a training step, ms"),
-        "accuracy_memory": ("peak_bytes", "peak memory of a step, MiB", 1 / MEBIBYTE),
-    }
-    return {n: [scatter(rows, task, *cost) for task in titles(rows)] for n, cost in costs.items()}
+                lines[method.title] = [(cost * scale, 100 * accuracy)]
+        found.append(Panel(title, label, "test accuracy, %", lines, log="x"))
+    return found
 
 
 def over_naive(rows: Iterable[Record], key: Callable[[Record], float | None]) -> dict[str, Any]:

@@ -1,22 +1,58 @@
-"""Time and memory of the nine attentions of the Long-Range Arena: by length, and of training steps."""
+"""Exact, sparse and approximate attention on the Long-Range Arena: accuracy, speed and memory.
+
+python project/measure.py lra --tasks listops --attentions performer
+python project/measure.py lra --tasks listops text --resume         all nine attentions, what the record lacks
+python project/measure.py lra --tasks text --data aclImdb           the official files; a stand-in otherwise
+python project/measure.py lra --tasks listops --rates 1e-3 2e-3 4e-3    compare learning rates
+python project/measure.py lra_lengths lra_steps                     time by length, and of training steps
+
+--data is a folder of a task's official files: aclImdb for text, AAN's three .tsv for retrieval, CIFAR-10's
+binary version for image.  Sets, checkpoints and best models are in --folder.
+"""
 
 from __future__ import annotations
 
+import gc
+import itertools
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bench.harness import Case, Measurement, Run
-from bench.long_range import FLASH, NAIVE, lengths_table, peak_in_child, peak_of_step, steps_tables
+from bench.long_range import (
+    FLASH,
+    NAIVE,
+    costs,
+    lengths_table,
+    peak_in_child,
+    peak_of_step,
+    rates_table,
+    results_table,
+    steps_tables,
+)
 from bench.measuring import out_of_memory, spread, timing_note
 from bench.plots import Panel
 from bench.records import Record
-from data.long_range import TASKS, TEXT_LENGTH, Task, load_task
-from training.lra_loop import Training
-from training.lra_methods import BACKENDS, METHODS, QUICK, SETTINGS, Settings
+from data.long_range import GENERATED, TASKS, TEXT_LENGTH, Task, load_task
+from data.pathfinder import PUBLISHED
+from training.lra_loop import BEST, Training
+from training.lra_methods import BACKENDS, METHODS, QUICK, SETTINGS, Settings, learning_rate_of
+from training.pathfinder_stages import (
+    FIRST_STAGES,
+    STAGES,
+    Arrays,
+    begun_with,
+    grown,
+    stage_task,
+    task_name,
+)
+from training.runs import resumable
+from training.script_helpers import make_folder
 
 import minitorch
 from minitorch.backends.matmul_precision import find_precision
@@ -24,6 +60,8 @@ from minitorch.training.captured_step import RECORDED
 from minitorch.training.captured_step import WARM_UP as WARM_UP_CALLS
 
 HEADS, HEAD_DIM = 2, 32
+#: Settings of a training that are those of its task unless they are given.
+OF_TASK = ("steps", "batch", "judge_every", "dropout")
 #: Bytes of the score matrices of one training step that naive attention may take on the CPU.  It keeps
 #: about six of them.
 MOST_BYTES, KEPT_MATRICES = 4 * 2**30, 6
@@ -153,10 +191,92 @@ def times_of_task(run: Run, task: Task, settings: Settings) -> dict[str, list[fl
         return run.timed(ready(run, make, STEPS_BEFORE))
 
 
+# -- trainings -------------------------------------------------------------------------------------------
+
+
+def trainings(run: Run) -> Iterator[Case]:
+    if run.data and (len(run.tasks) > 1 or run.tasks[0] in GENERATED):
+        sys.exit("--data holds the files of one task: add --tasks text, retrieval or image")
+    make_folder(run.folder)
+    given: Record = {name: getattr(run, name)[0] for name in OF_TASK if getattr(run, name)}
+    for task, attention in itertools.product(run.tasks, run.attentions):
+        settings = replace(
+            QUICK if run.is_quick else SETTINGS[task], precision=run.precision, **given
+        )
+        for lr, seed in itertools.product(run.rates or (learning_rate_of(task),), run.seeds):
+            key = {"task": task, "attention": attention, "seed": seed, "lr": lr}
+            yield {**key, **asdict(settings)}, partial(trained, run, settings, **key)
+
+
+def trained(
+    run: Run, settings: Settings, task: str, attention: str, seed: int, lr: float
+) -> Record:
+    """Train, and measure the memory of a step."""
+    folder, given = (
+        Path(run.folder) / f"{task}-{attention}-seed-{seed}-lr-{lr:g}",
+        (seed, backend_of(run)),
+    )
+    with resumable(run.folder):
+        found = load_task(
+            task, Path(run.folder) / "sets", run.data or None, 0, run.is_quick, run.examples or None,
+            run.pixels, run.length,
+        )  # fmt: skip
+        start = None
+        if task == "pathfinder":
+            found = replace(found, source=found.source + begun_with(FIRST_STAGES[-1]))
+            start = partial(begun_small, run, settings, folder, attention, given, lr)
+        own = folder, lr, run.resumed, run.eager, start
+        row = Training(found, attention, settings, *given, *own).run()
+    if row["done"]:
+        row["peak_bytes"] = peak_in_child(attention, settings, given[1], found.model)
+    gc.collect()  # a captured step, and its memory
+    return row
+
+
+def begun_small(
+    run: Run, settings: Settings, folder: Path, attention: str, given: tuple[int, str], lr: float
+) -> Arrays:
+    """Train on smaller images of Pathfinder; return parameters for those of the task."""
+    models = [folder / task_name(name) / BEST for name in FIRST_STAGES]
+    counts = {"valid": settings.judged, "test": settings.judged}
+    for name, before in zip(FIRST_STAGES, (None, *models[:-1]), strict=True):
+        stage, processes = STAGES[name], 0 if run.is_quick else None
+        start = None if before is None else partial(grown, before, stage.task.size)
+        steps, judge_every = min(stage.steps, settings.steps), min(200, settings.judge_every)
+        small = replace(settings, steps=steps, judge_every=judge_every)
+        task = stage_task(name, Path(run.folder) / "sets", given[0], counts, processes=processes)
+        own = folder / task.name, lr, run.resumed, run.eager, start
+        training = Training(task, attention, small, *given, *own)
+        if training.done < steps and not training.run()["done"]:
+            raise KeyboardInterrupt
+    return grown(models[-1], run.pixels)
+
+
+def trainings_table(record: Record) -> str:
+    rows = record["rows"]
+    rates = {row["lr"] for row in rows if row["task"] == rows[0]["task"]} if rows else set()
+    return rates_table(rows) if len(rates) > 1 else results_table(rows)
+
+
 COMMON: Record = {"attentions": tuple(METHODS)}
 LENGTHS = tuple(2**power for power in range(8, 17))
 CHOICES = {**COMMON, "tasks": tuple(TASKS), "precision": ("float32", "bfloat16")}
+LRA: Record = {
+    "tasks": ("listops",), **COMMON, "seeds": (0,), "rates": (), **dict.fromkeys(OF_TASK, ()), "data": "",
+    "examples": 0, "pixels": 32, "length": TEXT_LENGTH, "precision": "float32", "eager": False,
+    "folder": "runs/lra",
+}  # fmt: skip
+SHORT = {
+    "tasks": ("text", "retrieval", "image", "pathfinder"), "attentions": (NAIVE, FLASH), "seeds": (0, 1),
+    "steps": (1500,), "precision": "bfloat16",
+}  # fmt: skip
 MEASUREMENTS = (
+    Measurement(
+        "lra", "Which accuracy does each attention reach on the Long-Range Arena, how fast?", trainings,
+        {"cpu": {"normal": LRA}, "cuda": {"normal": LRA}}, table=trainings_table, draw=costs,
+        minutes={"cpu": 1e4, "cuda": 600}, choices={**CHOICES, "pixels": tuple(PUBLISHED)},
+        records={"lra_short": SHORT},
+    ),
     Measurement(
         "lra_lengths", "From which length on is each approximation faster than exact attention?", by_length,
         {"cpu": {"normal": {"lengths": LENGTHS[:6], "precision": "float32", "seconds": 20.0, **COMMON},

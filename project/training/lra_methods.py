@@ -107,7 +107,7 @@ SETTINGS = {
     "image": Settings(35_000, batch=256),
     "pathfinder": Settings(62_400, batch=256, judge_every=400, dropout=0.0),  # images are turned
 }
-#: The learning rate of all methods by task, of those that ``project/run_lra.py --tune`` compares, that with
+#: The learning rate of all methods by task, of those that ``measure.py lra --rates`` compares, that with
 #: which exact attention learns best; it has been tuned for ListOps.
 LEARNING_RATES = {"pathfinder": 1e-3}
 LEARNING_RATE = 2e-3

@@ -18,8 +18,8 @@ from bench import contestants, harness, plots, records
 from bench.harness import Run
 from bench.measuring import load_torch
 from bench.peer_cases import cases as cases_of
-from bench.training_contestants import OURS, THEIRS, Size, Training, our_model
 from bench.torch_attention import Rivals
+from bench.training_contestants import OURS, THEIRS, Size, Training, our_model
 from measurements import against_torch, attention, io_table, peers
 from measurements.bench_training import difference
 

@@ -16,17 +16,20 @@ from hypothesis import strategies as st
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
-import run_documents  # noqa: E402
+from bench import harness  # noqa: E402
 from data import documents as corpus  # noqa: E402
 from training import document_loop  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-SMALL = ["--contexts", "4,16", "--steps", "80", "--judge-every", "20", "--quick", "--lr", "0.02"]
+SMALL = ["--contexts", "4", "16", "--steps", "80", "--judge-every", "20", "--quick", "--lr", "0.02",
+         "--device", "cpu"]  # fmt: skip
 
 
 def run(out: Path, *options: str) -> None:
-    run_documents.main([*SMALL, "--out", str(out), *options])
+    places = ["--folder", str(out), "--json", str(out / "documents.json")]
+    figure = ["--figure", str(out / "documents.png")]
+    assert harness.run(harness.load("documents"), [*SMALL, *places, *figure, *options]) == 0
 
 
 def refused(out: Path, *options: str) -> str:

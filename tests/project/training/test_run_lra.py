@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
-import run_lra  # noqa: E402
+from bench import harness  # noqa: E402
 from bench.long_range import (  # noqa: E402
     crossovers,
     lengths_table,
@@ -23,6 +23,7 @@ from bench.long_range import (  # noqa: E402
     steps_tables,
 )
 from data.long_range import load_task  # noqa: E402
+from measurements import long_range  # noqa: E402
 from training import lra_loop  # noqa: E402
 from training.lra_methods import QUICK  # noqa: E402
 
@@ -31,17 +32,25 @@ from minitorch.training.model_files import read_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-SMALL = ["--task", "listops", "--quick", "--steps", "20", "--judge-every", "5"]
+SMALL = ["--tasks", "listops", "--quick", "--steps", "20", "--judge-every", "5", "--device", "cpu"]
+
+
+def run(out: Path, *options: str, small: list[str] = SMALL, code: int = 0) -> None:
+    places = ["--folder", str(out), "--json", str(out / "lra.json")]
+    figure = ["--figure", str(out / "lra.png")]
+    assert harness.run(harness.load("lra"), [*small, *options, *places, *figure]) == code
 
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
     return json.loads((out / "lra.json").read_text())["rows"]
 
 
-def refused(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
-    """Run the script in this process; return the one line with which it ends."""
+def refused(
+    capsys: pytest.CaptureFixture[str], out: Path, *options: str, small: list[str] = SMALL
+) -> str:
+    """Run the trainings in this process; return the one line with which they end."""
     with pytest.raises(SystemExit) as ended:
-        run_lra.main([str(arg) for arg in args])
+        run(out, *options, small=small)
     error = capsys.readouterr().err + (
         ended.value.code if isinstance(ended.value.code, str) else ""
     )
@@ -51,15 +60,15 @@ def refused(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
 @pytest.fixture(autouse=True)
 def no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peaks of memory take a process each."""
-    monkeypatch.setattr(run_lra, "peak_in_child", lambda *args: 2**20)
+    monkeypatch.setattr(long_range, "peak_in_child", lambda *args: 2**20)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_lra, "peak_in_child", lambda *args: 2**20)
-        run_lra.main([*SMALL, "--attention", "flash", "--out", str(out)])
+        patch.setattr(long_range, "peak_in_child", lambda *args: 2**20)
+        run(out, "--attentions", "flash")
     return out
 
 
@@ -72,7 +81,7 @@ def own(finished: Path, tmp_path: Path) -> Path:
 def test_pathfinder_begins_on_smaller_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training: Any = run_lra.Training
+    training: Any = long_range.Training
     begun: list[tuple[str, Any]] = []
 
     def noted(task: Any, *args: Any) -> Any:
@@ -87,9 +96,19 @@ def test_pathfinder_begins_on_smaller_images(
         begun.append((task.name, *(given or [None])))
         return made
 
-    monkeypatch.setattr(run_lra, "Training", noted)
-    small = ["--task", "pathfinder", "--quick", "--steps", "2", "--judge-every", "2"]
-    run_lra.main([*small, "--attention", "linformer", "--out", str(tmp_path)])
+    monkeypatch.setattr(long_range, "Training", noted)
+    small = [
+        "--tasks",
+        "pathfinder",
+        "--quick",
+        "--steps",
+        "2",
+        "--judge-every",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    run(tmp_path, "--attentions", "linformer", small=small)
     assert [name for name, _ in begun] == ["pathfinder-8", "pathfinder-16", "pathfinder"]
     assert begun[0][1] is None
     for (_, start), side, before in zip(begun[1:], (16, 32), (8, 16), strict=True):
@@ -163,48 +182,35 @@ def test_a_resumed_training_continues_the_same_curve(tmp_path: Path) -> None:
         lra_loop.Training(task, "performer", other, 3, "fast", tmp_path / "b", None, True)
 
 
-def test_going_on_adds_what_the_record_lacks(
+def test_resuming_adds_what_the_record_lacks(
     own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = rows_of(own)
-    run_lra.main([*SMALL, "--attention", "linear", "--out", str(own), "--go-on"])
+    run(own, "--attentions", "flash", "linear", "--resume")
     after = rows_of(own)
     assert after[0] == before[0] and [row["attention"] for row in after] == ["flash", "linear"]
-    monkeypatch.setattr(run_lra, "train_one", None)  # training again would fail
+    monkeypatch.setattr(long_range, "trained", None)  # training again would fail
     capsys.readouterr()
-    run_lra.main([*SMALL, "--attention", "linear", "--out", str(own), "--go-on"])
+    run(own, "--attentions", "flash", "linear", "--resume")
     assert "| linear attention |" in capsys.readouterr().out
 
 
-def test_going_on_measures_memory_that_an_interruption_left_out(own: Path) -> None:
-    record = json.loads((own / "lra.json").read_text())
-    (row,) = record["rows"]
-    del row["peak_bytes"]
-    (own / "lra.json").write_text(json.dumps(record))
-    run_lra.main([*SMALL, "--attention", "flash", "--out", str(own), "--go-on"])
-    (again,) = rows_of(own)
-    assert again["peak_bytes"] == 2**20 and again["curve"] == row["curve"]
-
-
-def test_several_trainings_take_a_process_each(
+def test_several_trainings_are_in_one_table_and_picture(
     own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--attention", "flash", "local", "naive", "--out", str(own), "--go-on"]
     pytest.importorskip("matplotlib")
-    run_lra.main([*SMALL, *options, "--plots", str(own / "plots")])
+    run(own, "--attentions", "flash", "local", "naive", "--resume")
     rows = {row["attention"]: row for row in rows_of(own)}
     assert set(rows) == {"flash", "local", "naive"}
-    assert rows["naive"]["peak_bytes"] is None or rows["naive"]["peak_bytes"] > 0
     assert rows["naive"]["curve"]["train"] == pytest.approx(
         rows["flash"]["curve"]["train"], rel=1e-3
     )
     out = capsys.readouterr().out
     assert "listops (generated)" in out and "| Transformer |" in out
-    for name in ("accuracy_speed", "accuracy_memory"):
-        assert (own / "plots" / f"lra_{name}.png").stat().st_size > 1000
+    assert (own / "lra.png").stat().st_size > 1000
 
 
-def test_ctrl_c_keeps_the_training_for_go_on(
+def test_ctrl_c_keeps_the_training_for_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Asked(lra_loop.CtrlC):
@@ -213,35 +219,25 @@ def test_ctrl_c_keeps_the_training_for_go_on(
             self.asked = True
             return self
 
-    run = [*SMALL, "--attention", "flash", "--out", str(tmp_path)]
     with monkeypatch.context() as patch:
         patch.setattr(lra_loop, "CtrlC", Asked)
-        with pytest.raises(SystemExit) as ended:
-            run_lra.main(run)
-    assert ended.value.code == run_lra.INTERRUPTED
+        run(tmp_path, "--attentions", "flash", code=130)
     assert [row["done"] for row in rows_of(tmp_path)] == [False]
-    run_lra.main([*run, "--go-on"])
+    run(tmp_path, "--attentions", "flash", "--resume")
     assert [row["done"] for row in rows_of(tmp_path)] == [True]
 
 
 def test_wrong_options_are_refused_in_one_line(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = ["--out", str(own)]
     for options, words in (
-        ([*SMALL, *out], "--go-on adds to it"),
-        (
-            [*SMALL, *out, "--go-on", "--steps", "30"],
-            "with other values of steps; pass the options",
-        ),
-        (["--all", "--attention", "flash"], "leave out --attention, or --all"),
-        (["--tune", "--lr", "1"], "leave out --lr"),
-        (["--data", "x"], "add --task text, retrieval or image"),
-        (["--task", "text", "--data", str(tmp_path / "no"), "--out", str(tmp_path)], "train/pos"),
+        (["--attentions", "flash", "--resume", "--steps", "30"], "had other values of steps"),
+        (["--data", "x"], "add --tasks text, retrieval or image"),
+        (["--tasks", "text", "--data", str(tmp_path / "no")], "train/pos"),
     ):
-        assert words in refused(capsys, *options), options
+        assert words in refused(capsys, own, *options), options
     (own / "lra.json").write_text("{}")
-    assert "not a record of this script" in refused(capsys, *SMALL, *out, "--go-on")
+    assert "not a record of this" in refused(capsys, own, "--resume")
 
 
 def test_a_crossover_is_the_length_from_which_on_a_method_stays_faster() -> None:

@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 import streamlit as st
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 
 from app_pages.pictures import matrix, new_figure, show
 from app_pages.recording import MASKS, Recording, Settings, Step, record
@@ -24,12 +22,7 @@ RUNGS = {"naive": "", "flash1": "task 5.4", "flash2": "task 5.7, and task 5.9 fo
 MASKS_OF_FLASH1 = ("none", "causal")
 TILE_SIZES = (4, 8, 16)
 #: What has become of a tile: colour and name, in the order of ``Story.progress``.
-STATES = (
-    ("#e5e7eb", "never visited"),
-    ("#ffffff", "to come"),
-    ("#9dc3e6", "done"),
-    ("#f59e0b", "in shared memory"),
-)
+STATES = {"⬜": "never visited", "◻️": "to come", "🟦": "done", "🟧": "in shared memory"}
 
 
 def rungs_of(mask: str) -> tuple[str, ...]:
@@ -90,42 +83,14 @@ def choose_step(count: int, jumps: list[int]) -> int:
     return int(st.slider("step", 0, count - 1, key="step"))
 
 
-def overview(story: Story, number: int) -> Figure:
-    """Draw which tiles of Q, K and V are in shared memory, and which scores have been visited."""
-    settings, states = story.settings, story.progress(number)
-    figure = new_figure(5.2, 5)
-    grid = figure.subplots(
-        2, 2, width_ratios=(1, 5), height_ratios=(1, 5), sharex="col", sharey="row"
-    )
-    keys, scores, queries = grid[0][1], grid[1][1], grid[1][0]
-    grid[0][0].set_axis_off()
-    colours = ListedColormap([colour for colour, _ in STATES])
-    size = settings.seq
-    now = story.visits[number]
-    for axes, shape in ((keys, (1, states.shape[1])), (queries, (states.shape[0], 1))):
-        along = shape[0] == 1
-        held = np.ones(shape, np.int64)
-        if now is not None:
-            held[(0, now[1]) if along else (now[0], 0)] = 3
-        _tiles(axes, held, colours, story, along, not along)
-    _tiles(scores, states, colours, story, True, True)
-    keys.set(title="K and V, key columns", yticks=[])
-    queries.set(ylabel="Q, query rows", xticks=[])
-    scores.set(xlabel="S = τ Q Kᵀ", xlim=(0, size), ylim=(size, 0))
-    handles = [Patch(facecolor=c, edgecolor="grey", label=name) for c, name in STATES]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=7, frameon=False)
-    return figure
-
-
-def _tiles(axes: Any, states: Any, colours: Any, story: Story, wide: bool, tall: bool) -> None:
-    """Draw tiles of a matrix, the last of a row or column as short as it is."""
-    s = story.settings
-    for (i, j), state in np.ndenumerate(states):
-        x, y = (j * s.block_k if wide else 0), (i * s.block_q if tall else 0)
-        width = min(s.block_k, s.seq - x) if wide else 1
-        height = min(s.block_q, s.seq - y) if tall else 1
-        axes.add_patch(Rectangle((x, y), width, height, fc=colours(state), ec="grey"))
-    axes.set(xlim=(0, s.seq if wide else 1), ylim=(s.seq if tall else 1, 0))  # rows count downwards
+def overview(story: Story, number: int) -> list[dict[str, str]]:
+    """Return which tiles of the scores have been visited, a row for each query tile."""
+    marks, now = [*STATES], story.visits[number]
+    return [
+        {"": f"Q_{i}" + " (here)" * (now is not None and now[0] == i)}
+        | {f"K_{j}": marks[state] for j, state in enumerate(row)}
+        for i, row in enumerate(story.progress(number))
+    ]
 
 
 #: What the tile in hand consists of: name → title and the format of its numbers.
@@ -166,21 +131,15 @@ def tile_picture(view: TileView | None) -> Figure:
     return figure
 
 
-def zoomed(view: TileView | None, name: str) -> Figure:
-    """Draw one part of a tile, as large as its numbers need."""
+def zoomed(view: TileView | None, name: str) -> None:
+    """Show the numbers of one part of a tile."""
     values = parts_of(view)[name] if view is not None else None
-    title, numbers = PARTS[name]
     if view is None or values is None:
-        figure = new_figure(6, 1)
-        matrix(figure.subplots(), None, f"{name} is not known at this step")
-        return figure
-    rows, cols = values.shape
-    figure = new_figure(max(4.0, 0.65 * cols + 0.4), 0.42 * rows + 0.6)
-    title = title.format(i=view.visit[0], j=view.visit[1])
-    matrix(
-        figure.subplots(), values, title, numbers, most_numbers=values.size, font=10, aspect="auto"
-    )
-    return figure
+        st.caption(f"{name} is not known at this step")
+        return
+    title, numbers = PARTS[name]
+    st.caption(title.format(i=view.visit[0], j=view.visit[1]))
+    st.dataframe([{str(j): numbers.format(x) for j, x in enumerate(row)} for row in values])
 
 
 def naive_picture(step: Step, seq: int) -> Figure:
@@ -210,17 +169,19 @@ def counters(step: Step, before: Step | None) -> None:
     st.dataframe(rows, hide_index=True)
 
 
-def comparison(recording: Recording, moved: dict[str, list[int]], number: int) -> Figure:
-    """Draw the running totals of all rungs, and how far the chosen one is."""
-    figure = new_figure(5.2, 4)
-    axes = figure.subplots()
-    for rung, values in moved.items():
-        axes.plot(np.linspace(0, 100, len(values)), values, label=f"{rung}: {values[-1]:,}")
+def comparison(recording: Recording, moved: dict[str, list[int]], number: int) -> None:
+    """Draw the running totals of all rungs by the share of the call's steps, and how far the chosen one is."""
+    points = [
+        {"% of the call's steps": 100 * i / max(len(values) - 1, 1), "elements read and written": value,
+         "kernel": f"{rung}: {values[-1]:,}"}
+        for rung, values in moved.items() for i, value in enumerate(values)
+    ]  # fmt: skip
+    x, y = [*points[0]][:2]
+    st.line_chart(points, x=x, y=y, color="kernel")
     own = moved[recording.settings.rung]
-    axes.plot(100 * number / max(len(own) - 1, 1), own[number], "ko")
-    axes.set(xlabel="% of the call's steps", ylabel="elements read and written")
-    axes.legend(fontsize=8)
-    return figure
+    st.caption(
+        f"{recording.settings.rung}: {100 * number / max(len(own) - 1, 1):.0f} % of the steps"
+    )
 
 
 def formula_line(recording: Recording) -> str:
@@ -276,14 +237,18 @@ def page(hide_source: bool = False) -> None:
     else:
         view = story.tiles(number)
         zoom = choose("numbers of", ["the whole tile", *PARTS], "zoom")
-        show(tile_picture(view) if zoom == "the whole tile" else zoomed(view, zoom))
+        if zoom == "the whole tile":
+            show(tile_picture(view))
+        else:
+            zoomed(view, zoom)
     left, right = st.columns(2)
     with left:
         counters(step, before)
         if rung != "naive":
-            show(overview(story, number))
+            st.caption("S = τ Q Kᵀ: " + ", ".join(" ".join(state) for state in STATES.items()))
+            st.dataframe(overview(story, number), hide_index=True)
     with right:
-        show(comparison(recording, running_totals(*settings), number))
+        comparison(recording, running_totals(*settings), number)
         st.caption(formula_line(recording))
     if not hide_source:
         source_around(recording, step)

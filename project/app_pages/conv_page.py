@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,9 +69,6 @@ def page(hide_source: bool = False) -> None:
         "maxpool2d": minitorch.maxpool2d(output, (tile, tile)),
     }
     show_panels(
-        *(
-            lambda axes, name=name, x=x: matrix(axes, x.to_numpy()[0, 0], name)
-            for name, x in pooled.items()
-        ),
+        *(partial(matrix, values=x.to_numpy()[0, 0], title=name) for name, x in pooled.items()),
         size=3.0,
     )

@@ -14,21 +14,10 @@ from minitorch import operators
 from minitorch.module import Module, Parameter
 
 ONE: dict[str, Callable[[float], float]] = {
-    "neg": operators.neg,
-    "sigmoid": operators.sigmoid,
-    "relu": operators.relu,
-    "exp": operators.exp,
-    "log": operators.log,
-    "inv": operators.inv,
-    "id": operators.id,
+    name: getattr(operators, name) for name in ("neg", "sigmoid", "relu", "exp", "log", "inv", "id")
 }
 TWO: dict[str, Callable[[float, float], float]] = {
-    "add": operators.add,
-    "mul": operators.mul,
-    "max": operators.max,
-    "lt": operators.lt,
-    "eq": operators.eq,
-    "is_close": operators.is_close,
+    name: getattr(operators, name) for name in ("add", "mul", "max", "lt", "eq", "is_close")
 }
 #: Where they are defined for positive numbers only, or not at 0.
 POSITIVE = {"log", "inv"}

@@ -38,10 +38,7 @@ def show_panels(*panels: Panel, where: Any = st, size: float = 4.4) -> None:
     show(figure, where)
 
 
-def matrix(
-    axes: Any, values: Any, title: str, numbers: str = "{:.2g}", most_numbers: int = MOST_NUMBERS,
-    font: int = 8, **options: Any,
-) -> None:  # fmt: skip
+def matrix(axes: Any, values: Any, title: str, numbers: str = "{:.2g}", **options: Any) -> None:
     """Draw a matrix, or a vector as a column, its numbers in the cells where there is room."""
     axes.set_title(title, fontsize=9)
     axes.set(xticks=[], yticks=[])
@@ -52,16 +49,9 @@ def matrix(
     values = values[:, None] if values.ndim == 1 else values
     finite = np.where(np.isfinite(values), values, np.nan)
     axes.imshow(finite, **{"cmap": "RdBu_r", "vmin": -MOST, "vmax": MOST, **options})
-    if numbers and values.size <= most_numbers:
+    if numbers and values.size <= MOST_NUMBERS:
         for (row, col), value in np.ndenumerate(values):
             text = numbers.format(value).replace("-inf", "-∞").replace("nan", "–")
             is_dark = 0.7 * MOST < abs(value) < np.inf
-            axes.text(
-                col,
-                row,
-                text,
-                ha="center",
-                va="center",
-                fontsize=font,
-                color="white" if is_dark else "black",
-            )
+            style = {"ha": "center", "va": "center", "fontsize": 8}
+            axes.text(col, row, text, color="white" if is_dark else "black", **style)

@@ -398,6 +398,5 @@ def test_sliders_of_the_call_change_picture_and_counters() -> None:
 def test_a_step_is_explained_and_every_number_of_its_tile_can_be_read() -> None:
     app = opened("attention", rung="flash2", mask="none", block_q=16, block_k=16, d=16)
     assert any(text.value.startswith("> ") and "maximum" in text.value for text in app.markdown)
-    before = pictures(app)
     app.selectbox(key="zoom").set_value("S")
-    assert pictures(ran(app))[0] != before[0]
+    assert ran(app).dataframe[0].value.shape == (16, 16)

@@ -16,10 +16,12 @@ stops after the running one, whose rows are kept.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -90,52 +92,47 @@ def run_several(names: list[str], handed: list[str], gpus: list[int] | list[None
 def main(argv: list[str] | None = None) -> int:
     """Do what the command line says; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    names = []
-    for word in argv:
-        if word.startswith("-"):
-            break
-        names.append(word)
-    rest = argv[len(names) :]
-    if len(names) == 1 and names[0] not in ("all", "figures"):
-        try:
-            one = harness.load(names[0])
-        except ValueError as error:
-            sys.exit(str(error))
+    names = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    known = harness.load_all()
+    if len(names) == 1 and names[0] not in GROUPS:
+        if names[0] not in known:
+            sys.exit(f"there is no measurement {names[0]!r}; there are {', '.join(known)}")
+        one = known[names[0]]
         own = [] if names[0] == one.name else ["--record", names[0]]
-        return harness.run(one, [*own, *rest])
+        return harness.run(one, [*own, *argv[1:]])
     parser = OneLineParser(description=__doc__)
     add = parser.add_argument
-    add(
-        "names",
-        nargs="*",
-        metavar="NAME",
-        help="measurements, or: all, figures (default: list them)",
-    )
+    add("names", nargs="*", metavar="NAME", choices=[*known, *GROUPS, []],
+        help="measurements, or: all, figures (default: list them)")  # fmt: skip
     add("--stale", action="store_true", help="only those with records older than the code")
     add("--device", choices=("cpu", "cuda"), help="(default: cuda where there is one, else cpu)")
     add("--gpus", nargs="+", type=FROM_ZERO, metavar="N", help="(default: the first)")
-    handed = ("quick", "publish", "resume", "redraw")
-    for name in handed:
+    for name in HANDED:
         add(f"--{name}", action="store_true", help="see python project/measure.py NAME --help")
     args = parser.parse_args(argv)
-    known = harness.load_all()
-    if unknown := sorted({*args.names} - {*known, "all", "figures"}):
-        parser.error(f"there is no measurement {', '.join(unknown)}; there are {', '.join(known)}")
     if not args.names:
         print(listing(known, args.stale))
         return 0
     device = args.device or ("cpu" if why_no_cuda() else "cuda")
-    words = {(True, True): {"all", "figures"}, (True, False): {"all"}, (False, False): set[str]()}
     chosen = [
         name for name, one in known.items()
-        if (name in args.names or words[one.folder is None, bool(one.caption)] & {*args.names})
-        and device in one.devices
-        # Trainings, and what judges the models of a user, are named.
-        and (name in args.names or not {"runs", "folder"} & {*one.settings[device]["normal"]})
+        if device in one.devices
+        and (name in args.names or any(fits(one) for group, fits in GROUPS.items() if group in args.names))
         and (not args.stale or any(age != 0 for age in stale(one, name).values()))
     ]  # fmt: skip
-    options = ["--device", device, *(f"--{name}" for name in handed if getattr(args, name))]
+    options = ["--device", device, *(f"--{name}" for name in HANDED if getattr(args, name))]
     return run_several(chosen, options, args.gpus or [None])
+
+
+def takes_part(one: Measurement) -> bool:
+    """Tell whether a measurement is one of all: checks, trainings and what judges a model are named."""
+    return one.folder is None and not {"runs", "folder"} & {*one.settings[one.devices[0]]["normal"]}
+
+
+HANDED = ("quick", "publish", "resume", "redraw")
+GROUPS: dict[str, Callable[[Measurement], bool]] = {
+    "all": takes_part, "figures": lambda one: takes_part(one) and bool(one.caption)
+}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -408,24 +408,14 @@ def load_all() -> dict[str, Measurement]:
     for folder in FOLDERS:
         for path in sorted((PROJECT / folder).glob("*.py")):
             if "\nMEASUREMENT" in path.read_text(encoding="utf-8"):
-                for one in in_module(f"{folder}.{path.stem}"):
+                module = importlib.import_module(f"{folder}.{path.stem}")
+                for one in getattr(module, "MEASUREMENTS", None) or (module.MEASUREMENT,):
                     found |= dict.fromkeys((one.name, *one.records), one)
     return found
 
 
-def in_module(name: str) -> tuple[Measurement, ...]:
-    """Return the measurements that a module declares."""
-    module = importlib.import_module(name)
-    return getattr(module, "MEASUREMENTS", None) or (module.MEASUREMENT,)
-
-
 def load(name: str) -> Measurement:
     """Return a measurement by its name, or by that of one of its records."""
-    for folder in FOLDERS:  # mostly the module has the same name
-        if (PROJECT / folder / f"{name}.py").exists():
-            for one in in_module(f"{folder}.{name}"):
-                if one.name == name:
-                    return one
     found = load_all()
     if name not in found:
         raise ValueError(f"there is no measurement {name!r}; there are {', '.join(found)}")

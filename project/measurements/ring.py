@@ -231,9 +231,9 @@ def measured(
     steps = {f"{name}_{way}": getattr(x, way) for name, x in sides.items() for way in PASSES}
     row: Record = {"length": length, "heads": run.heads, "head_dim": run.head_dim}
     row |= {f"{name}_seconds": took for name, took in timed(steps).items()}
-    for way, seconds in predicted(row, group.size, link).items():
+    for way, took in predicted(row, group.size, link).items():
         one, every = row[f"one_{way}_seconds"], row[f"all_{way}_seconds"]
-        row |= {f"efficiency_{way}": one / every / group.size, f"predicted_{way}_seconds": seconds}
+        row |= {f"efficiency_{way}": one / every / group.size, f"predicted_{way}_seconds": took}
     row["difference"] = most(everyone, difference(whole, ring, mine))
     del whole, ring, sides, steps
     if torch is not None:

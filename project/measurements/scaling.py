@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from bench.harness import Case, Measurement, Run
@@ -73,28 +73,25 @@ def call_of(group: MPIGroup, tokens: int) -> dict[str, Callable[[], Any]]:
     return steps
 
 
-class Round(NamedTuple):
-    """A step in one round: the seconds of the slowest rank, and the least share of a core of any rank."""
+def timed(group: MPIGroup, step: Callable[[], Any]) -> tuple[float, float]:
+    """Run a step on all ranks of a group.
 
-    seconds: float
-    share: float
-
-
-def timed(group: MPIGroup, step: Callable[[], Any]) -> Round:
-    """Run a step on all ranks of a group."""
+    Returns:
+        The seconds of the slowest rank, and the least share of a core that any rank had.
+    """
     group.barrier()
     start, used = time.perf_counter(), time.process_time()
     step()
     seconds = time.perf_counter() - start
     own = np.array([seconds, -(time.process_time() - used) / seconds])
     group.all_reduce(own, "max").wait()
-    return Round(float(own[0]), -float(own[1]))
+    return float(own[0]), -float(own[1])
 
 
-def undisturbed(rounds: list[Round]) -> list[Round]:
+def undisturbed(rounds: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the rounds in which no other program took a core, or the least disturbed."""
-    best = sorted(rounds, key=lambda x: -x.share)
-    return [x for i, x in enumerate(best) if i < LEAST or x.share > WHOLE]
+    best = sorted(rounds, key=lambda x: -x[1])
+    return [x for i, x in enumerate(best) if i < LEAST or x[1] > WHOLE]
 
 
 def child(lengths: tuple[int, ...], rounds: int) -> None:
@@ -105,7 +102,7 @@ def child(lengths: tuple[int, ...], rounds: int) -> None:
     for n, group in worlds.items():
         if everyone.rank < n:
             steps |= {(n, tokens): call_of(group, tokens) for tokens in lengths}
-    times: dict[tuple[int, int, str], list[Round]] = {}
+    times: dict[tuple[int, int, str], list[tuple[float, float]]] = {}
     for done in range(-1, rounds):  # the first round compiles
         for tokens in lengths:
             for n, group in worlds.items():

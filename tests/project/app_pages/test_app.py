@@ -49,10 +49,11 @@ def ran(app: AppTest) -> AppTest:
 
 
 def pictures(app: AppTest) -> list[str]:
-    """Return what tells the pictures of a page from others: an address that its content decides, or a chart."""
+    """Return an address for each picture of a page, which its content decides, and each chart."""
     found = [*app.get("image"), *app.get("imgs")]  # the name is newer, or older
     urls = [image.url for element in found for image in element.proto.imgs]  # type: ignore[attr-defined]
-    return urls + [str(chart.proto) for chart in app.get("arrow_vega_lite_chart")]  # type: ignore[attr-defined]
+    charts = [*app.get("vega_lite_chart"), *app.get("arrow_vega_lite_chart")]  # likewise
+    return urls + [str(chart.proto) for chart in charts]  # type: ignore[attr-defined]
 
 
 def metrics(app: AppTest) -> dict[str, str]:

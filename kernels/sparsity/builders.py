@@ -105,10 +105,10 @@ def dilated(
     Source: the dilated attention of LongNet (Ding et al., 2023, section 3.2) with a single segment, for
     blocks instead of elements.
     """
-    grid = check_grid(seq_q, seq_k, block_size)
+    grid = check_grid(seq_q, seq_k, block_size, heads)
     rows, cols = _squares(grid)
     step = max(min(whole("dilation", dilation, 1), cols), 1)
-    h, i = np.arange(whole("heads", heads, 1))[:, None, None], np.arange(rows)[:, None]
+    h, i = np.arange(heads)[:, None, None], np.arange(rows)[:, None]
     return _of_squares(grid, (np.arange(cols) - i - h) % step == 0)  # (heads, squares, squares)
 
 
@@ -138,7 +138,7 @@ def bigbird(
 
     Source: BigBird (Zaheer et al., 2020), in its blocked form; the defaults are those of its base model.
     """
-    grid = check_grid(seq_q, seq_k, block_size)
+    grid = check_grid(seq_q, seq_k, block_size, heads)
     if whole("window", window, 1) % 2 == 0:
         raise ValueError(
             f"window must be odd, as many blocks before the diagonal as after it, got {window}; use "
@@ -149,7 +149,7 @@ def bigbird(
     drawn = min(whole("random_blocks", random_blocks, 0), counts[1])
     i, j = np.arange(counts[0])[:, None], np.arange(counts[1])
     kept = (np.abs(i - j) <= window // 2) | (i < first) | (j < first)
-    kept = np.repeat(kept[None], whole("heads", heads, 1), axis=0)  # (heads, squares, squares)
+    kept = np.repeat(kept[None], heads, axis=0)  # (heads, squares, squares)
     # Raw words of PCG64, which NumPy guarantees to be stable across versions.
     words = np.random.PCG64(whole("seed", seed, 0)).random_raw(kept.size).reshape(kept.shape)
     if drawn:

@@ -73,12 +73,13 @@ class Layout(NamedTuple):
     blocks: Blocks
 
 
-def check_grid(seq_q: Any, seq_k: Any, block_size: Any) -> Grid:
-    """Return lengths and a block size, one number or (rows, columns), as a grid.
+def check_grid(seq_q: Any, seq_k: Any, block_size: Any, heads: Any = 1) -> Grid:
+    """Return lengths and a block size, one number or (rows, columns), as a grid of so many heads.
 
     Raises:
         TypeError: If one of them is not a whole number.
-        ValueError: If a length is negative, or a side not a positive multiple of ``SIDE``.
+        ValueError: If a length is negative, a side not a positive multiple of ``SIDE``, or the blocks of
+            all heads are too many.
     """
     pair = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size,) * 2
     if len(pair) != 2:
@@ -93,10 +94,11 @@ def check_grid(seq_q: Any, seq_k: Any, block_size: Any) -> Grid:
             f"the next is {tuple(ceil_div(side, SIDE) * SIDE for side in sides)}"
         )
     grid = Grid(whole("seq_q", seq_q, 0), whole("seq_k", seq_k, 0), *sides)
-    if math.prod(grid.counts) > MOST_BLOCKS:
+    blocks = whole("heads", heads, 1) * max(math.prod(grid.counts), 1)
+    if blocks > MOST_BLOCKS:
         raise ValueError(
-            f"{grid.seq_q} rows and {grid.seq_k} columns in blocks of {grid.block} are "
-            f"{math.prod(grid.counts)} blocks, more than {MOST_BLOCKS}; use larger blocks, or "
+            f"{grid.seq_q} rows and {grid.seq_k} columns in blocks of {grid.block}, with heads={heads}, are "
+            f"{blocks} blocks, more than {MOST_BLOCKS}; use larger blocks or fewer heads, or "
             "is_causal and window_size, which need none"
         )
     return grid

@@ -352,8 +352,8 @@ def run(m: Measurement, argv: list[str]) -> int:
 def origin_of(record: Record) -> str:
     """Return where a record was made, and how its times were read."""
     versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
-    lines = [f"{record['device']}, {record['cores']} cores, {record['date']}; {versions}"]
-    return "\n".join([*lines, *(record[key] for key in ("timing", "note") if record.get(key))])
+    line = f"{record['device']}, {record['cores']} cores, {record['date']}; {versions}"
+    return "\n".join([line, *(record[key] for key in ("timing", "note") if record.get(key))])
 
 
 def publish(path: Path, target: Path) -> Path:

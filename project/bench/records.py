@@ -136,16 +136,9 @@ def read_record(path: Path) -> Record:
     return record
 
 
-def read_rows(path: str | Path, *names: str) -> list[Record]:
-    """Return the rows of a record that a script adds to; exit with one line if it is another's."""
-    if not Path(path).exists():
-        return []
+def read_rows(path: Path) -> list[Record]:
+    """Return the rows of a record that a run adds to; exit with one line if it is no record."""
     try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
-        for row in rows:
-            _ = [row[name] for name in names]
+        return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(
-            f"{path}: not a record of this script ({error!r}); delete it, or name another folder or file"
-        )
-    return rows
+        sys.exit(f"{path}: not a record of this measurement ({error!r}); delete it, or name another file")

@@ -39,6 +39,8 @@ BLOCKS = [
     (lambda o: BlockMask.dilated(5, 5, dilation=0), ValueError, "dilation must be 1 or more", "0"),
     (lambda o: BlockMask.bigbird(5, 5, window=2), ValueError, "must be odd", "got 2", "use 3"),
     (lambda o: BlockMask.bigbird(5, 5, heads=0), ValueError, "heads must be 1 or more"),
+    (lambda o: BlockMask.bigbird(5, 5, heads=2**63), ValueError, "heads=9223372036854775808", "fewer heads"),
+    (lambda o: BlockMask.dilated(5, 5, heads=2**63), ValueError, "heads=9223372036854775808", "fewer heads"),
     (lambda o: BlockMask.local_global(5, 5, 1, global_tokens=[9]), ValueError, "0 to 4", "9 to 9"),
     (lambda o: BlockMask.local_global(5, 5, 1, global_tokens=[1.5]), TypeError, "whole numbers"),
     (lambda o: BlockMask.local_global(5, 5, 1, global_tokens=[[1], [2, 3]]), ValueError,

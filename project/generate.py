@@ -40,7 +40,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.option("--max-tokens", COUNT, 100, "tokens to add at most")
     parser.option("--temperature", NOT_NEGATIVE, 0.8, "divisor of the logits; 0 is greedy")
     parser.option("--top-k", COUNT, None, "sample among so many of the most likely tokens")
-    parser.option("--top-p", SHARE, 1.0, "sample among the fewest most likely tokens with this share")
+    parser.option(
+        "--top-p", SHARE, 1.0, "sample among the fewest most likely tokens with this share"
+    )
     parser.option("--seed", FROM_ZERO, 0, "of the sampling")
     parser.choice("--backend", sorted(BACKENDS), "fast")
     parser.add_argument(

@@ -13,14 +13,9 @@ from app_pages.widgets import choose, refuse
 from minitorch import Scalar
 
 EXAMPLES = (
-    "x * y + y",
-    "(x * x + y).sigmoid() * z",
-    "(x + y) * y",
-    "(x * y).exp() - z.relu()",
-    "-(x.sigmoid().log())",
-    "(x - y) ** 2",
-)
-NAMES = ("x", "y", "z")
+    "x * y + y", "(x * x + y).sigmoid() * z", "(x + y) * y", "(x * y).exp() - z.relu()",
+    "-(x.sigmoid().log())", "(x - y) ** 2",
+)  # fmt: skip
 #: Colours of variables: not visited, reached by a share, visited; of functions, and of the last edges.
 WHITE, GREEN, BLUE, AMBER, STRONG = "#ffffff", "#dcf2e0", "#bcd8f5", "#f8e0a8", "#c2410c"
 
@@ -121,17 +116,10 @@ def as_dot(result: Any, order: list[Visit], done: int) -> str:
 
 def _edges(variable: Any, visit: Visit | None) -> list[str]:
     """Return what stands at the edges from the inputs to the function that made a variable."""
-    if not isinstance(
-        variable, Scalar
-    ):  # the derivative of a tensor by a tensor is no single number
-        if visit is None:
-            return [""] * len(variable.history.inputs)
-        shares = {parent.unique_id: _number(share) for parent, share in visit.shares}
-        inputs = variable.history.inputs
-        return [
-            f"share {shares[p.unique_id]}" if getattr(p, "unique_id", None) in shares else ""
-            for p in inputs
-        ]
+    if not isinstance(variable, Scalar):  # a tensor's derivative by a tensor is no single number
+        known = visit.shares if visit else ()
+        shares = {parent.unique_id: f"share {_number(share)}" for parent, share in known}
+        return [shares.get(getattr(p, "unique_id", None), "") for p in variable.history.inputs]
     local = [_number(value) for _, value in variable.chain_rule(1.0)]
     if visit is None:
         return [f"∂ = {value}" for value in local]
@@ -206,10 +194,6 @@ def tensor_page(hide_source: bool = False) -> None:
         variables[name].name = name
     st.caption("Shapes: " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
     examples = (
-        "(x * y).sum()",
-        "(x + y).sigmoid() * z",
-        "(x * z).exp().sum()",
-        "x + y + z",
-        "x ** 2 / y",
-    )
+        "(x * y).sum()", "(x + y).sigmoid() * z", "(x * z).exp().sum()", "x + y + z", "x ** 2 / y",
+    )  # fmt: skip
     _show(variables, examples, lambda result: result.zeros(result.shape) + 1.0)

@@ -32,22 +32,19 @@ class Call:
 
     def forward(self) -> None:
         """Compute out and lse."""
-        if self.sums is None:
-            self.results = kernels.flash_attention_forward(*self.operands, **self.options)
-        else:
-            self.results = kernels.flash_attention_varlen_forward(
-                *self.operands, self.sums, self.sums, **self.options
-            )
+        packed = () if self.sums is None else (self.sums, self.sums)
+        attend = (
+            kernels.flash_attention_varlen_forward if packed else kernels.flash_attention_forward
+        )
+        self.results = attend(*self.operands, *packed, **self.options)
 
     def backward(self) -> None:
         """Compute dq, dk and dv, after a forward pass."""
-        call = self.dout, *self.operands, *self.results
-        if self.sums is None:
-            self.gradients = kernels.flash_attention_backward(*call, **self.options)
-        else:
-            self.gradients = kernels.flash_attention_varlen_backward(
-                *call, self.sums, self.sums, **self.options
-            )
+        packed = () if self.sums is None else (self.sums, self.sums)
+        attend = (
+            kernels.flash_attention_varlen_backward if packed else kernels.flash_attention_backward
+        )
+        self.gradients = attend(self.dout, *self.operands, *self.results, *packed, **self.options)
 
     def first_heads(self, count: int = 1) -> list[Any]:
         """Return out, dq, dk and dv of so many heads in float64, (heads, length, head_dim)."""
@@ -141,15 +138,15 @@ class TorchTensorCall(TensorCall):
 
     def __init__(self, causal: bool, device: str, arrays: list[Any], training: bool = True):
         self.torch, self.out = load_torch(), None
-        sdpa = self.torch.nn.functional.scaled_dot_product_attention
+        sdpa, options = self.torch.nn.functional.scaled_dot_product_attention, {"device": device}
         self.attend = partial(sdpa, is_causal=causal)
         # Four dimensions, for its fused kernels.
         self.operands = [
-            self.torch.tensor(x[None], device=device, requires_grad=training) for x in arrays
+            self.torch.tensor(x[None], requires_grad=training, **options) for x in arrays
         ]
 
     def backward(self) -> None:
-        """Compute all gradients, which nobody keeps."""
+        """Compute all gradients, which are not kept."""
         out: Any = self.out
         self.torch.autograd.grad(out, self.operands, out.detach(), retain_graph=True)
 

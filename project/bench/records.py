@@ -141,4 +141,6 @@ def read_rows(path: Path) -> list[Record]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(f"{path}: not a record of this measurement ({error!r}); delete it, or name another file")
+        sys.exit(
+            f"{path}: not a record of this measurement ({error!r}); delete it, or name another file"
+        )

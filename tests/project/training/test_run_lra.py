@@ -189,7 +189,7 @@ def test_resuming_adds_what_the_record_lacks(
     run(own, "--attentions", "flash", "linear", "--resume")
     after = rows_of(own)
     assert after[0] == before[0] and [row["attention"] for row in after] == ["flash", "linear"]
-    monkeypatch.setattr(long_range, "trained", None)  # training again would fail
+    monkeypatch.setattr(long_range, "Training", None)  # training again would fail
     capsys.readouterr()
     run(own, "--attentions", "flash", "linear", "--resume")
     assert "| linear attention |" in capsys.readouterr().out

@@ -17,11 +17,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from bench.contestants import DIRECTIONS, directions, errors, reference
-from bench.harness import Case, Figure, Measurement, Run
-from bench.measuring import load_torch, prepare, ratio, ready
+from bench.kit import Case, Figure, Measurement, Record, Run, ratio, ready
+from bench.measuring import load_torch, prepare
 from bench.peer_cases import cases
 from bench.processes import in_processes
-from bench.records import Record
 from bench.torch_attention import FLEX, Rivals
 
 import minitorch

@@ -24,12 +24,9 @@ from statistics import median
 from typing import Any
 
 from bench.contestants import DIRECTIONS, TensorCall, contestants, directions, random_arrays
-from bench.harness import Case, Measurement, Run
-from bench.measuring import Peak, ratio, ready, spread, wait
-from bench.plots import Panel
+from bench.kit import Case, Measurement, Panel, Record, Run, cell, markdown, ratio, ready, spread
+from bench.measuring import Peak, wait
 from bench.processes import in_child
-from bench.records import Record
-from bench.table_cells import cell, markdown
 
 from kernels.problem.shapes import MAX_HEAD_DIM
 from kernels.runtime.targets import cuda

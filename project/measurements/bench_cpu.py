@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 from bench.contestants import DIRECTIONS, Call
-from bench.harness import Case, Figure, Measurement, Run
-from bench.measuring import Peak, ratio
+from bench.kit import Case, Figure, Measurement, Record, Run, ratio
+from bench.measuring import Peak
 from bench.processes import in_child
-from bench.records import Record
 from bench.torch_gpt import TorchCache
 from bench.training_contestants import OURS, THEIRS, Training, size_of
 

@@ -20,10 +20,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from bench.harness import Case, Figure, Measurement, Run
-from bench.measuring import out_of_memory, ratio, spread
+from bench.kit import Case, Figure, Measurement, Record, Run, ratio, spread
+from bench.measuring import out_of_memory
 from bench.processes import in_child
-from bench.records import Record
 from bench.training_contestants import (
     BACKENDS,
     COMPILED,

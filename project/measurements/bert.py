@@ -20,9 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from bench.harness import Case, Measurement, Run
-from bench.measuring import ratio, spread
-from bench.records import Record
+from bench.kit import Case, Measurement, Record, Run, ratio, spread
 from bench.torch_bert import TorchBERT
 from bench.training_contestants import BACKENDS, BETA2, SEED, WARM_UP, WEIGHT_DECAY
 from data.encoder_text import MaskedText, packed

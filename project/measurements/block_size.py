@@ -15,12 +15,8 @@ from functools import partial
 from typing import Any
 
 from bench.contestants import random_call
-from bench.harness import Case, Measurement, Run
-from bench.measuring import ready, spread
-from bench.plots import Panel
+from bench.kit import Case, Measurement, Panel, Record, Run, markdown, ready, spread, timed_cell
 from bench.processes import in_child
-from bench.records import Record
-from bench.table_cells import markdown, timed_cell
 
 from kernels.metering.io_meter import metered
 from kernels.metering.rung_traffic import RUNGS, call_traffic, problem_of

@@ -20,11 +20,8 @@ from typing import Any
 
 import numpy as np
 from bench.contestants import DIRECTIONS, directions, random_arrays, rungs_of
-from bench.harness import Case, Measurement, Run
-from bench.measuring import interleaved, spread
-from bench.plots import Panel
-from bench.records import Record
-from bench.table_cells import cell, markdown, timed_cell
+from bench.kit import Case, Measurement, Panel, Record, Run, cell, markdown, spread, timed_cell
+from bench.measuring import interleaved
 from numba import float32, int64, njit, prange, void
 
 import minitorch

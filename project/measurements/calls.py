@@ -17,10 +17,8 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from bench.contestants import DIRECTIONS
-from bench.harness import Case, Measurement, Run
-from bench.measuring import interleaved, ratio
-from bench.records import Record
-from bench.table_cells import markdown
+from bench.kit import Case, Measurement, Record, Run, markdown, ratio
+from bench.measuring import interleaved
 
 import kernels
 import minitorch

@@ -13,12 +13,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from bench.harness import Case, Measurement, Run
-from bench.measuring import spread
-from bench.plots import Panel
-from bench.records import Record
 from bench.softmax_steps import STEPS
-from bench.table_cells import markdown, timed_cell
+from bench.kit import Case, Measurement, Panel, Record, Run, markdown, spread, timed_cell
 
 HEAD_DIM = 64
 #: The largest score, to which the keys are scaled.

@@ -14,11 +14,7 @@ from typing import Any
 
 import numpy as np
 from bench.contestants import place_on
-from bench.harness import Case, Measurement, Run
-from bench.measuring import ratio, spread
-from bench.plots import Panel
-from bench.records import Record
-from bench.table_cells import cell, markdown
+from bench.kit import Case, Measurement, Panel, Record, Run, cell, markdown, ratio, spread
 
 import kernels
 from kernels.cuda.runtime.arrays import to_host

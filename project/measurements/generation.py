@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from bench.harness import Case, Measurement, Run
-from bench.measuring import Unavailable, interleaved, ratio, ready, spread, timing_note
+from bench.kit import Case, Measurement, Run, Unavailable, ratio, ready, spread
+from bench.measuring import interleaved, timing_note
 
 import minitorch
 

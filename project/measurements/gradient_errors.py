@@ -16,8 +16,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from bench.harness import Case, Measurement, Run
-from bench.records import Record
+from bench.kit import Case, Measurement, Record, Run
 from bench.training_contestants import OURS, THEIRS, Training, batches_of, size_of
 from training.gpt_presets import PRESETS
 

@@ -20,11 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.contestants import DIRECTIONS, random_call
-from bench.harness import Case, Measurement, Run
-from bench.plots import Panel
+from bench.kit import Case, Measurement, Panel, Record, Run, markdown
 from bench.processes import child_command
-from bench.records import Record
-from bench.table_cells import markdown
 
 from kernels.metering.rung_traffic import RUNGS, call_traffic, problem_of
 from kernels.runtime.launch_notes import Launched, launches_noted

@@ -14,12 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bench.contestants import DIRECTIONS, directions, rungs_of
-from bench.harness import Case, Measurement, Run
-from bench.measuring import spread
-from bench.plots import Panel, stored
+from bench.kit import Case, Measurement, Panel, Record, Run, cell, markdown, spread
+from bench.plots import stored
 from bench.processes import in_child
-from bench.records import Record
-from bench.table_cells import cell, markdown
 
 from kernels.metering.io_meter import metered
 from kernels.metering.rung_traffic import RUNGS, call_traffic, problem_of

@@ -33,10 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from bench.harness import Case, Measurement, Run
-from bench.plots import Panel
-from bench.records import Record
-from bench.table_cells import markdown
+from bench.kit import Case, Measurement, Panel, Record, Run, markdown
 from bench.training_contestants import BACKENDS
 from data.text import FORM_FEED, LIBRARY, Corpus, Tokens, read_text
 from tqdm import tqdm

@@ -26,11 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench.harness import Case, Measurement, Run
+from bench.kit import Case, Measurement, Panel, Record, Run, cell, markdown
 from bench.measuring import Peak
-from bench.plots import Panel
-from bench.records import Record
-from bench.table_cells import cell, markdown
 from bench.training_contestants import BACKENDS
 from data.documents import Documents, divided, encoded, python_library, read_folder, vocabulary
 from data.sequence_sets import Examples

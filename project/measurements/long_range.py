@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench.harness import Case, Measurement, Run
+from bench.kit import Case, Measurement, Panel, Record, Run, spread
 from bench.long_range import (
     FLASH,
     NAIVE,
@@ -35,9 +35,7 @@ from bench.long_range import (
     results_table,
     steps_tables,
 )
-from bench.measuring import out_of_memory, spread, timing_note
-from bench.plots import Panel
-from bench.records import Record
+from bench.measuring import out_of_memory, timing_note
 from data.long_range import GENERATED, TASKS, TEXT_LENGTH, Task, load_task
 from data.pathfinder import PUBLISHED
 from training.lra_loop import BEST, Training

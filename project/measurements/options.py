@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from bench.contestants import DIRECTIONS, packed_call, random_call
-from bench.harness import Case, Figure, Measurement, Run
-from bench.measuring import ratio
-from bench.records import Record
+from bench.kit import Case, Figure, Measurement, Record, Run, ratio
 
 from kernels import BlockMask
 

@@ -18,13 +18,10 @@ from typing import Any
 
 from bench.contestants import DIRECTIONS, errors, reference
 from bench.harness import Case as Row
-from bench.harness import Measurement, Run
+from bench.kit import Measurement, Panel, Record, Run, markdown, timed_cell
 from bench.measuring import Unavailable, load_torch, prepare, ratio, spread, why_failed
 from bench.peer_cases import HELD_OUT, Case, cases, user_cases
-from bench.plots import Panel
 from bench.processes import in_processes
-from bench.records import Record
-from bench.table_cells import markdown, timed_cell
 from bench.torch_attention import DTYPES, FLEX, PEERS, Rivals
 
 from kernels.traffic.formulas import attention_backward_flops, attention_flops

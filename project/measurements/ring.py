@@ -19,10 +19,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from bench.harness import Case, Measurement, Run
-from bench.measuring import ready, seconds
-from bench.plots import Panel
-from bench.records import Record
+from bench.kit import Case, Measurement, Panel, Record, Run, ready
+from bench.measuring import seconds
 from bench.ring_time import Machine, Work, ring_time
 from bench.training_contestants import OURS, THEIRS, OurGPT, Training, size_of
 from training.gpt_loop import train_step

@@ -20,13 +20,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from bench.harness import Case, Measurement, Run
-from bench.measuring import spread
-from bench.plots import Panel
+from bench.kit import Case, Measurement, Panel, Record, Run, cell, markdown, spread
 from bench.processes import child_command, mpiexec
-from bench.records import Record
 from bench.ring_time import CALLS, Machine, Work, hiding_rows, ring_time
-from bench.table_cells import cell, markdown
 
 import minitorch
 from minitorch.distributed import MPIGroup, ring_attention, world

@@ -15,12 +15,8 @@ from typing import Any
 
 import numpy as np
 from bench.contestants import place_on
-from bench.harness import Case, Measurement, Run
-from bench.measuring import ratio, spread
-from bench.plots import Panel
+from bench.kit import Case, Measurement, Panel, Record, Run, cell, markdown, ratio, spread
 from bench.processes import in_child
-from bench.records import Record
-from bench.table_cells import cell, markdown
 
 from kernels.cpu.layers import softmax_ladder as cpu_ladder
 from kernels.cuda.layers import softmax_ladder as cuda_ladder

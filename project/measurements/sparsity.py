@@ -11,11 +11,7 @@ from functools import partial
 
 import numpy as np
 from bench.contestants import DIRECTIONS, Call, directions, random_call
-from bench.harness import Case, Measurement, Run
-from bench.measuring import ratio, spread
-from bench.plots import Panel
-from bench.records import Record
-from bench.table_cells import markdown, timed_cell
+from bench.kit import Case, Measurement, Panel, Record, Run, markdown, ratio, spread, timed_cell
 
 from kernels import BlockMask
 

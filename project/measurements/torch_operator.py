@@ -14,9 +14,7 @@ from itertools import cycle
 from typing import Any
 
 import numpy as np
-from bench.harness import Case, Measurement, Run
-from bench.measuring import ratio, ready, spread
-from bench.records import Record
+from bench.kit import Case, Measurement, Record, Run, ratio, ready, spread
 from bench.torch_gpt import TorchGPT
 from bench.training_contestants import BETA2, SEED, WEIGHT_DECAY, our_model, size_of
 

@@ -13,12 +13,8 @@ from functools import partial
 from statistics import median
 
 import numpy as np
-from bench.harness import Case, Measurement, Run
-from bench.measuring import spread
-from bench.plots import Panel
+from bench.kit import Case, Measurement, Panel, Record, Run, cell, markdown, spread
 from bench.processes import in_child
-from bench.records import Record
-from bench.table_cells import cell, markdown
 from bench.torch_gpt import torch_peers
 from bench.training_contestants import OURS, Size, Training, corpus_of, peak_of_training
 from train_gpt import judge

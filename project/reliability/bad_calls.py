@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.harness import Case, Figure, Measurement, Run
+from bench.kit import ROOT, Case, Figure, Measurement, Record, Run
 from bench.processes import child_command
-from bench.records import ROOT, Record
 
 TESTS = ROOT / "tests" / "bad_calls" / "test_bad_calls.py"
 

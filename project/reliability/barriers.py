@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.harness import Case, Figure, Measurement, Run
-from bench.records import ROOT, Record
+from bench.kit import ROOT, Case, Figure, Measurement, Record, Run
 
 from reliability.mutations import Mutation, caught_by, copy_of_tree
 

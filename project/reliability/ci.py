@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from bench.harness import Case, Figure, Measurement, Run
-from bench.records import ROOT, Record
+from bench.kit import ROOT, Case, Figure, Measurement, Record, Run
 
 COMMAND = ".ci/run"
 #: Minutes that a run may take on two cores.

@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 import train_gpt
-from bench.harness import Case, Figure, Measurement, Run
+from bench.kit import Case, Figure, Measurement, Record, Run
 from bench.processes import in_child
-from bench.records import Record
 from training.loop_options import BACKENDS
 
 import minitorch

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from bench.harness import Case, Figure, Measurement, Run
-from bench.records import RESULTS, ROOT, Record
+from bench.kit import ROOT, Case, Figure, Measurement, Record, Run
+from bench.records import RESULTS
 from packaging.requirements import Requirement
 
 PLACE = ROOT / "build" / "ends"

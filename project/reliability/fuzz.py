@@ -34,8 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.harness import Case, Figure, Measurement, Run
-from bench.records import ROOT, Record
+from bench.kit import ROOT, Case, Figure, Measurement, Record, Run
 from tqdm import tqdm
 
 from kernels.runtime.targets import why_no_cuda

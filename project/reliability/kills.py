@@ -29,7 +29,7 @@ from typing import Any
 import safetensors
 import train_gpt
 from bench import processes
-from bench.harness import Case, Measurement, Run
+from bench.kit import Case, Measurement, Run
 from tqdm import tqdm
 from training import gpt_loop
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from bench.contestants import place_on
-from bench.harness import Case, Figure, Measurement, Run
-from bench.records import Record
+from bench.kit import Case, Figure, Measurement, Record, Run
 from tqdm import tqdm
 
 import kernels

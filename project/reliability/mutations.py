@@ -31,9 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.harness import Case, Measurement, Run
-from bench.records import ROOT, Record
-from bench.table_cells import markdown
+from bench.kit import ROOT, Case, Measurement, Record, Run, markdown
 
 from reliability.called_functions import BUDGET, FLOORS
 

@@ -1,6 +1,6 @@
 """Draw the weights of each attention of the Long-Range Arena, and examples of its tasks, into docs/images.
 
-    python project/draw_lra.py
+    python docs/draw_long_range.py
 
 The picture of a method shows its weights beside those of exact attention on the same operands.  They are
 the result of attention whose values are the identity matrix.
@@ -8,19 +8,23 @@ the result of attention whose values are the identity matrix.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-from data import stand_ins
-from data.pathfinder import PUBLISHED, draw_picture
 
-import minitorch
-from minitorch import attention
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "project"), str(ROOT)]
+from data import stand_ins  # noqa: E402
+from data.pathfinder import PUBLISHED, draw_picture  # noqa: E402
 
-IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+import minitorch  # noqa: E402
+from minitorch import attention  # noqa: E402
+
+IMAGES = ROOT / "docs" / "images"
 LENGTH, HEAD_DIM = 128, 16
 #: Roots of weights are drawn, so that small ones can be seen; darker than this is black.
 DARKEST = 0.5

@@ -60,7 +60,8 @@ METHODS: dict[str, tuple[str, Callable[..., minitorch.Tensor], dict[str, Any]]] 
     "performer": ("Performer: 256 random features", attention.performer, {"num_features": 256, "seed": 0}),
     "reformer": ("Reformer: chunks of 16, two rounds", attention.reformer,
                  {"chunk": 16, "rounds": 2, "seed": 0}),
-    "smyrf": ("Smyrf: clusters of 16, two rounds", attention.smyrf, {"cluster": 16, "rounds": 2, "seed": 0}),
+    "smyrf": ("Smyrf: clusters of 16, two rounds", attention.smyrf,
+              {"cluster": 16, "rounds": 2, "seed": 0}),
 }  # fmt: skip
 
 

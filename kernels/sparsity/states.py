@@ -97,8 +97,8 @@ def check_grid(seq_q: Any, seq_k: Any, block_size: Any, heads: Any = 1) -> Grid:
     blocks = whole("heads", heads, 1) * max(math.prod(grid.counts), 1)
     if blocks > MOST_BLOCKS:
         raise ValueError(
-            f"{grid.seq_q} rows and {grid.seq_k} columns in blocks of {grid.block}, with heads={heads}, are "
-            f"{blocks} blocks, more than {MOST_BLOCKS}; use larger blocks or fewer heads, or "
+            f"{grid.seq_q} rows and {grid.seq_k} columns in blocks of {grid.block}, with heads={heads}, "
+            f"are {blocks} blocks, more than {MOST_BLOCKS}; use larger blocks or fewer heads, or "
             "is_causal and window_size, which need none"
         )
     return grid

@@ -12,20 +12,19 @@ A measurement is declared once, in a module of ``project/measurements`` or ``pro
         {"cpu": {"normal": {"heads": 1, "length": 8192, "parts": (0.5, 1.0), "seconds": 4.0}}},
         table=table, draw=draw)
 
-- ``cases`` yields the key of each row and a function that measures the rest of it.  The harness calls the
-  function unless the record has the row already (``--resume``).  A case that raises is recorded with the
-  reason, ``why_not``, and the next one begins; the exit code is then 1.  Rows are written as they come, so
-  that Ctrl-C keeps them.
-- The *settings* of each device and size are attributes of ``run``, and options of the command line, whose
-  types are those of the values.  "normal" is the size of the published records; "quick" takes seconds.
-- ``run.timed(steps)`` times contestants in interleaved rounds on the clock of the device, ``run.note`` sets
-  entries of the record beside its rows, and ``run.torch`` is PyTorch or None.
-- ``table`` returns Markdown of a record, and ``draw`` the panels of a figure, which has a column for each
-  device that has a record; the site uses the same two.  ``figures`` returns the figures that have bounds, and the exit code
-  is 1 if one is missed.
-- A record holds the command, the date, the device, versions, the commit and the settings.  It goes to
-  ``build/measurements``; with ``--publish`` to ``docs/results`` once it is complete.  ``paths`` names the
-  code that is measured: a record is stale if a commit has changed it since.
+- ``cases`` yields the key of each row and a function that measures the rest of it.  The harness calls
+the function unless the record has the row already (``--resume``).  A case that raises is recorded with
+the reason, ``why_not``, and the next one begins; the exit code is then 1.  Rows are written as they
+come, so that Ctrl-C keeps them. - The *settings* of each device and size are attributes of ``run``, and
+options of the command line, whose types are those of the values.  "normal" is the size of the published
+records; "quick" takes seconds. - ``run.timed(steps)`` times contestants in interleaved rounds on the
+clock of the device, ``run.note`` sets entries of the record beside its rows, and ``run.torch`` is
+PyTorch or None. - ``table`` returns Markdown of a record, and ``draw`` the panels of a figure, which
+has a column for each device that has a record; the site uses the same two.  ``figures`` returns the
+figures that have bounds, and the exit code is 1 if one is missed. - A record holds the command, the
+date, the device, versions, the commit and the settings.  It goes to ``build/measurements``; with
+``--publish`` to ``docs/results`` once it is complete.  ``paths`` names the code that is measured: a
+record is stale if a commit has changed it since.
 """
 
 from __future__ import annotations

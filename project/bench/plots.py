@@ -1,7 +1,7 @@
 """Figures of measurements: a column of panels for each device that has a record.
 
-A measurement says what a panel shows, and this module how it looks.  The colour of a curve or bar belongs to
-the name before the first comma of its label, its line to the words after it.
+A measurement says what a panel shows, and this module how it looks.  The colour of a curve or bar
+belongs to the name before the first comma of its label, its line to the words after it.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def draw(measurement: Any, results: list[Result], path: Path) -> str | None:
         figure = Figure(figsize=size, layout="constrained")
         grid, handles = figure.subplots(rows, len(results), squeeze=False), dict[str, Any]()
         for column, result, panels in zip(grid.T, results, found, strict=True):
-            for axes, panel, title in zip(column, panels, [f"{result.label}\n", *[""] * rows]):
+            for row, (axes, panel) in enumerate(zip(column, panels, strict=False)):
+                title = "" if row else f"{result.label}\n"
                 panel.fill(axes, names, kinds)
                 axes.set_title(title + panel.title, fontsize=9)
                 for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

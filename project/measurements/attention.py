@@ -1,16 +1,16 @@
 """Attention by length: time and memory of every rung, beside attention that stores its scores.
 
-``bench_attention`` times forward and backward, and by how much both raise the peak of memory.  ``speedup``
-times constants without a graph, too, and compares with naive attention; published for such a baseline:
-nearly 40 times faster forward and 16 times backward at 2,048 (``REPORTED``).  ``memory`` finds the length at
-which naive attention no longer fits: it keeps a number of matrices of queries by keys, which the longest
-measured length tells.  The baseline is attention composed of tensor operations, called ``naive`` on the CPU
-and ``composed`` on CUDA, where ``naive`` is the kernel of Algorithm 0; ``published`` is composed of the
-kernels of the published course.
+``bench_attention`` times forward and backward, and by how much both raise the peak of memory.
+``speedup`` times constants without a graph, too, and compares with naive attention; published for such
+a baseline: nearly 40 times faster forward and 16 times backward at 2,048 (``REPORTED``).  ``memory``
+finds the length at which naive attention no longer fits: it keeps a number of matrices of queries by
+keys, which the longest measured length tells.  The baseline is attention composed of tensor operations,
+called ``naive`` on the CPU and ``composed`` on CUDA, where ``naive`` is the kernel of Algorithm 0;
+``published`` is composed of the kernels of the published course.
 
-A contestant that would take longer than the limit for one pass, or for which there is too little memory, is
-left out from there on.  Peaks are those of a fresh process on the CPU, and of the pool of device memory on a
-GPU; on the CPU nothing runs that would take more than a quarter of the memory.
+A contestant that would take longer than the limit for one pass, or for which there is too little
+memory, is left out from there on.  Peaks are those of a fresh process on the CPU, and of the pool of
+device memory on a GPU; on the CPU nothing runs that would take more than a quarter of the memory.
 """
 
 from __future__ import annotations
@@ -249,8 +249,8 @@ def capacity(device: str) -> int:
 def peaks(run: Run) -> Iterator[Case]:
     if not Peak(run.device).is_known:
         raise SystemExit(
-            "peaks need Linux on the CPU, and on a GPU the driver's pool, which is not in charge here; unset "
-            "NUMBA_CUDA_MEMORY_MANAGER, or take a device that has pools"
+            "peaks need Linux on the CPU, and on a GPU the driver's pool, which is not in charge here; "
+            "unset NUMBA_CUDA_MEMORY_MANAGER, or take a device that has pools"
         )
     limit = capacity(run.device)
     run.note(
@@ -350,9 +350,9 @@ MEASUREMENTS = (
                   "normal": {"heads": 64, "lengths": LENGTHS[:8], "seconds": 1.0, "limit": 2.5,
                              "baselines": ("published", "composed", "naive")}}},
         table=speedup_table, draw=speedup_panels, height=3.6, minutes={"cpu": 1, "cuda": 2},
-        caption="Time of a call by length, and the ratio of each baseline's time to that of flash attention. "
-        "Inference is a forward pass without a graph; training is forward and backward together. The stars "
-        "are the figures of the published course's report.",
+        caption="Time of a call by length, and the ratio of each baseline's time to that of flash "
+        "attention. Inference is a forward pass without a graph; training is forward and backward "
+        "together. The stars are the figures of the published course's report.",
     ),
     Measurement(
         "memory", "How much memory does attention take by length, and at which length is it full?", peaks,

@@ -1,9 +1,10 @@
 """The CPU path beside PyTorch and NumPy: the figures that it is held to, and whether it reaches them.
 
-A ratio is their time over ours within a round of interleaved calls, its median over the rounds; of several
-calls the geometric mean counts.  Figures that end in "time / PyTorch's" have our time over theirs, and a
-small call is made up to a hundred times in a reading.  Both sides compute in float32 with as many threads, in one process.
-PyTorch is an extra (``pip install -e '.[bench]'``); without it, what is compared with it is empty.
+A ratio is their time over ours within a round of interleaved calls, its median over the rounds; of
+several calls the geometric mean counts.  Figures that end in "time / PyTorch's" have our time over
+theirs, and a small call is made up to a hundred times in a reading.  Both sides compute in float32 with
+as many threads, in one process. PyTorch is an extra (``pip install -e '.[bench]'``); without it, what
+is compared with it is empty.
 """
 
 from __future__ import annotations

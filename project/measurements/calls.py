@@ -51,7 +51,7 @@ class Attention:
             return self._call()
 
 
-def host_time(step: Any, *_: Any, calls: int = CALLS, until_there: bool = False) -> float:
+def host_time(step: Any, *ignored: Any, calls: int = CALLS, until_there: bool = False) -> float:
     """Return the seconds that Python takes for one call, or also those until its result is there."""
     with getattr(step, "chosen", nullcontext)():
         cuda.synchronize()
@@ -65,7 +65,9 @@ def host_time(step: Any, *_: Any, calls: int = CALLS, until_there: bool = False)
         return spent / calls
 
 
-idle_time = partial(host_time, calls=1, until_there=True)
+def idle_time(step: Any, *ignored: Any) -> float:
+    """Return the seconds from a call on an idle device until its result is there."""
+    return host_time(step, calls=1, until_there=True)
 
 
 def in_turn(run: Run, steps: dict[str, Any], clock: Any) -> dict[str, list[float]]:

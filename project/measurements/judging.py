@@ -4,18 +4,21 @@ python project/measure.py perplexity --runs runs/gpt --text library --contexts 5
 python project/measure.py chapter_break --runs runs/gpt --text library
 python project/measure.py chapter_break --runs DIR --text book.txt --all --chapter "^Chapter "
 
-A model is a run of ``train_gpt.py``, one of its checkpoints, or a folder in the format of Hugging Face; of the
-text the last tenth is judged, which a run on this text does not learn, or with ``--all`` the whole.
+A model is a run of ``train_gpt.py``, one of its checkpoints, or a folder in the format of Hugging Face;
+of the text the last tenth is judged, which a run on this text does not learn, or with ``--all`` the
+whole.
 
-``perplexity``: a window slides over the text by --stride tokens, and each token is judged in the first window
-that it is in, so that all but the first ones have at least context - stride tokens before them.  With a
-stride of the context windows do not overlap, and the mean loss by distance from their beginning follows.
+``perplexity``: a window slides over the text by --stride tokens, and each token is judged in the first
+window that it is in, so that all but the first ones have at least context - stride tokens before them.
+With a stride of the context windows do not overlap, and the mean loss by distance from their beginning
+follows.
 
-``chapter_break``: which of six continuations follows the end of a chapter?  One is the beginning of the next
-chapter, the others are those of later chapters of the same document, drawn at random.  A form feed divides
-documents; a chapter of a Python module is a function, a class or a method, which competes with others at the
-same indentation.  A model chooses the continuation with the highest mean log-likelihood and, as a second
-figure, the one whose likelihood gains most from the context, since some are likely after any text.
+``chapter_break``: which of six continuations follows the end of a chapter?  One is the beginning of the
+next chapter, the others are those of later chapters of the same document, drawn at random.  A form feed
+divides documents; a chapter of a Python module is a function, a class or a method, which competes with
+others at the same indentation.  A model chooses the continuation with the highest mean log-likelihood
+and, as a second figure, the one whose likelihood gains most from the context, since some are likely
+after any text.
 
 Source: Sun, Thai and Iyyer (2022), ChapterBreak: a challenge dataset for long-range language models; for
 the gain, Holtzman et al. (2021), Surface form competition.
@@ -119,7 +122,7 @@ def by_run(judge: Any, run: Run) -> Iterator[Case]:
 
 
 def windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int]]:
-    """Yield windows over ``count`` tokens: where one begins, and how many tokens an earlier one has judged."""
+    """Yield where windows over ``count`` tokens begin, and how many tokens an earlier one has judged."""
     for start in range(0, max(count - context, 0) + stride, stride):
         yield start, context - stride if start else 0
 
@@ -178,7 +181,8 @@ def perplexities(run: Run, subject: Subject) -> Record:
 
 def perplexity_table(record: Record) -> str:
     lines = [
-        [f"{one['run']}, {row['context']:,}", str(row["stride"]), f"{row['loss']:.4f}", f"{row['perplexity']:.3f}"]
+        [f"{one['run']}, {row['context']:,}", str(row["stride"]), f"{row['loss']:.4f}",
+         f"{row['perplexity']:.3f}"]
         for one in record["rows"] for row in one["by_context"]
     ]  # fmt: skip
     return markdown(["run, context", "stride", "loss", "perplexity"], lines)

@@ -1,17 +1,19 @@
-"""Classifiers of long inputs: Path-X, from small images to large ones, and documents by the tokens that are read.
+"""Classifiers of long inputs: Path-X, from small images to large ones, and documents by the tokens read.
 
-python project/measure.py pathx --device cuda --precision bfloat16    8 to 128 pixels (Path-X), then Path-256
+python project/measure.py pathx --device cuda --precision bfloat16    8 to 256 pixels
 python project/measure.py pathx --stages 8 16 32 --steps 2000 4000 9000
 python project/measure.py documents                     sources of Python's library, see below
 python project/measure.py documents --data DIR          DIR/LABEL/*.txt; a name under several labels has all
 python project/measure.py documents --contexts 512 16384 --device cuda --precision bfloat16 --resume
 
-``pathx`` begins each stage with the model of the stage before it.  Training images are drawn as they are
-needed, or once into a file with --examples; options of a stage have one value for all stages or one for each.
+``pathx`` begins each stage with the model of the stage before it.  Training images are drawn as they
+are needed, or once into a file with --examples; options of a stage have one value for all stages or one
+for each.
 
-``documents``: without --data the documents are the sources of Python's standard library, the labels of a file
-are the modules that most files import, and the import statements are blanked: the evidence is the use of a
-module.  One model is trained for each context, all alike; micro-F1 is beside memory and time.
+``documents``: without --data the documents are the sources of Python's standard library, the labels of
+a file are the modules that most files import, and the import statements are blanked: the evidence is
+the use of a module.  One model is trained for each context, all alike; micro-F1 is beside memory and
+time.
 
 Checkpoints and sets are in --folder: the same command goes on where it was interrupted.
 """
@@ -255,8 +257,8 @@ def context_table(record: Record) -> str:
     if "gain" in record:
         low, high = record["gain_interval"]
         shown.append(
-            f"gain of the longest context over the shortest: {100 * record['gain']:+.1f} points (95 % interval "
-            f"{100 * low:+.1f} to {100 * high:+.1f}, documents drawn with replacement)"
+            f"gain of the longest context over the shortest: {100 * record['gain']:+.1f} points (95 % "
+            f"interval {100 * low:+.1f} to {100 * high:+.1f}, documents drawn with replacement)"
         )
     return "\n\n".join(shown)
 
@@ -264,7 +266,8 @@ def context_table(record: Record) -> str:
 def context_panels(record: Record) -> list[Panel]:
     rows, found = record["rows"], []
     for name, key, scale in (
-        ("micro-F1", "micro_f1", 1), ("time of a step, ms", "step_ms", 1), ("peak memory, MB", "peak_bytes", 1e-6)
+        ("micro-F1", "micro_f1", 1), ("time of a step, ms", "step_ms", 1),
+        ("peak memory, MB", "peak_bytes", 1e-6),
     ):  # fmt: skip
         lines = {name: [(row["context"], scale * (row[key] or 0.0)) for row in rows]}
         if key == "micro_f1":
@@ -298,11 +301,12 @@ PRECISION = {"precision": ("float32", "bfloat16")}
 MEASUREMENTS = (
     Measurement(
         "pathx", "Which accuracy does a classifier reach on Path-X and Path-256, stage by stage?", stages,
-        {"cpu": PATHX, "cuda": PATHX}, table=stages_table, draw=stage_panels, minutes={"cpu": 1e4, "cuda": 300},
+        {"cpu": PATHX, "cuda": PATHX}, table=stages_table, draw=stage_panels,
+        minutes={"cpu": 1e4, "cuda": 300},
         choices={**PRECISION, "attention": ("flash", "block-sparse")},
     ),
     Measurement(
-        "documents", "How does the micro-F1 of a classifier of documents grow with the tokens that it reads?",
+        "documents", "How does the micro-F1 of a classifier of documents grow with the tokens read?",
         by_context, {"cpu": DOCUMENTS, "cuda": DOCUMENTS}, table=context_table, draw=context_panels,
         minutes={"cpu": 1e3, "cuda": 60}, choices=PRECISION,
     ),

@@ -1,7 +1,7 @@
 """Exact, sparse and approximate attention on the Long-Range Arena: accuracy, speed and memory.
 
 python project/measure.py lra --tasks listops --attentions performer
-python project/measure.py lra --tasks listops text --resume         all nine attentions, what the record lacks
+python project/measure.py lra --tasks listops text --resume      all nine attentions, what the record lacks
 python project/measure.py lra --tasks text --data aclImdb           the official files; a stand-in otherwise
 python project/measure.py lra --tasks listops --rates 1e-3 2e-3 4e-3    compare learning rates
 python project/measure.py lra_lengths lra_steps                     time by length, and of training steps

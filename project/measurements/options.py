@@ -38,8 +38,8 @@ def pairs(run: Run) -> dict[str, Callable[[], Pair]]:
         return lambda: Pair(call(heads, n, **options), call(heads, n), bound)
 
     def sparse(mask: BlockMask) -> Callable[[], Pair]:
-        own = run.sparse_heads, sparse_n
-        return lambda: Pair(call(*own, block_mask=mask), call(*own), 1.2 * mask.density + 0.1)
+        own = partial(call, run.sparse_heads, sparse_n)
+        return lambda: Pair(own(block_mask=mask), own(), 1.2 * mask.density + 0.1)
 
     def parts() -> Any:
         calls = [call(heads, length, is_causal=True) for length in lengths]
@@ -71,7 +71,8 @@ def pairs(run: Run) -> dict[str, Callable[[], Pair]]:
             packed_call(run.device, heads, lengths), parts(), 1.15
         ),
         "one token against a cache / computing all": lambda: Pair(
-            call(heads, 1, run.cache, **one_token), call(heads, run.cache, is_causal=True), 1 / 50, ("forward",)
+            call(heads, 1, run.cache, **one_token), call(heads, run.cache, is_causal=True), 1 / 50,
+            DIRECTIONS[:1],
         ),
     }  # fmt: skip
 

@@ -119,7 +119,7 @@ def table(record: Record) -> str:
 def draw(record: Record) -> list[Panel]:
     workload, rows = record["workload"], [row for row in record["rows"] if "forward" in row]
     dtypes = " and ".join(dict.fromkeys(row["dtype"] for row in rows))
-    size = f"{workload['heads']} heads, {workload['length']:,} keys, head_dim {workload['head_dim']}, {dtypes}"
+    size = "{heads} heads, {length:,} keys, head_dim {head_dim}".format(**workload) + f", {dtypes}"
     found: dict[str, dict[str, Record]] = {way: {} for way in DIRECTIONS}
     for row in rows:
         for way, bars in found.items():

@@ -1,12 +1,13 @@
 """Ring attention and data parallel training over the GPUs of one host, beside one GPU and PyTorch.
 
-They need ``pip install -e ".[mpi,nccl]"``.  One GPU and all are measured in turn, by events on the stream of
-each GPU; the slowest rank counts.  Efficiency is the time of one GPU over that of all and, where they share
-the work, their number.  ``ring``: causal attention in bfloat16, its rows in zigzag parts, whose gradients
-need not be reproducible; PyTorch's time is that of its faster backend and exchange in context parallel;
-predicted times are those of the model of ``bench/ring_time.py``, from the times of one GPU and of messages;
-the last row is a step of a small GPT whose context all GPUs share.  ``data_parallel``: steps of GPT-2 small
-in bfloat16 with a batch on each GPU; ours are captured, PyTorch's DDP is eager with fused attention and AdamW.
+They need ``pip install -e ".[mpi,nccl]"``.  One GPU and all are measured in turn, by events on the
+stream of each GPU; the slowest rank counts.  Efficiency is the time of one GPU over that of all and,
+where they share the work, their number.  ``ring``: causal attention in bfloat16, its rows in zigzag
+parts, whose gradients need not be reproducible; PyTorch's time is that of its faster backend and
+exchange in context parallel; predicted times are those of the model of ``bench/ring_time.py``, from the
+times of one GPU and of messages; the last row is a step of a small GPT whose context all GPUs share.
+``data_parallel``: steps of GPT-2 small in bfloat16 with a batch on each GPU; ours are captured,
+PyTorch's DDP is eager with fused attention and AdamW.
 """
 
 from __future__ import annotations

@@ -266,8 +266,8 @@ def draw(record: Record) -> list[Panel]:
         waits.setdefault(f"{x['gpus']:,} GPUs, {x['link']}", []).append((x["tokens"], x["exposed"]))
     sizes = "{heads} heads, {key_heads} of keys, head_dim {head_dim}".format(**record["settings"])
     return [
-        Panel(f"one head, head_dim {record['head_dim']}, causal, float32", "ranks", "ms, forward + backward",
-              times, log="xy"),
+        Panel(f"one head, head_dim {record['head_dim']}, causal, float32", "ranks",
+              "ms, forward + backward", times, log="xy"),
         Panel(f"predicted for GPUs: {sizes}, causal, 16 bits", "tokens",
               "part of the time that a GPU waits", waits, log="x"),
     ]  # fmt: skip
@@ -278,7 +278,7 @@ MEASUREMENT = Measurement(
     {"cpu": {"quick": {"lengths": (512, 1024), "rounds": 3},
              "normal": {"lengths": (4096, 8192, 16384), "rounds": 25, "ranks": 0, **GPU}}},
     table=table, draw=draw, minutes={"cpu": 2}, paths=("kernels", "minitorch/distributed"),
-    caption="Above: time of ring attention, forward and backward, on ranks of one thread each; dashed lines "
-    "are the fitted model. Below: the share of the time in which a GPU waits for keys "
+    caption="Above: time of ring attention, forward and backward, on ranks of one thread each; dashed "
+    "lines are the fitted model. Below: the share of the time in which a GPU waits for keys "
     "and values, as predicted by the model.",
 )  # fmt: skip

@@ -90,7 +90,7 @@ def step(run: Run, compiled: bool) -> Record:
             source, backend, device, size.lr, BETA2, WEIGHT_DECAY, "bfloat16", compiled=compiled,
             attend=our_operator() if name == OURS else None,
         )  # fmt: skip
-        turns = cycle([[gpt.place(x) for x in pair] for pair in ids])
+        turns: Any = cycle([[gpt.place(x) for x in pair] for pair in ids])
         return lambda: gpt.step(*next(turns), size.lr)
 
     steps = {name: step_of(name) for name in (OURS, *BACKENDS[device][:2])}

@@ -46,7 +46,7 @@ PATIENCE = 600
 
 
 def barriers_of(file: str, source: str) -> list[Mutation]:
-    """Return the removals of the statements of a file that order what threads do; their kind is the text."""
+    """Return the removals of statements that order what threads do; their kind is the text."""
     lines, found = source.encode().splitlines(keepends=True), []
     starts = [sum(map(len, lines[:i])) for i in range(len(lines))]
     for node in ast.walk(ast.parse(source)):

@@ -133,7 +133,9 @@ def one_run(backend: str, steps: int) -> dict[str, Any]:
 def run_apart(backend: str, steps: int, threads: tuple[int, int] | None) -> dict[str, Any]:
     """Return what :func:`one_run` finds in a process with so many threads of numba, and of all others."""
     own, others = threads or (0, 0)
-    given = {"NUMBA_NUM_THREADS": str(own), **dict.fromkeys(OTHERS, str(others))} if threads else {}
+    given: Any = (
+        {"NUMBA_NUM_THREADS": str(own), **dict.fromkeys(OTHERS, str(others))} if threads else {}
+    )
     return in_child(one_run, backend, steps, **given)
 
 

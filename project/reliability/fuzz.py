@@ -71,6 +71,7 @@ def run_batch(
             "MINITORCH_EXAMPLES": str(examples), "PYTHONUNBUFFERED": "1", **environment,
             "MINITORCH_FUZZ_NOTES": str(notes), "MINITORCH_FUZZ_COUNTS": str(counts),
         }  # fmt: skip
+        said: Record
         said, stopped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}, False
         child: Any = subprocess.Popen(command, cwd=ROOT, env=os.environ | own, text=True, **said)
         try:
@@ -222,14 +223,17 @@ def figures(record: Record) -> list[Figure]:
 
 MEASUREMENTS = (
     Measurement(
-        "fuzz", "Is a random call refused with a helpful error or right, and does it change nothing?", cases,
+        "fuzz", "Is a random call refused with a helpful error or right, and does it change nothing?",
+        cases,
         {"cpu": {"normal": {"minutes": 10.0, "seed": 0, "examples": 500, "only": tuple(PARTS)},
                  "quick": {"minutes": 0.1, "only": ("nonsense",)}}},
         figures=figures, minutes={"cpu": 10}, choices={"only": tuple(PARTS)}, folder="reliability",
     ),
     Measurement(
-        "fuzz_gpu", "Is attention on a GPU right for random rungs, dtypes, options and layouts?", cases_of_gpu,
+        "fuzz_gpu", "Is attention on a GPU right for random rungs, dtypes, options and layouts?",
+        cases_of_gpu,
         {"cuda": {"normal": {"minutes": 8.0, "seed": 0, "jobs": 0}, "quick": {"minutes": 0.5}}},
-        figures=figures, minutes={"cuda": 8}, paths=("kernels", "tests/support/fuzzing"), folder="reliability",
+        figures=figures, minutes={"cuda": 8}, paths=("kernels", "tests/support/fuzzing"),
+        folder="reliability",
     ),
 )  # fmt: skip

@@ -1,11 +1,12 @@
 """Kill trainings at random moments, resume them, and compare them with trainings that nobody killed.
 
-``train_gpt.py`` trains a tiny model with dropout and clipping: ``kills`` in one process, ``rank_kills`` on
-several ranks of ``mpiexec``, data parallel and in a ring in turn.  SIGKILL ends one process, every other time
-at a random moment, and else at a step of writing a checkpoint or after a random number of its bytes.  After
-each kill all ranks must end within 30 seconds, every checkpoint must be readable, and the last one be at most
-one interval old.  At its end a training must have the losses and weights of one without a kill.  A machine
-that loses power is not tested: for that the files are flushed to the disk, in the order that makes them safe.
+``train_gpt.py`` trains a tiny model with dropout and clipping: ``kills`` in one process, ``rank_kills``
+on several ranks of ``mpiexec``, data parallel and in a ring in turn.  SIGKILL ends one process, every
+other time at a random moment, and else at a step of writing a checkpoint or after a random number of
+its bytes.  After each kill all ranks must end within 30 seconds, every checkpoint must be readable, and
+the last one be at most one interval old.  At its end a training must have the losses and weights of one
+without a kill.  A machine that loses power is not tested: for that the files are flushed to the disk,
+in the order that makes them safe.
 """
 
 from __future__ import annotations

@@ -361,6 +361,7 @@ MEASUREMENT = Measurement(
     "mutations", "Which changes of source lines does no test catch?", cases,
     {"cpu": {"normal": {"count": 300, "seed": 0, "workers": 0, "seconds": 20.0, "only": FLOORS,
                         "tests": ("tests",), "at": ""},
-             "quick": {"count": 2, "only": ("minitorch/module.py",), "tests": ("tests/course/test_module.py",)}}},
+             "quick": {"count": 2, "only": ("minitorch/module.py",),
+                       "tests": ("tests/course/test_module.py",)}}},
     table=table, minutes={"cpu": 60}, paths=("kernels", "minitorch", "tests"), folder="reliability",
 )  # fmt: skip

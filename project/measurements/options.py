@@ -53,7 +53,7 @@ def pairs(run: Run) -> dict[str, Callable[[], Pair]]:
         "strided": BlockMask.strided(sparse_n, sparse_n, 64),
     }
     lengths = [int(x) for x in rng.integers(n // 8, n, 8)]
-    few, window = min(8, run.sparse_heads), {"window_size": (512, 511)}
+    few, window = min(8, run.sparse_heads), Record(window_size=(512, 511))
     one_token = {"is_causal": True, "causal_offset": run.cache - 1}
     floating = rng.standard_normal((n, n), dtype=np.float32)
     return {

@@ -91,7 +91,12 @@ def step(run: Run, compiled: bool) -> Record:
             attend=our_operator() if name == OURS else None,
         )  # fmt: skip
         turns: Any = cycle([[gpt.place(x) for x in pair] for pair in ids])
-        return lambda: gpt.step(*next(turns), size.lr)
+
+        def step() -> Any:
+            inputs, targets = next(turns)
+            return gpt.step(inputs, targets, size.lr)
+
+        return step
 
     steps = {name: step_of(name) for name in (OURS, *BACKENDS[device][:2])}
     case = {key: getattr(size, key) for key in ("batch", "context", "layers", "width")}

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from bench.softmax_steps import STEPS
 from bench.kit import Case, Measurement, Panel, Record, Run, markdown, spread, timed_cell
+from bench.softmax_steps import STEPS
 
 HEAD_DIM = 64
 #: The largest score, to which the keys are scaled.

@@ -22,18 +22,12 @@ from kernels.problem.option_values import check_seed, check_slopes
 from kernels.problem.options import ARRAYS, Options
 from kernels.problem.rungs import RUNG_VARIABLE
 from kernels.runtime import targets
+from kernels.runtime.known_calls import KnownCalls
 from kernels.runtime.memory import Bind, start_of
 from kernels.scores.mods import KEPT, with_kept_mods
 
-#: The maximum number of bound calls; when it is reached, all are dropped.
-MOST_CALLS = 1024
 #: The bound calls by key.
-_calls: dict[Any, Any] = {}
-
-
-def cache_clear() -> None:
-    """Drop all bound calls, and the launches that they hold."""
-    _calls.clear()
+_calls = KnownCalls()
 
 
 class Found(NamedTuple):
@@ -64,23 +58,19 @@ class Found(NamedTuple):
             call: It has run with these arrays, or with copies of them.
             operands: The arrays that it received.
         """
-        if len(_calls) >= MOST_CALLS:
-            _calls.clear()
         # A gradient of a broadcast operand is still summed.
         shapes = call.problem.q_shape, call.problem.k_shape, call.problem.v_shape
         is_whole = not call.wanted.backward or shapes == tuple([x.shape for x in operands[:3]])
-        reads_given = starts_of(operands) == self.starts
-        call.reads_given = is_whole and call.repeat is not None and reads_given
-        _calls[self.key] = call
+        starts, _ = arrays_of(operands)
+        call.reads_given = is_whole and call.repeat is not None and starts == self.starts
+        _calls.keep(self.key, call)
 
 
-def starts_of(operands: Operands) -> list[int]:
-    """Return the addresses of a call's arrays."""
-    return [
-        (start_of if isinstance(x, np.ndarray) else address_of)(x)
-        for name, x in operands._asdict().items()
-        if x is not None and name != "mask_batch"
-    ]
+def arrays_of(operands: Operands) -> tuple[list[int], list[Any]]:
+    """Return the addresses of a call's arrays, and the arrays."""
+    named = operands._asdict().items()
+    arrays = [x for name, x in named if x is not None and name != "mask_batch"]
+    return [(start_of if isinstance(x, np.ndarray) else address_of)(x) for x in arrays], arrays
 
 
 def find(
@@ -173,11 +163,6 @@ class BoundLoops:
         self._made = [(x.shape if x.flags.c_contiguous else x.size, x.dtype) for x in own]
         is_permuted = not all(x.flags.c_contiguous for x in own)
         self._layouts = [(x.shape, x.strides) for x in own] if is_permuted else None
-
-    def __call__(self, operands: Operands, seed: int) -> Sequence[Any] | None:
-        """Return the results as arrays, given the arrays of a call; see :meth:`arrays`."""
-        given = [x for x in operands if x is not None and x is not operands.mask_batch]
-        return self.arrays(starts_of(operands), seed, given)
 
     def arrays(
         self, starts: Sequence[int], seed: int, arrays: Sequence[Any]

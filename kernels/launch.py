@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels.bound_calls import BoundLoops, Found  # beyond module 5
+from kernels.bound_calls import BoundLoops, Found, arrays_of  # beyond module 5
 from kernels.cuda.runtime.recorder import active  # beyond module 5
 from kernels.cuda.runtime.repeated import noted  # beyond module 5
 from kernels.problem.argument_types import check_tile
@@ -97,7 +97,8 @@ class BoundCall:
         """
         if active() is None:  # beyond module 5
             if self.repeat is not None:
-                if (found := self.repeat(operands, problem.seed)) is not None:
+                starts, arrays = arrays_of(operands)
+                if (found := self.repeat.arrays(starts, problem.seed, arrays)) is not None:
                     return Gradients(*found) if self.wanted.backward else tuple(found)
             elif self.target is CUDA and not self._is_noted:
                 return self._note(problem, operands)

@@ -7,7 +7,6 @@ from kernels.cuda.device.memory import DeviceMemory, fill, row_major_copy
 from kernels.cuda.layers import indexing
 from kernels.cuda.layers.merge_rows import merge_rows  # beyond module 5
 from kernels.cuda.layers.put_rows import put_rows
-from kernels.cuda.runtime.arena import Arena, Stretch  # beyond module 5
 from kernels.cuda.runtime.arrays import (
     device_view,
     element_strides,
@@ -28,9 +27,9 @@ from kernels.cuda.runtime.kernel import (
     device_function,
     scalar_type,
 )
-from kernels.cuda.runtime.memory_pool import Pool  # beyond module 5
 from kernels.cuda.runtime.numba_watch import watching_numba  # beyond module 5
 from kernels.cuda.runtime.recorder import (
+    Recording,  # beyond module 5
     active,
     between_launches,  # beyond module 5
     computed,
@@ -38,15 +37,14 @@ from kernels.cuda.runtime.recorder import (
     recorded_by,  # beyond module 5
     refuse,
 )
-from kernels.cuda.runtime.recordings import Recording  # beyond module 5
-from kernels.cuda.runtime.repeated import address_of, bound, repeats  # beyond module 5
+from kernels.cuda.runtime.repeated import bound, repeats  # beyond module 5
 from kernels.cuda.runtime.sizes import SIZES, FoldShape
 
 __all__ = [  # noqa: RUF022  # grouped by use
     # Arrays on the device.
     "DeviceMemory", "as_bits", "device_view", "element_strides", "empty_device", "fill", "flattened",
     "is_device_array", "pool", "row_major_copy", "to_device", "to_host",
-    "address_of", "bound", "repeats",  # beyond module 5
+    "bound", "repeats",  # beyond module 5
     # Kernels of the library's own.
     "ALL_LANES", "SIZES", "WARP", "Adopted", "FoldShape", "Kernel", "device_callable", "device_function",
     "form", "scalar_type",
@@ -55,6 +53,6 @@ __all__ = [  # noqa: RUF022  # grouped by use
     "merge_rows",  # beyond module 5
     # Recording a step as a graph.
     "active", "computed", "drawn", "refuse",
-    "Arena", "Graph", "Pool", "Recording", "Stretch", "between_launches",  # beyond module 5
+    "Graph", "Recording", "between_launches",  # beyond module 5
     "recorded_by", "watching_numba",  # beyond module 5
 ]  # fmt: skip

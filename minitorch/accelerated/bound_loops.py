@@ -7,9 +7,11 @@ again, and to work out how a small call runs takes longer than to run it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
+
+from kernels.runtime.known_calls import KnownCalls
 
 from .. import operators
 from ..backends.result_shapes import normalize_dim
@@ -17,8 +19,6 @@ from ..backends.tensor_protocol import AnyTensor, MapProto
 from ..tensor_data import Ints, Storage, TensorData
 from ..tensor_ops import TensorOps
 
-#: Maximum number of kinds that an operation remembers; beyond it, the operation forgets all of them.
-MOST_KINDS = 1024
 #: A loop with fixed layouts, which takes the storage of the output and then those of the inputs.
 Run = Callable[..., None]
 #: Returns an uninitialised storage of a size and a dtype.
@@ -64,20 +64,8 @@ def with_layouts(
     )
 
 
-class Kinds(dict[Any, Callable[..., TensorData]]):
+class Kinds(KnownCalls):
     """The kinds of call that one operation has had: functions that return results for storages."""
-
-    _every: ClassVar[list[Kinds]] = []
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._every.append(self)
-
-    @classmethod
-    def cache_clear(cls) -> None:
-        """Forget the kinds of all operations, and with them the launches that they hold."""
-        for kinds in cls._every:
-            kinds.clear()
 
     def add(self, kind: Any, allocate: Allocate, out: TensorData, run: Run) -> None:
         """Remember how a call runs.
@@ -88,8 +76,6 @@ class Kinds(dict[Any, Callable[..., TensorData]]):
             out: A result, which is row-major.
             run: Fills the storage of such a result.
         """
-        if len(self) >= MOST_KINDS:
-            self.clear()
         about = {name: value for name, value in vars(out).items() if name != "_storage"}
         size, dtype = out.size, out.dtype
 
@@ -101,7 +87,7 @@ class Kinds(dict[Any, Callable[..., TensorData]]):
             data._storage = storage
             return data
 
-        self[kind] = result
+        self.keep(kind, result)
 
 
 class BoundOps(TensorOps):

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from kernels.cuda.backend import address_of, between_launches
+from kernels.cuda.backend import between_launches
 from kernels.runtime.targets import cuda
 
 from .group import REDUCTIONS, Group, Transfer
@@ -143,13 +143,15 @@ class NcclGroup(Group):
         These are nccl4py's bindings to C.  The methods of its communicator ask the driver on which device
         each array lies, and for memory from a pool, the driver always returns 0 (CUDA 13.0).
         """
-        addresses = map(address_of, arrays)
-        run = partial(getattr(self._bindings, name), *addresses, *numbers, *self._ends)
-        put = run if self._is_grouped else partial(self._side.watched, run)
+        function, is_grouped = getattr(self._bindings, name), self._is_grouped
 
-        def begin() -> None:
+        def begin(*addresses: int) -> None:
             self._side.follow()
-            put()
+            run = partial(function, *addresses, *numbers, *self._ends)
+            if is_grouped:
+                run()
+            else:
+                self._side.watched(run)
 
         between_launches(begin, *arrays)
         return _Queued(self._side, *arrays)

@@ -255,8 +255,10 @@ class FlashAttention(Several):
         found = find(given, {}, target, problem.unseeded, wanted)  # beyond module 5
         if found is not None and found.repeats:  # beyond module 5
             if not found.on_host and not any(wanted[1:]):
-                made = found.call.repeat.storages(found.starts, problem.seed)  # faster than arrays
-                return (*[q.on(*gradient) for gradient in made], *none)
+                repeat = found.call.repeat  # to storages, which takes less time than to arrays
+                made = repeat.arrays(found.starts, problem.seed, flat=True)
+                made = [q.on(x, *part[:2]) for x, part in zip(made, repeat.parts, strict=True)]
+                return (*made, *none)
             results = found.call.repeat.arrays(found.starts, problem.seed, found.arrays)
         if results is None:
             operands = Operands(*[None if x is None else read(x) for x in kept])

@@ -12,11 +12,8 @@ import numpy as np
 
 from kernels.common.arguments import whole
 from kernels.cuda.backend import (
-    Arena,
     Graph,
-    Pool,
     Recording,
-    Stretch,
     active,
     pool,
     recorded_by,
@@ -33,9 +30,8 @@ from .optimiser_states import copy_of
 
 #: Number of eager calls before recording, in which kernels compile and optimisers create their moments.
 WARM_UP = 2
-#: Number of recorded calls.  The first measures their memory, and the others must be identical except for
-#: the inputs.
-RECORDED = 3
+#: Number of recorded calls, which must be identical except for the inputs.
+RECORDED = 2
 
 
 class _Kind:
@@ -47,17 +43,14 @@ class _Kind:
     Attributes:
         places: Arrays and tensors that hold the inputs of a call, where a graph reads them.
         calls: Number of calls.
-        needed: Bytes that a call computes in; 0 before it is known.
-        stretch: The memory that the graph and its recorded calls but the first compute in, or None.
-        before: The last recorded call in this memory; None if there is none.
+        before: The first recorded call; None before it, and with the graph.
         graph: The graph; None before the last recorded call.
         outputs: The results of a replay.
     """
 
     def __init__(self, inputs: tuple[Any, ...]):
         self.places = [_place_for(x) for x in inputs]
-        self.calls = self.needed = 0
-        self.stretch: Stretch | None = None
+        self.calls = 0
         self.before: Recording | None = None
         self.graph: Graph | None = None
         self.outputs: Any = None
@@ -91,15 +84,16 @@ class GraphStep:
         self._fn, self._warm_up = fn, whole("warm_up", warm_up, 1)
         self._most = whole("most_shapes", most_shapes, 1)
         self.why_eager = _why_eager()
+        self._scratch: Any = None
         self.reset()
 
     def reset(self) -> None:
         """Drop the graphs and free their memory; the next calls warm up and record again."""
-        self.calls = 0
+        has_memory, self._scratch = self._scratch is not None, None
+        self.calls, self._device = 0, -1
         self._kinds: dict[Any, _Kind] = {}
-        self._arena: Arena | None = None
-        self._stretch: Stretch | None = None
-        self._device = -1
+        if has_memory:
+            pool().trim()
 
     @property
     def _graphs(self) -> list[Graph]:
@@ -118,8 +112,9 @@ class GraphStep:
     @property
     def memory(self) -> int:
         """Device memory reserved for the graphs, in bytes; 0 before there are any."""
-        stretches = {kind.stretch for kind in self._kinds.values() if kind.graph is not None}
-        return sum(stretch.bytes for stretch in stretches if stretch is not None)
+        graphs = self._graphs
+        every = {x for graph in graphs for x in (graph.scratch.gpu_data, *graph.kept.values())}
+        return sum(memory.size for memory in every)
 
     def __call__(self, *inputs: Any) -> Any:
         """Call the function, or replay its graph, with these inputs; return its results.
@@ -162,42 +157,34 @@ class GraphStep:
 
     def _record(self, kind: _Kind) -> Any:
         """Call the function on the inputs and record it; build the graph after the last recorded call."""
-        source = pool()
-        assert source is not None, "or calls are eager"
-        arena = self._arena = self._arena or Arena(source)
-        needed, stretch, before = kind.needed, kind.stretch, kind.before
-        kind.needed, kind.stretch, kind.before = 0, None, None  # after a failed call, start again
-        if needed and stretch is None:
-            stretch = self._room(source, needed)
-        arena.begin(stretch)
+        before, kind.before = kind.before, None  # after a failed call, start again
         hosts = [x.to_numpy() if is_tensor(x) else x for x in kind.places if _is_host(x)]
-        recording, state = Recording(arena, hosts, before), _random_state()
+        recording, state = Recording(hosts, before), _random_state()
         with _uncollected(), recorded_by(recording), watching_numba(_refuse_numba):
             outputs = self._fn(*kind.places)
         if not recording.launches:
             self.why_eager = "the function launches nothing on a CUDA device"
             return outputs
         _check_draws(recording, state)
-        kind.needed, kind.stretch = arena.extent, stretch
-        if before is not None:
-            kind.graph, kind.outputs = Graph(before, recording, source), outputs
-            self._device = current_device()
-        elif stretch is not None:
+        results = _owned(outputs)
+        if before is None:
             kind.before = recording
-        return _owned(outputs)
-
-    def _room(self, source: Pool, needed: int) -> Stretch:
-        """Return memory for a recorded call, shared with calls of other shapes if it is large enough."""
-        if self._stretch is None or self._stretch.bytes < needed:
-            source.trim()  # the first call has left its pieces
-            self._stretch = Stretch(source, needed)
-        return self._stretch
+        else:
+            kept, own = recording.held(), list[Any]()
+            if self._most > 1:  # graphs share all memory but that of their results
+                _owned(outputs, lambda x: own.append(x._tensor._storage.gpu_data))
+                kept = {
+                    n: x for n, x in kept.items() if any(x is getattr(y, "whole", y) for y in own)
+                }
+            kind.graph, kind.outputs = Graph(before, recording, kept, self._scratch), outputs
+            self._scratch, self._device = kind.graph.scratch, current_device()
+        return results
 
 
 def graph_step(fn: Callable[..., Any], warm_up: int = WARM_UP, most_shapes: int = 1) -> GraphStep:
     """Capture a function that is called repeatedly, such as a training step, as a CUDA graph.
 
-    The first ``warm_up`` calls run eagerly, the next three are recorded while they run, and every later
+    The first ``warm_up`` calls run eagerly, the next two are recorded while they run, and every later
     call is a replay: it copies the inputs and launches once, without running the function's Python code.
     Results are those of an eager call, bit for bit if the kernels are deterministic.  Without CUDA, in the
     simulator, for a model on the host, and under ``MINITORCH_CUDA_SYNC`` or ``detect_anomaly``, all calls
@@ -321,17 +308,17 @@ def _check_draws(recording: Recording, before: tuple[Any, Any]) -> None:
         )
 
 
-def _owned(outputs: Any) -> Any:
+def _owned(outputs: Any, copy: Callable[[Tensor], Any] = copy_of) -> Any:
     """Return the results of a call in memory that the next call does not write to."""
     if outputs is None:
         return None
     if isinstance(outputs, (tuple, list)):
-        found = map(_owned, outputs)
+        found = [_owned(x, copy) for x in outputs]
         return outputs._make(found) if hasattr(outputs, "_make") else type(outputs)(found)  # type: ignore
     if isinstance(outputs, dict):
-        return {name: _owned(x) for name, x in outputs.items()}
+        return {name: _owned(x, copy) for name, x in outputs.items()}
     if isinstance(outputs, Tensor) and outputs.backend.cuda:
-        return copy_of(outputs)
+        return copy(outputs)
     kind = "one on the host" if isinstance(outputs, Tensor) else type(outputs).__name__
     raise TypeError(
         f"a function for graph_step must return tensors on the device, got {kind}, which a replay cannot "

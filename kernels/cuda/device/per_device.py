@@ -14,7 +14,7 @@ from kernels.cuda.runtime.arrays import (
     element_strides,
     to_device,
 )
-from kernels.cuda.runtime.recorder import active
+from kernels.cuda.runtime.recorder import active, recorded_by
 from kernels.runtime.targets import IS_SIMULATOR, compute_capability, cuda, current_device
 
 #: The compute capability of Hopper.
@@ -60,18 +60,20 @@ def map_of(
 ) -> Any:
     """Return the tensor map of an array under a shape and strides; see :func:`device_map`."""
     rest = shape, strides, box, dtype
-    found = device_map(device_pointer(array), *rest)
-    if (recording := active()) is not None:
+    recording = active()
+    with recorded_by(None):  # the map is made once for an address, and kept
+        made = device_map(device_pointer(array), *rest)
+    if recording is not None:
         # An object for this map alone, for several operands may begin at one address.
-        found = device_view(found, found.shape, element_strides(found))
+        made = device_view(made, made.shape, element_strides(made))
 
         @lru_cache(maxsize=256)
         def remake(address: int) -> tuple[Any, int]:
-            made = device_map(address, *rest)
-            return made, int(made.device_ctypes_pointer.value)
+            found = device_map(address, *rest)
+            return found, int(found.device_ctypes_pointer.value)
 
-        recording.mapped(found, array, remake)
-    return found
+        recording.mapped(made, [array], remake)
+    return made
 
 
 def device_map(

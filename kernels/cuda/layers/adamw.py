@@ -27,7 +27,7 @@ from kernels.cuda.layers.tensor_lists import (
 )
 from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
-from kernels.cuda.runtime.recordings import Renewed
+from kernels.cuda.runtime.recorder import Renewed
 from kernels.runtime.dtypes import FLOAT64
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 

@@ -18,8 +18,9 @@ from numba import int64, types
 
 from kernels.common.geometry import ceil_div
 from kernels.cuda.device.half import form
-from kernels.cuda.runtime.arrays import device_pointer, to_device
+from kernels.cuda.runtime.arrays import device_pointer, device_view, element_strides, to_device
 from kernels.cuda.runtime.kernel import scalar_type
+from kernels.cuda.runtime.recorder import active, recorded_by
 from kernels.runtime.targets import IS_SIMULATOR, current_device, intrinsic
 
 #: Number of elements per block, all of one tensor, and number of threads.
@@ -96,13 +97,6 @@ class TensorList(NamedTuple):
         return int(self.work.shape[0])
 
 
-def _entry(entry: Any) -> int:
-    """Return the address of an array; a number unchanged."""
-    if isinstance(entry, int):
-        return entry
-    return entry._ary.ctypes.data if IS_SIMULATOR else device_pointer(entry)
-
-
 def tensor_list(columns: Sequence[Sequence[Any]], sizes: Sequence[int]) -> TensorList:
     """Return the list for contiguous arrays on the device.
 
@@ -112,18 +106,37 @@ def tensor_list(columns: Sequence[Sequence[Any]], sizes: Sequence[int]) -> Tenso
         columns: For each column of the table, a sequence with one array or whole number per tensor.
         sizes: Number of elements of each tensor, at least 1.
     """
-    addresses = tuple(tuple(map(_entry, column)) for column in columns)
-    return _tensor_list(addresses, tuple(sizes), current_device())
+    numbers = [[x if isinstance(x, int) else None for x in column] for column in columns]
+    arrays = [x for column in columns for x in column if not isinstance(x, int)]
+
+    def table_of(*addresses: int) -> tuple[Any, int]:
+        given = iter(addresses)
+        own = (tuple(next(given) if x is None else x for x in column) for column in numbers)
+        with recorded_by(None):  # the table is made once for these addresses, and kept
+            table = _table((*own, tuple(sizes)), current_device())
+            return table, device_pointer(table)
+
+    with recorded_by(None):
+        work = _work(tuple(sizes), current_device())
+    if IS_SIMULATOR:
+        return TensorList(table_of(*[x._ary.ctypes.data for x in arrays])[0], work)
+    recording, (table, _) = active(), table_of(*map(device_pointer, arrays))
+    if recording is not None:
+        table = device_view(table, table.shape, element_strides(table))
+        recording.mapped(table, arrays, table_of)
+    return TensorList(table, work)
 
 
 @lru_cache(maxsize=64)
-def _tensor_list(
-    addresses: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], device: int
-) -> TensorList:
-    table = np.array([*zip(*addresses, sizes, strict=True)], np.int64)
+def _table(columns: tuple[tuple[int, ...], ...], device: int) -> Any:
+    return to_device(np.array([*zip(*columns, strict=True)], np.int64))
+
+
+@lru_cache(maxsize=64)
+def _work(sizes: tuple[int, ...], device: int) -> Any:
     work = [
         (tensor, part * CHUNK)
         for tensor, size in enumerate(sizes)
         for part in range(ceil_div(size, CHUNK))
     ]
-    return TensorList(to_device(table), to_device(np.array(work, np.int64)))
+    return to_device(np.array(work, np.int64))

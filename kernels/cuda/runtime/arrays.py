@@ -67,9 +67,8 @@ def empty_device(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     Raises:
         MemoryError: If the device has too little memory left.
     """
-    recording = active()  # beyond module 5
-    if (source := pool() if recording is None else recording.source) is not None:  # beyond module 5
-        array = _empty(shape, dtype, source)
+    if (source := pool()) is not None:  # beyond module 5
+        array, recording = _empty(shape, dtype, source), active()
         if recording is not None and array.size:
             recording.took(array.gpu_data, array.nbytes)
         return array
@@ -78,7 +77,7 @@ def empty_device(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], source: Any) -> Any:  # beyond module 5
-    """Return an uninitialised, contiguous device array from the pool or an arena."""
+    """Return an uninitialised, contiguous device array from the pool."""
     size, steps = row_major(tuple(shape), dtype.itemsize)
     layout = tuple(shape), steps, dtype
     return array_from(source, size, layout) if size else array_on(None, layout)
@@ -206,5 +205,7 @@ def flattened(array: Any) -> Any:
 def device_pointer(array: Any) -> int:
     """Return the address of the first element of a device array; 0 in the simulator."""
     if (recording := active()) is not None:  # beyond module 5
-        recording.origin(array)  # a kernel may be given the address as a number
+        recording.place(
+            array
+        )  # other memory is kept: a kernel may be given the address as a number
     return 0 if IS_SIMULATOR else int(array.device_ctypes_pointer.value or 0)

@@ -6,14 +6,14 @@ Work between launches, such as sending a tensor to another device, splits them i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby, zip_longest
 from typing import Any
 
 import numpy as np
 
-from kernels.cuda.runtime.arrays import device_pointer
-from kernels.cuda.runtime.memory_pool import Pool
-from kernels.cuda.runtime.recordings import Launch, Recording, Renewed
+from kernels.cuda.runtime.arrays import device_pointer, empty_device, pool
+from kernels.cuda.runtime.recorder import Launch, Message, Place, Recording, Renewed
 from kernels.runtime.cuda_errors import LAUNCHED, CaptureError, explain_code
 from kernels.runtime.targets import cuda, driver
 
@@ -87,13 +87,13 @@ def mark_drawn(first: Recording, second: Recording) -> None:
     drawn = {pair: place for place, pair in enumerate(zip(first.draws, second.draws, strict=True))}
     for one, other in zip(first.launches, second.launches, strict=True):
         renewed = {word + i for word, numbers in other.numbers for i in range(len(numbers))}
-        words = [x.buffer.slots.view(np.uint64) for x in (one, other)]
-        for word in np.flatnonzero(words[0] != words[1]).tolist():
-            pair = one.buffer.words[word], other.buffer.words[word]
+        for word, pair in enumerate(zip(_words(one), _words(other), strict=True)):
+            if pair[0] == pair[1]:
+                continue
             if pair in drawn:
                 other.numbers.append((word, drawn[pair]))
             elif word not in renewed:
-                was, is_now = (one.launcher.shown(word, bits) for bits in pair)
+                was, is_now = (x.launcher.shown(word, x.buffer.words[word]) for x in (one, other))
                 raise CaptureError(
                     f"the kernel {one.launcher.name} was given {was} in one call and {is_now} in the next: "
                     "Python brought it anew, and a graph would keep it for ever; pass what changes as an "
@@ -101,10 +101,18 @@ def mark_drawn(first: Recording, second: Recording) -> None:
                 )
 
 
-def _shown(step: Launch | Callable[[], None]) -> str:
-    if not isinstance(step, Launch):
+def _shown(step: Launch | Message) -> Any:
+    if isinstance(step, Message):
         return "a message to another device"
     return f"{step.launcher.name} on {step.sizes[:3]} blocks of {step.sizes[3:6]} threads"
+
+
+def _words(launch: Launch) -> list[Any]:
+    """Return the words of a launch; for an address of the call's memory, its origin."""
+    words: list[Any] = [*launch.buffer.words]
+    for word, origin in launch.addresses:
+        words[word] = origin.places
+    return words
 
 
 class Graph:
@@ -113,29 +121,55 @@ class Graph:
     Args:
         first: A recorded call.
         second: The next recorded call.
-        pool: The pool, which copies to the device.
+        kept: Its allocations that others read, by number; a replay writes the same memory.
+        scratch: Memory of an earlier graph, which this one may use too; or None.
 
     Attributes:
         size: Number of kernels of a call.
+        kept: As given.
+        scratch: An array, the memory of all other allocations.
 
     Raises:
         CaptureError: If the calls differ in more than a replay can change.
+        MemoryError: If the device has too little memory left.
     """
 
-    def __init__(self, first: Recording, second: Recording, pool: Pool):
+    def __init__(
+        self, first: Recording, second: Recording, kept: dict[int, Any], scratch: Any = None
+    ):
         mark_drawn(first, second)
         cuda.current_context()
-        self._recording, self._pool, self.size = second, pool, len(second.launches)
+        self._recording, self._pool, self.size = second, pool(), len(second.launches)
+        offsets, size = second.layout(kept)
+        if scratch is None or scratch.nbytes < size:
+            self._pool.trim()  # the recorded calls have left their memory
+            scratch = empty_device((max(size, 1),), np.dtype(np.uint8))
+        self.kept, self.scratch, base = kept, scratch, device_pointer(scratch)
+        starts = {number: base + offset for number, offset in offsets.items()}
+        starts |= {n: memory.device_ctypes_pointer.value for n, memory in kept.items()}
+
+        def at(places: Sequence[Place]) -> list[int]:
+            return [x if number is None else starts[number] + x for number, x in places]
+
+        self._made = list[Any]()  # kept alive
+        for one in second.launches:
+            for word, (places, remake) in one.addresses:
+                address, *own = at(places)
+                if remake is not None:
+                    made, address = remake(address, *own)
+                    self._made.append(made)
+                one.buffer.words[word] = address
         self._uploads = [(device_pointer(target), source) for source, target in second.uploads]
         self._chains: list[Chain] = []
         #: Functions in order, each of which launches a graph or does the work between two graphs.
         self._acts: list[Any] = []
         for is_launch, steps in groupby(second.steps, lambda step: isinstance(step, Launch)):
-            own: list[Any] = [*steps]
+            own = [*steps]
             if is_launch:
                 self._chains.append(Chain(own))
-                own = [self._chains[-1].launch]
-            self._acts += own
+                self._acts.append(self._chains[-1].launch)
+            else:
+                self._acts += [partial(one.act, *at(one.places)) for one in own]
 
     def is_valid(self) -> bool:
         """Tell whether all memory that the graph reads and writes is still at the same addresses."""

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from kernels.cuda.runtime.recorder import active
-from kernels.cuda.runtime.recordings import Renewed
+from kernels.cuda.runtime.recorder import Renewed, active
 from kernels.runtime.cuda_errors import explain_code
 from kernels.runtime.targets import cuda, current_device, driver
 

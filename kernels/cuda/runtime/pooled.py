@@ -1,4 +1,4 @@
-"""Memory in the form of numba's arrays: that of the pool or of an arena, and that of other libraries."""
+"""Memory in the form of numba's arrays: that of the pool, and that of other libraries."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MemoryPointer: Any = getattr(cuda, "MemoryPointer", object)
 
 
 class Pooled(MemoryPointer):
-    """Memory of the pool or of an arena for numba's arrays; it is freed with the last of them.
+    """Memory of the pool for numba's arrays; it is freed with the last of them.
 
     Attributes:
-        source: The pool or the arena.
-        block: The block of the source.
+        source: The pool.
+        block: Its block.
         start: The address.
         device_ctypes_pointer: The address, which numba would compute at each launch.
     """
@@ -87,7 +87,7 @@ def array_from(source: Any, size: int, layout: Layout) -> Any:
     """Return an uninitialised array.
 
     Args:
-        source: The pool, or an arena.
+        source: The pool.
         size: Bytes of the array, at least 1.
         layout: Its layout.
 

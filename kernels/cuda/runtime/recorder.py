@@ -1,29 +1,265 @@
-"""The recording of this thread, if its call is recorded, and what a call does differently then."""
+"""Record what a call does on the device, to repeat it (``repeated``) or to make a CUDA graph (``graphs``).
+
+A recorded call runs like any other.  Its launches are recorded in order, with their packed arguments and the
+origin of each address among them: an operand, memory that the call allocated, or other memory.
+
+Whatever differs from call to call is recorded with a function that obtains it again: copies of inputs, drawn
+numbers, numbers of an optimiser, results that the host computes from inputs, and work between launches.  Only
+graphs have it.  A call to repeat has only operands and a dropout seed; anything else *spoils* its recording.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from bisect import insort  # beyond module 5
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager  # beyond module 5
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
+from weakref import ref  # beyond module 5
 
 import numpy as np  # beyond module 5
 
+from kernels.common.geometry import PLAIN  # beyond module 5
 from kernels.runtime.cuda_errors import CaptureError  # beyond module 5
 
-if TYPE_CHECKING:  # beyond module 5
-    from kernels.cuda.runtime.recordings import Recording
+#: Alignment of allocations that share one memory, bytes.
+ALIGNMENT = 512
+#: The number of an operand or allocation of the call, and bytes from its start; or None and an address.
+Place = tuple[int | None, int]
+
+
+class Seed(int):  # beyond module 5
+    """The dropout seed of a call to repeat, which is the one number that later calls replace."""
+
+
+class Renewed(tuple[Any, ...]):  # beyond module 5
+    """Numbers of a launch that the host computes for each call, by the function ``again``."""
+
+    again: Callable[[], tuple[Any, ...]]
+
+    def __new__(cls, again: Callable[[], tuple[Any, ...]]) -> Renewed:
+        """Return the current numbers."""
+        self = super().__new__(cls, again())
+        self.again = again
+        return self
+
+
+class Origin(NamedTuple):  # beyond module 5
+    """The origin of an address.
+
+    Attributes:
+        places: Where it points; for memory that holds addresses, all places to which these point.
+        remake: Returns such memory for other addresses, and its own address; None for an operand or
+            allocation.
+    """
+
+    places: tuple[Place, ...]
+    remake: Callable[..., tuple[Any, int]] | None = None
+
+
+class Launch(NamedTuple):  # beyond module 5
+    """A recorded launch.
+
+    Attributes:
+        launcher: The launcher of the kernel.
+        sizes: The driver's arguments after the kernel: three of the grid, three of the block, and so on.
+        buffer: A copy of the packed arguments.
+        addresses: The words that hold addresses of the call's memory, each with its origin.
+        numbers: The words of numbers that later calls replace, each with its :class:`Seed` or the
+            :class:`Renewed` numbers that begin there.
+    """
+
+    launcher: Any
+    sizes: tuple[Any, ...]
+    buffer: Any
+    addresses: list[tuple[int, Origin]]
+    numbers: list[tuple[int, Any]]
+
+
+class Message(NamedTuple):  # beyond module 5
+    """Work between launches: a function of the addresses of arrays, and where these are."""
+
+    act: Callable[..., None]
+    places: list[Place]
+
+
+class Recording:  # beyond module 5
+    """The work of one call on the device; see :func:`recorded_by`.
+
+    Args:
+        inputs: For a graph, host arrays whose contents change with each call, in the same memory.
+        before: For a graph, the recording of the call before; None if there is none.
+
+    Attributes:
+        steps: The launches in order, and the messages between them.
+        sizes: Bytes of each operand and allocation.
+        kept: Other memory that the launches read or write, which must be kept alive.
+        is_spoilt: Whether the call did what can only be part of a graph, or of nothing.
+        draws: Drawn numbers, each with the function that draws the next one.
+        live: Host arrays that hold inputs, or results computed from them.
+        computations: Functions that compute such results again, in order.
+        uploads: Copies of such arrays to the device: the array, and the one on the device.
+        actions: Other work of the host in each replay, before the first launch.
+        guards: Functions that tell whether the memory of the launches is still at the same addresses.
+        memo: Objects that are made once per call, by key.
+    """
+
+    def __init__(
+        self,
+        inputs: Iterable[np.ndarray[Any, Any]] | None = None,
+        before: Recording | None = None,
+    ):
+        self.before, self.is_of_graph = before, inputs is not None
+        self.steps: list[Launch | Message] = []
+        self.sizes: list[int] = []
+        self.kept: dict[int, Any] = {}
+        self.is_spoilt = False
+        self.draws: dict[int, Callable[[], int]] = {}
+        self.live = [*(inputs or ())]
+        self.computations: list[Callable[[], None]] = []
+        self.uploads: list[tuple[np.ndarray[Any, Any], Any]] = []
+        self.actions: list[Callable[[], None]] = []
+        self.guards: list[Callable[[], bool]] = []
+        self.memo: dict[Any, Any] = {}
+        self._maps: dict[int, tuple[Any, Origin]] = {}
+        #: The operands and allocations, and the order in which n was allocated (n) and freed (~n).
+        self._memories, self._events = list[Any](), list[int]()
+
+    @property
+    def launches(self) -> list[Launch]:
+        """The launches in order."""
+        return [step for step in self.steps if isinstance(step, Launch)]
+
+    def took(self, memory: Any, size: int) -> None:
+        """Record the memory of an operand or an allocation."""
+        number, events = len(self.sizes), self._events
+        memory.place = self.sizes, number
+        self.sizes.append(size)
+        self._memories.append(ref(memory, lambda _: events.append(~number)))
+        events.append(number)
+
+    def held(self) -> dict[int, Any]:
+        """Return the operands and allocations that are still referenced, by number."""
+        found = {number: memory() for number, memory in enumerate(self._memories)}
+        return {number: memory for number, memory in found.items() if memory is not None}
+
+    def layout(self, elsewhere: Container[int]) -> tuple[dict[int, int], int]:
+        """Lay out allocations in one memory; those that were freed give their place to later ones.
+
+        Launches run in order, so that two allocations may share a place unless both were in use at a time.
+
+        Args:
+            elsewhere: The numbers of those that are in other memory.
+
+        Returns:
+            The offset of each by its number, and the bytes of the memory.
+        """
+        offsets, used, extent = dict[int, int](), list[tuple[int, int, int]](), 0
+        for number in [*self._events]:
+            if number < 0:
+                used = [one for one in used if one[2] != ~number]
+            elif number not in elsewhere:
+                room, start = PLAIN.ceil_div(self.sizes[number], ALIGNMENT) * ALIGNMENT, 0
+                for begin, end, _ in used:
+                    if begin - start >= room:
+                        break
+                    start = end
+                insort(used, (start, start + room, number))
+                offsets[number], extent = start, max(extent, start + room)
+        return offsets, extent
+
+    def place(self, array: Any, reader: str = "a kernel") -> Place | None:
+        """Return where an array begins, if it is one; memory that is not the call's is kept.
+
+        Raises:
+            CaptureError: If ``reader`` reads memory of the recorded call before, which is reused.
+        """
+        memory: Any = getattr(array, "gpu_data", None)
+        if memory is None:
+            return None
+        address = array.device_ctypes_pointer.value or 0
+        memory = getattr(memory, "whole", memory)
+        call, number = getattr(memory, "place", (None, 0))
+        if call is self.sizes:
+            return number, address - (memory.device_ctypes_pointer.value or 0)
+        if self.before is not None and call is self.before.sizes:
+            raise CaptureError(
+                f"{reader} reads what an earlier call of the function left behind (of shape "
+                f"{array.shape}), and a graph computes every call in the same memory; drop gradients at "
+                "the beginning of the function (zero_grad), write to what lasts in place as "
+                "minitorch.AdamW does, and pass what it needs of a call before as an input"
+            )
+        self.kept[id(memory)] = memory
+        return None, address
+
+    def mapped(
+        self, made: Any, arrays: Sequence[Any], remake: Callable[..., tuple[Any, int]]
+    ) -> None:
+        """Record memory ``made`` that holds addresses of arrays; see :class:`Origin` for ``remake``."""
+        places = tuple([place for array in arrays if (place := self.place(array)) is not None])
+        if any(number is not None for number, _ in places):
+            self._maps[id(made)] = made, Origin(places, remake)
+            self.is_spoilt |= len(places) > 1
+
+    def launched(
+        self, launcher: Any, sizes: Any, buffer: Any, parts: Iterable[tuple[int, Any]]
+    ) -> None:
+        """Record a launch, whose arrays and numbers are ``parts``, each with its word."""
+        addresses, numbers = [], []
+        for word, part in parts:
+            if isinstance(part, (Seed, Renewed)):
+                numbers.append((word, part))
+                self.is_spoilt |= isinstance(part, Renewed)
+            elif (known := self._maps.get(id(part))) is not None:
+                addresses.append((word, known[1]))
+            else:
+                place = self.place(part, f"the kernel {launcher.name}")
+                if place is not None and place[0] is not None:
+                    addresses.append((word, Origin((place,))))
+        self.steps.append(Launch(launcher, sizes, buffer, addresses, numbers))
+
+    def uploaded(
+        self, array: np.ndarray[Any, Any], copy: Callable[[np.ndarray[Any, Any], Any], Any]
+    ) -> Any:
+        """Copy an array to the device by ``copy(array, target)``, and record it if replays repeat it.
+
+        Without a target, ``copy`` makes new memory, which is not the call's.
+
+        Raises:
+            CaptureError: If the array is copied in each call, but is not an input.
+        """
+        before = self.before
+        if self.is_live(array):
+            known = [] if before is None else before.uploads[len(self.uploads) :]
+            target = known[0][1] if known else None
+            if target is not None and (target.shape, target.dtype) != (array.shape, array.dtype):
+                target = None  # the two calls differ, as their launches will show
+            self.uploads.append((array, copy(array, target)))
+            return self.uploads[-1][1]
+        if before is None:
+            return copy(array, None)  # somebody keeps it: there is no second copy, or it is refused
+        raise CaptureError(
+            f"the function copies an array of shape {array.shape} ({array.dtype}) to the device in each "
+            "call, and it is none of its inputs: a graph would keep these numbers for ever; pass it to the "
+            "function as an argument, or put it on the device before"
+        )
+
+    def is_live(self, array: Any) -> bool:
+        """Tell whether an array holds an input, or a result computed from one."""
+        return isinstance(array, np.ndarray) and any(
+            np.may_share_memory(array, known) for known in self.live
+        )
 
 
 class _Thread(threading.local):
-    recording: Recording | None = None
+    recording: Any = None
 
 
 thread = _Thread()
 
 
-def active() -> Recording | None:
-    """Return the recording of the call that this thread makes, or None."""
+def active() -> Any:
+    """Return the :class:`Recording` of the call that this thread makes, or None."""
     return thread.recording
 
 
@@ -46,21 +282,19 @@ def drawn(again: Callable[[], int]) -> int:
     return number
 
 
-def between_launches(  # beyond module 5
-    act: Callable[[], None], *arrays: Any
-) -> None:
+def between_launches(act: Callable[..., None], *arrays: Any) -> None:  # beyond module 5
     """Do work now that each replay repeats at the same place among the launches.
 
     Args:
-        act: A function that enqueues work other than our kernels, such as a message to another device.
+        act: A function that enqueues work other than our kernels, such as a message to another device.  It
+            takes the addresses of the arrays.
         *arrays: Arrays on the device that it reads or writes.
     """
-    act()
+    act(*[array.device_ctypes_pointer.value or 0 for array in arrays])
     if (recording := thread.recording) is not None:
         recording.is_spoilt = True
-        for array in arrays:
-            recording.origin(array, "a message to another device")
-        recording.steps.append(act)
+        places = [recording.place(array, "a message to another device") for array in arrays]
+        recording.steps.append(Message(act, places))
 
 
 def computed(compute: Callable[[], Any], *sources: Any) -> Any:

@@ -1,8 +1,8 @@
 """Repeat the launches of an earlier call with other operands.
 
-A rung is written plainly: it allocates memory, chooses kernels and launches them.  The first call of a kind
-is recorded; later calls allocate memory, write addresses into the packed arguments and launch, and nothing
-is chosen or checked again.  Everything that a call does must therefore depend on its kind alone.
+A rung is written plainly: it allocates memory, chooses kernels and launches them.  One call of a kind is
+recorded; later calls allocate memory, write addresses into the packed arguments and launch, and nothing is
+chosen or checked again.  Everything that a call does must therefore depend on its kind alone.
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import wraps
-from itertools import accumulate
 from operator import itemgetter
 from threading import Lock
 from typing import Any, TypeVar
 
-from kernels.common.geometry import PLAIN
 from kernels.cuda.runtime.arrays import array_on, pool
 from kernels.cuda.runtime.pooled import Foreign, array_from
-from kernels.cuda.runtime.recorder import active, recorded_by
-from kernels.cuda.runtime.recordings import Recording, Seed
+from kernels.cuda.runtime.recorder import Recording, Seed, recorded_by, thread
 from kernels.runtime.cuda_errors import LAUNCHED
+from kernels.runtime.known_calls import KnownCalls
 from kernels.runtime.memory import Layout
 from kernels.runtime.targets import BLOCKING, IS_SIMULATOR, DeviceArray, current_device
 
-#: Alignment in bytes that vector loads need, and that of the parts of the scratch memory.
-VECTOR, ALIGNMENT = 16, 512
+#: Alignment in bytes that vector loads need.
+VECTOR = 16
 #: Mask of the eight bytes of a packed argument.
 ALL_BITS = 2**64 - 1
 #: Computes results from arrays, which may be None, and a dropout seed.
@@ -37,10 +35,6 @@ def address_of(array: Any) -> int:
     return array.device_ctypes_pointer.value or 0
 
 
-def _layout(array: Any) -> Layout:
-    return tuple(array.shape), tuple(array.strides), array.dtype
-
-
 class Repeat:
     """Repeat a recorded call with other operands of the same layouts.
 
@@ -48,7 +42,7 @@ class Repeat:
 
     Args:
         recording: The recorded call.
-        places: Indices of the operands that are not None.
+        count: Number of its operands.
         results: The memory of each result in the recording; None for a result that is not computed.
         layouts: The layout of the result in each of these.
 
@@ -60,33 +54,30 @@ class Repeat:
     def __init__(
         self,
         recording: Recording,
-        places: list[int],
-        results: list[int | None],
+        count: int,
+        results: Sequence[int | None],
         layouts: dict[int, Layout],
     ):
-        self._places, self._lock, self._kept = places, Lock(), recording.kept
-        self._layouts, sizes = [*layouts.values()], recording.sizes
+        offsets, self.scratch = recording.layout({*range(count), *layouts})
+        self._offsets, self._lock, self._kept = [*offsets.values()], Lock(), recording.kept
+        # Addresses are given in this order.
+        at = {n: index for index, n in enumerate([*range(count), *layouts, *offsets])}
+        self._order = [None if n is None else at[n] - count for n in results]
+        self._is_ordered = None not in self._order
+        self._sizes, self._layouts = [recording.sizes[n] for n in layouts], [*layouts.values()]
         self._flat = [((math.prod(shape),), (x.itemsize,), x) for shape, _, x in self._layouts]
-        self._sizes = [sizes[number] for number in layouts]
         self.parts = [
             (shape, tuple(step // dtype.itemsize for step in steps), dtype)
             for shape, steps, dtype in self._layouts
         ]
-        others = [n for n in range(len(places), len(sizes)) if n not in layouts]
-        rooms = [PLAIN.ceil_div(sizes[n], ALIGNMENT) * ALIGNMENT for n in others]
-        *self._offsets, self.scratch = accumulate(rooms, initial=0)
-        # Addresses are given in this order.
-        place = {n: at for at, n in enumerate([*range(len(places)), *layouts, *others])}
-        self._order = [None if n is None else place[n] - len(places) for n in results]
-        self._is_ordered = self._order == [*range(len(layouts))]
         self._steps = [
-            (one, one.launcher.function(), [(w, place[x.number], *x[1:]) for w, x in one.addresses])
+            (
+                one,
+                one.launcher.function(),
+                [(word, at[x.places[0][0]], x.places[0][1], x.remake) for word, x in one.addresses],
+            )
             for one in recording.launches
         ]
-
-    def __call__(self, operands: Sequence[Any], seed: int) -> Sequence[Any]:
-        """Return the results for the operands, which may be None."""
-        return self.arrays([address_of(operands[place]) for place in self._places], seed)
 
     def into(self, starts: list[int], scratch: int, seed: int) -> None:
         """Launch with memory of the caller.
@@ -129,23 +120,18 @@ class Repeat:
         places += [array.gpu_data.start for array in made]
         scratch, block = 0, None
         if self.scratch:
-            block = source.allocate(self.scratch)  # type: ignore[union-attr]
+            block = source.allocate(self.scratch)
             scratch = block.start
         try:
             self.into(places, scratch, seed)
         finally:
             if block is not None:
-                source.free(block)  # type: ignore[union-attr]  # in stream order
+                source.free(block)  # in stream order
         return made if flat or self._is_ordered else self.ordered(made)
 
     def ordered(self, made: list[Any]) -> list[Any]:
         """Return all results, given an array for each of the :attr:`parts`."""
-        return [None if place is None else made[place] for place in self._order]
-
-    def storages(self, starts: list[int], seed: int) -> list[tuple[Any, Any, Any]]:
-        """Return each computed result as a flat array, its shape, and its strides in elements."""
-        flat = self.arrays(starts, seed, flat=True)
-        return [(x, *part[:2]) for x, part in zip(flat, self.parts, strict=True)]
+        return [None if index is None else made[index] for index in self._order]
 
 
 def noted(run: Run, arrays: Sequence[Any], seed: int) -> tuple[Sequence[Any], Repeat | None]:
@@ -156,69 +142,71 @@ def noted(run: Run, arrays: Sequence[Any], seed: int) -> tuple[Sequence[Any], Re
         arrays: The operands.
         seed: Dropout seed.
     """
-    if active() is not None or BLOCKING or (source := pool()) is None:
+    if thread.recording is not None or BLOCKING or pool() is None:
         return run(arrays, seed), None
-    places = [place for place, array in enumerate(arrays) if array is not None]
-    recording, named = Recording(source), [*arrays]
-    for place in places:
-        array = arrays[place]
-        memory = Foreign(address_of(array), array.gpu_data.size, array)
-        recording.took(memory, memory.size)
-        named[place] = array_on(memory, _layout(array))
+    recording, named, count = Recording(), list[Any](), 0
+    for array in arrays:
+        if array is not None:
+            memory, count = Foreign(address_of(array), array.gpu_data.size, array), count + 1
+            recording.took(memory, memory.size)
+            array = array_on(memory, _layout(array))  # noqa: PLW2901
+        named.append(array)
     with recorded_by(recording):
         results = run(named, Seed(seed))
     layouts, numbers = dict[int, Layout](), list[int | None]()
     for array in results:
         number = None
         if array is not None:
-            # Each is an allocation of the call; two are of one if they are the same.
-            origin, layout = recording.origin(array), _layout(array)
-            if origin is None or origin.number < len(places) or origin.offset:
+            # Each is an allocation of the call, and no two are the same.
+            number, offset = recording.place(array) or (None, 0)
+            if number is None or number < count or offset or number in layouts:
                 return results, None
-            number = origin.number
-            if layouts.setdefault(number, layout) != layout:
-                return results, None
+            layouts[number] = _layout(array)
         numbers.append(number)
-    return results, None if recording.is_spoilt else Repeat(recording, places, numbers, layouts)
+    return results, None if recording.is_spoilt else Repeat(recording, count, numbers, layouts)
+
+
+def _layout(array: Any) -> Layout:
+    return tuple(array.shape), tuple(array.strides), array.dtype
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-#: Kinds of calls that a function stores, at most; then all are dropped.
-MOST_KINDS = 1024
-#: The entries of a kind that is new, and of one that was called once.
-_NEW, _SEEN = object(), object()
 
 
-class _Calls(dict[Any, Any]):
-    """The calls of a function by kind: a :class:`Repeat`, and the function that returns its results.
+def _first(
+    calls: KnownCalls, kind: Any, known: Any, function: Callable[..., Any], args: Any
+) -> Any:
+    """Make a call that does not repeat another; the second of a kind is recorded.
 
-    The second call of a kind is recorded, so a kind that is called once costs only a look-up.  The entry of
-    one that cannot be repeated is None.
+    A kind that is called once then costs only a look-up.
+
+    Args:
+        calls: A :class:`Repeat` for each kind, and the function that returns its results; or True for one
+            that was called once, False for one that cannot be repeated.
+        kind: The kind of the call.
+        known: Its entry; None for a new kind.
+        function: The function of ``args``.
+        args: Arrays and other arguments.
     """
+    if not known:
+        if known is None:
+            calls.keep(kind, True)
+        return function(*args)
+    make: Any = None
 
-    def first(self, kind: Any, known: Any, function: Callable[..., Any], args: Any) -> Any:
-        """Make a call whose entry is ``known``, which does not repeat it."""
-        if known is not _SEEN:
-            if known is _NEW:
-                if len(self) >= MOST_KINDS:
-                    self.clear()
-                self[kind] = _SEEN
-            return function(*args)
-        make: Any = None
+    def in_full(arrays: Sequence[Any], seed: int) -> Sequence[Any]:
+        nonlocal make
+        given = iter(arrays)
+        result = function(*[next(given) if type(x) is DeviceArray else x for x in args])
+        if isinstance(result, tuple):
+            make = getattr(result, "_make", tuple)
+            return result
+        make = itemgetter(0) if result is not None else (lambda arrays: None)
+        return () if result is None else (result,)
 
-        def in_full(arrays: Sequence[Any], seed: int) -> Sequence[Any]:
-            nonlocal make
-            given = iter(arrays)
-            result = function(*[next(given) if type(x) is DeviceArray else x for x in args])
-            if isinstance(result, tuple):
-                make = getattr(result, "_make", tuple)
-                return result
-            make = itemgetter(0) if result is not None else (lambda arrays: None)
-            return () if result is None else (result,)
-
-        results, repeat = noted(in_full, [x for x in args if type(x) is DeviceArray], 0)
-        self[kind] = None if repeat is None else (repeat, make)
-        return make(results)
+    results, repeat = noted(in_full, [x for x in args if type(x) is DeviceArray], 0)
+    calls[kind] = repeat is not None and (repeat, make)
+    return make(results)
 
 
 def bound(function: Callable[..., None]) -> Callable[..., None]:
@@ -228,13 +216,13 @@ def bound(function: Callable[..., None]) -> Callable[..., None]:
         function: A function of device arrays, which it writes to.  Its calls have arrays of the same
             layouts, and its launches do not depend on their alignment.
     """
-    calls = _Calls()
+    calls = KnownCalls()
 
     def launch(*arrays: Any) -> None:
         device = current_device()
-        known = None if active() is not None else calls.get(device, _NEW)
+        known = False if thread.recording is not None else calls.get(device)
         if type(known) is not tuple:
-            calls.first(device, known, function, arrays)
+            _first(calls, device, known, function, arrays)
             return
         repeat, starts = known[0], list[int]()
         for x in arrays:
@@ -252,11 +240,11 @@ def repeats(function: _Function) -> _Function:
             an array, a tuple of arrays and None, or None.  Its launches must depend only on the layouts of
             the arrays and on the other arguments.
     """
-    calls = _Calls()
+    calls = KnownCalls()
 
     @wraps(function)
     def run(*args: Any) -> Any:
-        if IS_SIMULATOR or active() is not None:
+        if thread.recording is not None:
             return function(*args)
         kind, starts = [current_device()], list[int]()
         for arg in args:
@@ -266,15 +254,13 @@ def repeats(function: _Function) -> _Function:
                 kind += arg.shape, arg.strides, arg.dtype, start % VECTOR
             else:
                 kind.append(arg)
-        own = tuple(kind)
         try:
-            known = calls.get(own, _NEW)
+            known = calls.get(key := tuple(kind))
         except TypeError:  # arrays of another kind
             return function(*args)
         if type(known) is not tuple:
-            return calls.first(own, known, function, args)
+            return _first(calls, key, known, function, args)
         repeat, make = known
         return make(repeat.arrays(starts, 0))
 
-    run.cache_clear = calls.clear  # type: ignore[attr-defined]
-    return run  # type: ignore[return-value]
+    return function if IS_SIMULATOR else run  # type: ignore[return-value]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minitorch
+from kernels.runtime import known_calls
 from minitorch import SimpleBackend, TensorBackend, fast_ops
 from minitorch.accelerated import bound_loops
 from minitorch.functions.base import Function
@@ -35,7 +36,7 @@ def test_a_kind_is_shapes_strides_and_dtypes(data: st.DataObject) -> None:
 
 
 def test_kinds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bound_loops, "MOST_KINDS", 4)
+    monkeypatch.setattr(known_calls, "MOST_CALLS", 4)
     kinds = bound_loops.Kinds()
     data = minitorch.from_numpy(np.ones(3), SimpleBackend)._tensor
     for kind in range(10):

@@ -1,4 +1,4 @@
-"""The launches, copies and memory of a captured step on a fake driver, and the arena of its memory."""
+"""The launches, copies and memory of a captured step on a fake driver."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from hypothesis import given
 from hypothesis.strategies import integers, lists, tuples
 
 import minitorch
-from kernels import bound_calls
 from kernels.cuda.attention.flash3_wgmma.backward.layout import PADDING
-from kernels.cuda.runtime.arena import ALIGNMENT, Arena, Stretch
 from kernels.cuda.runtime.arrays import to_device
-from kernels.cuda.runtime.memory_pool import MOST_STAGED, STAGED, Block
+from kernels.cuda.runtime.memory_pool import MOST_STAGED, STAGED
 from kernels.cuda.runtime.numba_watch import watching_numba
-from kernels.cuda.runtime.recorder import between_launches
+from kernels.cuda.runtime.recorder import ALIGNMENT, Recording, between_launches
 from kernels.problem import listed_mods
 from kernels.problem.packed_sequences import Sequences
+from kernels.runtime.known_calls import KnownCalls
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 from minitorch.training.captured_step import WARM_UP
 
@@ -159,7 +158,7 @@ def test_messages_are_sent_again_between_the_same_launches(device: FakeDriver) -
     def fn(x: Any) -> Any:
         between_launches(lambda: seen.append(len(device.launches)))
         y = w + w
-        between_launches(lambda: seen.append(len(device.launches)), y.array())
+        between_launches(lambda address: seen.append(len(device.launches)), y.array())
         between_launches(lambda: seen.append(len(device.launches)))
         return y + w
 
@@ -223,7 +222,7 @@ def test_a_mask_mod_that_a_recorded_call_evaluates_is_no_part_of_the_graph(
     def fn(x: minitorch.Tensor) -> minitorch.Tensor:
         if len(calls) == WARM_UP:  # this call is recorded, and the first of its kind
             listed_mods._evaluated.cache_clear()
-            bound_calls.cache_clear()
+            KnownCalls.cache_clear()
         device.launches.clear()
         out = x.flash_attention(x, x, mask_mod=lambda b, h, r, c: (r - c) % 7 == 0)
         calls.append([one.kernel for one in device.launches].count("evaluate_blocks"))
@@ -291,57 +290,29 @@ def test_memory_of_somebody_else_is_read_before_the_call_returns(device: FakeDri
     assert [call.name for call in device.calls] == ["cuMemcpyHtoD"]
 
 
-# -- the arena ---------------------------------------------------------------------------------------
+# -- the memory of a graph ---------------------------------------------------------------------------
 
 
-class _Source:
+class _Memory:
     """Memory without a device."""
-
-    def __init__(self) -> None:
-        self.next, self.given = 1 << 20, {}
-
-    def allocate(self, size: int) -> Block:
-        self.next += size  # one beside the other
-        self.given[self.next - size] = size
-        return Block(self.next - size, 0, size, self.next - size)
-
-    def free(self, block: Block) -> None:
-        del self.given[block.start]
-
-    release = free
-
-    def trim(self) -> None:
-        """Nothing is kept."""
 
 
 @given(lists(tuples(integers(1, 1 << 20), integers(0, 5)), max_size=20))
-def test_pieces_never_overlap_and_the_next_call_has_the_same(steps: list[tuple[int, int]]) -> None:
-    source: Any = _Source()
-    arena, stretch, needed = Arena(source), None, 0
-    calls, leftover = [], []
-    for _ in range(3):
-        if needed and stretch is None:
-            stretch = Stretch(source, needed)
-        arena.begin(stretch)
-        held, places = [], []
-        for size, action in steps:
-            if action and held:
-                arena.free(held.pop(action % len(held))[0])
-            for block in leftover[:1]:
-                arena.free(block)  # of the call before: somebody held it until now
-                leftover.pop(0)
-            block = arena.allocate(size)
-            start, stop = block.address, block.address + size
-            assert start % ALIGNMENT == 0
-            assert any(at <= start and stop <= at + room for at, room in source.given.items())
-            assert not any(
-                start < other.address + room and other.address < stop for other, room in held
-            )
-            held.append((block, size))
-            places.append(start)
-        leftover = [block for block, _ in held]
-        calls.append(places)
-        needed = arena.extent
-    assert calls[1] == calls[2], "what the first call made room for is there from the beginning"
-    arena = stretch = held = leftover = block = None  # a piece keeps the memory that it is in
-    assert source.given == {}
+def test_allocations_share_a_place_only_one_after_the_other(steps: list[tuple[int, int]]) -> None:
+    recording, held, pairs = Recording(), {}, set[tuple[int, int]]()
+    for number, (size, action) in enumerate(steps):
+        if action and held:
+            del held[[*held][action % len(held)]]
+        pairs |= {(other, number) for other in held}
+        held[number] = _Memory()
+        recording.took(held[number], size)
+    assert recording.held() == held
+    elsewhere = {number for number in held if number % 2}
+    offsets, total = recording.layout(elsewhere)
+    assert offsets.keys() == {*range(len(steps))} - elsewhere
+    stops = {number: start + steps[number][0] for number, start in offsets.items()}
+    assert all(start % ALIGNMENT == 0 for start in offsets.values())
+    assert total >= max(stops.values(), default=0)
+    for one, other in pairs:
+        if {one, other} <= offsets.keys():
+            assert stops[one] <= offsets[other] or stops[other] <= offsets[one]

@@ -20,11 +20,11 @@ from unittest.mock import patch
 import numpy as np
 
 import minitorch  # noqa: F401
-from kernels import bound_calls
 from kernels.cuda.device import per_device
 from kernels.cuda.runtime import arrays, graphs, launcher, pooled
 from kernels.cuda.runtime import kernel as runtime_kernel
 from kernels.runtime import targets
+from kernels.runtime.known_calls import KnownCalls
 
 graph_step_module = sys.modules["minitorch.training.captured_step"]
 
@@ -235,7 +235,7 @@ def _caches() -> Iterator[Any]:
 def _forget() -> None:
     for cache in _caches():
         cache.cache_clear()
-    bound_calls.cache_clear()
+    KnownCalls.cache_clear()
 
 
 @contextmanager

@@ -124,7 +124,7 @@ def attend(
     rest = tile, wanted, *[array is None for array in results[2::2]]
     found = find(operands, options, *rest, make=make, results=given)  # beyond module 5
     known = found and found.call  # beyond module 5
-    if found is not None and known is not None and found.repeats:  # beyond module 5
+    if found is not None and known is not None and known.reads_given:  # beyond module 5
         if library is not None and not found.on_host:
             repeat = library.repeat(known.repeat, found.starts, found.seed, operands[0])
             return tuple([array for array in repeat if array is not None][:count])

@@ -40,7 +40,6 @@ class Found(NamedTuple):
         seed: The option ``seed``; 0 if it is not given.
         on_host: Whether the arrays are on the host.
         call: The bound call, or None for the first call with this key.
-        repeats: Whether it can be repeated on these arrays themselves.
     """
 
     key: Any
@@ -49,7 +48,6 @@ class Found(NamedTuple):
     seed: int
     on_host: bool
     call: Any
-    repeats: bool
 
     def keep(self, call: Any, operands: Operands) -> None:
         """Keep the bound call of this key.
@@ -133,8 +131,7 @@ def find(
         call = _calls.get(own := tuple(key))
         if call is not None and call.problem.slopes and "alibi_slopes" in options:
             check_slopes(read(options["alibi_slopes"]), call.problem.lead)
-        repeats = call is not None and call.reads_given
-        return Found(own, (*arrays, *results), starts, seed, on_host, call, repeats)
+        return Found(own, (*arrays, *results), starts, seed, on_host, call)
     except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError):
         return None  # an unknown type or a wrong value: the full call raises the error
 

@@ -64,32 +64,6 @@ def with_layouts(
     )
 
 
-class Kinds(KnownCalls):
-    """The kinds of call that one operation has had: functions that return results for storages."""
-
-    def add(self, kind: Any, allocate: Allocate, out: TensorData, run: Run) -> None:
-        """Remember how a call runs.
-
-        Args:
-            kind: The key by which later calls of this kind are looked up.
-            allocate: Returns a storage for a result.
-            out: A result, which is row-major.
-            run: Fills the storage of such a result.
-        """
-        about = {name: value for name, value in vars(out).items() if name != "_storage"}
-        size, dtype = out.size, out.dtype
-
-        def result(*storages: Storage) -> TensorData:
-            storage = allocate(size, dtype)
-            run(storage, *storages)
-            data = TensorData.__new__(TensorData)
-            vars(data).update(about)
-            data._storage = storage
-            return data
-
-        self.keep(kind, result)
-
-
 class BoundOps(TensorOps):
     """Operations that remember how calls of their kinds run.
 
@@ -97,14 +71,14 @@ class BoundOps(TensorOps):
     """
 
     #: Cached products by the layouts of their operands; each backend has its own.
-    _products: Kinds
+    _products: KnownCalls
     #: Returns the options of a matrix product in addition to its operands.
     product_options: Any = tuple
 
     @classmethod
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._products = Kinds()
+        cls._products = KnownCalls()
 
     @classmethod
     def served(cls) -> dict[str, Callable[..., Any]]:
@@ -120,14 +94,35 @@ class BoundOps(TensorOps):
         return cls.allocate
 
     @classmethod
-    def _keep(cls, kinds: Kinds, kind: Any, out: TensorData, run: Run | None) -> None:
-        if run is not None:
-            kinds.add(kind, cls.allocator(out.size, out.dtype), out, run)
+    def keep(cls, kinds: KnownCalls, kind: Any, out: TensorData, run: Run | None) -> None:
+        """Keep how a call runs: a function that returns its result for storages.
+
+        Args:
+            kinds: The kinds of call that an operation has had.
+            kind: The key by which later calls of this kind are looked up.
+            out: A result, which is row-major.
+            run: Fills the storage of such a result; None if later calls cannot be run by it.
+        """
+        if run is None:
+            return
+        about = {name: value for name, value in vars(out).items() if name != "_storage"}
+        size, dtype = out.size, out.dtype
+        allocate = cls.allocator(size, dtype)
+
+        def result(*storages: Storage) -> TensorData:
+            storage = allocate(size, dtype)
+            run(storage, *storages)
+            data = TensorData.__new__(TensorData)
+            vars(data).update(about)
+            data._storage = storage
+            return data
+
+        kinds.keep(kind, result)
 
     @classmethod
     def map(cls, fn: Callable[[float], float]) -> MapProto:
         """Lift a function of one number to tensors; see :meth:`TensorOps.map`."""
-        kinds, first, loop = Kinds(), super().map(fn), cast(Loop, cls.map_loop(fn))
+        kinds, first, loop = KnownCalls(), super().map(fn), cast(Loop, cls.map_loop(fn))
 
         def mapped(a: AnyTensor, out: AnyTensor | None = None, /) -> AnyTensor:
             if out is not None:
@@ -138,7 +133,7 @@ class BoundOps(TensorOps):
                 return a._new(known(x._storage))
             result = first(a)
             if cls.runs_as_it_is(x, result._tensor) and not (fn is operators.id and x.is_half):
-                cls._keep(kinds, kind, result._tensor, loop.bind(result._tensor, x))
+                cls.keep(kinds, kind, result._tensor, loop.bind(result._tensor, x))
             return result
 
         return mapped
@@ -146,7 +141,7 @@ class BoundOps(TensorOps):
     @classmethod
     def zip(cls, fn: Callable[[float, float], float]) -> Callable[..., AnyTensor]:
         """Lift a function of two numbers to tensors that broadcast; see :meth:`TensorOps.zip`."""
-        kinds, first, loop = Kinds(), super().zip(fn), cast(Loop, cls.zip_loop(fn))
+        kinds, first, loop = KnownCalls(), super().zip(fn), cast(Loop, cls.zip_loop(fn))
 
         def zipped(a: AnyTensor, b: AnyTensor, dtype: np.dtype[Any] | None = None) -> AnyTensor:
             x, y = a._tensor, b._tensor
@@ -156,7 +151,7 @@ class BoundOps(TensorOps):
                 return a._new(known(x._storage, y._storage))
             result = first(a, b, dtype)
             if cls.runs_as_it_is(x, y, result._tensor):
-                cls._keep(kinds, kind, result._tensor, loop.bind(result._tensor, x, y))
+                cls.keep(kinds, kind, result._tensor, loop.bind(result._tensor, x, y))
             return result
 
         return zipped
@@ -166,7 +161,7 @@ class BoundOps(TensorOps):
         cls, fn: Callable[[float, float], float], start: float = 0.0
     ) -> Callable[[AnyTensor, int], AnyTensor]:
         """Lift a function of two numbers to a fold over one dimension; see :meth:`TensorOps.reduce`."""
-        kinds, first = Kinds(), super().reduce(fn, start)
+        kinds, first = KnownCalls(), super().reduce(fn, start)
         loop = cast(Loop, cls.fold_loop(fn, start))
 
         def reduced(a: AnyTensor, dim: int) -> AnyTensor:
@@ -178,7 +173,7 @@ class BoundOps(TensorOps):
                 return a._new(known(x._storage))
             result = first(a, dim)
             if cls.runs_as_it_is(x, result._tensor):
-                cls._keep(kinds, kind, result._tensor, loop.bind(result._tensor, x, dim))
+                cls.keep(kinds, kind, result._tensor, loop.bind(result._tensor, x, dim))
             return result
 
         return reduced
@@ -192,7 +187,7 @@ class BoundOps(TensorOps):
             return a._new(known(x._storage, y._storage))
         result = super().matrix_multiply(a, b)
         if x.dtype == y.dtype == result.dtype:
-            cls._keep(cls._products, kind, result._tensor, cls.bind_product(result._tensor, x, y))
+            cls.keep(cls._products, kind, result._tensor, cls.bind_product(result._tensor, x, y))
         return result
 
     @classmethod

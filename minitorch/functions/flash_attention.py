@@ -211,7 +211,7 @@ class FlashAttention(Several):
             if problem.dropout_p:
                 seed = dropout_seed() if options.get("seed") is None else seed
                 problem = problem.with_seed(seed)
-            if found.repeats:
+            if found.call.reads_given:
                 results = found.call.repeat.arrays(found.starts, seed, found.arrays)
         if problem is None:
             problem = attention_call(q, k, v, options, make).problem
@@ -250,16 +250,17 @@ class FlashAttention(Several):
         kept = Operands(*saved).having(dout=_in_dtype(dout, problem.dtype), dlse=dlse)
         wanted = launch.Wanted(True, *map(and_, needs_grad[3:], problem.has_gradients))
         none = [None] * (len(needs_grad) - 3)
-        found = results = None
+        found = known = results = None
         given = [x for x in kept if x is not None]
         found = find(given, {}, target, problem.unseeded, wanted)  # beyond module 5
-        if found is not None and found.repeats:  # beyond module 5
+        known = found and found.call  # beyond module 5
+        if found is not None and known is not None and known.reads_given:  # beyond module 5
             if not found.on_host and not any(wanted[1:]):
-                repeat = found.call.repeat  # to storages, which takes less time than to arrays
+                repeat = known.repeat  # to storages, which takes less time than to arrays
                 made = repeat.arrays(found.starts, problem.seed, flat=True)
                 made = [q.on(x, *part[:2]) for x, part in zip(made, repeat.parts, strict=True)]
                 return (*made, *none)
-            results = found.call.repeat.arrays(found.starts, problem.seed, found.arrays)
+            results = known.repeat.arrays(found.starts, problem.seed, found.arrays)
         if results is None:
             operands = Operands(*[None if x is None else read(x) for x in kept])
             results = launch.run(found, launch.TARGETS[target], problem, operands, wanted)

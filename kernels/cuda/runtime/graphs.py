@@ -5,7 +5,7 @@ Work between launches, such as sending a tensor to another device, splits them i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby, zip_longest
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 
 from kernels.cuda.runtime.arrays import device_pointer, empty_device, pool
 from kernels.cuda.runtime.recorder import Launch, Message, Place, Recording, Renewed
-from kernels.runtime.cuda_errors import LAUNCHED, CaptureError, explain_code
+from kernels.runtime.cuda_errors import LAUNCHED, CaptureError
 from kernels.runtime.targets import cuda, driver
 
 
@@ -26,7 +26,8 @@ class Chain:
 
     def __init__(self, launches: Sequence[Launch]):
         self._driver, self._stream = driver, driver.CUstream(0)
-        self._graph = _call(driver.cuGraphCreate, 0)
+        self._call = call = partial(pool().call, doing="a captured graph")
+        self._graph = call(driver.cuGraphCreate, 0)
         self._changing: list[tuple[Launch, Any, Any]] = []
         last: list[Any] = []
         for one in launches:
@@ -36,11 +37,11 @@ class Chain:
             params.blockDimX, params.blockDimY, params.blockDimZ = one.sizes[3:6]
             params.sharedMemBytes = one.launcher.shared_bytes
             params.kernelParams = one.buffer.address
-            last = [_call(driver.cuGraphAddKernelNode, self._graph, last, len(last), params)]
+            last = [call(driver.cuGraphAddKernelNode, self._graph, last, len(last), params)]
             if one.numbers:
                 self._changing.append((one, last[0], params))
-        self._exec = _call(driver.cuGraphInstantiate, self._graph, 0)
-        _call(driver.cuGraphUpload, self._exec, self._stream)
+        self._exec = call(driver.cuGraphInstantiate, self._graph, 0)
+        call(driver.cuGraphUpload, self._exec, self._stream)
 
     def change(self, drawn: Sequence[int]) -> None:
         """Write the numbers that each replay brings anew, of which some are ``drawn``."""
@@ -50,11 +51,11 @@ class Chain:
                     one.launcher.write(one.buffer, word, number.again())
                 else:
                     one.buffer.words[word] = drawn[number]
-            _call(driver.cuGraphExecKernelNodeSetParams, self._exec, node, params)
+            self._call(driver.cuGraphExecKernelNodeSetParams, self._exec, node, params)
 
     def launch(self) -> None:
         """Launch the kernels."""
-        _call(driver.cuGraphLaunch, self._exec, self._stream)
+        self._call(driver.cuGraphLaunch, self._exec, self._stream)
 
     def __del__(self) -> None:
         if self._exec is not None:  # what runs now runs to its end
@@ -164,7 +165,7 @@ class Graph:
         #: Functions in order, each of which launches a graph or does the work between two graphs.
         self._acts: list[Any] = []
         for is_launch, steps in groupby(second.steps, lambda step: isinstance(step, Launch)):
-            own = [*steps]
+            own: list[Any] = [*steps]
             if is_launch:
                 self._chains.append(Chain(own))
                 self._acts.append(self._chains[-1].launch)
@@ -195,14 +196,3 @@ class Graph:
         for act in self._acts:
             act()
         LAUNCHED.append("a captured graph")
-
-
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    """Call the driver and return its result, or raise its error."""
-    error, *answer = function(*args)
-    if error.name == "CUDA_ERROR_INVALID_CONTEXT":
-        cuda.current_context()  # made current on this thread, which had none
-        error, *answer = function(*args)
-    if error.name != "CUDA_SUCCESS":
-        raise explain_code(error.name, "a captured graph")
-    return answer[0] if answer else None

@@ -23,6 +23,8 @@ MOST_STAGED = 32 * STAGED
 SMALLEST_UNIT, LARGEST_UNIT = 512, 2 << 20
 #: Memory that is held may exceed the peak in use by half of it plus these bytes.
 SPARE = 64 << 20
+#: What a call of the driver does, for error messages.
+MANAGING, COPYING = "managing device memory", "copying an array to the device"
 
 
 class Block(NamedTuple):
@@ -94,18 +96,18 @@ class Pool:
         """Make the driver's pools keep their memory; tell whether every device has a pool."""
         driver, attributes = self._driver, self._driver.CUdevice_attribute
         self._enter()
-        count = self._call(driver.cuDeviceGetCount)
+        count = self.call(driver.cuDeviceGetCount)
         self._several = count > 1
         supported = attributes.CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
-        if not all(self._call(driver.cuDeviceGetAttribute, supported, i) for i in range(count)):
+        if not all(self.call(driver.cuDeviceGetAttribute, supported, i) for i in range(count)):
             return False
         threshold = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
         for device in range(count):
-            pool = self._call(driver.cuDeviceGetMemPool, device)
+            pool = self.call(driver.cuDeviceGetMemPool, device)
             # 0, what it is unless someone chose, gives all back at each synchronisation.
-            if int(self._call(driver.cuMemPoolGetAttribute, pool, threshold)) == 0:
+            if int(self.call(driver.cuMemPoolGetAttribute, pool, threshold)) == 0:
                 keep_all = driver.cuuint64_t(2**64 - 1)
-                self._call(driver.cuMemPoolSetAttribute, pool, threshold, keep_all)
+                self.call(driver.cuMemPoolSetAttribute, pool, threshold, keep_all)
         return True
 
     def allocate(self, size: int) -> Block:
@@ -190,29 +192,20 @@ class Pool:
             owner = owner.base
         is_owned = owner.base is None or isinstance(owner.base, bytes)
         if not is_owned or size > MOST_STAGED:
-            self._copied(self._driver.cuMemcpyHtoD, address, source, size)
+            self.call(self._driver.cuMemcpyHtoD, address, source, size, doing=COPYING)
             return
         for start in range(0, size, STAGED):
             piece = min(STAGED, size - start)
-            to = address + start
-            self._copied(self._driver.cuMemcpyHtoDAsync, to, source + start, piece, self._stream)
-
-    def _copied(self, copy: Callable[..., Any], *numbers: Any) -> None:
-        """Copy, or raise the error."""
-        (error,) = copy(*numbers)
-        if error == self._no_context:  # the first call on this thread
-            self._enter()
-            (error,) = copy(*numbers)
-        if error != self._success:
-            raise explain_code(error.name, "copying an array to the device")
+            to = address + start, source + start, piece, self._stream
+            self.call(self._driver.cuMemcpyHtoDAsync, *to, doing=COPYING)
 
     def trim(self) -> None:
         """Return free memory to the device, once its work is done, for other uses."""
         self._enter()
         self._empty_cache()
         self._free_left()
-        self._call(self._driver.cuCtxSynchronize)
-        self._call(self._driver.cuMemPoolTrimTo, self._pool(), 0)
+        self.call(self._driver.cuCtxSynchronize)
+        self.call(self._driver.cuMemPoolTrimTo, self._pool(), 0)
 
     def in_use(self) -> int:
         """Return the number of allocated bytes of the current device, once its work is done."""
@@ -231,7 +224,7 @@ class Pool:
         high = self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_HIGH
         self._enter()
         zero = self._driver.cuuint64_t(0)  # the one value that the driver takes
-        self._call(self._driver.cuMemPoolSetAttribute, self._pool(), high, zero)
+        self.call(self._driver.cuMemPoolSetAttribute, self._pool(), high, zero)
         return self.in_use()
 
     def peak(self) -> int:
@@ -241,9 +234,8 @@ class Pool:
         return peak
 
     def _read(self, attribute: Any) -> int:
-        self._enter()
-        self._call(self._driver.cuCtxSynchronize)
-        return int(self._call(self._driver.cuMemPoolGetAttribute, self._pool(), attribute))
+        self.call(self._driver.cuCtxSynchronize)
+        return int(self.call(self._driver.cuMemPoolGetAttribute, self._pool(), attribute))
 
     def _allocate_again(self, error: Any, address: Any, size: int) -> Any:
         """Allocate again after a failure, once memory has been freed."""
@@ -258,7 +250,7 @@ class Pool:
             self.trim()
             error, address = self._allocate(size, self._stream)
         if error == no_memory:
-            free, total = self._call(driver.cuMemGetInfo)
+            free, total = self.call(driver.cuMemGetInfo)
             raise out_of_memory(size, int(free), int(total))
         if error != self._success:
             raise explain_code(error.name, "allocating device memory")
@@ -270,15 +262,18 @@ class Pool:
             self.release(self._left.popleft())
 
     def _pool(self) -> Any:
-        return self._call(self._driver.cuDeviceGetMemPool, self._device())
+        return self.call(self._driver.cuDeviceGetMemPool, self._device())
 
     def _device(self) -> int:
         error, device = self._driver.cuCtxGetDevice()
         return int(device) if error == self._success else -1
 
-    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, function: Callable[..., Any], *args: Any, doing: str = MANAGING) -> Any:
         """Call the driver and return its result, or raise its error."""
         error, *answer = function(*args)
+        if error == self._no_context:  # the first call on this thread
+            self._enter()
+            error, *answer = function(*args)
         if error != self._success:
-            raise explain_code(error.name, "managing device memory")
+            raise explain_code(error.name, doing)
         return answer[0] if len(answer) == 1 else tuple(answer)

@@ -1,11 +1,12 @@
 """Record what a call does on the device, to repeat it (``repeated``) or to make a CUDA graph (``graphs``).
 
-A recorded call runs like any other.  Its launches are recorded in order, with their packed arguments and the
-origin of each address among them: an operand, memory that the call allocated, or other memory.
+A recorded call runs like any other.  Its launches are recorded in order, with their packed arguments and
+the origin of each address among them: an operand, memory that the call allocated, or other memory.
 
-Whatever differs from call to call is recorded with a function that obtains it again: copies of inputs, drawn
-numbers, numbers of an optimiser, results that the host computes from inputs, and work between launches.  Only
-graphs have it.  A call to repeat has only operands and a dropout seed; anything else *spoils* its recording.
+What differs from call to call is recorded with a function that obtains it again: copies of inputs, drawn
+numbers, numbers of an optimiser, results that the host computes from inputs, and work between launches.
+Only graphs have it.  A call to repeat has only operands and a dropout seed; anything else *spoils* its
+recording.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from kernels.runtime.targets import BLOCKING, IS_SIMULATOR, DeviceArray, current
 VECTOR = 16
 #: Mask of the eight bytes of a packed argument.
 ALL_BITS = 2**64 - 1
-#: Computes results from arrays, which may be None, and a dropout seed.
-Run = Callable[[Sequence[Any], int], Sequence[Any]]
+#: Computes results from arrays and other arguments, and a dropout seed.
+Run = Callable[[Sequence[Any], int], Any]
 
 
 def address_of(array: Any) -> int:
@@ -61,7 +61,9 @@ class Repeat:
         offsets, self.scratch = recording.layout({*range(count), *layouts})
         self._offsets, self._lock, self._kept = [*offsets.values()], Lock(), recording.kept
         # Addresses are given in this order.
-        at = {n: index for index, n in enumerate([*range(count), *layouts, *offsets])}
+        at: dict[Any, int] = {
+            n: index for index, n in enumerate([*range(count), *layouts, *offsets])
+        }
         self._order = [None if n is None else at[n] - count for n in results]
         self._is_ordered = None not in self._order
         self._sizes, self._layouts = [recording.sizes[n] for n in layouts], [*layouts.values()]
@@ -114,10 +116,11 @@ class Repeat:
             operands: The operands, which only loops on the CPU read.
             flat: Return the :attr:`parts` instead, as one dimension.
         """
-        source, places = pool(), [*starts]
+        source, places, made = pool(), [*starts], list[Any]()
         layouts = self._flat if flat else self._layouts
-        made = [array_from(source, *one) for one in zip(self._sizes, layouts, strict=True)]
-        places += [array.gpu_data.start for array in made]
+        for size, layout in zip(self._sizes, layouts, strict=True):
+            made.append(array := array_from(source, size, layout))
+            places.append(array.gpu_data.start)
         scratch, block = 0, None
         if self.scratch:
             block = source.allocate(self.scratch)
@@ -134,36 +137,35 @@ class Repeat:
         return [None if index is None else made[index] for index in self._order]
 
 
-def noted(run: Run, arrays: Sequence[Any], seed: int) -> tuple[Sequence[Any], Repeat | None]:
-    """Run a call and record it; return its results, and a :class:`Repeat` or None if it cannot be repeated.
+def noted(run: Run, args: Sequence[Any], seed: int) -> tuple[Any, Repeat | None]:
+    """Run a call and record it; return its result, and a :class:`Repeat` or None if it cannot be repeated.
 
     Args:
-        run: Runs the call in full.
-        arrays: The operands.
+        run: Runs the call in full; returns an array, a tuple of arrays and None, or None.
+        args: Its device arrays, which later calls replace, and other arguments.
         seed: Dropout seed.
     """
     if thread.recording is not None or BLOCKING or pool() is None:
-        return run(arrays, seed), None
-    recording, named, count = Recording(), list[Any](), 0
-    for array in arrays:
-        if array is not None:
+        return run(args, seed), None
+    recording, named, count = Recording(), [*args], 0
+    for index, array in enumerate(args):
+        if type(array) is DeviceArray:
             memory, count = Foreign(address_of(array), array.gpu_data.size, array), count + 1
             recording.took(memory, memory.size)
-            array = array_on(memory, _layout(array))  # noqa: PLW2901
-        named.append(array)
+            named[index] = array_on(memory, _layout(array))
     with recorded_by(recording):
-        results = run(named, Seed(seed))
+        result = run(named, Seed(seed))
     layouts, numbers = dict[int, Layout](), list[int | None]()
-    for array in results:
+    for array in result if isinstance(result, tuple) else (result,):
         number = None
         if array is not None:
             # Each is an allocation of the call, and no two are the same.
             number, offset = recording.place(array) or (None, 0)
             if number is None or number < count or offset or number in layouts:
-                return results, None
+                return result, None
             layouts[number] = _layout(array)
         numbers.append(number)
-    return results, None if recording.is_spoilt else Repeat(recording, count, numbers, layouts)
+    return result, None if recording.is_spoilt else Repeat(recording, count, numbers, layouts)
 
 
 def _layout(array: Any) -> Layout:
@@ -173,40 +175,12 @@ def _layout(array: Any) -> Layout:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _first(
-    calls: KnownCalls, kind: Any, known: Any, function: Callable[..., Any], args: Any
-) -> Any:
-    """Make a call that does not repeat another; the second of a kind is recorded.
-
-    A kind that is called once then costs only a look-up.
-
-    Args:
-        calls: A :class:`Repeat` for each kind, and the function that returns its results; or True for one
-            that was called once, False for one that cannot be repeated.
-        kind: The kind of the call.
-        known: Its entry; None for a new kind.
-        function: The function of ``args``.
-        args: Arrays and other arguments.
-    """
-    if not known:
-        if known is None:
-            calls.keep(kind, True)
-        return function(*args)
-    make: Any = None
-
-    def in_full(arrays: Sequence[Any], seed: int) -> Sequence[Any]:
-        nonlocal make
-        given = iter(arrays)
-        result = function(*[next(given) if type(x) is DeviceArray else x for x in args])
-        if isinstance(result, tuple):
-            make = getattr(result, "_make", tuple)
-            return result
-        make = itemgetter(0) if result is not None else (lambda arrays: None)
-        return () if result is None else (result,)
-
-    results, repeat = noted(in_full, [x for x in args if type(x) is DeviceArray], 0)
-    calls[kind] = repeat is not None and (repeat, make)
-    return make(results)
+def _first(calls: KnownCalls, kind: Any, function: Callable[..., Any], args: Any) -> Any:
+    """Make the first call of a kind; keep its :class:`Repeat` or None, and what returns its results."""
+    result, repeat = noted(lambda own, seed: function(*own), args, 0)
+    make = getattr(result, "_make", tuple) if isinstance(result, tuple) else itemgetter(0)
+    calls.keep(kind, (repeat, make))
+    return result
 
 
 def bound(function: Callable[..., None]) -> Callable[..., None]:
@@ -219,12 +193,14 @@ def bound(function: Callable[..., None]) -> Callable[..., None]:
     calls = KnownCalls()
 
     def launch(*arrays: Any) -> None:
-        device = current_device()
-        known = False if thread.recording is not None else calls.get(device)
-        if type(known) is not tuple:
-            _first(calls, device, known, function, arrays)
-            return
-        repeat, starts = known[0], list[int]()
+        if thread.recording is not None:
+            return function(*arrays)
+        known = calls.get(device := current_device())
+        if known is None:
+            return _first(calls, device, function, arrays)
+        if (repeat := known[0]) is None:
+            return function(*arrays)
+        starts = list[int]()
         for x in arrays:
             starts.append(x.device_ctypes_pointer.value or 0)  # as address_of, without a call
         repeat.arrays(starts, 0) if repeat.scratch else repeat.into(starts, 0, 0)
@@ -258,9 +234,9 @@ def repeats(function: _Function) -> _Function:
             known = calls.get(key := tuple(kind))
         except TypeError:  # arrays of another kind
             return function(*args)
-        if type(known) is not tuple:
-            return _first(calls, key, known, function, args)
+        if known is None:
+            return _first(calls, key, function, args)
         repeat, make = known
-        return make(repeat.arrays(starts, 0))
+        return function(*args) if repeat is None else make(repeat.arrays(starts, 0))
 
     return function if IS_SIMULATOR else run  # type: ignore[return-value]

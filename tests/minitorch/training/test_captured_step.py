@@ -107,7 +107,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     _draws_of_numpy: "draws random numbers on the host",
     _waits: "has numba copy, allocate or wait",
     _keeps: "an earlier call of the function left behind",
-    _grows: "launched 4 and 5 kernels",
+    _grows: "launched 3 and 4 kernels",
     _lends: "shares memory of the device with another library",
     _returns_a_number: "return tensors on the device, got float",
     _moves: "moves its parameters by SGD to new memory",
@@ -158,8 +158,8 @@ def test_inputs_of_a_few_shapes_have_a_graph_each_and_share_memory(
     assert training.optimizer.steps == step.calls, "no step was captured anew"
     for number in range(FIRST):
         alone(*training.batches[number])
-    shares = 1 if sizes[0] == 16 else 2  # a stretch that was too small stays in use
-    assert alone.memory <= step.memory <= shares * alone.memory
+    shares = 1 if sizes[0] == 16 else 2  # memory that was too small stays in use
+    assert 0.9 * alone.memory < step.memory < 1.1 * shares * alone.memory
 
 
 @pytest.mark.parametrize("change", ["state", "value", "norm"])

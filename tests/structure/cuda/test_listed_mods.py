@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import kernels
 from kernels.cuda.attention.options import listed_mods
-from kernels.cuda.runtime.recorder import recorded_by
-from kernels.cuda.runtime.recordings import Recording
+from kernels.cuda.runtime.recorder import Recording, recorded_by
 from kernels.problem.listed_mods import Asked, on_host
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import IS_SIMULATOR

@@ -170,12 +170,10 @@ class GraphStep:
         if before is None:
             kind.before = recording
         else:
-            kept, own = recording.held(), list[Any]()
+            kept, places = recording.held(), list[Any]()
             if self._most > 1:  # graphs share all memory but that of their results
-                _owned(outputs, lambda x: own.append(x._tensor._storage.gpu_data))
-                kept = {
-                    n: x for n, x in kept.items() if any(x is getattr(y, "whole", y) for y in own)
-                }
+                _owned(outputs, lambda x: places.append(recording.place(x.array())))
+                kept = {n: kept[n] for n, _ in filter(None, places) if n is not None}
             kind.graph, kind.outputs = Graph(before, recording, kept, self._scratch), outputs
             self._scratch, self._device = kind.graph.scratch, current_device()
         return results

@@ -89,7 +89,7 @@ class CapturedDecoding:
 
     Launched one by one, the kernels of a step take longer to launch than to run.  The graph has the same
     launches for every position: the step writes its key and value where an index says, and attends to the
-    whole cache under a mask.  The first five steps are eager or recorded.
+    whole cache under a mask.  The first four steps are eager or recorded.
 
     Args:
         model: A model of which :func:`can_capture` is true.

@@ -27,7 +27,6 @@ from kernels.cuda.runtime.kernel import (
     device_function,
     scalar_type,
 )
-from kernels.cuda.runtime.numba_watch import watching_numba  # beyond module 5
 from kernels.cuda.runtime.recorder import (
     Recording,  # beyond module 5
     active,
@@ -54,5 +53,5 @@ __all__ = [  # noqa: RUF022  # grouped by use
     # Recording a step as a graph.
     "active", "computed", "drawn", "refuse",
     "Graph", "Recording", "between_launches",  # beyond module 5
-    "recorded_by", "watching_numba",  # beyond module 5
+    "recorded_by",  # beyond module 5
 ]  # fmt: skip

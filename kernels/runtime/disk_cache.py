@@ -11,9 +11,11 @@ import pickle
 import stat
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
+
+from kernels.runtime.numba_patches import is_known, keep_files
 
 if os.name == "posix":
     import grp
@@ -33,6 +35,11 @@ def keep_on_disk(dispatcher: Any, index_key: Callable[..., Any]) -> None:
             apart.
     """
     without = dispatcher._cache
+    if not is_known("numba"):
+        _warn(
+            "compiled kernels are not kept on disk by this version of numba; install numba 0.61 to 0.69"
+        )
+        return
     try:
         dispatcher.enable_caching()
     except RuntimeError:
@@ -51,8 +58,7 @@ def keep_on_disk(dispatcher: Any, index_key: Callable[..., Any]) -> None:
         )
         dispatcher._cache = without
         return
-    cache._index_key = index_key
-    cache._cache_file = _Files(cache._cache_file, Path(cache.cache_path), cache._impl.filename_base)
+    keep_files(dispatcher, index_key, partial(_Files, Path(cache.cache_path)))
 
 
 @lru_cache(maxsize=256)
@@ -68,12 +74,12 @@ class _Files:
     """The files of a kernel, one for each entry, named by its key; damaged ones are discarded.
 
     Args:
-        numbas: The files of numba or numba-cuda, which knows how to pickle and to replace a file.
         folder: The folder of the files.
+        numbas: The files of numba or numba-cuda, which knows how to pickle and to replace a file.
         name: The beginning of their names.
     """
 
-    def __init__(self, numbas: Any, folder: Path, name: str):
+    def __init__(self, folder: Path, numbas: Any, name: str):
         self._numbas, self._folder, self._name = numbas, folder, name
 
     def _path(self, key: Any) -> Path:

@@ -15,13 +15,13 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba.core.codegen import CPUCodeLibrary
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.types import Type
 from numba.np.ufunc.parallel import threading_layer
 
 from kernels.common.arguments import whole
 from kernels.runtime.disk_cache import keep_on_disk
+from kernels.runtime.numba_patches import call_own_copies
 
 #: How the threads of numba's OpenMP runtime (GCC's; LLVM's or Intel's) wait for the next kernel.  By
 #: default they spin so long that they take the cores from other work: with one busy process on the machine
@@ -48,27 +48,7 @@ NUM_THREADS = int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
 SERIAL_BELOW = 32768
 
 
-_optimize: Any = CPUCodeLibrary._optimize_final_module
-
-
-def _optimize_with_own_copies(library: Any) -> None:
-    """Optimise a compiled function so that it calls its own copies of its helpers and parallel loop.
-
-    Numba does not define which copy is called.  The process that compiles also has the separately compiled
-    helper, which LLVM may have optimised differently, and a process that loads the code from disk does not:
-    without this, the first run on a machine had other last bits than later ones.
-    """
-    for function in library._final_module.functions:
-        is_copy = not function.is_declaration and function.linkage.name == "linkonce_odr"
-        if is_copy and not function.name.startswith(
-            "NRT_"
-        ):  # numba's own functions, which exist once
-            function.linkage = "internal"
-    _optimize(library)
-
-
-CPUCodeLibrary._optimize_final_module = _optimize_with_own_copies  # type: ignore[method-assign,assignment]
-
+call_own_copies()
 
 #: Packages that are not part of the fingerprint: numba's own key has the versions of Python and numba.
 _OTHERS = {*sys.stdlib_module_names, "numba", "numpy", "ml_dtypes", "llvmlite"}

@@ -7,27 +7,15 @@ of the project uses ``from kernels.runtime.targets import cuda``, so that a chan
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import cache
 from importlib import import_module
-from threading import Lock
 from typing import Any
 
-import numpy as np
-
-# numba-cuda 0.30 reads np.row_stack at import; NumPy 2.5 removed it in favour of np.vstack.
-if not hasattr(np, "row_stack"):
-    # ruff's own fix for NPY201 turns this line into np.vstack = np.vstack, which does nothing.
-    np.row_stack = np.vstack  # type: ignore[attr-defined]  # noqa: NPY201
-
 import numba.core.cgutils
-import numba.cuda
 import numba.extending
-import numba.np.numpy_support
-from numba.core.types import Type
 
 from kernels.runtime.cuda_errors import (
     BLOCKING_VARIABLE,
@@ -39,18 +27,20 @@ from kernels.runtime.cuda_errors import (
     first_line,
 )
 from kernels.runtime.cuda_errors import explained as explained  # beyond module 4
+from kernels.runtime.numba_patches import provide_row_stack, share_arrays
 
 # Students launch small grids, and the warning would bury their own output.  Setting the variable is
 # not enough, because numba reads it when it is imported, which may have been earlier.
 if "NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS" not in os.environ:
     numba.config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # type: ignore[attr-defined]
 
-# The decorator of intrinsics: numba-cuda has its own, numba's deprecated target shares the CPU's.
-cgutils: Any = getattr(numba.cuda, "cgutils", numba.core.cgutils)
-intrinsic: Any = getattr(numba.cuda, "extending", numba.extending).intrinsic
-
+provide_row_stack()
 #: ``numba.cuda``, from whichever package.
-cuda: Any = numba.cuda
+cuda: Any = import_module("numba.cuda")
+
+# The decorator of intrinsics: numba-cuda has its own, numba's deprecated target shares the CPU's.
+cgutils: Any = getattr(cuda, "cgutils", numba.core.cgutils)
+intrinsic: Any = getattr(cuda, "extending", numba.extending).intrinsic
 
 #: True when kernels run as Python threads on the host (``NUMBA_ENABLE_CUDASIM=1``).
 IS_SIMULATOR: bool = bool(numba.config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
@@ -70,32 +60,12 @@ DeviceArray: Any = getattr(cuda.cudadrv.devicearray, "DeviceNDArray", type(None)
 libdevice: Any = None if IS_SIMULATOR else import_module("numba.cuda.libdevice")
 
 
-def _shared_array_once(self: Any, shape: Any, dtype: Any) -> Any:
-    """Return the simulator's shared array of one line of a kernel, the same for every thread.
-
-    The simulator itself checks whether the array exists and then creates it without a lock, so that two
-    threads can get an array each.
-    """
-    if shape == 0:  # dynamic: it exists from the beginning
-        return _shared_array(self, shape, dtype)
-    frame = sys._getframe(1)
-    place = frame.f_code.co_filename, frame.f_lineno
-    with _shared_lock:
-        if place not in self._allocations:
-            kind = numba.np.numpy_support.as_dtype(dtype) if isinstance(dtype, Type) else dtype
-            self._allocations[place] = np.empty(shape, kind)
-        return self._allocations[place]
-
-
-_shared_lock = Lock()
 #: The class of ``cuda.atomic`` in the simulator, for the IO meter; None elsewhere.
 simulated_atomics: Any = None
 if IS_SIMULATOR:
     _kernel_api = import_module("numba.cuda.simulator.kernelapi")
     simulated_atomics = _kernel_api.FakeCUDAAtomic
-    _fake_shared: Any = _kernel_api.FakeCUDAShared
-    _shared_array = _fake_shared.array
-    _fake_shared.array = _shared_array_once
+    share_arrays(_kernel_api.FakeCUDAShared)
 
 #: Whether each launch waits for its kernel, so that an error names it.
 BLOCKING: bool = any(

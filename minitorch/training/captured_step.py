@@ -18,10 +18,17 @@ from kernels.cuda.backend import (
     pool,
     recorded_by,
     refuse,
-    watching_numba,
 )
 from kernels.runtime.cuda_errors import CaptureError as CaptureError
-from kernels.runtime.targets import BLOCKING, IS_SIMULATOR, current_device, driver, why_no_cuda
+from kernels.runtime.numba_patches import watching_numba
+from kernels.runtime.targets import (
+    BLOCKING,
+    IS_SIMULATOR,
+    cuda,
+    current_device,
+    driver,
+    why_no_cuda,
+)
 
 from ..functions.base import is_tensor
 from ..scalars.modes import modes
@@ -160,7 +167,7 @@ class GraphStep:
         before, kind.before = kind.before, None  # after a failed call, start again
         hosts = [x.to_numpy() if is_tensor(x) else x for x in kind.places if _is_host(x)]
         recording, state = Recording(hosts, before), _random_state()
-        with _uncollected(), recorded_by(recording), watching_numba(_refuse_numba):
+        with _uncollected(), recorded_by(recording), watching_numba(cuda, _refuse_numba):
             outputs = self._fn(*kind.places)
         if not recording.launches:
             self.why_eager = "the function launches nothing on a CUDA device"

@@ -41,7 +41,7 @@ FILES = (
     """,
     """
     kernels/runtime/cuda_errors.py kernels/runtime/disk_cache.py kernels/runtime/jit.py
-    kernels/runtime/targets.py
+    kernels/runtime/numba_patches.py kernels/runtime/targets.py
     minitorch/cuda_ops.py minitorch/fast_ops.py minitorch/backends/compiled_*.py
     minitorch/backends/cuda_practice.py minitorch/backends/device_memory.py
     """,
@@ -65,7 +65,7 @@ FILES = (
     kernels/cuda/layers/indexing.py kernels/cuda/layers/put_rows.py kernels/cuda/matmul/cuda_cores.py
     kernels/cuda/ptx/inline.py kernels/cuda/ptx/numbers.py
     kernels/cuda/runtime/arrays.py kernels/cuda/runtime/compiling.py kernels/cuda/runtime/kernel.py
-    kernels/cuda/runtime/numba_inlining.py kernels/cuda/runtime/recorder.py kernels/cuda/runtime/sizes.py
+    kernels/cuda/runtime/recorder.py kernels/cuda/runtime/sizes.py
     kernels/metering/*.py
     kernels/problem/*.py -kernels/problem/chunks.py -kernels/problem/listed_mods.py
     -kernels/problem/packed_problem.py

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kernels.runtime.disk_cache import keep_on_disk
 from kernels.runtime.jit import fingerprint
+from kernels.runtime.numba_patches import version_of
 from kernels.runtime.targets import (
     IS_SIMULATOR,
     cuda,
@@ -49,17 +49,9 @@ def compile_kernel(
     if IS_SIMULATOR:
         return cuda.jit(signature)(function)
     dispatcher = cuda.jit(launch_bounds=launch_bounds)(function)
-    stamp = f"{fingerprint(dispatcher, *signature.args)} {_package_version()}"
+    stamp = f"{fingerprint(dispatcher, *signature.args)} {version_of('numba-cuda')}"
     # Numba's own key is a pickle of what the function closes over, and misses what it names.
     keep_on_disk(dispatcher, lambda kinds, codegen: (kinds, codegen.magic_tuple(), stamp))
     dispatcher.compile(tuple(signature.args))
     dispatcher.disable_compile()
     return dispatcher
-
-
-def _package_version() -> str:
-    """Return the version of numba-cuda, or that of numba, which its cache checks already."""
-    try:
-        return version("numba-cuda")
-    except PackageNotFoundError:
-        return ""

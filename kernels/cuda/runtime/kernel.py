@@ -18,8 +18,8 @@ from numba import types
 from kernels.common.geometry import same
 from kernels.cuda.runtime.compiling import allow_shared_memory, compile_kernel
 from kernels.cuda.runtime.launcher import Launcher  # beyond module 5
-from kernels.cuda.runtime.numba_inlining import share_copies
 from kernels.runtime.launch_notes import Launched, noted  # beyond module 5
+from kernels.runtime.numba_patches import share_copies
 from kernels.runtime.targets import (
     IS_SIMULATOR,
     cuda,
@@ -29,7 +29,7 @@ from kernels.runtime.targets import (
     shared_memory_bytes,
 )
 
-share_copies()  # before anything is compiled
+share_copies(cuda)  # before anything is compiled
 
 
 def device_function(function: Callable[..., Any]) -> Any:

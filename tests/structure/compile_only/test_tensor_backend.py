@@ -16,9 +16,9 @@ from kernels.cuda.attention.flash2_mma.tiles import MmaLayout
 from kernels.cuda.device import memory
 from kernels.cuda.matmul import cuda_cores
 from kernels.cuda.runtime.kernel import Kernel
-from kernels.cuda.runtime.numba_inlining import Copies
 from kernels.cuda.runtime.resources import compile_ptx
 from kernels.cuda.runtime.sizes import GPU, ProductTile
+from kernels.runtime.numba_patches import Copies
 from kernels.runtime.targets import cuda
 from minitorch import cuda_kernel_ops, operators
 from minitorch import cuda_ops as course_kernels

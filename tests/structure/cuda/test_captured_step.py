@@ -16,11 +16,11 @@ import minitorch
 from kernels.cuda.attention.flash3_wgmma.backward.layout import PADDING
 from kernels.cuda.runtime.arrays import to_device
 from kernels.cuda.runtime.memory_pool import MOST_STAGED, STAGED
-from kernels.cuda.runtime.numba_watch import watching_numba
 from kernels.cuda.runtime.recorder import ALIGNMENT, Recording, between_launches
 from kernels.problem import listed_mods
 from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.known_calls import KnownCalls
+from kernels.runtime.numba_patches import watching_numba
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 from minitorch.training.captured_step import WARM_UP
 
@@ -193,7 +193,7 @@ def test_a_kernel_that_numba_launches_is_noticed() -> None:
     before = cuda.dispatcher._Kernel.launch if not IS_SIMULATOR else None
     if before is None:
         pytest.skip("the simulator launches nothing")
-    with fake_device(), watching_numba(seen.append), pytest.raises(AttributeError):
+    with fake_device(), watching_numba(cuda, seen.append), pytest.raises(AttributeError):
         cuda.dispatcher._Kernel.launch(None, (), (1, 1, 1), (1, 1, 1))
     assert seen == ["launches a kernel by numba (cuda.jit)"]
     assert cuda.dispatcher._Kernel.launch is before

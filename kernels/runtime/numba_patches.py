@@ -1,0 +1,201 @@
+"""Every change that this project makes to numba itself, with its reason and its measured gain.
+
+A change is made only to the versions in :data:`KNOWN`, for which it was written; other versions run as they
+are.  Gains were measured with numba 0.68.1 and numba-cuda 0.30.4.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager  # beyond module 5
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numba.core.codegen import CPUCodeLibrary
+from numba.core.types import Type
+from numba.np.numpy_support import as_dtype
+
+#: The versions that the changes are for: from the first up to, but excluding, the second.
+KNOWN = {"numba": ((0, 61), (0, 70)), "numba-cuda": ((0, 30), (0, 40))}
+
+
+@cache
+def version_of(package: str) -> str:
+    """Return the version of a package; "" if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def is_known(package: str) -> bool:
+    """Tell whether a package is installed in a version that the changes are for."""
+    first, end = KNOWN[package]
+    own = version_of(package)
+    return bool(own) and first <= tuple(map(int, own.split(".")[:2])) < end
+
+
+def provider() -> str:
+    """Return the package that provides ``numba.cuda``."""
+    return "numba-cuda" if version_of("numba-cuda") else "numba"
+
+
+def provide_row_stack() -> None:
+    """Give NumPy 2.5 the name ``row_stack`` again, which numba-cuda reads when it is imported.
+
+    Gain: without it, numba-cuda 0.30 cannot be imported.
+    """
+    if not hasattr(np, "row_stack"):
+        # ruff's own fix for NPY201 turns this line into np.vstack = np.vstack, which does nothing.
+        np.row_stack = np.vstack  # type: ignore[attr-defined]  # noqa: NPY201
+
+
+def call_own_copies() -> None:
+    """Make compiled functions for the CPU call their own copies of helpers and parallel loops.
+
+    Numba does not define which copy is called.  The process that compiles also has the separately compiled
+    helper, which LLVM may have optimised differently, and a process that loads the code from disk does not.
+
+    Gain: without it, the first run on a machine has other last bits than later ones.
+    """
+    optimize: Any = CPUCodeLibrary._optimize_final_module
+
+    def optimize_own(library: Any) -> None:
+        for function in library._final_module.functions:
+            is_copy = not function.is_declaration and function.linkage.name == "linkonce_odr"
+            if is_copy and not function.name.startswith("NRT_"):  # numba's own, which exist once
+                function.linkage = "internal"
+        optimize(library)
+
+    if is_known("numba"):
+        CPUCodeLibrary._optimize_final_module = optimize_own  # type: ignore[method-assign,assignment]
+
+
+def keep_files(dispatcher: Any, index_key: Callable[..., Any], files: Callable[..., Any]) -> None:
+    """Make the cache of a dispatcher use other keys and files than numba's.
+
+    Gain: numba's keys miss the functions that a kernel calls, and it runs any pickle that lies there.
+
+    Args:
+        dispatcher: A dispatcher of numba or numba.cuda, whose cache is enabled.
+        index_key: Returns the key of an entry for a signature and a code generator.
+        files: Returns what loads and saves entries, given numba's files and the beginning of their names.
+    """
+    own = dispatcher._cache
+    own._index_key = index_key
+    own._cache_file = files(own._cache_file, own._impl.filename_base)
+
+
+def share_arrays(shared: Any) -> None:
+    """Make the simulator create each shared array once, although several threads ask for it.
+
+    The simulator itself checks whether the array exists and then creates it without a lock.
+
+    Gain: without it, two threads of a block can get an array each.
+
+    Args:
+        shared: The simulator's class ``FakeCUDAShared``.
+    """
+    dynamic, lock = shared.array, Lock()
+
+    def array(self: Any, shape: Any, dtype: Any) -> Any:
+        if shape == 0:  # it exists from the beginning
+            return dynamic(self, shape, dtype)
+        frame = sys._getframe(1)
+        place = frame.f_code.co_filename, frame.f_lineno
+        with lock:
+            if place not in self._allocations:
+                kind = as_dtype(dtype) if isinstance(dtype, Type) else dtype
+                self._allocations[place] = np.empty(shape, kind)
+            return self._allocations[place]
+
+    if is_known(provider()):
+        shared.array = array
+
+
+class Copies:  # beyond module 4
+    """The module ``copy`` for the inliner of numba-cuda.
+
+    Args:
+        block: The class of a function's blocks.
+    """
+
+    def __init__(self, block: type):
+        self._block = block
+        self._scope: Any = None
+        self._memo: dict[int, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(copy, name)
+
+    def deepcopy(self, x: Any, memo: dict[int, Any] | None = None) -> Any:
+        """Return a deep copy; consecutive copies of blocks of one scope share their variables."""
+        if memo is not None or not isinstance(x, self._block):
+            return copy.deepcopy(x, memo)
+        block: Any = x
+        if block.scope is not self._scope or id(x) in self._memo:  # another function, or it again
+            self._scope, self._memo = block.scope, {}
+        return copy.deepcopy(x, self._memo)
+
+
+def share_copies(cuda: Any) -> None:  # beyond module 4
+    """Make the inliner of numba-cuda copy the variables of a function once, and not for each of its blocks.
+
+    Each copy of a block otherwise includes all variables of the function.
+
+    Gain: kernels compile to PTX in 5 % less time (flash2_mma), with the same code.
+
+    Args:
+        cuda: The module ``numba.cuda``.
+    """
+    if is_known("numba-cuda") and hasattr(cuda, "core"):
+        cuda.core.inline_closurecall.copy = Copies(cuda.core.ir.Block)
+
+
+#: Functions of the driver by which numba copies, allocates and waits.
+_NUMBAS = (  # beyond module 5
+    "cuMemAlloc", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpyDtoD", "cuMemcpyHtoDAsync",
+    "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync", "cuMemsetD8", "cuMemsetD8Async", "cuCtxSynchronize",
+    "cuStreamSynchronize", "cuEventSynchronize", "cuEventRecord", "cuStreamWaitEvent",
+)  # fmt: skip
+
+
+@contextmanager  # beyond module 5
+def watching_numba(cuda: Any, refuse: Callable[[str], None]) -> Iterator[None]:  # beyond module 5
+    """Call a function before numba itself launches a kernel, copies, allocates or waits.
+
+    Launches and copies of this library are not affected, because they call the driver directly.
+
+    Gain: a captured step refuses work that its graph would miss.
+
+    Args:
+        cuda: The module ``numba.cuda``.
+        refuse: A function of a description of what numba is about to do; it may raise an error.
+    """
+    if not is_known(provider()):
+        yield
+        return
+    kernels, driver = cuda.dispatcher._Kernel, cuda.cudadrv.driver.driver
+    numbas = {(driver, name): f"has numba copy, allocate or wait ({name})" for name in _NUMBAS}
+    numbas[kernels, "launch"] = "launches a kernel by numba (cuda.jit)"
+    before = {(holder, name): getattr(holder, name) for holder, name in numbas}
+
+    def watched(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            refuse(what)
+            return function(*args, **options)
+
+        return call
+
+    try:
+        for (holder, name), function in before.items():
+            setattr(holder, name, watched(function, numbas[holder, name]))
+        yield
+    finally:
+        for (holder, name), function in before.items():
+            setattr(holder, name, function)

@@ -65,7 +65,7 @@ def sums(digits: Tokens) -> Tokens:
 
 
 @dataclass(frozen=True)
-class Task:
+class ToyTask:
     """What is read, and what shall be answered."""
 
     name: str  # on the command line
@@ -99,10 +99,10 @@ class Task:
 TASKS = {
     task.name: task
     for task in (
-        Task("copy", lambda digits: digits),
-        Task("reverse", lambda digits: digits[:, ::-1]),
-        Task("sort", lambda digits: np.sort(digits, axis=1)),
-        Task("addition", sums, numbers=2, length=2, steps=1200),
+        ToyTask("copy", lambda digits: digits),
+        ToyTask("reverse", lambda digits: digits[:, ::-1]),
+        ToyTask("sort", lambda digits: np.sort(digits, axis=1)),
+        ToyTask("addition", sums, numbers=2, length=2, steps=1200),
     )
 }
 
@@ -122,7 +122,7 @@ def exact_matches(model: minitorch.DecoderLM, lines: Tokens, prompt: int) -> npt
     return (logits.argmax(2) == lines[:, 1:])[:, prompt - 1 :].all(1)
 
 
-def build(task: Task, args: argparse.Namespace) -> minitorch.DecoderLM:
+def build(task: ToyTask, args: argparse.Namespace) -> minitorch.DecoderLM:
     """Return a model with fresh weights, in float32."""
     tokens = task.lines(np.random.default_rng(0), 1, args.length).shape[1]
     return minitorch.DecoderLM(
@@ -140,7 +140,7 @@ def build(task: Task, args: argparse.Namespace) -> minitorch.DecoderLM:
 
 
 def train(
-    task: Task, model: minitorch.DecoderLM, rng: np.random.Generator, args: argparse.Namespace
+    task: ToyTask, model: minitorch.DecoderLM, rng: np.random.Generator, args: argparse.Namespace
 ) -> tuple[Progress, list[float]]:
     """Train on fresh lines; return how far it came and the loss of each step."""
     optimizer = minitorch.Adam(model.parameters(), args.lr, beta2=0.99)
@@ -167,7 +167,7 @@ def train(
     return progress, losses
 
 
-def run_task(task: Task, args: argparse.Namespace, out: Path) -> None:
+def run_task(task: ToyTask, args: argparse.Namespace, out: Path) -> None:
     """Train on one task, print and draw the result."""
     minitorch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)

@@ -10,7 +10,7 @@ import numpy as np
 
 from kernels.scores.mods import as_mask_mod
 from kernels.sparsity.block_mask import BlockMask
-from kernels.sparsity.states import FULL, HIDDEN, PARTIAL, Grid
+from kernels.sparsity.states import FULL, HIDDEN, PARTIAL, BlockGrid
 
 #: Rows and columns of a block of the mask, where the call has no block mask of its own.
 BLOCK = (128, 64)
@@ -60,7 +60,7 @@ def _same_chunk(chunk: int, offset: int) -> Callable[..., Any] | None:
 @lru_cache(maxsize=64)
 def _masked(mask: BlockMask | None, seq_q: int, seq_k: int, chunk: int, offset: int) -> BlockMask:
     """Return the block mask of chunks, combined with another one."""
-    grid = Grid(seq_q, seq_k, *(BLOCK if mask is None else (mask.block_q, mask.block_k)))
+    grid = BlockGrid(seq_q, seq_k, *(BLOCK if mask is None else (mask.block_q, mask.block_k)))
     # The chunk of each row or column of a block: (query blocks, block_q) and (key blocks, block_k).
     rows, cols = (
         (start.reshape(-1, 1) + np.arange(size) + shift) // chunk

@@ -16,7 +16,7 @@ from kernels.problem.question import Problem
 from kernels.scores.mods import is_varying
 from kernels.sparsity.block_mask import BlockMask
 from kernels.sparsity.elements import compiled_fill, from_strips
-from kernels.sparsity.states import FULL, Bools, Grid, Layout
+from kernels.sparsity.states import FULL, BlockGrid, Bools, Layout
 
 #: Rows and columns of a block.
 BLOCK = (128, 64)
@@ -51,7 +51,7 @@ class Asked(NamedTuple):
     """
 
     function: Callable[..., Any]
-    grid: Grid
+    grid: BlockGrid
     batches: int
     heads: int
     bounds: tuple[int, int]
@@ -100,7 +100,7 @@ def evaluated(problem: Problem, evaluate: Evaluate) -> Evaluated | None:
     batches = math.prod(problem.lead[:-1]) if _uses(mod, 0) else 1
     heads = problem.heads if _uses(mod, 1) else 1
     repeats = problem.heads // heads if batches > 1 else 1
-    grid, bounds = Grid(problem.seq_q, problem.seq_k, *BLOCK), (problem.lower, problem.upper)
+    grid, bounds = BlockGrid(problem.seq_q, problem.seq_k, *BLOCK), (problem.lower, problem.upper)
     asked = Asked(mod, grid, batches, heads, bounds, problem.acc_dtype)
     return _evaluated(evaluate, asked, repeats)
 

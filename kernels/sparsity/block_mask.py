@@ -18,8 +18,8 @@ from kernels.sparsity.states import (
     FULL,
     HIDDEN,
     PARTIAL,
+    BlockGrid,
     Blocks,
-    Grid,
     Layout,
     States,
     canonical,
@@ -91,7 +91,7 @@ class BlockMask:
     def __init__(
         self, states: Any, seq_q: int, seq_k: int, block_size: Any = 64, patterns: Any = None
     ):
-        self._grid: Grid = check_grid(seq_q, seq_k, block_size)
+        self._grid: BlockGrid = check_grid(seq_q, seq_k, block_size)
         self.seq_q, self.seq_k, self.block_q, self.block_k = self._grid
         self._blocks = canonical(check_blocks(states, patterns, self._grid), self._grid)
         self.states: States
@@ -121,7 +121,7 @@ class BlockMask:
         return cls._of(masks[0]._grid, stack(mask._blocks for mask in masks))
 
     @classmethod
-    def _of(cls, grid: Grid, blocks: Blocks) -> BlockMask:
+    def _of(cls, grid: BlockGrid, blocks: Blocks) -> BlockMask:
         return cls(blocks.states, *grid.seq, grid.block, blocks.patterns)
 
     @property

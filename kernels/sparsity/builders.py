@@ -18,8 +18,8 @@ from kernels.sparsity.states import (
     FULL,
     HIDDEN,
     PARTIAL,
+    BlockGrid,
     Bools,
-    Grid,
     Layout,
     canonical,
     check_blocks,
@@ -273,7 +273,7 @@ def local_global(
     return layout
 
 
-def _made(grid: Grid, states: Any, patterns: Any = None) -> Layout:
+def _made(grid: BlockGrid, states: Any, patterns: Any = None) -> Layout:
     return Layout(grid, check_blocks(states, patterns, grid))
 
 
@@ -283,20 +283,20 @@ def _combined(a: Layout, b: Layout, neutral: int, operation: Any) -> Layout:
     return Layout(a.grid, combine(one, other, neutral, operation))
 
 
-def _squares(grid: Grid) -> tuple[int, int]:
+def _squares(grid: BlockGrid) -> tuple[int, int]:
     """Return the number of squares of a pattern of square blocks along the rows and the columns."""
     side = math.lcm(*grid.block)
     return -(-grid.seq_q // side), -(-grid.seq_k // side)
 
 
-def _of_squares(grid: Grid, kept: Bools) -> Layout:
+def _of_squares(grid: BlockGrid, kept: Bools) -> Layout:
     """Return the layout of (…, squares, squares), True keeps; each block is in one square."""
     side = math.lcm(*grid.block)
     row, col = (start // side for start in grid.starts)
     return _made(grid, kept[..., row, col])
 
 
-def _lines(grid: Grid, chosen: Bools, axis: int) -> Layout:
+def _lines(grid: BlockGrid, chosen: Bools, axis: int) -> Layout:
     """Return the layout in which the chosen rows (axis 0) or columns (axis 1) are visible."""
     padded = np.zeros(grid.counts[axis] * grid.block[axis], bool)
     chosen = chosen[: grid.seq[axis]]

@@ -20,9 +20,9 @@ from kernels.scores.mods import check_mod
 from kernels.sparsity.states import (
     FULL,
     PARTIAL,
+    BlockGrid,
     Blocks,
     Bools,
-    Grid,
     Layout,
     check_grid,
     pack,
@@ -96,7 +96,7 @@ def from_mask_mod(
 
 
 def from_strips(
-    grid: Grid,
+    grid: BlockGrid,
     heads: int,
     fill: Callable[[int, int, int, Bools], None],
     most_patterns: int | None = None,
@@ -144,7 +144,7 @@ class BlockRow(NamedTuple):
 
 
 def from_lines(
-    grid: Grid,
+    grid: BlockGrid,
     heads: int,
     read: Callable[[int, int], BlockRow],
     most_patterns: int | None = None,

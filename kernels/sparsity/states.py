@@ -24,7 +24,7 @@ States = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
 
-class Grid(NamedTuple):
+class BlockGrid(NamedTuple):
     """The scores of one head, divided into blocks, of which the last may be short."""
 
     seq_q: int
@@ -69,11 +69,11 @@ class Blocks(NamedTuple):
 class Layout(NamedTuple):
     """A grid and the state of each of its blocks, the result of a builder."""
 
-    grid: Grid
+    grid: BlockGrid
     blocks: Blocks
 
 
-def check_grid(seq_q: Any, seq_k: Any, block_size: Any, heads: Any = 1) -> Grid:
+def check_grid(seq_q: Any, seq_k: Any, block_size: Any, heads: Any = 1) -> BlockGrid:
     """Return lengths and a block size, one number or (rows, columns), as a grid of so many heads.
 
     Raises:
@@ -93,7 +93,7 @@ def check_grid(seq_q: Any, seq_k: Any, block_size: Any, heads: Any = 1) -> Grid:
             f"block_size must be a multiple of {SIDE}, as the tiles of kernels are, got {block_size}; "
             f"the next is {tuple(ceil_div(side, SIDE) * SIDE for side in sides)}"
         )
-    grid = Grid(whole("seq_q", seq_q, 0), whole("seq_k", seq_k, 0), *sides)
+    grid = BlockGrid(whole("seq_q", seq_q, 0), whole("seq_k", seq_k, 0), *sides)
     blocks = whole("heads", heads, 1) * max(math.prod(grid.counts), 1)
     if blocks > MOST_BLOCKS:
         raise ValueError(
@@ -104,7 +104,7 @@ def check_grid(seq_q: Any, seq_k: Any, block_size: Any, heads: Any = 1) -> Grid:
     return grid
 
 
-def check_blocks(states: Any, patterns: Any, grid: Grid) -> Blocks:
+def check_blocks(states: Any, patterns: Any, grid: BlockGrid) -> Blocks:
     """Return states as (heads, query blocks, key blocks) int32, and patterns.
 
     Raises:
@@ -145,7 +145,7 @@ def check_blocks(states: Any, patterns: Any, grid: Grid) -> Blocks:
     return Blocks(states.astype(np.int32), patterns)
 
 
-def canonical(blocks: Blocks, grid: Grid) -> Blocks:
+def canonical(blocks: Blocks, grid: BlockGrid) -> Blocks:
     """Return the canonical form, in which equal masks have equal arrays, contiguous and not shared.
 
     Patterns are unique, used, sorted by their bits, and False beyond the last row and column; a block in
@@ -187,7 +187,7 @@ def pack(patterns: Bools) -> list[bytes]:
     return [line.tobytes() for line in np.packbits(flat, axis=1)]
 
 
-def unpack(keys: Iterable[bytes], grid: Grid) -> Bools:
+def unpack(keys: Iterable[bytes], grid: BlockGrid) -> Bools:
     """Return the patterns of bits, (count, block_q, block_k)."""
     bits = np.unpackbits(np.frombuffer(b"".join(keys), np.uint8))
     return bits.view(bool).reshape(-1, *grid.block)
@@ -220,7 +220,7 @@ def combine(a: Blocks, b: Blocks, neutral: int, operation: Any) -> Blocks:
     return Blocks(states, np.concatenate([a.patterns, b.patterns, new]))
 
 
-def shows(blocks: Blocks, grid: Grid, head: Any, row: Any, col: Any) -> Bools:
+def shows(blocks: Blocks, grid: BlockGrid, head: Any, row: Any, col: Any) -> Bools:
     """Tell whether elements of a mask are visible, for arrays of whole numbers that broadcast."""
     states, patterns = blocks
     own = states[head % len(states), row // grid.block_q, col // grid.block_k]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .sequence_parts import Bounds, Pair, Segment, pair
 
 
-class Block(NamedTuple):
+class CallBlock(NamedTuple):
     """Neighbouring segments of rows that attend to neighbouring segments of keys in one call.
 
     Attributes:
@@ -39,7 +39,7 @@ def blocks(
     left: int,
     right: int,
     keeps_places: bool,
-) -> tuple[Block, ...]:
+) -> tuple[CallBlock, ...]:
     """Return the fewest calls in which the segments of this rank attend to those of a rank.
 
     Neighbouring segments share a call where one band of columns describes what all of their rows see.
@@ -59,11 +59,11 @@ def blocks(
             if (own := pair(a, b, left, right)) is not None:
                 found[i, j] = own
 
-    def joined(cells: list[Cell]) -> list[Block]:
+    def joined(cells: list[Cell]) -> list[CallBlock]:
         if len(cells) == 1:
             ((i, j),) = cells
             numbers = range(i, i + 1), range(j, j + 1)
-            return [Block(*numbers, queries[i].here, keys[j].here, found[i, j])]
+            return [CallBlock(*numbers, queries[i].here, keys[j].here, found[i, j])]
         if (one := _as_one(queries, keys, cells, (left, right), keeps_places)) is not None:
             return [one]
         parts = [[*x] for _, x in groupby(cells, lambda cell: cell[0])]
@@ -83,7 +83,7 @@ def _as_one(
     cells: Sequence[Cell],
     window: Bounds,
     keeps_places: bool,
-) -> Block | None:
+) -> CallBlock | None:
     """Return the call for pairs of segments of one sequence, or None if one call cannot cover them all."""
     (i, last), (j, end) = ((min(x), max(x)) for x in zip(*cells, strict=True))
     rows, cols = queries[i : last + 1], keys[j : end + 1]
@@ -98,7 +98,7 @@ def _as_one(
             row = col + rows[0].start - cols[0].start + offset
             numbers = range(i, last + 1), range(j, end + 1)
             places = _places(rows), _places(cols)
-            return Block(*numbers, *places, Pair((), row, col, rows[0].sequence))
+            return CallBlock(*numbers, *places, Pair((), row, col, rows[0].sequence))
     return None
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kernels.problem.options import Options
 
-from .blocks import Block, blocks
+from .blocks import CallBlock, blocks
 from .group import Group
 from .local_attention import Part, part_of
 from .sequence_parts import Segment, segments
@@ -57,12 +57,12 @@ class Call(NamedTuple):
         """The rows of each segment of this rank."""
         return [a.here for a in self.segments(self.group.rank)]
 
-    def blocks(self, rank: int, owner: int) -> tuple[Block, ...]:
+    def blocks(self, rank: int, owner: int) -> tuple[CallBlock, ...]:
         """Return the calls by which the segments of a rank attend to those of ``owner``."""
         keeps_places = bool(self.options.get("dropout_p"))
         return blocks(self.segments(rank), self.segments(owner), *self.window, keeps_places)
 
-    def parts(self, owner: int) -> Iterator[tuple[Block, Part]]:
+    def parts(self, owner: int) -> Iterator[tuple[CallBlock, Part]]:
         """Yield the calls by which this rank attends to the keys of ``owner``."""
         for block in self.blocks(self.group.rank, owner):
             found = block.pair

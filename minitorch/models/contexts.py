@@ -24,7 +24,7 @@ from .rotary import Rotate
 from .text_generation import check_ids
 
 
-class Context(NamedTuple):
+class CallContext(NamedTuple):
     """What a layer is given beside its input; see :meth:`InContext.__call__`."""
 
     cache: LayerCache | None = None
@@ -65,7 +65,7 @@ class InContext(Module):
                 "packed sequences need x of shape (1, total, n_embd), no cache and no key_mask, got "
                 f"shape {x.shape}; put the sequences one after the other, without padding"
             )
-        before, modes.context = modes.context, Context(cache, key_mask, cu_seqlens)
+        before, modes.context = modes.context, CallContext(cache, key_mask, cu_seqlens)
         try:
             with nullcontext() if cache is None else no_grad():
                 return super().__call__(x)
@@ -94,7 +94,7 @@ def attended(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k: (batch, n_kv_head, seq, head_dim); ``q`` itself if the layer shares them.
         v: (batch, n_kv_head, seq, head_dim).
     """
-    cache, key_mask, cu_seqlens = modes.context or Context()
+    cache, key_mask, cu_seqlens = modes.context or CallContext()
     options: dict[str, Any] = {"is_causal": layer.causal}
     if layer.n_kv_head != layer.n_head:
         options["enable_gqa"] = True

@@ -24,7 +24,7 @@ QUICK_LENGTH = 64
 
 
 @dataclass(frozen=True)
-class Task:
+class LraTask:
     """One task.
 
     Attributes:
@@ -75,7 +75,7 @@ class Task:
 def load_task(
     name: str, cache: str | Path, data: str | Path | None = None, seed: int = 0, quick: bool = False,
     examples: int | None = None, size: int = 32, length: int = TEXT_LENGTH,
-) -> Task:  # fmt: skip
+) -> LraTask:  # fmt: skip
     """Return a task; exit with one line if its files are missing.
 
     Args:
@@ -104,14 +104,14 @@ def load_task(
         file = _file(cache, f"pathfinder-{size}", seed, counts)
         parts = pathfinder.pathfinder(file, size, seed, **more)
         source = f"generated, {size} x {size} pixels"
-        return Task(name, source, parts, BYTES, pathfinder.CLASSES, side=size, turns=True)
+        return LraTask(name, source, parts, BYTES, pathfinder.CLASSES, side=size, turns=True)
     if name == "image":
         is_own = data is None
         parts = (
             stand_ins.image(counts, seed) if is_own else official_files.cifar10(data, counts, seed)
         )
         source = "stand-in: scikit-learn's digits at 32 x 32" if is_own else "CIFAR-10, grey"
-        return Task(name, source, parts, BYTES, 10, side=32)
+        return LraTask(name, source, parts, BYTES, 10, side=32)
     documents = 2 if name == "retrieval" else 1
     if data is not None:
         read = official_files.aan if name == "retrieval" else official_files.imdb
@@ -121,7 +121,7 @@ def load_task(
         parts = _bytes_of_python(name, cache, length, counts or stand_ins.COUNTS, seed)
         what = "sources and manual" if name == "retrieval" else "sources"
         source = f"stand-in: bytes of Python's {what}"
-    return Task(name, source, parts, BYTES, 2, pad_id=0, documents=documents)
+    return LraTask(name, source, parts, BYTES, 2, pad_id=0, documents=documents)
 
 
 def _file(cache: str | Path, name: str, seed: int, counts: Mapping[str, int] | None) -> Path:
@@ -129,7 +129,9 @@ def _file(cache: str | Path, name: str, seed: int, counts: Mapping[str, int] | N
     return Path(cache) / f"{name}{number}-seed-{seed}.npz"
 
 
-def _listops(cache: str | Path, counts: Mapping[str, int] | None, seed: int, quick: bool) -> Task:
+def _listops(
+    cache: str | Path, counts: Mapping[str, int] | None, seed: int, quick: bool
+) -> LraTask:
     changes: dict[str, Any] = {} if counts is None else {"counts": dict(counts)}
     if quick:
         changes |= {
@@ -141,7 +143,7 @@ def _listops(cache: str | Path, counts: Mapping[str, int] | None, seed: int, qui
     file = _file(cache, "listops-quick" if quick else "listops", seed, counts)
     parts = listops.listops(file, seed, listops.ListOps(**changes))
     vocabulary = len(listops.VOCABULARY)
-    return Task("listops", "generated", parts, vocabulary, listops.CLASSES, pad_id=0)
+    return LraTask("listops", "generated", parts, vocabulary, listops.CLASSES, pad_id=0)
 
 
 def _bytes_of_python(

@@ -36,7 +36,7 @@ from bench.long_range import (
     steps_tables,
 )
 from bench.measuring import out_of_memory, timing_note
-from data.long_range import GENERATED, TASKS, TEXT_LENGTH, Task, load_task
+from data.long_range import GENERATED, TASKS, TEXT_LENGTH, LraTask, load_task
 from data.pathfinder import PUBLISHED
 from training.lra_loop import BEST, Training
 from training.lra_methods import BACKENDS, METHODS, QUICK, SETTINGS, Settings, learning_rate_of
@@ -160,7 +160,7 @@ def of_steps(run: Run) -> Iterator[Case]:
             yield key, partial(of_task, run, task, settings, attention, timed)
 
 
-def of_task(run: Run, task: Task, settings: Settings, attention: str, timed: Record) -> Record:
+def of_task(run: Run, task: LraTask, settings: Settings, attention: str, timed: Record) -> Record:
     """Return the time of a training step, and its memory; None where memory was too small."""
     if not timed:
         timed |= times_of_task(run, task, settings) | {"": None}
@@ -175,7 +175,7 @@ def of_task(run: Run, task: Task, settings: Settings, attention: str, timed: Rec
     }  # fmt: skip
 
 
-def times_of_task(run: Run, task: Task, settings: Settings) -> dict[str, list[float]]:
+def times_of_task(run: Run, task: LraTask, settings: Settings) -> dict[str, list[float]]:
     """Return the times of a training step of each attention, in interleaved rounds."""
     train = task.parts["train"]
     X, y = train.X[: settings.batch].astype(np.int64), train.y[: settings.batch]

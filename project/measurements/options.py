@@ -20,7 +20,7 @@ from kernels import BlockMask
 CACHE = 8192
 
 
-class Pair(NamedTuple):
+class TimedPair(NamedTuple):
     """Two calls that are compared."""
 
     call: Any  # with the option
@@ -29,17 +29,17 @@ class Pair(NamedTuple):
     directions: tuple[str, ...] = DIRECTIONS  # that are timed
 
 
-def pairs(run: Run) -> dict[str, Callable[[], Pair]]:
+def pairs(run: Run) -> dict[str, Callable[[], TimedPair]]:
     """Return what is measured, by name; a pair takes its memory when it is called."""
     heads, n, sparse_n = run.heads, run.length, run.sparse_length
     call, rng = partial(random_call, run.device), np.random.default_rng(1)
 
-    def plain(bound: float | None, **options: Any) -> Callable[[], Pair]:
-        return lambda: Pair(call(heads, n, **options), call(heads, n), bound)
+    def plain(bound: float | None, **options: Any) -> Callable[[], TimedPair]:
+        return lambda: TimedPair(call(heads, n, **options), call(heads, n), bound)
 
-    def sparse(mask: BlockMask) -> Callable[[], Pair]:
+    def sparse(mask: BlockMask) -> Callable[[], TimedPair]:
         own = partial(call, run.sparse_heads, sparse_n)
-        return lambda: Pair(own(block_mask=mask), own(), 1.2 * mask.density + 0.1)
+        return lambda: TimedPair(own(block_mask=mask), own(), 1.2 * mask.density + 0.1)
 
     def parts() -> Any:
         calls = [call(heads, length, is_causal=True) for length in lengths]
@@ -57,20 +57,20 @@ def pairs(run: Run) -> dict[str, Callable[[], Pair]]:
     one_token = {"is_causal": True, "causal_offset": run.cache - 1}
     floating = rng.standard_normal((n, n), dtype=np.float32)
     return {
-        "causal / dense": lambda: Pair(call(heads, 2 * n, is_causal=True), call(heads, 2 * n), 0.6),
+        "causal / dense": lambda: TimedPair(call(heads, 2 * n, is_causal=True), call(heads, 2 * n), 0.6),
         "boolean mask / plain": plain(1.5, attn_mask=rng.random((n, n)) < 0.9),
         "floating mask / plain": plain(None, attn_mask=floating),
         "dropout / plain": plain(1.5, dropout_p=0.1, seed=1),
         "ALiBi / plain": plain(None, alibi_slopes=2.0 ** -np.arange(1, heads + 1)),
         "softcap / plain": plain(None, softcap=30.0),
         **{f"{name}, density {x.density:.3f} / dense": sparse(x) for name, x in patterns.items()},
-        "window of 1,024: 65,536 rows / 16,384 rows": lambda: Pair(
+        "window of 1,024: 65,536 rows / 16,384 rows": lambda: TimedPair(
             call(few, 4 * sparse_n, **window), call(few, sparse_n, **window), 4.4
         ),
-        "packed / the sum of its parts": lambda: Pair(
+        "packed / the sum of its parts": lambda: TimedPair(
             packed_call(run.device, heads, lengths), parts(), 1.15
         ),
-        "one token against a cache / computing all": lambda: Pair(
+        "one token against a cache / computing all": lambda: TimedPair(
             call(heads, 1, run.cache, **one_token), call(heads, run.cache, is_causal=True), 1 / 50,
             DIRECTIONS[:1],
         ),
@@ -83,7 +83,7 @@ def cases(run: Run) -> Iterator[Case]:
         yield {"option": name}, partial(timed, run, make)
 
 
-def timed(run: Run, make: Callable[[], Pair]) -> Record:
+def timed(run: Run, make: Callable[[], TimedPair]) -> Record:
     pair = make()
     row: Record = {"bound": pair.bound}
     for way in pair.directions:

@@ -135,7 +135,7 @@ def refused(device: str) -> Step:
     return step
 
 
-class Kind(NamedTuple):
+class LeakKind(NamedTuple):
     """Something that is done again and again."""
 
     make: Callable[[str], Step]  # returns the step for a device
@@ -144,13 +144,13 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "training": Kind(training, 10_000),
-    "lengths": Kind(lengths, 4_000),
-    "writing": Kind(writing, 2_000),
-    "models": Kind(models, 1_000),
+    "training": LeakKind(training, 10_000),
+    "lengths": LeakKind(lengths, 4_000),
+    "writing": LeakKind(writing, 2_000),
+    "models": LeakKind(models, 1_000),
     # The last 1024 questions are remembered, and a seed makes one of its own: so long until that is full.
-    "attention": Kind(attention, 8_000, 0.5),
-    "refused": Kind(refused, 10_000),
+    "attention": LeakKind(attention, 8_000, 0.5),
+    "refused": LeakKind(refused, 10_000),
 }
 
 # -- measuring ---------------------------------------------------------------------------------------

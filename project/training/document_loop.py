@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from data.long_range import Task
+from data.long_range import LraTask
 from data.sequence_sets import Examples
 
 import minitorch
@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class DocumentTask(Task):
+class DocumentTask(LraTask):
     """Documents that are cut to a context.
 
     The ids of a part are a list of arrays, and its targets (count, labels) of bool.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from common.notebooks import without_bar
-from data.long_range import Task
+from data.long_range import LraTask
 from data.sequence_sets import Examples
 from tqdm import tqdm
 
@@ -118,7 +118,7 @@ class Training:
     """
 
     def __init__(
-        self, task: Task, attention: str, settings: Settings, seed: int, backend: str, folder: Path,
+        self, task: LraTask, attention: str, settings: Settings, seed: int, backend: str, folder: Path,
         lr: float | None = None, goes_on: bool = False, eager: bool = False,
         start: Callable[[], Mapping[str, npt.NDArray[Any]]] | None = None, **more: Any,
     ):  # fmt: skip

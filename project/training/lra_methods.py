@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from data.long_range import Task
+from data.long_range import LraTask
 
 import minitorch
 
@@ -128,7 +128,12 @@ def depends_on_length(parameter: str) -> bool:
 
 
 def build(
-    task: Task, attention: str, settings: Settings, backend: str, seed: int = 0, **more: Any
+    task: LraTask,
+    attention: str,
+    settings: Settings,
+    backend: str,
+    seed: int = 0,
+    **more: Any,
 ) -> minitorch.SequenceClassifier:
     """Build the model of a task with one of the attentions; ``more`` as of :func:`build_classifier`."""
     return build_classifier(attention, settings, backend, seed, **task.model, **more)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from data.long_range import BYTES, Task
+from data.long_range import BYTES, LraTask
 from data.pathfinder import CLASSES, PUBLISHED, Pathfinder, draw_example, pathfinder
 from data.sequence_sets import fresh_batches
 
@@ -86,7 +86,7 @@ def task_name(name: str) -> str:
 def stage_task(
     name: str, sets: Path, seed: int, counts: Mapping[str, int], *, examples: int | None = None,
     processes: int | None = None, before: str | None = None,
-) -> Task:  # fmt: skip
+) -> LraTask:  # fmt: skip
     """Return the images of a stage.
 
     Args:
@@ -112,7 +112,7 @@ def stage_task(
         parts |= pathfinder(file, seed=seed, task=task, counts={"train": examples})
     number = "new ones in each step" if examples is None else f"{examples} to train"
     source = f"generated, {side} x {side} pixels, {number}{begun_with(before)}"
-    return Task(own, source, parts, BYTES, CLASSES, side=side, turns=True, fresh=fresh)
+    return LraTask(own, source, parts, BYTES, CLASSES, side=side, turns=True, fresh=fresh)
 
 
 def draw_one_of(

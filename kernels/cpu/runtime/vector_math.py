@@ -26,7 +26,7 @@ from kernels.cpu.runtime import plain_python
 intrinsic: Any = extending.intrinsic
 
 
-class Format(NamedTuple):
+class FloatFormat(NamedTuple):
     """The constants of the functions for a dtype.
 
     Attributes:
@@ -56,11 +56,11 @@ class Format(NamedTuple):
 
 
 FORMATS = (
-    Format(
+    FloatFormat(
         np.float32, np.int32, types.float32, 32, 23, 127, 7, 4,
         float.fromhex("0x1.63p-1"), float.fromhex("-0x1.bd0105c610ca8p-13"),
     ),
-    Format(
+    FloatFormat(
         np.float64, np.int64, types.float64, 64, 52, 1023, 13, 10,
         float.fromhex("0x1.62e42fee00000p-1"), float.fromhex("0x1.a39ef35793c76p-33"),
     ),
@@ -110,7 +110,7 @@ def _polynomial(*factors: Any) -> Any:
     return polynomial
 
 
-def _bitcast(form: Format) -> tuple[Any, Any]:
+def _bitcast(form: FloatFormat) -> tuple[Any, Any]:
     """Return intrinsics that read the bits of a float as an int, and back."""
     ir_float = ir.FloatType() if form.bits == 32 else ir.DoubleType()
     int_type = types.Integer.from_bitwidth(form.bits, signed=True)
@@ -132,7 +132,7 @@ def _bitcast(form: Format) -> tuple[Any, Any]:
     return to_bits, from_bits
 
 
-def make_functions(form: Format) -> Functions:
+def make_functions(form: FloatFormat) -> Functions:
     """Return the functions for one dtype.
 
     An argument is clamped by ``bound if x < bound else x``, not by ``max``: a NaN must stay one.

@@ -175,7 +175,7 @@ _CONVERSIONS = {
 }
 
 
-class Form(NamedTuple):
+class ElementForm(NamedTuple):
     """The functions with which a kernel reads and writes elements of one dtype.
 
     Attributes:
@@ -192,10 +192,10 @@ class Form(NamedTuple):
 
 
 @cache
-def form(dtype: np.dtype[Any]) -> Form:
+def form(dtype: np.dtype[Any]) -> ElementForm:
     """Return the functions with which a kernel reads and writes elements of a floating dtype."""
     if not is_half(dtype):
-        return Form(dtype, _unchanged, _unchanged, _unchanged)
+        return ElementForm(dtype, _unchanged, _unchanged, _unchanged)
     widen, narrow = _CONVERSIONS[dtype]
     to_odd = _bits.rounded_to_odd
 
@@ -203,7 +203,7 @@ def form(dtype: np.dtype[Any]) -> Form:
     def narrow_double(x):
         return narrow(to_odd(x))
 
-    return Form(BITS, widen, narrow, narrow_double)
+    return ElementForm(BITS, widen, narrow, narrow_double)
 
 
 @device_function

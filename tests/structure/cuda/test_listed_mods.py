@@ -18,7 +18,7 @@ from kernels.problem.listed_mods import Asked, on_host
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import IS_SIMULATOR
 from kernels.sparsity.block_mask import BlockMask
-from kernels.sparsity.states import Grid
+from kernels.sparsity.states import BlockGrid
 
 from ...support.attention.mask_mods import by_batch, dilated, documents, elements, mask_mods, prefix
 from ...support.attention.on_cuda import run
@@ -63,7 +63,7 @@ def test_blocks_have_the_elements_of_the_function(
     mod: Any, seq_q: int, seq_k: int, lists: tuple[int, int], bounds: tuple[int, int]
 ) -> None:
     batches, heads = lists
-    asked = Asked(mod, Grid(seq_q, seq_k, *BLOCK), batches, heads, bounds, FLOAT32)
+    asked = Asked(mod, BlockGrid(seq_q, seq_k, *BLOCK), batches, heads, bounds, FLOAT32)
     mask, by_host = mask_of(listed_mods.on_device, asked), mask_of(on_host, asked)
     wanted = elements(mod, batches, heads, seq_q, seq_k).reshape(-1, seq_q, seq_k)
     row, col = np.indices((seq_q, seq_k))
@@ -136,13 +136,13 @@ def test_a_function_that_the_device_cannot_run_is_evaluated_on_the_host() -> Non
     def fails(asked: Asked) -> Any:
         raise RuntimeError("File uses too much global constant data")
 
-    asked = Asked(prefix(7), Grid(40, 33, *BLOCK), 1, 1, (-40, 33), FLOAT32)
+    asked = Asked(prefix(7), BlockGrid(40, 33, *BLOCK), 1, 1, (-40, 33), FLOAT32)
     with patch.object(listed_mods, "_on_device", fails):
         assert mask_of(listed_mods.on_device, asked) == mask_of(on_host, asked)
 
 
 def test_an_evaluation_is_no_part_of_a_recorded_call() -> None:
-    asked = Asked(prefix(9), Grid(40, 33, *BLOCK), 1, 1, (-40, 33), FLOAT32)
+    asked = Asked(prefix(9), BlockGrid(40, 33, *BLOCK), 1, 1, (-40, 33), FLOAT32)
     recording = Recording(None)
     with recorded_by(recording):
         mask = mask_of(listed_mods.on_device, asked)

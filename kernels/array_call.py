@@ -82,7 +82,7 @@ class Call:
         call = launch.BoundCall(self.target, self.problem, tile, wanted)
         return plan_by_running(call, self.problem, operands)
 
-    def own_gradient(self, gradient: Any, operand: Any) -> Any:
+    def operand_gradient(self, gradient: Any, operand: Any) -> Any:
         """Return the gradient of an operand from that of its broadcast shape."""
         memory = self.target.memory
         summed = memory.sum_to(gradient, tuple(operand.shape))
@@ -117,8 +117,8 @@ def attend(
     library = found = known = None
     if type(operands[0]) is not np.ndarray:  # beyond module 5
         library = library_of(operands[0])
-        if library is not None and (place := library.place(operands[0])) is not None:
-            with place:
+        if library is not None and (context := library.context(operands[0])) is not None:
+            with context:
                 return attend(operands, options, tile, wanted, results, make, count)
     given = [array for array in results if array is not None]
     rest = tile, wanted, *[array is None for array in results[2::2]]
@@ -136,7 +136,7 @@ def attend(
         _check_wanted(own.problem, wanted)
     arrays = launch.run(found, own.target, own.problem, own.operands, wanted, tile)
     if wanted.backward:
-        gradients = map(own.own_gradient, arrays[:3], own.operands[:3])
+        gradients = map(own.operand_gradient, arrays[:3], own.operands[:3])
         arrays = (*gradients, *[x for x in arrays[3:] if x is not None])
     return results_of(library, tuple(arrays[:count]))
 
@@ -216,14 +216,14 @@ def _target(operands: Sequence[Any]) -> launch.Target:
         return launch.CUDA
     if all(isinstance(operand, np.ndarray) for operand in operands):
         return launch.CPU
-    places = "; ".join(dict.fromkeys(map(_place, operands)))
+    places = "; ".join(dict.fromkeys(map(_described, operands)))
     raise TypeError(
         f"kernels take arrays that are all on the host, or all on one CUDA device, got {places}; convert "
         "them with numpy.asarray or numba.cuda.to_device, or PyTorch tensors with x.to(device)"
     )
 
 
-def _place(operand: Any) -> str:
+def _described(operand: Any) -> str:
     name = type(operand).__name__
     if isinstance(operand, np.ndarray):
         return f"{name} on the host"

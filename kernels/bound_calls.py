@@ -30,7 +30,7 @@ from kernels.scores.mods import KEPT, with_kept_mods
 _calls = KnownCalls()
 
 
-class Found(NamedTuple):
+class CallLookup(NamedTuple):
     """A call that has been looked up.
 
     Attributes:
@@ -77,7 +77,7 @@ def find(
     *rest: Any,
     make: Any = None,
     results: Sequence[Any] = (),
-) -> Found | None:
+) -> CallLookup | None:
     """Look up a call; None if it has to run in full.
 
     Args:
@@ -131,7 +131,7 @@ def find(
         call = _calls.get(own := tuple(key))
         if call is not None and call.problem.slopes and "alibi_slopes" in options:
             check_slopes(read(options["alibi_slopes"]), call.problem.lead)
-        return Found(own, (*arrays, *results), starts, seed, on_host, call)
+        return CallLookup(own, (*arrays, *results), starts, seed, on_host, call)
     except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError):
         return None  # an unknown type or a wrong value: the full call raises the error
 

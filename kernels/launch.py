@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels.bound_calls import BoundLoops, Found, arrays_of  # beyond module 5
+from kernels.bound_calls import BoundLoops, CallLookup, arrays_of  # beyond module 5
 from kernels.cuda.runtime.recorder import active  # beyond module 5
 from kernels.cuda.runtime.repeated import noted  # beyond module 5
 from kernels.problem.argument_types import check_tile
@@ -168,7 +168,7 @@ class BoundCall:
 
 
 def run(
-    found: Found | None,
+    lookup: CallLookup | None,
     target: Target,
     problem: Problem,
     operands: Operands,
@@ -178,18 +178,18 @@ def run(
     """Return the results of :func:`forward` or :func:`backward`, and keep how the call runs.
 
     Args:
-        found: The call as ``bound_calls.find`` has looked it up.
+        lookup: The call as ``bound_calls.find`` has looked it up.
         target: The target of the operands.
         problem: The checked call.
         operands: The operands of :func:`forward`, or of :func:`backward`.
         wanted: What the call computes.
         tile: (block_q, block_k); the rung's own when None.
     """
-    known = None if found is None else found.call
+    known = None if lookup is None else lookup.call
     call = known or BoundCall(target, problem, tile, wanted)
     results = call.run(problem, operands)
-    if found is not None and known is None:  # beyond module 5
-        found.keep(call, operands)
+    if lookup is not None and known is None:  # beyond module 5
+        lookup.keep(call, operands)
     return results
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernels.array_call import attend, heads_first, results_of
 from kernels.cuda.attention.options.packed_tiles import sequences_of_call
-from kernels.interop.libraries import library_of, place_of
+from kernels.interop.libraries import context_of, library_of
 from kernels.launch import Tile, Wanted
 from kernels.operand_types import as_operand
 from kernels.problem.options import Options
@@ -58,7 +58,7 @@ def flash_attention_varlen_forward(
     Source: FlashAttention-2, Algorithm 1; the layout is that of FlashAttention.
     """
     own = by_name("flash_attention_varlen_forward", args, options)
-    with place_of(q):
+    with context_of(q):
         make = PackedMaker(cu_seqlens_q, cu_seqlens_k, sequences_of_call)
         out, lse = attend(_all_heads_first(q, k, v), own, tile, make=make, count=2)
         return results_of(library_of(q), (heads_first(out), lse))
@@ -108,7 +108,7 @@ def flash_attention_varlen_backward(
 
     Source: FlashAttention-2, Algorithm 2.
     """
-    with place_of(q):
+    with context_of(q):
         dout, out = (_heads_first(name, array) for name, array in (("dout", dout), ("out", out)))
         results = out, as_operand(lse), None, dout, as_operand(dlse)
         dq, dk, dv, *others = attend(

@@ -67,7 +67,7 @@ class Library:
         """Return NumPy's or numba's array as one of the library, without a copy."""
         return self.module.from_dlpack(Lent(array))
 
-    def place(self, array: Any) -> Any:
+    def context(self, array: Any) -> Any:
         """Return a context manager for a call on an array; None if it needs none."""
         return None
 
@@ -208,7 +208,7 @@ class Torch(Library):
             )
         return stream
 
-    def place(self, array: Any) -> Any:
+    def context(self, array: Any) -> Any:
         """Return a context manager for the tensor's CUDA device, or for PyTorch's number of threads."""
         number = array.get_device()
         if number >= 0:
@@ -264,10 +264,10 @@ def _library_of_type(array: Any) -> Library | None:
     return Library(module) if callable(getattr(module, "from_dlpack", None)) else None
 
 
-def place_of(array: Any) -> Any:
-    """Return a context manager in which a call on an array has to run; see :meth:`Library.place`."""
+def context_of(array: Any) -> Any:
+    """Return a context manager in which a call on an array has to run; see :meth:`Library.context`."""
     library = library_of(array)
-    return (library and library.place(array)) or nullcontext()
+    return (library and library.context(array)) or nullcontext()
 
 
 def as_array(array: Any) -> Any:

@@ -131,13 +131,13 @@ class CapturedDecoding:
         turns = None
         if model.rotary is not None:
             turns = model.rotary.turns(places, model.token_embeddings.weights.value)
-        self._place(Spot(places, index, mask, turns))
+        self._set_spot(Spot(places, index, mask, turns))
         try:
             return model.score(model.hidden(ids, self.cache))
         finally:
-            self._place(None)
+            self._set_spot(None)
 
-    def _place(self, spot: Spot | None) -> None:
+    def _set_spot(self, spot: Spot | None) -> None:
         for layer in self.cache.layers:
             layer.spot = spot  # type: ignore[attr-defined]
 

@@ -177,10 +177,10 @@ class GraphStep:
         if before is None:
             kind.before = recording
         else:
-            kept, places = recording.held(), list[Any]()
+            kept, locations = recording.held(), list[Any]()
             if self._most > 1:  # graphs share all memory but that of their results
-                _owned(outputs, lambda x: places.append(recording.place(x.array())))
-                kept = {n: kept[n] for n, _ in filter(None, places) if n is not None}
+                _owned(outputs, lambda x: locations.append(recording.locate(x.array())))
+                kept = {n: kept[n] for n, _ in filter(None, locations) if n is not None}
             kind.graph, kind.outputs = Graph(before, recording, kept, self._scratch), outputs
             self._scratch, self._device = kind.graph.scratch, current_device()
         return results
@@ -302,8 +302,8 @@ def _check_draws(recording: Recording, before: tuple[Any, Any]) -> None:
     """
     after = _random_state()
     random.setstate(before[0])
-    for again in recording.draws.values():
-        again()
+    for draw in recording.draws.values():
+        draw()
     expected = random.getstate(), before[1]
     random.setstate(after[0])
     if after != expected:

@@ -70,7 +70,7 @@ def empty_device(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     if (source := pool()) is not None:  # beyond module 5
         array, recording = _empty(shape, dtype, source), active()
         if recording is not None and array.size:
-            recording.took(array.gpu_data, array.nbytes)
+            recording.allocated(array.gpu_data, array.nbytes)
         return array
     with explained(f"allocating an array of shape {shape}"):
         return cuda.device_array(shape, dtype)
@@ -205,7 +205,7 @@ def flattened(array: Any) -> Any:
 def device_pointer(array: Any) -> int:
     """Return the address of the first element of a device array; 0 in the simulator."""
     if (recording := active()) is not None:  # beyond module 5
-        recording.place(
+        recording.locate(
             array
         )  # other memory is kept: a kernel may be given the address as a number
     return 0 if IS_SIMULATOR else int(array.device_ctypes_pointer.value or 0)

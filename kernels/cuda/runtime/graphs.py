@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kernels.cuda.runtime.arrays import device_pointer, empty_device, pool
-from kernels.cuda.runtime.recorder import Launch, Message, Place, Recording, Renewed
+from kernels.cuda.runtime.recorder import Launch, Location, Message, Recording, Renewed
 from kernels.runtime.cuda_errors import LAUNCHED, CaptureError
 from kernels.runtime.targets import cuda, driver
 
@@ -48,7 +48,7 @@ class Chain:
         for one, node, params in self._changing:
             for word, number in one.numbers:
                 if isinstance(number, Renewed):
-                    one.launcher.write(one.buffer, word, number.again())
+                    one.launcher.write(one.buffer, word, number.renew())
                 else:
                     one.buffer.words[word] = drawn[number]
             self._call(driver.cuGraphExecKernelNodeSetParams, self._exec, node, params)
@@ -112,7 +112,7 @@ def _words(launch: Launch) -> list[Any]:
     """Return the words of a launch; for an address of the call's memory, its origin."""
     words: list[Any] = [*launch.buffer.words]
     for word, origin in launch.addresses:
-        words[word] = origin.places
+        words[word] = origin.locations
     return words
 
 
@@ -149,13 +149,13 @@ class Graph:
         starts = {number: base + offset for number, offset in offsets.items()}
         starts |= {n: memory.device_ctypes_pointer.value for n, memory in kept.items()}
 
-        def at(places: Sequence[Place]) -> list[int]:
-            return [x if number is None else starts[number] + x for number, x in places]
+        def at(locations: Sequence[Location]) -> list[int]:
+            return [x if number is None else starts[number] + x for number, x in locations]
 
         self._made = list[Any]()  # kept alive
         for one in second.launches:
-            for word, (places, remake) in one.addresses:
-                address, *own = at(places)
+            for word, (locations, remake) in one.addresses:
+                address, *own = at(locations)
                 if remake is not None:
                     made, address = remake(address, *own)
                     self._made.append(made)
@@ -170,7 +170,7 @@ class Graph:
                 self._chains.append(Chain(own))
                 self._acts.append(self._chains[-1].launch)
             else:
-                self._acts += [partial(one.act, *at(one.places)) for one in own]
+                self._acts += [partial(one.act, *at(one.locations)) for one in own]
 
     def is_valid(self) -> bool:
         """Tell whether all memory that the graph reads and writes is still at the same addresses."""
@@ -187,7 +187,7 @@ class Graph:
             compute()  # it may refuse an input; nothing has happened then
         for act in recording.actions:
             act()
-        drawn = [again() for again in recording.draws.values()]
+        drawn = [draw() for draw in recording.draws.values()]
         for chain in self._chains:
             chain.change(drawn)
         # Last, for a large one waits until the device comes to it.

@@ -26,7 +26,7 @@ from kernels.runtime.cuda_errors import CaptureError  # beyond module 5
 #: Alignment of allocations that share one memory, bytes.
 ALIGNMENT = 512
 #: The number of an operand or allocation of the call, and bytes from its start; or None and an address.
-Place = tuple[int | None, int]
+Location = tuple[int | None, int]
 
 
 class Seed(int):  # beyond module 5
@@ -34,14 +34,14 @@ class Seed(int):  # beyond module 5
 
 
 class Renewed(tuple[Any, ...]):  # beyond module 5
-    """Numbers of a launch that the host computes for each call, by the function ``again``."""
+    """Numbers of a launch that the host computes for each call, by the function ``renew``."""
 
-    again: Callable[[], tuple[Any, ...]]
+    renew: Callable[[], tuple[Any, ...]]
 
-    def __new__(cls, again: Callable[[], tuple[Any, ...]]) -> Renewed:
+    def __new__(cls, renew: Callable[[], tuple[Any, ...]]) -> Renewed:
         """Return the current numbers."""
-        self = super().__new__(cls, again())
-        self.again = again
+        self = super().__new__(cls, renew())
+        self.renew = renew
         return self
 
 
@@ -49,12 +49,12 @@ class Origin(NamedTuple):  # beyond module 5
     """The origin of an address.
 
     Attributes:
-        places: Where it points; for memory that holds addresses, all places to which these point.
+        locations: Where it points; for memory that holds addresses, all places to which these point.
         remake: Returns such memory for other addresses, and its own address; None for an operand or
             allocation.
     """
 
-    places: tuple[Place, ...]
+    locations: tuple[Location, ...]
     remake: Callable[..., tuple[Any, int]] | None = None
 
 
@@ -81,7 +81,7 @@ class Message(NamedTuple):  # beyond module 5
     """Work between launches: a function of the addresses of arrays, and where these are."""
 
     act: Callable[..., None]
-    places: list[Place]
+    locations: list[Location]
 
 
 class Recording:  # beyond module 5
@@ -131,10 +131,10 @@ class Recording:  # beyond module 5
         """The launches in order."""
         return [step for step in self.steps if isinstance(step, Launch)]
 
-    def took(self, memory: Any, size: int) -> None:
+    def allocated(self, memory: Any, size: int) -> None:
         """Record the memory of an operand or an allocation."""
         number, events = len(self.sizes), self._events
-        memory.place = self.sizes, number
+        memory.allocation = self.sizes, number
         self.sizes.append(size)
         self._memories.append(ref(memory, lambda _: events.append(~number)))
         events.append(number)
@@ -169,7 +169,7 @@ class Recording:  # beyond module 5
                 offsets[number], extent = start, max(extent, start + room)
         return offsets, extent
 
-    def place(self, array: Any, reader: str = "a kernel") -> Place | None:
+    def locate(self, array: Any, reader: str = "a kernel") -> Location | None:
         """Return where an array begins, if it is one; memory that is not the call's is kept.
 
         Raises:
@@ -180,7 +180,7 @@ class Recording:  # beyond module 5
             return None
         address = array.device_ctypes_pointer.value or 0
         memory = getattr(memory, "whole", memory)
-        call, number = getattr(memory, "place", (None, 0))
+        call, number = getattr(memory, "allocation", (None, 0))
         if call is self.sizes:
             return number, address - (memory.device_ctypes_pointer.value or 0)
         if self.before is not None and call is self.before.sizes:
@@ -197,10 +197,12 @@ class Recording:  # beyond module 5
         self, made: Any, arrays: Sequence[Any], remake: Callable[..., tuple[Any, int]]
     ) -> None:
         """Record memory ``made`` that holds addresses of arrays; see :class:`Origin` for ``remake``."""
-        places = tuple([place for array in arrays if (place := self.place(array)) is not None])
-        if any(number is not None for number, _ in places):
-            self._maps[id(made)] = made, Origin(places, remake)
-            self.is_spoilt |= len(places) > 1
+        locations = tuple(
+            [location for array in arrays if (location := self.locate(array)) is not None]
+        )
+        if any(number is not None for number, _ in locations):
+            self._maps[id(made)] = made, Origin(locations, remake)
+            self.is_spoilt |= len(locations) > 1
 
     def launched(
         self, launcher: Any, sizes: Any, buffer: Any, parts: Iterable[tuple[int, Any]]
@@ -214,9 +216,9 @@ class Recording:  # beyond module 5
             elif (known := self._maps.get(id(part))) is not None:
                 addresses.append((word, known[1]))
             else:
-                place = self.place(part, f"the kernel {launcher.name}")
-                if place is not None and place[0] is not None:
-                    addresses.append((word, Origin((place,))))
+                location = self.locate(part, f"the kernel {launcher.name}")
+                if location is not None and location[0] is not None:
+                    addresses.append((word, Origin((location,))))
         self.steps.append(Launch(launcher, sizes, buffer, addresses, numbers))
 
     def uploaded(
@@ -274,12 +276,12 @@ def recorded_by(recording: Recording | None) -> Iterator[None]:  # beyond module
         thread.recording = before
 
 
-def drawn(again: Callable[[], int]) -> int:
+def drawn(draw: Callable[[], int]) -> int:
     """Return a number that differs in every call, from the function that draws each of them."""
-    number = again()
+    number = draw()
     if (recording := thread.recording) is not None:  # beyond module 5
         recording.is_spoilt = True
-        recording.draws.setdefault(number, again)  # recomputation draws the same number again
+        recording.draws.setdefault(number, draw)  # recomputation draws the same number again
     return number
 
 
@@ -294,8 +296,8 @@ def between_launches(act: Callable[..., None], *arrays: Any) -> None:  # beyond 
     act(*[array.device_ctypes_pointer.value or 0 for array in arrays])
     if (recording := thread.recording) is not None:
         recording.is_spoilt = True
-        places = [recording.place(array, "a message to another device") for array in arrays]
-        recording.steps.append(Message(act, places))
+        locations = [recording.locate(array, "a message to another device") for array in arrays]
+        recording.steps.append(Message(act, locations))
 
 
 def computed(compute: Callable[[], Any], *sources: Any) -> Any:

@@ -76,7 +76,10 @@ class Repeat:
             (
                 one,
                 one.launcher.function(),
-                [(word, at[x.places[0][0]], x.places[0][1], x.remake) for word, x in one.addresses],
+                [
+                    (word, at[x.locations[0][0]], x.locations[0][1], x.remake)
+                    for word, x in one.addresses
+                ],
             )
             for one in recording.launches
         ]
@@ -151,7 +154,7 @@ def noted(run: Run, args: Sequence[Any], seed: int) -> tuple[Any, Repeat | None]
     for index, array in enumerate(args):
         if type(array) is DeviceArray:
             memory, count = Foreign(address_of(array), array.gpu_data.size, array), count + 1
-            recording.took(memory, memory.size)
+            recording.allocated(memory, memory.size)
             named[index] = array_on(memory, _layout(array))
     with recorded_by(recording):
         result = run(named, Seed(seed))
@@ -160,7 +163,7 @@ def noted(run: Run, args: Sequence[Any], seed: int) -> tuple[Any, Repeat | None]
         number = None
         if array is not None:
             # Each is an allocation of the call, and no two are the same.
-            number, offset = recording.place(array) or (None, 0)
+            number, offset = recording.locate(array) or (None, 0)
             if number is None or number < count or offset or number in layouts:
                 return result, None
             layouts[number] = _layout(array)

@@ -305,7 +305,7 @@ def test_allocations_share_a_place_only_one_after_the_other(steps: list[tuple[in
             del held[[*held][action % len(held)]]
         pairs |= {(other, number) for other in held}
         held[number] = _Memory()
-        recording.took(held[number], size)
+        recording.allocated(held[number], size)
     assert recording.held() == held
     elsewhere = {number for number in held if number % 2}
     offsets, total = recording.layout(elsewhere)

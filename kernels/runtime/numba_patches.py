@@ -61,7 +61,7 @@ def call_own_copies() -> None:
     Numba does not define which copy is called.  The process that compiles also has the separately compiled
     helper, which LLVM may have optimised differently, and a process that loads the code from disk does not.
 
-    Gain: without it, the first run on a machine has other last bits than later ones.
+    Gain: without it, the first run on a machine has other last bits than later ones (in softmax and GELU).
     """
     optimize: Any = CPUCodeLibrary._optimize_final_module
 
@@ -148,7 +148,7 @@ def share_copies(cuda: Any) -> None:  # beyond module 4
 
     Each copy of a block otherwise includes all variables of the function.
 
-    Gain: kernels compile to PTX in 5 % less time (flash2_mma), with the same code.
+    Gain: kernels compile to PTX in less time, flash2_mma 5 % and flash3_wgmma 43 %, with the same code.
 
     Args:
         cuda: The module ``numba.cuda``.

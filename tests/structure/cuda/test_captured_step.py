@@ -257,6 +257,13 @@ def test_what_a_graph_reads_and_writes_stays_allocated(device: FakeDriver, kind:
     assert len(words) > len(nodes)
     for word in words:
         assert any(at <= word < at + size for at, size in device.memory.items()), hex(word)
+    copied = {c.about[0]: c.about[1] for c in device.calls if c.name == "cuMemcpyHtoDAsync"}
+    for launch in nodes.values():
+        if (
+            launch.kernel == "adam_many"
+        ):  # on gradients that the graph computes, some by tensor maps
+            table = np.frombuffer(copied[launch.words[4]], np.int64).reshape(launch.words[5], -1)
+            assert len(words.intersection(table[:, 1].tolist())) > len(table) // 2
 
 
 def test_memory_goes_back_with_the_graph(device: FakeDriver) -> None:

@@ -161,11 +161,11 @@ def backward_tile() -> Picture:
 def recorded_tiles() -> str:
     """Draw one query tile of the kernel flash2 after each of its three key tiles, as the app records it."""
     sys.path.append(str(Path(__file__).resolve().parents[1] / "project"))
-    from app_pages.recording import RecordingSettings, record
+    from app_pages.recording import RunSettings, record
     from app_pages.tile_view import Story
     from app_pages.tile_words import sentence
 
-    story, frames = Story(record(RecordingSettings("flash2", 12, 4, 4, 4, seed=3))[0]), []
+    story, frames = Story(record(RunSettings("flash2", 12, 4, 4, 4, seed=3))[0]), []
     for number in story.last_steps():
         view = story.tiles(number)
         if view is None or view.visit[0] != 2:

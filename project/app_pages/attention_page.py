@@ -10,7 +10,7 @@ import streamlit as st
 from matplotlib.figure import Figure
 
 from app_pages.pictures import matrix, new_figure, show
-from app_pages.recording import MASKS, Recording, RecordingSettings, Step, record
+from app_pages.recording import MASKS, Recording, RunSettings, Step, record
 from app_pages.tile_view import Story, TileView
 from app_pages.tile_words import sentence
 from app_pages.widgets import choose, refuse
@@ -33,9 +33,7 @@ def rungs_of(mask: str) -> tuple[str, ...]:
 @st.cache_data(show_spinner="the kernels run in the simulator …", max_entries=32)
 def recordings(seq: int, dim: int, block_q: int, block_k: int, mask: str) -> list[Recording]:
     """Record one call with each of the rungs that have the mask."""
-    return record(
-        *(RecordingSettings(rung, seq, dim, block_q, block_k, mask) for rung in rungs_of(mask))
-    )
+    return record(*(RunSettings(rung, seq, dim, block_q, block_k, mask) for rung in rungs_of(mask)))
 
 
 @st.cache_data(show_spinner=False, max_entries=32)

@@ -50,7 +50,7 @@ MASKS: dict[str, Callable[[int], dict[str, Any]]] = {
 LIMIT = 120
 
 
-class RecordingSettings(NamedTuple):
+class RunSettings(NamedTuple):
     """One call of one head, seq x head_dim for each of q, k, v."""
 
     rung: str  # naive, flash1 or flash2
@@ -83,7 +83,7 @@ class Step:
 class Recording:
     """One call from beginning to end."""
 
-    settings: RecordingSettings  # of the call
+    settings: RunSettings  # of the call
     q: Array  # (seq, head_dim), and k and v likewise
     k: Array
     v: Array
@@ -217,7 +217,7 @@ def _same_memory(values: list[Any]) -> bool:
     return len(places) == 1 and len(values) > 1
 
 
-def run(settings: RecordingSettings) -> Recording:
+def run(settings: RunSettings) -> Recording:
     """Record one call; this process must be in the simulator."""
     rng = np.random.default_rng(settings.seed)
     shape = (1, settings.seq, settings.head_dim)
@@ -238,7 +238,7 @@ def run(settings: RecordingSettings) -> Recording:
     )  # fmt: skip
 
 
-def record(*settings: RecordingSettings) -> list[Recording]:
+def record(*settings: RunSettings) -> list[Recording]:
     """Record calls, in a process of its own; a rung that a student has not written yet is left out."""
     folder = str(Path(__file__).resolve().parent.parent)
     code = (

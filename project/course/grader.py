@@ -28,7 +28,7 @@ from course.markers import ROOT, CourseError
 from course.report import finish, print_row, refuse_unwritable
 from course.starter_trees import module_of, write_tree
 from course.tasks import Task, expression, tasks_of
-from course.verdict import GradeResult, judge, result_of
+from course.verdict import Verdict, judge, result_of
 from course.workplace import Workplace, assemble
 
 
@@ -136,7 +136,7 @@ def _arguments(tree: Path, files: list[str], chosen: str) -> list[str]:
     return [*settings, "-p", "no:cacheprovider", "--tb=line", "--strict-markers", *select, *files]
 
 
-def grade_task(place: Workplace, task: Task, expected: Expected) -> GradeResult:
+def grade_task(place: Workplace, task: Task, expected: Expected) -> Verdict:
     """Run the tests of one task, confined, and return what became of it.
 
     Args:
@@ -170,13 +170,13 @@ def grade_task(place: Workplace, task: Task, expected: Expected) -> GradeResult:
 
 def _grade_all(
     places: list[Workplace], tasks: list[Task], expected: Expected
-) -> Generator[GradeResult, None, None]:
+) -> Generator[Verdict, None, None]:
     """Yield the result of each task, in order; each is graded in a place that is free."""
     free: SimpleQueue[Workplace] = SimpleQueue()
     for place in places:
         free.put(place)
 
-    def in_free_place(task: Task) -> GradeResult:
+    def in_free_place(task: Task) -> Verdict:
         place = free.get()
         try:
             return grade_task(place, task, expected)
@@ -236,7 +236,7 @@ def grade(
     limits = {"seconds": seconds, "memory_mb": memory_mb}
     tasks = [replace(task, **{k: v for k, v in limits.items() if v}) for task in tasks]
 
-    results: list[GradeResult] = []
+    results: list[Verdict] = []
     with tempfile.TemporaryDirectory(prefix="course-") as folder:
         places = [
             Workplace(Path(folder).resolve() / str(i), gpu)

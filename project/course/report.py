@@ -11,13 +11,13 @@ from pathlib import Path
 
 from course.confine import not_guaranteed
 from course.markers import CourseError
-from course.verdict import GradeResult
+from course.verdict import Verdict
 
 #: Of the tests that failed after the first one, so many are listed.
 LISTED = 8
 
 
-def print_row(result: GradeResult) -> None:
+def print_row(result: Verdict) -> None:
     """Print what became of a task."""
     points = f"{result.points}/{result.possible}"
     tests = f"{result.passed}/{result.tests}"
@@ -34,7 +34,7 @@ def print_row(result: GradeResult) -> None:
     sys.stdout.flush()
 
 
-def finish(results: list[GradeResult], json_file: Path | None) -> int:
+def finish(results: list[Verdict], json_file: Path | None) -> int:
     """Print the sum, write the result as JSON if asked to, and return the exit code."""
     blocked = [result for result in results if result.status == "blocked"]
     waiting = [result for result in results if result.status == "waiting"]

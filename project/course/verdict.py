@@ -19,7 +19,7 @@ Phases = dict[str, dict[str, dict[str, Any]]]
 
 
 @dataclass
-class GradeResult:
+class Verdict:
     """What became of a task.
 
     Attributes:
@@ -56,17 +56,15 @@ class GradeResult:
     seconds: float = 0.0
 
 
-def result_of(task: Task, message: str, **more: Any) -> GradeResult:
+def result_of(task: Task, message: str, **more: Any) -> Verdict:
     """Return a result without points."""
-    return GradeResult(
-        task.id, task.title, task.mark, possible=task.points, message=message, **more
-    )
+    return Verdict(task.id, task.title, task.mark, possible=task.points, message=message, **more)
 
 
 def judge(
     task: Task, expected: list[str], values: dict[str, Any], faults: dict[str, str],
     records: list[Any], end: Ending,
-) -> GradeResult:  # fmt: skip
+) -> Verdict:  # fmt: skip
     """Judge a run.
 
     Args:
@@ -88,7 +86,7 @@ def judge(
     lacking = [fault for fault in faults.values() if fault]
     right = 1.0 - (len(other) + len(lacking)) / max(len(values) + len(faults), 1)
 
-    def wrong(message: str, waits_for: str = "", also: Iterable[str] = ()) -> GradeResult:
+    def wrong(message: str, waits_for: str = "", also: Iterable[str] = ()) -> Verdict:
         honest = finished and not end.late and not end.full
         result = result_of(
             task, message, also=[*also], waits_for=waits_for, tests=len(expected),

@@ -19,7 +19,7 @@ BAND_ROWS = 2048
 _OUT_BOX = (ROWS, PANEL)
 
 
-class ProductTarget(NamedTuple):
+class Destination(NamedTuple):
     """The destination of results: matrices in memory, with bias and the input of GELU.
 
     Attributes:
@@ -104,7 +104,7 @@ def _plan(
 
 
 def multiply_on_hopper(
-    a: Operand, b: Operand, target: ProductTarget, form: Form, layout: ProductLayout, plane: int = 0,
+    a: Operand, b: Operand, target: Destination, form: Form, layout: ProductLayout, plane: int = 0,
     band: int | None = None,
 ) -> None:  # fmt: skip
     """Launch the kernel of ``matmul.wgmma``.
@@ -144,7 +144,7 @@ def multiply_on_hopper(
 def multiply_by_warps(
     a: Operand,
     b: Operand,
-    target: ProductTarget,
+    target: Destination,
     form: Form,
     layout: WarpLayout,
     band: int | None = None,

@@ -14,13 +14,13 @@ from kernels.traffic.formulas import TRAFFIC, HeadShape, total
 
 PROJECT = Path(__file__).parents[3] / "project"
 sys.path.insert(0, str(PROJECT))  # as for a script that runs there
-from app_pages.recording import Recording, RecordingSettings, record  # noqa: E402
+from app_pages.recording import Recording, RunSettings, record  # noqa: E402
 from app_pages.tile_view import Story  # noqa: E402
 from app_pages.tile_words import sentence  # noqa: E402
 
 
 def recorded(rung: str, mask: str, seq: int = 14, tile: tuple[int, int] = (4, 8)) -> Recording:
-    return record(RecordingSettings(rung, seq, 6, *tile, mask))[0]
+    return record(RunSettings(rung, seq, 6, *tile, mask))[0]
 
 
 def textbook(recording: Recording) -> np.ndarray[Any, Any]:
@@ -93,7 +93,7 @@ def test_a_sentence_tells_by_how_much_a_row_shrinks(rung: str) -> None:
 
 
 def test_a_block_mask_skips_tiles() -> None:
-    (recording,) = record(RecordingSettings("flash2", 48, 4, 16, 16, "blocks of 16"))
+    (recording,) = record(RunSettings("flash2", 48, 4, 16, 16, "blocks of 16"))
     progress = Story(recording).progress(len(recording.steps) - 1)
     assert (progress == 0).sum() == 2, progress  # a butterfly of three has two blocks hidden
 
@@ -108,4 +108,4 @@ def test_running_counts_end_where_the_formula_does() -> None:
 
 def test_a_recording_that_fails_says_why() -> None:
     with pytest.raises(RuntimeError, match="flash2 needs tiles of multiples of 4"):
-        record(RecordingSettings("flash2", 8, 4, 3, 3))
+        record(RunSettings("flash2", 8, 4, 3, 3))

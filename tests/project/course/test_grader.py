@@ -26,7 +26,7 @@ from course.kernel_text import KERNELS, fault_of, faults  # noqa: E402
 from course.markers import fill, read_bodies, replaced  # noqa: E402
 from course.starter_trees import start  # noqa: E402
 from course.tasks import MODULES, find_task, tasks_of, tasks_until  # noqa: E402
-from course.verdict import GradeResult, judge  # noqa: E402
+from course.verdict import Verdict, judge  # noqa: E402
 from course.workplace import Ending, Workplace, assemble  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -50,7 +50,7 @@ def student(tmp_path: Path) -> Path:
 
 def graded(
     student: Path, counts: Expected, task: str = "0.4", gpu: bool = False, **limits: int
-) -> GradeResult:
+) -> Verdict:
     folder = student.parent / "place"
     folder.mkdir()
     place = Workplace(folder, gpu)
@@ -620,7 +620,7 @@ def test_a_failed_task_takes_no_points_from_one_that_builds_on_it(
 ) -> None:
     """A wrong map fails the tests of the product, but not the calls of its loop."""
     own = [find_task("0.3"), replace(find_task("0.4"), needs=("0.3",))]
-    results = [GradeResult(task.id, "", "", points=5, possible=10, outside=10) for task in own]
+    results = [Verdict(task.id, "", "", points=5, possible=10, outside=10) for task in own]
     monkeypatch.setattr(course_grader, "expected_tests", lambda *args: None)
     monkeypatch.setattr(course_grader, "_grade_all", lambda *args: (r for r in results))
     start(0, tmp_path / "zero")

@@ -13,6 +13,7 @@ from contextlib import contextmanager  # beyond module 5
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
+from types import SimpleNamespace  # beyond module 4
 from typing import Any
 
 import numpy as np
@@ -118,31 +119,6 @@ def share_arrays(shared: Any) -> None:
         shared.array = array
 
 
-class Copies:  # beyond module 4
-    """The module ``copy`` for the inliner of numba-cuda.
-
-    Args:
-        block: The class of a function's blocks.
-    """
-
-    def __init__(self, block: type):
-        self._block = block
-        self._scope: Any = None
-        self._memo: dict[int, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(copy, name)
-
-    def deepcopy(self, x: Any, memo: dict[int, Any] | None = None) -> Any:
-        """Return a deep copy; consecutive copies of blocks of one scope share their variables."""
-        if memo is not None or not isinstance(x, self._block):
-            return copy.deepcopy(x, memo)
-        block: Any = x
-        if block.scope is not self._scope or id(x) in self._memo:  # another function, or it again
-            self._scope, self._memo = block.scope, {}
-        return copy.deepcopy(x, self._memo)
-
-
 def share_copies(cuda: Any) -> None:  # beyond module 4
     """Make the inliner of numba-cuda copy the variables of a function once, and not for each of its blocks.
 
@@ -153,8 +129,20 @@ def share_copies(cuda: Any) -> None:  # beyond module 4
     Args:
         cuda: The module ``numba.cuda``.
     """
+    scope: Any = None
+    memo: dict[int, Any] = {}
+
+    def deepcopy(x: Any, own: dict[int, Any] | None = None) -> Any:
+        nonlocal scope, memo
+        if own is not None or not isinstance(x, cuda.core.ir.Block):
+            return copy.deepcopy(x, own)
+        if x.scope is not scope or id(x) in memo:  # another function, or it again
+            scope, memo = x.scope, {}
+        return copy.deepcopy(x, memo)
+
     if is_known("numba-cuda") and hasattr(cuda, "core"):
-        cuda.core.inline_closurecall.copy = Copies(cuda.core.ir.Block)
+        replaced = {**vars(copy), "deepcopy": deepcopy}
+        cuda.core.inline_closurecall.copy = SimpleNamespace(**replaced)
 
 
 #: Functions of the driver by which numba copies, allocates and waits.
@@ -177,13 +165,10 @@ def watching_numba(cuda: Any, refuse: Callable[[str], None]) -> Iterator[None]: 
         cuda: The module ``numba.cuda``.
         refuse: A function of a description of what numba is about to do; it may raise an error.
     """
-    if not is_known(provider()):
-        yield
-        return
     kernels, driver = cuda.dispatcher._Kernel, cuda.cudadrv.driver.driver
     numbas = {(driver, name): f"has numba copy, allocate or wait ({name})" for name in _NUMBAS}
     numbas[kernels, "launch"] = "launches a kernel by numba (cuda.jit)"
-    before = {(holder, name): getattr(holder, name) for holder, name in numbas}
+    before = {at: getattr(*at) for at in numbas if is_known(provider())}
 
     def watched(function: Callable[..., Any], what: str) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:

@@ -24,7 +24,7 @@ from kernels.cuda.device.partial_sums import sum_parts
 from kernels.cuda.device.per_device import multiprocessors, why_no_device
 from kernels.cuda.device.shared_tiles import round_up
 from kernels.cuda.matmul import cuda_cores
-from kernels.cuda.matmul.launch import Destination, multiply_by_warps, multiply_on_hopper
+from kernels.cuda.matmul.launch import Output, multiply_by_warps, multiply_on_hopper
 from kernels.cuda.matmul.layout import Form, ProductLayout, WarpLayout
 from kernels.cuda.matmul.operands import Ints, Operand, copy, flag, placed, split
 from kernels.cuda.ptx.swizzle import CHUNK
@@ -162,18 +162,16 @@ def _multiply(
     )  # fmt: skip
     bias = half.as_bits(epilogue.bias) if form.has_bias else 0
     before = epilogue.before_gelu if form.keeps_input else 0
-    _multiply_placed(left, right, Destination(out, out_steps, bias, before), form)
+    _multiply_placed(left, right, Output(out, out_steps, bias, before), form)
 
 
 def _multiply_split(out: Any, out_steps: Ints, a: Operand, b: Operand, ticket: int) -> None:
     (left, plane), (right, _) = (split(each, _SPLIT_DEPTH, ticket) for each in (a, b))
     form = Form("bfloat16", NAMES[out.dtype], left.is_turned, right.is_turned, planes=3)
-    _multiply_placed(left, right, Destination(out, out_steps), form, plane)
+    _multiply_placed(left, right, Output(out, out_steps), form, plane)
 
 
-def _multiply_placed(
-    a: Operand, b: Operand, target: Destination, form: Form, plane: int = 0
-) -> None:
+def _multiply_placed(a: Operand, b: Operand, target: Output, form: Form, plane: int = 0) -> None:
     """Multiply operands that kernels can read in place, dividing a long sum into parts."""
     (batch, heads, rows, depth), cols = a.shape, b.shape[2]
     layout, parts = _layout(
@@ -186,14 +184,12 @@ def _multiply_placed(
     matrix = rows * cols
     partial = empty_device((batch * heads * parts * matrix,), FLOAT32)
     steps = (heads * parts * matrix, parts * matrix, cols, 1)
-    sums = Destination(partial, steps, parts=parts)
+    sums = Output(partial, steps, parts=parts)
     _launch(a, b, sums, form._replace(out="float32"), layout, plane)
     sum_parts(partial, target.array, target.steps, (batch, heads, rows, cols), parts)
 
 
-def _launch(
-    a: Operand, b: Operand, target: Destination, form: Form, layout: Any, plane: int
-) -> None:
+def _launch(a: Operand, b: Operand, target: Output, form: Form, layout: Any, plane: int) -> None:
     if isinstance(layout, WarpLayout):
         multiply_by_warps(a, b, target, form, layout)
     else:

@@ -19,7 +19,7 @@ BAND_ROWS = 2048
 _OUT_BOX = (ROWS, PANEL)
 
 
-class Destination(NamedTuple):
+class Output(NamedTuple):
     """The destination of results: matrices in memory, with bias and the input of GELU.
 
     Attributes:
@@ -104,7 +104,7 @@ def _plan(
 
 
 def multiply_on_hopper(
-    a: Operand, b: Operand, target: Destination, form: Form, layout: ProductLayout, plane: int = 0,
+    a: Operand, b: Operand, target: Output, form: Form, layout: ProductLayout, plane: int = 0,
     band: int | None = None,
 ) -> None:  # fmt: skip
     """Launch the kernel of ``matmul.wgmma``.
@@ -142,12 +142,7 @@ def multiply_on_hopper(
 
 
 def multiply_by_warps(
-    a: Operand,
-    b: Operand,
-    target: Destination,
-    form: Form,
-    layout: WarpLayout,
-    band: int | None = None,
+    a: Operand, b: Operand, target: Output, form: Form, layout: WarpLayout, band: int | None = None
 ) -> None:
     """Launch the kernel of ``matmul.mma``; the arguments are those of :func:`multiply_on_hopper`."""
     plan = _plan(a.shape, b.shape[2], form.depth, layout, target.steps, target.parts, band)

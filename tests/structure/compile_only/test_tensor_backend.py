@@ -18,7 +18,6 @@ from kernels.cuda.matmul import cuda_cores
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.cuda.runtime.resources import compile_ptx
 from kernels.cuda.runtime.sizes import GPU, ProductTile
-from kernels.runtime.numba_patches import Copies
 from kernels.runtime.targets import cuda
 from minitorch import cuda_kernel_ops, operators
 from minitorch import cuda_ops as course_kernels
@@ -38,26 +37,10 @@ from ...support.device.compiling import (
 )
 
 
-class _Block:
-    def __init__(self, scope: list[Any], body: Any):
-        self.scope, self.body = scope, body
-
-
-def test_copies_of_a_functions_blocks_share_its_scope() -> None:
-    copies, scope = Copies(_Block), [{"x": 1}]
-    blocks = [_Block(scope, scope[0]), _Block(scope, scope[0])]
-    first, again = ([copies.deepcopy(block) for block in blocks] for _ in range(2))
-    for one, other in (first, again):
-        assert one.scope is other.scope and one.scope is not scope and one.scope == scope
-        assert one.body is other.body is one.scope[0]
-    assert first[0].scope is not again[0].scope
-    assert copies.copy(scope) == scope and copies.deepcopy(scope) is not scope
-
-
 @needs_nvvm
 def test_sharing_copies_changes_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     inliner = cuda.core.inline_closurecall
-    assert isinstance(inliner.copy, Copies)
+    assert inliner.copy is not copy
     layout, widths = MmaLayout(32, 32, 2, skips=True), (32, 32)
     own = forward_kernel(layout, *widths, "float16", True)
     shared = compile_ptx(own.source, own.signature, (8, 0), own.launch_bounds)

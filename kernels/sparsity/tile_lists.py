@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kernels.sparsity.states import FULL, PARTIAL, Blocks, Bools, Grid, shows
+from kernels.sparsity.states import FULL, PARTIAL, BlockGrid, Blocks, Bools, shows
 
 Ints = npt.NDArray[np.int64]
 #: Number of patterns that are packed at a time, which bounds the memory they take.
@@ -62,7 +62,7 @@ def cut(total: int, block: int, tile: int) -> BlockParts:
 
 
 def make_tile_list(
-    blocks: Blocks, grid: Grid, tile_q: int, tile_k: int, by_keys: bool = False
+    blocks: Blocks, grid: BlockGrid, tile_q: int, tile_k: int, by_keys: bool = False
 ) -> TileList:
     """Return the tile list of a mask, without the tiles that have no visible element.
 
@@ -101,7 +101,7 @@ def make_tile_list(
 
 def make_tile_patterns(
     blocks: Blocks,
-    grid: Grid,
+    grid: BlockGrid,
     tiles: tuple[int, int],
     listed: TileList,
     by_keys: bool,

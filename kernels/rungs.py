@@ -19,6 +19,7 @@ from kernels.cuda.attention.flash2 import backward as flash2_backward
 from kernels.cuda.attention.flash2 import forward as cuda_flash2
 from kernels.cuda.attention.flash2 import mask_gradient as flash2_mask_gradient
 from kernels.cuda.attention.flash2_mma import launch as flash2_mma  # beyond module 5
+from kernels.cuda.attention.flash2_split import launch as flash2_split  # beyond module 5
 from kernels.cuda.attention.flash3_wgmma.backward import (  # beyond module 5
     launch as flash3_wgmma_backward,
 )
@@ -66,6 +67,7 @@ class Rung:
         evaluate: A function that converts a ``mask_mod`` to a block mask, once for each kind of call.  If
             it is None, the kernels evaluate the ``mask_mod`` for each element.
         forward_float8: Like ``forward``, with float8 products; None if the rung has none.
+        alias: Another name that selects it for calls that the rung of that name cannot run.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Rung:
     why_no_device: Callable[[], str | None] = lambda: None
     evaluate: Evaluate | None = None  # beyond module 5
     forward_float8: Callable[..., None] | None = None
+    alias: str = ""
 
     def taken(self, problem: Problem) -> Problem | None:
         """Return the problem in a dtype that this rung supports, or None if there is none.
@@ -147,7 +150,8 @@ class Target:
         if missing is not None:
             raise ValueError(f"no rung of the {self.name} target runs here: {missing}")
         for rung in self.rungs:
-            if problem.rung in ("auto", rung.name) and rung.reason(problem, tile) is None:
+            asked = problem.rung in ("auto", rung.name, rung.alias)
+            if asked and rung.reason(problem, tile) is None:
                 return rung
         reasons = {rung.name: rung.reason(problem, tile) for rung in self.rungs}
         usable = [rung for rung in self.rungs if reasons[rung.name] is None]
@@ -227,6 +231,7 @@ CUDA = Target(
                 partial(per_device.why_no_device, module.CAPABILITY),
                 evaluate=on_device,
                 forward_float8=forward_float8,
+                alias="flash2_mma" if module is flash2_split else "",
             )
             for name, module, gradients, dtypes, forward_float8 in (
                 (
@@ -236,7 +241,8 @@ CUDA = Target(
                     HALF_DTYPES,
                     flash3_float8.forward,
                 ),
-                ("flash2_mma", flash2_mma, flash2_mma, (*HALF_DTYPES, FLOAT32), None),
+                ("flash2_mma", flash2_mma, flash2_mma, HALF_DTYPES, None),
+                ("flash2_split", flash2_split, flash2_split, (FLOAT32,), None),
             )
         ),
         Rung(

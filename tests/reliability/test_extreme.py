@@ -134,9 +134,9 @@ TENSOR_CORES = {
         extreme_cases(HALVES, *TINY, features=EMULATED_FEATURES),
         emulated("flash2_mma"),
     ),
-    "flash2_mma in float32": (
+    "flash2_split": (
         extreme_cases((FLOAT32,), *TINY, features=OF_TERMS),
-        emulated("flash2_mma"),
+        emulated("flash2_split"),
     ),
     "flash3_wgmma": (
         extreme_cases(HALVES, *TINY, features=EMULATED_FEATURES),

@@ -11,6 +11,7 @@ import numba
 import pytest
 
 import minitorch
+from kernels.cuda.attention.flash2_mma.arithmetic import HALVES
 from kernels.cuda.attention.flash2_mma.forward import forward_kernel
 from kernels.cuda.attention.flash2_mma.tiles import MmaLayout
 from kernels.cuda.device import memory
@@ -42,7 +43,7 @@ def test_sharing_copies_changes_no_code(monkeypatch: pytest.MonkeyPatch) -> None
     inliner = cuda.core.inline_closurecall
     assert inliner.copy is not copy
     layout, widths = MmaLayout(32, 32, 2, skips=True), (32, 32)
-    own = forward_kernel(layout, *widths, "float16", True)
+    own = forward_kernel(layout, *widths, HALVES["float16"], True)
     shared = compile_ptx(own.source, own.signature, (8, 0), own.launch_bounds)
     monkeypatch.setattr(inliner, "copy", copy)
     assert compile_ptx(own.source, own.signature, (8, 0), own.launch_bounds) == shared

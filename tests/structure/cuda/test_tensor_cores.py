@@ -55,7 +55,7 @@ def test_wgmma_is_for_hopper_alone(capability: tuple[int, int]) -> None:
     missing = [name for name, reason in reasons.items() if reason is not None]
     assert missing == [
         *(["flash3_wgmma"] if capability != (9, 0) else []),
-        *(["flash2_mma"] if capability < (8, 0) else []),
+        *(["flash2_mma", "flash2_split"] if capability < (8, 0) else []),
     ]
 
 
@@ -66,12 +66,12 @@ def test_auto_splits_float32_where_that_is_worth_it(precision: str | None) -> No
     q = np.broadcast_to(np.float32(1), (8, 16, 2048, 64))
     few = q[:, :, :1]
     with patch("kernels.cuda.device.per_device.why_no_device", lambda needed: None):
-        assert (
-            another_device().pick(make_problem(q, q, q, precision=precision)).name == "flash2_mma"
-        )
+        whole = make_problem(q, q, q, precision=precision)
+        assert another_device().pick(whole).name == "flash2_split"
         assert another_device().pick(make_problem(few, q, q, precision=precision)).name == "flash2"
-        named = make_problem(few, q, q, precision=precision, rung="flash2_mma")
-        assert another_device().pick(named).name == "flash2_mma"
+        for name in ("flash2_split", "flash2_mma"):  # the rung that once had both
+            named = make_problem(few, q, q, precision=precision, rung=name)
+            assert another_device().pick(named).name == "flash2_split"
         wide = q[:2].astype(np.float64)
         assert another_device().pick(make_problem(wide, wide, wide)).name == "flash2"
 

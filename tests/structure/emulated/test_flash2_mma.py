@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from kernels.cuda.attention.flash2_mma import launch as rung
+from kernels.cuda.attention.flash2_mma.arithmetic import HALVES
 from kernels.cuda.attention.flash2_mma.dkdv import dkdv_kernel
 from kernels.cuda.attention.flash2_mma.dq import dq_kernel
 from kernels.cuda.attention.flash2_mma.dq_atomics import dq_sums
 from kernels.cuda.attention.flash2_mma.forward import forward_kernel
-from kernels.cuda.attention.flash2_mma.launch import ByKeys
 from kernels.cuda.attention.flash2_mma.tiles import MmaKeyLayout, MmaLayout, MmaRoleLayout
+from kernels.cuda.attention.flash2_split import launch as flash2_split
+from kernels.cuda.attention.flash2_split.arithmetic import TF32, TWO_TERMS
 from kernels.cuda.device.shared_tiles import round_up
 from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
@@ -39,7 +40,7 @@ class Call(NamedTuple):
     sizes: tuple[int, int, int, int]
     options: dict[str, Any]
     rows: MmaLayout
-    keys: ByKeys
+    keys: MmaKeyLayout
     dtype: Any = FLOAT16
     cc: tuple[int, int] = (9, 0)
 
@@ -54,20 +55,20 @@ def _causal(upper: int, **more: Any) -> dict[str, Any]:
 
 
 ONE, TWO = MmaLayout(16, 16, 1), MmaLayout(32, 16, 2)
-BY_ONE, BY_TWO = ByKeys(MmaKeyLayout(16, 16, 1, 16), 16), ByKeys(MmaKeyLayout(32, 32, 2, 16), 16)
+BY_ONE, BY_TWO = MmaKeyLayout(16, 16, 1, 16), MmaKeyLayout(32, 32, 2, 16)
 #: As little as shows every branch of the kernels.
 CALLS = {
     "whole tiles": Call((16, 32, 16, 16), {}, ONE, BY_ONE),
     "odd lengths": Call(
-        (37, 43, 16, 32), _causal(6), MmaLayout(32, 16, 1), ByKeys(MmaKeyLayout(32, 32, 1, 16), 16),
+        (37, 43, 16, 32), _causal(6), MmaLayout(32, 16, 1), MmaKeyLayout(32, 32, 1, 16),
         BFLOAT16,
     ),
     "a window": Call(
-        (50, 61, 48, 16), _bounds(-9, 4), MmaLayout(32, 32, 2), ByKeys(MmaKeyLayout(32, 32, 2, 32), 16)
+        (50, 61, 48, 16), _bounds(-9, 4), MmaLayout(32, 32, 2), MmaKeyLayout(32, 32, 2, 32)
     ),
     "no whole pieces": Call((9, 21, 13, 7), _causal(2, scale=0.5), ONE, BY_ONE),
     "padded widths, columns in two parts": Call(
-        (20, 20, 24, 8), _causal(0, scale=-0.5), ONE, ByKeys(MmaKeyLayout(16, 16, 1, 16), 32, 2),
+        (20, 20, 24, 8), _causal(0, scale=-0.5), ONE, MmaKeyLayout(16, 16, 1, 16, step=32, parts=2),
         BFLOAT16, (8, 0),
     ),
     "rows that see nothing": Call((40, 16, 16, 16), _causal(-20), ONE, BY_ONE),
@@ -84,19 +85,19 @@ CALLS = {
         (70, 61, 16, 16), _bounds(-20, -9), MmaLayout(48, 16, 3, patience=2, skips=True), BY_TWO
     ),
     "a wide head": Call((17, 21, 160, 24), _causal(4, scale=0.1), ONE, BY_ONE),
-    "two halves": Call((16, 32, 16, 16), {}, ONE, ByKeys(MmaRoleLayout(16, 16, 2, 16), 32)),
+    "two halves": Call((16, 32, 16, 16), {}, ONE, MmaRoleLayout(16, 16, 2, 16, step=32)),
     "two halves, a window": Call(
-        (50, 61, 48, 48), _bounds(-9, 4), MmaLayout(32, 32, 2), ByKeys(MmaRoleLayout(32, 16, 4, 16), 32)
+        (50, 61, 48, 48), _bounds(-9, 4), MmaLayout(32, 32, 2), MmaRoleLayout(32, 16, 4, 16, step=32)
     ),
     "two halves, odd lengths": Call(
-        (37, 43, 16, 32), _causal(6), MmaLayout(32, 16, 1), ByKeys(MmaRoleLayout(16, 32, 4, 16), 64),
+        (37, 43, 16, 32), _causal(6), MmaLayout(32, 16, 1), MmaRoleLayout(16, 32, 4, 16, step=64),
         BFLOAT16,
     ),
     "two halves, no whole pieces": Call(
-        (9, 21, 13, 7), _causal(2, scale=0.5), ONE, ByKeys(MmaRoleLayout(32, 32, 4, 16), 32)
+        (9, 21, 13, 7), _causal(2, scale=0.5), ONE, MmaRoleLayout(32, 32, 4, 16, step=32)
     ),
     "two halves, rows and keys that see nothing": Call(
-        (40, 45, 16, 16), _causal(-20), ONE, ByKeys(MmaRoleLayout(16, 16, 2, 16), 32)
+        (40, 45, 16, 16), _causal(-20), ONE, MmaRoleLayout(16, 16, 2, 16, step=32)
     ),
 }  # fmt: skip
 
@@ -180,11 +181,11 @@ def test_two_halves_of_a_block_are_the_textbooks_through_the_launch(
     case = replace(case, dlse=rng.standard_normal((1, 2, 21)))
     case = case.in_dtype(FLOAT16 if is_half else FLOAT32)
     own: dict[str, Any] = {} if is_half else {"precision": precision}
-    halves = MmaRoleLayout(16, 32, 4, 16) if has_terms else MmaRoleLayout(16, 16, 2, 16)
-    table = "_BY_KEYS_OF_TERMS" if has_terms else "_BY_KEYS"
-    layouts = {256: (ByKeys(halves, 64 if has_terms else 32),)}
-    with emulated_device(), patch(f"kernels.cuda.attention.flash2_mma.launch.{table}", layouts):
-        found = case.run(EMULATED, "flash2_mma", deterministic=deterministic, **own)
+    sizes = (16, 32, 4, 16) if has_terms else (16, 16, 2, 16)
+    halves = MmaRoleLayout(*sizes, step=64 if has_terms else 32)
+    name = "flash2_mma" if is_half else "flash2_split"
+    with emulated_device(keys=halves):
+        found = case.run(EMULATED, name, deterministic=deterministic, **own)
     wanted, tolerance = case.oracle(), 1e-5 if has_terms else 0.01
     for name in ("out", "lse", "dq", "dk", "dv"):
         np.testing.assert_allclose(
@@ -248,40 +249,33 @@ def test_all_options_together_are_the_textbooks_through_the_launch() -> None:
 # -- shared memory ---------------------------------------------------------------------------------
 
 
+NUMBERS = {**HALVES, "float32": TWO_TERMS, "tf32": TF32}
 #: Of a block, where the device has least: compute capability 8.6.
 LEAST_SHARED_MEMORY = 99 * 1024
 WITH_BITS = Features(dropout=True, block_mask=True)
 #: Dtype and whether there are bits of options → tables of layouts: forward, by rows, by keys.
 TABLES = {
-    ("float16", False): (rung._FORWARD, rung._BY_ROWS, rung._BY_KEYS),
-    ("float16", True): (
-        rung._FORWARD_WITH_OPTIONS, rung._BY_ROWS_WITH_OPTIONS, rung._BY_KEYS_WITH_OPTIONS
-    ),
-    ("float32", False): (rung._FORWARD_OF_TERMS, rung._BY_ROWS_OF_TERMS, rung._BY_KEYS_OF_TERMS),
-    ("float32", True): (
-        rung._FORWARD_OF_TERMS_WITH_OPTIONS, rung._BY_ROWS_OF_TERMS,
-        rung._BY_KEYS_OF_TERMS_WITH_OPTIONS,
-    ),
-}  # fmt: skip
+    (dtype, has_bits): tuple(tables[min(has_bits, len(tables) - 1)] for tables in layouts[:3])
+    for dtype, layouts in (("float16", rung.LAYOUTS), ("float32", flash2_split.LAYOUTS))
+    for has_bits in (False, True)
+}
 
 
 @pytest.mark.parametrize(("dtype", "has_bits"), TABLES)
 def test_every_device_has_the_shared_memory_for_every_width(dtype: str, has_bits: bool) -> None:
     forward, by_rows, by_keys = TABLES[dtype, has_bits]
-    kind, features = (dtype, True), WITH_BITS if has_bits else Features()
-    few = [rung._FORWARD_OF_FEW_ROWS] if dtype == "float16" else []
+    kind, features = (NUMBERS[dtype], True), WITH_BITS if has_bits else Features()
+    few = [rung.LAYOUTS.few_rows] if dtype == "float16" else []
     for width in range(16, 257, 16):
-        for layout, step, parts in layouts_for(by_keys, width):
-            dq_sums(layout, round_up(width, step) // parts, is_wide=True)  # the warps can share it
-        layout, step, parts = layouts_for(by_keys, width)[-1]
-        head = round_up(width, step)
-        sums = dq_sums(layout, head // parts, is_wide=True)
+        for layout in layouts_for(by_keys, width):  # the warps can share it
+            head = round_up(width, layout.step)
+            sums = dq_sums(layout, head // layout.parts, is_wide=True)
         kernels = [
             *(
                 forward_kernel(layouts_for(table, width)[-1], width, width, *kind, features)
                 for table in (forward, *few)
             ),
-            dkdv_kernel(layout, head, head, *kind, sums, features, parts),
+            dkdv_kernel(layout, head, head, *kind, sums, features),
             dq_kernel(layouts_for(by_rows, width)[-1], width, width, *kind, features),
         ]
         for kernel in kernels:

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import launch
-from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS
-from kernels.cuda.attention.flash2_mma.split_operands import split_operands
+from kernels.cuda.attention.flash2_split.operands import split_operands
 from kernels.cuda.ptx.emulated.numbers import from_bits
 from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.problem.operands import make_operands
@@ -24,14 +23,15 @@ from ...support.emulated.target import EMULATED, emulated_device
 from ...support.tensor_cores.sums import cut_sum, sums_cut_off
 from ...support.tolerances import assert_close_arrays
 
-BOTH = ("float32", "tf32")
+#: Precision → terms of a number.
+TERMS = {"float32": 2, "tf32": 1}
 
 
 def _split(array: Any, width: int, precision: str) -> tuple[Any, Any]:
     """Return the terms as float64, (batch, heads, terms, seq, width), and the units."""
     batch, heads, seq, _ = array.shape
     with emulated_device():
-        (one,) = split_operands((array,), (width,), NUMBERS[precision], has_norms=True)
+        (one,) = split_operands((array,), (width,), TERMS[precision], has_norms=True)
     terms = from_bits(one.bits, "float16").astype(np.float64)
     return terms.reshape(batch, heads, -1, seq, width), one
 
@@ -41,7 +41,7 @@ def _split(array: Any, width: int, precision: str) -> tuple[Any, Any]:
     st.integers(0, 2**32),
     st.sampled_from([(1, 3, 5), (2, 7, 16), (1, 40, 24), (1, 500, 4)]),
     st.floats(-30, 30),
-    st.sampled_from(BOTH),
+    st.sampled_from(sorted(TERMS)),
 )
 def test_terms_add_up_to_the_number(
     seed: int, shape: tuple[int, int, int], magnitude: float, precision: str
@@ -97,7 +97,7 @@ def test_what_tensor_cores_cut_off_costs_a_score_no_more_than_rounding() -> None
     q, k, v = (rng.uniform(0.5, 1, (1, 1, rows, width)) for rows in (16, 1, 1))
     case = Case(q, k, v, q, {}, (4, 4)).in_dtype(FLOAT32)
     q, k = (x[0, 0].astype(np.float64) for x in case.operands[:2])
-    problem = case.problem(rung="flash2_mma", precision="float32")
+    problem = case.problem(rung="flash2_split", precision="float32")
     operands = make_operands(EMULATED.memory, problem, *case.operands)
     with emulated_device(), sums_cut_off():
         _, lse, _ = launch.forward(EMULATED, problem, operands, None)
@@ -122,7 +122,7 @@ def test_what_was_summed_weighs_the_same_after_each_new_maximum(width: int) -> N
     rng = np.random.default_rng(width)
     q, k, v = (rng.standard_normal((1, 2, 1024, width)) for _ in range(3))
     case = Case(q, k, v, q, {}, (4, 4)).in_dtype(FLOAT32)
-    lse = run_on_gpu(case, "flash2_mma")["lse"]
+    lse = run_on_gpu(case, "flash2_split")["lse"]
     wanted = case.oracle()["lse"]
     assert np.abs(lse - wanted).max() <= 2.0**-22 * np.abs(wanted).max()
 
@@ -138,7 +138,7 @@ def test_blocks_of_a_gpu_agree_on_the_largest_number_of_a_head(
     largest, operand = np.abs(array).max(axis=(-1, -2)), to_device(array)
     width, first = 16 * -(-shape[-1] // 16), None
     for _ in range(20):  # blocks come in another order each time
-        splits = split_operands((operand, operand), (width, width), NUMBERS["float32"])
+        splits = split_operands((operand, operand), (width, width), 2)
         for one in splits:
             bits, unit = to_host(one.bits), to_host(one.unit)
             assert (np.frexp(largest / unit)[1] == 15).all()  # from 2**14 up to 2**15
@@ -150,7 +150,7 @@ def test_a_head_that_is_repeated_is_split_once() -> None:
     array = np.ones((2, 1, 3, 8), np.float32)
     repeated = np.ndarray((2, 4, 3, 8), np.float32, array, 0, (96, 0, 32, 4))
     with emulated_device():
-        (one,) = split_operands((repeated,), (16,), NUMBERS["float32"])
+        (one,) = split_operands((repeated,), (16,), 2)
     assert one.bits.shape == (2, 4, 6, 16)
     assert one.bits.strides[1] == one.unit.strides[1] == 0
 
@@ -166,11 +166,11 @@ def _case(options: dict[str, Any], scales: tuple[float, ...] = (1, 1, 1, 1)) -> 
 
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])
-@pytest.mark.parametrize("precision", BOTH)
+@pytest.mark.parametrize("precision", TERMS)
 def test_attention_of_float32_is_the_textbooks(precision: str, deterministic: bool) -> None:
     case = _case({"is_causal": True, "causal_offset": 14})
     with emulated_device():
-        found = case.run(EMULATED, "flash2_mma", precision=precision, deterministic=deterministic)
+        found = case.run(EMULATED, "flash2_split", precision=precision, deterministic=deterministic)
     if precision == "float32":
         case.check(found, "float32")
         return
@@ -183,7 +183,7 @@ def test_attention_of_float32_is_the_textbooks(precision: str, deterministic: bo
 def test_numbers_of_any_size_are_the_textbooks(deterministic: bool) -> None:
     case = _case({"deterministic": deterministic}, (1e-11, 1e12, 1e-16, 1e20))
     with emulated_device():
-        found = case.run(EMULATED, "flash2_mma")
+        found = case.run(EMULATED, "flash2_split")
     for name, wanted in case.oracle().items():
         size = np.abs(wanted).max()
         np.testing.assert_allclose(found[name] / size, wanted / size, 0, 1e-5, err_msg=name)
@@ -203,7 +203,7 @@ def test_options_bend_hide_and_drop_in_float32(deterministic: bool) -> None:
     }
     case = replace(_case(options), dlse=rng.standard_normal((1, 2, 21)).astype(np.float32))
     with emulated_device():
-        case.check(case.run(EMULATED, "flash2_mma"), "options")
+        case.check(case.run(EMULATED, "flash2_split"), "options")
 
 
 def test_keys_beyond_the_bounds_do_not_set_the_scale() -> None:
@@ -212,6 +212,6 @@ def test_keys_beyond_the_bounds_do_not_set_the_scale() -> None:
     for array in (case.k, case.v):  # such as a cache's room for what is to come
         array[..., 25:, :] = 1e30
     with emulated_device():
-        found = case.run(EMULATED, "flash2_mma")
+        found = case.run(EMULATED, "flash2_split")
     for name, wanted in clean.items():
         assert_close_arrays(found[name], wanted, FLOAT32, what=name, size=8.0)

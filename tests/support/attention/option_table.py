@@ -25,7 +25,7 @@ import kernels
 from kernels import launch
 from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.problem.packed_sequences import Sequences
-from kernels.runtime.dtypes import FLOAT16
+from kernels.runtime.dtypes import FLOAT16, FLOAT32
 from kernels.runtime.targets import IS_SIMULATOR, why_no_cuda
 
 from .strategies import MASK_MODS, SCORE_MODS, Case
@@ -99,7 +99,7 @@ def _of_whole_pieces(case: Case) -> Case:
     return replace(case, q=q, k=k, v=v, dout=dout)
 
 
-#: Rungs of tensor cores, which only a GPU can try.
+#: Rungs of 16 bits on tensor cores; only a GPU can try them and flash2_split.
 TENSOR_CORES = [rung.name for rung in launch.CUDA.rungs if FLOAT16 in rung.dtypes]
 COLUMNS = [
     (target, rung.name)
@@ -128,8 +128,9 @@ def cell(option: str, target: launch.Target, rung: str, **more: Any) -> str:
     place = to_device if on_device else None
     closeness = 1e-9
     try:
-        if rung in TENSOR_CORES:
-            case, closeness = _of_whole_pieces(case).in_dtype(FLOAT16), 0.02
+        if rung in (*TENSOR_CORES, "flash2_split"):
+            dtype, closeness = (FLOAT16, 0.02) if rung in TENSOR_CORES else (FLOAT32, 1e-4)
+            case = _of_whole_pieces(case).in_dtype(dtype)
             if IS_SIMULATOR:
                 return _claimed(case, rung, option == "packed sequences")
         if option == "packed sequences":

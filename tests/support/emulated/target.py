@@ -16,14 +16,14 @@ import numpy as np
 
 from kernels import launch
 from kernels.cuda.attention.flash2_mma import launch as flash2_mma
-from kernels.cuda.attention.flash2_mma import split_operands
-from kernels.cuda.attention.flash2_mma.launch import ByKeys
+from kernels.cuda.attention.flash2_mma.launch import Layouts
 from kernels.cuda.attention.flash2_mma.tiles import MmaKeyLayout, MmaLayout
+from kernels.cuda.attention.flash2_split import launch as flash2_split
+from kernels.cuda.attention.flash2_split import operands
 from kernels.cuda.attention.options import extras, packed_tiles
 from kernels.cuda.device import memory
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.problem.listed_mods import on_host
-from kernels.runtime.dtypes import FLOAT16
 from kernels.runtime.memory import Ints, Memory
 from kernels.scores.program import Features
 
@@ -44,12 +44,14 @@ EMULATED = replace(
     launch.CUDA,
     memory=_RowMemory(),
     rungs=tuple(
-        replace(rung, evaluate=on_host) for rung in launch.CUDA.rungs if FLOAT16 in rung.dtypes
+        replace(rung, evaluate=on_host)
+        for rung in launch.CUDA.rungs
+        if rung.name in ("flash3_wgmma", "flash2_mma", "flash2_split")
     ),
     mask_gradient=launch.NUMPY.mask_gradient,
     sink_gradient=launch.NUMPY.sink_gradient,
 )
-_ROWS, _KEYS = MmaLayout(32, 16, 2, patience=8), ByKeys(MmaKeyLayout(32, 32, 2, 16), 16)
+_ROWS, _KEYS = MmaLayout(32, 16, 2, patience=8), MmaKeyLayout(32, 32, 2, 16)
 
 
 def _view(array: Any, shape: Any, strides: Any, offset: int = 0, dtype: Any = None) -> Any:
@@ -83,15 +85,15 @@ def _merge(of_parts: Any, results: Any, features: Features, extras: Any) -> None
 
 def _forget() -> None:
     """Let go of what calls keep on their device: arrays of the host are none."""
-    layout = flash2_mma._forward_layout
+    layouts = flash2_mma._layout, flash2_split._layout
     tiles = extras._patterns, extras._list_arrays, packed_tiles._copied
-    for kept in (*tiles, memory.device_constant, layout, split_operands.split_kernel):
+    for kept in (*tiles, memory.device_constant, *layouts, operands.split_kernel):
         kept.cache_clear()
 
 
 @contextmanager
 def emulated_device(
-    cc: tuple[int, int] = (9, 0), rows: MmaLayout = _ROWS, keys: ByKeys = _KEYS
+    cc: tuple[int, int] = (9, 0), rows: MmaLayout = _ROWS, keys: MmaKeyLayout = _KEYS
 ) -> Iterator[None]:
     """Let launches run on the emulated GPU.
 
@@ -100,30 +102,27 @@ def emulated_device(
         rows: The layout of the kernels of ``flash2_mma`` by query rows.
         keys: That of the kernel by key columns.
     """
-    tables = {
-        name: dict.fromkeys((256,), (keys if "KEYS" in name else rows,))
-        for name in vars(flash2_mma)
-        if name.startswith(("_FORWARD", "_BY_"))
-    }
+    of_rows, of_keys = ({256: (one,)} for one in (rows, keys))
+    layouts = Layouts((of_rows,), (of_rows,), (of_keys,))
     of_launch = {
-        **tables,
+        "LAYOUTS": layouts,
         "compute_capability": lambda: cc,
         "dynamic_shared_memory_bytes": lambda: 227 * 1024,
         "empty_device": empty,
         "as_bits": as_bits,
         "merge_parts": _merge,
-        "reshaped": np.reshape,
     }
     pool = {"empty_device": empty}
     modules = {
         "attention.flash2_mma.launch": of_launch,
+        "attention.flash2_split.launch": {"LAYOUTS": layouts, "reshaped": np.reshape},
         "attention.delta": {
             **pool,
             "as_bits": as_bits,
             "device_view": _view,
             "reshaped": np.reshape,
         },
-        "attention.flash2_mma.split_operands": {**pool, "device_view": _view, "THREADS": 64},
+        "attention.flash2_split.operands": {**pool, "device_view": _view, "THREADS": 64},
         "attention.split_keys": pool,
         "attention.options.packed_tiles": {"to_device": lambda array: array},
         "device.memory": {"to_device": lambda array: array},

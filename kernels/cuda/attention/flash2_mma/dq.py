@@ -10,42 +10,34 @@ import math
 from functools import cache
 
 import numpy as np
-from numba import float32, uint8, uint16, uint32, void
+from numba import float32, uint8, void
 
 from kernels.common.online_softmax import LOG2_E
-from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units, scale_type
-from kernels.cuda.attention.flash2_mma.fragment_scores import make_gradients_by_rows
-from kernels.cuda.attention.flash2_mma.large_rows import lse_and_shift, make_subtract_by_rows
-from kernels.cuda.attention.flash2_mma.products import make_accumulate, make_multiply
-from kernels.cuda.attention.flash2_mma.tiles import (
-    COLS,
-    HALF,
-    ROWS,
-    WARP,
-    MmaLayout,
-    make_copy_tile,
-    make_store_sums,
-    make_store_tile,
+from kernels.cuda.attention.flash2_mma.arithmetic import Arithmetic
+from kernels.cuda.attention.flash2_mma.block_item import INPUTS_TYPE, make_item
+from kernels.cuda.attention.flash2_mma.fragment_scores import (
+    LaneRows,
+    ScoreTile,
+    make_gradients_by_rows,
 )
-from kernels.cuda.attention.options.mods import numbers_of_mods
+from kernels.cuda.attention.flash2_mma.large_rows import lse_and_shift, make_subtract_by_rows
+from kernels.cuda.attention.flash2_mma.tiles import COLS, HALF, ROWS, MmaLayout, WarpLane, rows_from
 from kernels.cuda.attention.options.score_functions import extras_type
-from kernels.cuda.attention.options.tile_scores import TilePlace, moved
+from kernels.cuda.attention.options.tile_scores import moved
 from kernels.cuda.attention.options.visits import make_next_entry, make_row_bounds, make_visits
 from kernels.cuda.attention.register_tiles import scale_all, set_all
 from kernels.cuda.attention.tile_bits import make_tile_bits
-from kernels.cuda.device.one_source import batch_and_head
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.ptx.copies import cp_async_commit_group, cp_async_wait_all, shared_address
 from kernels.cuda.ptx.fragments import lane_row
-from kernels.cuda.runtime.kernel import ALL_LANES, WORD, Kernel, array_type
+from kernels.cuda.runtime.kernel import ALL_LANES, WARP, WORD, Kernel, array_type
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
 from kernels.scores.program import PLAIN, Features
 
 
-def dq_tiles(layout: MmaLayout, head_width: int, value_width: int, terms: int = 1) -> SharedTiles:
+def dq_tiles(layout: MmaLayout, head_width: int, value_width: int, size: int = HALF) -> SharedTiles:
     """Return the offsets of the tiles of the dq kernel, in bytes: two each of K and V."""
-    size = terms * HALF
     q, dout = (size * layout.block_q * width for width in (head_width, value_width))
     k, v = (2 * size * layout.block_k * width for width in (head_width, value_width))
     return SharedTiles(q=q, dout=dout, k=k, v=v, large=WORD * layout.block_q)
@@ -56,45 +48,38 @@ def dq_kernel(
     layout: MmaLayout,
     head_width: int,
     value_width: int,
-    dtype: str,
+    numbers: Arithmetic,
     vectors: bool,
     features: Features = PLAIN,
 ) -> Kernel:
     """Return the kernel that fills dq; its arguments are those of ``flash2_mma.forward_kernel``."""
     block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
+    widths = head_width, value_width
     row_tiles, col_tiles, own_tiles = layout.row_tiles, block_k // COLS, head_width // COLS
     warp_rows, own_rows = ROWS * row_tiles, 2 * row_tiles
     s_tiles, acc_tiles = row_tiles * col_tiles, row_tiles * own_tiles
-    numbers = NUMBERS[dtype]
-    terms, units = numbers.terms, make_units(numbers)
-    copied = vectors or numbers.is_scaled
-    a_tiles, b_tiles = terms * row_tiles, 2 * terms
-    unit_of_scores, unit_of_dp, unit_of_delta = units.scores, units.dp, units.delta
-    unit_of_dq, top_of = units.dq, units.top
-    tiles = dq_tiles(layout, head_width, value_width, terms)
+    tiles = dq_tiles(layout, *widths, numbers.size)
     q_offset, dout_offset, k_offset, v_offset = (tiles[name] for name in ("q", "dout", "k", "v"))
     large_index = tiles["large"] // WORD
-    k_bytes, v_bytes = (terms * HALF * block_k * width for width in (head_width, value_width))
+    k_bytes, v_bytes = (numbers.size * block_k * width for width in widths)
     visits = make_visits(features, block_q)
-    place, entries, tile_of, is_whole, _ = visits
-    next_entry, bounds = make_next_entry(visits), make_row_bounds(block_q, block_k)
+    _, entries, tile_of, is_whole, _ = visits
+    item_of, next_entry = make_item(visits), make_next_entry(visits)
+    bounds = make_row_bounds(block_q, block_k)
     tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
     draw, has_bits = tile_bits.draw, tile_bits.bytes
     to_gradients = make_gradients_by_rows(layout, features, tile_bits)
-    copy_q = make_copy_tile(threads, block_q, head_width, copied, terms)
-    copy_dout = make_copy_tile(threads, block_q, value_width, copied, terms)
-    copy_k = make_copy_tile(threads, block_k, head_width, copied, terms)
-    copy_v = make_copy_tile(threads, block_k, value_width, copied, terms)
-    multiply_qk = make_multiply(layout, head_width, dtype)
-    multiply_dout_v = make_multiply(layout, value_width, dtype)
-    accumulate = make_accumulate(layout, head_width, dtype)
-    store = make_store_sums if numbers.is_scaled else make_store_tile
-    store_dq = store(layout, head_width, dtype, vectors)
+    copy_q, copy_dout = (numbers.copy(threads, block_q, width, vectors) for width in widths)
+    copy_k, copy_v = (numbers.copy(threads, block_k, width, vectors) for width in widths)
+    multiply_qk, multiply_dout_v = (numbers.multiply(layout, width) for width in widths)
+    accumulate = numbers.accumulate(layout, head_width)
+    store_dq = numbers.store(layout, head_width, vectors)
+    units_of, units_of_gradients = numbers.backward_units, numbers.gradient_units
     subtract_lse, is_plain = make_subtract_by_rows(layout), features.of_elements == PLAIN
     zero, inf = np.float32(0), np.float32(math.inf)
     operand_factor = np.float32(LOG2_E if is_plain else 1)
 
-    def flash2_mma_dq(dout, q, k, v, lse, lse_rest, delta, dq, scale, extras):
+    def flash2_mma_dq(read, dq, scale, extras):
         """Fill one query tile of dq.
 
         Computes: dq for one tile of query rows of one (batch, head)
@@ -113,97 +98,85 @@ def dq_kernel(
             once
         Needs: compute capability 8.0
         """
-        b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
-        flat, row, first_q, seq_q, first_k, seq_k = place(
-            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2] // terms, k.shape[2] // terms, extras
-        )
-        batch, head = numbers_of_mods(flat, extras)
-        start = TilePlace(b, h, batch, head, row, 0, seq_q, seq_k)
+        item = item_of(cuda.blockIdx.x, cuda.blockIdx.y, read.q, read.k, extras)
+        start, keys = item.start, item.k
+        b, h, _, _, row, _, seq_q, seq_k = start
         thread = cuda.threadIdx.x
         lane, warp_row = thread % WARP, thread // WARP * warp_rows
+        own = WarpLane(lane, warp_row, 0)
         bits = cuda.shared.array(0, uint8)  # q, dout, two each of k and v, lse; then bits
-        halves = cuda.shared.array(0, uint16)  # the same memory
         floats = cuda.shared.array(0, float32)  # the same memory
         memory = shared_address(bits)
         q_tile, dout_tile = memory + q_offset, memory + dout_offset
         k_tile, v_tile = memory + k_offset, memory + v_offset
         # In a 16 x 8 tile of sums a lane has rows lane / 4 and + 8, and columns 2 (lane % 4) and + 1.
-        # Fragments are pairs of 16-bit numbers, for each term.
         acc = cuda.local.array((acc_tiles, 4), float32)  # (warp_rows, head_dim) / 32: dQ
         s = cuda.local.array((s_tiles, 4), float32)  # (warp_rows, block_k) / 32: S, then P
         dp = cuda.local.array((s_tiles, 4), float32)  # (warp_rows, block_k) / 32: dP, then dS
-        a_fragment = cuda.local.array((a_tiles, 4), uint32)  # (warp_rows, 16) / 32: Q, dO or dS
-        b_fragment = cuda.local.array((b_tiles, 2), uint32)  # (16, 16) / 32: K, or V
         shift = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: L, less large_lse
         own_delta = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: D
         first, stop, full, full_stop = bounds(row, seq_q, seq_k, extras)
-        entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
+        entry, entries_stop = entries(item.flat, row, seq_q, first, stop, extras)
         entry = next_entry(entry, entries_stop, first, stop, extras)
-        q_row, q_stop, k_stop = first_q + row, first_q + seq_q, first_k + seq_k
-        copy_q(thread, q, b, h, q_row, q_stop, q_tile)
-        copy_dout(thread, dout, b, h, q_row, q_stop, dout_tile)
+        q_rows = rows_from(item.q, row)
+        copy_q(thread, read.q, q_rows, q_tile)
+        copy_dout(thread, read.dout, q_rows, dout_tile)
         if entry < entries_stop:
-            k_row = first_k + tile_of(entry, extras) * block_k
-            copy_k(thread, k, b, h, k_row, k_stop, k_tile)
-            copy_v(thread, v, b, h, k_row, k_stop, v_tile)
+            span = rows_from(keys, tile_of(entry, extras) * block_k)
+            copy_k(thread, read.k, span, k_tile)
+            copy_v(thread, read.v, span, v_tile)
         cp_async_commit_group()
-        top = top_of(scale, b, h)
-        dp_unit, delta_unit = unit_of_dp(scale, b, h), unit_of_delta(scale, b, h)
+        factor, top, dp_unit, delta_unit = units_of(scale, b, h)
         # A row beyond the end has an infinite shift, and so no probabilities.
         has_large, large_at = False, large_index + warp_row + lane_row(lane)
         for i in range(own_rows):
-            this_row = q_row + warp_row + lane_row(lane) + 8 * i
+            this_row = q_rows.first + warp_row + lane_row(lane) + 8 * i
             large_lse, shift[i], own_delta[i] = zero, inf, zero
-            if this_row < q_stop:
-                own_lse, own_rest = lse[b, h, this_row], lse_rest[b, h, this_row]
+            if this_row < q_rows.stop:
+                own_lse, own_rest = read.lse[b, h, this_row], read.lse_rest[b, h, this_row]
                 large_lse, shift[i] = lse_and_shift(own_lse, own_rest, top)
-                own_delta[i] = delta[b, h, this_row] * delta_unit
+                own_delta[i] = read.delta[b, h, this_row] * delta_unit
             floats[large_at + 8 * i] = large_lse  # read by this lane alone
             has_large = has_large or large_lse != zero
         has_large = cuda.ballot_sync(ALL_LANES, has_large) != 0
         set_all(acc, zero)
-        factor = unit_of_scores(scale, b, h) * operand_factor
+        factor *= operand_factor
+        rows, units = LaneRows(floats, large_at, shift, own_delta), (factor, dp_unit)
         stage = 0
         while entry < entries_stop:
             j = tile_of(entry, extras)
-            col = j * block_k
             whole = full <= j < full_stop and is_whole(entry, extras)
+            tile = ScoreTile(whole, bits, moved(start, 0, j * block_k), 0)
             cp_async_wait_all()
-            tile_place = moved(start, 0, col)
-            draw(thread, bits, whole, tile_place, extras)
+            draw(thread, bits, whole, tile.place, extras)
             cuda.syncthreads()  # the tiles are whole, and every warp is done with the other stage
             entry = next_entry(entry + 1, entries_stop, first, stop, extras)
             if entry < entries_stop:
-                k_row = first_k + tile_of(entry, extras) * block_k
-                other = 1 - stage
-                copy_k(thread, k, b, h, k_row, k_stop, k_tile + other * k_bytes)
-                copy_v(thread, v, b, h, k_row, k_stop, v_tile + other * v_bytes)
+                span, other = rows_from(keys, tile_of(entry, extras) * block_k), 1 - stage
+                copy_k(thread, read.k, span, k_tile + other * k_bytes)
+                copy_v(thread, read.v, span, v_tile + other * v_bytes)
             cp_async_commit_group()
             # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
-            k_stage, v_stage = k_tile + stage * k_bytes, v_tile + stage * v_bytes
-            multiply_qk(s, a_fragment, b_fragment, q_tile, k_stage, lane, warp_row)
-            multiply_dout_v(dp, a_fragment, b_fragment, dout_tile, v_stage, lane, warp_row)
+            k_stage = k_tile + stage * k_bytes
+            multiply_qk(s, q_tile, k_stage, own)
+            multiply_dout_v(dp, dout_tile, v_tile + stage * v_bytes, own)
             # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
             if is_plain and has_large:
                 subtract_lse(s, factor, floats, large_at)
-            to_gradients(
-                s, dp, floats, large_at, shift, own_delta, factor, dp_unit, whole, bits, lane, warp_row,
-                tile_place, extras,
-            )  # fmt: skip
+            to_gradients(s, dp, rows, units, tile, own, extras)
             # 15: dQ_i += dS K_j
-            accumulate(acc, dp, a_fragment, b_fragment, k_stage, lane, 0)
+            accumulate(acc, dp, k_stage, own)
             if has_bits:
                 cuda.syncthreads()  # every warp has read the bits before they are drawn anew
             stage = 1 - stage
         cp_async_wait_all()
         cuda.syncthreads()  # Q has arrived everywhere, for dQ takes its place
-        unit = unit_of_dq(scale, b, h)
-        scale_all(acc, unit)
-        store_dq(acc, dq, b, h, q_row, q_stop, halves, memory, q_tile, lane, warp_row, 0)
+        dq_unit, _, _ = units_of_gradients(scale, b, h)
+        scale_all(acc, dq_unit)
+        store_dq(acc, dq, q_rows, q_tile, own)
 
-    read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
-    rest = scale_type(numbers, True), extras_type(features, FLOAT32)
-    written = array_type(FLOAT32, 4) if numbers.is_scaled else read
-    signature = void(*[read] * 4, *[rows] * 3, written, *rest)
+    written = array_type(FLOAT32 if numbers.is_wide else BITS, 4)
+    rest = numbers.scale_type(True), extras_type(features, FLOAT32)
     shared_bytes = tiles.elements + tile_bits.bytes
+    signature = void(INPUTS_TYPE, written, *rest)
     return Kernel(flash2_mma_dq, signature, threads, shared_bytes, layout.resident)

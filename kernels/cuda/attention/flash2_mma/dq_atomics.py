@@ -12,43 +12,33 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from numba import float32, uint8, uint16, uint32, void
+from numba import float32, uint8, void
 
-from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units, scale_type
-from kernels.cuda.attention.flash2_mma.products import make_products, steps_together
+from kernels.cuda.attention.flash2_mma.arithmetic import Arithmetic
+from kernels.cuda.attention.flash2_mma.block_item import make_item
 from kernels.cuda.attention.flash2_mma.tiles import (
     COLS,
-    DEPTH,
     HALF,
     ROWS,
-    WARP,
     MmaKeyLayout,
     MmaLayout,
-    make_store_sums,
-    make_store_tile,
+    WarpLane,
+    rows_from,
 )
 from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.attention.options.visits import make_visits
-from kernels.cuda.device.one_source import batch_and_head
+from kernels.cuda.attention.register_tiles import set_all
 from kernels.cuda.ptx.copies import global_address, red_add, red_add_v4, shared_address
-from kernels.cuda.ptx.fragments import DEVICE
-from kernels.cuda.ptx.mma import MMA, ldmatrix_x4_trans
-from kernels.cuda.ptx.swizzle import make_tile_place
-from kernels.cuda.runtime.kernel import Kernel, array_type, device_function
+from kernels.cuda.runtime.kernel import WARP, Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
 from kernels.scores.program import PLAIN, Features
 
-square_place, turned_place = DEVICE.square_place, DEVICE.turned_place
-
 
 class DqSums(NamedTuple):
-    """The division of a tile of dQ among the warps of a block.
+    """The warps of a block along the rows and along the columns of a tile of dQ.
 
-    Attributes:
-        q_warps: Warps along its rows.
-        d_warps: Warps along its columns.
-        is_wide: Whether four sums are added per instruction, which needs compute capability 9.0.
+    Four sums are added per instruction if ``is_wide``, which needs compute capability 9.0.
     """
 
     q_warps: int
@@ -57,11 +47,7 @@ class DqSums(NamedTuple):
 
 
 def dq_sums(layout: MmaKeyLayout, own: int, is_wide: bool) -> DqSums:
-    """Return the division of (block_q, own) with the least shared-memory traffic.
-
-    Raises:
-        ValueError: If the warps cannot divide it.
-    """
+    """Return the division of (block_q, own) with the least shared-memory traffic."""
     row_tiles, pairs = layout.block_q // ROWS, own // (2 * COLS)
     shares = [
         (row_tiles * d_warps + pairs * q_warps, q_warps, d_warps)
@@ -77,121 +63,60 @@ def dq_sums(layout: MmaKeyLayout, own: int, is_wide: bool) -> DqSums:
 
 
 def slots_of(rows: int, block_q: int, sequences: int) -> int:
-    """Return the number of tiles of the sums of one (batch, head).
-
-    Args:
-        rows: Rows of q.
-        block_q: Query rows of a tile.
-        sequences: Number of packed sequences; 1 if there are none.
-    """
+    """Return the number of tiles of the sums of one (batch, head), of 1 or several packed sequences."""
     return -(-rows // block_q) + sequences
 
 
 @cache
 def _make_slot(block_q: int) -> Callable[..., int]:
-    """Return ``slot(flat, y, first_q, tile, extras)``: the index of a tile's sums among those of its head.
+    """Return ``slot(item, y, tile, extras)``: the index of a tile's sums among those of its head.
 
     Each packed sequence gets one tile more than its rows need, because tiles are not shared.
     """
 
     @device_function
-    def slot(flat, y, first_q, tile, extras):
-        return first_q // block_q + (flat - y) // extras.heads + tile
+    def slot(item, y, tile, extras):
+        return item.q.first // block_q + (item.flat - y) // extras.heads + tile
 
     return slot
 
 
-def _make_multiply_ds(
-    layout: MmaKeyLayout, width: int, dtype: str, row_tiles: int, own_tiles: int
-) -> Callable[..., None]:
-    """Return ``multiply(acc, ds_tile, k_tile, lane, row, chunk)``: acc = dS·K, for acc that holds zeros.
-
-    ``acc`` is (row_tiles * own_tiles, 4) float32; rows of dS and columns of K are counted in pieces.
-    """
-    numbers = NUMBERS[dtype]
-    mma, terms = MMA[numbers.dtype], numbers.terms
-    ds_term, k_term = (HALF * layout.block_k * size for size in (layout.block_q, width))
-    ds_place = make_tile_place(device_function, HALF * layout.block_q)
-    k_place = make_tile_place(device_function, HALF * width)
-    ds_below, k_below = DEPTH * HALF * layout.block_q, DEPTH * HALF * width
-    steps = layout.block_k // DEPTH
-    together = steps_together(steps)
-    begin, multiply_step, add, _ = make_products(dtype, row_tiles, own_tiles)
-    a_tiles, b_tiles, part_tiles = together * terms * row_tiles, 2 * terms, 2 * row_tiles
-
-    @device_function
-    def multiply(acc, ds_tile, k_tile, lane, row, chunk):
-        a = cuda.local.array((row_tiles, 4), uint32)  # (16 row_tiles, 16) / 32, in pairs: dS
-        b = cuda.local.array((2, 2), uint32)  # (16, 16) / 32, in pairs: K
-        a_row, a_chunk = turned_place(lane)  # dS is stored by columns
-        b_row, b_chunk = square_place(lane)
-        for step in range(steps):
-            for m in range(row_tiles):
-                ds = ds_tile + ds_place(a_row, row + 2 * m + a_chunk)
-                ldmatrix_x4_trans(a[m], ds + step * ds_below)
-            for n in range(own_tiles // 2):
-                k = k_tile + k_place(b_row, chunk + 2 * n + b_chunk)
-                ldmatrix_x4_trans(b[0], k + step * k_below)
-                for m in range(row_tiles):
-                    mma(acc[m * own_tiles + 2 * n], a[m], b[0])
-                    mma(acc[m * own_tiles + 2 * n + 1], a[m], b[1])
-
-    @device_function
-    def multiply_terms(acc, ds_tile, k_tile, lane, row, chunk):
-        a = cuda.local.array((a_tiles, 4), uint32)  # of terms and steps, as above: dS
-        b = cuda.local.array((b_tiles, 2), uint32)  # of terms, as above: K
-        part = cuda.local.array((part_tiles, 4), float32)  # (16 row_tiles, 16) / 32: dS·K
-        a_row, a_chunk = turned_place(lane)
-        b_row, b_chunk = square_place(lane)
-        for first in range(0, steps, together):
-            for m in range(row_tiles):
-                ds = ds_tile + ds_place(a_row, row + 2 * m + a_chunk)
-                for i in range(together):
-                    for t in range(terms):
-                        at = ds + t * ds_term + (first + i) * ds_below
-                        ldmatrix_x4_trans(a[(i * terms + t) * row_tiles + m], at)
-            for n in range(own_tiles // 2):
-                k = k_tile + k_place(b_row, chunk + 2 * n + b_chunk)
-                begin(part)
-                for i in range(together):
-                    for t in range(terms):
-                        ldmatrix_x4_trans(b[2 * t], k + t * k_term + (first + i) * k_below)
-                    multiply_step(part, a, i * terms * row_tiles, b)
-                add(acc, 2 * n, part)
-
-    return multiply if terms == 1 else multiply_terms
+@device_function
+def _add_nothing(dq_sums, ds_tile, k_tile, own, item, tile, extras):
+    """Stand in for ``add_dq`` if dq has a separate kernel."""
 
 
 @cache
 def make_add_dq(
-    layout: MmaKeyLayout, sums: DqSums, width: int, own: int, dtype: str
+    layout: MmaKeyLayout, sums: DqSums | None, width: int, columns: int, numbers: Arithmetic
 ) -> Callable[..., None]:
     """Return the function that adds dS·K of one key tile and one query tile to the sums of dQ.
 
-    ``add_dq(dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, tile, part, chunk, extras)``: dSᵀ
-    is (block_k, block_q) and K (block_k, width) in shared memory; ``own`` columns are
-    multiplied, from the piece ``chunk`` on; they are part ``part`` of all columns.
+    ``add_dq(dq_sums, ds_tile, k_tile, own, item, tile, extras)``: dSᵀ is (block_k, block_q) and K
+    (block_k, width) in shared memory; ``columns`` of them are multiplied, the part ``own.chunk`` of all.
+    ``own.row`` is the warp.  Without sums, the function does nothing.
     """
+    if sums is None:
+        return _add_nothing
     q_warps, d_warps, is_wide = sums
     row_tiles = layout.block_q // (ROWS * q_warps)
-    own_tiles = own // (COLS * d_warps)
+    own_tiles = columns // (COLS * d_warps)
     threads, count = layout.threads, row_tiles * own_tiles
     slot, zero = _make_slot(layout.block_q), np.float32(0)
-    multiply = _make_multiply_ds(layout, width, dtype, row_tiles, own_tiles)
-    part_bytes = FLOAT32.itemsize * layout.block_q * own
+    multiply = numbers.transposed(layout, width, row_tiles, own_tiles)
+    part_bytes = FLOAT32.itemsize * layout.block_q * columns
 
     @device_function
-    def add_dq(dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, tile, part, chunk, extras):
-        acc = cuda.local.array((count, 4), float32)  # (block_q, own) / threads: dS·K
-        for n in range(count):
-            for i in range(4):
-                acc[n, i] = zero
+    def add_dq(dq_sums, ds_tile, k_tile, own, item, tile, extras):
+        lane, warp, part = own
+        acc = cuda.local.array((count, 4), float32)  # (block_q, columns) / threads: dS·K
+        set_all(acc, zero)
         first_row = warp % q_warps * (2 * row_tiles)  # in pieces of eight
-        first_chunk = chunk + warp // q_warps * own_tiles
-        multiply(acc, ds_tile, k_tile, lane, first_row, first_chunk)
+        first_chunk = part * (columns // COLS) + warp // q_warps * own_tiles
+        multiply(acc, ds_tile, k_tile, WarpLane(lane, first_row, first_chunk))
         y = cuda.blockIdx.y
         address = global_address(dq_sums) + y * dq_sums.strides[0] + part * part_bytes
-        address += slot(flat, y, first_q, tile, extras) * dq_sums.strides[1]
+        address += slot(item, y, tile, extras) * dq_sums.strides[1]
         thread = cuda.threadIdx.x
         for n in range(count):
             if is_wide:
@@ -207,23 +132,20 @@ def make_add_dq(
 def dq_end_kernel(
     layout: MmaKeyLayout,
     width: int,
-    dtype: str,
+    numbers: Arithmetic,
     vectors: bool,
     sums: DqSums,
     features: Features = PLAIN,
-    parts: int = 1,
 ) -> Kernel:
     """Return the kernel that converts the sums to dq; its arguments are those of ``dkdv_kernel``."""
-    own, block_q, threads = width // parts, layout.block_q, layout.threads
+    parts, block_q, threads = layout.parts, layout.block_q, layout.threads
+    own = width // parts
     q_warps, d_warps, is_wide = sums
     row_tiles, own_tiles = block_q // (ROWS * q_warps), own // (COLS * d_warps)
     count, part_size = row_tiles * own_tiles, block_q * own
-    place, slot = make_visits(features, block_q).place, _make_slot(block_q)
-    rows_of_warps = MmaLayout(block_q, COLS, q_warps)
-    numbers = NUMBERS[dtype]
-    terms, unit_of_dq = numbers.terms, make_units(numbers).dq
-    make_store = make_store_sums if numbers.is_scaled else make_store_tile
-    store = make_store(rows_of_warps, width, dtype, vectors, own // d_warps)
+    item_of, slot = make_item(make_visits(features, block_q)), _make_slot(block_q)
+    rows_of_warps, units_of = MmaLayout(block_q, COLS, q_warps), numbers.gradient_units
+    store = numbers.store(rows_of_warps, width, vectors, own // d_warps)
 
     def flash2_mma_dq_end(dq_sums, q, k, dq, scale, extras):
         """Fill one query tile of dq.
@@ -238,18 +160,15 @@ def dq_end_kernel(
         Global traffic: reads the sums once; writes dq once
         Needs: compute capability 8.0
         """
-        b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
-        flat, row, first_q, seq_q, _, _ = place(
-            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2] // terms, k.shape[2] // terms, extras
-        )
-        thread, y = cuda.threadIdx.x, cuda.blockIdx.y
+        y = cuda.blockIdx.y
+        item = item_of(cuda.blockIdx.x, y, q, k, extras)
+        b, h, row = item.start.b, item.start.h, item.start.row
+        thread = cuda.threadIdx.x
         lane, warp = thread % WARP, thread // WARP
-        bits = cuda.shared.array(0, uint8)  # the tile
-        halves = cuda.shared.array(0, uint16)  # the same memory
-        memory = shared_address(bits)
+        memory = shared_address(cuda.shared.array(0, uint8))  # the tile
         acc = cuda.local.array((count, 4), float32)  # (block_q, own) / threads: dQ
-        unit = unit_of_dq(scale, b, h)
-        at = slot(flat, y, first_q, row // block_q, extras)
+        unit, _, _ = units_of(scale, b, h)
+        at = slot(item, y, row // block_q, extras)
         for part in range(parts):
             for n in range(count):
                 for i in range(4):
@@ -258,13 +177,11 @@ def dq_end_kernel(
                     else:
                         place_of_sum = part * part_size + (4 * n + i) * threads + thread
                     acc[n, i] = dq_sums[y, at, place_of_sum] * unit
-            store(
-                acc, dq, b, h, first_q + row, first_q + seq_q, halves, memory, memory, lane,
-                warp % q_warps * (ROWS * row_tiles), part * (own // COLS) + warp // q_warps * own_tiles,
-            )  # fmt: skip
+            chunk = part * (own // COLS) + warp // q_warps * own_tiles
+            share = WarpLane(lane, warp % q_warps * (ROWS * row_tiles), chunk)
+            store(acc, dq, rows_from(item.q, row), memory, share)
 
-    halves, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
-    written = array_type(FLOAT32, 4) if numbers.is_scaled else halves
-    extras = extras_type(features, FLOAT32)
-    signature = void(rows, halves, halves, written, scale_type(numbers, True), extras)
+    halves, written = array_type(BITS, 4), array_type(FLOAT32 if numbers.is_wide else BITS, 4)
+    rest = numbers.scale_type(True), extras_type(features, FLOAT32)
+    signature = void(array_type(FLOAT32, 3), halves, halves, written, *rest)
     return Kernel(flash2_mma_dq_end, signature, threads, HALF * block_q * width)

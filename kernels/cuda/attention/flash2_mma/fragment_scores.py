@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,30 +37,46 @@ from kernels.runtime.dtypes import FLOAT32
 from kernels.scores.program import PLAIN, Features
 
 
+class ScoreTile(NamedTuple):
+    """A tile of scores: whether nothing in it is masked, its bits, and its first element, a ``TilePlace``.
+
+    By keys, ``place`` is the first element of the lane, and ``edge`` its ``edge_of``, which is 0 by rows.
+    """
+
+    whole: Any
+    bits: Any
+    place: Any
+    edge: Any
+
+
+class LaneRows(NamedTuple):
+    """L and D of the rows of a lane, (2 * row_tiles,) float32 each; the large L at ``floats[large_at]``."""
+
+    floats: Any
+    large_at: Any
+    shift: Any
+    delta: Any
+
+
 @cache
 def make_fragment_scores(
     layout: MmaLayout, features: Features, tile_bits: TileBits, is_folded: bool
 ) -> Callable[..., None]:
     """Return the function that replaces the products of a warp by scores.
 
-    The function is ``to_scores(s, factor, whole, bits, lane, warp_row, place, extras)``.  The tile begins
-    at ``place``, a ``TilePlace``, and the warp's rows at ``warp_row``.
-
-    Args:
-        layout: Layout of the block.
-        features: Options of the kernel.
-        tile_bits: The tile bits of the kernel.
-        is_folded: Whether only masked products are replaced, because the exponent includes the factor.
+    The function is ``to_scores(s, factor, tile, own, extras)``, for a ``ScoreTile`` and a ``WarpLane``.
     """
     row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
     score_of, listed = make_tile_scores(features, FLOAT32).score, tile_bits.listed
     rows_of, cols_of = ROW_OF, COL_OF
 
     @device_function
-    def to_scores(s, factor, whole, bits, lane, warp_row, place, extras):
+    def to_scores(s, factor, tile, own, extras):
+        whole, bits, place, _ = tile
+        lane, warp_row = own.lane, own.row
         if not (is_folded and whole):
-            own = moved(place, warp_row + lane_row(lane), lane_col(lane))
-            edge = edge_of(own, extras)
+            first = moved(place, warp_row + lane_row(lane), lane_col(lane))
+            edge = edge_of(first, extras)
             for m in range(row_tiles):
                 for n in range(col_tiles):
                     for i in range(4):
@@ -68,10 +85,36 @@ def make_fragment_scores(
                         value = s[at, i] if is_folded else mul_rn(s[at, i], factor)
                         in_row, in_col = warp_row + lane_row(lane) + r, lane_col(lane) + c
                         is_listed = listed(bits, in_row, in_col)
-                        element = TileElement(r, c, whole, is_listed, edge, own)
+                        element = TileElement(r, c, whole, is_listed, edge, first)
                         s[at, i] = score_of(value, element, extras)
 
     return to_scores
+
+
+@device_function
+def _whole_gradient(product, dp, row, kept, element, extras):
+    """Return P and dS of an element without options that is not masked."""
+    p = ex2(product * row.unit - row.shift)
+    return p, p * (dp - row.delta)
+
+
+def _make_gradients(
+    make_loop: Callable[[Any], Any], features: Features, by_keys: bool = False
+) -> Callable[..., None]:
+    """Return the loop for the options; without options, there is another one for whole tiles."""
+    loop = make_loop(make_tile_scores(features, FLOAT32, by_keys=by_keys, exp2=ex2).gradient)
+    if features.of_elements != PLAIN:
+        return loop
+    whole_loop = make_loop(_whole_gradient)
+
+    @device_function
+    def to_gradients(s, dp, rows, units, tile, own, extras):
+        if tile.whole:
+            whole_loop(s, dp, rows, units, tile, own, extras)
+        else:
+            loop(s, dp, rows, units, tile, own, extras)
+
+    return to_gradients
 
 
 @cache
@@ -80,51 +123,43 @@ def make_gradients_by_rows(
 ) -> Callable[..., None]:
     """Return the function that replaces the products in ``s`` by P, and those in ``dp`` by dS.
 
-    The function is ``to_gradients(s, dp, floats, large_at, shift, delta, factor, dp_unit, whole, bits,
-    lane, warp_row, place, extras)``.  ``shift`` and ``delta`` are those of the lane's rows, and ``place``
-    is as for scores.  ``floats[large_at]`` is the ``large_lse`` of the lane's first row, see
-    ``large_rows``; in kernels without options, it has been subtracted from the products.
+    The function is ``to_gradients(s, dp, rows, units, tile, own, extras)``, for ``LaneRows``, the factors
+    of s and dp, a ``ScoreTile`` and a ``WarpLane``.  In kernels without options, scores are in base 2, and
+    the ``large_lse`` of rows has been subtracted from the products.
     """
     row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
-    scores = make_tile_scores(features, FLOAT32, exp2=ex2)
-    gradient_of, listed, kept = scores.gradient, tile_bits.listed, tile_bits.kept
-    is_plain, rows_of, cols_of = features.of_elements == PLAIN, ROW_OF, COL_OF
-    log2_e, zero = np.float32(LOG2_E), np.float32(0)
+    listed, kept, is_plain = tile_bits.listed, tile_bits.kept, features.of_elements == PLAIN
+    rows_of, cols_of, log2_e, zero = ROW_OF, COL_OF, np.float32(LOG2_E), np.float32(0)
 
-    @device_function
-    def to_gradients(
-        s, dp, floats, large_at, shift, delta, factor, dp_unit, whole, bits, lane, warp_row, place,
-        extras,
-    ):  # fmt: skip
-        # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-        unit = factor if is_plain else log2_e
-        if is_plain and whole:
-            for m in range(row_tiles):
-                for n in range(col_tiles):
-                    at = m * col_tiles + n
-                    for i in range(4):
-                        p = ex2(s[at, i] * unit - shift[2 * m + i // 2])
-                        s[at, i] = p
-                        dp[at, i] = p * (dp[at, i] * dp_unit - delta[2 * m + i // 2])
-        else:
-            own = moved(place, warp_row + lane_row(lane), lane_col(lane))
-            edge = edge_of(own, extras)
+    def make_loop(gradient_of: Any) -> Any:
+        @device_function
+        def to_gradients(s, dp, rows, units, tile, own, extras):
+            # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+            factor, dp_unit = units
+            unit = factor if is_plain else log2_e
+            first_row, first_col = own.row + lane_row(own.lane), lane_col(own.lane)
+            first = moved(tile.place, first_row, first_col)
+            edge = edge_of(first, extras)
             for m in range(row_tiles):
                 for n in range(col_tiles):
                     at = m * col_tiles + n
                     for i in range(4):
                         r, c = m * ROWS + rows_of[i], n * COLS + cols_of[i]
-                        in_row, in_col = warp_row + lane_row(lane) + r, lane_col(lane) + c
-                        keep = kept(bits, in_row, in_col, extras)
+                        keep = kept(tile.bits, first_row + r, first_col + c, extras)
                         product = s[at, i] if is_plain else mul_rn(s[at, i], factor)
-                        top = zero if is_plain else floats[large_at + m * ROWS + 8 * (i // 2)]
-                        row = RowTerms(unit, top, shift[2 * m + i // 2], delta[2 * m + i // 2])
-                        element = TileElement(r, c, whole, listed(bits, in_row, in_col), edge, own)
+                        large_at = rows.large_at + m * ROWS + 8 * (i // 2)
+                        top = zero if is_plain else rows.floats[large_at]
+                        own_row = 2 * m + i // 2
+                        row = RowTerms(unit, top, rows.shift[own_row], rows.delta[own_row])
+                        is_listed = listed(tile.bits, first_row + r, first_col + c)
+                        element = TileElement(r, c, tile.whole, is_listed, edge, first)
                         s[at, i], dp[at, i] = gradient_of(
                             product, dp[at, i] * dp_unit, row, keep, element, extras
                         )
 
-    return to_gradients
+        return to_gradients
+
+    return _make_gradients(make_loop, features)
 
 
 @cache
@@ -133,59 +168,47 @@ def make_gradients_by_keys(
 ) -> Callable[..., None]:
     """Return the function that replaces the products in ``s`` by (P ∘ Z)ᵀ, and those in ``dp`` by dSᵀ.
 
-    The function is ``to_gradients(s, dp, large_row, shift_row, delta_row, edge, step, factor, dp_unit,
-    whole, bits, lane, warp_key, own, extras)``.  The three rows are the addresses of ``large_lse``, shift
-    and D of the lane's first row, as by rows, and ``step`` is the first row in the registers.  ``own`` is
-    the ``TilePlace`` of the lane's first element, and ``edge`` its ``edge_of``.
+    The function is the same as by rows, but ``rows`` are the address of the ``large_lse`` of the lane's
+    first row, which those of the shift and of D follow, each after two stages, and the first row in the
+    registers.
     """
-    transposed = layout.transposed
-    key_tiles, col_tiles = transposed.row_tiles, layout.step_q // COLS
-    scores = make_tile_scores(features, FLOAT32, by_keys=True, exp2=ex2)
-    gradient_of, listed, kept = scores.gradient, tile_bits.listed, tile_bits.kept
-    is_plain, rows_of, cols_of = features.of_elements == PLAIN, ROW_OF, COL_OF
-    log2_e, zero = np.float32(LOG2_E), np.float32(0)
+    key_tiles, col_tiles = layout.transposed.row_tiles, layout.step_q // COLS
+    listed, kept, is_plain = tile_bits.listed, tile_bits.kept, features.of_elements == PLAIN
+    rows_of, cols_of, log2_e, zero = ROW_OF, COL_OF, np.float32(LOG2_E), np.float32(0)
+    row_bytes = 2 * WORD * layout.block_q
 
-    @device_function
-    def to_gradients(
-        s, dp, large_row, shift_row, delta_row, edge, step, factor, dp_unit, whole, bits, lane,
-        warp_key, own, extras,
-    ):  # fmt: skip
-        # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-        unit = factor if is_plain else log2_e
-        if is_plain and whole:
+    def make_loop(gradient_of: Any) -> Any:
+        @device_function
+        def to_gradients(s, dp, rows, units, tile, own, extras):
+            # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+            (large_row, step), (factor, dp_unit) = rows, units
+            unit = factor if is_plain else log2_e
+            first_row, first_col = lane_col(own.lane), own.row + lane_row(own.lane)
             for n in range(col_tiles):
-                low, high = ld_shared_v2(shift_row + WORD * (step + n * COLS))
-                low_delta, high_delta = ld_shared_v2(delta_row + WORD * (step + n * COLS))
-                for m in range(key_tiles):
-                    at = m * col_tiles + n
-                    for i in range(0, 4, 2):
-                        p, next_p = ex2(s[at, i] * unit - low), ex2(s[at, i + 1] * unit - high)
-                        s[at, i], s[at, i + 1] = p, next_p
-                        dp[at, i] = p * (dp[at, i] * dp_unit - low_delta)
-                        dp[at, i + 1] = next_p * (dp[at, i + 1] * dp_unit - high_delta)
-        else:
-            for n in range(col_tiles):
-                low, high = ld_shared_v2(shift_row + WORD * (step + n * COLS))
-                low_delta, high_delta = ld_shared_v2(delta_row + WORD * (step + n * COLS))
+                row_at = large_row + WORD * (step + n * COLS)
+                low, high = ld_shared_v2(row_at + row_bytes)
+                low_delta, high_delta = ld_shared_v2(row_at + 2 * row_bytes)
                 low_lse = high_lse = zero
                 if not is_plain:
-                    low_lse, high_lse = ld_shared_v2(large_row + WORD * (step + n * COLS))
+                    low_lse, high_lse = ld_shared_v2(row_at)
                 for m in range(key_tiles):
                     at = m * col_tiles + n
                     for i in range(4):
                         r, c = step + n * COLS + cols_of[i], m * ROWS + rows_of[i]
-                        in_row, in_col = lane_col(lane) + r, warp_key + lane_row(lane) + c
-                        keep = kept(bits, in_row, in_col, extras)
+                        keep = kept(tile.bits, first_row + r, first_col + c, extras)
                         product = s[at, i] if is_plain else mul_rn(s[at, i], factor)
                         row = (
                             RowTerms(unit, high_lse, high, high_delta)
                             if i % 2
                             else RowTerms(unit, low_lse, low, low_delta)
                         )
-                        element = TileElement(r, c, whole, listed(bits, in_row, in_col), edge, own)
+                        is_listed = listed(tile.bits, first_row + r, first_col + c)
+                        element = TileElement(r, c, tile.whole, is_listed, tile.edge, tile.place)
                         p, dp[at, i] = gradient_of(
                             product, dp[at, i] * dp_unit, row, keep, element, extras
                         )
                         s[at, i] = p * keep
 
-    return to_gradients
+        return to_gradients
+
+    return _make_gradients(make_loop, features, by_keys=True)

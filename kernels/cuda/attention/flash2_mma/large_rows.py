@@ -50,6 +50,13 @@ def lse_and_shift(lse, lse_rest, power):
     return large_lse, ((near - large_lse) + lse_rest) * _LOG2_E - power
 
 
+@device_function
+def subtract_row(s, at, half, unit, inverse, top):
+    """Replace a lane's two products of one row in a 16 x 8 tile by those of the scores less ``top``."""
+    for u in range(2):
+        s[at, 2 * half + u] = apart(s[at, 2 * half + u], unit, top) * inverse
+
+
 @cache
 def make_subtract_by_rows(layout: MmaLayout) -> Callable[..., None]:
     """Return ``subtract(s, unit, floats, large_at)``: subtract the lse of large rows from products.
@@ -65,10 +72,7 @@ def make_subtract_by_rows(layout: MmaLayout) -> Callable[..., None]:
             top = floats[large_at + 8 * i]
             if top != _ZERO:
                 for n in range(col_tiles):
-                    at = i // 2 * col_tiles + n
-                    for u in range(2):
-                        product = s[at, 2 * (i % 2) + u]
-                        s[at, 2 * (i % 2) + u] = apart(product, unit, top) * inverse
+                    subtract_row(s, i // 2 * col_tiles + n, i % 2, unit, inverse, top)
 
     return subtract
 

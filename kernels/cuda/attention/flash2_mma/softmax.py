@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import float32
 
 from kernels.common.online_softmax import LN_2, LOG2_E
-from kernels.cuda.attention.flash2_mma.large_rows import apart, is_large, score_in
+from kernels.cuda.attention.flash2_mma.large_rows import apart, is_large, score_in, subtract_row
 from kernels.cuda.attention.flash2_mma.tiles import COLS, ROWS, MmaLayout
 from kernels.cuda.attention.options.score_functions import make_row_end
 from kernels.cuda.attention.tile_bits import TileBits
@@ -23,6 +24,14 @@ from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
 from kernels.scores.program import Features
+
+
+class SoftmaxRows(NamedTuple):
+    """m of the rows of a lane, and l of its own columns, (2 * row_tiles,) float32 each."""
+
+    max: Any
+    sum: Any
+
 
 #: The four lanes that share a row of scores exchange values in two steps, over distances of 1 and 2.
 QUAD = (1, 2)
@@ -50,15 +59,9 @@ def make_softmax_step(
 ) -> Callable[..., None]:
     """Return the function that replaces the scores of a warp by probabilities.
 
-    In ``softmax_step(s, acc, row_max, row_sum, has_large, unit, top, bits, lane, warp_row, extras)``,
-    ``unit`` is the factor that makes base 2 of the scores, and probabilities are multiplied by 2**top.  It
-    returns ``has_large``, whether a row of the warp is large.
-
-    Args:
-        layout: Layout of the block.
-        own_tiles: Tiles of 8 columns of the accumulators.
-        tile_bits: The tile bits of the kernel.
-        patience: See :class:`MmaLayout`.
+    ``softmax_step(s, acc, rows, has_large, exponent, bits, own, extras)`` updates ``SoftmaxRows``, and
+    returns ``has_large``, whether a row of the warp is large.  ``exponent`` is (unit, top) of
+    P = 2^(s · unit - (m · unit - top)); the largest P is 2^top.
     """
     row_tiles, own_rows, col_tiles = layout.row_tiles, 2 * layout.row_tiles, layout.block_k // COLS
     kept, has_bits = tile_bits.kept, tile_bits.bytes
@@ -73,13 +76,11 @@ def make_softmax_step(
             if is_large(near * unit):
                 largest = score_in(near, unit)
                 for n in range(col_tiles):
-                    at = i // 2 * col_tiles + n
-                    for u in range(2):
-                        found = apart(s[at, 2 * (i % 2) + u], unit, largest)
-                        s[at, 2 * (i % 2) + u] = found * inverse
+                    subtract_row(s, i // 2 * col_tiles + n, i % 2, unit, inverse, largest)
 
     @device_function
-    def softmax_step(s, acc, row_max, row_sum, has_large, unit, top, bits, lane, warp_row, extras):
+    def softmax_step(s, acc, rows, has_large, exponent, bits, own, extras):
+        (row_max, row_sum), (unit, top) = rows, exponent
         new_max = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: m_new, like row_max
         grows = False
         for i in range(own_rows):
@@ -124,8 +125,8 @@ def make_softmax_step(
                         p = ex2(s[at, 2 * half + u] * unit - shift)
                         total += p
                         if has_bits:  # P after dropout; l sums P before it
-                            in_row = warp_row + lane_row(lane) + m * ROWS + 8 * half
-                            p *= kept(bits, in_row, lane_col(lane) + n * COLS + u, extras)
+                            in_row = own.row + lane_row(own.lane) + m * ROWS + 8 * half
+                            p *= kept(bits, in_row, lane_col(own.lane) + n * COLS + u, extras)
                         s[at, 2 * half + u] = p
                 row_sum[i] += total
         return has_large
@@ -139,23 +140,16 @@ def make_finish_rows(
 ) -> Callable[..., None]:
     """Return the function that divides O by l, and writes L.
 
-    ``finish_rows(acc, row_max, row_sum, unit, top, out_unit, lse, lse_rest, b, h, first, stop, lane,
-    warp_row, extras)``, for the tile whose rows begin at ``first``; ``out_unit`` multiplies out.
-
-    Args:
-        layout: Layout of the block.
-        own_tiles: Tiles of 8 columns of the accumulators.
-        features: Options of the kernel.
-        is_wide: Whether out is float32, so that quotient and logarithm must not be approximate.
+    ``finish_rows(acc, rows, exponent, out_unit, results, span, own, extras)``, for the tile of ``span``, a
+    ``HeadRows``; ``out_unit`` multiplies out, and ``results`` are lse and lse_rest.
     """
     own_rows, one, ln_2 = 2 * layout.row_tiles, np.float32(1), np.float32(LN_2)
     end_row = make_row_end(features, FLOAT32, near=not is_wide)
 
     @device_function
-    def finish_rows(
-        acc, row_max, row_sum, unit, top, out_unit, lse, lse_rest, b, h, first, stop, lane,
-        warp_row, extras,
-    ):  # fmt: skip
+    def finish_rows(acc, rows, exponent, out_unit, results, span, own, extras):
+        (row_max, row_sum), (unit, top), (lse, lse_rest) = rows, exponent, results
+        b, h, first, stop = span
         for i in range(own_rows):
             # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
             total = row_sum_of(row_sum[i])
@@ -169,8 +163,8 @@ def make_finish_rows(
                 at = i // 2 * own_tiles + n
                 acc[at, 2 * (i % 2)] *= inverse
                 acc[at, 2 * (i % 2) + 1] *= inverse
-            row = first + warp_row + lane_row(lane) + i // 2 * ROWS + 8 * (i % 2)
-            if lane % 4 == 0 and row < stop:
+            row = first + own.row + lane_row(own.lane) + i // 2 * ROWS + 8 * (i % 2)
+            if own.lane % 4 == 0 and row < stop:
                 lse[b, h, row], lse_rest[b, h, row] = row_lse, row_rest
 
     return finish_rows

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 from numba import int32, int64, uint16, uint32
 
-from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_split
+from kernels.cuda.attention.register_tiles import HeadRows
 from kernels.cuda.ptx.copies import (
     cp_async_16,
     global_address,
@@ -40,6 +41,20 @@ ROWS, COLS, DEPTH = 16, 8, 16
 HALF, PIECE = 2, CHUNK // 2
 #: Row and column, from the lane's first, of each of its accumulators of a 16 x 8 tile.
 ROW_OF, COL_OF = (0, 0, 8, 8), (0, 1, 0, 1)
+
+
+class WarpLane(NamedTuple):
+    """A lane, and the first row and the first piece of the columns of its warp in a tile."""
+
+    lane: Any
+    row: Any
+    chunk: Any
+
+
+@device_function
+def rows_from(rows, count):
+    """Return a ``HeadRows`` without its first rows."""
+    return HeadRows(rows.b, rows.h, rows.first + count, rows.stop)
 
 
 @dataclass(frozen=True)
@@ -85,6 +100,8 @@ class MmaKeyLayout:
         warps: Warps of the block.
         step_q: Query rows whose scores are in registers at a time, a multiple of 16 that divides block_q.
         resident: Blocks per multiprocessor, which bounds the registers of a thread.
+        step: head_dim and value_dim are rounded up to a multiple of this.
+        parts: Blocks that share the columns of a key tile.
     """
 
     block_q: int
@@ -92,6 +109,8 @@ class MmaKeyLayout:
     warps: int
     step_q: int
     resident: int = 1
+    step: int = 16
+    parts: int = 1
 
     @property
     def threads(self) -> int:
@@ -106,16 +125,11 @@ class MmaKeyLayout:
 
 @dataclass(frozen=True)
 class MmaRoleLayout(MmaKeyLayout):
-    """The layout of two halves of a block: one computes Sᵀ and dV, the other dPᵀ and dK.
+    """The layout of two halves of a block: one computes Sᵀ and dV, the other dPᵀ and dK, of equal widths.
 
     The warps of a half share the keys.  ``block_q / step_q`` warps share the query rows of the same keys,
     and the columns of dV or dK; ``step_q`` is then the number of query rows of a warp's scores.
     """
-
-    @property
-    def role_warps(self) -> int:
-        """Warps per half."""
-        return self.warps // 2
 
     @property
     def q_warps(self) -> int:
@@ -125,26 +139,15 @@ class MmaRoleLayout(MmaKeyLayout):
     @property
     def transposed(self) -> MmaLayout:
         """The layout of Sᵀ or dPᵀ of a half, with keys in place of query rows."""
-        return MmaLayout(self.block_k, self.step_q, self.role_warps // self.q_warps, self.resident)
+        return MmaLayout(self.block_k, self.step_q, self.warps // (2 * self.q_warps), self.resident)
 
 
 @cache
-def make_copy_tile(
-    threads: int, rows: int, width: int, vectors: bool, terms: int = 1
-) -> Callable[..., None]:
-    """Return ``copy_tile(thread, source, b, h, first, stop, target)``: rows to shared memory.
+def make_copy_tile(threads: int, rows: int, width: int, vectors: bool) -> Callable[..., None]:
+    """Return ``copy_tile(thread, source, span, target)``: rows, a ``HeadRows``, to shared memory.
 
-    It copies the rows of one head from ``first`` on to the address ``target``, with zeros for rows from
-    ``stop`` on and for columns that the source does not have.  Elements out of bounds are never read.
-
-    Args:
-        threads: Number of threads that copy.
-        rows: Rows of the tile.
-        width: Columns of the tile, at least those of the source, a multiple of 16.
-        vectors: Whether the source is aligned for pieces of 16 bytes and has a multiple of eight columns;
-            the copy is then asynchronous, otherwise element by element through registers.
-        terms: Number of terms per number: their tiles are consecutive, from as many parts of the source's
-            rows.
+    It copies them to the address ``target``, with zeros for rows beyond the sequence and for columns that
+    the source does not have.  Elements out of bounds are never read.
     """
     chunks = width // PIECE
     count = rows * chunks
@@ -154,7 +157,8 @@ def make_copy_tile(
     step = threads // chunks if threads % chunks == 0 else 0
 
     @device_function
-    def in_columns(thread, source, b, h, first, stop, target):
+    def in_columns(thread, source, span, target):
+        b, h, first, stop = span
         row, chunk = thread // chunks, thread % chunks
         row_bytes = source.strides[2]
         address = global_address(source) + b * source.strides[0] + h * source.strides[1]
@@ -167,7 +171,8 @@ def make_copy_tile(
                 address += step * row_bytes
 
     @device_function
-    def piece_by_piece(thread, source, b, h, first, stop, target):
+    def piece_by_piece(thread, source, span, target):
+        b, h, first, stop = span
         base = global_address(source) + b * source.strides[0] + h * source.strides[1]
         dim = source.shape[3]
         for i in range(loads):
@@ -179,7 +184,8 @@ def make_copy_tile(
                 cp_async_16(target + place(row, chunk), address, CHUNK if inside else 0)
 
     @device_function
-    def by_element(thread, source, b, h, first, stop, target):
+    def by_element(thread, source, span, target):
+        b, h, first, stop = span
         words = cuda.local.array(4, uint32)  # (4,)
         dim = source.shape[3]
         for i in range(loads):
@@ -198,122 +204,83 @@ def make_copy_tile(
                 st_shared_v4(target + place(row, chunk), words)
 
     asynchronous = in_columns if step else piece_by_piece
-    copy = asynchronous if vectors else by_element
-    if terms == 1:
-        return copy
-
-    @device_function
-    def of_terms(thread, source, b, h, first, stop, target):
-        seq = source.shape[2] // terms
-        for t in range(terms):
-            to = target + t * (rows * HALF * width)
-            copy(thread, source, b, h, first + t * seq, stop + t * seq, to)
-
-    return of_terms
+    return asynchronous if vectors else by_element
 
 
 @cache
-def make_keep_tile(
-    layout: MmaLayout, rows: int, width: int, dtype: str, own: int = 0
-) -> Callable[..., None]:
-    """Return ``keep_tile(s, tile, lane, row, chunk)``: round the warp's numbers and store them in the tile.
+def make_keep_tile(dtype: str, layout: MmaLayout, width: int, own: int = 0) -> Callable[..., None]:
+    """Return ``keep_tile(s, tile, own)``: round the warp's numbers and store them in the tile at ``tile``.
 
-    They are (row_tiles * own / 8, 4) float32.  For each term, they are stored in rows from ``row`` on and
-    columns from the piece ``chunk`` on.
-
-    Args:
-        layout: Layout of the block.
-        rows: Rows of the tile at the address ``tile``.
-        width: Columns of the tile.
-        dtype: See ``float32_terms.NUMBERS``.
-        own: Columns of the numbers; block_k, as for scores, when 0.
+    They are (row_tiles * own / 8, 4) float32, for the rows and columns of the ``WarpLane`` ``own``.
     """
-    numbers, place = NUMBERS[dtype], make_tile_place(device_function, HALF * width)
-    pack, split = PACK[numbers.dtype], make_split(numbers.dtype)
+    pack, place = PACK[dtype], make_tile_place(device_function, HALF * width)
     row_tiles, col_tiles = layout.row_tiles, (own or layout.block_k) // COLS
-    term = HALF * rows * width
 
     @device_function
-    def keep_tile(s, tile, lane, row, chunk):
-        own_row, own_byte = row + lane_row(lane), HALF * lane_col(lane)
+    def keep_tile(s, tile, own):
+        own_row, own_byte = own.row + lane_row(own.lane), HALF * lane_col(own.lane)
         for m in range(row_tiles):
             for n in range(col_tiles):
                 i, at = m * col_tiles + n, own_row + m * ROWS
-                st_shared(tile + place(at, chunk + n) + own_byte, pack(s[i, 0], s[i, 1]))
-                st_shared(tile + place(at + 8, chunk + n) + own_byte, pack(s[i, 2], s[i, 3]))
+                st_shared(tile + place(at, own.chunk + n) + own_byte, pack(s[i, 0], s[i, 1]))
+                st_shared(tile + place(at + 8, own.chunk + n) + own_byte, pack(s[i, 2], s[i, 3]))
 
-    @device_function
-    def keep_terms(s, tile, lane, row, chunk):
-        own_row, own_byte = row + lane_row(lane), HALF * lane_col(lane)
-        for m in range(row_tiles):
-            for n in range(col_tiles):
-                for half in range(2):
-                    i, at = m * col_tiles + n, own_row + m * ROWS + 8 * half
-                    to = tile + place(at, chunk + n) + own_byte
-                    high, low = split(s[i, 2 * half], s[i, 2 * half + 1])
-                    st_shared(to, high)
-                    st_shared(to + term, low)
-
-    return keep_tile if numbers.terms == 1 else keep_terms
+    return keep_tile
 
 
 @cache
 def make_store_tile(
-    layout: MmaLayout, width: int, dtype: str, vectors: bool, own: int = 0
+    dtype: str, layout: MmaLayout, width: int, vectors: bool, own: int = 0
 ) -> Callable[..., None]:
-    """Return ``store_tile(acc, target, b, h, first, stop, shared, memory, tile, lane, row, chunk)``.
+    """Return ``store_tile(acc, target, span, tile, own)``.
 
-    It rounds the warp's accumulators, assembles whole rows in shared memory, and writes the rows below
-    ``stop``.  Each warp uses only its own rows and columns of the tile; ``shared`` is an array of uint16
-    that begins at the address ``memory``.
-
-    Args:
-        layout: Layout of the block.
-        width: Width of the tile; columns that the target does not have are not written.
-        dtype: "float16" or "bfloat16".
-        vectors: Whether the target is aligned for pieces of 16 bytes and has a multiple of eight columns.
-        own: Columns of the accumulators, from the piece ``chunk`` on; all of them when 0.
+    It rounds the warp's accumulators, assembles whole rows in shared memory, and writes those of ``span``,
+    a ``HeadRows``.  Each warp uses only its own rows and columns of the tile at the address ``tile``.
     """
-    place, own = make_tile_place(device_function, HALF * width), own or width
-    keep_tile, chunks = make_keep_tile(layout, 0, width, dtype, own), own // PIECE
+    place, columns = make_tile_place(device_function, HALF * width), own or width
+    keep_tile, chunks = make_keep_tile(dtype, layout, width, columns), columns // PIECE
     pieces = layout.row_tiles * ROWS * chunks
 
     @device_function
-    def store_tile(acc, target, b, h, first, stop, shared, memory, tile, lane, row, chunk):
-        keep_tile(acc, tile, lane, row, chunk)
+    def store_tile(acc, target, span, tile, own):
+        b, h, first, stop = span
+        keep_tile(acc, tile, own)
         cuda.syncwarp()  # the warp's rows are whole
         words = cuda.local.array(4, uint32)  # (4,)
         dim = target.shape[3]
         base = global_address(target) + b * target.strides[0] + h * target.strides[1]
-        for n in range(lane, pieces, WARP):
-            at, piece = row + n // chunks, chunk + n % chunks
+        for n in range(own.lane, pieces, WARP):
+            at, piece = own.row + n // chunks, own.chunk + n % chunks
             if first + at < stop and piece * PIECE < dim:
+                ld_shared_v4(words, tile + place(at, piece))
                 if vectors:
-                    ld_shared_v4(words, tile + place(at, piece))
                     offset = (first + at) * target.strides[2] + piece * CHUNK
                     st_global_v4(base + offset, words)
                 else:
-                    element = int64(tile - memory + place(at, piece)) // HALF
-                    for i in range(min(PIECE, dim - piece * PIECE)):
-                        target[b, h, first + at, piece * PIECE + i] = shared[element + i]
+                    for i in range(PIECE):
+                        col = piece * PIECE + i
+                        if col < dim:
+                            half = words[i // 2] >> uint32(16 * (i % 2))
+                            target[b, h, first + at, col] = uint16(half & uint32(0xFFFF))
 
     return store_tile
 
 
 @cache
 def make_store_sums(
-    layout: MmaLayout, width: int, dtype: str, vectors: bool, own: int = 0
+    layout: MmaLayout, width: int, vectors: bool, own: int = 0
 ) -> Callable[..., None]:
-    """Return the float32 variant of :func:`make_store_tile`, without rounding and transposition."""
+    """Return the float32 variant of :func:`make_store_tile`, without rounding and shared memory."""
     row_tiles, own_tiles, size = layout.row_tiles, (own or width) // COLS, FLOAT32.itemsize
 
     @device_function
-    def store_sums(acc, target, b, h, first, stop, shared, memory, tile, lane, row, chunk):
-        dim, first_col = target.shape[3], chunk * COLS + lane_col(lane)
+    def store_sums(acc, target, span, tile, own):
+        b, h, first, stop = span
+        dim, first_col = target.shape[3], own.chunk * COLS + lane_col(own.lane)
         base = global_address(target) + b * target.strides[0] + h * target.strides[1]
         for m in range(row_tiles):
             for half in range(2):
-                at = int64(first + row + lane_row(lane) + m * ROWS + 8 * half)
+                at = int64(first + own.row + lane_row(own.lane) + m * ROWS + 8 * half)
                 address = base + at * target.strides[2] + size * int64(first_col)
                 left = dim - first_col if at < stop else 0
                 for n in range(own_tiles):

@@ -21,7 +21,7 @@ ON_GPU: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "flash2": (FLOAT32, "flash2", {}),
     "flash2_mma in bfloat16": (BFLOAT16, "flash2_mma", {}),
     "flash2_mma in float16": (FLOAT16, "flash2_mma", {}),
-    "flash2_mma in float32": (FLOAT32, "flash2_mma", {"precision": "float32"}),
+    "flash2_split": (FLOAT32, "flash2_split", {"precision": "float32"}),
 }
 
 

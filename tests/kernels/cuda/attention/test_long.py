@@ -119,7 +119,7 @@ def linear_memory(case: Case, seen: dict[Any, Any], most: int, **more: Any) -> N
     problem = case.problem(**more)
     q, k, v, dout = (cuda.to_device(x) for x in (*case.operands, case.dout))
     operands = make_operands(launch.CUDA.memory, problem, q, k, v)
-    if launch.CUDA.pick(problem).name == "flash2_mma":
+    if launch.CUDA.pick(problem).name == "flash2_split":
         # Float32 is split into terms, as many bytes as q, k, v and dout; sums of dq are apart from it.
         most += (4 if problem.deterministic else 5) * case.q.nbytes
     before = memory.reset_peak()

@@ -95,7 +95,7 @@ WIDE_KINDS = [(FLOAT32, 64, 64), (FLOAT32, 128, 128), (FLOAT32, 33, 65), (FLOAT3
 def test_float32_on_tensor_cores_agrees_with_the_textbook(deterministic: bool, data: Any) -> None:
     case = data.draw(half_cases(WIDE_KINDS))
     case.options["deterministic"] = deterministic
-    case.check(_on_host(case.run(launch.CUDA, "flash2_mma", place=on_device)), "float32, split")
+    case.check(_on_host(case.run(launch.CUDA, "flash2_split", place=on_device)), "float32, split")
 
 
 @pytest.mark.cuda
@@ -109,7 +109,7 @@ def test_atomics_agree_with_the_textbook(data: Any) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     ("rung", "dtype"),
-    [("flash3_wgmma", FLOAT16), ("flash2_mma", FLOAT16), ("flash2_mma", FLOAT32)],
+    [("flash3_wgmma", FLOAT16), ("flash2_mma", FLOAT16), ("flash2_split", FLOAT32)],
 )
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("option", OPTIONS)

@@ -1,4 +1,4 @@
-"""Split the float32 operands of a call into float16 terms for tensor cores; see ``float32_terms``.
+"""Scale the float32 operands of a call, and split them into float16 terms for tensor cores.
 
 One kernel goes over all operands: it finds the largest number of each head, then scales and splits the head
 while it is in the L2 cache.  Attention reads every key and value once for each tile of queries; they are
@@ -17,8 +17,8 @@ from numba import float32, int64, types, uint32, void
 
 from kernels.common.geometry import PLAIN
 from kernels.cuda.attention.delta import lanes_of
-from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, Numbers, make_split
 from kernels.cuda.attention.flash2_mma.tiles import HALF, PIECE, ROWS, MmaLayout
+from kernels.cuda.attention.flash2_split.products import pack, split
 from kernels.cuda.device.head_maximum import (
     head_address,
     head_words,
@@ -38,7 +38,7 @@ from kernels.cuda.ptx.copies import (
     st_global_v4,
     st_shared_v4,
 )
-from kernels.cuda.ptx.numbers import PACK, bits_of, float_of
+from kernels.cuda.ptx.numbers import bits_of, float_of
 from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place
 from kernels.cuda.runtime.arrays import device_view, element_strides, empty_device
 from kernels.cuda.runtime.kernel import ALL_LANES, WARP, WORD, Kernel, array_type, device_function
@@ -59,11 +59,9 @@ _SCALED, _LEAST = 268, 15
 class Split(NamedTuple):
     """A split operand of tensor cores.
 
-    Attributes:
-        bits: (batch, heads, terms * seq, width) uint16: term t of row r at t * seq + r, zeros beyond the
-            operand's own columns; strides of 0 where the operand has them.
-        unit: Factor of the numbers of a head, (batch, heads) float32.
-        norm: The largest norm of a head's rows, without the factor, (batch, heads) float32.
+    ``bits`` are (batch, heads, terms * seq, width) uint16, term t of row r at t * seq + r, with zeros
+    beyond the operand's own columns, and strides of 0 where the operand has them.  For each head, (batch,
+    heads) float32, there are the factor of its numbers, and the largest norm of its rows without it.
     """
 
     bits: Any
@@ -75,10 +73,14 @@ _ZERO, _INF = np.float32(0), np.float32(np.inf)
 
 
 @device_function
-def _load(x, at, words, source, is_vector, b, h, row, piece):
-    """Load eight float32 of a row to x[at:], zeros beyond its end; by vectors if rows are whole vectors."""
+def _load(x, at, words, source, is_vector, place, inside):
+    """Load the piece (b, h, row, piece) to x[at:]; zeros beyond the end of its row, or if not inside."""
+    b, h, row, piece = place
     first, dim = piece * PIECE, source.shape[3]
-    if is_vector:
+    if not inside:
+        for i in range(PIECE):
+            x[at + i] = _ZERO
+    elif is_vector:
         address = global_address(source) + b * source.strides[0] + h * source.strides[1]
         address += row * source.strides[2] + first * WORD
         for half in range(2):
@@ -102,15 +104,14 @@ def _scale_and_unit(most):
 
 
 @cache
-def _make_split_piece(numbers: Numbers) -> Callable[..., None]:
+def _make_split_piece(terms: int) -> Callable[..., None]:
     """Return ``split_piece(x, at, words, low_words)``: pairs of x[at:], and of a second term."""
-    terms, split_pair, pack = numbers.terms, make_split(numbers.dtype), PACK[numbers.dtype]
 
     @device_function
     def split_piece(x, at, words, low_words):
         for i in range(4):
             if terms == 2:
-                words[i], low_words[i] = split_pair(x[at + 2 * i], x[at + 2 * i + 1])
+                words[i], low_words[i] = split(x[at + 2 * i], x[at + 2 * i + 1])
             else:
                 words[i] = pack(x[at + 2 * i], x[at + 2 * i + 1])
 
@@ -118,94 +119,84 @@ def _make_split_piece(numbers: Numbers) -> Callable[..., None]:
 
 
 @cache
-def make_split_rows(layout: MmaLayout, width: int, dtype: str, vectors: bool) -> Callable[..., Any]:
-    """Return ``split_rows(q, scale, b, h, first_q, row, seq_q, seq_k, extras, tile, lane, warp_row)``.
+def make_load_q(terms: int, layout: MmaLayout, width: int, vectors: bool) -> Callable[..., Any]:
+    """Return ``load_q(q, scale, item, q_tile, thread, own, extras)``: split the query tile of a block.
 
-    Each warp splits its own rows of the query tile at ``row`` into the tile in shared memory, which has the
-    layout that ``copy_tile`` gives terms, multiplied by ``scale``, that of the head, as in the backward
-    pass: both compute the same scores.  The sequence begins at ``first_q``.  Rows whose keys are all out of
-    bounds become zeros.
-
-    Args:
-        layout: Layout of the block.
-        width: Columns of the tile, as many as q has or more, a multiple of 16.
-        dtype: See ``float32_terms.NUMBERS``.
-        vectors: Whether rows of q are whole vectors.
+    Each warp splits its own rows into the tile in shared memory, which has the layout of copied terms,
+    multiplied by the scale of the head, as in the backward pass: both compute the same scores.  Rows whose
+    keys are all out of bounds become zeros.
     """
-    terms, split_piece = NUMBERS[dtype].terms, _make_split_piece(NUMBERS[dtype])
-    place, chunks = make_tile_place(device_function, HALF * width), width // PIECE
+    split_piece, chunks = _make_split_piece(terms), width // PIECE
+    place = make_tile_place(device_function, HALF * width)
     loads, term = layout.row_tiles * ROWS * chunks // WARP, HALF * layout.block_q * width
-    batch = math.gcd(loads, BATCH)
-    numbers = batch * PIECE
+    batch, one = math.gcd(loads, BATCH), np.float32(1)
+    count = batch * PIECE
 
     @device_function
-    def load(x, words, q, b, h, first_q, row, start, stop, lane, i):
-        # All loads of a batch are on their way before the first number is needed.
-        for k in range(batch):
-            n = lane + (i + k) * WARP
-            own = row + n // chunks
-            if start <= own < stop:
-                _load(x, k * PIECE, words, q, vectors, b, h, first_q + own, n % chunks)
-            else:
-                for j in range(PIECE):
-                    x[k * PIECE + j] = _ZERO
-
-    @device_function
-    def split_rows(q, scale, b, h, first_q, row, seq_q, seq_k, extras, tile, lane, warp_row):
+    def load_q(q, scale, item, q_tile, thread, own, extras):
         # (batch * PIECE,), and (4,), pairs
-        x, words = cuda.local.array(numbers, float32), cuda.local.array(4, uint32)
+        x, words = cuda.local.array(count, float32), cuda.local.array(4, uint32)
         low_words = cuda.local.array(4, uint32)  # (4,)
+        b, h, _, _, first, _, seq_q, seq_k = item.start
+        factor = one / scale.q[b, h]
         start, stop = -extras.upper, min(seq_k - extras.lower, seq_q)
         for i in range(0, loads, batch):
-            load(x, words, q, b, h, first_q, row + warp_row, start, stop, lane, i)
+            # All loads of a batch are on their way before the first number is needed.
             for k in range(batch):
-                n = lane + (i + k) * WARP
-                to = tile + place(warp_row + n // chunks, n % chunks)
+                n = own.lane + (i + k) * WARP
+                row = first + own.row + n // chunks
+                piece = b, h, item.q.first + row, n % chunks
+                _load(x, k * PIECE, words, q, vectors, piece, start <= row < stop)
+            for k in range(batch):
+                n = own.lane + (i + k) * WARP
+                to = q_tile + place(own.row + n // chunks, n % chunks)
                 for j in range(PIECE):
-                    x[k * PIECE + j] *= scale
+                    x[k * PIECE + j] *= factor
                 split_piece(x, k * PIECE, words, low_words)
                 st_shared_v4(to, words)
                 if terms == 2:
                     st_shared_v4(to + term, low_words)
 
-    return split_rows
+    return load_q
 
 
 @cache
-def split_kernel(count: int, split: int, lanes: int, numbers: Numbers, has_norms: bool) -> Kernel:
-    """Return the kernel that measures, scales and splits.
-
-    Args:
-        count: Number of operands.
-        split: Number of operands to split, which come first; the others only get their units.
-        lanes: Number of lanes that share a row, one piece each; a power of two, up to 32.
-        numbers: The representation in terms.
-        has_norms: Whether to compute the largest norms of rows, too.
-    """
-    steps, terms, threads = lanes.bit_length() - 1, numbers.terms, THREADS
-    step_rows = threads // lanes
-    rows, held = HELD * step_rows, HELD * PIECE
-    split_piece = _make_split_piece(numbers)
-    note_max, head_max = make_note_max(threads), make_head_max(threads)
-    zero, inf, unit_at, norm_at, parts_at = _ZERO, _INF, *(WORD * at for at in (UNIT, NORM, PARTS))
+def _make_load(step_rows: int) -> Callable[..., None]:
+    """Return ``load(x, words, source, is_vector, place, start, stop)``: HELD pieces ``step_rows`` apart."""
 
     @device_function
-    def load(x, words, source, is_vector, b, h, row, start, stop, piece):
+    def load(x, words, source, is_vector, place, start, stop):
+        b, h, row, piece = place
         has_columns = piece * PIECE < source.shape[3]
         for i in range(HELD):
             own = row + i * step_rows
-            if start <= own < stop and has_columns:
-                _load(x, i * PIECE, words, source, is_vector, b, h, own, piece)
-            else:
-                for j in range(PIECE):
-                    x[i * PIECE + j] = zero
+            inside = start <= own < stop and has_columns
+            _load(x, i * PIECE, words, source, is_vector, (b, h, own, piece), inside)
+
+    return load
+
+
+@cache
+def split_kernel(count: int, splits: int, lanes: int, terms: int, has_norms: bool) -> Kernel:
+    """Return the kernel that measures, scales and splits ``count`` operands; see :func:`split_operands`.
+
+    The first ``splits`` are split, the others only get their units.  ``lanes``, a power of two up to 32,
+    share a row, one piece each.
+    """
+    steps, threads = lanes.bit_length() - 1, THREADS
+    step_rows = threads // lanes
+    rows, held = HELD * step_rows, HELD * PIECE
+    split_piece, load = _make_split_piece(terms), _make_load(step_rows)
+    note_max, head_max = make_note_max(threads), make_head_max(threads)
+    zero, inf = _ZERO, _INF
+    unit_at, norm_at, parts_at = (WORD * at for at in (UNIT, NORM, PARTS))
 
     def split_heads(sources, vectors, starts, stops, targets, words, lag):
         """Fill targets and words, which are zeros before.  ``vectors`` has a bit for each operand.
 
         Computes: x · scale as one or two float16, the scale of a head a power of two for its largest
             number that is finite, among the rows from start to stop
-        Source: see ``float32_terms``
+        Source: see ``products`` and ``arithmetic``
         Grid: (operands * parts, batch * heads + lag), see ``head_maximum``
         Block: (threads,)
         One thread does: a piece of some rows
@@ -229,16 +220,16 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers, has_norms
         # The same for all threads, as below.
         if line < own_lines:
             (b, h), head = batch_and_head(line, source.shape[1]), head_address(words, which, line)
-            load(x, pairs, source, is_vector, b, h, row, start, stop, piece)
+            load(x, pairs, source, is_vector, (b, h, row, piece), start, stop)
             note_max(largest_of(x, 0, held, zero), head + parts_at + WORD * part)
         line -= lag
         if 0 <= line < own_lines:
             (b, h), head = batch_and_head(line, source.shape[1]), head_address(words, which, line)
-            load(x, pairs, source, is_vector, b, h, row, start, stop, piece)
+            load(x, pairs, source, is_vector, (b, h, row, piece), start, stop)
             scale, unit = _scale_and_unit(head_max(head + parts_at, ceil_div(seq, rows)))
             if part == 0 and thread == 0:
                 st_global(head + unit_at, bits_of(unit))
-            if which < split:
+            if which < splits:
                 target = targets[which]
                 address = global_address(target) + b * target.strides[0] + h * target.strides[1]
                 address += piece * CHUNK
@@ -265,7 +256,7 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers, has_norms
                         red_max(head + norm_at, float32(largest_square**0.5))
 
     sources, bounds = types.UniTuple(array_type(FLOAT32, 4), count), types.UniTuple(int64, count)
-    targets, words = types.UniTuple(array_type(BITS, 4), split), array_type(FLOAT32, 3)
+    targets, words = types.UniTuple(array_type(BITS, 4), splits), array_type(FLOAT32, 3)
     signature = void(sources, int64, bounds, bounds, targets, words, int64)
     return Kernel(split_heads, signature, threads, resident=RESIDENT)
 
@@ -273,7 +264,7 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers, has_norms
 def split_operands(
     arrays: tuple[Any, ...],
     widths: tuple[int, ...],
-    numbers: Numbers,
+    terms: int,
     rows: tuple[tuple[int, int], ...] = (),
     has_norms: bool = False,
 ) -> list[Split]:
@@ -284,7 +275,7 @@ def split_operands(
             once.
         widths: Columns of the results, a multiple of 16 that is at least dim; arrays without a width come
             last and only get their units.
-        numbers: The representation in terms.
+        terms: Number of terms.
         rows: For each array, the first row that is within the bounds of the other side, and one past the
             last; all rows when empty.  Other rows become zeros and do not affect the scale.
         has_norms: Whether to compute norms; they are zeros otherwise.
@@ -293,19 +284,19 @@ def split_operands(
         The results, in the order of the arrays.
     """
     own = [_unrepeated(array) for array in arrays]
-    count, split = len(own), len(widths)
+    count, splits = len(own), len(widths)
     targets = tuple(
-        empty_device((*array.shape[:2], numbers.terms * array.shape[2], width), BITS)
+        empty_device((*array.shape[:2], terms * array.shape[2], width), BITS)
         for array, width in zip(own, widths, strict=False)
     )
-    lines, seq = (max(sizes) for sizes in zip(*map(_lines_and_seq, own), strict=True))
+    lines, seq = max(math.prod(x.shape[:2]) for x in own), max(x.shape[2] for x in own)
     lanes = lanes_of(max(widths))
     starts, stops = zip(*(rows or [(0, array.shape[2]) for array in own]), strict=True)
     parts = PLAIN.ceil_div(seq, HELD * THREADS // lanes)
     vectors = sum(are_vectors(array) << i for i, array in enumerate(own))
     step = PARTS + parts
     words = head_words(count, lines, step)
-    kernel = split_kernel(count, split, lanes, numbers, has_norms)
+    kernel = split_kernel(count, splits, lanes, terms, has_norms)
     lag = lag_of(count * parts)
     grid = count * parts, lines + lag
     kernel[grid, THREADS](tuple(own), vectors, starts, stops, targets, words, lag)
@@ -316,13 +307,20 @@ def split_operands(
         unit, norm = (
             device_view(words, (batch, heads), steps, step * i * lines + at) for at in (UNIT, NORM)
         )
-        bits = _repeated(targets[i], batch, heads) if i < split else None
+        bits = None
+        if i < splits:  # with the strides of 0 of the operand
+            b, h, *rest = element_strides(targets[i])
+            steps = b * (one.shape[0] > 1), h * (one.shape[1] > 1), *rest
+            bits = device_view(targets[i], (batch, heads, *targets[i].shape[2:]), steps)
         results.append(Split(bits, unit, norm))
     return results
 
 
-def _lines_and_seq(array: Any) -> tuple[int, int]:
-    return array.shape[0] * array.shape[1], array.shape[2]
+def first_terms(one: Split, terms: int) -> Any:
+    """Return the rows of the first term of an operand, which those of the second follow in memory."""
+    batch, heads, rows, width = one.bits.shape
+    shape = batch, heads, rows // terms, width
+    return device_view(one.bits, shape, element_strides(one.bits))
 
 
 def _unrepeated(array: Any) -> Any:
@@ -331,13 +329,3 @@ def _unrepeated(array: Any) -> Any:
     steps = element_strides(array)
     own = 1 if steps[0] == 0 else batch, 1 if steps[1] == 0 else heads
     return array if own == (batch, heads) else device_view(array, (*own, *rest), steps)
-
-
-def _repeated(array: Any, batch: int, heads: int) -> Any:
-    """Return the reverse of :func:`_unrepeated`."""
-    own_batch, own_heads, *rest = array.shape
-    if (own_batch, own_heads) == (batch, heads):
-        return array
-    b, h, *steps = element_strides(array)
-    steps = (b if own_batch > 1 else 0), (h if own_heads > 1 else 0), *steps
-    return device_view(array, (batch, heads, *rest), steps)

@@ -88,7 +88,8 @@ def find(
         results: The operands of a backward pass after those of the forward pass.
     """
     given: Any = options
-    seed, arrays, starts, on_host = 0, operands, list[int](), True
+    seed, arrays, on_host = 0, operands, True
+    starts: list[int] = []  # list[int]() takes ten times as long
     try:
         key = [environ.get(RUNG_VARIABLE), rest, getattr(make, "key", make)]
         if given and not ARRAYS.isdisjoint(given):
@@ -171,7 +172,9 @@ class BoundLoops:
             seed: Dropout seed.
             arrays: The operands.
         """
-        found, starts, kept = list[Any](), [*starts], list[Any]()
+        found: list[Any] = []
+        kept: list[Any] = []
+        starts = [*starts]
         for place, copy in self._copies:
             kept.append(copied := copy(read(arrays[place])))
             starts[place] = start_of(copied)

@@ -106,7 +106,8 @@ class Function:
     @classmethod
     def _prepared(cls, args: tuple[Any, ...]) -> tuple[Context, tuple[Any, ...]]:
         """Return the context of a call, and its arguments as ``forward`` takes them: without history."""
-        needs_grad, has_tensor = list[bool](), False
+        needs_grad: list[bool] = []
+        has_tensor = False
         for arg in args:
             history = getattr(arg, "history", args)  # ``args`` stands for none
             has_tensor = has_tensor or history is not args

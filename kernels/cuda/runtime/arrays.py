@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kernels.cuda.runtime.memory_pool import Pool  # beyond module 5
-from kernels.cuda.runtime.pooled import array_from, array_state, row_major  # beyond module 5
+from kernels.cuda.runtime.pooled import array_state, arrays_from, row_major  # beyond module 5
 from kernels.cuda.runtime.recorder import active, refuse
 from kernels.runtime.dtypes import BFLOAT16, BITS
 from kernels.runtime.memory import Layout, check_dense, row_major_strides, same_layout
@@ -80,7 +80,7 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], source: Any) -> Any:  #
     """Return an uninitialised, contiguous device array from the pool."""
     size, steps = row_major(tuple(shape), dtype.itemsize)
     layout = tuple(shape), steps, dtype
-    return array_from(source, size, layout) if size else array_on(None, layout)
+    return arrays_from(source, (size,), (layout,), [])[0] if size else array_on(None, layout)
 
 
 def to_device(array: np.ndarray[Any, Any]) -> Any:

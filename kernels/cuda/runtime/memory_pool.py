@@ -6,6 +6,7 @@ import gc
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from ctypes import c_void_p
 from functools import lru_cache
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
@@ -35,12 +36,14 @@ class Block(NamedTuple):
         device: Number of its device.
         size: Bytes.
         address: The address in the driver's type.
+        pointer: The address as numba's launches take it.
     """
 
     start: int
     device: int
     size: int
     address: Any
+    pointer: c_void_p
 
 
 @lru_cache(maxsize=4096)
@@ -110,21 +113,31 @@ class Pool:
                 self.call(driver.cuMemPoolSetAttribute, pool, threshold, keep_all)
         return True
 
-    def allocate(self, size: int) -> Block:
-        """Return ``size`` bytes or a few more on the current device.
+    def allocate(self, *sizes: int) -> list[Block]:
+        """Return a block on the current device for each size; it may have a few bytes more.
 
         Args:
-            size: Number of bytes, at least 1.
+            *sizes: Numbers of bytes, at least 1.
 
         Raises:
             MemoryError: If the device has too little memory left.
             RuntimeError: If the driver fails, or a kernel has failed before.
         """
-        size = _rounded(size)
-        try:
-            return heappop(self.cached[size, self._device() if self._several else 0])
-        except (KeyError, IndexError):  # other threads take blocks, too
-            return self._new_block(size)
+        device = self._device() if self._several else 0
+        blocks: list[Block] = []
+        for size in sizes:
+            size = _rounded(size)
+            try:
+                block = heappop(self.cached[size, device])
+            except (KeyError, IndexError):
+                try:
+                    block = self._new_block(size)
+                except BaseException:
+                    for block in blocks:
+                        self.free(block)
+                    raise
+            blocks.append(block)
+        return blocks
 
     def free(self, block: Block) -> None:
         """Free a block from any thread; launched kernels may still use it."""
@@ -160,7 +173,7 @@ class Pool:
         self._held += size
         device = self._device() if self._several else 0
         self.cached.setdefault((size, device), [])
-        return Block(int(address), device, size, address)
+        return Block(int(address), device, size, address, c_void_p(int(address)))
 
     def _bytes_in_cache(self, device: int | None = None) -> int:
         """Return the bytes of cached blocks, on one device or on all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from ctypes import c_void_p
 from functools import lru_cache
 from heapq import heappush
@@ -24,13 +25,11 @@ class Pooled(MemoryPointer):
     Attributes:
         source: The pool.
         block: Its block.
-        start: The address.
         device_ctypes_pointer: The address, which numba would compute at each launch.
     """
 
     source: Any = None
     block: Any = None
-    start: int = 0
     device_ctypes_pointer: Any = None
 
     def __del__(self) -> None:
@@ -83,24 +82,29 @@ def array_state(shape: tuple[int, ...], steps: tuple[int, ...], dtype: np.dtype[
 _ANY_MEMORY = SimpleNamespace(_cuda_memsize_=0)
 
 
-def array_from(source: Any, size: int, layout: Layout) -> Any:
-    """Return an uninitialised array.
+def arrays_from(
+    source: Any, sizes: Sequence[int], layouts: Sequence[Layout], starts: list[int]
+) -> list[Any]:
+    """Return uninitialised arrays, and append their addresses to ``starts``.
 
     Args:
         source: The pool.
-        size: Bytes of the array, at least 1.
-        layout: Its layout.
+        sizes: Bytes of each array, at least 1.
+        layouts: The layout of each.
+        starts: A list.
 
     Raises:
         MemoryError: If the device has too little memory left.
     """
-    block = source.allocate(size)
-    memory = Pooled(None, block.address, size)  # numba reads no context of a pointer
-    memory.source, memory.block, memory.start = source, block, int(block.address)
-    memory.device_ctypes_pointer = c_void_p(memory.start)
-    array = DeviceArray.__new__(DeviceArray)
-    array.__dict__ = {**array_state(*layout), "gpu_data": memory, "stream": 0}
-    return array
+    made = []
+    for block, size, layout in zip(source.allocate(*sizes), sizes, layouts, strict=True):
+        memory = Pooled(None, block.address, size)  # numba reads no context of a pointer
+        memory.source, memory.block, memory.device_ctypes_pointer = source, block, block.pointer
+        array = DeviceArray.__new__(DeviceArray)
+        array.__dict__ = {**array_state(*layout), "gpu_data": memory, "stream": 0}
+        made.append(array)
+        starts.append(block.start)
+    return made
 
 
 @lru_cache(maxsize=4096)

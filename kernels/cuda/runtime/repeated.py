@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from kernels.cuda.runtime.arrays import array_on, pool
-from kernels.cuda.runtime.pooled import Foreign, array_from
+from kernels.cuda.runtime.pooled import Foreign, arrays_from
 from kernels.cuda.runtime.recorder import Recording, Seed, recorded_by, thread
 from kernels.runtime.cuda_errors import LAUNCHED
 from kernels.runtime.known_calls import KnownCalls
@@ -119,14 +119,12 @@ class Repeat:
             operands: The operands, which only loops on the CPU read.
             flat: Return the :attr:`parts` instead, as one dimension.
         """
-        source, places, made = pool(), [*starts], list[Any]()
+        source, places = pool(), [*starts]
         layouts = self._flat if flat else self._layouts
-        for size, layout in zip(self._sizes, layouts, strict=True):
-            made.append(array := array_from(source, size, layout))
-            places.append(array.gpu_data.start)
+        made = arrays_from(source, self._sizes, layouts, places)
         scratch, block = 0, None
         if self.scratch:
-            block = source.allocate(self.scratch)
+            (block,) = source.allocate(self.scratch)
             scratch = block.start
         try:
             self.into(places, scratch, seed)
@@ -203,9 +201,9 @@ def bound(function: Callable[..., None]) -> Callable[..., None]:
             return _first(calls, device, function, arrays)
         if (repeat := known[0]) is None:
             return function(*arrays)
-        starts = list[int]()
+        starts: list[int] = []
         for x in arrays:
-            starts.append(x.device_ctypes_pointer.value or 0)  # as address_of, without a call
+            starts.append(x.device_ctypes_pointer.value or 0)  # noqa: PERF401 - without a call
         repeat.arrays(starts, 0) if repeat.scratch else repeat.into(starts, 0, 0)
 
     return function if IS_SIMULATOR else launch
@@ -225,7 +223,8 @@ def repeats(function: _Function) -> _Function:
     def run(*args: Any) -> Any:
         if thread.recording is not None:
             return function(*args)
-        kind, starts = [current_device()], list[int]()
+        kind = [current_device()]
+        starts: list[int] = []
         for arg in args:
             if type(arg) is DeviceArray:
                 start = address_of(arg)

@@ -125,7 +125,7 @@ def test_each_block_is_freed_once_whichever_thread_drops_it(steps: list[tuple[in
     for size, action in steps:
         driver.current = (0, 1, None, 0)[action]
         if action < 2:
-            block = pool.allocate(size)
+            (block,) = pool.allocate(size)
             assert driver.blocks[block.address] == (action, block.size) and block.device == action
             assert size <= block.size <= size + max(size // 16, 511)
             assert block.address not in {other.address for other in held}
@@ -146,22 +146,22 @@ def test_a_freed_block_goes_to_the_next_allocation_of_its_size() -> None:
     pool = pool_of(driver)
     driver.current, blocks = 0, list[Block]()
     for _ in range(3):
-        blocks = [*map(pool.allocate, (1000, 1024, 5000))]
+        blocks = pool.allocate(1000, 1024, 5000)
         for block in blocks:
             pool.free(block)
     assert driver.calls == 3
     driver.current = 1
-    assert pool.allocate(1000).address not in {block.address for block in blocks}
+    assert pool.allocate(1000)[0].address not in {block.address for block in blocks}
 
 
 def test_what_is_cached_stays_below_half_of_what_was_in_use() -> None:
     driver = Driver(capacity=1 << 40)
     pool = pool_of(driver)
-    blocks = [pool.allocate(SPARE) for _ in range(6)]
+    blocks = pool.allocate(*[SPARE] * 6)
     for block in blocks:
         pool.free(block)
     for size in range(SPARE, 6 * SPARE, SPARE // 2):
-        pool.free(pool.allocate(size))
+        pool.free(*pool.allocate(size))
         assert driver.used <= 9 * SPARE + SPARE
     assert driver.used > 0 == pool.in_use()
 
@@ -169,14 +169,14 @@ def test_what_is_cached_stays_below_half_of_what_was_in_use() -> None:
 def test_the_peak_counts_what_is_in_use() -> None:
     driver = Driver()
     pool = pool_of(driver)
-    kept = pool.allocate(4096)
-    pool.free(pool.allocate(8192))
+    (kept,) = pool.allocate(4096)
+    pool.free(*pool.allocate(8192))
     for _ in range(2):
         assert pool.reset_peak() == 4096
         for size in (512, 1024):
-            pool.free(pool.allocate(size))
+            pool.free(*pool.allocate(size))
         assert pool.peak() - 4096 == 1024
-        pool.free(pool.allocate(8192))
+        pool.free(*pool.allocate(8192))
     pool.free(kept)
 
 
@@ -191,7 +191,7 @@ def test_a_thread_without_a_context_gets_one() -> None:
     driver = Driver()
     pool = pool_of(driver)
     driver.current = None
-    block = pool.allocate(512)
+    (block,) = pool.allocate(512)
     assert pool.in_use() == 512
     pool.free(block)
     assert pool.in_use() == 0
@@ -208,7 +208,7 @@ def test_memory_in_pieces_is_put_together() -> None:
 def test_too_little_memory_says_how_much_there_is() -> None:
     driver = Driver()
     pool = pool_of(driver)
-    kept = pool.allocate(CAPACITY // 2)
+    (kept,) = pool.allocate(CAPACITY // 2)
     with pytest.raises(
         MemoryError, match=r"1\.00 MiB were asked for, 512\.00 KiB of 1\.00 MiB"
     ) as e:

@@ -1,7 +1,8 @@
 """minitorch: automatic differentiation from scalars to a transformer, with its own fused attention kernels.
 
 The names below are those of the published course, so that its tests and scripts run unchanged.  Starter
-trees up to module N leave out what is marked ``beyond module N``.
+trees up to module N leave out what is marked ``beyond module N``, and those of later modules what is marked
+``until module N``.
 """
 
 from .doctor import entrance as _entrance  # beyond module 5
@@ -16,11 +17,11 @@ from . import (
     compat,  # beyond module 5
     fast_ops,  # beyond module 1
     operators,
-    scalar,  # beyond module 0
-    scalar_functions,  # beyond module 0
+    scalar,  # beyond module 0, until module 1
+    scalar_functions,  # beyond module 0, until module 1
     tensor_data,  # beyond module 1
     tensor_functions,  # beyond module 1
-    testing,  # beyond module 0
+    testing,  # beyond module 0, until module 3
 )
 from .accelerated import plain  # beyond module 5
 from .attention.naive import naive_attention  # beyond module 4
@@ -50,12 +51,12 @@ from .cuda_kernel_ops import CudaKernelOps  # beyond module 5
 from .cuda_ops import (  # beyond module 1
     CudaBackend,
     CudaOps,
-    mm_practice,  # beyond module 2
-    sum_practice,  # beyond module 2
+    mm_practice,  # beyond module 2, until module 3
+    sum_practice,  # beyond module 2, until module 3
 )
-from .datasets import datasets
+from .datasets import datasets  # until module 3
 from .drawing.expression_graph import ExpressionGraph  # beyond module 5
-from .fast_conv import Conv1dFun, Conv2dFun, conv1d, conv2d  # beyond module 3
+from .fast_conv import Conv1dFun, Conv2dFun, conv1d, conv2d  # beyond module 3, until module 4
 from .fast_ops import FastBackend, FastOps  # beyond module 1
 from .functions.base import Function  # beyond module 1
 from .functions.flash_attention import FlashAttention  # beyond module 4
@@ -74,25 +75,25 @@ from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear  # beyond mod
 from .nn import (  # beyond module 3
     GELU,
     argmax,
-    avgpool2d,
+    avgpool2d,  # until module 4
     dropout,
     logsoftmax,
     logsumexp,
     max,
-    maxpool2d,
+    maxpool2d,  # until module 4
     one_hot,
     silu,  # beyond module 5
     softmax,
     softmax_loss,
-    tile,
+    tile,  # until module 4
 )
 from .optim import (  # beyond module 1
     SGD,
     Adam,  # beyond module 3
     Optimizer,
 )
-from .scalar import Scalar, ScalarHistory, derivative_check  # beyond module 0
-from .scalar_functions import ScalarFunction  # beyond module 0
+from .scalar import Scalar, ScalarHistory, derivative_check  # beyond module 0, until module 1
+from .scalar_functions import ScalarFunction  # beyond module 0, until module 1
 from .scalars.modes import no_grad  # beyond module 1
 from .tensor import Tensor  # beyond module 1
 from .tensor_data import (  # beyond module 1
@@ -156,9 +157,9 @@ from .tensors.factories import (  # beyond module 1
     zeros_tensor_from_numpy,  # beyond module 5
 )
 from .tensors.factories import tensor as _tensor  # beyond module 1
-from .tensors.gradient_check import grad_central_difference, grad_check  # beyond module 1
+from .tensors.gradient_check import grad_central_difference, grad_check  # beyond module 1, until module 4
 from .tensors.joining import cat, stack  # beyond module 5
-from .testing import MathTest, MathTestVariable  # beyond module 0
+from .testing import MathTest, MathTestVariable  # beyond module 0, until module 3
 from .training.adamw import AdamW  # beyond module 5
 from .training.anomaly import AnomalyError, detect_anomaly  # beyond module 5
 from .training.captured_step import CaptureError, GraphStep, graph_step  # beyond module 5

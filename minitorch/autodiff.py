@@ -72,6 +72,11 @@ class Variable(Protocol):
         ...
 
 
+def wrap_tuple(x: Any) -> tuple[Any, ...]:
+    """Turn a single value into a tuple of one; leave a tuple alone."""
+    return x if isinstance(x, tuple) else (x,)
+
+
 def topological_sort(variable: Variable) -> Iterable[Variable]:
     """Order the graph so that every variable precedes the ones it was computed from.
 

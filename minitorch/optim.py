@@ -10,7 +10,6 @@ from kernels.runtime.dtypes import acc_dtype
 
 from .backends.memory import memories  # beyond module 5
 from .module import Parameter
-from .scalar import Scalar
 from .scalars.modes import modes  # beyond module 5
 from .tensor import Tensor
 from .training.optimiser_states import Moments, State  # beyond module 5
@@ -80,9 +79,9 @@ class SGD(Optimizer):
         """Move every parameter that has a gradient."""
         for p in self.parameters:
             value = p.value
-            if isinstance(value, Scalar):
+            if hasattr(value, "derivative"):
                 if value.derivative is not None:
-                    self._update(p, Scalar(value.data - self.lr * value.derivative))
+                    self._update(p, type(value)(value.data - self.lr * value.derivative))
             elif value is not None and value.grad is not None:
                 self._update(p, sgd_step(value.detach(), value.grad, self.lr))
 
@@ -129,7 +128,7 @@ class Adam(  # beyond module 3
         """Move every parameter that has a gradient."""
         self.steps += 1
         for p in self.parameters:
-            if isinstance(p.value, Scalar):
+            if hasattr(p.value, "derivative"):
                 raise TypeError(
                     "the parameters of Adam must be tensors, got a Scalar; use SGD for scalars"
                 )

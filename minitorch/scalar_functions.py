@@ -7,13 +7,8 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from . import operators
-from .autodiff import Context, History
+from .autodiff import Context, History, wrap_tuple
 from .scalars.modes import modes  # beyond module 5
-
-
-def wrap_tuple(x: Any) -> tuple[Any, ...]:
-    """Turn a single value into a tuple of one; leave a tuple alone."""
-    return x if isinstance(x, tuple) else (x,)
 
 
 def unwrap_tuple(x: tuple[Any, ...]) -> Any:

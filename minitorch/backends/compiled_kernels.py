@@ -11,6 +11,9 @@ from kernels.runtime.targets import cuda
 
 from .. import tensor_data
 
+#: Threads per block of ``jit_sum_practice``, and maximum side of the square blocks of the matmul kernels.
+THREADS_PER_BLOCK = 32
+
 
 def device_jit(fn: Callable[..., Any], **options: Any) -> Any:
     """Compile a device function, which is inlined into its callers."""

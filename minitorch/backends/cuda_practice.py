@@ -5,12 +5,9 @@ from __future__ import annotations
 from kernels.runtime.targets import cuda
 
 from ..tensor_data import Storage, TensorData
-from .compiled_kernels import jit
+from .compiled_kernels import THREADS_PER_BLOCK, jit
 from .memory import memories
 from .tensor_protocol import TensorLike as Tensor
-
-#: Threads per block of ``jit_sum_practice``, and maximum side of the square blocks of the matmul kernels.
-THREADS_PER_BLOCK = 32
 
 
 def _sum_practice(out: Storage, a: Storage, size: int) -> None:

@@ -10,10 +10,9 @@ import numpy as np
 
 from kernels.common.arguments import shown
 
-from ..autodiff import Context, History, Variable
+from ..autodiff import Context, History, Variable, wrap_tuple
 from ..backends.tensor_protocol import TensorLike as Tensor
 from ..backends.writes import check_unwritten  # beyond module 5
-from ..scalar_functions import wrap_tuple
 from ..scalars.modes import (
     modes,
     writes,  # beyond module 5

@@ -75,33 +75,43 @@ class Module:
     files: tuple[str, ...] = ()
 
 
-POINTS = ("project/training/points.py", "project/training/script_helpers.py")
-DRAWN = ("tests/tensor_strategies.py",)
+HELPERS = "project/training/script_helpers.py"
+POINTS = ("project/training/points.py", HELPERS, "minitorch/datasets.py")
+COMPARED = ("minitorch/testing.py", "minitorch/scalars/math_tests.py")
+DRAWN = ("tests/tensor_strategies.py", "minitorch/tensors/gradient_check.py")
 MODULES = (
     Module(0, "Fundamentals", ("run_manual",), ("math_page", "training_page"), POINTS),
     Module(
         1, "Autodiff", ("run_scalar",), ("graph_page", "training_page"),
-        (*POINTS, "project/app_pages/expressions.py"),
+        (
+            *POINTS, *COMPARED, "minitorch/scalar.py", "minitorch/scalar_functions.py",
+            "project/app_pages/expressions.py",
+        ),
     ),
     Module(
-        2, "Tensors", ("run_tensor",), ("tensor_page", "training_page"), (*POINTS, *DRAWN),
+        2, "Tensors", ("run_tensor",), ("tensor_page", "training_page"),
+        (*POINTS, *COMPARED, *DRAWN),
     ),
     Module(
         3, "Efficiency", ("run_fast_tensor", "parallel_check"), ("training_page",),
         (
-            *POINTS, *DRAWN, "project/run_tensor.py", "tests/course/test_loops.py",
-            "tests/support/cuda_tensors.py", "project/course/kernel_text.py",
+            *POINTS, *COMPARED, *DRAWN, "minitorch/backends/cuda_practice.py",
+            "project/run_tensor.py", "tests/course/test_loops.py", "tests/support/cuda_tensors.py",
+            "project/course/kernel_text.py",
         ),
     ),
     Module(
         4, "Networks", ("run_digits", "run_sentiment"), ("conv_page",),
-        (*DRAWN, POINTS[1], "project/data/digits.py", "project/data/sentiment.py"),
+        (
+            *DRAWN, HELPERS, "minitorch/fast_conv.py", "minitorch/functions/convolution.py",
+            "project/data/digits.py", "project/data/sentiment.py",
+        ),
     ),
     Module(
         5, "FlashAttention", ("train_tasks",), ("attention_page",),
         (
             "project/app_pages/recording.py", "project/app_pages/tile_view.py",
-            "project/app_pages/tile_words.py", POINTS[1],
+            "project/app_pages/tile_words.py", HELPERS,
             "tests/support/attention/mistakes.py", "project/course/kernel_text.py",
         ),
     ),

@@ -1,7 +1,8 @@
 """Which files a starter tree holds: a list for each module, and copies of these files with holes.
 
 A line that ends in ``# beyond module 4`` opens a hole in the trees of module 4 and of earlier ones: they do
-not have the line, nor the lines below it that are indented deeper or close its bracket.
+not have the line, nor the lines below it that are indented deeper or close its bracket.  So does
+``# until module 4`` in the trees of later modules; ``# beyond module 0, until module 1`` does both.
 """
 
 from __future__ import annotations
@@ -12,20 +13,18 @@ from pathlib import Path
 from course.markers import ROOT, read_text
 from course.tasks import MODULES, tasks_of
 
-#: Module → what its tree and those of later modules have, but for files after a minus; scripts, pages and
-#: tests are of one module.
+#: Module → what its tree and those of later modules have, but for files after a minus; scripts, pages,
+#: tests and ``Module.files`` are of one module.
 FILES = (
     """
-    minitorch/__init__.py minitorch/datasets.py minitorch/module.py
-    minitorch/operators.py
+    minitorch/__init__.py minitorch/module.py minitorch/operators.py
     project/app.py project/app_pages/__init__.py project/app_pages/guide.py
     project/app_pages/pictures.py project/app_pages/widgets.py project/common/__init__.py
     project/common/command_line.py project/common/notebooks.py
     tests/__init__.py tests/conftest.py tests/strategies.py
     """,
     """
-    minitorch/autodiff.py minitorch/scalar.py minitorch/scalar_functions.py minitorch/testing.py
-    minitorch/scalars/math_tests.py
+    minitorch/autodiff.py
     """,
     """
     kernels/common/arguments.py kernels/runtime/dtypes.py
@@ -35,19 +34,19 @@ FILES = (
     minitorch/backends/plain_math.py minitorch/backends/result_shapes.py
     minitorch/backends/running.py minitorch/backends/tensor_protocol.py
     minitorch/functions/base.py minitorch/functions/views.py
-    minitorch/tensors/container.py minitorch/tensors/factories.py minitorch/tensors/gradient_check.py
-    minitorch/tensors/making.py minitorch/tensors/operator_methods.py minitorch/training/steps.py
+    minitorch/tensors/container.py minitorch/tensors/factories.py minitorch/tensors/making.py
+    minitorch/tensors/operator_methods.py minitorch/training/steps.py
     tests/support/mistakes.py tests/support/tolerances.py
     """,
     """
     kernels/runtime/cuda_errors.py kernels/runtime/disk_cache.py kernels/runtime/jit.py
     kernels/runtime/numba_patches.py kernels/runtime/targets.py
     minitorch/cuda_ops.py minitorch/fast_ops.py minitorch/backends/compiled_*.py
-    minitorch/backends/cuda_practice.py minitorch/backends/device_memory.py
+    minitorch/backends/device_memory.py
     """,
     """
-    minitorch/fast_conv.py minitorch/nn.py minitorch/modules_basic.py minitorch/layers/indices.py
-    minitorch/functions/convolution.py minitorch/layers/checks.py minitorch/layers/linear.py
+    minitorch/nn.py minitorch/modules_basic.py minitorch/layers/checks.py minitorch/layers/indices.py
+    minitorch/layers/linear.py
     """,
     """
     kernels/__init__.py kernels/array_call.py kernels/launch.py kernels/operand_types.py kernels/rungs.py
@@ -87,7 +86,7 @@ from .tensor_ops import SimpleOps as {0}Ops
 
 __all__ = ["{0}Backend", "{0}Ops"]
 '''
-BEYOND = re.compile(r"^( *).*# beyond module (\d)$")
+MARK = re.compile(r"^( *).*# (?:beyond module (\d))?(?:, )?(?:until module (\d))?$")
 
 
 def tree_texts(module: int, first: int) -> dict[str, str]:
@@ -120,18 +119,19 @@ def tree_texts(module: int, first: int) -> dict[str, str]:
         if init not in texts and (ROOT / init).is_file():  # a folder that is needed, no more
             words = read_text(ROOT / init).split('"""')[1:2]
             texts[init] = "".join(f'"""{text}"""\n' for text in words)
-    return {file: without_later(texts[file], module) for file in sorted(texts)}
+    return {file: with_holes(texts[file], module, first) for file in sorted(texts)}
 
 
-def without_later(text: str, module: int) -> str:
-    """Return a source without what lies beyond a module."""
+def with_holes(text: str, module: int, first: int) -> str:
+    """Return a source without what lies beyond ``module``, or ends before the module ``first``."""
     kept, hole = list[str](), None
     for line in text.split("\n"):
         deeper = hole is not None and line.startswith(tuple(hole + sign for sign in " )]}"))
         if deeper or (hole is not None and not line.strip()):
             continue
-        found = BEYOND.match(line)
-        hole = found[1] if found and module <= int(found[2]) else None
+        found = MARK.match(line)
+        is_out = found and (module <= int(found[2] or -1) or first > int(found[3] or module))
+        hole = found[1] if found and is_out else None
         if hole is None:
             kept.append(line)
     return "\n".join(kept)

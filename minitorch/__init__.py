@@ -157,7 +157,10 @@ from .tensors.factories import (  # beyond module 1
     zeros_tensor_from_numpy,  # beyond module 5
 )
 from .tensors.factories import tensor as _tensor  # beyond module 1
-from .tensors.gradient_check import grad_central_difference, grad_check  # beyond module 1, until module 4
+from .tensors.gradient_check import (  # beyond module 1, until module 4
+    grad_central_difference,
+    grad_check,
+)
 from .tensors.joining import cat, stack  # beyond module 5
 from .testing import MathTest, MathTestVariable  # beyond module 0, until module 3
 from .training.adamw import AdamW  # beyond module 5

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import streamlit as st
@@ -22,7 +21,6 @@ from app_pages.guide import show_guide
 from app_pages.widgets import refuse
 
 LAST_MODULE = 5
-FOLDER = Path(__file__).resolve().parent / "app_pages"
 
 
 class Page(NamedTuple):
@@ -38,69 +36,69 @@ class Page(NamedTuple):
 
 #: By the name in the address.
 PAGES = {
-    "math": Page(
+    "math": Page(  # until module 0
         0, "Math sandbox", ("math_page", "page"),
         "The functions of `operators` as curves, `map`, `zipWith` and `reduce` on a list of "
         "numbers, and the names of the parameters in a tree of modules. Move a slider and look at "
         "the point on the curve.",
         ("module0", "Task 0.1"),
     ),
-    "manual": Page(
+    "manual": Page(  # until module 0
         0, "Classify by hand", ("training_page", "manual_page"),
         "A linear model with two weights and a bias. The black line is where its sum is 0. "
         "Separate each data set with the three sliders, and find those that no line separates.",
         ("module0", "Try it"),
     ),
-    "autodiff": Page(
+    "autodiff": Page(  # beyond module 0, until module 1
         1, "Scalar graph and autodiff", ("graph_page", "scalar_page"),
         "An expression as a graph: boxes are variables, ellipses are functions. Each edge into a "
         "function has the function's local derivative. Move the slider, and derivatives flow back "
         "along the edges.",
         ("module1", "Task 1.3"),
     ),
-    "scalar": Page(
+    "scalar": Page(  # beyond module 0, until module 1
         1, "Train with scalars", ("training_page", "scalar_page"),
         "The training of `project/run_scalar.py`. Colours show the predicted class, and the black "
         "line is the boundary between the two classes.",
         ("module1", "Task 1.5"),
     ),
-    "tensor": Page(
+    "tensor": Page(  # beyond module 1, until module 2
         2, "Tensor strides and views", ("tensor_page", "page"),
         "One storage under a view. Permute the dimensions: shape and strides change, and the "
         "storage does not. Below, the shape that two shapes broadcast to.",
         ("module2", "Task 2.1"),
     ),
-    "gradients": Page(
+    "gradients": Page(  # beyond module 5
         2, "Tensor graph and autodiff", ("graph_page", "tensor_page"),
         "The graph of an expression of tensors, with shapes. A gradient has the shape of its "
         "variable: where a variable was broadcast, the gradient is summed.",
         ("module2", "Task 2.4"),
     ),
-    "train": Page(
+    "train": Page(  # beyond module 1, until module 2
         2, "Train with tensors", ("training_page", "tensor_page"),
         "The training of `project/run_tensor.py`, all points at once, in plain Python loops.",
         ("module2", "Task 2.5"),
     ),
-    "fast": Page(
+    "fast": Page(  # beyond module 2, until module 3
         3, "Train on the fast backend", ("training_page", "fast_page"),
         "The training of `project/run_fast_tensor.py` with compiled loops. Compare its time with "
         "module 2.",
         ("module3", "Task 3.5"),
     ),
-    "convolution": Page(
+    "convolution": Page(  # beyond module 3, until module 4
         4, "Convolution and pooling", ("conv_page", "page"),
         "One element of the output is the sum of a window of the input times the kernel. Move the "
         "window, and change the kernel.",
         ("module4", "Task 4.2"),
     ),
-    "attention": Page(
+    "attention": Page(  # beyond module 4
         5, "Attention, tile by tile", ("attention_page", "page"),
         "A kernel of `kernels/cuda` ran in numba's simulator. At each barrier its shared memory "
         "and registers were recorded, and its global arrays counted the elements read and "
         "written. Go through the steps. You write these kernels in tasks 5.4 to 5.7 and 5.9.",
         ("module5", "Task 5.3"),
     ),
-    "ladder": Page(
+    "ladder": Page(  # beyond module 5
         5, "The ladder, measured", ("ladder_page", "page"),
         "The times and the memory of each implementation of attention, as measured on several "
         "devices.",
@@ -128,13 +126,7 @@ def main() -> None:
         )
         st.stop()
     args = parse(sys.argv[1:])
-    # A starter tree has the pages of its module alone.
-    first = args.module if (FOLDER.parents[1] / "course.json").exists() else 0
-    names = [
-        name
-        for name, page in PAGES.items()
-        if first <= page.module <= args.module and (FOLDER / f"{page.place[0]}.py").exists()
-    ]
+    names = [name for name, page in PAGES.items() if page.module <= args.module]
     if "page" not in st.session_state:
         # Not by index: an older Streamlit takes another index for another widget, and forgets the click.
         asked = st.query_params.get("page")

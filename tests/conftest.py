@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import gc
+import gc  # beyond module 2
 import os
-import signal
-import sys
-from collections.abc import Iterator
-from importlib.util import find_spec
+import signal  # beyond module 5
+import sys  # beyond module 2
+from collections.abc import Iterator  # beyond module 2
+from importlib.util import find_spec  # beyond module 5
 
-import pytest
+import pytest  # beyond module 2
 from hypothesis import HealthCheck, Phase, settings
 
-try:
-    from kernels.runtime.targets import IS_SIMULATOR, why_no_cuda
-except ModuleNotFoundError:  # a starter tree of a module without kernels
-
-    def why_no_cuda() -> str | None:
-        """No test asks for a GPU."""
-        return None
-
-    IS_SIMULATOR = False
+from kernels.runtime.targets import IS_SIMULATOR, why_no_cuda  # beyond module 2
 
 #: MINITORCH_SHRINK=0 shows the first example that fails, and does not look for the smallest.
 SHRINKING = os.environ.get("MINITORCH_SHRINK") != "0"
@@ -38,8 +30,8 @@ settings.register_profile(
 settings.load_profile("minitorch")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _collector_of_a_file() -> None:
+@pytest.fixture(scope="module", autouse=True)  # beyond module 2
+def _collector_of_a_file() -> None:  # beyond module 2
     """Let the collector of garbage look at what the tests of a file make, and at nothing before them.
 
     Of modules, tests and compiled kernels there are millions of objects, and some tests collect often.
@@ -50,8 +42,8 @@ def _collector_of_a_file() -> None:
         gc.freeze()
 
 
-@pytest.fixture(scope="module")
-def quick_barriers() -> Iterator[None]:
+@pytest.fixture(scope="module")  # beyond module 2
+def quick_barriers() -> Iterator[None]:  # beyond module 2
     """Let the simulator's threads hand over often: a barrier waits for each of them."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
@@ -59,15 +51,15 @@ def quick_barriers() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
+@pytest.fixture  # beyond module 5
+def ctrl_c() -> Iterator[None]:  # beyond module 5
     """Let SIGINT raise KeyboardInterrupt: a run in the background, or under nohup, ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def _why_skipped(mark: str) -> str | None:
+def _why_skipped(mark: str) -> str | None:  # beyond module 2
     if mark == "cuda" and (IS_SIMULATOR or why_no_cuda() is not None):
         return "needs a GPU: " + (why_no_cuda() or "this run is in the simulator")
     if mark == "simulator" and why_no_cuda() is not None:
@@ -75,7 +67,9 @@ def _why_skipped(mark: str) -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(  # beyond module 2
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Skip what this machine cannot run."""
     for mark in ("cuda", "simulator"):
         reason = _why_skipped(mark)
@@ -85,10 +79,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say in one loud line what a green run did not cover; a student's tree needs no GPU."""
-    if (terminalreporter.config.rootpath / "course.json").exists():
-        return
+def pytest_terminal_summary(  # beyond module 5
+    terminalreporter: pytest.TerminalReporter,
+) -> None:
+    """Say in one loud line what a green run did not cover."""
     if reason := _why_skipped("cuda"):
         terminalreporter.write_line(f"NO GPU TEST HAS RUN: {reason}", yellow=True, bold=True)
     optional = {

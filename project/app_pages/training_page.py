@@ -47,7 +47,7 @@ def choose_points() -> Graph:
     return DATASETS[name](count)
 
 
-def manual_page(hide_source: bool = False) -> None:
+def manual_page(hide_source: bool = False) -> None:  # until module 0
     """Show the page of module 0: weights by hand."""
     script = importlib.import_module("run_manual")
     data = choose_points()
@@ -63,7 +63,9 @@ def manual_page(hide_source: bool = False) -> None:
     show_panels(boundary(classifier, data, title), where=st.columns(2)[0], size=5)
 
 
-def _training_page(script: str, trainer_name: str, usual_rate: float = 0.3) -> None:
+def _training_page(  # beyond module 0
+    script: str, trainer_name: str, usual_rate: float = 0.3
+) -> None:
     """Show the trainer of a script of the course, which its starter tree may lack."""
     data = choose_points()
     side = st.sidebar
@@ -101,16 +103,16 @@ def _training_page(script: str, trainer_name: str, usual_rate: float = 0.3) -> N
     draw(last, epochs)
 
 
-def scalar_page(hide_source: bool = False) -> None:
+def scalar_page(hide_source: bool = False) -> None:  # beyond module 0, until module 1
     """Show the page of module 1."""
     _training_page("run_scalar", "ScalarTrain")
 
 
-def tensor_page(hide_source: bool = False) -> None:
+def tensor_page(hide_source: bool = False) -> None:  # beyond module 1, until module 2
     """Show the page of module 2."""
     _training_page("run_tensor", "TensorTrain")
 
 
-def fast_page(hide_source: bool = False) -> None:
+def fast_page(hide_source: bool = False) -> None:  # beyond module 2
     """Show the page of module 3."""
     _training_page("run_fast_tensor", "FastTrain", 0.1)  # minibatches: more steps an epoch

@@ -50,7 +50,7 @@ def number(
     return read
 
 
-def per_item(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+def per_item(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:  # beyond module 5
     """Return a reader of several values with commas between them."""
     return lambda text: [kind(part) for part in text.split(",")]
 
@@ -76,7 +76,7 @@ def script_parser(description: str | None, out: str) -> OneLineParser:
     return parser
 
 
-def replace_unprintable() -> None:
+def replace_unprintable() -> None:  # beyond module 5
     """Show "?" for characters that a terminal's encoding lacks; a notebook's output has all of them."""
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:

@@ -26,7 +26,9 @@ Panel = Callable[[Any], None]
 # -- before the training -------------------------------------------------------------------------
 
 
-def check_backend(option: str, backend: minitorch.TensorBackend) -> None:
+def check_backend(  # beyond module 2
+    option: str, backend: minitorch.TensorBackend
+) -> None:
     """Exit with one line if the machine does not have what a backend needs.
 
     Args:
@@ -53,12 +55,12 @@ def make_folder(path: str) -> Path:
 # -- while it runs -------------------------------------------------------------------------------
 
 
-SCHEDULES = ("cosine", "constant")
-#: Part of the steps over which the learning rate rises.
-WARM_UP = 0.05
+SCHEDULES = ("cosine", "constant")  # beyond module 3
+#: Part of the steps over which the learning rate rises.  # beyond module 3
+WARM_UP = 0.05  # beyond module 3
 
 
-def learning_rate(
+def learning_rate(  # beyond module 3
     progress: float, highest: float, schedule: str = "cosine", warm_up: float = WARM_UP
 ) -> float:
     """Rise linearly, then fall to a tenth along a cosine, or stay.
@@ -99,7 +101,7 @@ def remedy(lr: float, option: str = "--lr") -> str:
     return f"lower {option}, now {lr}"
 
 
-class CtrlC:
+class CtrlC:  # beyond module 5
     """Within the context, the first Ctrl-C only sets ``asked``; the second ends the program."""
 
     def __enter__(self) -> CtrlC:

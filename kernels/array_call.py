@@ -143,7 +143,7 @@ def attend(
 
 def _check_wanted(problem: Problem, wanted: launch.Wanted) -> None:
     """Check that a call has the options whose gradients are wanted."""
-    for name, is_wanted, can in zip(WITH_GRADIENT, wanted[1:], problem.has_gradients, strict=True):
+    for name, is_wanted, can in zip(WITH_GRADIENT, wanted[1:], problem.has_gradients, strict=False):
         field = field_of(name)
         if flag(f"{field}_gradient", is_wanted) and not can:
             kind = "a floating attn_mask" if field == "mask" else name

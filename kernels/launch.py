@@ -15,7 +15,7 @@ from kernels.bound_calls import BoundLoops, CallLookup, arrays_of  # beyond modu
 from kernels.cuda.runtime.recorder import active  # beyond module 5
 from kernels.cuda.runtime.repeated import noted  # beyond module 5
 from kernels.problem.argument_types import check_tile
-from kernels.problem.float8 import check_float8_gradient
+from kernels.problem.float8 import check_float8_gradient  # beyond module 5
 from kernels.problem.operands import Operands, own_mask, view_of
 from kernels.problem.question import Problem
 from kernels.rungs import CPU as CPU
@@ -28,7 +28,7 @@ from kernels.rungs import Target as Target
 from kernels.rungs import Tile as Tile
 from kernels.rungs import check_rung as check_rung
 from kernels.runtime.memory import Memory, start_of
-from kernels.scores.mods import check_derivative
+from kernels.scores.mods import check_derivative  # beyond module 5
 
 
 class Wanted(NamedTuple):
@@ -78,7 +78,7 @@ class BoundCall:
         self, target: Target, problem: Problem, tile: Any = None, wanted: Wanted = FORWARD
     ):
         tile = None if tile is None else check_tile(tile)
-        if wanted.backward:
+        if wanted.backward:  # beyond module 5
             check_derivative(problem.score_mod)
             check_float8_gradient(problem)
         self.target, self.problem, self.wanted = target, problem.unseeded, wanted

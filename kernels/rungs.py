@@ -14,10 +14,10 @@ from kernels.cpu.attention import flash2_backward as cpu_flash2_backward  # beyo
 from kernels.cpu.attention import mask_gradient as cpu_mask_gradient  # beyond module 5
 from kernels.cuda.attention import flash1
 from kernels.cuda.attention import naive as cuda_naive
-from kernels.cuda.attention import sink_gradient as cuda_sink_gradient
+from kernels.cuda.attention import sink_gradient as cuda_sink_gradient  # beyond module 5
 from kernels.cuda.attention.flash2 import backward as flash2_backward
 from kernels.cuda.attention.flash2 import forward as cuda_flash2
-from kernels.cuda.attention.flash2 import mask_gradient as flash2_mask_gradient
+from kernels.cuda.attention.flash2 import mask_gradient as flash2_mask_gradient  # beyond module 5
 from kernels.cuda.attention.flash2_mma import launch as flash2_mma  # beyond module 5
 from kernels.cuda.attention.flash2_split import launch as flash2_split  # beyond module 5
 from kernels.cuda.attention.flash3_wgmma.backward import (  # beyond module 5
@@ -29,7 +29,7 @@ from kernels.cuda.attention.options.listed_mods import on_device  # beyond modul
 from kernels.cuda.device import per_device  # beyond module 5
 from kernels.cuda.device.memory import DeviceMemory
 from kernels.cuda.runtime.sizes import SIZES
-from kernels.problem.float8 import FLOAT8, why_not_float8
+from kernels.problem.float8 import FLOAT8, why_not_float8  # beyond module 5
 from kernels.problem.listed_mods import Evaluate, listed, on_host  # beyond module 5
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
@@ -80,7 +80,7 @@ class Rung:
     reads_masks: bool = False
     why_no_device: Callable[[], str | None] = lambda: None
     evaluate: Evaluate | None = None  # beyond module 5
-    forward_float8: Callable[..., None] | None = None
+    forward_float8: Callable[..., None] | None = None  # beyond module 5
     alias: str = ""
 
     def taken(self, problem: Problem) -> Problem | None:
@@ -99,15 +99,15 @@ class Rung:
         sums = problem.acc_dtype
         return replace(problem, dtype=sums) if sums in self.dtypes else None
 
-    def forward_of(self, problem: Problem) -> Callable[..., Any]:
+    def forward_of(self, problem: Problem) -> Any:
         """Return the function that fills out and lse of a problem."""
-        own = self.forward_float8 if problem.precision in FLOAT8 else self.forward
-        assert own is not None, "Target.pick returns a rung that can run the problem"
-        return own
+        if problem.precision in FLOAT8:  # beyond module 5
+            return self.forward_float8
+        return self.forward
 
     def reason(self, problem: Problem, tile: Tile | None) -> str | None:
         """Return why this rung cannot run a problem, or None if it can; a tile of None means its own."""
-        if problem.precision in FLOAT8:
+        if problem.precision in FLOAT8:  # beyond module 5
             missing = None if self.forward_float8 else "it has no float8 products"
             if (reason := missing or why_not_float8(problem)) is not None:
                 return reason
@@ -266,8 +266,8 @@ CUDA = Target(
             "naive", cuda_naive.forward, cuda_naive.backward, SIZES.product_tile, cuda_naive.why_not
         ),
     ),
-    flash2_mask_gradient.mask_gradient,
-    cuda_sink_gradient.sink_gradient,
+    flash2_mask_gradient.mask_gradient,  # beyond module 5
+    cuda_sink_gradient.sink_gradient,  # beyond module 5
 )
 
 #: The targets by name.

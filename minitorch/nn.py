@@ -27,7 +27,7 @@ max_reduce = FastOps.reduce(operators.max, -1e9)
 # -- pooling -----------------------------------------------------------------------------------
 
 
-def tile(input: Tensor, kernel: tuple[int, int]) -> tuple[Tensor, int, int]:  # until module 4
+def tile(input: Tensor, kernel: tuple[int, int]) -> tuple[Tensor, int, int]:
     """Cut an image into tiles, and lay out the elements of each tile along the last dimension.
 
     Args:
@@ -66,7 +66,7 @@ def tile(input: Tensor, kernel: tuple[int, int]) -> tuple[Tensor, int, int]:  # 
     # END TASK 4.3
 
 
-def avgpool2d(input: Tensor, kernel: tuple[int, int]) -> Tensor:  # until module 4
+def avgpool2d(input: Tensor, kernel: tuple[int, int]) -> Tensor:
     """Average each tile of (batch, channel, height, width)."""
     # TASK 4.3: The mean of each tile's row.
     tiles, new_h, new_w = tile(input, kernel)
@@ -74,7 +74,7 @@ def avgpool2d(input: Tensor, kernel: tuple[int, int]) -> Tensor:  # until module
     # END TASK 4.3
 
 
-def maxpool2d(input: Tensor, kernel: tuple[int, int]) -> Tensor:  # until module 4
+def maxpool2d(input: Tensor, kernel: tuple[int, int]) -> Tensor:
     """Take the maximum of each tile of (batch, channel, height, width)."""
     tiles, new_h, new_w = tile(input, kernel)
     # TASK 4.4: As avgpool2d, with max.

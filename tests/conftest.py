@@ -79,9 +79,7 @@ def pytest_collection_modifyitems(  # beyond module 2
                     item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_terminal_summary(  # beyond module 5
-    terminalreporter: pytest.TerminalReporter,
-) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:  # beyond module 5
     """Say in one loud line what a green run did not cover."""
     if reason := _why_skipped("cuda"):
         terminalreporter.write_line(f"NO GPU TEST HAS RUN: {reason}", yellow=True, bold=True)

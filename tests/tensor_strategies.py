@@ -95,15 +95,6 @@ def shaped_tensors(
     return [draw(tensors(numbers, backend, shape)) for _ in range(n)]
 
 
-@composite
-def matmul_tensors(
-    draw: DrawFn, numbers: SearchStrategy[float] = small_floats
-) -> tuple[Tensor, Tensor]:
-    """Draw two matrices that can be multiplied."""
-    rows, depth, cols = (draw(small_ints) for _ in range(3))
-    return draw(tensors(numbers, None, (rows, depth))), draw(tensors(numbers, None, (depth, cols)))
-
-
 def assert_close_tensor(a: Tensor, b: Tensor) -> None:
     """Assert that two tensors have one shape, and elements that differ by less than 0.01."""
     assert a.shape == b.shape, f"shapes {a.shape} and {b.shape} differ"

@@ -2,34 +2,24 @@
 
 The FlashAttention papers argue by the number of elements moved.  This module measures the kernels
 themselves instead of a model: while a meter is open, every array argument of a kernel counts each access to
-an element.  ``formulas`` has the expected counts, and :func:`metered` counts a call.
+an element.  ``formulas`` has the expected counts.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from threading import Lock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kernels import launch
-from kernels.cuda.attention import split_keys
-from kernels.cuda.matmul import cuda_cores
-from kernels.cuda.runtime.arrays import is_device_array, to_device
+from kernels.cuda.runtime.arrays import is_device_array
 from kernels.cuda.runtime.kernel import Kernel
-from kernels.metering.rung_traffic import RUNGS, PassTraffic, Tile, call_traffic
-from kernels.problem.operands import make_operands
-from kernels.problem.question import make_problem
 from kernels.runtime.targets import IS_SIMULATOR, simulated_atomics
-from kernels.traffic.formulas import HeadShape, Traffic, total
+from kernels.traffic.formulas import Traffic, total
 
-__all__ = ["Counted", "IOMeter", "Traffic", "metered", "one_of_many_heads", "total"]
+__all__ = ["Counted", "IOMeter", "Traffic", "total"]
 
 #: The operands of the general matrix product, whose names a, b and out do not identify the arrays.
 UNTELLING = "product"
@@ -255,56 +245,3 @@ class IOMeter:
     def number(self, array: Any) -> int:
         """Return the number of the allocation that contains an array."""
         return id(_owner(_host(array)))
-
-
-@contextmanager
-def one_of_many_heads() -> Iterator[None]:
-    """Make kernels compute one head as they compute many, without dividing sums among blocks.
-
-    The simulator's threads also switch often, because barriers wait for every thread of a block.
-    """
-    sizes, merged, interval = cuda_cores.SIZES, split_keys.SIZES, sys.getswitchinterval()
-    cuda_cores.SIZES = replace(sizes, product_blocks=0)
-    split_keys.SIZES = replace(merged, split_blocks=0)
-    sys.setswitchinterval(1e-4)
-    try:
-        yield
-    finally:
-        cuda_cores.SIZES, split_keys.SIZES = sizes, merged
-        sys.setswitchinterval(interval)
-
-
-def metered(
-    name: str, shape: HeadShape, tile: Tile | None = None, seed: int = 0, **options: Any
-) -> tuple[PassTraffic, PassTraffic]:
-    """Run one head forward and backward in the simulator; return its measured and expected traffic.
-
-    Args:
-        name: One of ``traffic.RUNGS``.
-        shape: Sizes of the head; the bounds come from the options.
-        tile: (block_q, block_k), query rows and keys per tile; None uses the rung's default.
-        seed: Seed of the random operands.
-        options: Options of ``make_problem``: is_causal, causal_offset, window_size.
-
-    Returns:
-        The traffic counted by the meter, and that of the formulas.
-
-    Raises:
-        RuntimeError: Outside the simulator.
-        ValueError: If the rung cannot run such a call.
-    """
-    rng = np.random.default_rng(seed)
-    keys, values = (shape.seq_k, shape.head_dim), (shape.seq_k, shape.value_dim)
-    sizes = (shape.seq_q, shape.head_dim), keys, values, (shape.seq_q, shape.value_dim)
-    q, k, v, dout = (to_device(rng.standard_normal((1, *x), dtype=np.float32)) for x in sizes)
-    problem = make_problem(q, k, v, **RUNGS[name], **options)
-    operands = make_operands(launch.CUDA.memory, problem, q, k, v)
-    with one_of_many_heads():
-        with IOMeter() as meter:
-            out, lse, rest = launch.forward(launch.CUDA, problem, operands, tile)
-        forward = meter.counts(q=q, k=k, v=v, out=out, lse=lse)
-        operands = operands.having(dout=dout, out=out, lse=lse, lse_rest=rest)
-        with IOMeter() as meter:
-            dq, dk, dv, *_ = launch.backward(launch.CUDA, problem, operands, tile)
-        backward = meter.counts(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv)
-    return PassTraffic(forward, backward), call_traffic(name, problem, tile)

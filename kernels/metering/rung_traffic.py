@@ -1,14 +1,23 @@
-"""The memory traffic of a CUDA rung by the formulas, for the tiles and threads of its kernels."""
+"""The memory traffic of a CUDA rung by the formulas, and counted, for the tiles of its kernels."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels.cuda.attention import flash1, naive
+from kernels import launch
+from kernels.cuda.attention import flash1, naive, split_keys
 from kernels.cuda.attention.register_tiles import RegisterLayout, pick_layout
+from kernels.cuda.matmul import cuda_cores
+from kernels.cuda.runtime.arrays import to_device
 from kernels.cuda.runtime.sizes import SIZES
+from kernels.metering.io_meter import IOMeter
+from kernels.problem.operands import make_operands
 from kernels.problem.question import Problem, make_problem
 from kernels.traffic.formulas import (
     Counts,
@@ -103,3 +112,56 @@ def call_traffic(name: str, problem: Problem, tile: Tile | None = None) -> PassT
 
 def _blocks(layout: RegisterLayout) -> Tile:
     return layout.block_q, layout.block_k
+
+
+@contextmanager
+def one_of_many_heads() -> Iterator[None]:
+    """Make kernels compute one head as they compute many, without dividing sums among blocks.
+
+    The simulator's threads also switch often, because barriers wait for every thread of a block.
+    """
+    sizes, merged, interval = cuda_cores.SIZES, split_keys.SIZES, sys.getswitchinterval()
+    cuda_cores.SIZES = replace(sizes, product_blocks=0)
+    split_keys.SIZES = replace(merged, split_blocks=0)
+    sys.setswitchinterval(1e-4)
+    try:
+        yield
+    finally:
+        cuda_cores.SIZES, split_keys.SIZES = sizes, merged
+        sys.setswitchinterval(interval)
+
+
+def metered(
+    name: str, shape: HeadShape, tile: Tile | None = None, seed: int = 0, **options: Any
+) -> tuple[PassTraffic, PassTraffic]:
+    """Run one head forward and backward in the simulator; return its measured and expected traffic.
+
+    Args:
+        name: One of ``traffic.RUNGS``.
+        shape: Sizes of the head; the bounds come from the options.
+        tile: (block_q, block_k), query rows and keys per tile; None uses the rung's default.
+        seed: Seed of the random operands.
+        options: Options of ``make_problem``: is_causal, causal_offset, window_size.
+
+    Returns:
+        The traffic counted by the meter, and that of the formulas.
+
+    Raises:
+        RuntimeError: Outside the simulator.
+        ValueError: If the rung cannot run such a call.
+    """
+    rng = np.random.default_rng(seed)
+    keys, values = (shape.seq_k, shape.head_dim), (shape.seq_k, shape.value_dim)
+    sizes = (shape.seq_q, shape.head_dim), keys, values, (shape.seq_q, shape.value_dim)
+    q, k, v, dout = (to_device(rng.standard_normal((1, *x), dtype=np.float32)) for x in sizes)
+    problem = make_problem(q, k, v, **RUNGS[name], **options)
+    operands = make_operands(launch.CUDA.memory, problem, q, k, v)
+    with one_of_many_heads():
+        with IOMeter() as meter:
+            out, lse, rest = launch.forward(launch.CUDA, problem, operands, tile)
+        forward = meter.counts(q=q, k=k, v=v, out=out, lse=lse)
+        operands = operands.having(dout=dout, out=out, lse=lse, lse_rest=rest)
+        with IOMeter() as meter:
+            dq, dk, dv, *_ = launch.backward(launch.CUDA, problem, operands, tile)
+        backward = meter.counts(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv)
+    return PassTraffic(forward, backward), call_traffic(name, problem, tile)

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kernels.problem.option_values import Given
+from kernels.runtime.dtypes import FLOAT32, NAMES, is_half
+
 #: Rows of a block that share a unit.
 BLOCK = 128
 #: Columns with padding of the heads that are supported.
@@ -41,6 +44,35 @@ FLOAT8 = {
     "float8_e4m3+hadamard": Float8(has_hadamard=True),
     "float8_e4m3+blocks+hadamard": Float8(True, True),
 }
+
+
+#: The values of ``precision`` for float32 operands; those for 16 bits are ``FLOAT8``.
+PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
+
+
+def check_precision(precision: str | None, given: Given) -> str:
+    """Check ``precision``; return the name of the format in which products may be computed."""
+    dtype = given.dtype
+    if precision is None:
+        return NAMES[dtype]
+    if precision not in PRECISIONS and precision not in FLOAT8:
+        names = ", ".join(map(repr, (*PRECISIONS, *FLOAT8)))
+        raise ValueError(
+            f"precision must be one of {names}, or None for that of the dtype; got {precision!r}"
+        )
+    if precision in FLOAT8:
+        if not is_half(dtype):
+            raise ValueError(
+                f"precision={precision!r} is for operands of 16 bits, got {dtype}; convert them to "
+                "float16 or bfloat16"
+            )
+        return precision
+    if dtype != FLOAT32:
+        raise ValueError(
+            f"precision={precision!r} is an option for float32 operands, got {dtype}, which is not "
+            "rounded; leave it at None, or convert the operands to float32"
+        )
+    return precision
 
 
 def padded(width: int) -> int:

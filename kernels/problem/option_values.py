@@ -10,8 +10,7 @@ import numpy as np
 
 from kernels.common.arguments import not_negative, number, short, whole
 from kernels.problem.argument_types import check_array
-from kernels.problem.float8 import FLOAT8
-from kernels.runtime.dtypes import FLOAT32, NAMES, is_floating, is_half
+from kernels.runtime.dtypes import is_floating
 from kernels.sparsity.block_mask import BlockMask
 
 #: Seeds are unsigned numbers of 64 bits.
@@ -22,8 +21,6 @@ MOST_OFFSET = 2**31
 LEAST_CAP, MOST_CAP = 1e-30, 1e30
 #: Maximum slope: times the longest distance it must not overflow float32.
 MOST_SLOPE = 1e28
-#: The values of ``precision`` for float32 operands; those for 16 bits are ``FLOAT8``.
-PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
 
 
 class Given(NamedTuple):
@@ -114,7 +111,7 @@ def check_slopes(slopes: Any, lead: tuple[int, ...]) -> bool:
 def check_offset(offset: Any, given: Given) -> int:
     """Check that ``causal_offset`` has a diagonal, and ALiBi's distances from it are exact; return it."""
     offset, options = int(offset), given.options  # a narrow integer would wrap
-    has_slopes = options["alibi_slopes"] is not None
+    has_slopes = options.get("alibi_slopes") is not None
     shifted = ("window_size", "alibi_slopes", "chunk_size")
     if offset and not (
         options["is_causal"] or any(options.get(name) is not None for name in shifted)
@@ -140,31 +137,6 @@ def check_softcap(softcap: float, given: Given) -> float:
             f"{short(softcap)}"
         )
     return cap
-
-
-def check_precision(precision: str | None, given: Given) -> str:
-    """Check ``precision``; return the name of the format in which products may be computed."""
-    dtype = given.dtype
-    if precision is None:
-        return NAMES[dtype]
-    if precision not in PRECISIONS and precision not in FLOAT8:
-        names = ", ".join(map(repr, (*PRECISIONS, *FLOAT8)))
-        raise ValueError(
-            f"precision must be one of {names}, or None for that of the dtype; got {precision!r}"
-        )
-    if precision in FLOAT8:
-        if not is_half(dtype):
-            raise ValueError(
-                f"precision={precision!r} is for operands of 16 bits, got {dtype}; convert them to "
-                "float16 or bfloat16"
-            )
-        return precision
-    if dtype != FLOAT32:
-        raise ValueError(
-            f"precision={precision!r} is an option for float32 operands, got {dtype}, which is not "
-            "rounded; leave it at None, or convert the operands to float32"
-        )
-    return precision
 
 
 def check_scale(scale: float | None, given: Given) -> float:

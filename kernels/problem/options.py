@@ -17,8 +17,9 @@ import numpy as np
 from kernels.common.arguments import is_number, number, shown
 from kernels.problem import option_values as values
 from kernels.problem.argument_types import is_whole
+from kernels.problem.float8 import check_precision  # beyond module 5
 from kernels.problem.rungs import rung_of_run
-from kernels.scores.mods import as_mask_mod, as_score_mod
+from kernels.scores.mods import as_mask_mod, as_score_mod  # beyond module 5
 from kernels.sparsity.block_mask import BlockMask
 
 
@@ -128,12 +129,12 @@ class Options(TypedDict, total=False):
     softcap: Annotated[float, Option(
         "Scores become cap · tanh(score / cap); 0 turns it off.",
         NUMBER, 0.0, values.check_softcap, schema="float")]
-    alibi_slopes: Annotated[Any, Option(
+    alibi_slopes: Annotated[Any, Option(  # beyond module 5
         "(heads,) or (batch, heads): slope · |row + causal_offset - col| is subtracted from each score.  "
         "The slopes are constants and receive no gradient.",
         ARRAY, None, lambda value, given: values.check_slopes(value, given.lead), "slopes",
         schema="Tensor?")]
-    sink: Annotated[Any, Option(
+    sink: Annotated[Any, Option(  # beyond module 5
         "(heads,), one logit per head, which enters the softmax as the score of an additional key whose "
         "value is zero: P = exp(S) / (exp(sink) + rowsum exp(S)).  lse includes it.",
         ARRAY, None, lambda value, given: values.check_per_head("sink", value, given.lead),
@@ -142,10 +143,11 @@ class Options(TypedDict, total=False):
         "A :class:`kernels.BlockMask`; tiles that it masks are skipped.  Must be None for packed "
         "sequences.",
         BLOCK_MASK, None, values.check_block_mask, is_packed=False)]
-    mask_mod: Annotated[Callable[..., Any] | None, Option(
+    mask_mod: Annotated[Callable[..., Any] | None, Option(  # beyond module 5
         "``(batch, head, row, col) -> bool``, True keeps; a function that numba can compile.",
         FUNCTION, None, lambda value, given: as_mask_mod(value))]
-    score_mod: Annotated[Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]] | None, Option(
+    score_mod: Annotated[  # beyond module 5
+        Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]] | None, Option(
         "``(score, batch, head, row, col) -> score``, applied after scale and softcap.  For gradients, "
         "pass a pair of the function and its derivative with respect to the score, which takes the same "
         "arguments.",
@@ -156,14 +158,14 @@ class Options(TypedDict, total=False):
         "``minitorch.manual_seed``.",
         WHOLE, None, lambda value, given: values.check_dropout(given.options["dropout_p"], value),
         schema="Tensor?", in_2022=True)]
-    precision: Annotated[str | None, Option(
+    precision: Annotated[str | None, Option(  # beyond module 5
         "For float32 operands, a lower precision that matrix products may use where a rung is faster with"
         ' it: "tf32" (11 bits of significand), "bfloat16" or "float16".  Sums stay in float32.  None '
         'selects "float32", as do rungs without such products.  In "float32", tensor cores compute each '
         'product as a sum of several float16 products.  For fp16 and bf16 operands, "float8_e4m3" rounds '
         "q, k, v and the probabilities to 4 bits of significand.  It supports only the forward pass and "
         'few options; the suffixes "+hadamard", "+blocks" and "+blocks+hadamard" reduce the error.',
-        NAME, None, values.check_precision, in_2022=True)]
+        NAME, None, check_precision, in_2022=True)]
     deterministic: Annotated[bool, Option(
         "Make gradients bitwise reproducible; False lets a kernel add them in any order where that is "
         "faster.",

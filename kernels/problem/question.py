@@ -20,11 +20,11 @@ from kernels.problem.options import (
     check_types,
     field_of,
 )
-from kernels.problem.packed_sequences import Sequences
+from kernels.problem.packed_sequences import Sequences  # beyond module 5
 from kernels.problem.shapes import check_dtypes, check_shapes
 from kernels.problem.signature import by_name, takes_attention_options
 from kernels.runtime.dtypes import acc_dtype
-from kernels.scores.mods import ScoreMod
+from kernels.scores.mods import ScoreMod  # beyond module 5
 from kernels.scores.program import PLAIN, Features, features_of
 from kernels.sparsity.block_mask import BlockMask
 
@@ -263,7 +263,7 @@ def problem_of(
         # Clipping here does not change the visible columns, and keeps kernels' integers small.
         "lower": min(max(lower, -seq_q), seq_k),
         "upper": min(max(upper, -seq_q), seq_k),
-        "diagonal": offset if checked["alibi_slopes"] else 0,
+        "diagonal": offset if checked["alibi_slopes"] else 0,  # beyond module 5
         "groups": groups,
         "sequences": find(seq_q, seq_k) if find is not None else None,
         **{field_of(name): checked[name] for name in _OF_PROBLEM},

@@ -12,7 +12,7 @@ from kernels.common.geometry import same
 from kernels.common.philox import COLUMNS, HALF, HALF_MASK, PLAIN, attention_threshold, keep_scale
 from kernels.problem.operands import PER_HEAD, Operands
 from kernels.problem.question import DropoutOrigin, Problem
-from kernels.scores.mods import evaluate
+from kernels.scores.mods import evaluate  # beyond module 5
 from kernels.scores.program import Place, ScoreTarget, make_score_program
 from kernels.scores.visibility import distance
 
@@ -32,8 +32,10 @@ def _numpy_target(operands: Operands) -> ScoreTarget:
         compile=same,
         one=dtype.type(1),
         tanh=np.tanh,
-        score_function=lambda mod: lambda score, place, _: evaluate(mod, dtype, score, *place[2:]),
-        mask_function=lambda mod: lambda place, _: evaluate(mod, bool, *place[2:]),
+        score_function=(  # beyond module 5
+            lambda f: lambda score, place, _: evaluate(f, dtype, score, *place[2:])
+        ),
+        mask_function=lambda f: lambda place, _: evaluate(f, bool, *place[2:]),  # beyond module 5
         slope=lambda place, call: operands.slopes,
         distance=lambda place, call: distance(place.row, place.col, call.diagonal).astype(dtype),
         bias=mask_at,

@@ -170,8 +170,8 @@ class ScoreTarget(NamedTuple):
     compile: Callable[[Any], Any]
     one: Any
     tanh: Callable[..., Any]
-    score_function: Callable[..., Any]
-    mask_function: Callable[..., Any]
+    score_function: Callable[..., Any]  # beyond module 5
+    mask_function: Callable[..., Any]  # beyond module 5
     slope: Callable[..., Any]
     distance: Callable[..., Any]
     bias: Callable[..., Any]
@@ -224,7 +224,7 @@ def make_score_program(features: Features, target: ScoreTarget) -> ScoreProgram:
     steps = []
     if features.softcap:
         steps.append(capped)
-    if features.score_mod is not None:
+    if features.score_mod is not None:  # beyond module 5
         steps.append(_by_function(features, target))
     if features.slopes:
         steps.append(less_distance)
@@ -235,7 +235,7 @@ def make_score_program(features: Features, target: ScoreTarget) -> ScoreProgram:
         shown.append(target.in_mask)
     if features.block_mask:
         shown.append(target.in_blocks)
-    if features.mask_mod is not None:
+    if features.mask_mod is not None:  # beyond module 5
         shown.append(target.mask_function(features.mask_mod))
     is_shown = _all_of(compile_, shown)
     in_bounds = make_masks(compile_).is_visible
@@ -287,7 +287,7 @@ def make_row_end(
     return end_row
 
 
-def _by_function(features: Features, target: ScoreTarget) -> Callable[..., Any]:
+def _by_function(features: Features, target: ScoreTarget) -> Callable[..., Any]:  # beyond module 5
     """Return the step of a ``score_mod``; its derivative is ``one`` if not needed."""
     one, function = target.one, target.score_function(features.score_mod)
     has_derivative = target.derives and features.derivative is not None

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.common.arguments import as_host_array, listed, shown, whole
-from kernels.sparsity import builders, elements
+from kernels.sparsity import builders
+from kernels.sparsity.elements import from_dense, from_mask_mod  # beyond module 5
 from kernels.sparsity.picture import as_svg, as_text, save_png  # beyond module 5
 from kernels.sparsity.states import (
     FULL,
@@ -78,15 +79,15 @@ class BlockMask:
     """
 
     butterfly = classmethod(_builder(builders.butterfly))
-    strided = classmethod(_builder(builders.strided))
-    dilated = classmethod(_builder(builders.dilated))
-    bigbird = classmethod(_builder(builders.bigbird))
+    strided = classmethod(_builder(builders.strided))  # beyond module 5
+    dilated = classmethod(_builder(builders.dilated))  # beyond module 5
+    bigbird = classmethod(_builder(builders.bigbird))  # beyond module 5
     band = classmethod(_builder(builders.band))
     causal = classmethod(_builder(builders.causal))
     local = classmethod(_builder(builders.local))
-    local_global = classmethod(_builder(builders.local_global))
-    from_dense = classmethod(_builder(elements.from_dense))
-    from_mask_mod = classmethod(_builder(elements.from_mask_mod))
+    local_global = classmethod(_builder(builders.local_global))  # beyond module 5
+    from_dense = classmethod(_builder(from_dense))  # beyond module 5
+    from_mask_mod = classmethod(_builder(from_mask_mod))  # beyond module 5
 
     def __init__(
         self, states: Any, seq_q: int, seq_k: int, block_size: Any = 64, patterns: Any = None

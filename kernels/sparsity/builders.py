@@ -52,7 +52,7 @@ def butterfly(seq_q: int, seq_k: int, block_size: Any = 64) -> Layout:
     return _of_squares(grid, bits & (bits - 1) == 0)  # they differ in no bit, or in one
 
 
-def strided(
+def strided(  # beyond module 5
     seq_q: int,
     seq_k: int,
     stride: int | None = None,
@@ -85,7 +85,7 @@ def strided(
     return _combined(near_or_at_stride, causal(seq_q, seq_k, block_size), FULL, np.logical_and)
 
 
-def dilated(
+def dilated(  # beyond module 5
     seq_q: int, seq_k: int, block_size: Any = 64, *, dilation: int = 4, heads: int = 1
 ) -> Layout:
     """Make every ``dilation``-th block visible, starting from a different block in each head.
@@ -112,7 +112,7 @@ def dilated(
     return _of_squares(grid, (np.arange(cols) - i - h) % step == 0)  # (heads, squares, squares)
 
 
-def bigbird(
+def bigbird(  # beyond module 5
     seq_q: int,
     seq_k: int,
     block_size: Any = 64,
@@ -229,7 +229,7 @@ def local(
     return band(seq_q, seq_k, lower, upper, block_size)
 
 
-def local_global(
+def local_global(  # beyond module 5
     seq_q: int,
     seq_k: int,
     left: int,
@@ -277,7 +277,7 @@ def _made(grid: BlockGrid, states: Any, patterns: Any = None) -> Layout:
     return Layout(grid, check_blocks(states, patterns, grid))
 
 
-def _combined(a: Layout, b: Layout, neutral: int, operation: Any) -> Layout:
+def _combined(a: Layout, b: Layout, neutral: int, operation: Any) -> Layout:  # beyond module 5
     """Return ``&`` or ``|`` of two layouts of one grid; see ``combine``."""
     one, other = canonical(a.blocks, a.grid), canonical(b.blocks, b.grid)
     return Layout(a.grid, combine(one, other, neutral, operation))
@@ -296,7 +296,7 @@ def _of_squares(grid: BlockGrid, kept: Bools) -> Layout:
     return _made(grid, kept[..., row, col])
 
 
-def _lines(grid: BlockGrid, chosen: Bools, axis: int) -> Layout:
+def _lines(grid: BlockGrid, chosen: Bools, axis: int) -> Layout:  # beyond module 5
     """Return the layout in which the chosen rows (axis 0) or columns (axis 1) are visible."""
     padded = np.zeros(grid.counts[axis] * grid.block[axis], bool)
     chosen = chosen[: grid.seq[axis]]

@@ -22,14 +22,14 @@ def attention_flops(
     return 4.0 * batch_heads * seq_q * seq_k * head_dim * (0.5 if causal else 1.0)
 
 
-def attention_backward_flops(
+def attention_backward_flops(  # beyond module 5
     batch_heads: int, seq_q: int, seq_k: int, head_dim: int, *, causal: bool = False
 ) -> float:
     """Return the operations of one backward pass, which has five products; the forward pass has two."""
     return 2.5 * attention_flops(batch_heads, seq_q, seq_k, head_dim, causal=causal)
 
 
-def training_flops(
+def training_flops(  # beyond module 5
     seq: int, layers: int, width: int, middle: int, vocabulary: int, window: int | None = None
 ) -> float:
     """Return the operations of training a causal transformer on one text, forward and backward.
@@ -107,8 +107,8 @@ class HeadShape(NamedTuple):
     lower: int
     upper: int
 
-    @property
-    def pairs(self) -> int:
+    @property  # beyond module 5
+    def pairs(self) -> int:  # beyond module 5
         """Number of visible scores."""
         return sum(self.seen(row, row + 1) for row in range(self.seq_q))
 
@@ -183,7 +183,9 @@ def naive_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     )
 
 
-def naive_backward_traffic(shape: HeadShape, tile: tuple[int, int], readers: int = 1) -> Counts:
+def naive_backward_traffic(  # beyond module 5
+    shape: HeadShape, tile: tuple[int, int], readers: int = 1
+) -> Counts:
     """Return the traffic of the backward pass of the naive rung, with S and dP in global memory.
 
     There are five products, and one pass that reads S and dP and overwrites them with P and dS.
@@ -237,7 +239,7 @@ def flash1_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     # END TASK 5.8
 
 
-def flash1_backward_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
+def flash1_backward_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:  # beyond module 5
     """Return the traffic of the backward pass of FlashAttention, Algorithm 4, by array.
 
     For each key tile, every query row that it visits is read with its output, dO and L, and the dQ of the
@@ -286,13 +288,13 @@ def flash2_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     # END TASK 5.8
 
 
-def delta_traffic(shape: HeadShape) -> Counts:
+def delta_traffic(shape: HeadShape) -> Counts:  # beyond module 5
     """Return the traffic of the preparation of the backward pass, D = rowsum(dO ∘ O)."""
     rows = Traffic(shape.seq_q * shape.value_dim, 0)
     return {"dout": rows, "out": rows, "delta": Traffic(0, shape.seq_q)}
 
 
-def flash2_backward_traffic(
+def flash2_backward_traffic(  # beyond module 5
     shape: HeadShape,
     tile: tuple[int, int],
     readers: int = 1,
@@ -326,7 +328,7 @@ def flash2_backward_traffic(
     return summed(delta_traffic(shape), by_queries, _by_keys(shape, key_tile or tile))
 
 
-def flash2_atomic_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
+def flash2_atomic_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:  # beyond module 5
     """Return the traffic of the backward pass of FlashAttention-2 with atomic additions to dQ.
 
     An atomic addition counts as one read and one write.
@@ -341,7 +343,7 @@ def flash2_atomic_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     return summed(delta_traffic(shape), dq, _by_keys(shape, tile))
 
 
-def _by_keys(shape: HeadShape, tile: tuple[int, int]) -> Counts:
+def _by_keys(shape: HeadShape, tile: tuple[int, int]) -> Counts:  # beyond module 5
     """Return the traffic of the kernel by key tiles, which writes dK and dV."""
     (block_q, block_k), (_, seq_k, dim, value_dim, *_) = tile, shape
     visited = shape.transposed.tile_visits(block_k, block_q)  # rows, once for each key tile

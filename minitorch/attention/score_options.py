@@ -15,7 +15,7 @@ from kernels.common.philox import keep_scale
 from kernels.cuda.backend import is_device_array, to_host
 from kernels.problem.option_values import SEEDS
 from kernels.runtime.dtypes import acc_dtype, rounded
-from kernels.scores.mods import ScoreMod, check_derivative, evaluate
+from kernels.scores.mods import ScoreMod, check_derivative, evaluate  # beyond module 5
 from kernels.scores.program import Place, ScoreTarget, make_score_program
 from kernels.scores.visibility import distance, is_visible
 
@@ -101,7 +101,7 @@ def _place(problem: Problem) -> Place:
 def _tensor_target(call: AttentionCall, scores: Any = None, mask: Any = None) -> ScoreTarget:
     """Return the target for tensors: scores and ``mask`` are tensors, and visibility is a NumPy array."""
 
-    def by_mod(score: Tensor, place: Place, problem: Problem) -> Tensor:
+    def by_mod(score: Tensor, place: Place, problem: Problem) -> Tensor:  # beyond module 5
         return ModifiedScore.apply(score, problem.score_mod, place[2:], _visible(call))
 
     def constant(array: npt.NDArray[Any]) -> Tensor:
@@ -119,8 +119,8 @@ def _tensor_target(call: AttentionCall, scores: Any = None, mask: Any = None) ->
         compile=same,
         one=1.0,
         tanh=lambda score: score.tanh(),
-        score_function=lambda function: by_mod,
-        mask_function=lambda function: lambda place, _: evaluate(function, bool, *place[2:]),
+        score_function=lambda function: by_mod,  # beyond module 5
+        mask_function=lambda f: lambda place, _: evaluate(f, bool, *place[2:]),  # beyond module 5
         slope=slope,
         distance=lambda place, _: constant(distance(place.row, place.col, call.problem.diagonal)),
         bias=lambda place, problem: mask,
@@ -166,7 +166,7 @@ def kept_probabilities(problem: Problem, like: Tensor) -> Tensor:
     return tensor(keep * keep_scale(problem.dropout_p), like.backend, False, like.dtype)
 
 
-class ModifiedScore(Function):
+class ModifiedScore(Function):  # beyond module 5
     """Apply ``score_mod`` to each visible score, as Python on the host; masked scores become 0."""
 
     @staticmethod

@@ -16,7 +16,7 @@ from kernels.cuda.backend import (
     computed,
     empty_device,
     fill,
-    indexing,
+    indexing,  # beyond module 5
     refuse,
     to_host,
 )
@@ -58,6 +58,6 @@ class PooledDevice(DeviceMemory):
 
 memories.host, memories.device = Memory(), PooledDevice()
 memories.computed, memories.refuse = computed, refuse
-CudaOps.indexing = indexing
+CudaOps.indexing = indexing  # beyond module 5
 for _backend in (SimpleBackend, FastBackend, CudaBackend):
     _backend.lift()

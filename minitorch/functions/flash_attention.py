@@ -13,12 +13,12 @@ from kernels.bound_calls import find  # beyond module 5
 from kernels.common.arguments import flag, is_number
 from kernels.cuda.backend import row_major_copy
 from kernels.operand_types import DESCRIBE, READ, read
-from kernels.problem.float8 import check_float8_gradient
+from kernels.problem.float8 import check_float8_gradient  # beyond module 5
 from kernels.problem.operands import OPTION_ARRAYS, Operands, make_operands
 from kernels.problem.options import ARRAYS, WITH_GRADIENT, Options
 from kernels.problem.packed_problem import check_packed  # beyond module 5
 from kernels.problem.question import problem_of
-from kernels.scores.mods import check_derivative
+from kernels.scores.mods import check_derivative  # beyond module 5
 from kernels.varlen import PackedMaker, sequences_of_call  # beyond module 5
 
 from ..autodiff import Context
@@ -74,7 +74,7 @@ def attention_call(
         )
     given, arrays = options, dict[str, Any]()
     if not ARRAYS.isdisjoint(options):
-        _check_slopes(options.get("alibi_slopes"))
+        _check_slopes(options.get("alibi_slopes"))  # beyond module 5
         options, arrays = with_arrays(_readable_options(options))
     rate = options.get("dropout_p")
     if drawn := is_number(rate) and rate and options.get("seed") is None:
@@ -88,7 +88,7 @@ def attention_call(
     return AttentionCall(problem, arrays)
 
 
-def _check_slopes(slopes: Any) -> None:
+def _check_slopes(slopes: Any) -> None:  # beyond module 5
     """Check that ALiBi's slopes require no gradient."""
     if is_tensor(slopes) and slopes.requires_grad():
         raise ValueError(
@@ -215,7 +215,7 @@ class FlashAttention(Several):
                 results = found.call.repeat.arrays(found.starts, seed, found.arrays)
         if problem is None:
             problem = attention_call(q, k, v, options, make).problem
-            if not ctx.no_grad:
+            if not ctx.no_grad:  # beyond module 5
                 check_derivative(problem.score_mod)
                 check_float8_gradient(problem)
         if results is None:

@@ -63,9 +63,7 @@ def manual_page(hide_source: bool = False) -> None:  # until module 0
     show_panels(boundary(classifier, data, title), where=st.columns(2)[0], size=5)
 
 
-def _training_page(  # beyond module 0
-    script: str, trainer_name: str, usual_rate: float = 0.3
-) -> None:
+def _training_page(script: str, kind: str, usual_rate: float = 0.3) -> None:  # beyond module 0
     """Show the trainer of a script of the course, which its starter tree may lack."""
     data = choose_points()
     side = st.sidebar
@@ -73,7 +71,7 @@ def _training_page(  # beyond module 0
     rates = (0.001, 0.01, 0.05, 0.1, 0.3, 0.5, 1.0)
     rate = side.select_slider("learning rate", rates, usual_rate, key="rate")
     epochs = side.slider("epochs", 10, 500, 300, 10, key="epochs")
-    trainer: Trainer = getattr(importlib.import_module(script), trainer_name)(width)
+    trainer: Trainer = getattr(importlib.import_module(script), kind)(width)
     metric, picture, bar = st.empty(), st.empty(), st.empty()
 
     def draw(losses: list[float], epoch: int, side: int = GRID) -> None:

@@ -17,65 +17,60 @@ from course.tasks import MODULES, tasks_of
 #: tests and ``Module.files`` are of one module.
 FILES = (
     """
-    minitorch/__init__.py minitorch/module.py minitorch/operators.py
-    project/app.py project/app_pages/__init__.py project/app_pages/guide.py
-    project/app_pages/pictures.py project/app_pages/widgets.py project/common/__init__.py
-    project/common/command_line.py project/common/notebooks.py
-    tests/__init__.py tests/conftest.py tests/strategies.py
+    minitorch/__init__.py minitorch/module.py minitorch/operators.py project/app.py
+    project/app_pages/__init__.py project/app_pages/guide.py project/app_pages/pictures.py
+    project/app_pages/widgets.py project/common/__init__.py project/common/command_line.py
+    project/common/notebooks.py tests/__init__.py tests/conftest.py tests/strategies.py
     """,
     """
     minitorch/autodiff.py
     """,
     """
-    kernels/common/arguments.py kernels/runtime/dtypes.py
-    minitorch/tensor.py minitorch/tensor_data.py minitorch/tensor_functions.py minitorch/tensor_ops.py
-    minitorch/optim.py minitorch/scalars/modes.py minitorch/tensors/conversions.py
-    minitorch/backends/dtype_promotion.py minitorch/backends/elements.py minitorch/backends/memory.py
-    minitorch/backends/plain_math.py minitorch/backends/result_shapes.py
-    minitorch/backends/running.py minitorch/backends/tensor_protocol.py
-    minitorch/functions/base.py minitorch/functions/views.py
+    kernels/common/arguments.py kernels/runtime/dtypes.py minitorch/tensor.py minitorch/tensor_data.py
+    minitorch/tensor_functions.py minitorch/tensor_ops.py minitorch/optim.py
+    minitorch/scalars/modes.py minitorch/tensors/conversions.py minitorch/backends/dtype_promotion.py
+    minitorch/backends/elements.py minitorch/backends/memory.py minitorch/backends/plain_math.py
+    minitorch/backends/result_shapes.py minitorch/backends/running.py
+    minitorch/backends/tensor_protocol.py minitorch/functions/base.py minitorch/functions/views.py
     minitorch/tensors/container.py minitorch/tensors/factories.py minitorch/tensors/making.py
-    minitorch/tensors/operator_methods.py minitorch/training/steps.py
-    tests/support/mistakes.py tests/support/tolerances.py
+    minitorch/tensors/operator_methods.py minitorch/training/steps.py tests/support/mistakes.py
+    tests/support/tolerances.py
     """,
     """
     kernels/runtime/cuda_errors.py kernels/runtime/disk_cache.py kernels/runtime/jit.py
-    kernels/runtime/numba_patches.py kernels/runtime/targets.py
-    minitorch/cuda_ops.py minitorch/fast_ops.py minitorch/backends/compiled_*.py
-    minitorch/backends/device_memory.py
+    kernels/runtime/numba_patches.py kernels/runtime/targets.py minitorch/cuda_ops.py
+    minitorch/fast_ops.py minitorch/backends/compiled_*.py minitorch/backends/device_memory.py
     """,
     """
     minitorch/nn.py minitorch/modules_basic.py minitorch/layers/checks.py minitorch/layers/indices.py
     minitorch/layers/linear.py
     """,
     """
-    kernels/__init__.py kernels/array_call.py kernels/launch.py kernels/operand_types.py kernels/rungs.py
-    kernels/common/geometry.py kernels/common/online_softmax.py
-    kernels/common/philox.py
-    kernels/cuda/backend.py kernels/cuda/attention/flash1.py kernels/cuda/attention/naive.py
-    kernels/cuda/attention/practice.py kernels/cuda/attention/register_tiles.py
-    kernels/cuda/attention/sink_gradient.py kernels/cuda/attention/split_keys.py
+    kernels/__init__.py kernels/array_call.py kernels/launch.py kernels/operand_types.py
+    kernels/rungs.py kernels/common/geometry.py kernels/common/online_softmax.py
+    kernels/common/philox.py kernels/cuda/backend.py kernels/cuda/attention/flash1.py
+    kernels/cuda/attention/naive.py kernels/cuda/attention/practice.py
+    kernels/cuda/attention/register_tiles.py kernels/cuda/attention/split_keys.py
     kernels/cuda/attention/tile_bits.py kernels/cuda/attention/flash2/*.py
-    kernels/cuda/attention/options/*.py -kernels/cuda/attention/options/listed_mods.py
-    kernels/cuda/device/branchless.py
-    kernels/cuda/device/emitted.py kernels/cuda/device/half.py kernels/cuda/device/memory.py
+    -kernels/cuda/attention/flash2/mask_gradient.py kernels/cuda/attention/options/extras.py
+    kernels/cuda/attention/options/score_functions.py kernels/cuda/attention/options/tile_scores.py
+    kernels/cuda/attention/options/visits.py kernels/cuda/device/half.py kernels/cuda/device/memory.py
     kernels/cuda/device/one_source.py kernels/cuda/device/row_folds.py
     kernels/cuda/device/shared_tiles.py kernels/cuda/device/vector.py
-    kernels/cuda/layers/indexing.py kernels/cuda/layers/put_rows.py kernels/cuda/matmul/cuda_cores.py
-    kernels/cuda/ptx/inline.py kernels/cuda/ptx/numbers.py
-    kernels/cuda/runtime/arrays.py kernels/cuda/runtime/compiling.py kernels/cuda/runtime/kernel.py
-    kernels/cuda/runtime/recorder.py kernels/cuda/runtime/sizes.py
-    kernels/metering/*.py
+    kernels/cuda/matmul/cuda_cores.py kernels/cuda/runtime/arrays.py kernels/cuda/runtime/compiling.py
+    kernels/cuda/runtime/kernel.py kernels/cuda/runtime/recorder.py
+    kernels/cuda/runtime/sizes.py kernels/metering/io_meter.py
     kernels/problem/*.py -kernels/problem/chunks.py -kernels/problem/listed_mods.py
-    -kernels/problem/packed_problem.py
+    -kernels/problem/packed_problem.py -kernels/problem/packed_sequences.py -kernels/problem/float8.py
     kernels/reference/attention.py kernels/reference/lines.py kernels/reference/scores.py
-    kernels/reference/softmax_ladder.py kernels/runtime/memory.py kernels/scores/*.py
-    kernels/sparsity/*.py -kernels/sparsity/picture.py kernels/traffic/*.py
-    minitorch/transformer.py minitorch/attention/*.py minitorch/backends/kernel_memory.py
-    minitorch/functions/dropout_seeds.py minitorch/functions/flash_attention.py
-    minitorch/functions/several.py minitorch/layers/linear_cross_entropy.py minitorch/models/config.py
-    minitorch/models/evaluation.py minitorch/models/feed_forward.py minitorch/models/sampling.py
-    minitorch/models/text_generation.py minitorch/tensors/attention_methods.py
+    kernels/reference/softmax_ladder.py kernels/runtime/memory.py kernels/scores/program.py
+    kernels/scores/visibility.py kernels/sparsity/*.py -kernels/sparsity/elements.py
+    -kernels/sparsity/picture.py kernels/traffic/*.py minitorch/transformer.py
+    minitorch/attention/*.py minitorch/backends/kernel_memory.py minitorch/functions/dropout_seeds.py
+    minitorch/functions/flash_attention.py minitorch/functions/several.py
+    minitorch/layers/linear_cross_entropy.py minitorch/models/config.py minitorch/models/evaluation.py
+    minitorch/models/feed_forward.py minitorch/models/sampling.py minitorch/models/text_generation.py
+    minitorch/tensors/attention_methods.py
     """,
 )
 #: Stands in the trees before module 3 for a backend that it brings, so that earlier files can name it.

@@ -18,8 +18,7 @@ from bench.contestants import random_call
 from bench.kit import Case, Measurement, Panel, Record, Run, markdown, ready, spread, timed_cell
 from bench.processes import in_child
 
-from kernels.metering.io_meter import metered
-from kernels.metering.rung_traffic import RUNGS, call_traffic, problem_of
+from kernels.metering.rung_traffic import RUNGS, call_traffic, metered, problem_of
 from kernels.traffic.formulas import HeadShape, total
 
 #: Title, rung, and the tile of a size.  B_r of flash1 is small enough that 48 KB hold B_c = 64.

@@ -18,8 +18,7 @@ from bench.kit import Case, Measurement, Panel, Record, Run, cell, markdown, spr
 from bench.plots import stored
 from bench.processes import in_child
 
-from kernels.metering.io_meter import metered
-from kernels.metering.rung_traffic import RUNGS, call_traffic, problem_of
+from kernels.metering.rung_traffic import RUNGS, call_traffic, metered, problem_of
 from kernels.traffic.formulas import PRODUCTS, HeadShape, attention_flops, total
 
 #: GFLOPs, GB and ms as printed.

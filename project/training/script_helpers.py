@@ -26,9 +26,7 @@ Panel = Callable[[Any], None]
 # -- before the training -------------------------------------------------------------------------
 
 
-def check_backend(  # beyond module 2
-    option: str, backend: minitorch.TensorBackend
-) -> None:
+def check_backend(option: str, backend: minitorch.TensorBackend) -> None:  # beyond module 2
     """Exit with one line if the machine does not have what a backend needs.
 
     Args:

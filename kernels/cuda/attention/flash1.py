@@ -26,7 +26,6 @@ from numba import types, void
 
 from kernels.common import geometry
 from kernels.cuda.attention.options.extras import make_extras
-from kernels.cuda.attention.options.mods import numbers_of_mods
 from kernels.cuda.attention.options.score_functions import extras_type, make_score_functions
 from kernels.cuda.attention.register_tiles import BackwardInputs, HeadRows
 from kernels.cuda.device.one_source import (
@@ -35,6 +34,7 @@ from kernels.cuda.device.one_source import (
     first_tile,
     inverse_sum,
     log_sum_exp,
+    numbers_of_mods,
     shift_of,
 )
 from kernels.cuda.device.vector import MINUS

@@ -15,13 +15,12 @@ import numpy as np
 from numba import void
 
 from kernels.cuda.attention.options.extras import make_extras
-from kernels.cuda.attention.options.mods import numbers_of_mods
 from kernels.cuda.attention.options.score_functions import (
     extras_type,
     make_row_end,
     make_score_functions,
 )
-from kernels.cuda.device.one_source import shift_of
+from kernels.cuda.device.one_source import numbers_of_mods, shift_of
 from kernels.cuda.device.row_folds import RowBlock, make_row_folds
 from kernels.cuda.device.shared_tiles import round_up
 from kernels.cuda.device.vector import MINUS

@@ -147,6 +147,11 @@ def device_constant(
     return to_device(np.frombuffer(content, dtype).reshape(shape))
 
 
+def device_list(array: Any) -> Any:
+    """Return a copy on the device, which has no empty arrays: an empty list becomes one entry of zeros."""
+    return to_device(array if len(array) else np.zeros((1, *array.shape[1:]), array.dtype))
+
+
 @lru_cache(maxsize=4096)
 def _flat(shape: tuple[int, ...], steps: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     """Return the layout of a dense array as one dimension, and its strides; see ``Memory.flat``."""

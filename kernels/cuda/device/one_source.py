@@ -16,7 +16,7 @@ from kernels.common.online_softmax import (
 )
 from kernels.common.philox import MASK, Philox, make_philox
 from kernels.cuda.device.vector import EXP2, MINUS
-from kernels.cuda.ptx.numbers import lg2, rcp
+from kernels.cuda.ptx.numbers import lg2, rcp  # beyond module 5
 from kernels.cuda.runtime.kernel import device_function, scalar_type
 from kernels.runtime.targets import IS_SIMULATOR, libdevice
 from kernels.scores.visibility import make_masks
@@ -41,6 +41,12 @@ def batch_and_head(y, heads):
     # Unsigned and of 32 bits: one of 64 takes several times as long, and its results twice the registers.
     number, divisor = uint32(y), uint32(heads)
     return int64(number // divisor), int64(number % divisor)
+
+
+@device_function
+def numbers_of_mods(flat, extras):
+    """Return the batch and head of a flat index, for mods."""
+    return batch_and_head(flat, max(extras.heads, 1))  # by what may be 0, a branch
 
 
 def _make_device_philox() -> Philox:
@@ -78,10 +84,11 @@ def softmax_step_for(dtype: np.dtype[Any]) -> Any:
     return make_softmax_step(device_function, own_shift, EXP2[dtype], MINUS[dtype])
 
 
-@device_function
-def _near_logarithm(x):
+@device_function  # beyond module 5
+def _near_logarithm(x):  # beyond module 5
     return lg2(x) * np.float32(LN_2)
 
 
-# To a unit in the last place, an instruction each: what blocks end with, which short sequences feel.
-NEAR_SOFTMAX = make_online_softmax(device_function, rcp, _near_logarithm)
+NEAR_SOFTMAX = SOFTMAX
+# To a unit in the last place, an instruction each: what blocks end with.  # beyond module 5
+NEAR_SOFTMAX = make_online_softmax(device_function, rcp, _near_logarithm)  # beyond module 5

@@ -15,7 +15,6 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from kernels.cuda.ptx.numbers import sub_rn
 from kernels.cuda.runtime.arrays import device_pointer
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import IS_SIMULATOR, cgutils, intrinsic, libdevice
@@ -177,10 +176,7 @@ else:
     }
     #: x - y for a dtype.  A product x is rounded before, as it is where its maximum is sought: the compiler
     #: would subtract y from the exact product, and the difference of equal numbers would not be 0.
-    MINUS = {
-        np.dtype(np.float32): sub_rn,
-        np.dtype(np.float64): _minus,
-    }
+    MINUS = {np.dtype(np.float32): libdevice.fsub_rn, np.dtype(np.float64): _minus}
 
 # The compiler finds out by itself in which memory an array lies.
 load_flat, store_flat = load_shared, store_shared

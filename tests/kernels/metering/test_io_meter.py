@@ -11,8 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import launch, make_problem
-from kernels.metering.io_meter import IOMeter, metered
-from kernels.metering.rung_traffic import RUNGS, PassTraffic, call_traffic, head_shape, problem_of
+from kernels.metering.io_meter import IOMeter
+from kernels.metering.rung_traffic import (
+    RUNGS,
+    PassTraffic,
+    call_traffic,
+    head_shape,
+    metered,
+    problem_of,
+)
 from kernels.problem.operands import make_operands
 from kernels.runtime.targets import IS_SIMULATOR
 from kernels.traffic.formulas import HeadShape, Traffic, total

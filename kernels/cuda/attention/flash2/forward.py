@@ -298,8 +298,8 @@ def forward_kernel(variant: Variant, is_split: bool = False) -> Kernel:
     return kernel_of(variant, flash2_forward, [four] * 4 + [three] * 2, tiles)
 
 
-@cache
-def own_rows_kernel(variant: Variant) -> Kernel:
+@cache  # beyond module 5
+def own_rows_kernel(variant: Variant) -> Kernel:  # beyond module 5
     """Return the kernel that fills lse and lse_rest."""
     forward, layout, dtype = forward_kernel(variant), variant.layout, variant.dtype
     fill_tile: Callable[..., None] = device_function(forward.source)
@@ -370,7 +370,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     merge_parts(of_parts, results, problem.features, extras)
 
 
-def with_own_rows(problem: Problem, operands: Operands) -> Operands:
+def with_own_rows(problem: Problem, operands: Operands) -> Operands:  # beyond module 5
     """Return the operands of a backward pass with lse and lse_rest that belong to this rung's scores.
 
     Another rung adds the terms of S = τ Q Kᵀ in another order.  In an ordinary row the difference is small

@@ -15,7 +15,6 @@ import numpy as np
 from numba import float64, types, void
 
 from kernels.common.online_softmax import LOG2_E
-from kernels.cuda.attention.options.mods import numbers_of_mods
 from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.attention.options.tile_scores import (
     RowTerms,
@@ -34,7 +33,7 @@ from kernels.cuda.attention.register_tiles import (
     make_multiply,
 )
 from kernels.cuda.attention.tile_bits import TileBits, make_tile_bits
-from kernels.cuda.device.one_source import batch_and_head, shift_of
+from kernels.cuda.device.one_source import batch_and_head, numbers_of_mods, shift_of
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, scalar_type
 

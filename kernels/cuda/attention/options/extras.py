@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from kernels.common.philox import attention_threshold, keep_scale
-from kernels.cuda.attention.options.mods import check_places
-from kernels.cuda.attention.options.packed_tiles import device_list, device_tiles
+from kernels.cuda.attention.options.mods import check_places  # beyond module 5
+from kernels.cuda.attention.options.packed_tiles import device_tiles  # beyond module 5
 from kernels.cuda.attention.options.score_functions import Extras
-from kernels.cuda.device.memory import device_constant
+from kernels.cuda.device.memory import device_constant, device_list
 from kernels.problem.operands import PER_HEAD, Operands
 from kernels.problem.question import DropoutOrigin, Problem
 from kernels.runtime.targets import current_device
@@ -55,7 +55,7 @@ def make_extras(
         found |= _list_arrays(problem.block_mask, block_q, block_k, by_keys, pack, device)
     if problem.features.moved:
         found["origin"] = _origin(problem.origin, device)
-    if problem.sequences is not None:
+    if problem.sequences is not None:  # beyond module 5
         block = block_k if by_keys else block_q
         found["tiles"] = device_tiles(problem.sequences, block, by_keys, device)
     return numbers._replace(**found)
@@ -64,7 +64,7 @@ def make_extras(
 @lru_cache(maxsize=1024)
 def numbers_of(problem: Problem) -> Extras:
     """Return the option arguments of a kernel that reads no array, for a problem without a seed."""
-    check_places(problem)
+    check_places(problem)  # beyond module 5
     real = problem.acc_dtype.type
     return Extras(
         lower=problem.lower,

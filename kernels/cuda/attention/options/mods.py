@@ -31,7 +31,7 @@ from numba import types
 
 from kernels.cuda.device.branchless import divide, tanh
 from kernels.cuda.device.emitted import CAN_EMIT, Emitted
-from kernels.cuda.device.one_source import batch_and_head
+from kernels.cuda.device.one_source import numbers_of_mods as numbers_of_mods
 from kernels.cuda.runtime.kernel import device_callable, device_function, scalar_type
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import FLOAT32
@@ -70,12 +70,6 @@ def check_places(problem: Problem) -> None:
             f"on CUDA mask_mod and score_mod support at most {MOST_PLACES:,} rows and columns, got "
             f"{places:,}; split the call"
         )
-
-
-@device_function
-def numbers_of_mods(flat, extras):
-    """Return the batch and head of a flat index, for mods."""
-    return batch_and_head(flat, max(extras.heads, 1))  # by what may be 0, a branch
 
 
 def score_function(

@@ -5,9 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
-from kernels.cuda.runtime.arrays import to_device
+from kernels.cuda.device.memory import device_list
 from kernels.cuda.runtime.recorder import active, computed
 from kernels.problem.packed_sequences import Sequences, sequences_of
 
@@ -77,8 +75,3 @@ def device_tiles(sequences: Sequences, block: int, of_keys: bool, device: int) -
 @lru_cache(maxsize=64)
 def _copied(sequences: Sequences, block: int, of_keys: bool, device: int) -> Any:
     return device_list(sequences.tiles(block, of_keys, fixed=True))
-
-
-def device_list(array: Any) -> Any:
-    """Return a copy on the device, which has no empty arrays: an empty list becomes one entry of zeros."""
-    return to_device(array if len(array) else np.zeros((1, *array.shape[1:]), array.dtype))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import int64, types, uint32, uint64
 
-from kernels.cuda.attention.options.mods import mask_function, score_function
+from kernels.cuda.attention.options.mods import mask_function, score_function  # beyond module 5
 from kernels.cuda.device.one_source import NEAR_SOFTMAX, PHILOX, SOFTMAX
 from kernels.cuda.runtime.kernel import array_type, device_function, scalar_type
 from kernels.runtime.dtypes import BITS
@@ -220,7 +220,7 @@ def cuda_target(dtype: np.dtype[Any]) -> ScoreTarget:
     def tanh(score):
         return real(math.tanh(score))
 
-    def function_of_score(function: Callable[..., Any]) -> Any:
+    def function_of_score(function: Callable[..., Any]) -> Any:  # beyond module 5
         own = score_function(function, dtype)
 
         @device_function
@@ -229,7 +229,7 @@ def cuda_target(dtype: np.dtype[Any]) -> ScoreTarget:
 
         return by_function
 
-    def function_of_place(function: Callable[..., Any]) -> Any:
+    def function_of_place(function: Callable[..., Any]) -> Any:  # beyond module 5
         own = mask_function(function, dtype)
 
         @device_function
@@ -246,8 +246,8 @@ def cuda_target(dtype: np.dtype[Any]) -> ScoreTarget:
         compile=device_function,
         one=dtype.type(1),
         tanh=tanh,
-        score_function=function_of_score,
-        mask_function=function_of_place,
+        score_function=function_of_score,  # beyond module 5
+        mask_function=function_of_place,  # beyond module 5
         slope=_slope,
         distance=distance,
         bias=_bias,

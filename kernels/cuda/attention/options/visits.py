@@ -98,8 +98,8 @@ def make_visits(features: Features, block: int, by_keys: bool = False) -> Visits
     return Visits(place, entries, tile_of, is_whole, is_within)
 
 
-@cache
-def make_next_entry(visits: Visits) -> Callable[..., Any]:
+@cache  # beyond module 5
+def make_next_entry(visits: Visits) -> Callable[..., Any]:  # beyond module 5
     """Return ``next_entry(entry, entries_stop, first, stop, extras)``: the next entry within the bounds."""
     tile_of, is_within = visits.tile_of, visits.is_within
 

@@ -15,6 +15,7 @@ from kernels.cuda.layers.layer_norm_kernels import (
     SUM_COLS,
     SUM_LANES,
     NormForm,
+    NormNumbers,
     norm_backward_kernel,
     norm_kernel,
     norm_sums_kernel,
@@ -43,9 +44,14 @@ class Noise(NamedTuple):
     rate: float = 0.0
     scale: float = 1.0
 
-    def numbers(self, sums: np.dtype[Any]) -> tuple[int, int, Any]:
-        """Return the seed, the threshold and the scale as arguments of the kernels."""
-        return self.seed, drop_threshold(self.rate), sums.type(self.scale)
+    def numbers(
+        self, n: int, sums: np.dtype[Any], share: float = 1.0, eps: float = 0.0
+    ) -> NormNumbers:
+        """Return the argument of the kernels for rows of n elements and a dtype of sums."""
+        return NormNumbers(
+            n, sums.type(1.0 / n), sums.type(share), sums.type(eps),
+            self.seed, drop_threshold(self.rate), sums.type(self.scale),
+        )  # fmt: skip
 
 
 def _flat(array: Any) -> Any:
@@ -116,9 +122,9 @@ def _forward(
         own = _form(x, gamma, arrays, adds, noise.rate > 0.0)
         block = own.tile.block
         norm_kernel(own)[ceil_div(height, block.rows), (block.threads, block.rows)](
-            _flat(x), _flat(residual) if adds else 0, _flat(gamma), _flat(beta),
-            _flat(hidden) if adds else 0, _flat(out), mean, rstd, n, sums.type(1.0 / n),
-            sums.type(share), sums.type(eps), *noise.numbers(sums),
+            _flat(x), _flat(residual) if adds else 0, (_flat(gamma), _flat(beta)),
+            _flat(hidden) if adds else 0, _flat(out), (mean, rstd),
+            noise.numbers(n, sums, share, eps),
         )  # fmt: skip
     return hidden, out, mean, rstd
 
@@ -197,9 +203,8 @@ def _backward(
     parts = empty_device((max(blocks * block.rows, 1) * 2 * n,), sums)
     if blocks:
         norm_backward_kernel(own)[blocks, (block.threads, block.rows)](
-            _flat(dout), _flat(dhidden) if adds else 0, _flat(hidden), _flat(gamma), mean, rstd,
-            _flat(dx), _flat(dresidual) if adds else 0, parts, n, sums.type(1.0 / n),
-            sums.type(centred), *noise.numbers(sums),
+            _flat(dout), _flat(dhidden) if adds else 0, _flat(hidden), _flat(gamma), (mean, rstd),
+            (_flat(dx), _flat(dresidual) if adds else 0), parts, noise.numbers(n, sums, centred),
         )  # fmt: skip
     grid = ceil_div(2 * n, SUM_COLS)
     norm_sums_kernel(gamma.dtype)[grid, (SUM_COLS, SUM_LANES)](

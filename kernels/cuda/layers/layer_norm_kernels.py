@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import int64, void
+from numba import int64, types, void
 
 from kernels.cuda.device.half import form
 from kernels.cuda.device.row_folds import make_row_folds
@@ -24,6 +24,32 @@ from kernels.runtime.targets import IS_SIMULATOR, cuda
 
 #: Columns and lanes of a block that adds up parts.
 SUM_COLS, SUM_LANES = (4, 2) if IS_SIMULATOR else (32, 16)
+
+
+class NormNumbers(NamedTuple):
+    """The numbers that the kernels of layer norm take.
+
+    Attributes:
+        n: Length of a row.
+        inverse_n: 1 / n.
+        share: 1; 0 for an RMS norm, whose mean and shift are 0.
+        eps: Added to the variance.
+        seed: Seed of the dropout.
+        threshold: The least random word of an element that dropout keeps.
+        scale: Factor of kept elements.
+    """
+
+    n: Any
+    inverse_n: Any
+    share: Any
+    eps: Any
+    seed: Any
+    threshold: Any
+    scale: Any
+
+
+def _numbers_type(real: Any) -> Any:
+    return types.NamedTuple((int64, real, real, real, int64, int64, real), NormNumbers)
 
 
 class NormForm(NamedTuple):
@@ -55,10 +81,7 @@ def norm_kernel(own_form: NormForm) -> Kernel:
     column, load, store, load_weights = rows.column, rows.load, rows.store, factors.load
     round_own, drop = rows.round, rows.drop
 
-    def layer_norm(
-        x, residual, gamma, beta, hidden, out, mean, rstd, n, inverse_n, share, eps, seed, threshold,
-        scale,
-    ):  # fmt: skip
+    def layer_norm(x, residual, affine, hidden, out, moments, numbers):
         """Normalise each row to mean 0 and variance 1, then scale and shift it.
 
         Computes: h = residual + dropout(x), or x; out = γ (h - μ) r + β with μ = mean(h),
@@ -75,11 +98,12 @@ def norm_kernel(own_form: NormForm) -> Kernel:
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
         own, other = cuda.local.array(count, real), cuda.local.array(count, real)  # (count,)
+        (gamma, beta), (mean, rstd), n, share = affine, moments, numbers.n, numbers.share
         row, thread = cuda.blockIdx.x * rows_of_block + cuda.threadIdx.y, cuda.threadIdx.x
         stop, start = (n if row < mean.shape[0] else 0), int64(row) * n
         load(own, x, start, thread, stop)
         if drops:
-            drop(own, start, thread, stop, seed, threshold, scale)
+            drop(own, start, thread, stop, numbers)
         if adds:
             load(other, residual, start, thread, stop)
             for k in range(count):
@@ -90,13 +114,13 @@ def norm_kernel(own_form: NormForm) -> Kernel:
         total = zero
         for k in range(count):
             total += own[k]
-        center = row_sum(partial, total) * inverse_n * share
+        center = row_sum(partial, total) * numbers.inverse_n * share
         # r = 1 / sqrt(Σ (h - μ)² / n + ε).  Not from Σ h²: where μ is large, that cancels.
         squares = zero
         for k in range(count):
             own[k] -= center
             squares += own[k] * own[k] if column(k, thread) < stop else zero
-        inverse = one / math.sqrt(row_sum(partial, squares) * inverse_n + eps)
+        inverse = one / math.sqrt(row_sum(partial, squares) * numbers.inverse_n + numbers.eps)
         load_weights(other, gamma, 0, thread, stop)
         for k in range(count):
             own[k] *= inverse * other[k]
@@ -108,13 +132,10 @@ def norm_kernel(own_form: NormForm) -> Kernel:
             mean[row] = center
             rstd[row] = inverse
 
-    stored, vector = vector_type(form(dtype).stored), vector_type(sums)
-    given = vector_type(form(weights).stored)
-    extra = stored if adds else int64
-    signature = void(
-        stored, extra, given, given, extra, stored, vector, vector, int64, real, real, real, int64, int64,
-        real,
-    )  # fmt: skip
+    stored, given = (vector_type(form(each).stored) for each in (dtype, weights))
+    moments, extra = types.UniTuple(vector_type(sums), 2), stored if adds else int64
+    given = types.UniTuple(given, 2)
+    signature = void(stored, extra, given, extra, stored, moments, _numbers_type(real))
     return Kernel(layer_norm, signature, block.threads * rows_of_block)
 
 
@@ -129,10 +150,7 @@ def norm_backward_kernel(own_form: NormForm) -> Kernel:
     load, store, drop, load_weights = rows.load, rows.store, rows.drop, factors.load
     store_sums = make_row_access(tile, sums).store
 
-    def layer_norm_backward(
-        dout, dhidden, hidden, gamma, mean, rstd, dx, dresidual, parts, n, inverse_n, share, seed,
-        threshold, scale,
-    ):  # fmt: skip
+    def layer_norm_backward(dout, dhidden, hidden, gamma, moments, results, parts, numbers):
         """Compute the gradients through layer norm, and through the sum and the dropout before it.
 
         Computes: dh = r (g - mean(g) - ĥ mean(g ∘ ĥ)) + dhidden with g = γ dout, ĥ = (h - μ) r;
@@ -155,6 +173,7 @@ def norm_backward_kernel(own_form: NormForm) -> Kernel:
         dgamma, dbeta = cuda.local.array(count, real), cuda.local.array(count, real)  # (count,)
         for k in range(count):
             dgamma[k], dbeta[k] = zero, zero
+        (mean, rstd), (dx, dresidual), n, inverse_n = moments, results, numbers.n, numbers.inverse_n
         thread, lines = cuda.threadIdx.x, cuda.gridDim.x * rows_of_block
         line, height = cuda.blockIdx.x * rows_of_block + cuda.threadIdx.y, mean.shape[0]
         for turn in range((height + lines - 1) // lines):  # all threads, for they fold together
@@ -174,7 +193,7 @@ def norm_backward_kernel(own_form: NormForm) -> Kernel:
                 grad[k] *= other[k]
                 sum_g += grad[k]
                 sum_gx += grad[k] * own[k]
-            mean_g = row_sum(partial, sum_g) * inverse_n * share
+            mean_g = row_sum(partial, sum_g) * inverse_n * numbers.share
             mean_gx = row_sum(partial, sum_gx) * inverse_n
             for k in range(count):
                 grad[k] = (grad[k] - mean_g - own[k] * mean_gx) * inverse
@@ -184,7 +203,7 @@ def norm_backward_kernel(own_form: NormForm) -> Kernel:
                     grad[k] += other[k]
                 store(dresidual, start, grad, thread, stop)
             if drops:
-                drop(grad, start, thread, stop, seed, threshold, scale)
+                drop(grad, start, thread, stop, numbers)
             if drops or not adds:
                 store(dx, start, grad, thread, stop)
         store_sums(parts, int64(line) * 2 * n, dgamma, thread, n)
@@ -193,8 +212,8 @@ def norm_backward_kernel(own_form: NormForm) -> Kernel:
     stored, vector = vector_type(form(dtype).stored), vector_type(sums)
     extra = stored if adds else int64
     signature = void(
-        stored, extra, stored, vector_type(form(weights).stored), vector, vector, stored, extra, vector,
-        int64, real, real, int64, int64, real,
+        stored, extra, stored, vector_type(form(weights).stored), types.UniTuple(vector, 2),
+        types.Tuple((stored, extra)), vector, _numbers_type(real),
     )  # fmt: skip
     return Kernel(layer_norm_backward, signature, block.threads * rows_of_block)
 

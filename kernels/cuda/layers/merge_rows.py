@@ -54,7 +54,7 @@ def merge_kernel(
     real, zero, one = scalar_type(own), own.type(0), own.type(1)
     nothing = (zero,) * EIGHT
 
-    def merge(before, values, out, lse, rest, added, added_rest, sizes, steps, is_new, in_vectors):
+    def merge(before, values, out, lses, sizes, steps, is_new, in_vectors):
         """Merge rows with the rows so far.
 
         Computes: out = w before + (1 - w) values with w = exp(lse) / (exp(lse) + exp(added)), and
@@ -69,7 +69,7 @@ def merge_kernel(
         Global traffic: before, values and the rows of lse read once, out and lse written once
         Needs: whole rows in a block: none of its threads may read the lse that another has written
         """
-        heads, rows, dim, first, first_value = sizes
+        (heads, rows, dim, first, first_value), (lse, rest, added, added_rest) = sizes, lses
         lane, row = cuda.threadIdx.x, cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
         y = cuda.blockIdx.y
         batch, head = batch_and_head(y, heads)
@@ -111,7 +111,7 @@ def merge_kernel(
     flat = [types.Array(scalar_type(x.stored), 1, "C") for x in forms]
     lses = types.Array(real, 2, "C") if is_weighed else flat[1]
     numbers = types.UniTuple(int64, 5), types.UniTuple(int64, 9)
-    return Kernel(merge, void(*flat, *[lses] * 4, *numbers, int64, int64))
+    return Kernel(merge, void(*flat, types.UniTuple(lses, 4), *numbers, int64, int64))
 
 
 @lru_cache(maxsize=1024)
@@ -133,15 +133,7 @@ def _steps(shape: Ints, strides: Ints) -> Ints:
 
 @repeats
 def merge_rows(
-    out: Any,
-    values: Any,
-    rows: range,
-    place: int = 0,
-    before: Any = None,
-    lse: Any = None,
-    rest: Any = None,
-    added: Any = None,
-    added_rest: Any = None,
+    out: Any, values: Any, rows: range, place: int = 0, before: Any = None, *lses: Any
 ) -> None:
     """Add rows to the sums so far, or merge them as attention to two sets of keys.
 
@@ -153,11 +145,9 @@ def merge_rows(
         rows: The rows of out that are written.
         place: The row of the values that belongs to the first of these rows.
         before: The sums so far, of the shape of out; may be out itself.  None writes the values.
-        lse: With weights, the log-sum-exp of the keys so far, (…, heads, seq), row-major and of the dtype
-            in which values are summed; in these rows it becomes that of all keys.
-        rest: What lse loses by rounding, as lse; see ``Operands.lse_rest``.
-        added: The log-sum-exp of the keys of the values, (…, heads, n).
-        added_rest: Its rest.
+        *lses: With weights, four arrays: the log-sum-exp of the keys so far, (…, heads, seq), row-major and
+            of the dtype in which values are summed, which in these rows becomes that of all keys; what it
+            loses by rounding, see ``Operands.lse_rest``; and both for the values, (…, heads, n).
 
     Raises:
         ValueError: If an array has gaps, or elements of a row that are not consecutive.
@@ -176,12 +166,9 @@ def merge_rows(
     lanes = min(1 << (ceil_div(dim, EIGHT) - 1).bit_length(), WARP, SIZES.flat_threads)
     rows_of_block = SIZES.flat_threads // lanes
     flat = [as_bits(flattened(x)) for x in arrays]
-    lses = [flat[1]] * 4
-    if lse is not None:
-        pairs = lse, rest, added, added_rest
-        lses = [reshaped(x, (count, tuple(x.shape)[-1])) for x in pairs]
-    kernel = merge_kernel(*(x.dtype for x in arrays), lse is not None)
+    kernel = merge_kernel(*(x.dtype for x in arrays), bool(lses))
+    given = [reshaped(x, (count, tuple(x.shape)[-1])) for x in lses] or [flat[1]] * 4
     kernel[(ceil_div(len(rows), rows_of_block), count), (lanes, rows_of_block)](
-        *flat, *lses, (heads, len(rows), dim, rows.start, place), (*steps[0], *steps[1], *steps[2]),
+        *flat, (*given,), (heads, len(rows), dim, rows.start, place), (*steps[0], *steps[1], *steps[2]),
         int(before is None), int(in_vectors),
     )  # fmt: skip

@@ -75,8 +75,9 @@ class RowAccess(NamedTuple):
             array, in the dtype of computation, with zeros from column ``stop`` on.
         store: ``(array, start, own, thread, stop)``: store the elements, each rounded once.
         round: ``(own)``: round the elements as a store and a load would.
-        drop: ``(own, start, thread, stop, seed, threshold, scale)``: apply dropout to the elements at these
-            places of a tensor: 0 if the random word of an element is below the threshold, else times scale.
+        drop: ``(own, start, thread, stop, noise)``: apply dropout to the elements at these places of a
+            tensor: 0 if the random word of an element is below the threshold, else times the scale.  The
+            record ``noise`` has the fields seed, threshold and scale.
     """
 
     column: Callable[..., Any]
@@ -89,7 +90,7 @@ class RowAccess(NamedTuple):
 @cache
 def make_row_access(tile: RowTile, dtype: np.dtype[Any]) -> RowAccess:
     """Return the functions for a tile and the dtype of an array, including 16-bit ones."""
-    threads, pieces, count = tile.block.threads, tile.pieces, tile.elements
+    (threads, _), pieces, count = tile.block, tile.pieces, tile.elements
     zero, (_, widen, narrow, _) = acc_dtype(dtype).type(0), form(dtype)
     read_eight, write_eight = make_read_eight(dtype), make_write_eight(dtype, narrow)
 
@@ -105,27 +106,27 @@ def make_row_access(tile: RowTile, dtype: np.dtype[Any]) -> RowAccess:
     @device_function
     def load_apart(own, array, start, thread, stop):
         for k in range(count):
-            col = k * threads + thread
+            col = apart(k, thread)
             own[k] = widen(array[start + col]) if col < stop else zero
 
     @device_function
     def store_apart(array, start, own, thread, stop):
         for k in range(count):
-            col = k * threads + thread
+            col = apart(k, thread)
             if col < stop:
                 array[start + col] = narrow(own[k])
 
     @device_function
-    def drop_apart(own, start, thread, stop, seed, threshold, scale):
+    def drop_apart(own, start, thread, stop, noise):
         for k in range(count):
-            col = k * threads + thread
+            col = apart(k, thread)
             if col < stop:
                 place = start + col
-                words, number = _element_words(seed, place // WORDS), place % WORDS
+                words, number = _element_words(noise.seed, place // WORDS), place % WORDS
                 low = words[0] if number == 0 else words[1]
                 high = words[2] if number == 2 else words[3]
                 word = low if number < 2 else high
-                own[k] = scale * own[k] if word >= threshold else zero
+                own[k] = noise.scale * own[k] if word >= noise.threshold else zero
 
     @device_function
     def side_by_side(k, thread):
@@ -137,9 +138,8 @@ def make_row_access(tile: RowTile, dtype: np.dtype[Any]) -> RowAccess:
             k, col = piece * EIGHT, (piece * threads + thread) * EIGHT
             if col < stop:
                 eight = read_eight(array, start + col)
-                own[k], own[k + 1], own[k + 2], own[k + 3] = eight[0], eight[1], eight[2], eight[3]
-                k += 4
-                own[k], own[k + 1], own[k + 2], own[k + 3] = eight[4], eight[5], eight[6], eight[7]
+                for i in range(EIGHT):
+                    own[k + i] = eight[i]
             else:
                 for i in range(EIGHT):
                     own[k + i] = zero
@@ -149,24 +149,21 @@ def make_row_access(tile: RowTile, dtype: np.dtype[Any]) -> RowAccess:
         for piece in range(pieces):
             k, col = piece * EIGHT, (piece * threads + thread) * EIGHT
             if col < stop:
-                write_eight(
-                    array, start + col,
-                    (own[k], own[k + 1], own[k + 2], own[k + 3],
-                     own[k + 4], own[k + 5], own[k + 6], own[k + 7]),
-                )  # fmt: skip
+                low = own[k], own[k + 1], own[k + 2], own[k + 3]
+                high = own[k + 4], own[k + 5], own[k + 6], own[k + 7]
+                write_eight(array, start + col, low + high)
 
     @device_function
-    def drop_pieces(own, start, thread, stop, seed, threshold, scale):
+    def drop_pieces(own, start, thread, stop, noise):
         for piece in range(pieces):
             k, col = piece * EIGHT, (piece * threads + thread) * EIGHT
             if col < stop:
                 for half in range(EIGHT // WORDS):  # the counter of four neighbours
                     at = k + half * WORDS
-                    a, b, c, d = _element_words(seed, (start + col) // WORDS + half)
-                    own[at] = scale * own[at] if a >= threshold else zero
-                    own[at + 1] = scale * own[at + 1] if b >= threshold else zero
-                    own[at + 2] = scale * own[at + 2] if c >= threshold else zero
-                    own[at + 3] = scale * own[at + 3] if d >= threshold else zero
+                    words = _element_words(noise.seed, (start + col) // WORDS + half)
+                    for i in range(WORDS):
+                        kept = noise.scale * own[at + i]
+                        own[at + i] = kept if words[i] >= noise.threshold else zero
 
     if tile.vectors:
         return RowAccess(side_by_side, load_pieces, store_pieces, round_own, drop_pieces)

@@ -8,6 +8,7 @@ and the online step takes three quarters of the time of the safe one.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -61,30 +62,9 @@ def ladder_block(length: int, itemsize: int) -> LadderBlock:
     return LadderBlock(threads, ahead)
 
 
-class _Passes(NamedTuple):
-    """The passes over a row; see :func:`_make_passes`."""
-
-    maximum: Any
-    plain_sum: Any
-    online_sum: Any
-    write: Any
-
-
-def _make_passes(block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> _Passes:
-    """Return the passes over one row; every thread of the block must call them.
-
-    All take ``(x, row, thread, values, …)``, where ``values`` is a local array of the thread.
-
-    Args:
-        block: Shape of the block.
-        whole: Whether rows are made of whole, aligned vectors: one load or store of 128 bits each.
-        dtype: Dtype of x.
-    """
-    exp2, (row_max, row_sum) = EXP2[dtype], make_row_folds(RowBlock(block.threads, 1))
-    real, zero, minus_inf = scalar_type(dtype), dtype.type(0), dtype.type(-math.inf)
-    log2_e, ahead, count = dtype.type(LOG2_E), block.ahead, block.ahead * VECTOR
-    step = block.threads * VECTOR  # elements that all threads read with one load each
-    stride = step * ahead
+def _make_read(block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> Callable[..., None]:
+    """Return ``read(x, row, first, values)``, which reads the elements that the thread folds next."""
+    minus_inf, ahead, step = dtype.type(-math.inf), block.ahead, block.threads * VECTOR
 
     @device_function
     def element(x, row, i):
@@ -102,7 +82,6 @@ def _make_passes(block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> _Pass
 
     @device_function
     def read(x, row, first, values):
-        """Read the elements that the thread folds next."""
         for u in range(ahead):
             i = first + u * step
             w = p = y = z = minus_inf
@@ -110,6 +89,22 @@ def _make_passes(block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> _Pass
                 w, p, y, z = load(x, row, i)
             values[u * VECTOR], values[u * VECTOR + 1] = w, p
             values[u * VECTOR + 2], values[u * VECTOR + 3] = y, z
+
+    return read
+
+
+def _make_statistics(
+    step: str, block: LadderBlock, dtype: np.dtype[Any], read: Callable[..., None]
+) -> Callable[..., Any]:
+    """Return ``statistics(x, row, thread, values, partial)`` of a step, which all threads must call.
+
+    It returns what to subtract from the elements of the row, and the sum of their exponentials; ``values``
+    is a local array of the thread.
+    """
+    exp2, (row_max, row_sum) = EXP2[dtype], make_row_folds(RowBlock(block.threads, 1))
+    real, zero, minus_inf = scalar_type(dtype), dtype.type(0), dtype.type(-math.inf)
+    log2_e, count = dtype.type(LOG2_E), block.ahead * VECTOR
+    stride = block.threads * count
 
     @device_function
     def maximum(x, row, thread, values, partial):
@@ -122,7 +117,7 @@ def _make_passes(block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> _Pass
         return row_max(partial, largest)
 
     @device_function
-    def plain_sum(x, row, thread, values, partial, shift):
+    def sum_beside(x, row, thread, values, partial, shift):
         """Return the sum of e^(x - shift)."""
         total = zero
         for first in range(thread * VECTOR, x.shape[1], stride):
@@ -132,8 +127,16 @@ def _make_passes(block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> _Pass
         return row_sum(partial, total)
 
     @device_function
-    def online_sum(x, row, thread, values, partial):
-        """Return the shift for the largest element, and the sum of e^(x - shift)."""
+    def naive(x, row, thread, values, partial):
+        return zero, sum_beside(x, row, thread, values, partial, zero)
+
+    @device_function
+    def safe(x, row, thread, values, partial):
+        shift = real(shift_of(maximum(x, row, thread, values, partial)))
+        return shift, sum_beside(x, row, thread, values, partial, shift)
+
+    @device_function
+    def online(x, row, thread, values, partial):
         # m = -inf, d = 0
         largest, total = minus_inf, zero
         for first in range(thread * VECTOR, x.shape[1], stride):
@@ -153,9 +156,19 @@ def _make_passes(block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> _Pass
         total *= exp2((largest - row_shift) * log2_e)
         return row_shift, row_sum(partial, total)
 
+    return {"naive": naive, "safe": safe, "online": online}[step]
+
+
+def _make_write(
+    block: LadderBlock, whole: bool, dtype: np.dtype[Any], read: Callable[..., None]
+) -> Callable[..., None]:
+    """Return ``write(x, out, row, thread, values, shift, total)``: out = e^(x - shift) / total."""
+    exp2, real, log2_e = EXP2[dtype], scalar_type(dtype), dtype.type(LOG2_E)
+    ahead, count, step = block.ahead, block.ahead * VECTOR, block.threads * VECTOR
+    stride = step * ahead
+
     @device_function
     def write(x, out, row, thread, values, shift, total):
-        """Write e^(x - shift) / total."""
         inverse = real(inverse_sum(total))
         for first in range(thread * VECTOR, x.shape[1], stride):
             read(x, row, first, values)
@@ -172,7 +185,7 @@ def _make_passes(block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> _Pass
                         if i + j < x.shape[1]:
                             out[row, i + j] = values[at + j]
 
-    return _Passes(maximum, plain_sum, online_sum, write)
+    return write
 
 
 @cache
@@ -185,71 +198,34 @@ def ladder_kernel(step: str, block: LadderBlock, whole: bool, dtype: np.dtype[An
         whole: Whether rows are made of whole, aligned vectors.
         dtype: Dtype of x and out.
     """
-    real, count, zero = scalar_type(dtype), block.ahead * VECTOR, dtype.type(0)
-    slots = RowBlock(block.threads, 1).slots
-    maximum, plain_sum, online_sum, write = _make_passes(block, whole, dtype)
+    real, count, slots = scalar_type(dtype), block.ahead * VECTOR, RowBlock(block.threads, 1).slots
+    read = _make_read(block, whole, dtype)
+    statistics = _make_statistics(step, block, dtype, read)
+    write = _make_write(block, whole, dtype, read)
 
-    def naive_softmax(x, out):
-        """Divide the exponentials by their sum.
+    def ladder_softmax(x, out):
+        """Apply softmax to each row, in as many passes as the step takes.
 
-        Computes: out = e^x / Σ e^x; no numbers where a sum overflows
-        Source: Milakov and Gimelshein (2018), Algorithm 1
-        Grid: rows
-        Block: block.threads
-        One thread does: every block.threads-th vector of one row
-        Shared: one element a warp
-        Registers: block.ahead vectors of four elements, and the sum
-        Global traffic: x read twice; out written once
-        Needs: warp shuffles and 128-bit loads, for which the simulator has plain forms
-        """
-        partial = cuda.shared.array(slots, real)  # (slots,)
-        values = cuda.local.array(count, real)  # (count,)
-        row, thread = cuda.blockIdx.x, cuda.threadIdx.x
-        total = plain_sum(x, row, thread, values, partial, zero)
-        write(x, out, row, thread, values, zero, total)
-
-    def safe_softmax(x, out):
-        """Find the largest element first, and subtract it.
-
-        Computes: out = e^(x - m) / Σ e^(x - m), m = max(x)
-        Source: Milakov and Gimelshein (2018), Algorithm 2
+        Computes: naive: out = e^x / Σ e^x, no numbers where a sum overflows; safe: out = e^(x - m) /
+            Σ e^(x - m), m = max(x); online: the same with the maximum and the sum in one pass, where the
+            sum so far shrinks as the maximum grows
+        Source: Milakov and Gimelshein (2018), Algorithms 1, 2 and 3, and section 3.1
         Grid: rows
         Block: block.threads
         One thread does: every block.threads-th vector of one row
         Shared: one element a warp
         Registers: block.ahead vectors of four elements, the maximum and the sum
-        Global traffic: x read three times; out written once
+        Global traffic: x read twice, by the safe step three times; out written once
         Needs: warp shuffles and 128-bit loads, for which the simulator has plain forms
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
         values = cuda.local.array(count, real)  # (count,)
         row, thread = cuda.blockIdx.x, cuda.threadIdx.x
-        shift = real(shift_of(maximum(x, row, thread, values, partial)))
-        total = plain_sum(x, row, thread, values, partial, shift)
+        shift, total = statistics(x, row, thread, values, partial)
         write(x, out, row, thread, values, shift, total)
 
-    def online_softmax(x, out):
-        """Find the largest element and the sum in one pass: the sum so far shrinks as the maximum grows.
-
-        Computes: out = e^(x - m) / Σ e^(x - m), m = max(x)
-        Source: Milakov and Gimelshein (2018), Algorithm 3 and section 3.1
-        Grid: rows
-        Block: block.threads
-        One thread does: every block.threads-th vector of one row
-        Shared: one element a warp
-        Registers: block.ahead vectors of four elements, the maximum and the sum
-        Global traffic: x read twice; out written once
-        Needs: warp shuffles and 128-bit loads, for which the simulator has plain forms
-        """
-        partial = cuda.shared.array(slots, real)  # (slots,)
-        values = cuda.local.array(count, real)  # (count,)
-        row, thread = cuda.blockIdx.x, cuda.threadIdx.x
-        shift, total = online_sum(x, row, thread, values, partial)
-        write(x, out, row, thread, values, shift, total)
-
-    source = {"naive": naive_softmax, "safe": safe_softmax, "online": online_softmax}[step]
     matrix = real[:, ::1]
-    return Kernel(source, void(matrix, matrix), block.threads, resident=block.resident)
+    return Kernel(ladder_softmax, void(matrix, matrix), block.threads, resident=block.resident)
 
 
 def softmax(step: str, x: Any, out: Any, block: LadderBlock | None = None) -> None:

@@ -122,7 +122,7 @@ def linear_into(
     assert kind is not None, "fuses_linear allowed it"
     numbers, before = (None if t is None else t._storage for t in (bias, before_gelu))
     epilogue = matmul_dispatch.Epilogue(numbers, before is not None, before)
-    matmul_dispatch.multiply(*operands, kind, epilogue)
+    matmul_dispatch.multiply(*operands, kind, *epilogue)
 
 
 @repeats

@@ -184,7 +184,7 @@ def _multiply(tile: tuple[int, int], a: Any, b: Any, out: Any, factor: float) ->
     """Launch the product of two batches of matrices."""
     cuda_cores.multiply(
         _flat(out), element_strides(out), _flat(a), element_strides(a), _flat(b), element_strides(b),
-        (*out.shape, a.shape[3]), factor, _product_tile(tile),
+        (*out.shape, a.shape[3]), factor=factor, tile=_product_tile(tile),
     )  # fmt: skip
 
 

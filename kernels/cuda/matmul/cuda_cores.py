@@ -100,19 +100,16 @@ def _make_multiply(tile: ProductTile) -> Callable[..., None]:
     lanes, rows_of_threads = block_cols // own_cols, block_rows // own_rows
 
     @device_function
+    def load(values, shared, first, apart, count):
+        for i in range(0, count, VECTOR):
+            values[i], values[i + 1], values[i + 2], values[i + 3] = load_shared(
+                shared, first + i * apart
+            )
+
+    @device_function
     def step(acc, left, right, shared, a, b):
-        for i in range(0, own_rows, VECTOR):
-            w, x, y, z = load_shared(shared, a + i * rows_of_threads)
-            left[i] = w
-            left[i + 1] = x
-            left[i + 2] = y
-            left[i + 3] = z
-        for j in range(0, own_cols, VECTOR):
-            w, x, y, z = load_shared(shared, b + j * lanes)
-            right[j] = w
-            right[j + 1] = x
-            right[j + 2] = y
-            right[j + 3] = z
+        load(left, shared, a, rows_of_threads, own_rows)
+        load(right, shared, b, lanes, own_cols)
         for i in range(own_rows):
             for j in range(own_cols):
                 acc[i, j] += left[i] * right[j]
@@ -133,6 +130,24 @@ def _make_multiply(tile: ProductTile) -> Callable[..., None]:
 
 
 @cache
+def _make_store(tile: ProductTile) -> Callable[..., None]:
+    """Return ``store(out, start, steps, acc, first, sizes, factor)``: write a thread's sums to a matrix."""
+    block_rows, block_cols, _, own_rows, own_cols, _ = tile
+    row_step, col_step = block_rows // own_rows * VECTOR, block_cols // own_cols * VECTOR
+
+    @device_function
+    def store(out, start, steps, acc, first, sizes, factor):
+        for i in range(own_rows):
+            row = first[0] + i // VECTOR * row_step + i % VECTOR
+            for j in range(own_cols):
+                col = first[1] + j // VECTOR * col_step + j % VECTOR
+                if row < sizes[0] and col < sizes[1]:
+                    out[uint64(start + row * steps[2] + col * steps[3])] = factor * acc[i, j]
+
+    return store
+
+
+@cache
 def product_kernel(tile: ProductTile, dtype: np.dtype[Any], is_guarded: bool = False) -> Kernel:
     """Return the batched matrix product for one tile and dtype.
 
@@ -143,16 +158,16 @@ def product_kernel(tile: ProductTile, dtype: np.dtype[Any], is_guarded: bool = F
     """
     real, zero = scalar_type(dtype), dtype.type(0)
     block_rows, block_cols, depth, own_rows, own_cols, _ = tile
-    lanes, rows_of_threads, threads = block_cols // own_cols, block_rows // own_rows, tile.threads
+    lanes, threads = block_cols // own_cols, tile.threads
     share_a, fetch_a, place_a = _make_copy(block_rows, depth, threads, dtype)
     share_b, fetch_b, place_b = _make_copy(block_cols, depth, threads, dtype)
     a_loads, b_loads = block_rows * depth // threads, block_cols * depth // threads
     a_stride, b_stride = block_rows + VECTOR, block_cols + VECTOR
-    multiply = _make_multiply(tile)
+    multiply, store = _make_multiply(tile), _make_store(tile)
     b_offset = depth * a_stride
     stage_size = b_offset + depth * b_stride
 
-    def product(out, out_steps, a, a_steps, b, b_steps, shape, part, factor, guard, ticket):
+    def product(out, a, b, steps, shape, factor, guard, ticket):
         """Multiply (batch, heads, rows, depth) by (batch, heads, depth, cols), any strides.
 
         Computes: out[i, j] = factor · Σ_k a[i, k] b[k, j] for each batch and head; k runs over one part
@@ -177,7 +192,8 @@ def product_kernel(tile: ProductTile, dtype: np.dtype[Any], is_guarded: bool = F
         thread = cuda.threadIdx.x
         tx, ty = thread % lanes, thread // lanes
 
-        heads, rows, cols, total_depth = shape
+        out_steps, a_steps, b_steps = steps[:4], steps[4:8], steps[8:]
+        heads, rows, cols, total_depth, part = shape
         col_tiles = ceil_div(cols, block_cols)
         tiles = ceil_div(rows, block_rows) * col_tiles
         batch, head = cuda.blockIdx.x // tiles // heads, cuda.blockIdx.x // tiles % heads
@@ -189,12 +205,8 @@ def product_kernel(tile: ProductTile, dtype: np.dtype[Any], is_guarded: bool = F
             rows, cols, first, stop = 0, 0, 0, 0
 
         a_along, b_along = a_steps[3] <= a_steps[2], b_steps[2] < b_steps[3]
-        a_row, a_depth, a_apart, a_jump, a_place_jump = share_a(
-            thread, a_along, a_steps[2], a_steps[3]
-        )
-        b_col, b_depth, b_apart, b_jump, b_place_jump = share_b(
-            thread, b_along, b_steps[3], b_steps[2]
-        )
+        a_row, a_depth, a_apart, a_jump, a_hop = share_a(thread, a_along, a_steps[2], a_steps[3])
+        b_col, b_depth, b_apart, b_jump, b_hop = share_b(thread, b_along, b_steps[3], b_steps[2])
         a_rows, b_cols = rows - first_row - a_row, cols - first_col - b_col
         a_at = batch * a_steps[0] + head * a_steps[1] + (first_row + a_row) * a_steps[2]
         b_at = batch * b_steps[0] + head * b_steps[1] + (first_col + b_col) * b_steps[3]
@@ -218,23 +230,18 @@ def product_kernel(tile: ProductTile, dtype: np.dtype[Any], is_guarded: bool = F
             if start >= first:
                 multiply(tx, ty, acc, left, right, shared, stage, stage + b_offset)
                 stage = stage_size - stage
-            place_a(next_a, shared, stage + a_place, a_place_jump)
-            place_b(next_b, shared, stage + b_place, b_place_jump)
+            place_a(next_a, shared, stage + a_place, a_hop)
+            place_b(next_b, shared, stage + b_place, b_hop)
             cuda.syncthreads()  # the tile is complete before it is read, and the other one was read
 
         start = batch * out_steps[0] + (cuda.blockIdx.y * heads + head) * out_steps[1]
-        for i in range(own_rows):
-            row = first_row + (i // VECTOR * rows_of_threads + ty) * VECTOR + i % VECTOR
-            for j in range(own_cols):
-                col = first_col + (j // VECTOR * lanes + tx) * VECTOR + j % VECTOR
-                if row < rows and col < cols:
-                    out[uint64(start + row * out_steps[2] + col * out_steps[3])] = (
-                        factor * acc[i, j]
-                    )
+        first_row += ty * VECTOR
+        first_col += tx * VECTOR
+        store(out, start, out_steps, acc, (first_row, first_col), (rows, cols), factor)
 
-    flat, steps = types.Array(real, 1, "C"), types.UniTuple(int64, 4)
-    guard = types.Array(int64, 1, "C") if is_guarded else int64
-    signature = void(flat, steps, flat, steps, flat, steps, steps, int64, real, guard, int64)
+    flat, guard = types.Array(real, 1, "C"), types.Array(int64, 1, "C") if is_guarded else int64
+    steps, shape = types.UniTuple(int64, 12), types.UniTuple(int64, 5)
+    signature = void(flat, flat, flat, steps, shape, real, guard, int64)
     shared_bytes = dtype.itemsize * shared_elements(tile)
     return Kernel(product, signature, threads, shared_bytes, tile.resident)
 
@@ -276,7 +283,7 @@ def _parts(blocks: int, depth: int) -> int:
 
 def multiply(
     out: Any, out_steps: Ints, a: Any, a_steps: Ints, b: Any, b_steps: Ints,
-    shape: Ints, factor: float = 1.0, tile: ProductTile | None = None,
+    shape: Ints, *, factor: float = 1.0, tile: ProductTile | None = None,
     only_if: tuple[Any, int] | None = None,
 ) -> None:  # fmt: skip
     """Fill out with factor · a @ b for each batch and head.
@@ -300,33 +307,20 @@ def multiply(
     if 0 in shape[:4]:
         return
     tile = tile or pick_tile(batch * heads, rows, cols, depth, out.dtype.itemsize)
-    kernel, blocks = product_kernel(tile, out.dtype), _blocks(batch * heads, rows, cols, tile)
-    sizes, matrix = (heads, rows, cols, depth), rows * cols
-    parts = _parts(blocks, depth)
+    blocks, matrix = _blocks(batch * heads, rows, cols, tile), rows * cols
+    kernel = product_kernel(tile, out.dtype, only_if is not None)
+    parts = 1 if only_if is not None else _parts(blocks, depth)
     guard = only_if or (0, 0)
-    if only_if is not None:
-        kernel, parts = product_kernel(tile, out.dtype, True), 1
     if parts < 2 or not _is_contiguous(shape[:4], out_steps):
-        kernel[blocks, tile.threads](
-            out, out_steps, a, a_steps, b, b_steps, sizes, depth, factor, *guard
-        )
+        steps = (*out_steps, *a_steps, *b_steps)
+        kernel[blocks, tile.threads](out, a, b, steps, (*shape[1:], depth), factor, *guard)
         return
     part = geometry.ceil_div(depth, parts)
     parts = geometry.ceil_div(depth, part)  # rounding may leave none for the last
     inner = heads * matrix
     partial = empty_device((batch * parts * inner,), out.dtype)
-    kernel[(blocks, parts), tile.threads](
-        partial,
-        (parts * inner, matrix, cols, 1),
-        a,
-        a_steps,
-        b,
-        b_steps,
-        sizes,
-        part,
-        factor,
-        *guard,
-    )
+    steps = (parts * inner, matrix, cols, 1, *a_steps, *b_steps)
+    kernel[(blocks, parts), tile.threads](partial, a, b, steps, (*shape[1:], part), factor, *guard)
     sum_kernel(out.dtype)[geometry.ceil_div(batch * inner, SIZES.flat_threads), SIZES.flat_threads](
         reshaped(partial, (batch, parts, inner)),
         device_view(out, (batch, inner), (inner, 1)),  # contiguous, as was asked above

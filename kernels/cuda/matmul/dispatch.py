@@ -25,7 +25,7 @@ from kernels.cuda.device.per_device import multiprocessors, why_no_device
 from kernels.cuda.device.shared_tiles import round_up
 from kernels.cuda.matmul import cuda_cores
 from kernels.cuda.matmul.launch import Output, multiply_by_warps, multiply_on_hopper
-from kernels.cuda.matmul.layout import Form, ProductLayout, WarpLayout
+from kernels.cuda.matmul.layout import ProductForm, ProductLayout, WarpLayout
 from kernels.cuda.matmul.operands import Ints, Operand, copy, flag, placed, split
 from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.runtime.arrays import device_pointer, empty_device
@@ -51,7 +51,7 @@ _MOST_PARTS = 128
 #: Multiply-adds, and rows, columns and depth, from which numbers are split instead of using CUDA cores.
 _SPLIT_WORK, _SPLIT_SIDE = 1 << 29, 128
 #: Depth of a tile of split numbers.
-_SPLIT_DEPTH = Form("bfloat16", "float32").depth
+_SPLIT_DEPTH = ProductForm("bfloat16", "float32").depth
 _TICKETS = count(1)
 
 
@@ -67,9 +67,6 @@ class Epilogue(NamedTuple):
     bias: Any = None
     has_gelu: bool = False
     before_gelu: Any = None
-
-
-PLAIN = Epilogue()
 
 
 def kind_of(dtype: np.dtype[Any], precision: str, shape: Ints) -> str | None:
@@ -103,9 +100,10 @@ def _is_hopper() -> bool:
     return compute_capability()[:1] == (9,)
 
 
+@repeats
 def multiply(
     out: Any, out_steps: Ints, a: Any, a_steps: Ints, b: Any, b_steps: Ints, shape: Ints, kind: str,
-    epilogue: Epilogue = PLAIN,
+    *how: Any,
 ) -> None:  # fmt: skip
     """Fill out with gelu(a @ b + bias) for each batch and head, on tensor cores.
 
@@ -121,18 +119,9 @@ def multiply(
         b_steps: Strides of b in batch, heads, depth and columns.
         shape: (batch, heads, rows, cols, depth), the depth not 0.
         kind: A result of :func:`kind_of`.
-        epilogue: The operations before a number is stored; with any of them, the number of columns must be
-            a multiple of eight, and the kind must not be "split".
+        how: The fields of an :class:`Epilogue`; with any of them, the number of columns must be a multiple
+            of eight, and the kind must not be "split".
     """
-    _multiply(out, out_steps, a, a_steps, b, b_steps, shape, kind, *epilogue)
-
-
-@repeats
-def _multiply(
-    out: Any, out_steps: Ints, a: Any, a_steps: Ints, b: Any, b_steps: Ints, shape: Ints, kind: str,
-    *how: Any,
-) -> None:  # fmt: skip
-    """Do what :func:`multiply` says, ``how`` the fields of the epilogue."""
     epilogue = Epilogue(*how)
     batch, heads, rows, cols, depth = shape
     if not _is_stored_in_pieces(out, out_steps, shape):
@@ -141,7 +130,7 @@ def _multiply(
         matrix = rows * wide
         steps = (heads * matrix, matrix, wide, 1)
         room = empty_device((batch * heads * matrix,), out.dtype)
-        multiply(room, steps, a, a_steps, b, b_steps, shape, kind, epilogue)
+        multiply(room, steps, a, a_steps, b, b_steps, shape, kind, *how)
         copy(room, steps, shape[:4], NAMES[out.dtype], out, out_steps[:3], (rows, cols))
         return
     left = Operand(a, (batch, heads, rows, depth), a_steps)
@@ -155,7 +144,7 @@ def _multiply(
         )  # fmt: skip
         return
     left, right = placed(left, kind), placed(right, kind)
-    form = Form(
+    form = ProductForm(
         kind, NAMES[out.dtype], left.is_turned, right.is_turned,
         has_bias=epilogue.bias is not None, has_gelu=epilogue.has_gelu,
         keeps_input=epilogue.before_gelu is not None,
@@ -167,11 +156,13 @@ def _multiply(
 
 def _multiply_split(out: Any, out_steps: Ints, a: Operand, b: Operand, ticket: int) -> None:
     (left, plane), (right, _) = (split(each, _SPLIT_DEPTH, ticket) for each in (a, b))
-    form = Form("bfloat16", NAMES[out.dtype], left.is_turned, right.is_turned, planes=3)
+    form = ProductForm("bfloat16", NAMES[out.dtype], left.is_turned, right.is_turned, planes=3)
     _multiply_placed(left, right, Output(out, out_steps), form, plane)
 
 
-def _multiply_placed(a: Operand, b: Operand, target: Output, form: Form, plane: int = 0) -> None:
+def _multiply_placed(
+    a: Operand, b: Operand, target: Output, form: ProductForm, plane: int = 0
+) -> None:
     """Multiply operands that kernels can read in place, dividing a long sum into parts."""
     (batch, heads, rows, depth), cols = a.shape, b.shape[2]
     layout, parts = _layout(
@@ -189,7 +180,9 @@ def _multiply_placed(a: Operand, b: Operand, target: Output, form: Form, plane: 
     sum_parts(partial, target.array, target.steps, (batch, heads, rows, cols), parts)
 
 
-def _launch(a: Operand, b: Operand, target: Output, form: Form, layout: Any, plane: int) -> None:
+def _launch(
+    a: Operand, b: Operand, target: Output, form: ProductForm, layout: Any, plane: int
+) -> None:
     if isinstance(layout, WarpLayout):
         multiply_by_warps(a, b, target, form, layout)
     else:
@@ -221,7 +214,7 @@ def _layout(
         cols: Columns of each matrix.
         steps: Tiles of the depth.
         is_hopper: Whether warpgroups can multiply.
-        planes: Planes per number, see ``Form``.
+        planes: Planes per number, see ``ProductForm``.
         is_whole: Whether sums must not be divided.
     """
     layouts = _HOPPER[planes] if is_hopper else _WARPS

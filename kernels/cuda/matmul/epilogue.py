@@ -1,4 +1,4 @@
-"""The epilogue of Hopper's product, on a tile in registers: bias, GELU, rounding, storing.
+"""The epilogue of a product on tensor cores, on a tile in registers: bias, GELU, rounding, storing.
 
 The accumulators of a warpgroup are 64 rows, 16 for each warp.  ``acc[t, e]`` of a lane is in row lane / 4,
 or eight rows below if e > 1, and in column 8 t + 2 (lane % 4) + e % 2.
@@ -11,11 +11,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import int64, uint32
+from numba import int32, int64, uint32
 
 from kernels.common.pointwise import GELU_CONSTANTS
 from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP
-from kernels.cuda.matmul.layout import Form, ProductLayout
+from kernels.cuda.matmul.layout import ProductForm, ProductLayout
 from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
 from kernels.cuda.ptx.bulk import (
     cp_async_bulk_commit_group,
@@ -23,7 +23,7 @@ from kernels.cuda.ptx.bulk import (
     make_tensor_store,
 )
 from kernels.cuda.ptx.copies import global_address, st_global_v2
-from kernels.cuda.ptx.fragments import DEVICE
+from kernels.cuda.ptx.fragments import DEVICE, lane_col, lane_row
 from kernels.cuda.ptx.mma import stmatrix_x4
 from kernels.cuda.ptx.numbers import PACK, UNPACK, ex2, rcp
 from kernels.cuda.ptx.wgmma import ROWS
@@ -42,56 +42,52 @@ OWN = 1
 
 
 @cache
-def make_activation(count: int) -> Callable[..., None]:
-    """Return ``activate(acc)``: GELU of (count, 4) accumulators, in its tanh form."""
-    one = np.float32(1)
+def make_epilogue(row_tiles: int, col_tiles: int, out: str) -> tuple[Any, Any]:
+    """Return ``add_bias(acc, bias, first_col, cols)`` and ``activate(acc)``, GELU in its tanh form.
+
+    Args:
+        row_tiles: Tiles of accumulators below each other, 16 rows each.
+        col_tiles: Tiles side by side.
+        out: Dtype of the result, and of the bias.
+    """
+    is_half, one = out != "float32", np.float32(1)
+    unpack: Any = UNPACK.get(out)
     inner, cubic = (np.float32(factor) for factor in GELU_INNER)
 
     @device_function
+    def add_bias(acc, bias, first_col, cols):
+        for n in range(col_tiles):
+            col = first_col + n * COLS
+            if is_half:
+                if col < cols:  # a multiple of eight
+                    x, y = unpack(uint32(bias[col]) | (uint32(bias[col + 1]) << uint32(16)))
+                    for m in range(row_tiles):
+                        t = m * col_tiles + n
+                        acc[t, 0] += x
+                        acc[t, 1] += y
+                        acc[t, 2] += x
+                        acc[t, 3] += y
+            else:
+                for e in range(2):
+                    if col + e < cols:
+                        for m in range(row_tiles):
+                            t = m * col_tiles + n
+                            acc[t, e] += bias[col + e]
+                            acc[t, e + 2] += bias[col + e]
+
+    @device_function
     def activate(acc):
-        for t in range(count):
+        for t in range(row_tiles * col_tiles):
             for e in range(4):
                 x = acc[t, e]
                 acc[t, e] = x * rcp(one + ex2(-x * (inner + cubic * x * x)))
 
-    return activate
+    return add_bias, activate
 
 
 @cache
-def make_epilogue(layout: ProductLayout, form: Form) -> tuple[Any, Any]:
-    """Return ``add_bias(acc, bias, first_col, cols)`` and ``activate(acc)``.
-
-    For a 16-bit result the bias has the same dtype; otherwise it is float32.
-    """
-    count, is_half = layout.cols // COLS, form.out != "float32"
-    unpack: Any = UNPACK.get(form.out)
-
-    @device_function
-    def add_pairs(acc, bias, first_col, cols):
-        for t in range(count):
-            col = first_col + t * COLS
-            if col < cols:  # a multiple of eight
-                x, y = unpack(uint32(bias[col]) | (uint32(bias[col + 1]) << uint32(16)))
-                acc[t, 0] += x
-                acc[t, 1] += y
-                acc[t, 2] += x
-                acc[t, 3] += y
-
-    @device_function
-    def add_numbers(acc, bias, first_col, cols):
-        for t in range(count):
-            for e in range(2):
-                col = first_col + t * COLS + e
-                if col < cols:
-                    acc[t, e] += bias[col]
-                    acc[t, e + 2] += bias[col]
-
-    return (add_pairs if is_half else add_numbers), make_activation(count)
-
-
-@cache
-def make_write_tile(layout: ProductLayout, form: Form) -> Any:
-    """Return ``write_tile(acc, tensor, tile, row, col, h, b, me, warp, lane)``, or None for float32.
+def make_write_tile(layout: ProductLayout, form: ProductForm) -> Any:
+    """Return ``write_tile(acc, target, steps, tile, item, me, shape)``, or None for float32.
 
     It rounds the warpgroup's 64 rows into the shared memory at ``tile``, and the copy engine writes them
     while the next tile is computed.
@@ -103,7 +99,9 @@ def make_write_tile(layout: ProductLayout, form: Form) -> Any:
     parts, size = layout.cols // COLS // part_tiles, ROWS * LINE
 
     @device_function
-    def write_tile(acc, tensor, tile, row, col, h, b, me, warp, lane):
+    def write_tile(acc, target, steps, tile, item, me, shape):
+        warp, lane = int32(cuda.threadIdx.x // 32 % 4), int32(cuda.threadIdx.x % 32)
+        tensor, row = global_address(target), int32(item.row + me * ROWS)
         words = cuda.local.array(4, uint32)  # (4,)
         r, c = square_place(lane)
         line = warp * 16 + r
@@ -125,47 +123,45 @@ def make_write_tile(layout: ProductLayout, form: Form) -> Any:
             bar_sync(OWN + me, WARPGROUP)  # all rows of the warpgroup are there
             if warp == 0 and lane == 0:
                 for panel in range(panels):
-                    first = col + (part * panels + panel) * PANEL
-                    store(tensor, (first, row, h, b), tile + panel * size)
+                    first = item.col + (part * panels + panel) * PANEL
+                    store(tensor, (first, row, item.h, item.b), tile + panel * size)
                 cp_async_bulk_commit_group()
 
     return write_tile
 
 
 @cache
-def make_write_floats(layout: ProductLayout) -> Callable[..., None]:
-    """Return ``write_floats(acc, out, steps, row, col, h, b, part, rows, cols, warp, lane)``.
+def make_write_floats(row_tiles: int, col_tiles: int) -> Callable[..., None]:
+    """Return ``write_floats(acc, out, steps, item, row, col, shape)``: write a warp's accumulators.
 
-    Each lane writes its own pairs of columns, so that four lanes write 32 bytes of a row.  ``steps`` are
-    the strides of batches, heads, parts and rows, and whether all of them and ``cols`` are even.
+    Each lane writes its own pairs of columns, so that four lanes write 32 bytes of a row.  ``row`` and
+    ``col`` are the first of the warp.  ``steps`` are the strides of batches, heads, parts and rows, and
+    whether all of them and the number of columns are even; ``shape`` begins with rows and columns.
     """
-    count = layout.cols // COLS
 
     @device_function
-    def write_floats(acc, out, steps, row, col, h, b, part, rows, cols, warp, lane):
-        own_row, own_col = int64(row + warp * 16 + lane // 4), int64(col + 2 * (lane % 4))
-        start = b * steps[0] + h * steps[1] + part * steps[2] + own_row * steps[3] + own_col
-        for half in range(2):
-            if own_row + 8 * half < rows:
-                at = start + 8 * half * steps[3]
-                for t in range(count):
-                    x, y = acc[t, 2 * half], acc[t, 2 * half + 1]
-                    if steps[4] != 0:
-                        if own_col + t * COLS < cols:
-                            st_global_v2(global_address(out) + 4 * (at + t * COLS), x, y)
-                    else:
-                        if own_col + t * COLS < cols:
-                            out[at + t * COLS] = x
-                        if own_col + t * COLS + 1 < cols:
-                            out[at + t * COLS + 1] = y
+    def write_floats(acc, out, steps, item, row, col, shape):
+        lane, rows, cols = int32(cuda.threadIdx.x % 32), shape[0], shape[1]
+        own_row, own_col = int64(row + lane_row(lane)), int64(col + lane_col(lane))
+        start = int64(item.b) * steps[0] + int64(item.h) * steps[1] + int64(item.part) * steps[2]
+        start += own_row * steps[3] + own_col
+        for m in range(row_tiles):
+            for half in range(2):
+                down = 2 * m * COLS + half * COLS
+                if own_row + down < rows:
+                    for n in range(col_tiles):
+                        x, y = (
+                            acc[m * col_tiles + n, 2 * half],
+                            acc[m * col_tiles + n, 2 * half + 1],
+                        )
+                        at, left = start + down * steps[3] + n * COLS, cols - own_col - n * COLS
+                        if steps[4] != 0:
+                            if left > 0:
+                                st_global_v2(global_address(out) + 4 * at, x, y)
+                        else:
+                            if left > 0:
+                                out[at] = x
+                            if left > 1:
+                                out[at + 1] = y
 
     return write_floats
-
-
-__all__ = [
-    "make_activation",
-    "make_epilogue",
-    "make_write_floats",
-    "make_write_tile",
-    "wait_for_reads",
-]

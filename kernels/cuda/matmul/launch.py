@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from kernels.common.geometry import ceil_div
 from kernels.cuda.device.half import as_bits
 from kernels.cuda.device.per_device import map_of, multiprocessors
+from kernels.cuda.device.warpgroups import LINE, PANEL
 from kernels.cuda.matmul import mma, wgmma
-from kernels.cuda.matmul.layout import LINE, PANEL, Form, Order, ProductLayout, WarpLayout
+from kernels.cuda.matmul.layout import Order, ProductForm, ProductLayout, WarpLayout
 from kernels.cuda.matmul.operands import Ints, Operand
 from kernels.cuda.ptx.wgmma import ROWS
 
@@ -77,9 +78,8 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _plan(
-    shape: Ints, cols: int, depth: int, layout: ProductLayout | WarpLayout, steps: Ints,
-    parts: int, band: int | None,
-) -> _Plan:  # fmt: skip
+    shape: Ints, cols: int, depth: int, layout: ProductLayout | WarpLayout, steps: Ints, parts: int
+) -> _Plan:
     """Return the plan of a product.
 
     Args:
@@ -89,11 +89,10 @@ def _plan(
         layout: Layout of the block.
         steps: Strides of the result.
         parts: Number of parts of the depth.
-        band: Tiles of rows per band; determined by BAND_ROWS when None.
     """
     batch, heads, rows, whole_depth = shape
     row_tiles, matrices = ceil_div(rows, layout.rows), batch * heads * parts
-    band = min(band or max(BAND_ROWS // layout.rows, 1), row_tiles)
+    band = min(max(BAND_ROWS // layout.rows, 1), row_tiles)
     order = Order(row_tiles, ceil_div(cols, layout.cols), band, matrices)
     count = ceil_div(whole_depth, depth)
     sizes = (rows, cols, count, ceil_div(count, parts), parts, heads)
@@ -104,23 +103,26 @@ def _plan(
 
 
 def multiply_on_hopper(
-    a: Operand, b: Operand, target: Output, form: Form, layout: ProductLayout, plane: int = 0,
-    band: int | None = None,
-) -> None:  # fmt: skip
+    a: Operand,
+    b: Operand,
+    target: Output,
+    form: ProductForm,
+    layout: ProductLayout,
+    plane: int = 0,
+) -> None:
     """Launch the kernel of ``matmul.wgmma``.
 
     Args:
         a: (batch, heads, rows, depth); with planes, depth is that of one plane.
         b: (batch, heads, cols, depth).
         target: The destination.
-        form: Form of the kernel.
+        form: ProductForm of the kernel.
         layout: Layout of the block.
         plane: Distance of consecutive planes, in elements.
-        band: Tiles of rows per band; determined by BAND_ROWS when None.
     """
     kind = "float32" if form.dtype == "tf32" else form.dtype
     (batch, heads, rows, _), cols, depth = a.shape, b.shape[2], form.depth
-    plan = _plan(a.shape, cols, depth, layout, target.steps, target.parts, band)
+    plan = _plan(a.shape, cols, depth, layout, target.steps, target.parts)
     maps, differs = [], []
     for operand, lines in ((a, layout.rows), (b, layout.cols)):
         if form.planes > 1:
@@ -142,14 +144,12 @@ def multiply_on_hopper(
 
 
 def multiply_by_warps(
-    a: Operand, b: Operand, target: Output, form: Form, layout: WarpLayout, band: int | None = None
+    a: Operand, b: Operand, target: Output, form: ProductForm, layout: WarpLayout
 ) -> None:
     """Launch the kernel of ``matmul.mma``; the arguments are those of :func:`multiply_on_hopper`."""
-    plan = _plan(a.shape, b.shape[2], form.depth, layout, target.steps, target.parts, band)
-    rows, cols, _, part_steps, parts, heads = plan.sizes
-    sizes = (rows, cols, a.shape[3], part_steps, parts, heads)
+    plan = _plan(a.shape, b.shape[2], form.depth, layout, target.steps, target.parts)
+    before = as_bits(target.before_gelu) if form.keeps_input else 0
     mma.product_kernel(layout, form)[plan.order.items, layout.threads](
-        as_bits(a.array), as_bits(b.array), as_bits(target.array),
-        as_bits(target.before_gelu) if form.keeps_input else 0, target.bias,
-        a.stored[1][:3], b.stored[1][:3], plan.steps, sizes, plan.order,
+        as_bits(a.array), as_bits(b.array), (as_bits(target.array), before, target.bias),
+        a.stored[1][:3], b.stored[1][:3], plan.steps, (*plan.sizes, a.shape[3]), plan.order,
     )  # fmt: skip

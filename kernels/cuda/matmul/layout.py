@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 from numba import int32, uint32
 
 from kernels.cuda.device.shared_tiles import SharedTiles
-from kernels.cuda.device.warpgroups import LINE, PANEL, WarpRoles
+from kernels.cuda.device.warpgroups import LINE, WarpRoles
 from kernels.cuda.ptx.wgmma import KINDS, ROWS
 from kernels.cuda.runtime.kernel import device_function
 
@@ -19,7 +21,7 @@ STEPS = 4
 TERMS = {1: ((0, 0),), 3: ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))}
 
 
-class Form(NamedTuple):
+class ProductForm(NamedTuple):
     """The compile-time parameters of a kernel.
 
     Attributes:
@@ -106,7 +108,7 @@ class WarpLayout:
         return self.stages * (self.rows + self.cols) * LINE
 
 
-def shared_tiles(layout: ProductLayout, form: Form) -> SharedTiles:
+def shared_tiles(layout: ProductLayout, form: ProductForm) -> SharedTiles:
     """Return the byte offsets of a block's tiles in shared memory, from its first aligned address."""
     is_half = form.out != "float32"
     return SharedTiles(
@@ -153,15 +155,45 @@ def place_of(item, order):
     return int32(first + rest % rows), int32(rest // rows), int32(matrix)
 
 
-__all__ = [
-    "LINE",
-    "PANEL",
-    "STEPS",
-    "TERMS",
-    "Form",
-    "Order",
-    "ProductLayout",
-    "WarpLayout",
-    "place_of",
-    "shared_tiles",
-]
+class Item(NamedTuple):
+    """A tile of a result and its part of the depth; all numbers are int32.
+
+    Attributes:
+        row: First row of the tile.
+        col: First column of the tile.
+        h: Head index.
+        b: Batch index.
+        part: Index of the part.
+        first: First step of the part's depth.
+        stop: One past its last step.
+    """
+
+    row: Any
+    col: Any
+    h: Any
+    b: Any
+    part: Any
+    first: Any
+    stop: Any
+
+
+@cache
+def make_find(layout: ProductLayout | WarpLayout) -> Callable[..., Item]:
+    """Return ``find(number, shape, order)``, the item of a number.
+
+    ``shape`` begins with rows, columns, steps of the depth, steps per part, parts, and heads.
+    """
+    rows, cols = layout.rows, layout.cols
+
+    @device_function
+    def find(number, shape, order):
+        row_tile, col_tile, matrix = place_of(number, order)
+        parts, heads = shape[4], shape[5]
+        part, pair = int32(matrix % parts), int32(matrix // parts)
+        first = int32(part * shape[3])
+        return Item(
+            int32(row_tile * rows), int32(col_tile * cols), int32(pair % heads), int32(pair // heads),
+            part, first, int32(min(first + shape[3], shape[2])),
+        )  # fmt: skip
+
+    return find

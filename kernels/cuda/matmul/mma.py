@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import float32, int32, int64, types, uint8, uint16, uint32, void
 
-from kernels.cuda.matmul.epilogue import make_activation
-from kernels.cuda.matmul.layout import LINE, STEPS, Form, Order, WarpLayout, place_of
+from kernels.cuda.device.warpgroups import LINE
+from kernels.cuda.matmul.epilogue import COLS, make_epilogue, make_write_floats
+from kernels.cuda.matmul.layout import STEPS, Order, ProductForm, WarpLayout, make_find
 from kernels.cuda.ptx.copies import (
     cp_async_16,
     cp_async_commit_group,
@@ -23,22 +24,21 @@ from kernels.cuda.ptx.copies import (
     ld_shared_v4,
     make_cp_async_wait_group,
     shared_address,
-    st_global_v2,
     st_global_v4,
     st_shared,
 )
 from kernels.cuda.ptx.fragments import DEVICE, lane_col, lane_row
 from kernels.cuda.ptx.mma import MMA, ldmatrix_x4, ldmatrix_x4_trans, mma_tf32
-from kernels.cuda.ptx.numbers import PACK, UNPACK
+from kernels.cuda.ptx.numbers import PACK
 from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place
 from kernels.cuda.runtime.kernel import Kernel, device_function
 from kernels.runtime.targets import cuda
 
 square_place, turned_place = DEVICE.square_place, DEVICE.turned_place
-#: Rows of a tile of A, columns of a tile of accumulators, lanes of a warp.
-ROWS, COLS, WARP = 16, 8, 32
-#: rows, cols, depth, steps per part, parts, heads.
-SHAPE = types.UniTuple(int32, 6)
+#: Rows of a tile of A, lanes of a warp.
+ROWS, WARP = 16, 32
+#: rows, cols, steps of the depth, steps per part, parts, heads; depth.
+SHAPE = types.UniTuple(int32, 7)
 STEP_TYPE = types.UniTuple(int64, 3)
 
 
@@ -106,77 +106,128 @@ def make_load(rows: int, width: int, is_left: bool, is_turned: bool) -> Callable
     return load_turned if is_turned else load_lines
 
 
-@cache
-def product_kernel(layout: WarpLayout, form: Form) -> Kernel:
-    """Return the kernel for one layout and one form.
+class Stream(NamedTuple):
+    """The tiles of an operand along the depth, from a block's first one on.
 
-    Args:
-        layout: Layout of the block.
-        form: Dtypes and epilogue of the product; one plane.
+    Attributes:
+        address: Address of the next tile.
+        line_bytes: Distance of its lines.
+        jump: Distance to the tile after it.
+        left: Rows or columns of the operand from the block's first one on.
     """
-    threads, stages, depth = layout.threads, layout.stages, form.depth
-    block_rows, block_cols = layout.rows, layout.cols
-    size = LINE // depth  # bytes of an element
-    col_warps = layout.col_warps
-    own_rows, own_cols = block_rows // layout.row_warps, block_cols // col_warps
-    row_tiles, col_tiles = own_rows // ROWS, own_cols // COLS
-    tiles = row_tiles * col_tiles
-    a_turned, b_turned, is_half = form.a_turned, form.b_turned, form.out != "float32"
-    has_bias, has_gelu, keeps = form.has_bias, form.has_gelu, form.keeps_input
-    a_width, b_width = (
-        lines * size if is_turned else LINE
-        for lines, is_turned in ((block_rows, a_turned), (block_cols, b_turned))
-    )
-    copy_a, copy_b = (
-        make_copy_lines(threads, depth if is_turned else lines, width)
-        for lines, width, is_turned in (
-            (block_rows, a_width, a_turned), (block_cols, b_width, b_turned)
+
+    address: Any
+    line_bytes: Any
+    jump: Any
+    left: Any
+
+
+@cache
+def _make_fetch(
+    layout: WarpLayout, form: ProductForm, is_left: bool
+) -> tuple[Callable[..., Stream], Callable[..., Stream], Callable[..., None]]:
+    """Return the functions that copy an operand and load its fragments.
+
+    ``begin(array, steps, item, first, left)`` returns the :class:`Stream` of an item whose rows or columns
+    begin at ``first``; ``fetch(thread, stream, depth_left, target)`` issues the copy of a tile and returns
+    the stream of those after it; for ``load`` see :func:`make_load`.
+    """
+    depth, size = form.depth, LINE // form.depth  # bytes of an element
+    lines, warps = (layout.rows, layout.row_warps) if is_left else (layout.cols, layout.col_warps)
+    is_turned = form.a_turned if is_left else form.b_turned
+    width = lines * size if is_turned else LINE
+    copy = make_copy_lines(layout.threads, depth if is_turned else lines, width)
+
+    @device_function
+    def begin(array, steps, item, first, left):
+        address = (
+            global_address(array) + (int64(item.b) * steps[0] + int64(item.h) * steps[1]) * size
         )
-    )  # fmt: skip
-    load_a = make_load(own_rows, a_width, True, a_turned)
-    load_b = make_load(own_cols, b_width, False, b_turned)
-    a_bytes, stage_bytes = block_rows * LINE, (block_rows + block_cols) * LINE
-    multiply = mma_tf32 if form.dtype == "tf32" else MMA[form.dtype]
+        deep = int32(item.first * depth)
+        line, along = (int64(deep), first) if is_turned else (int64(first), deep)
+        jump = int64(depth * size) * (steps[2] if is_turned else 1)
+        return Stream(address + (line * steps[2] + along) * size, steps[2] * size, jump, left)
+
+    @device_function
+    def fetch(thread, stream, depth_left, target):
+        lines_left, numbers = stream.left, depth_left
+        if is_turned:
+            lines_left, numbers = depth_left, stream.left
+        copy(thread, stream.address, stream.line_bytes, lines_left, numbers * size, target)
+        return Stream(stream.address + stream.jump, stream.line_bytes, stream.jump, stream.left)
+
+    return begin, fetch, make_load(lines // warps, width, is_left, is_turned)
+
+
+def _make_multiply(layout: WarpLayout, form: ProductForm) -> Callable[..., None]:
+    """Return ``multiply(acc, tile, a, b, steps, depth_left)``: the product of two operands' tiles.
+
+    ``acc`` are the accumulators of the warp's rows and columns, ``tile`` the address of the stages in
+    shared memory, ``a`` and ``b`` are streams, and ``depth_left`` is the depth from the first tile on.
+    """
+    stages, depth, col_warps = layout.stages, form.depth, layout.col_warps
+    own_rows, own_cols = layout.rows // layout.row_warps, layout.cols // col_warps
+    row_tiles, col_tiles = own_rows // ROWS, own_cols // COLS
+    a_bytes, stage_bytes = layout.rows * LINE, (layout.rows + layout.cols) * LINE
+    _, fetch_a, load_a = _make_fetch(layout, form, True)
+    _, fetch_b, load_b = _make_fetch(layout, form, False)
+    multiply_tile = mma_tf32 if form.dtype == "tf32" else MMA[form.dtype]
     wait_for_stage = make_cp_async_wait_group(stages - 2)
-    activate = make_activation(tiles)
-    unpack: Any = UNPACK.get(form.out)
-    write = _make_write(layout, form)
 
     @device_function
-    def add_bias(acc, bias, first_col, cols):
-        for n in range(col_tiles):
-            col = first_col + n * COLS
-            if is_half:
-                if col < cols:  # a multiple of eight
-                    x, y = unpack(uint32(bias[col]) | (uint32(bias[col + 1]) << uint32(16)))
+    def fetch(thread, a, b, depth_left, target):
+        if depth_left > 0:
+            a = fetch_a(thread, a, depth_left, target)
+            b = fetch_b(thread, b, depth_left, target + a_bytes)
+        cp_async_commit_group()  # of no copies behind the last tile, so that they are counted alike
+        return a, b
+
+    @device_function
+    def multiply(acc, tile, a, b, steps, depth_left):
+        left = cuda.local.array((row_tiles, 4), uint32)  # (own_rows, depth / 4) / 32: a
+        right = cuda.local.array((col_tiles, 2), uint32)  # (depth / 4, own_cols) / 32: b
+        thread = int32(cuda.threadIdx.x)
+        warp, lane = int32(thread // WARP), int32(thread % WARP)
+        for stage in range(stages - 1):
+            a, b = fetch(thread, a, b, depth_left - stage * depth, tile + stage * stage_bytes)
+        own_row, own_col = int32(warp // col_warps * own_rows), int32(warp % col_warps * own_cols)
+        stage, ahead = int32(0), int32(stages - 1)
+        for k in range(steps):
+            wait_for_stage()
+            cuda.syncthreads()  # everyone's copies are there, and the last stage was read by all
+            a, b = fetch(
+                thread, a, b, depth_left - (k + stages - 1) * depth, tile + ahead * stage_bytes
+            )
+            a_tile = tile + stage * stage_bytes
+            for step in range(STEPS):
+                load_a(left, a_tile, lane, own_row, step)
+                load_b(right, a_tile + a_bytes, lane, own_col, step)
+                for n in range(col_tiles):
                     for m in range(row_tiles):
-                        t = m * col_tiles + n
-                        acc[t, 0] += x
-                        acc[t, 1] += y
-                        acc[t, 2] += x
-                        acc[t, 3] += y
-            else:
-                for e in range(2):
-                    if col + e < cols:
-                        for m in range(row_tiles):
-                            acc[m * col_tiles + n, e] += bias[col + e]
-                            acc[m * col_tiles + n, e + 2] += bias[col + e]
+                        multiply_tile(acc[m * col_tiles + n], left[m], right[n])
+            ahead = stage
+            stage = int32(0 if stage == stages - 1 else stage + 1)
+        cuda.syncthreads()  # all stages were read: they may be written again
 
-    @device_function
-    def fetch(
-        thread, a_at, b_at, a_steps, b_steps, a_left, b_left, depth_left, target
-    ):  # fmt: skip
-        if a_turned:
-            copy_a(thread, a_at, a_steps[2] * size, depth_left, a_left * size, target)
-        else:
-            copy_a(thread, a_at, a_steps[2] * size, a_left, depth_left * size, target)
-        if b_turned:
-            copy_b(thread, b_at, b_steps[2] * size, depth_left, b_left * size, target + a_bytes)
-        else:
-            copy_b(thread, b_at, b_steps[2] * size, b_left, depth_left * size, target + a_bytes)
-        cp_async_commit_group()
+    return multiply
 
-    def product_mma(a, b, out, before_gelu, bias, a_steps, b_steps, out_steps, shape, order):
+
+@cache
+def product_kernel(layout: WarpLayout, form: ProductForm) -> Kernel:
+    """Return the kernel for one layout and one form."""
+    own_rows, own_cols = layout.rows // layout.row_warps, layout.cols // layout.col_warps
+    row_tiles, col_tiles, col_warps = own_rows // ROWS, own_cols // COLS, layout.col_warps
+    tiles, depth = row_tiles * col_tiles, form.depth
+    has_bias, has_gelu, keeps = form.has_bias, form.has_gelu, form.keeps_input
+    add_bias, activate = make_epilogue(row_tiles, col_tiles, form.out)
+    find, write, multiply = (
+        make_find(layout),
+        _make_write(layout, form),
+        _make_multiply(layout, form),
+    )
+    begin_a, begin_b = (_make_fetch(layout, form, is_left)[0] for is_left in (True, False))
+
+    def product_mma(a, b, target, a_steps, b_steps, out_steps, shape, order):
         """Multiply one tile of one matrix.
 
         Computes: out = gelu(a·b + bias) for each batch and head; bias and GELU if asked for; the
@@ -194,100 +245,45 @@ def product_kernel(layout: WarpLayout, form: Form) -> Kernel:
         Needs: cc 8.0: cp.async, mma.sync; lines of the operands at multiples of 16 bytes
         """
         shared = cuda.shared.array(0, uint8)  # stages, of a and then b each; then the result
-        tile = shared_address(shared)
-        thread = int32(cuda.threadIdx.x)
-        warp, lane = int32(thread // WARP), int32(thread % WARP)
-        rows, cols, total_depth, part_steps, parts, heads = shape
-        row_tile, col_tile, matrix = place_of(cuda.blockIdx.x, order)
-        row, col = int32(row_tile * block_rows), int32(col_tile * block_cols)
-        part, number = int32(matrix % parts), int32(matrix // parts)
-        h, b_number = int64(number % heads), int64(number // heads)
-        first = int32(part * part_steps * depth)
-        steps = int32(min(part_steps, (total_depth - first + depth - 1) // depth))
-        a_at = global_address(a) + (b_number * a_steps[0] + h * a_steps[1]) * size
-        b_at = global_address(b) + (b_number * b_steps[0] + h * b_steps[1]) * size
-        a_line, a_along = (int64(first), row) if a_turned else (int64(row), first)
-        b_line, b_along = (int64(first), col) if b_turned else (int64(col), first)
-        a_at += (a_line * a_steps[2] + a_along) * size
-        b_at += (b_line * b_steps[2] + b_along) * size
-        a_step = int64(depth * size) * (a_steps[2] if a_turned else 1)
-        b_step = int64(depth * size) * (b_steps[2] if b_turned else 1)
-        a_left, b_left, depth_left = (
-            int32(rows - row),
-            int32(cols - col),
-            int32(total_depth - first),
-        )
-
+        tile, warp = shared_address(shared), int32(cuda.threadIdx.x // WARP)
+        (out, before_gelu, bias), rows, cols = target, shape[0], shape[1]
+        item = find(cuda.blockIdx.x, shape, order)
+        own_a = begin_a(a, a_steps, item, item.row, int32(rows - item.row))
+        own_b = begin_b(b, b_steps, item, item.col, int32(cols - item.col))
         acc = cuda.local.array((tiles, 4), float32)  # (own_rows, own_cols) / 32: a·b
-        left = cuda.local.array((row_tiles, 4), uint32)  # (own_rows, depth / 4) / 32: a
-        right = cuda.local.array((col_tiles, 2), uint32)  # (depth / 4, own_cols) / 32: b
         for t in range(tiles):
             for e in range(4):
                 acc[t, e] = float32(0)
-        for stage in range(stages - 1):
-            if stage < steps:
-                fetch(
-                    thread, a_at, b_at, a_steps, b_steps, a_left, b_left,
-                    depth_left - stage * depth, tile + stage * stage_bytes,
-                )  # fmt: skip
-                a_at += a_step
-                b_at += b_step
-            else:
-                cp_async_commit_group()  # an empty one, so that they are counted alike
-        own_row, own_col = int32(warp // col_warps * own_rows), int32(warp % col_warps * own_cols)
-        stage, ahead = int32(0), int32(stages - 1)
-        for k in range(steps):
-            wait_for_stage()
-            cuda.syncthreads()  # everyone's copies are there, and the last stage was read by all
-            if k + stages - 1 < steps:
-                fetch(
-                    thread, a_at, b_at, a_steps, b_steps, a_left, b_left,
-                    depth_left - (k + stages - 1) * depth, tile + ahead * stage_bytes,
-                )  # fmt: skip
-                a_at += a_step
-                b_at += b_step
-            else:
-                cp_async_commit_group()
-            a_tile = tile + stage * stage_bytes
-            for step in range(STEPS):
-                load_a(left, a_tile, lane, own_row, step)
-                load_b(right, a_tile + a_bytes, lane, own_col, step)
-                for n in range(col_tiles):
-                    for m in range(row_tiles):
-                        multiply(acc[m * col_tiles + n], left[m], right[n])
-            ahead = stage
-            stage = int32(0 if stage == stages - 1 else stage + 1)
-        cuda.syncthreads()  # all stages were read: they may be written again
+        steps = int32(item.stop - item.first)
+        depth_left = int32(shape[6] - item.first * depth)
+        multiply(acc, tile, own_a, own_b, steps, min(depth_left, steps * depth))
+        row = int32(item.row + warp // col_warps * own_rows)
+        col = int32(item.col + warp % col_warps * own_cols)
         if has_bias:
-            add_bias(acc, bias, col + own_col + lane_col(lane), cols)
+            add_bias(acc, bias, col + lane_col(int32(cuda.threadIdx.x % WARP)), cols)
         if keeps:
-            write(
-                acc, before_gelu, out_steps, tile, row, own_row, col + own_col, h, b_number, part,
-                rows, cols, warp, lane,
-            )  # fmt: skip
+            write(acc, before_gelu, out_steps, tile, item, row, col, shape)
         if has_gelu:
             activate(acc)
-        write(
-            acc, out, out_steps, tile, row, own_row, col + own_col, h, b_number, part,
-            rows, cols, warp, lane,
-        )  # fmt: skip
+        write(acc, out, out_steps, tile, item, row, col, shape)
 
-    operand = types.Array(float32 if size == 4 else uint16, 1, "C")
+    is_half = form.out != "float32"
+    operand = types.Array(uint16 if LINE // depth == 2 else float32, 1, "C")
     result = types.Array(uint16 if is_half else float32, 1, "C")
-    one_bias = types.Array(uint16 if is_half else float32, 1, "C") if has_bias else int64
+    target = types.Tuple((result, result if keeps else int64, result if has_bias else int64))
     signature = void(
-        operand, operand, result, result if keeps else int64, one_bias, STEP_TYPE, STEP_TYPE,
-        types.UniTuple(int64, 5), SHAPE, types.NamedUniTuple(int32, 4, Order),
+        operand, operand, target, STEP_TYPE, STEP_TYPE, types.UniTuple(int64, 5), SHAPE,
+        types.NamedUniTuple(int32, 4, Order),
     )  # fmt: skip
-    return Kernel(product_mma, signature, threads, layout.shared_bytes, layout.resident)
+    return Kernel(product_mma, signature, layout.threads, layout.shared_bytes, layout.resident)
 
 
 @cache
-def _make_write(layout: WarpLayout, form: Form) -> Any:
-    """Return ``write(acc, out, steps, tile, row, own_row, col, h, b, part, rows, cols, warp, lane)``.
+def _make_write(layout: WarpLayout, form: ProductForm) -> Any:
+    """Return ``write(acc, out, steps, tile, item, row, col, shape)`` for the rows and columns of a warp.
 
-    It writes a warp's rows and columns.  16-bit results pass through the warp's part of shared memory, so
-    that lanes write whole pieces of rows.
+    ``row`` and ``col`` are the first of them.  16-bit results pass through the warp's part of shared
+    memory, so that lanes write whole pieces of rows.
     """
     own_rows, own_cols = layout.rows // layout.row_warps, layout.cols // layout.col_warps
     row_tiles, col_tiles = own_rows // ROWS, own_cols // COLS
@@ -295,13 +291,13 @@ def _make_write(layout: WarpLayout, form: Form) -> Any:
     chunks, own_bytes = width // CHUNK, own_rows * width
     pack: Any = PACK.get(form.out)
     place = make_tile_place(device_function, width)
+    write_floats = make_write_floats(row_tiles, col_tiles)
 
     @device_function
-    def write_pieces(
-        acc, out, steps, tile, row, own_row, col, h, b, part, rows, cols, warp, lane
-    ):  # fmt: skip
+    def write_pieces(acc, out, steps, tile, item, row, col, shape):
         words = cuda.local.array(4, uint32)  # (4,)
-        own = tile + warp * own_bytes
+        lane = int32(cuda.threadIdx.x % WARP)
+        own = tile + int32(cuda.threadIdx.x // WARP) * own_bytes
         at, byte = lane_row(lane), 2 * lane_col(lane)
         cuda.syncwarp()  # what lay here before has been read
         for m in range(row_tiles):
@@ -310,36 +306,16 @@ def _make_write(layout: WarpLayout, form: Form) -> Any:
                 st_shared(own + place(line, n) + byte, pack(acc[t, 0], acc[t, 1]))
                 st_shared(own + place(line + 8, n) + byte, pack(acc[t, 2], acc[t, 3]))
         cuda.syncwarp()  # the warp's rows are whole
-        start = global_address(out) + 2 * (b * steps[0] + h * steps[1])
+        start = global_address(out) + 2 * (int64(item.b) * steps[0] + int64(item.h) * steps[1])
         for i in range(lane, own_rows * chunks, WARP):
             line, chunk = i // chunks, i % chunks
-            target_row, target_col = int64(row + own_row + line), int64(col + chunk * COLS)
-            if target_row < rows and target_col < cols:
+            target_row, target_col = int64(row + line), int64(col + chunk * COLS)
+            if target_row < shape[0] and target_col < shape[1]:
                 ld_shared_v4(words, own + place(line, chunk))
                 st_global_v4(start + 2 * (target_row * steps[3] + target_col), words)
 
     @device_function
-    def write_floats(
-        acc, out, steps, tile, row, own_row, col, h, b, part, rows, cols, warp, lane
-    ):  # fmt: skip
-        start = b * steps[0] + h * steps[1] + part * steps[2]
-        first_row, first_col = int64(row + own_row + lane_row(lane)), int64(col + lane_col(lane))
-        for m in range(row_tiles):
-            for half in range(2):
-                target_row = first_row + m * ROWS + 8 * half
-                if target_row < rows:
-                    for n in range(col_tiles):
-                        target_col = first_col + n * COLS
-                        x = acc[m * col_tiles + n, 2 * half]
-                        y = acc[m * col_tiles + n, 2 * half + 1]
-                        at = start + target_row * steps[3] + target_col
-                        if steps[4] != 0:
-                            if target_col < cols:
-                                st_global_v2(global_address(out) + 4 * at, x, y)
-                        else:
-                            if target_col < cols:
-                                out[at] = x
-                            if target_col + 1 < cols:
-                                out[at + 1] = y
+    def write_numbers(acc, out, steps, tile, item, row, col, shape):
+        write_floats(acc, out, steps, item, row, col, shape)
 
-    return write_floats if form.out == "float32" else write_pieces
+    return write_numbers if form.out == "float32" else write_pieces

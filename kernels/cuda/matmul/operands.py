@@ -155,7 +155,7 @@ def copy_kernel(kind: str, source: np.dtype[Any]) -> Kernel:
     written = float32 if kind == "tf32" else uint16
     store, zero, stride = _make_store(kind, read), source.type(0), SIDE + 1
 
-    def copy_operand(source, steps, out, out_steps, shape, turns, apart, flag, ticket):
+    def copy_operand(source, steps, out, out_steps, shape, apart, flag, ticket):
         """Copy matrices of rows and columns.
 
         Computes: out[i, j] = source[i, j], zeros for rows and columns that the source does not have
@@ -169,7 +169,7 @@ def copy_kernel(kind: str, source: np.dtype[Any]) -> Kernel:
         Needs: cc 8.0 for numbers of bfloat16
         """
         square = cuda.shared.array((SIDE, stride), read)  # (64, 65)
-        heads, rows, cols, filled_rows, filled = shape
+        heads, rows, cols, filled_rows, filled, turns = shape
         x, y = int32(cuda.threadIdx.x % SIDE), int32(cuda.threadIdx.x // SIDE)
         col_tiles, row_tiles = int32(ceil_div(filled, SIDE)), int32(ceil_div(filled_rows, SIDE))
         tile = int32(cuda.blockIdx.x % (col_tiles * row_tiles))
@@ -198,13 +198,9 @@ def copy_kernel(kind: str, source: np.dtype[Any]) -> Kernel:
                 store(out, uint64(at), uint64(apart), square[y + i, x], flag, ticket)
             at += ROWS_OF_THREADS * out_steps[2]
 
-    flat, four, three = (
-        types.Array(read, 1, "C"),
-        types.UniTuple(int64, 4),
-        types.UniTuple(int64, 3),
-    )
+    steps, out_steps, shape = (types.UniTuple(int64, count) for count in (4, 3, 6))
     signature = void(
-        flat, four, types.Array(written, 1, "C"), three, types.UniTuple(int64, 5), int64, int64,
+        types.Array(read, 1, "C"), steps, types.Array(written, 1, "C"), out_steps, shape, int64,
         types.Array(int64, 1, "C"), int64,
     )  # fmt: skip
     return Kernel(copy_operand, signature, SIDE * ROWS_OF_THREADS)
@@ -218,7 +214,7 @@ def flag() -> Any:
 
 def copy(
     source: Any, steps: Ints, shape: Ints, kind: str, out: Any, out_steps: Ints,
-    filled: tuple[int, int], apart: int = 0, ticket: int = 0,
+    filled: tuple[int, int], *, apart: int = 0, ticket: int = 0,
 ) -> None:  # fmt: skip
     """Launch :func:`copy_kernel`.
 
@@ -238,7 +234,7 @@ def copy(
     source, out = as_bits(source), as_bits(out)
     turns = int(steps[2] < steps[3])
     copy_kernel(kind, source.dtype)[blocks, SIDE * ROWS_OF_THREADS](
-        source, steps, out, out_steps, (heads, rows, cols, *filled), turns, apart, flag(), ticket
+        source, steps, out, out_steps, (heads, rows, cols, *filled, turns), apart, flag(), ticket
     )
 
 
@@ -297,8 +293,8 @@ def _copied(operand: Operand, kind: str, tile: int, ticket: int) -> tuple[Operan
     out = empty_device((batch * heads * matrix,), dtype)
     own = (batch, heads, *shape[2:])
     copy(
-        operand.array, steps, own, kind, out, (heads * matrix, matrix, row_step), filled, apart,
-        ticket,
+        operand.array, steps, own, kind, out, (heads * matrix, matrix, row_step), filled,
+        apart=apart, ticket=ticket,
     )  # fmt: skip
     lead = (0 if steps[0] == 0 else heads * matrix, 0 if steps[1] == 0 else matrix)
     lines = (*lead, row_step, 1)

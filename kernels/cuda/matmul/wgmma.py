@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
 
 from numba import float32, int32, int64, types, uint8, uint16, void
 
@@ -28,22 +27,21 @@ from kernels.cuda.device.pipeline import (
     start,
     wait,
 )
-from kernels.cuda.device.warpgroups import block_bytes, own_warpgroup
+from kernels.cuda.device.warpgroups import LINE, PANEL, block_bytes, own_warpgroup
 from kernels.cuda.matmul.epilogue import (
+    COLS,
     make_epilogue,
     make_write_floats,
     make_write_tile,
     wait_for_reads,
 )
 from kernels.cuda.matmul.layout import (
-    LINE,
-    PANEL,
     STEPS,
     TERMS,
-    Form,
     Order,
+    ProductForm,
     ProductLayout,
-    place_of,
+    make_find,
     shared_tiles,
 )
 from kernels.cuda.ptx.bulk import make_tensor_load
@@ -83,53 +81,12 @@ def _make_load(lines: int, depth: int, is_turned: bool) -> Callable[..., None]:
     return load_panels if is_turned else load_lines
 
 
-class Item(NamedTuple):
-    """A tile of a result and its part of the depth; all numbers are int32.
-
-    Attributes:
-        row: First row of the tile.
-        col: First column of the tile.
-        h: Head index.
-        b: Batch index.
-        part: Index of the part.
-        first: First step of the part's depth.
-        stop: One past its last step.
-    """
-
-    row: Any
-    col: Any
-    h: Any
-    b: Any
-    part: Any
-    first: Any
-    stop: Any
-
-
-@cache
-def _make_find(layout: ProductLayout) -> Callable[..., Item]:
-    """Return ``find(number, shape, order)``, the item of a number."""
-    rows, cols = layout.rows, layout.cols
-
-    @device_function
-    def find(number, shape, order):
-        row_tile, col_tile, matrix = place_of(number, order)
-        parts, heads = shape[4], shape[5]
-        part, pair = int32(matrix % parts), int32(matrix // parts)
-        first = int32(part * shape[3])
-        return Item(
-            int32(row_tile * rows), int32(col_tile * cols), int32(pair % heads), int32(pair // heads),
-            part, first, int32(min(first + shape[3], shape[2])),
-        )  # fmt: skip
-
-    return find
-
-
 def _make_produce(
-    layout: ProductLayout, form: Form, operands: Pipeline, b_offset: int
+    layout: ProductLayout, form: ProductForm, operands: Pipeline, b_offset: int
 ) -> Callable[..., None]:
     """Return ``produce(memory, a_map, b_map, shape, order)``, with which one thread copies operands."""
     planes, depth, a_size, b_size = form.planes, form.depth, layout.a_bytes, layout.b_bytes
-    stage_bytes, find = planes * (a_size + b_size), _make_find(layout)
+    stage_bytes, find = planes * (a_size + b_size), make_find(layout)
     load_a = _make_load(layout.rows, depth, form.a_turned)
     load_b = _make_load(layout.cols, depth, form.b_turned)
 
@@ -157,33 +114,26 @@ def _make_produce(
 
 
 @cache
-def _make_write(layout: ProductLayout, form: Form) -> Callable[..., None]:
-    """Return the function that writes a warpgroup's tile to a 16-bit or float32 result."""
-    write_tile, write_floats = make_write_tile(layout, form), make_write_floats(layout)
+def _make_write(layout: ProductLayout, form: ProductForm) -> Callable[..., None]:
+    """Return ``write(acc, target, steps, tile, item, me, shape)``: write a warpgroup's tile to a result."""
+    write_floats = make_write_floats(1, layout.cols // COLS)
 
     @device_function
-    def write_pairs(acc, target, steps, own_tile, item, row, shape, me, warp, lane):
-        write_tile(
-            acc, global_address(target), own_tile, row, item.col, item.h, item.b, me, warp, lane
-        )
+    def write_numbers(acc, target, steps, tile, item, me, shape):
+        row = int32(item.row + me * ROWS + cuda.threadIdx.x // 32 % 4 * 16)
+        write_floats(acc, target, steps, item, row, item.col, shape)
 
-    @device_function
-    def write_numbers(acc, target, steps, own_tile, item, row, shape, me, warp, lane):
-        write_floats(
-            acc, target, steps, row, item.col, item.h, item.b, item.part, shape[0], shape[1], warp, lane
-        )  # fmt: skip
-
-    return write_numbers if form.out == "float32" else write_pairs
+    return make_write_tile(layout, form) or write_numbers
 
 
 def _make_consume(
-    layout: ProductLayout, form: Form, operands: Pipeline, b_offset: int, out_offset: int
+    layout: ProductLayout, form: ProductForm, operands: Pipeline, b_offset: int, out_offset: int
 ) -> Callable[..., None]:
     """Return ``consume(me, memory, out, before_gelu, bias, out_steps, shape, order)`` for the consumers.
 
     It multiplies the tiles and writes the results.
     """
-    planes, find, own_out = form.planes, _make_find(layout), layout.panels * ROWS * LINE
+    planes, find, own_out = form.planes, make_find(layout), layout.panels * ROWS * LINE
     a_size, b_size = layout.a_bytes >> 4, layout.b_bytes >> 4
     col_tiles, terms, promotes = layout.cols // 8, TERMS[planes], planes > 1
     term_count = len(terms)
@@ -200,7 +150,7 @@ def _make_consume(
         (16 * LINE if is_turned else LINE // STEPS) >> 4
         for is_turned in (form.a_turned, form.b_turned)
     )
-    write, (add_bias, activate) = _make_write(layout, form), make_epilogue(layout, form)
+    write, (add_bias, activate) = _make_write(layout, form), make_epilogue(1, col_tiles, form.out)
     is_half, has_bias = form.out != "float32", form.has_bias
     has_gelu, keeps = form.has_gelu, form.keeps_input
 
@@ -251,14 +201,13 @@ def _make_consume(
             else:
                 wait_for_all()  # the sums are whole, and the last stage was read
                 release(tiles, before, lane)
-            row = int32(item.row + me * ROWS)
             if has_bias:
                 add_bias(acc, bias, item.col + 2 * (lane % 4), shape[1])
             if keeps:
-                write(acc, before_gelu, out_steps, own_tile, item, row, shape, me, warp, lane)
+                write(acc, before_gelu, out_steps, own_tile, item, me, shape)
             if has_gelu:
                 activate(acc)
-            write(acc, out, out_steps, own_tile, item, row, shape, me, warp, lane)
+            write(acc, out, out_steps, own_tile, item, me, shape)
             number += int32(cuda.gridDim.x)
         if is_half and warp == 0 and lane == 0:
             wait_for_reads()  # of the last result
@@ -267,13 +216,8 @@ def _make_consume(
 
 
 @cache
-def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
-    """Return the kernel for one layout and one form.
-
-    Args:
-        layout: Layout of the block.
-        form: Dtypes and epilogue of the product.
-    """
+def product_kernel(layout: ProductLayout, form: ProductForm) -> Kernel:
+    """Return the kernel for one layout and one form."""
     tiles = shared_tiles(layout, form)
     barriers = Barriers(tiles["barriers"])
     operands = barriers.pipeline(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels.cuda.matmul import dispatch, mma, wgmma
-from kernels.cuda.matmul.layout import STEPS, TERMS, Form, ProductLayout
+from kernels.cuda.matmul.layout import STEPS, TERMS, ProductForm, ProductLayout
 from kernels.cuda.matmul.operands import copy_kernel
 from kernels.cuda.ptx.wgmma import KINDS
 from kernels.cuda.runtime.resources import compile_ptx, launched_resources
@@ -18,18 +18,18 @@ from ...support.device.compiling import REGISTERS, needs_nvvm, needs_ptxas, ptx_
 HOPPER = (9, 0, "a")
 (LARGE, *_), (SMALL, *_) = dispatch._HOPPER[1]
 ((SPLIT, *_),), ((WARPS, *_),) = dispatch._HOPPER[3], dispatch._WARPS
-WHOLE = Form("bfloat16", "bfloat16", False, True, 1, True, True, True)
+WHOLE = ProductForm("bfloat16", "bfloat16", False, True, 1, True, True, True)
 HOPPER_KERNELS = {
-    "bfloat16": (LARGE, Form("bfloat16", "bfloat16", False, True)),
-    "float16, small tiles": (SMALL, Form("float16", "float16", True, False)),
-    "tf32": (LARGE, Form("tf32", "float32")),
-    "split": (SPLIT, Form("bfloat16", "float32", True, True, planes=3)),
+    "bfloat16": (LARGE, ProductForm("bfloat16", "bfloat16", False, True)),
+    "float16, small tiles": (SMALL, ProductForm("float16", "float16", True, False)),
+    "tf32": (LARGE, ProductForm("tf32", "float32")),
+    "split": (SPLIT, ProductForm("bfloat16", "float32", True, True, planes=3)),
     "bias and GELU": (LARGE, WHOLE),
 }
 WARP_KERNELS = {
-    "bfloat16": Form("bfloat16", "bfloat16", False, True),
-    "float16, both turned": Form("float16", "float16", True, True),
-    "tf32": Form("tf32", "float32"),
+    "bfloat16": ProductForm("bfloat16", "bfloat16", False, True),
+    "float16, both turned": ProductForm("float16", "float16", True, True),
+    "tf32": ProductForm("tf32", "float32"),
     "bias and GELU": WHOLE,
 }
 

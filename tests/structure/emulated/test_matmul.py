@@ -18,7 +18,7 @@ from kernels.cuda.device.warpgroups import block_bytes
 from kernels.cuda.layers import fused
 from kernels.cuda.matmul import dispatch
 from kernels.cuda.matmul.dispatch import Epilogue
-from kernels.cuda.matmul.layout import Form, Order, WarpLayout, place_of, shared_tiles
+from kernels.cuda.matmul.layout import Order, ProductForm, WarpLayout, place_of, shared_tiles
 from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32, HALF_DTYPES
 from kernels.runtime.targets import IS_SIMULATOR, compute_capability
@@ -77,7 +77,7 @@ def test_no_part_of_a_sum_is_empty_and_tiles_fit_in_shared_memory(
         assert not is_hopper and layout.shared_bytes <= MOST_SHARED[8, 6]
         return
     for out in ("bfloat16", "float32") if planes == 1 else ("float32",):
-        form = Form("bfloat16", out, planes=planes)
+        form = ProductForm("bfloat16", out, planes=planes)
         assert block_bytes(shared_tiles(layout, form)) <= MOST_SHARED[9, 0]
 
 
@@ -125,7 +125,7 @@ def test_bias_and_gelu_are_applied_before_a_number_is_stored(
     with emulated_products(cc):
         dispatch.multiply(
             out, (0, 0, 72, 1), a.reshape(-1), (0, 0, 24, 1), b.reshape(-1), (0, 0, 72, 1),
-            (1, 1, 40, 72, 24), kind, Epilogue(bias, True, before),
+            (1, 1, 40, 72, 24), kind, *Epilogue(bias, True, before),
         )  # fmt: skip
     expected = a.astype(np.float64) @ b.astype(np.float64) + bias.astype(np.float64)
     allowed = 8 * unit

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis.strategies import integers, lists, tuples
 
 import minitorch
-from kernels.cuda.attention.flash3_wgmma.backward.layout import PADDING
+from kernels.cuda.attention.flash3_wgmma.layout import PADDING
 from kernels.cuda.runtime.arrays import to_device
 from kernels.cuda.runtime.memory_pool import MOST_STAGED, STAGED
 from kernels.cuda.runtime.recorder import ALIGNMENT, Recording, between_launches

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kernels import launch
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
-    PADDING,
     KeyGradients,
     key_layout,
     key_tiles,
@@ -19,7 +18,7 @@ from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     query_layout,
     query_tiles,
 )
-from kernels.cuda.attention.flash3_wgmma.layout import Widths
+from kernels.cuda.attention.flash3_wgmma.layout import PADDING, Widths
 from kernels.cuda.device.warpgroups import ALIGNMENT, WARPGROUP, block_bytes
 from kernels.problem.operands import make_operands
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16

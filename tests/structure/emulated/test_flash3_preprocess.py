@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from kernels import make_problem
 from kernels.common.online_softmax import LARGE
 from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_wgmma_backward
-from kernels.cuda.attention.flash3_wgmma.backward.layout import BOTH_WIDTH, PADDING
+from kernels.cuda.attention.flash3_wgmma.backward.layout import BOTH_WIDTH
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import delta_factor
+from kernels.cuda.attention.flash3_wgmma.layout import PADDING
 from kernels.cuda.ptx.emulated.numbers import from_bits, to_bits
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.problem.operands import Operands

@@ -346,6 +346,12 @@ def _atomic_add(array: Array, index: Any, value: Any) -> Any:
     return before
 
 
+def leaves(record: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield what a tuple contains, and what tuples in it contain."""
+    for entry in record:
+        yield from leaves(entry) if isinstance(entry, tuple) else (entry,)
+
+
 def launch(
     kernel: Any, grid: tuple[int, int], *args: Any, maps: dict[int, TensorMap] | None = None
 ) -> None:
@@ -359,7 +365,7 @@ def launch(
     """
     memory = []
     # Arrays in tuples come last, for tensor maps count those that are arguments themselves.
-    nested = [array for arg in args if isinstance(arg, tuple) for array in arg]
+    nested = [array for arg in args if isinstance(arg, tuple) for array in leaves(arg)]
     for array in (*args, *nested):
         if isinstance(array, np.ndarray):
             while isinstance(array.base, np.ndarray):

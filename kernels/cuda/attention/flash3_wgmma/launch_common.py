@@ -8,12 +8,20 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from kernels.cuda.attention.flash3_wgmma.layout import Widths
+from kernels.cuda.attention.flash3_wgmma.layout import KernelWork, Shape, Widths, schedule_of
+from kernels.cuda.attention.flash3_wgmma.packed_mask import (
+    has_words,
+    pack_patterns,
+    pack_patterns_by_keys,
+    packed_mask,
+)
+from kernels.cuda.attention.options.extras import make_extras
+from kernels.cuda.attention.options.visits import tiles_of
 from kernels.cuda.attention.register_tiles import widths_in
 from kernels.cuda.attention.tensor_cores import is_bounded
 from kernels.cuda.device.half import as_bits
 from kernels.cuda.device.memory import row_major_copy
-from kernels.cuda.device.per_device import map_of
+from kernels.cuda.device.per_device import counters, map_of, multiprocessors
 from kernels.cuda.device.vector import are_vectors
 from kernels.cuda.device.warpgroups import LINE, PANEL
 from kernels.problem.operands import Operands
@@ -65,6 +73,35 @@ def readable(*arrays: Any) -> tuple[Any, ...]:
     if are_vectors(*arrays):
         return arrays
     return tuple(array if are_vectors(array) else row_major_copy(array) for array in arrays)
+
+
+def work_of(
+    problem: Problem, operands: Operands, layout: Any, differs: tuple[int, ...], bytes_a_head: int,
+    by_keys: bool = False,
+) -> tuple[int, KernelWork]:  # fmt: skip
+    """Return the number of blocks of a launch by tiles, and the arguments that all kernels take.
+
+    Args:
+        problem: The checked call.
+        operands: The operands, on the device.
+        layout: Layout of the kernel.
+        differs: Whether heads and batches of its operands differ, see :func:`read_maps`.
+        bytes_a_head: Bytes of a head that it reads repeatedly.
+        by_keys: Whether its work items are tiles of keys.
+    """
+    seq, block, cols = problem.seq_q, layout.block_q, layout.block_k
+    if by_keys:
+        seq, block, cols = problem.seq_k, layout.block_k, layout.block_q
+    pack = pack_patterns_by_keys if by_keys else pack_patterns
+    extras = make_extras(problem, operands, layout.block_q, layout.block_k, by_keys, pack)
+    batch, heads = operands.q.shape[:2]
+    tiles = tiles_of(seq, block, extras)
+    schedule = schedule_of(tiles, batch * heads, bytes_a_head, CACHE_BYTES)
+    shape = Shape(problem.seq_q, problem.seq_k, heads, *differs)
+    # The bits of a mask in the order of the kernel's lanes.
+    words = packed_mask(operands.mask, cols, by_keys) if has_words(problem.features) else 0
+    blocks = min(multiprocessors(), tiles * batch * heads)
+    return blocks, KernelWork(counters(), shape, problem.scale, schedule, words, extras)
 
 
 def widths_of(problem: Problem) -> Widths:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from numba import int32, types, uint32
+from numba import float32, float64, int32, types, uint8, uint32
 
 from kernels.common.geometry import ceil_div
 from kernels.common.online_softmax import PATIENCE
+from kernels.cuda.attention.flash3_wgmma.packed_mask import words_type
+from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.device.pipeline import BARRIER, Barriers, Pipeline
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP, WarpRoles
-from kernels.cuda.runtime.kernel import WORD, device_function
+from kernels.cuda.runtime.kernel import WORD, array_type, device_function
+from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.scores.program import PLAIN, Features
 
 #: Named barriers of the forward kernel: the order of the consumers' products, and the output tile of a
@@ -24,8 +27,13 @@ PING_PONG, OUT_BARRIER = 1, 4
 CONSUMERS_BARRIER, WARPGROUP_BARRIER = 1, 2
 #: The barrier of all consumers' threads behind ``clear_rows``, forward and backward.
 CLEAR_BARRIER = 7
-#: Numbers that describe a work item.
+#: Numbers of a ``tile_walk.WorkItem``.
 ITEM_NUMBERS = 13
+#: Numba's types of a tensor map, and of numbers of rows.
+MAPS, ROW_NUMBERS = types.Array(uint8, 1, "C"), types.Array(float32, 2, "C")
+#: Rows of shifts and delta are padded to a multiple of this, which every number of rows of a query tile
+#: divides.
+PADDING = 128
 #: Bytes of a listed tile in shared memory: its number and the number of its words.
 LISTED = 2 * WORD
 
@@ -131,7 +139,7 @@ def tiles_of(
 
 
 def item_bytes(layout: ForwardLayout) -> int:
-    """Return the bytes of an item, ``forward.scheduler.WorkItem``, with a skip count per consumer."""
+    """Return the bytes of a ``tile_walk.WorkItem`` with a skip count per consumer."""
     return WORD * (ITEM_NUMBERS + layout.consumers)
 
 
@@ -204,10 +212,6 @@ class Shape(NamedTuple):
     dout_by_batch: int = 0
 
 
-#: Numba's type of :class:`Shape`.
-SHAPE = types.NamedUniTuple(int32, len(Shape._fields), Shape)
-
-
 class Schedule(NamedTuple):
     """The order of the query tiles of all heads.
 
@@ -224,6 +228,75 @@ class Schedule(NamedTuple):
     tiles: int
     heads: int
     group: int
+
+
+class KernelWork(NamedTuple):
+    """The arguments that all kernels by tiles take.
+
+    Attributes:
+        next_item: (2,) int32, the counters of the items and of the blocks that have ended; initially 0.
+        shape: The shape of the call.
+        scale: Factor of the scores.
+        schedule: The order of the items.
+        mask_words: Words of the mask, see ``packed_mask``; 0 without them.
+        extras: Arguments of the options.
+    """
+
+    next_item: Any
+    shape: Any
+    scale: Any
+    schedule: Any
+    mask_words: Any
+    extras: Any
+
+
+def work_type(features: Features) -> Any:
+    """Return numba's type of :class:`KernelWork`."""
+    shape, schedule = (
+        types.NamedUniTuple(int32, len(kind._fields), kind) for kind in (Shape, Schedule)
+    )
+    counters, extras = types.Array(int32, 1, "C"), extras_type(features, FLOAT32, by_words=True)
+    kinds = counters, shape, float64, schedule, words_type(features), extras
+    return types.NamedTuple(kinds, KernelWork)
+
+
+def result_type(features: Features) -> Any:
+    """Return numba's type of a 16-bit result: a tensor map, or the array if sequences are packed."""
+    return array_type(BITS, 4) if features.packed else MAPS
+
+
+class KernelForm(NamedTuple):
+    """The parameters for which a kernel by tiles is compiled.
+
+    Attributes:
+        layout: Layout of the block.
+        widths: Widths of the operands.
+        dtype: "float16" or "bfloat16": of the operands and the results.
+        features: Options of the call.
+        parts: The gradients that it computes, if it works by key tiles.
+    """
+
+    layout: Any
+    widths: Widths
+    dtype: str
+    features: Features = PLAIN
+    parts: Any = None
+
+    @property
+    def by_keys(self) -> bool:
+        """Whether its items are tiles of keys."""
+        return self.parts is not None
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Rows of an item's tile, and of the tiles that it visits: the rows and columns of scores."""
+        sides = self.layout.block_q, self.layout.block_k
+        return sides[::-1] if self.by_keys else sides
+
+    @property
+    def panels(self) -> tuple[int, int]:
+        """Panels of a tile of q or k, and of v, out or dout."""
+        return self.widths.head_panels, self.widths.value_panels
 
 
 @device_function

@@ -115,9 +115,6 @@ def make_bring_pairs(cols: int) -> Callable[..., None]:
     """Return ``bring_pairs(words, mask_words, place)``: load a lane's words of a 16-bit floating mask.
 
     They are stored in ``words`` behind the bits; ``place`` is the number of the first word.
-
-    Args:
-        cols: Columns of a tile.
     """
     first, steps = bit_words(cols), cols // STEP
 

@@ -82,14 +82,14 @@ class ElementPlace(NamedTuple):
 
 
 def line_of(features: Features) -> Callable[..., Any]:
-    """Return ``line(flat, b, h, rows, cols, extras)``, which makes a :class:`ItemValues`."""
+    """Return ``line(item, extras)``, which makes the :class:`ItemValues` of a ``tile_walk.WorkItem``."""
     has_mods, has_slopes = features.has_mods, features.slopes
 
     @device_function
-    def line(flat, b, h, rows, cols, extras):
-        batch, head = numbers_of_mods(flat, extras) if has_mods else (int64(0), int64(0))
-        slope = extras.slopes[b, h, 0, 0] if has_slopes else float32(0)
-        return ItemValues(flat, b, h, batch, head, slope, rows, cols)
+    def line(item, extras):
+        batch, head = numbers_of_mods(item.flat, extras) if has_mods else (int64(0), int64(0))
+        slope = extras.slopes[item.b, item.h, 0, 0] if has_slopes else float32(0)
+        return ItemValues(item.flat, item.b, item.h, batch, head, slope, item.rows, item.cols)
 
     return line
 

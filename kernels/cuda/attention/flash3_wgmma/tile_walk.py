@@ -14,9 +14,46 @@ from typing import Any, NamedTuple
 
 from numba import int32, uint64
 
-from kernels.cuda.attention.options.visits import make_visits
+from kernels.cuda.attention.flash3_wgmma.layout import PADDING, item_of
+from kernels.cuda.attention.options.visits import Visits, make_visits
+from kernels.cuda.device.one_source import first_full_tile, first_tile, full_tiles_stop, tiles_stop
 from kernels.cuda.runtime.kernel import device_function
 from kernels.scores.program import Features
+
+
+class WorkItem(NamedTuple):
+    """A tile of rows, or of keys, and the tiles that it visits; all numbers are int32.
+
+    Attributes:
+        first: First visited entry, a tile or an index in the block mask's list; -1 if there are no more
+            items.
+        stop: One past the last visited entry; also -1 then.
+        full: By rows, the first tile that is fully within the bounds.
+        full_stop: One past the last of these tiles.
+        line: Index of (batch, head).
+        b: Batch index.
+        h: Head index.
+        flat: Flat index of (batch, head), as in ``Extras``.
+        place: First row or first key of the item's tile, counted from the start of its sequence.
+        first_q: First row of the sequence in q.
+        rows: Rows of the sequence.
+        first_k: First row of the sequence in k.
+        cols: Keys of the sequence.
+    """
+
+    first: Any
+    stop: Any
+    full: Any
+    full_stop: Any
+    line: Any
+    b: Any
+    h: Any
+    flat: Any
+    place: Any
+    first_q: Any
+    rows: Any
+    first_k: Any
+    cols: Any
 
 
 class Walk(NamedTuple):
@@ -26,32 +63,50 @@ class Walk(NamedTuple):
         place: ``(number, y, rows, cols, extras)``: for a tile of (batch, head) y, where q has ``rows`` and
             k has ``cols``: the flat index of (batch, head), the first place of the tile relative to its
             sequence, the first row of the sequence in q, its rows, its first column in k, its columns.
-        entries: ``(flat, start, size, first, stop, extras)``: the first and one past the last visited
-            entry, if the tiles from ``first`` up to ``stop`` are within the bounds.
+        item: ``(number, work)``: the :class:`WorkItem` of a number.
         tile_of: ``(entry, extras)``: the number of the visited tile.
         pattern_of: ``(entry, extras)``: the number of the tile's words in the block mask; 0 if the block
             mask masks nothing in it.
     """
 
     place: Callable[..., Any]
-    entries: Callable[..., Any]
+    item: Callable[..., WorkItem]
     tile_of: Callable[..., Any]
     pattern_of: Callable[..., Any]
 
 
 @cache
-def make_walk(features: Features, block: int, by_keys: bool = False) -> Walk:
-    """Return the functions for tiles of ``block`` query rows, or of keys.
+def make_row_base(is_packed: bool) -> Callable[..., Any]:
+    """Return ``row_base(flat, y, first_q, extras)``: the offset of a sequence's rows in shifts and delta.
+
+    Both are laid out tile by tile, so that no tile has rows of two sequences.
+    """
+
+    @device_function
+    def packed_base(flat, y, first_q, extras):
+        return int32((first_q // PADDING + (flat - y) // extras.heads) * PADDING)
+
+    @device_function
+    def no_base(flat, y, first_q, extras):
+        return int32(0)
+
+    return packed_base if is_packed else no_base
+
+
+@cache
+def make_walk(features: Features, block_q: int, block_k: int = 0, by_keys: bool = False) -> Walk:
+    """Return the functions of a kernel.
 
     Args:
         features: Options of the kernel.
-        block: Rows or columns of a tile on the kernel's own side.
-        by_keys: Whether the kernel's own side is the keys.
+        block_q: Rows of a tile of queries.
+        block_k: Rows of a tile of keys; only ``place`` can do without.
+        by_keys: Whether its items are tiles of keys.
     """
+    block = block_k if by_keys else block_q
     visits = make_visits(features, block, by_keys)
-    packed, listed, listed_tile = visits.place, visits.entries, visits.tile_of
-
-    has_patterns = features.has_patterns
+    packed, tile_of, entries = visits.place, _make_tile_of(visits), _make_entries(features, visits)
+    is_packed, has_patterns = features.packed, features.has_patterns
 
     @device_function
     def pattern_of(entry, extras):
@@ -59,16 +114,54 @@ def make_walk(features: Features, block: int, by_keys: bool = False) -> Walk:
 
     @device_function
     def place(number, y, rows, cols, extras):
-        return y, int32(number * block), int32(0), rows, int32(0), cols
-
-    @device_function
-    def packed_place(number, y, rows, cols, extras):
+        if not is_packed:
+            return y, int32(number * block), int32(0), rows, int32(0), cols
         flat, start, first_q, rows, first_k, cols = packed(number, y, rows, cols, extras)
         return int32(flat), int32(start), int32(first_q), int32(rows), int32(first_k), int32(cols)
 
     @device_function
+    def item(number, work):
+        extras, shape = work.extras, work.shape
+        i, line = item_of(number, work.schedule)
+        if by_keys:  # under a causal mask, the first key tiles are visible to the most rows
+            i = int32(work.schedule.tiles - 1 - i)
+        flat, start, first_q, rows, first_k, cols = place(i, line, shape.rows, shape.cols, extras)
+        full, full_stop = int32(0), int32(0)
+        if by_keys:
+            own, first = cols, int32(first_tile(start, block_q, rows, -extras.upper))
+            stop = int32(tiles_stop(min(start + block_k, cols), block_q, rows, -extras.lower))
+        else:
+            own, row_stop = rows, min(start + block_q, rows)
+            first = int32(first_tile(start, block_k, cols, extras.lower))
+            stop = int32(tiles_stop(row_stop, block_k, cols, extras.upper))
+            full = int32(first_full_tile(row_stop, block_k, extras.lower))
+            full_stop = int32(full_tiles_stop(start, block_k, cols, extras.upper))
+        first, stop = entries(flat, start, own, first, stop, extras)
+        return WorkItem(
+            first, stop, full, full_stop, line, int32(line // shape.heads), int32(line % shape.heads),
+            flat, start, first_q, rows, first_k, cols,
+        )  # fmt: skip
+
+    return Walk(place, item, tile_of, pattern_of)
+
+
+def _make_tile_of(visits: Visits) -> Callable[..., Any]:
+    """Return ``Walk.tile_of``."""
+    listed_tile = visits.tile_of
+
+    @device_function
     def tile_of(entry, extras):
         return int32(listed_tile(entry, extras))
+
+    return tile_of
+
+
+def _make_entries(features: Features, visits: Visits) -> Callable[..., Any]:
+    """Return ``entries(flat, start, size, first, stop, extras)``: the first and one past the last visited.
+
+    The tiles from ``first`` up to ``stop`` are within the bounds.
+    """
+    listed, tile_of = visits.entries, _make_tile_of(visits)
 
     @device_function
     def first_from(begin, end, tile, extras):
@@ -95,9 +188,4 @@ def make_walk(features: Features, block: int, by_keys: bool = False) -> Walk:
             end = first_from(begin, end, stop, extras)
         return begin, end
 
-    return Walk(
-        packed_place if features.packed else place,
-        listed_entries if features.block_mask else all_entries,
-        tile_of,
-        pattern_of,
-    )
+    return listed_entries if features.block_mask else all_entries

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import int32, int64, uint32
 
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import offset_of
+from kernels.cuda.attention.flash3_wgmma.layout import CLEAR_BARRIER
 from kernels.cuda.attention.options.tile_scores import is_inside
 from kernels.cuda.device.half import EIGHT
 from kernels.cuda.device.pipeline import acquire, commit, following, tile_at
 from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP
+from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
 from kernels.cuda.ptx.bulk import cp_async_bulk_load, make_tensor_load, make_tensor_store
 from kernels.cuda.ptx.copies import (
     global_address,
@@ -24,29 +26,72 @@ from kernels.cuda.ptx.copies import (
 from kernels.cuda.ptx.mma import stmatrix_x4
 from kernels.cuda.ptx.numbers import PACK, mul_rn, sub_rn
 from kernels.cuda.ptx.swizzle import CHUNK
-from kernels.cuda.ptx.wgmma import ROWS, make_wgmma
+from kernels.cuda.ptx.wgmma import KINDS, ROWS, descriptor_layout, make_wgmma
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
 
 ZERO = np.float32(0)
+#: Descriptor layout of tiles whose rows run along the depth of a product.
+ALONG = descriptor_layout(LINE, 16, 8 * LINE)
 LOAD, STORE = make_tensor_load(4), make_tensor_store(4)
+
+
+class Source(NamedTuple):
+    """A tensor that the copy engine reads.
+
+    Attributes:
+        tensor: Address of its map.
+        by_head: Factor of the head index, 0 if heads repeat.
+        by_batch: Factor of the batch index.
+    """
+
+    tensor: Any
+    by_head: Any
+    by_batch: Any
+
+
+class ConsumerThread(NamedTuple):
+    """A thread of a consumer.
+
+    Attributes:
+        me: Number of the consumer.
+        thread: Number of the thread in its warpgroup.
+        lane: Number of the thread in its warp.
+        warp: Number of the warp in its warpgroup.
+    """
+
+    me: Any
+    thread: Any
+    lane: Any
+    warp: Any
+
+
+@device_function
+def own_thread(me):
+    """Return the running thread of consumer ``me``."""
+    thread, lane = int32(cuda.threadIdx.x % WARPGROUP), int32(cuda.threadIdx.x % 32)
+    return ConsumerThread(me, thread, lane, int32(cuda.threadIdx.x // 32 % 4))
 
 
 @cache
 def make_load_tile(panels: int, panel_bytes: int) -> Any:
-    """Return ``load_tile(target, tensor, barrier, row, h, b)``: copy a tile of a tensor, panel by panel."""
+    """Return ``load_tile(target, source, barrier, row, item)``: copy a tile panel by panel.
+
+    ``source`` is a :class:`Source`, and ``item`` a record with the indices ``b`` and ``h``.
+    """
 
     @device_function
-    def load_tile(target, tensor, barrier, row, h, b):
+    def load_tile(target, source, barrier, row, item):
+        h, b = item.h * source.by_head, item.b * source.by_batch
         for panel in range(panels):
-            LOAD(target + panel * panel_bytes, tensor, barrier, (panel * PANEL, row, h, b))
+            LOAD(target + panel * panel_bytes, source.tensor, barrier, (panel * PANEL, row, h, b))
 
     return load_tile
 
 
 @cache
 def make_fetch(load: Any, size: int) -> Any:
-    """Return ``fetch(stages, at, tensor, row, h, b)``: copy a tile into a stage, return the next place.
+    """Return ``fetch(stages, at, source, row, item)``: copy a tile into a stage, return the next place.
 
     Args:
         load: The function that issues the copy; see :func:`make_load_tile`.
@@ -54,9 +99,9 @@ def make_fetch(load: Any, size: int) -> Any:
     """
 
     @device_function
-    def fetch(stages, at, tensor, row, h, b):
+    def fetch(stages, at, source, row, item):
         acquire(stages, at)  # what was there before was read
-        load(tile_at(stages, at), tensor, commit(stages, at, size), row, h, b)
+        load(tile_at(stages, at), source, commit(stages, at, size), row, item)
         return following(stages, at)
 
     return fetch
@@ -69,25 +114,22 @@ def make_fetch_tile(panels: int, panel_bytes: int) -> Any:
 
 @cache
 def make_fetch_rows(panels: int, panel_bytes: int, numbers_bytes: int) -> Any:
-    """Return the function that copies a tile, and the same rows of a float32 vector, into a stage.
+    """Return the function that copies a tile, and with it the same rows of a float32 vector, into a stage.
 
-    ``fetch(stages, at, tensor, numbers_tile, numbers, row, h, b)`` returns the next place.  In shared
+    ``fetch(stages, at, source, numbers_tile, numbers, row, item)`` returns the next place.  In shared
     memory, the vectors of all stages begin at ``numbers_tile``; in global memory, the vector is at
     ``numbers``.
-
-    Args:
-        panels: Panels of the tile.
-        panel_bytes: Bytes of a panel.
-        numbers_bytes: Bytes of the vector.
     """
     load, size = make_load_tile(panels, panel_bytes), panels * panel_bytes + numbers_bytes
 
     @device_function
-    def fetch(stages, at, tensor, numbers_tile, numbers, row, h, b):
+    def fetch(stages, at, source, numbers_tile, numbers, row, item):
         acquire(stages, at)  # what was there before was read
         full = commit(stages, at, size)
-        load(tile_at(stages, at), tensor, full, row, h, b)
-        cp_async_bulk_load(numbers_tile + at.stage * numbers_bytes, numbers, numbers_bytes, full)
+        load(tile_at(stages, at), source, full, row, item)
+        if numbers_bytes > 0:
+            to = numbers_tile + at.stage * numbers_bytes
+            cp_async_bulk_load(to, numbers, numbers_bytes, full)
         return following(stages, at)
 
     return fetch
@@ -101,35 +143,23 @@ def reset_items(next_item):
 
 
 @cache
-def make_store_tile(panels: int, panel_bytes: int) -> Any:
-    """Return ``store_tile(tensor, source, row, h, b)``: copy a tile to a tensor, panel by panel."""
-
-    @device_function
-    def store_tile(tensor, source, row, h, b):
-        for panel in range(panels):
-            STORE(tensor, (panel * PANEL, row, h, b), source + panel * panel_bytes)
-
-    return store_tile
-
-
-@cache
 def make_multiply(cols: int, dtype: str, depth: int, left_panel: int, right_panel: int) -> Any:
     """Return ``multiply(acc, left, right)``: acc = A Bᵀ, rows along the depth, a group of products.
 
     Args:
         cols: Rows of B.
-        dtype: "float16" or "bfloat16".
-        depth: Columns of A and B, a multiple of 16.
+        dtype: "float16", "bfloat16" or "float8_e4m3".
+        depth: Columns of A and B, a multiple of 32 bytes.
         left_panel: Bytes of a panel of A.
         right_panel: Bytes of a panel of B.
     """
     begin, add = make_wgmma(cols, dtype, begins=True), make_wgmma(cols, dtype)
-    steps = depth // 16
+    steps = depth // KINDS[dtype][1]
 
     @device_function
     def multiply(acc, left, right):
         for t in range(steps):
-            # A step of 16 is 32 bytes, or a panel.
+            # A step is 32 bytes; four are a line of a panel.
             panel, step = t // 4, 2 * (t % 4)
             a, b = (
                 left + panel * (left_panel >> 4) + step,
@@ -172,20 +202,23 @@ def make_multiply_dq(cols: int, dtype: str, depth: int) -> Any:
 
 @cache
 def make_accumulate(cols: int, dtype: str, depth: int) -> Any:
-    """Return ``accumulate(acc, pairs, right, has_sums)``: acc += A B, A in registers, B stored by rows.
+    """Return ``accumulate(acc, pairs, right, has_sums)``: acc += A B, A in registers.
+
+    B is stored by rows; bytes are stored by columns, which 8-bit instructions cannot transpose.
 
     Args:
         cols: Columns of B.
-        dtype: "float16" or "bfloat16".
-        depth: Rows of B, a multiple of 16.
+        dtype: "float16", "bfloat16" or "float8_e4m3".
+        depth: Rows of B, a multiple of 32 bytes.
     """
-    multiply = make_wgmma(cols, dtype, a_in_registers=True, b_transposed=True)
-    steps = depth // 16
+    step_depth, is_half = KINDS[dtype][1], dtype in PACK
+    multiply = make_wgmma(cols, dtype, a_in_registers=True, b_transposed=is_half)
+    steps, step = depth // step_depth, (step_depth * LINE if is_half else step_depth) >> 4
 
     @device_function
     def accumulate(acc, pairs, right, has_sums):
         for t in range(steps):
-            multiply(acc, pairs[t], right + t * (16 * LINE >> 4), has_sums + t > 0)
+            multiply(acc, pairs[t], right + t * step, has_sums + t > 0)
 
     return accumulate
 
@@ -219,27 +252,26 @@ def make_pack(dtype: str, depth: int) -> Any:
 
 
 @cache
-def make_clear_rows(threads: int, rows: int, panels: int) -> Any:
-    """Return ``clear_rows(thread, first, tile)``: zero the rows of a tile from ``first`` on.
+def make_clear_rows(consumers: int, rows: int, panels: int) -> Any:
+    """Return ``clear_rows(first, tile)``: zero the rows of a tile from ``first`` on.
 
     If a packed sequence ends within a tile, these rows belong to the next sequence.  The copy engine copies
-    them too, and if they are infinite, their product with a probability of zero is NaN.
-
-    Args:
-        threads: Threads that share the work.
-        rows: Rows of the tile.
-        panels: Panels of the tile.
+    them too, and if they are infinite, their product with a probability of zero is NaN.  All threads of all
+    consumers call the function.
     """
-    chunks, panel_bytes = LINE // CHUNK, rows * LINE
+    chunks, panel_bytes, threads = LINE // CHUNK, rows * LINE, WARPGROUP * consumers
 
     @device_function
-    def clear_rows(thread, first, tile):
+    def clear_rows(first, tile):
         zeros = cuda.local.array(4, uint32)  # (4,)
         for i in range(4):
             zeros[i] = 0
+        begin = int32(first * chunks + int32(cuda.threadIdx.x - WARPGROUP))
         for panel in range(panels):  # the swizzle leaves each row in its line
-            for n in range(int32(first * chunks + thread), rows * chunks, threads):
+            for n in range(begin, rows * chunks, threads):
                 st_shared_v4(tile + panel * panel_bytes + n * CHUNK, zeros)
+        fence_proxy_async()  # the zeros are visible to products
+        bar_sync(CLEAR_BARRIER, threads)  # the rest is zeros
 
     return clear_rows
 
@@ -267,11 +299,7 @@ def make_hide(cols: int, by_keys: bool) -> Any:
 
 @cache
 def make_hide_pairs(cols: int) -> Any:
-    """Return ``hide_pairs(pairs, edge)``: :func:`make_hide` for packed pairs, with keys as rows.
-
-    Args:
-        cols: Columns of the tile.
-    """
+    """Return ``hide_pairs(pairs, edge)``: :func:`make_hide` for packed pairs, with keys as rows."""
     tiles = cols // 8
 
     @device_function
@@ -297,7 +325,6 @@ def make_put_tile(panels: int, panel_bytes: int, is_packed: bool) -> Any:
             The target is then an array (batch, heads, seq, dim), to which all threads copy.  Otherwise it
             is a tensor map, and a single thread issues a copy, which omits rows beyond the end.
     """
-    store_tile = make_store_tile(panels, panel_bytes)
 
     @device_function
     def copy_rows(target, source, thread, b, h, row, left):
@@ -312,7 +339,8 @@ def make_put_tile(panels: int, panel_bytes: int, is_packed: bool) -> Any:
 
     @device_function
     def store_rows(target, source, thread, b, h, row, left):
-        store_tile(global_address(target), source, row, h, b)
+        for panel in range(panels):
+            STORE(global_address(target), (panel * PANEL, row, h, b), source + panel * panel_bytes)
 
     return copy_rows if is_packed else store_rows
 
@@ -336,25 +364,21 @@ def store_pairs(tile, line, column, t, panel_bytes, pairs):
 
 @cache
 def make_write_tile(cols: int, dtype: str, panel_bytes: int) -> Any:
-    """Return ``write_tile(tile, line, column, acc, factor, is_there, pairs)``: factor · acc in 16 bits.
+    """Return ``write_tile(tile, line, column, acc, factors, are_there, pairs)``: factor · acc in 16 bits.
 
-    Fully masked rows, whose accumulators were never written, become zeros.
-
-    Args:
-        cols: Columns of the tile.
-        dtype: "float16" or "bfloat16".
-        panel_bytes: Bytes of a panel of the tile.
+    A lane has two rows, each with its own factor.  Rows that are not there, whose accumulators may never
+    have been written, become zeros.  For ``line`` and ``column`` see :func:`store_pairs`.
     """
     pack, steps = PACK[dtype], cols // 16
 
     @device_function
-    def write_tile(tile, line, column, acc, factor, is_there, pairs):
+    def write_tile(tile, line, column, acc, factors, are_there, pairs):
         for t in range(steps):
             for u in range(2):
-                w, x = acc[2 * t + u, 0] * factor, acc[2 * t + u, 1] * factor
-                y, z = acc[2 * t + u, 2] * factor, acc[2 * t + u, 3] * factor
-                pairs[0, 2 * u] = pack(w, x) if is_there else uint32(0)
-                pairs[0, 2 * u + 1] = pack(y, z) if is_there else uint32(0)
+                w, x = acc[2 * t + u, 0] * factors[0], acc[2 * t + u, 1] * factors[0]
+                y, z = acc[2 * t + u, 2] * factors[1], acc[2 * t + u, 3] * factors[1]
+                pairs[0, 2 * u] = pack(w, x) if are_there[0] else uint32(0)
+                pairs[0, 2 * u + 1] = pack(y, z) if are_there[1] else uint32(0)
             store_pairs(tile, line, column, t, panel_bytes, pairs[0])
 
     return write_tile

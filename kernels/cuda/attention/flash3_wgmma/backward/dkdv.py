@@ -11,24 +11,22 @@ from __future__ import annotations
 
 from functools import cache
 
-from numba import float32, float64, int32, types, void
+from numba import float32, int32, types, void
 
 from kernels.cuda.attention.flash3_wgmma.backward.dkdv_consumer import make_consume
-from kernels.cuda.attention.flash3_wgmma.backward.dkdv_producer import key_pipelines, make_produce
-from kernels.cuda.attention.flash3_wgmma.backward.layout import (
+from kernels.cuda.attention.flash3_wgmma.backward.layout import KeyGradients, KeyLayout, key_tiles
+from kernels.cuda.attention.flash3_wgmma.backward.producer import backward_pipelines, make_produce
+from kernels.cuda.attention.flash3_wgmma.layout import (
     MAPS,
     ROW_NUMBERS,
-    KeyGradients,
-    KeyLayout,
-    key_tiles,
+    KernelForm,
+    Widths,
+    result_type,
+    work_type,
 )
-from kernels.cuda.attention.flash3_wgmma.layout import SHAPE, Schedule, Widths
-from kernels.cuda.attention.flash3_wgmma.packed_mask import words_type
-from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.device.pipeline import make_prologue, opaque
 from kernels.cuda.device.warpgroups import block_bytes, own_warpgroup
-from kernels.cuda.runtime.kernel import Kernel, array_type
-from kernels.runtime.dtypes import BITS, FLOAT32
+from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.targets import cuda
 from kernels.scores.program import PLAIN, Features
 
@@ -37,24 +35,13 @@ from kernels.scores.program import PLAIN, Features
 def dkdv_kernel(
     layout: KeyLayout, widths: Widths, dtype: str, parts: KeyGradients, features: Features = PLAIN
 ) -> Kernel:
-    """Return the kernel by key tiles for one layout, two widths, one dtype and some gradients.
-
-    Args:
-        layout: Layout of the block.
-        widths: Widths that it is compiled for.
-        dtype: "float16" or "bfloat16": of q, k, v, dout, dk and dv.
-        parts: The gradients that it computes.
-        features: Options of the call.
-    """
-    pipelines, barriers = key_pipelines(layout, widths, parts)
+    """Return the kernel by key tiles for one layout, two widths, one dtype and some gradients."""
+    form = KernelForm(layout, widths, dtype, features, parts)
+    pipelines, barriers = backward_pipelines(form)
     enter, give_registers, take_registers = make_prologue(layout, barriers)
-    produce = make_produce(layout, widths, parts, features, pipelines)
-    consume = make_consume(layout, widths, dtype, parts, features, pipelines)
+    produce, consume = make_produce(form, pipelines), make_consume(form, pipelines)
 
-    def flash3_dkdv(
-        q_map, k_map, v_map, dout_map, dk_map, dv_map, shifts, delta, dq_sum, next_item, shape, scale,
-        schedule, mask_words, extras,
-    ):  # fmt: skip
+    def flash3_dkdv(q_map, k_map, v_map, dout_map, dk_map, dv_map, rows, work):
         """Fill dk and dv, tile after tile, and add the contribution of each tile to dq_sum.
 
         Computes: dk and dv for tiles of keys of (batch, head), one after the other, and their parts
@@ -79,23 +66,14 @@ def dkdv_kernel(
         if warpgroup == 0:
             give_registers()
             if cuda.threadIdx.x == 0:
-                produce(
-                    memory, q_map, k_map, v_map, dout_map, shifts, delta, next_item, shape, schedule, extras
-                )  # fmt: skip
+                produce(memory, (q_map, k_map, v_map, dout_map), rows[0], rows[1], work)
         else:
             take_registers()
-            consume(
-                int32(warpgroup - 1), opaque(memory), dk_map, dv_map, delta, dq_sum, shape, scale, schedule,
-                mask_words, extras,
-            )  # fmt: skip
+            consume(int32(warpgroup - 1), opaque(memory), dk_map, dv_map, rows[1], rows[2], work)
 
-    schedule = types.NamedUniTuple(int32, 3, Schedule)
-    counters, sums = types.Array(int32, 1, "C"), types.Array(float32, 1, "C")
-    gradients = array_type(BITS, 4) if features.packed else MAPS
-    signature = void(
-        MAPS, MAPS, MAPS, MAPS, gradients, gradients, ROW_NUMBERS, ROW_NUMBERS, sums, counters, SHAPE,
-        float64, schedule, words_type(features), extras_type(features, FLOAT32, by_words=True),
-    )  # fmt: skip
+    gradient = result_type(features)
+    rows = types.Tuple((ROW_NUMBERS, ROW_NUMBERS, types.Array(float32, 1, "C")))
+    signature = void(*[MAPS] * 4, gradient, gradient, rows, work_type(features))
     return Kernel(
         flash3_dkdv, signature, layout.threads, block_bytes(key_tiles(layout, widths, parts))
     )

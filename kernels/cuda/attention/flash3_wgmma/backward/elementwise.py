@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 from numba import float32, int32
 
 from kernels.cuda.attention.flash3_wgmma.backward.layout import makes_elements
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import lane_offset_of
+from kernels.cuda.attention.flash3_wgmma.layout import KernelForm
 from kernels.cuda.attention.flash3_wgmma.score_terms import distance_of, edge_at, element_of
-from kernels.cuda.attention.flash3_wgmma.tiles import lowered, make_hide, make_hide_pairs, make_pack
+from kernels.cuda.attention.flash3_wgmma.tiles import (
+    ZERO,
+    lowered,
+    make_hide,
+    make_hide_pairs,
+    make_pack,
+)
 from kernels.cuda.device.emitted import unrolled
 from kernels.cuda.ptx.copies import ld_shared_v2
 from kernels.cuda.ptx.numbers import ex2, rcp
@@ -40,10 +46,10 @@ class Passes(NamedTuple):
         has_large_row: ``(shifts)``: whether ``lower`` must precede ``weigh``, in a warp whose lanes look at
             two rows each, by keys those from row 2 · lane on.
         lower: ``(s, shifts, scale)``: subtracts the tops of large rows from the products in ``s``.
-        weigh: ``(s, p, kept, seen, mask_words, shifts, factor, whole, pattern, place, extras)``: replaces
-            the products in ``s`` by P · slope, and by keys fills ``p`` with the pairs P ∘ Z.  ``seen``
-            holds the bits of the tile.  ``whole`` means that the bounds mask nothing in it, and a
-            ``pattern`` of 0 that the block mask masks nothing.
+        weigh: ``((s, p), (kept, seen), shifts, factor, whole, pattern, place, work)``: replaces the
+            products in ``s`` by P · slope, and by keys fills ``p`` with the pairs P ∘ Z.  ``seen`` holds
+            the bits of the tile.  ``whole`` means that the bounds mask nothing in it, and a ``pattern`` of
+            0 that the block mask masks nothing.
         slope: ``(s, dp, kept, numbers, whole, place, extras)``: replaces dP in ``dp`` by dS.
     """
 
@@ -53,65 +59,45 @@ class Passes(NamedTuple):
     slope: Callable[..., None]
 
 
-@cache
-def make_passes(
-    features: Features, rows: int, cols: int, dtype: str, by_keys: bool, packs: bool = False
-) -> Passes:
-    """Return the functions for tiles of ``rows`` rows and ``cols`` columns.
+@device_function
+def _shared_pair(numbers, t):
+    return ld_shared_v2(numbers + 8 * WORD * t)
 
-    Args:
-        features: Options of the kernel.
-        rows: Rows of the block's tile: keys if ``by_keys``, else query rows.
-        cols: Columns of the tile: query rows if ``by_keys``, else keys.
-        dtype: "float16" or "bfloat16".
-        by_keys: Whether rows of the tile are keys.
-        packs: Whether P ∘ Z is needed; only by keys.
+
+def _make_row_numbers(by_keys: bool) -> tuple[Any, Any, Any, Any]:
+    """Return ``pair(numbers, t)``, ``shifts(shifts, t)``, ``tops(shifts, t)`` and ``second(i)``.
+
+    The first three return the numbers of the two rows of tile t; the last tells which of the two belongs to
+    element i.
     """
-    tiles = cols // 8
-    hide, hide_pairs = make_hide(cols, by_keys), make_hide_pairs(cols)
-    pack_tile, elements = make_pack(dtype, cols), make_elements(features, rows, cols, by_keys)
-    pack = elements.pack[dtype]
-    weigh_one, drop, slope_one = elements.weigh, elements.drop, elements.slope
-    element = element_of(features, by_keys)
-    draw, fetch_pairs = elements.draw, elements.fetch_pairs
-    is_plain, distance_from = not makes_elements(features), distance_of(features)
-    lane_offset = lane_offset_of(by_keys)
-    has_lists_alone = not is_plain and features.of_elements == PLAIN
-    modifies_scores, zero = features.modifies_scores, np.float32(0)
-
-    @device_function
-    def shared_pair(numbers, t):
-        return ld_shared_v2(numbers + 8 * WORD * t)
 
     @device_function
     def own_pair(numbers, t):
         return numbers
 
-    pair_of = shared_pair if by_keys else own_pair
-
     @device_function
-    def shared_shifts(shifts, t):
-        return shared_pair(shifts, t + t // 8 * 8)
-
-    @device_function
-    def shared_tops(shifts, t):
-        return shared_shifts(shifts + ROWS * WORD, t)
-
-    @device_function
-    def own_shifts(shifts, t):
+    def shifts_of(shifts, t):
+        if by_keys:
+            return _shared_pair(shifts, t + t // 8 * 8)
         return shifts[0]
 
     @device_function
-    def own_tops(shifts, t):
+    def tops_of(shifts, t):
+        if by_keys:
+            return _shared_pair(shifts + ROWS * WORD, t + t // 8 * 8)
         return shifts[1]
-
-    shifts_of, tops_of = (shared_shifts, shared_tops) if by_keys else (own_shifts, own_tops)
-    parts = tiles // 8 if by_keys else 1
 
     @device_function
     def second(i):
-        """Tell which number of the pair belongs to element i."""
         return i % 2 if by_keys else i // 2
+
+    return _shared_pair if by_keys else own_pair, shifts_of, tops_of, second
+
+
+def _make_lower(features: Features, cols: int, by_keys: bool) -> tuple[Any, Any]:
+    """Return ``Passes.has_large_row`` and ``Passes.lower``."""
+    tiles, modifies_scores = cols // 8, features.modifies_scores
+    parts, (_, _, tops_of, second) = tiles // 8 if by_keys else 1, _make_row_numbers(by_keys)
 
     @device_function
     def has_large_row(shifts):
@@ -120,7 +106,7 @@ def make_passes(
         is_large = False
         for n in range(parts):
             low, high = tops_of(shifts, 8 * n)
-            is_large = is_large or low != zero or high != zero
+            is_large = is_large or low != ZERO or high != ZERO
         return cuda.any_sync(ALL_LANES, is_large)
 
     @device_function
@@ -131,7 +117,28 @@ def make_passes(
             for i in range(4):
                 top = high if second(i) else low
                 without = lowered(s[t, i], scale, inverse, top)
-                s[t, i] = without if top != zero else s[t, i]
+                s[t, i] = without if top != ZERO else s[t, i]
+
+    return has_large_row, lower
+
+
+@cache
+def make_passes(form: KernelForm) -> Passes:
+    """Return the functions for the tiles of a kernel."""
+    features, by_keys, (_, cols) = form.features, form.by_keys, form.sides
+    packs = by_keys and form.parts.dv
+    tiles = cols // 8
+    hide, hide_pairs = make_hide(cols, by_keys), make_hide_pairs(cols)
+    pack_tile, elements = make_pack(form.dtype, cols), make_elements(form)
+    pack = elements.pack[form.dtype]
+    weigh_one, drop, slope_one = elements.weigh, elements.drop, elements.slope
+    element, lane_offset = element_of(features, by_keys), lane_offset_of(by_keys)
+    draw, fetch_pairs = elements.draw, elements.fetch_pairs
+    is_plain, distance_from = not makes_elements(features), distance_of(features)
+    has_lists_alone = not is_plain and features.of_elements == PLAIN
+    modifies_scores = features.modifies_scores
+    pair_of, shifts_of, tops_of, second = _make_row_numbers(by_keys)
+    has_large_row, lower = _make_lower(features, cols, by_keys)
 
     @device_function
     def weigh_plainly(s, shifts, factor):
@@ -143,7 +150,7 @@ def make_passes(
     def weigh_pairs(s, bits, t, given):
         p, kept, shifts, factor, place, distance, extras = given
         low, high = shifts_of(shifts, t)
-        low_top, high_top = tops_of(shifts, t) if modifies_scores else (zero, zero)
+        low_top, high_top = tops_of(shifts, t) if modifies_scores else (ZERO, ZERO)
         w = cuda.local.array(4, float32)  # (4,)
         for i in range(4):
             at = element(place, distance, bits, t, i)
@@ -157,23 +164,24 @@ def make_passes(
     weigh_all = unrolled(tiles, weigh_pairs)
 
     @device_function
-    def weigh_each(s, p, kept, seen, mask_words, shifts, factor, place, extras):
-        lane, row, col, line = place
-        distance, (down, right) = distance_from(place, extras), lane_offset(lane)
-        draw(kept, lane, line.flat, int32(row - down), int32(col - right), extras)
-        fetch_pairs(seen, mask_words, place, extras)
-        weigh_all(s, seen, (p, kept, shifts, factor, place, distance, extras))
+    def weigh_each(tile, bits, shifts, factor, place, work):
+        (s, p), (kept, seen), (lane, row, col, line) = tile, bits, place
+        distance, (down, right) = distance_from(place, work.extras), lane_offset(lane)
+        draw(kept, lane, line.flat, int32(row - down), int32(col - right), work.extras)
+        fetch_pairs(seen, work.mask_words, place, work.extras)
+        weigh_all(s, seen, (p, kept, shifts, factor, place, distance, work.extras))
 
     @device_function
-    def weigh(s, p, kept, seen, mask_words, shifts, factor, whole, pattern, place, extras):
+    def weigh(tile, bits, shifts, factor, whole, pattern, place, work):
+        s, p = tile
         if is_plain or (has_lists_alone and whole and pattern == 0):
             weigh_plainly(s, shifts, factor)
             if not is_plain and packs:
                 pack_tile(p, s)
         else:
-            weigh_each(s, p, kept, seen, mask_words, shifts, factor, place, extras)
+            weigh_each(tile, bits, shifts, factor, place, work)
         if by_keys and not whole:
-            edge = edge_at(place, extras)
+            edge = edge_at(place, work.extras)
             hide(s, edge)
             if not is_plain and packs:
                 hide_pairs(p, edge)

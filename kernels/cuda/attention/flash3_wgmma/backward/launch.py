@@ -11,7 +11,6 @@ from kernels.cuda.attention.delta import no_sums
 from kernels.cuda.attention.flash3_wgmma.backward.dkdv import dkdv_kernel
 from kernels.cuda.attention.flash3_wgmma.backward.dq import dq_kernel
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
-    PADDING,
     KeyGradients,
     KeyLayout,
     QueryLayout,
@@ -28,32 +27,21 @@ from kernels.cuda.attention.flash3_wgmma.backward.preprocess import (
 from kernels.cuda.attention.flash3_wgmma.backward.round_dq import THREADS, round_dq_kernel
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import delta_factor, slope_factor
 from kernels.cuda.attention.flash3_wgmma.launch_common import (
-    CACHE_BYTES,
     read_maps,
     readable,
     tensor_map,
     widths_of,
     with_mask_bits,
     within_blocks,
+    work_of,
 )
-from kernels.cuda.attention.flash3_wgmma.layout import (
-    Shape,
-    Widths,
-    schedule_of,
-)
-from kernels.cuda.attention.flash3_wgmma.packed_mask import (
-    has_words,
-    pack_patterns,
-    pack_patterns_by_keys,
-    packed_mask,
-)
-from kernels.cuda.attention.options.extras import make_extras, numbers_of
+from kernels.cuda.attention.flash3_wgmma.layout import PADDING, Widths
+from kernels.cuda.attention.options.extras import numbers_of
 from kernels.cuda.attention.options.packed_tiles import device_tiles
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.attention.options.visits import tiles_of
 from kernels.cuda.attention.tensor_cores import lists_whole_tiles
 from kernels.cuda.device.half import EIGHT, as_bits
-from kernels.cuda.device.per_device import counters, multiprocessors
 from kernels.cuda.device.shared_tiles import round_up
 from kernels.cuda.device.vector import are_vectors
 from kernels.cuda.ptx.wgmma import ROWS
@@ -81,7 +69,6 @@ class BackwardPlan(NamedTuple):
         by_keys: For each kernel by key tiles, the gradients that it computes, and its layout.
         by_rows: The layout of the separate kernel of dq, or None.
         bounds: Options of the kernels before and after the others: only the bounds of sequences.
-        keep_scale: Factor of the probabilities that dropout keeps.
     """
 
     widths: Widths
@@ -91,7 +78,6 @@ class BackwardPlan(NamedTuple):
     by_keys: tuple[tuple[KeyGradients, KeyLayout], ...]
     by_rows: QueryLayout | None
     bounds: Extras
-    keep_scale: float
 
 
 @lru_cache(maxsize=64)
@@ -101,22 +87,20 @@ def _plan(problem: Problem, device: int) -> BackwardPlan:
     features = features._replace(large_cap=problem.softcap > SMALL_CAP)
     widths = widths_of(problem)
     in_whole = features._replace(whole_tiles=True)
-    if _lists_whole_tiles(problem, *_layouts(problem, widths, in_whole)):
+    by_keys, by_rows = _layouts(problem, widths, in_whole)
+    tiles = [(layout.block_q, layout.block_k, True) for _, layout in by_keys]
+    tiles += [] if by_rows is None else [(by_rows.block_q, by_rows.block_k, False)]
+    if lists_whole_tiles(problem, *tiles):
         features = in_whole
     by_keys, by_rows = _layouts(problem, widths, features)
     bounds = numbers_of(problem)
     if sequences is not None:
         bounds = bounds._replace(tiles=device_tiles(sequences, PADDING, False, device))
     return BackwardPlan(
-        widths,
-        NAMES[problem.dtype],
-        features,
+        widths, NAMES[problem.dtype], features,
         round_up(problem.seq_q, PADDING) + (PADDING * (sequences.count + 1) if sequences else 0),
-        by_keys,
-        by_rows,
-        bounds,
-        bounds.keep_scale,
-    )
+        by_keys, by_rows, bounds,
+    )  # fmt: skip
 
 
 def _layouts(
@@ -126,17 +110,6 @@ def _layouts(
     kernels = parts_of(widths, not problem.deterministic)
     by_keys = tuple((parts, key_layout(widths, parts, features)) for parts in kernels)
     return by_keys, None if any(parts.dq for parts in kernels) else query_layout(widths)
-
-
-def _lists_whole_tiles(
-    problem: Problem,
-    by_keys: tuple[tuple[KeyGradients, KeyLayout], ...],
-    by_rows: QueryLayout | None,
-) -> bool:
-    """Tell whether lists of the tiles of these layouts cover all that is masked."""
-    tiles = [(layout.block_q, layout.block_k, True) for _, layout in by_keys]
-    rows = [] if by_rows is None else [(by_rows.block_q, by_rows.block_k, False)]
-    return lists_whole_tiles(problem, *tiles, *rows)
 
 
 class BackwardCall(NamedTuple):
@@ -169,12 +142,6 @@ class BackwardCall(NamedTuple):
             return as_bits(array)
         return tensor_map(array, ROWS, self.plan.dtype)[0]
 
-    def maps(self, layout: KeyLayout | QueryLayout) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """Return the tensor maps of q, k, v and dout, and whether their heads and batches differ."""
-        own, block_q, block_k = self.operands, layout.block_q, layout.block_k
-        tiles = (own.q, block_q), (own.k, block_k), (own.v, block_k), (own.dout, block_q)
-        return read_maps(tiles, self.plan.dtype)
-
     def launch(
         self, kernel: Kernel, layout: KeyLayout | QueryLayout, results: tuple[Any, ...],
         bytes_a_head: int, by_keys: bool = False,
@@ -188,26 +155,11 @@ class BackwardCall(NamedTuple):
             bytes_a_head: Bytes of a head that it reads repeatedly.
             by_keys: Whether its work items are tiles of keys.
         """
-        problem, plan = self.problem, self.plan
-        maps, differs = self.maps(layout)
-        pack = pack_patterns_by_keys if by_keys else pack_patterns
-        tile = layout.block_q, layout.block_k
-        extras = make_extras(problem, self.operands, *tile, by_keys, pack)
-        seq, block = (problem.seq_k, layout.block_k) if by_keys else (problem.seq_q, layout.block_q)
-        schedule = schedule_of(tiles_of(seq, block, extras), self.heads, bytes_a_head, CACHE_BYTES)
-        *differs, dout_by_head, dout_by_batch = differs
-        shape = Shape(
-            problem.seq_q, problem.seq_k, self.operands.q.shape[1], *differs,
-            dout_by_head=dout_by_head, dout_by_batch=dout_by_batch,
-        )  # fmt: skip
-        words: Any = 0
-        if has_words(plan.features):  # the bits of a mask as the kernel's lanes have them
-            cols = layout.block_q if by_keys else layout.block_k
-            words = packed_mask(self.operands.mask, cols, by_keys)
-        blocks = min(multiprocessors(), schedule.tiles * schedule.heads)
-        kernel[blocks, layout.threads](
-            *maps, *results, counters(), shape, problem.scale, schedule, words, extras
-        )
+        own, block_q, block_k = self.operands, layout.block_q, layout.block_k
+        tiles = (own.q, block_q), (own.k, block_k), (own.v, block_k), (own.dout, block_q)
+        maps, differs = read_maps(tiles, self.plan.dtype)
+        blocks, work = work_of(self.problem, self.operands, layout, differs, bytes_a_head, by_keys)
+        kernel[blocks, layout.threads](*maps, *results, work)
 
 
 def backward_tile(problem: Problem) -> tuple[int, int]:
@@ -253,8 +205,8 @@ def _preprocessed(plan: BackwardPlan, problem: Problem, operands: Operands) -> B
     grid = tiles_of(problem.seq_q, PADDING, plan.bounds) * blocks_a_tile(lanes), heads
     kernel = preprocess_kernel(lanes, *kind)
     kernel[grid, kernel.threads](
-        dout, out, operands.lse, operands.lse_rest, operands.lse if dlse is None else dlse, shifts, delta,
-        sums, delta_factor(plan.features, plan.keep_scale), plan.bounds,
+        dout, out, (operands.lse, operands.lse_rest, operands.lse if dlse is None else dlse),
+        shifts, delta, sums, delta_factor(plan.features, plan.bounds.keep_scale), plan.bounds,
     )  # fmt: skip
     return BackwardCall(plan, problem, operands, shifts, delta, sums)
 
@@ -263,7 +215,7 @@ def _by_keys(call: BackwardCall, parts: KeyGradients, layout: KeyLayout) -> None
     """Fill dk, dv or both, and dq through its sums if it is one of the parts."""
     plan, problem, operands = call.plan, call.problem, call.operands
     gradients = (call.gradient(array) for array in (operands.dk, operands.dv))
-    results = *gradients, call.shifts, call.delta, call.sums
+    results = *gradients, (call.shifts, call.delta, call.sums)
     # Rows of q and dout are what key tiles of a head read again and again, and add to.
     bytes_a_head = problem.seq_q * (2 * sum(plan.widths) + WORD * plan.widths.head * parts.dq)
     kernel = dkdv_kernel(layout, plan.widths, plan.dtype, parts, plan.features)
@@ -272,6 +224,6 @@ def _by_keys(call: BackwardCall, parts: KeyGradients, layout: KeyLayout) -> None
         return
     pieces = ceil_div(PADDING * problem.head_dim // EIGHT, THREADS)
     grid = tiles_of(problem.seq_q, PADDING, plan.bounds) * pieces, call.heads
-    scale = problem.scale * slope_factor(plan.features, plan.keep_scale)
+    scale = problem.scale * slope_factor(plan.features, plan.bounds.keep_scale)
     rounds = round_dq_kernel(layout, plan.widths, plan.dtype, plan.features.packed)
     rounds[grid, THREADS](call.sums, as_bits(operands.dq), plan.rows, scale, plan.bounds)

@@ -5,19 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from numba import float32, int32, types, uint8
+from numba import int32
 
-from kernels.cuda.attention.flash3_wgmma.layout import Widths, item_of
+from kernels.cuda.attention.flash3_wgmma.layout import KernelForm, Widths
 from kernels.cuda.device.shared_tiles import SharedTiles, round_up
 from kernels.cuda.device.warpgroups import LINE, PANEL, WarpRoles
-from kernels.cuda.ptx.fragments import DEVICE
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import WORD, device_function
 from kernels.scores.program import PLAIN, Features
 
-#: Rows of shifts and delta are padded to a multiple of this, which every number of rows of a query tile
-#: divides.
-PADDING = 128
 #: The widest heads whose dK and dV one warpgroup keeps in registers together.
 BOTH_WIDTH = 128
 
@@ -135,7 +131,9 @@ def key_tiles(layout: KeyLayout, widths: Widths, parts: KeyGradients) -> SharedT
     k_panels, v_panels = widths.head_panels, widths.value_panels
     if not parts.dk:
         k_panels, v_panels = max(k_panels, v_panels), 0
-    q_bytes, dout_bytes = (layout.block_q * LINE * panels for panels in _panels(widths))
+    q_bytes, dout_bytes = (
+        layout.block_q * LINE * panels for panels in (widths.head_panels, widths.value_panels)
+    )
     ds_bytes = 2 * layout.block_q * layout.block_k
     return SharedTiles(
         k=k_panels * layout.block_k * LINE,
@@ -186,6 +184,13 @@ def query_layout(widths: Widths) -> QueryLayout:
     return QueryLayout(64, 3, 2) if width <= 192 else QueryLayout(48, 3, 1)
 
 
+def tiles_of(form: KernelForm) -> SharedTiles:
+    """Return the byte offsets of the tiles of a kernel, by keys or by queries."""
+    if form.by_keys:
+        return key_tiles(form.layout, form.widths, form.parts)
+    return query_tiles(form.layout, form.widths)
+
+
 def query_tiles(layout: QueryLayout, widths: Widths) -> SharedTiles:
     """Return the byte offsets of the tiles of the kernel by query tiles; dQ replaces q at the end.
 
@@ -203,20 +208,6 @@ def query_tiles(layout: QueryLayout, widths: Widths) -> SharedTiles:
     )
 
 
-def _panels(widths: Widths) -> tuple[int, int]:
-    return widths.head_panels, widths.value_panels
-
-
-@device_function
-def key_item_of(item, schedule):
-    """Return the number of the key tile, and that of the (batch, head), of an item.
-
-    Under a causal mask, the first key tiles are visible to the most rows and come first.
-    """
-    last, flat = item_of(item, schedule)
-    return int32(schedule.tiles - 1 - last), flat
-
-
 @device_function
 def shift_place(row):
     """Return the place of a row's shift in the shifts of its line; that of its top is ROWS further.
@@ -224,10 +215,3 @@ def shift_place(row):
     So that a tile of rows has its shifts and tops in one piece, those of 64 rows lie together.
     """
     return int32(row + row // ROWS * ROWS)
-
-
-MAPS = types.Array(uint8, 1, "C")
-
-ROW_NUMBERS = types.Array(float32, 2, "C")
-
-square_place = DEVICE.square_place

@@ -10,9 +10,9 @@ from numba import float32, float64, int32, int64, types, void
 
 from kernels.common.online_softmax import LARGE, LOG2_E
 from kernels.cuda.attention.delta import THREADS, lanes_of, make_row_sum, zero_sums
-from kernels.cuda.attention.flash3_wgmma.backward.layout import PADDING, ROW_NUMBERS, shift_place
-from kernels.cuda.attention.flash3_wgmma.backward.tile_walk import make_row_base
-from kernels.cuda.attention.flash3_wgmma.tile_walk import make_walk
+from kernels.cuda.attention.flash3_wgmma.backward.layout import shift_place
+from kernels.cuda.attention.flash3_wgmma.layout import PADDING, ROW_NUMBERS
+from kernels.cuda.attention.flash3_wgmma.tile_walk import make_row_base, make_walk
 from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import Kernel, array_type
@@ -52,9 +52,7 @@ def preprocess_kernel(
     row_sum = make_row_sum(lanes, dtype, vectors)
     blocks, rows_a_block = blocks_a_tile(lanes), THREADS // lanes
 
-    def flash3_preprocess(
-        dout, out, lse, rest, dlse, shifts, padded_delta, sums, factor, extras
-    ):  # fmt: skip
+    def flash3_preprocess(dout, out, lses, shifts, padded_delta, sums, factor, extras):
         """Fill shifts, see ``shift_place``, and padded_delta; fill sums with zeros.
 
         Computes: for P = exp2((S - top) · log2(e) - shift), shift = L · log2(e) and top = 0, or where that
@@ -71,6 +69,7 @@ def preprocess_kernel(
             writes as much as lse three times, with the padding, and the sums once
         Needs: warp shuffles; sums a multiple of four elements, or a single one for none
         """
+        lse, rest, dlse = lses
         heads, y, thread = lse.shape[1], int32(cuda.blockIdx.y), int32(cuda.threadIdx.x)
         block = int64(y) * cuda.gridDim.x + cuda.blockIdx.x
         zero_sums(sums, block * THREADS + thread, int64(cuda.gridDim.x) * cuda.gridDim.y * THREADS)
@@ -98,7 +97,7 @@ def preprocess_kernel(
 
     read, rows, sums = array_type(BITS, 4), array_type(FLOAT32, 3), types.Array(float32, 1, "C")
     signature = void(
-        read, read, rows, rows, rows, ROW_NUMBERS, ROW_NUMBERS, sums, float64,
+        read, read, types.UniTuple(rows, 3), ROW_NUMBERS, ROW_NUMBERS, sums, float64,
         extras_type(features, FLOAT32),
     )  # fmt: skip
     return Kernel(flash3_preprocess, signature, THREADS)

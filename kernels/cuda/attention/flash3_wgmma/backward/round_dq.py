@@ -6,15 +6,9 @@ from functools import cache
 
 from numba import float32, float64, int32, int64, types, uint32, void
 
-from kernels.cuda.attention.flash3_wgmma.backward.layout import (
-    PADDING,
-    KeyLayout,
-    dq_bytes,
-    dq_share,
-)
-from kernels.cuda.attention.flash3_wgmma.backward.tile_walk import make_row_base
-from kernels.cuda.attention.flash3_wgmma.layout import Widths
-from kernels.cuda.attention.flash3_wgmma.tile_walk import make_walk
+from kernels.cuda.attention.flash3_wgmma.backward.layout import KeyLayout, dq_bytes, dq_share
+from kernels.cuda.attention.flash3_wgmma.layout import PADDING, Widths
+from kernels.cuda.attention.flash3_wgmma.tile_walk import make_row_base, make_walk
 from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.device.half import EIGHT
 from kernels.cuda.device.warpgroups import WARPGROUP

@@ -30,6 +30,7 @@ from kernels.cuda.attention.flash3_wgmma.dropout_bits import (
     make_kept_by_keys,
     with_bit,
 )
+from kernels.cuda.attention.flash3_wgmma.layout import KernelForm
 from kernels.cuda.attention.flash3_wgmma.packed_mask import (
     ALL,
     make_bring_pairs,
@@ -102,15 +103,9 @@ def slope_factor(features: Features, keep_scale: float) -> float:
 
 
 @cache
-def make_elements(features: Features, rows: int, cols: int, by_keys: bool) -> BackwardElements:
-    """Return the functions of a lane's elements of a tile.
-
-    Args:
-        features: Options of the kernel.
-        rows: Rows of the block's tile: keys if ``by_keys``, else query rows.
-        cols: Columns of the tile: query rows if ``by_keys``, else keys.
-        by_keys: Whether rows of the tile are keys.
-    """
+def make_elements(form: KernelForm) -> BackwardElements:
+    """Return the functions of a lane's elements of a tile."""
+    features, by_keys, (_, cols) = form.features, form.by_keys, form.sides
     zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
     minus_inf, log2_e = np.float32(-math.inf), np.float32(LOG2_E)
     modifies_scores, has_cap, has_mod = (
@@ -180,7 +175,7 @@ def make_elements(features: Features, rows: int, cols: int, by_keys: bool) -> Ba
     def slope_scale(extras):
         return scale(extras) * half if marks else scale(extras)
 
-    fetch_bits, fetch_pairs = _make_fetch(features, (rows, cols), by_keys, target)
+    fetch_bits, fetch_pairs = _make_fetch(form, target)
     return BackwardElements(
         factor, seen_words(features, cols), draw, fetch_bits, fetch_pairs, weigh, drop, slope,
         PACK_POSITIVE if marks else PACK, scale, slope_scale,
@@ -188,10 +183,11 @@ def make_elements(features: Features, rows: int, cols: int, by_keys: bool) -> Ba
 
 
 def _make_fetch(
-    features: Features, tile: tuple[int, int], by_keys: bool, target: ScoreTarget
+    form: KernelForm, target: ScoreTarget
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return ``BackwardElements.fetch_bits`` and ``BackwardElements.fetch_pairs``."""
-    cols, pattern_word = tile[1], make_pattern_word(*tile)
+    features, by_keys, (rows, cols) = form.features, form.by_keys, form.sides
+    pattern_word = make_pattern_word(rows, cols)
     words, has_mask, has_pairs = bit_words(cols), features.mask == "bool", features.mask in UNPACK
     has_patterns, has_mod = features.has_patterns, features.mask_mod is not None
     has_bits = has_mask or features.has_lists

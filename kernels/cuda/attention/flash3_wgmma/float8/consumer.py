@@ -11,42 +11,38 @@ from numba import float32, int32, uint32
 
 from kernels.common.online_softmax import LN_2, LOG2_E
 from kernels.cuda.attention.flash3_wgmma.float8.tile_steps import (
+    E4M3,
     OFFSET,
-    make_accumulate,
-    make_issue_score_products,
     make_new_maxima,
     make_probabilities,
 )
 from kernels.cuda.attention.flash3_wgmma.forward.consumer import (
-    ALONG,
+    make_end_products,
     make_finish,
     make_issue_scores,
     make_skip_tiles,
     make_turns,
+    placed_block,
 )
-from kernels.cuda.attention.flash3_wgmma.forward.scheduler import (
+from kernels.cuda.attention.flash3_wgmma.forward.producer import (
     next_item,
-    read_item,
     release_slot,
     wait_for_reads,
 )
-from kernels.cuda.attention.flash3_wgmma.forward.score_options import make_elements
+from kernels.cuda.attention.flash3_wgmma.forward.score_options import make_apply_options
 from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import rescale_rows
-from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout, ForwardPipelines, Widths
+from kernels.cuda.attention.flash3_wgmma.layout import ForwardPipelines, KernelForm
 from kernels.cuda.attention.flash3_wgmma.score_terms import LanePlace, line_of
-from kernels.cuda.device.one_source import shift_of
-from kernels.cuda.device.pipeline import (
-    following,
-    placed,
-    release,
-    release_alone,
-    start,
-    tile_at,
-    wait,
+from kernels.cuda.attention.flash3_wgmma.tiles import (
+    ALONG,
+    make_accumulate,
+    make_multiply,
+    own_thread,
 )
-from kernels.cuda.device.warpgroups import LINE, WARPGROUP
-from kernels.cuda.ptx.numbers import mul_rn
+from kernels.cuda.device.pipeline import following, release, start, tile_at, wait
+from kernels.cuda.device.warpgroups import LINE
 from kernels.cuda.ptx.wgmma import (
+    KINDS,
     ROWS,
     descriptor,
     make_wgmma_wait_group,
@@ -73,48 +69,49 @@ class Float8Units(NamedTuple):
     v: Any
 
 
-def make_consume(
-    layout: ForwardLayout,
-    widths: Widths,
-    dtype: str,
-    has_blocks: bool,
-    pipelines: ForwardPipelines,
-) -> Callable[..., None]:
-    """Return the function ``consume(me, memory, out, lse, rest, units, shape, scale, extras)``.
+def _make_units(has_blocks: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return ``own_line(item, by_batch, by_head, heads)`` and ``unit_of(units, line, row)``.
 
-    The threads of consumer ``me`` call it.
-
-    Args:
-        layout: Layout of the block.
-        widths: Widths of the kernel.
-        dtype: "float16" or "bfloat16", of out.
-        has_blocks: Whether q and k have a unit for each block of rows.
-        pipelines: Pipelines of the block.
+    The first returns the line of units of an item's head, for an operand that may repeat.
     """
-    block_k, (of_queries, of_items, of_keys, of_values, _) = layout.block_k, pipelines
-    key_tiles, value_tiles, depth_steps = block_k // 8, widths.value // 8, block_k // 32
-    issue_score_products = make_issue_score_products(block_k, widths.head)
-    issue_scores, issue_ahead = make_issue_scores(issue_score_products)
-    accumulate = make_accumulate(widths.value, block_k)
-    new_maxima = make_new_maxima(block_k, layout.patience)
-    probabilities = make_probabilities(block_k)
-    offer_turn, take_turn, pass_turn = make_turns(layout)
-    skip_tiles = make_skip_tiles(take_turn, pass_turn)
-    finish = make_finish(layout, widths, dtype, PLAIN)
-    score_edge, own_of = make_elements(PLAIN, block_k).edge, line_of(PLAIN)
-    wait_for_all, wait_for_scores = make_wgmma_wait_group(0), make_wgmma_wait_group(1)
-    zero, minus_inf, log2_e, ln_2, near = (
-        np.float32(x) for x in (0, -math.inf, LOG2_E, LN_2, 2.0**-OFFSET)
-    )
 
     @device_function
-    def own_line(b, h, by_batch, by_head, heads):
-        """Return the line of units of (batch, head) for an operand that may repeat."""
-        return int32(b * by_batch * (1 + by_head * (heads - 1)) + h * by_head)
+    def own_line(item, by_batch, by_head, heads):
+        return int32(item.b * by_batch * (1 + by_head * (heads - 1)) + item.h * by_head)
 
     @device_function
     def unit_of(units, line, row):
         return units[0, line, row // BLOCK if has_blocks else 0]
+
+    return own_line, unit_of
+
+
+def make_consume(
+    form: KernelForm, has_blocks: bool, pipelines: ForwardPipelines
+) -> Callable[..., None]:
+    """Return ``consume(me, memory, results, units, work)``, which the threads of consumer ``me`` call.
+
+    Args:
+        form: Form of the kernel, with the dtype of out.
+        has_blocks: Whether q and k have a unit for each block of rows.
+        pipelines: Pipelines of the block.
+    """
+    layout, widths, *_ = form
+    block_k, key_tiles, value_tiles = layout.block_k, layout.block_k // 8, widths.value // 8
+    depth_steps = block_k // KINDS[E4M3][1]
+    issue_score_products = make_multiply(block_k, E4M3, widths.head, 0, 0)
+    issue_first, issue_ahead = make_issue_scores(issue_score_products)
+    accumulate = make_accumulate(widths.value, E4M3, block_k)
+    new_maxima = make_new_maxima(block_k, layout.patience)
+    probabilities, (own_line, unit_of) = make_probabilities(block_k), _make_units(has_blocks)
+    offer_turn, take_turn, pass_turn = make_turns(layout)
+    skip_tiles = make_skip_tiles(take_turn, pass_turn)
+    end_products, finish = make_end_products(True, issue_ahead), make_finish(form)
+    apply_options, own_of = make_apply_options(PLAIN, block_k), line_of(PLAIN)
+    wait_for_all, wait_for_scores = make_wgmma_wait_group(0), make_wgmma_wait_group(1)
+    zero, minus_inf, log2_e, ln_2, near = (
+        np.float32(x) for x in (0, -math.inf, LOG2_E, LN_2, 2.0**-OFFSET)
+    )
 
     @device_function
     def add_values(acc, p, values, at, has_sums):
@@ -124,46 +121,38 @@ def make_consume(
         wgmma_commit_group()
 
     @device_function
-    def consume(me, memory, out, lse, rest, units, shape, scale, extras):
-        thread, lane = int32(cuda.threadIdx.x % WARPGROUP), int32(cuda.threadIdx.x % 32)
-        warp = int32(cuda.threadIdx.x // 32 % 4)
+    def consume(me, memory, results, units, work):
+        own, shape, extras, scale = own_thread(me), work.shape, work.extras, work.scale
         # A thread has two of the warpgroup's 64 rows, eight apart, and two of eight columns.
         acc = cuda.local.array((value_tiles, 4), float32)  # (64, value_dim) / 128: O
         s = cuda.local.array((key_tiles, 4), float32)  # (64, block_k) / 128: S, then P
         p = cuda.local.array((depth_steps, 4), uint32)  # (64, block_k) / 128, in fours: P
         unseen = cuda.local.array(1, uint32)  # (1,), no bits of masks
-        queries, items, q_at = placed(of_queries, memory), placed(of_items, memory), start()
-        keys, values, at = placed(of_keys, memory), placed(of_values, memory), start()
+        block, q_at, at = placed_block(pipelines, memory), start(), start()
+        queries, keys, values = block.queries, block.keys, block.values
         offer_turn(me)
-        item, skipped = next_item(queries, items, q_at, me)
+        item, skipped = next_item(queries, block.items, q_at, me)
         is_issued, copied = False, int32(-1)  # the slot whose output is on its way
-        while item.tiles >= 0:
-            own_tile = tile_at(queries, q_at) + me * (ROWS * LINE)  # of q, and then of out
-            q_desc = descriptor(ALONG, own_tile)
-            b, h = item.b, item.h
-            own = own_of(item.flat, b, h, item.rows, item.cols, extras)
-            own_row = int32(item.row + me * ROWS + warp * 16 + lane // 4)
-            q_line = own_line(b, h, shape.q_by_batch, shape.q_by_head, shape.heads)
-            k_line = own_line(b, h, shape.k_by_batch, shape.k_by_head, shape.heads)
-            v_line = own_line(b, h, shape.v_by_batch, shape.v_by_head, shape.heads)
+        while item.first >= 0:
+            q_desc = descriptor(ALONG, tile_at(queries, q_at) + me * (ROWS * LINE))
+            line = own_of(item, extras)
+            own_row = int32(item.place + me * ROWS + own.warp * 16 + own.lane // 4)
+            q_line = own_line(item, shape.q_by_batch, shape.q_by_head, shape.heads)
+            k_line = own_line(item, shape.k_by_batch, shape.k_by_head, shape.heads)
+            v_line = own_line(item, shape.v_by_batch, shape.v_by_head, shape.heads)
             # A consumer may have no rows, and they no unit.
-            unit_row = min(item.row + me * ROWS, item.rows - 1)
+            unit_row = min(item.place + me * ROWS, item.rows - 1)
             row_factor = unit_of(units.q, q_line, unit_row) * float32(scale) * log2_e
-            if skipped > 0:  # before any turn: others wait for the next q in theirs
-                release_slot(queries, thread, copied)
-                copied = int32(-1)
-            at = skip_tiles(keys, values, at, skipped, me, lane)  # fully masked for these rows
-            stop, count = int32(item.stop - skipped), int32(item.tiles - skipped)
+            at, copied = skip_tiles(block, at, skipped, copied, own)  # masked for these rows
+            stop, count = int32(item.stop - skipped), int32(item.stop - item.first - skipped)
             # 5: l = 0, m = -inf; O = 0 is what the first P V begins with
             max_0, max_1, sum_0, sum_1 = minus_inf, minus_inf, zero, zero
             key_unit = unit_of(units.k, k_line, max(stop - 1, 0) * block_k)
             if count > 0:
-                if not is_issued:
-                    # 8: S = Q_i K_jᵀ, the first
-                    issue_scores(s, me, queries, q_at, keys, at)
-                    wgmma_commit_group()
+                # 8: S = Q_i K_jᵀ, the first
+                issue_first(s, me, block, q_at, at, is_issued)
                 wait_for_all()  # S is there, and K_j was read
-                release(keys, at, lane)
+                release(keys, at, own.lane)
             before = start()  # the stage of the values before
             for n in range(count):
                 j = int32(stop - 1 - n)
@@ -171,15 +160,16 @@ def make_consume(
                 # The next one's, long before it is needed.
                 key_unit = unit_of(units.k, k_line, max(j - 1, 0) * block_k)
                 if not item.full <= j < item.full_stop:
-                    place = LanePlace(lane, own_row, int32(j * block_k + 2 * (lane % 4)), own)
-                    score_edge(s, unseen, place, scale, extras)
+                    col = int32(j * block_k + 2 * (own.lane % 4))
+                    place = LanePlace(own.lane, own_row, col, line)
+                    apply_options(False, s, unseen, place, scale, extras)
                 # 9: m_new = max(m, rowmax S), l = e^(m - m_new) l
                 max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1 = new_maxima(
                     s, factor, max_0, max_1, sum_0, sum_1
                 )
                 wait_for_all()  # the last P V is done: its P and V may be overwritten, and O is ours
                 if n > 0:
-                    release(values, before, lane)
+                    release(values, before, own.lane)
                 # 10, first half: O = diag(e^(m - m_new)) O
                 if is_scaled:
                     rescale_rows(acc, rescale_0, rescale_1)
@@ -197,34 +187,21 @@ def make_consume(
                 add_values(acc, p, values, before, n)
                 pass_turn(me)
                 if n == 0:  # not before the products: a branch there holds them up
-                    release_slot(queries, thread, copied)
+                    release_slot(queries, own.thread, copied)
                     copied = int32(-1)
                 wait_for_scores()  # the next S is there, and its K was read; P V may go on
-                release(keys, at, lane)
+                release(keys, at, own.lane)
             if count > 0:
                 take_turn(me)
                 wgmma_fence()
                 add_values(acc, p, values, before, count - 1)
                 pass_turn(me)
-            # 8: S = Q_i K_jᵀ, the next item's first, computed while this one's O is written
-            release_slot(queries, thread, copied)  # if this item has no tiles
-            q_next = following(queries, q_at)
-            is_issued = issue_ahead(s, me, queries, items, q_next, keys, at)
-            wait_for_scores()  # the last P V is done: V was read; the next S may go on
-            if count > 0:
-                release(values, before, lane)
-            item = read_item(tile_at(items, q_at))  # read again instead of kept in registers
-            release_alone(items, q_at)  # each thread, for what it has read itself
-            shifts = (
-                mul_rn(float32(shift_of(max_0)), ln_2),
-                mul_rn(float32(shift_of(max_1)), ln_2),
-            )
-            finish(
-                me, own_tile, out, lse, rest, acc, shifts, (sum_0 * near, sum_1 * near),
-                units.v[0, v_line, 0] * near, item, p, extras,
-            )  # fmt: skip
-            copied, q_at = q_at.stage, q_next
-            item, skipped = next_item(queries, items, q_at, me)
+            is_issued = end_products(s, block, q_at, at, before, copied, count > 0, own)
+            sums, out_factor = (sum_0 * near, sum_1 * near), units.v[0, v_line, 0] * near
+            state = (max_0, max_1), ln_2, sums, out_factor
+            copied = finish(own, block, q_at, results, acc, state, p, extras)
+            q_at = following(queries, q_at)
+            item, skipped = next_item(queries, block.items, q_at, me)
         wait_for_reads()  # of the last output, in the thread that issued its copies
         wait_for_all()  # the unused S after the last item
 

@@ -9,22 +9,26 @@ from __future__ import annotations
 
 from functools import cache
 
-from numba import float32, float64, int32, types, void
+from numba import int32, types, void
 
 from kernels.cuda.attention.flash3_wgmma.float8.consumer import Float8Units, make_consume
 from kernels.cuda.attention.flash3_wgmma.float8.layout import shared_tiles
-from kernels.cuda.attention.flash3_wgmma.forward.kernel import MAPS, SCHEDULER_THREAD
-from kernels.cuda.attention.flash3_wgmma.forward.producer import make_produce_tiles
-from kernels.cuda.attention.flash3_wgmma.forward.scheduler import make_produce_items
+from kernels.cuda.attention.flash3_wgmma.forward.consumer import RowResults
+from kernels.cuda.attention.flash3_wgmma.forward.kernel import SCHEDULER_THREAD
+from kernels.cuda.attention.flash3_wgmma.forward.producer import (
+    make_produce_items,
+    make_produce_tiles,
+)
 from kernels.cuda.attention.flash3_wgmma.layout import (
-    SHAPE,
+    MAPS,
+    ROW_NUMBERS,
     ForwardLayout,
-    Schedule,
+    KernelForm,
     Widths,
     forward_pipelines,
+    work_type,
 )
 from kernels.cuda.attention.flash3_wgmma.tiles import LOAD, make_fetch, make_fetch_tile
-from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.device.pipeline import make_prologue, opaque
 from kernels.cuda.device.warpgroups import LINE, block_bytes, own_warpgroup
 from kernels.cuda.runtime.kernel import Kernel, array_type, device_function
@@ -34,9 +38,10 @@ from kernels.scores.program import PLAIN
 
 
 @device_function
-def _load_columns(target, tensor, barrier, col, h, b):
+def _load_columns(target, source, barrier, col, item):
     """Issue the copy of a tile of V, whose rows are columns of the tensor."""
-    LOAD(target, tensor, barrier, (col, int32(0), h, b))
+    h, b = item.h * source.by_head, item.b * source.by_batch
+    LOAD(target, source.tensor, barrier, (col, int32(0), h, b))
 
 
 @cache
@@ -49,19 +54,16 @@ def forward_kernel(layout: ForwardLayout, widths: Widths, dtype: str, has_blocks
         dtype: "float16" or "bfloat16": of out.
         has_blocks: Whether q and k have a unit for each block of 128 rows.
     """
-    tiles = shared_tiles(layout, widths)
+    form, tiles = KernelForm(layout, widths, dtype), shared_tiles(layout, widths)
     pipelines, barriers = forward_pipelines(layout, tiles)
     enter, give_registers, take_registers = make_prologue(layout, barriers)
-    produce_items = make_produce_items(layout, PLAIN, pipelines, 1)
+    produce_items = make_produce_items(form, pipelines, 1)
     fetch_k = make_fetch_tile(1, layout.block_k * LINE)
     fetch_v = make_fetch(_load_columns, widths.value * LINE)
-    produce_tiles = make_produce_tiles(layout, PLAIN, pipelines, fetch_k, fetch_v)
-    consume = make_consume(layout, widths, dtype, has_blocks, pipelines)
+    produce_tiles = make_produce_tiles(form, pipelines, fetch_k, fetch_v)
+    consume = make_consume(form, has_blocks, pipelines)
 
-    def flash3_float8(
-        q_map, k_map, v_map, out, lse, rest, q_units, k_units, v_units, next_item, shape, scale,
-        schedule, extras
-    ):  # fmt: skip
+    def flash3_float8(q_map, k_map, v_map, out, lse, rest, units, work):
         """Fill out, lse and its rest, tile after tile.
 
         Computes: out and lse for tiles of query rows of (batch, head), one after the other
@@ -82,20 +84,13 @@ def forward_kernel(layout: ForwardLayout, widths: Widths, dtype: str, has_blocks
         if warpgroup == 0:
             give_registers()
             if cuda.threadIdx.x == SCHEDULER_THREAD:
-                produce_items(memory, q_map, next_item, shape, schedule, extras)
+                produce_items(memory, q_map, work)
             if cuda.threadIdx.x == 0:
-                produce_tiles(memory, k_map, v_map, shape, extras)
+                produce_tiles(memory, k_map, v_map, work)
         else:
             take_registers()
-            consume(
-                int32(warpgroup - 1), opaque(memory), out, lse, rest,
-                Float8Units(q_units, k_units, v_units), shape, scale, extras,
-            )  # fmt: skip
+            consume(int32(warpgroup - 1), opaque(memory), RowResults(out, lse, rest), units, work)
 
-    units = array_type(FLOAT32, 3)
-    schedule, counters = types.NamedUniTuple(int32, 3, Schedule), types.Array(int32, 1, "C")
-    signature = void(
-        *[MAPS] * 4, *[types.Array(float32, 2, "C")] * 2, *[units] * 3, counters, SHAPE, float64, schedule,
-        extras_type(PLAIN, FLOAT32, by_words=True),
-    )  # fmt: skip
+    units = types.NamedUniTuple(array_type(FLOAT32, 3), 3, Float8Units)
+    signature = void(*[MAPS] * 4, ROW_NUMBERS, ROW_NUMBERS, units, work_type(PLAIN))
     return Kernel(flash3_float8, signature, layout.threads, block_bytes(tiles))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
-from kernels.common.geometry import PLAIN
+from kernels.cuda.attention.flash3_wgmma.float8.consumer import Float8Units
 from kernels.cuda.attention.flash3_wgmma.float8.kernel import forward_kernel
 from kernels.cuda.attention.flash3_wgmma.float8.layout import layout_of
 from kernels.cuda.attention.flash3_wgmma.float8.quantise import quantise
-from kernels.cuda.attention.flash3_wgmma.launch_common import CACHE_BYTES, readable, tensor_map
-from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout, Shape, Widths, schedule_of
-from kernels.cuda.attention.options.extras import make_extras
-from kernels.cuda.device.per_device import counters, map_of, multiprocessors
+from kernels.cuda.attention.flash3_wgmma.launch_common import readable, tensor_map, work_of
+from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout, Widths
+from kernels.cuda.device.per_device import map_of
 from kernels.cuda.device.warpgroups import LINE
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.arrays import reshaped
@@ -53,18 +53,13 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
         byte_map(k.numbers, layout.block_k),
         byte_map(v.numbers, widths.value),
     )
-    batch, heads = operands.out.shape[:2]
-    lines, tiles = batch * heads, PLAIN.ceil_div(problem.seq_q, layout.block_q)
-    own = operands.lse, operands.lse_rest
+    own, lines = (operands.lse, operands.lse_rest), math.prod(operands.out.shape[:2])
     lse, rest = (reshaped(array, (lines, problem.seq_q)) for array in own)
     repeats = (int(size > 1) for x in (q, k, v) for size in reversed(x.numbers.shape[:2]))
-    shape = Shape(problem.seq_q, problem.seq_k, heads, *repeats)
-    schedule = schedule_of(tiles, lines, problem.seq_k * sum(widths), CACHE_BYTES)
-    # The Hadamard matrix is not normalized.
-    scale = problem.scale / widths.head if how.has_hadamard else problem.scale
-    extras = make_extras(problem, operands, layout.block_q, layout.block_k)
-    kernel = forward_kernel(layout, widths, dtype, how.has_blocks)
-    kernel[min(multiprocessors(), tiles * lines), layout.threads](
-        *maps, tensor_map(operands.out, ROWS, dtype)[0], lse, rest, q.units, k.units, v.units, counters(),
-        shape, scale, schedule, extras,
-    )  # fmt: skip
+    blocks, work = work_of(problem, operands, layout, (*repeats,), problem.seq_k * sum(widths))
+    if how.has_hadamard:  # its matrix is not normalized
+        work = work._replace(scale=problem.scale / widths.head)
+    units = Float8Units(q.units, k.units, v.units)
+    forward_kernel(layout, widths, dtype, how.has_blocks)[blocks, layout.threads](
+        *maps, tensor_map(operands.out, ROWS, dtype)[0], lse, rest, units, work
+    )

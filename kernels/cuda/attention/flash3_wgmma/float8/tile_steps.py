@@ -1,4 +1,4 @@
-"""Steps of the float8 forward kernel on a tile: S = Q Kᵀ, softmax, P rounded, P V."""
+"""Steps of the float8 forward kernel on a tile: softmax, and P rounded."""
 
 from __future__ import annotations
 
@@ -19,57 +19,14 @@ from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import (
 )
 from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.ptx.numbers import ex2, mul_rn, pack_e4m3, sub_rn
-from kernels.cuda.ptx.wgmma import KINDS, make_wgmma
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
 
 E4M3 = "float8_e4m3"
-#: Depth of one product, and keys of a left operand in registers.
-DEPTH = KINDS[E4M3][1]
 #: Probabilities are multiplied by 2**OFFSET, so that those near the maximum use the upper end of e4m3's
 #: range, and those down to 2⁻¹² of it are not subnormal.  A maximum may grow by ``MOST_PATIENCE`` powers of
 #: two before rows are rescaled, so that no probability exceeds 2⁸.
 OFFSET, MOST_PATIENCE = 6, 2
-
-
-@cache
-def make_issue_score_products(cols: int, depth: int) -> Callable[..., None]:
-    """Return ``issue_score_products(s, q_desc, k_desc)``: S = Q_i K_jᵀ, a group of products.
-
-    Args:
-        cols: Keys of a tile.
-        depth: Columns of q and k, a multiple of 32 up to 128.
-    """
-    begin, add = make_wgmma(cols, E4M3, begins=True), make_wgmma(cols, E4M3)
-    steps = depth // DEPTH
-
-    @device_function
-    def issue_score_products(s, q_desc, k_desc):
-        for t in range(steps):  # a step is 32 bytes
-            if t == 0:
-                begin(s, q_desc, k_desc)
-            else:
-                add(s, q_desc + 2 * t, k_desc + 2 * t, 1)
-
-    return issue_score_products
-
-
-@cache
-def make_accumulate(cols: int, depth: int) -> Callable[..., None]:
-    """Return ``accumulate(acc, p, right, has_sums)``: acc += P V, P in registers, V by columns.
-
-    Args:
-        cols: Columns of V.
-        depth: Keys of a tile, 128 at most.
-    """
-    multiply, steps = make_wgmma(cols, E4M3, a_in_registers=True), depth // DEPTH
-
-    @device_function
-    def accumulate(acc, p, right, has_sums):
-        for t in range(steps):
-            multiply(acc, p[t], right + 2 * t, has_sums + t > 0)
-
-    return accumulate
 
 
 @cache

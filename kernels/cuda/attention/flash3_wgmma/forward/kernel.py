@@ -13,30 +13,31 @@ from __future__ import annotations
 
 from functools import cache
 
-from numba import float32, float64, int32, types, uint8, void
+from numba import int32, void
 
-from kernels.cuda.attention.flash3_wgmma.forward.consumer import make_consume
-from kernels.cuda.attention.flash3_wgmma.forward.producer import make_produce_tiles
-from kernels.cuda.attention.flash3_wgmma.forward.scheduler import make_produce_items
+from kernels.cuda.attention.flash3_wgmma.forward.consumer import RowResults, make_consume
+from kernels.cuda.attention.flash3_wgmma.forward.producer import (
+    make_produce_items,
+    make_produce_tiles,
+)
 from kernels.cuda.attention.flash3_wgmma.layout import (
-    SHAPE,
+    MAPS,
+    ROW_NUMBERS,
     ForwardLayout,
-    Schedule,
+    KernelForm,
     Widths,
     forward_pipelines,
+    result_type,
     shared_tiles,
+    work_type,
 )
-from kernels.cuda.attention.flash3_wgmma.packed_mask import words_type
 from kernels.cuda.attention.flash3_wgmma.tiles import make_fetch_tile
-from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.device.pipeline import make_prologue, opaque
 from kernels.cuda.device.warpgroups import LINE, block_bytes, own_warpgroup
-from kernels.cuda.runtime.kernel import Kernel, array_type
-from kernels.runtime.dtypes import BITS, FLOAT32
+from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.targets import cuda
 from kernels.scores.program import PLAIN, Features
 
-MAPS = types.Array(uint8, 1, "C")
 #: The producer warpgroup's thread that schedules items; its first thread copies keys and values.
 SCHEDULER_THREAD = 32
 
@@ -45,29 +46,18 @@ SCHEDULER_THREAD = 32
 def forward_kernel(
     layout: ForwardLayout, widths: Widths, dtype: str, features: Features = PLAIN
 ) -> Kernel:
-    """Return the forward kernel for one layout, two widths, one dtype and some options.
-
-    Args:
-        layout: Layout of the block.
-        widths: Widths that it is compiled for.
-        dtype: "float16" or "bfloat16": of q, k, v and out.
-        features: Options of the call.
-    """
+    """Return the forward kernel for one layout, two widths, one dtype and some options."""
+    form = KernelForm(layout, widths, dtype, features)
     tiles = shared_tiles(layout, widths, features)
     pipelines, barriers = forward_pipelines(layout, tiles)
     enter, give_registers, take_registers = make_prologue(layout, barriers)
-    produce_items = make_produce_items(layout, features, pipelines, widths.head_panels)
-    fetch_k, fetch_v = (
-        make_fetch_tile(panels, layout.block_k * LINE)
-        for panels in (widths.head_panels, widths.value_panels)
-    )
-    produce_tiles = make_produce_tiles(layout, features, pipelines, fetch_k, fetch_v)
-    consume = make_consume(layout, widths, dtype, features, pipelines)
+    produce_items = make_produce_items(form, pipelines, widths.head_panels)
+    fetch_k, fetch_v = (make_fetch_tile(panels, layout.block_k * LINE) for panels in form.panels)
+    produce_tiles = make_produce_tiles(form, pipelines, fetch_k, fetch_v)
+    consume = make_consume(form, pipelines)
 
-    # Out is a tensor map, or the array where sequences are packed; mask_words is 0 if not needed.
-    def flash3_forward(
-        q_map, k_map, v_map, out, lse, rest, next_item, shape, scale, schedule, mask_words, extras
-    ):  # fmt: skip
+    # Out is a tensor map, or the array where sequences are packed.
+    def flash3_forward(q_map, k_map, v_map, out, lse, rest, work):
         """Fill out, lse and its rest, tile after tile.
 
         Computes: out and lse for tiles of query rows of (batch, head), one after the other
@@ -88,19 +78,14 @@ def forward_kernel(
         if warpgroup == 0:
             give_registers()
             if cuda.threadIdx.x == SCHEDULER_THREAD:
-                produce_items(memory, q_map, next_item, shape, schedule, extras)
+                produce_items(memory, q_map, work)
             if cuda.threadIdx.x == 0:
-                produce_tiles(memory, k_map, v_map, shape, extras)
+                produce_tiles(memory, k_map, v_map, work)
         else:
             take_registers()
-            consume(int32(warpgroup - 1), opaque(memory), out, lse, rest, scale, mask_words, extras)
+            consume(int32(warpgroup - 1), opaque(memory), RowResults(out, lse, rest), work)
 
-    rows = [types.Array(float32, 2, "C")] * 2
-    extras = extras_type(features, FLOAT32, by_words=True)
-    schedule = types.NamedUniTuple(int32, 3, Schedule)
-    counters = types.Array(int32, 1, "C")
-    out = array_type(BITS, 4) if features.packed else MAPS
     signature = void(
-        *[MAPS] * 3, out, *rows, counters, SHAPE, float64, schedule, words_type(features), extras
+        *[MAPS] * 3, result_type(features), ROW_NUMBERS, ROW_NUMBERS, work_type(features)
     )
     return Kernel(flash3_forward, signature, layout.threads, block_bytes(tiles))

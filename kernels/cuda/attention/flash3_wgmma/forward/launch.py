@@ -8,29 +8,17 @@ from functools import lru_cache
 from kernels.cuda.attention import tensor_cores
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import forward_kernel
 from kernels.cuda.attention.flash3_wgmma.launch_common import (
-    CACHE_BYTES,
     read_maps,
     readable,
     tensor_map,
     widths_of,
     with_mask_bits,
     within_blocks,
+    work_of,
 )
-from kernels.cuda.attention.flash3_wgmma.layout import (
-    ForwardLayout,
-    Schedule,
-    Shape,
-    Widths,
-    layout_of,
-    schedule_of,
-)
-from kernels.cuda.attention.flash3_wgmma.packed_mask import has_words, pack_patterns, packed_mask
-from kernels.cuda.attention.options.extras import make_extras
-from kernels.cuda.attention.options.score_functions import Extras
-from kernels.cuda.attention.options.visits import tiles_of
+from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout, Widths, layout_of
 from kernels.cuda.attention.tensor_cores import lists_whole_tiles
 from kernels.cuda.device.half import as_bits
-from kernels.cuda.device.per_device import counters, multiprocessors
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.arrays import reshaped
 from kernels.problem.operands import Operands
@@ -97,28 +85,8 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     lse, rest = (reshaped(array, (math.prod(lead), problem.seq_q)) for array in own)
     # Packed sequences have tiles that end within the copy engine's box.
     out = as_bits(out) if features.packed else tensor_map(out, ROWS, dtype)[0]
-    words = packed_mask(operands.mask, layout.block_k) if has_words(features) else 0
-    extras = make_extras(problem, operands, layout.block_q, layout.block_k, pack=pack_patterns)
-    blocks, shape, schedule = _work(problem, lead, differs, extras)
-    forward_kernel(layout, widths, dtype, features)[blocks, layout.threads](
-        *maps, out, lse, rest, counters(), shape, problem.scale, schedule, words, extras
-    )
-
-
-def _work(
-    problem: Problem, lead: tuple[int, int], differs: tuple[int, ...], extras: Extras
-) -> tuple[int, Shape, Schedule]:
-    """Return blocks, the kernel's ``shape``, and its schedule.
-
-    Args:
-        problem: The checked call.
-        lead: Batches and heads of out.
-        differs: Whether heads and batches of q, k and v differ, see :func:`tensor_map`.
-        extras: Options of the kernel.
-    """
-    (layout, _), (batch, heads) = layout_for(problem.unseeded), lead
-    tiles, lines = tiles_of(problem.seq_q, layout.block_q, extras), batch * heads
     bytes_a_head = 2 * problem.seq_k * (problem.head_dim + problem.value_dim)
-    schedule = schedule_of(tiles, lines, bytes_a_head, CACHE_BYTES)
-    shape = Shape(problem.seq_q, problem.seq_k, heads, *differs)
-    return min(multiprocessors(), tiles * lines), shape, schedule
+    blocks, work = work_of(problem, operands, layout, differs, bytes_a_head)
+    forward_kernel(layout, widths, dtype, features)[blocks, layout.threads](
+        *maps, out, lse, rest, work
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 from numba import float32
@@ -29,39 +28,30 @@ from kernels.cuda.runtime.kernel import device_function
 from kernels.scores.program import PLAIN, Features, make_score_program
 
 
-class ForwardElements(NamedTuple):
-    """The functions that :func:`make_elements` returns, and their properties.
+@cache
+def make_apply_options(features: Features, cols: int) -> Callable[..., None]:
+    """Return ``apply_options(whole, s, seen, place, scale, extras)`` for tiles of ``cols`` columns.
 
-    Both ``whole`` and ``edge`` take ``(s, seen, place, scale, extras)`` and replace the products in ``s``
-    by scores, minus infinity where masked.  ``place`` is a ``score_terms.LanePlace``.  ``seen`` holds the
-    lane's bits of a boolean mask and, for ``edge``, of a block mask, and behind them the words of a 16-bit
-    floating mask.
-
-    Attributes:
-        modifies_scores: Whether scores are natural logarithms; otherwise they are still products, whose
-            order a positive scale does not change.
-        of_all: Whether whole tiles need ``whole``.
-        whole: The function for whole tiles.
-        edge: The function for partial tiles.
+    It replaces the products in ``s`` by scores, minus infinity where masked.  If options modify scores,
+    these are natural logarithms; otherwise they are still products, whose order a positive scale does not
+    change.  ``place`` is a ``score_terms.LanePlace``.  ``seen`` holds the lane's bits of a boolean mask
+    and, for partial tiles, of a block mask, and behind them the words of a 16-bit floating mask.
     """
-
-    modifies_scores: bool
-    of_all: bool
-    whole: Callable[..., None]
-    edge: Callable[..., None]
-
-
-@cache
-def make_elements(features: Features, cols: int) -> ForwardElements:
-    """Return the functions for tiles of ``cols`` columns."""
     of_all = features._replace(dropout=False).of_elements != PLAIN
-    whole, edge = (_make_apply(features, cols, is_edge) for is_edge in (False, True))
-    return ForwardElements(features.modifies_scores, of_all, whole, edge)
+    apply_whole, apply_edge = (_make_apply(features, cols, is_edge) for is_edge in (False, True))
+
+    @device_function
+    def apply_options(whole, s, seen, place, scale, extras):
+        if not whole:
+            apply_edge(s, seen, place, scale, extras)
+        elif of_all:
+            apply_whole(s, seen, place, scale, extras)
+
+    return apply_options
 
 
-@cache
 def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., None]:
-    """Return one of the two functions of :class:`ForwardElements`."""
+    """Return ``apply(s, seen, place, scale, extras)`` for whole or for partial tiles."""
     minus_inf, modifies_scores = np.float32(-math.inf), features.modifies_scores
     has_blocks = is_edge and features.has_patterns
     # The words of a block mask hide what is out of bounds, too.

@@ -1,4 +1,4 @@
-"""Steps of Hopper's forward kernel on a tile: S = Q Kᵀ, mask bits, softmax, dropout, write out."""
+"""Steps of Hopper's forward kernel on a tile: S = Q Kᵀ, mask bits, softmax, dropout."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from kernels.cuda.attention.flash3_wgmma.packed_mask import (
     make_pattern_word,
     make_words_place,
 )
-from kernels.cuda.attention.flash3_wgmma.tiles import lowered, store_pairs
+from kernels.cuda.attention.flash3_wgmma.tiles import lowered
 from kernels.cuda.device.one_source import shift_of
-from kernels.cuda.ptx.fragments import DEVICE
-from kernels.cuda.ptx.numbers import PACK, UNPACK, ex2, mul_rn, rcp, sub_rn
+from kernels.cuda.ptx.numbers import UNPACK, ex2, mul_rn, rcp, sub_rn
 from kernels.cuda.ptx.wgmma import make_wgmma
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
 from kernels.scores.program import Features
 
-square_place = DEVICE.square_place
 MOST, LOG2_OF_E, ZERO = np.float32(LARGE), np.float32(LOG2_E), np.float32(0)
 
 
@@ -62,45 +60,43 @@ def make_fetch(
 ) -> tuple[Callable[..., Any], Callable[..., None]]:
     """Return the functions that locate a lane's words for an item and fetch its words for a tile.
 
-    ``first_place(lane, b, h, row, extras)`` returns the place of the mask's words for the warp's 16 rows
-    from ``row`` on.  ``fetch(seen, kept, place, pattern, lane, flat, row, col, mask_words, extras)`` reads
-    the words for the tile that begins at column ``col``, and those of the block mask if ``pattern``, see
-    :func:`make_pattern_word`, is not 0; it also draws the dropout bits.
-
-    Args:
-        features: Options of the kernel.
-        rows: Rows of the block's tile.
-        cols: Columns of the tile.
+    ``first_place(place, extras)`` returns the place of the mask's words for the warp's 16 rows.
+    ``fetch(seen, kept, words_at, pattern, place, work)`` reads the words for a tile from there, and those
+    of the block mask if ``pattern``, see :func:`make_pattern_word`, is not 0; it also draws the dropout
+    bits.  ``place`` is a ``score_terms.LanePlace`` of the warp's first element.
     """
     words, bring_pairs = bit_words(cols), make_bring_pairs(cols)
     has_kept, has_patterns = features.dropout, features.has_patterns
-    pattern_word = make_pattern_word(rows, cols)
+    pattern_word, has_mask = make_pattern_word(rows, cols), has_words(features)
     has_bits, has_pairs = features.mask == "bool", features.mask in UNPACK
     line_place, tile_place = make_words_place(cols, has_pairs=has_pairs)
     # Without dropout nothing calls it.
     draw_kept: Any = make_kept(cols).draw if has_kept else None
 
     @device_function
-    def nowhere(lane, b, h, row, extras):
+    def first_place(place, extras):
+        if has_mask:
+            return line_place(place.lane, place.line.b, place.line.h, place.row, extras)
         return 0
 
     @device_function
-    def fetch(seen, kept, place, pattern, lane, flat, row, col, mask_words, extras):
+    def fetch(seen, kept, words_at, pattern, place, work):
+        col, extras = place.col, work.extras
         if has_bits:
-            place += tile_place(col, extras)
+            words_at += tile_place(col, extras)
             for n in range(words):
-                seen[n] = mask_words[place + n]
+                seen[n] = work.mask_words[words_at + n]
         if has_patterns and pattern != 0:
             for n in range(words):
                 word = pattern_word(n, pattern, extras)
                 seen[n] = uint32(seen[n] & word) if has_bits else word
         if has_pairs:
-            place += tile_place(col, extras)
-            bring_pairs(seen, mask_words, place)
+            words_at += tile_place(col, extras)
+            bring_pairs(seen, work.mask_words, words_at)
         if has_kept:
-            draw_kept(kept, lane, flat, row, col, extras)
+            draw_kept(kept, place.lane, place.line.flat, place.row, col, extras)
 
-    return line_place if has_words(features) else nowhere, fetch
+    return first_place, fetch
 
 
 @cache
@@ -247,12 +243,7 @@ def rescale_rows(acc, factor_0, factor_1):
 
 @cache
 def make_drop(features: Features, cols: int) -> Callable[..., None]:
-    """Return ``drop(p, kept)``: zero the packed probabilities that dropout drops.
-
-    Args:
-        features: Options of the kernel.
-        cols: Columns of the tile.
-    """
+    """Return ``drop(p, kept)``: zero the packed probabilities that dropout drops."""
 
     @device_function
     def all_kept(p, kept):
@@ -269,31 +260,3 @@ def make_drop(features: Features, cols: int) -> Callable[..., None]:
                 p[t, e] = pair(p[t, e], kept, 2 * t + e // 2, e % 2)
 
     return drop
-
-
-@cache
-def make_write_out(cols: int, dtype: str, panel_bytes: int) -> Callable[..., None]:
-    """Return ``write_out(tile, warp, lane, acc, inverse_0, inverse_1, sum_0, sum_1, pairs)``.
-
-    It writes a warp's accumulators, each row times its inverse, to a warpgroup's tile of out.  A fully
-    masked row, whose sum is 0, becomes zeros, because its accumulators may never have been written.
-
-    Args:
-        cols: Columns of out.
-        dtype: "float16" or "bfloat16".
-        panel_bytes: Bytes of a panel of the tile.
-    """
-    pack, steps, zero = PACK[dtype], cols // 16, np.float32(0)
-
-    @device_function
-    def write_out(tile, warp, lane, acc, inverse_0, inverse_1, sum_0, sum_1, pairs):
-        r, c = square_place(lane)
-        for t in range(steps):
-            for u in range(2):
-                w, x = acc[2 * t + u, 0] * inverse_0, acc[2 * t + u, 1] * inverse_0
-                y, z = acc[2 * t + u, 2] * inverse_1, acc[2 * t + u, 3] * inverse_1
-                pairs[0, 2 * u] = pack(w, x) if sum_0 != zero else uint32(0)
-                pairs[0, 2 * u + 1] = pack(y, z) if sum_1 != zero else uint32(0)
-            store_pairs(tile, warp * 16 + r, c, t, panel_bytes, pairs[0])
-
-    return write_out

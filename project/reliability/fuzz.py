@@ -10,7 +10,7 @@ bounds      the same with NUMBA_BOUNDSCHECK=1 and a folder of compiled code of i
 options     the tests marked fuzz: valid combinations of options, on every host rung, against the textbook.
 extreme     tests/reliability/test_extreme.py: scores up to 10¹², and masks of the largest float, through
             every entrance.
-sanitizer   attention's smoke test under compute-sanitizer's memcheck: only on a machine with a GPU.
+sanitizer   tensor cores with every option under compute-sanitizer's memcheck: only on a machine with a GPU.
 
 A child that dies is a failure: the draw that was under way is printed, and where Python was then.
 
@@ -46,7 +46,7 @@ NONSENSE, EXTREME = "tests/reliability/test_fuzz.py", "tests/reliability/test_ex
 PARTS: dict[str, tuple[list[str], dict[str, str]]] = {
     "nonsense": ([NONSENSE], {}),
     "bounds": ([NONSENSE], {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(BOUNDS_CACHE)}),
-    "options": (["-m", "fuzz", "tests/kernels/test_attention.py", "tests/kernels/test_varlen.py",
+    "options": (["-m", "fuzz", "tests/kernels/test_attention.py",
                  "tests/minitorch/functions/test_flash_attention.py"], {}),
     # Of long rows, some of them on the emulated GPU.
     "extreme": (["-m", "fuzz", EXTREME], {"MINITORCH_EXAMPLES": "100"}),
@@ -123,10 +123,9 @@ def sanitize() -> str:
     if reason is not None or tool is None:
         missing = "no compute-sanitizer" if reason is None else reason.split(";")[0]
         return f"not run, it needs a GPU and compute-sanitizer: {missing}"
-    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m"]
-    done = subprocess.run(
-        [*command, "tests.support.smoke.attention"], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "pytest"]
+    checked = ["tests/kernels/cuda/attention/test_on_a_gpu.py", "-k", "every_option"]
+    done = subprocess.run([*command, *checked], cwd=ROOT, capture_output=True, text=True)
     return "clean" if done.returncode == 0 else f"FAILED:\n{done.stdout[-4000:]}"
 
 

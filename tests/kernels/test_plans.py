@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -64,45 +63,6 @@ def test_calls_that_follow_one_another_have_their_own_options(
     arrays = operands()
     for options in calls * (1 + repeat):
         check(arrays, **options)
-
-
-@given(st.data())
-def test_a_repeated_call_reads_the_arrays_it_is_given(data: st.DataObject) -> None:
-    options = data.draw(st.sampled_from(OPTIONS))
-    arrays = operands()
-    check(arrays, **options)
-    for _ in range(2):
-        check([x + np.float32(1) for x in arrays], **options)
-
-
-def test_misaligned_arrays_have_the_plan_of_others_and_the_right_result() -> None:
-    arrays = operands()
-    check(arrays)
-    odd = []
-    for x in arrays:
-        memory = np.zeros(x.nbytes + 1, np.uint8)
-        odd.append(memory[1:].view(x.dtype).reshape(x.shape))
-        odd[-1][...] = x
-    check(odd)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-def test_threads_with_calls_of_several_kinds_get_their_own_results(dtype: str) -> None:
-    arrays, failures = operands(dtype), list[BaseException]()
-
-    def run(options: dict[str, Any]) -> None:
-        try:
-            for _ in range(20):
-                check(arrays, **options)
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=run, args=(options,)) for options in OPTIONS[:9:2]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
 
 
 def test_more_kinds_than_are_kept_still_run() -> None:

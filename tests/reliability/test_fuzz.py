@@ -21,7 +21,7 @@ import kernels
 from kernels.cpu.runtime.function_pointers import array_at
 from kernels.runtime.jit import njit_cached
 
-from ..kernels.test_varlen import Packed, packed
+from ..support.attention.on_cuda import Packed, packed_cases
 from ..support.attention.strategies import Case
 from ..support.fuzzing import draws as fuzz_draws
 from ..support.fuzzing import public_calls
@@ -49,7 +49,7 @@ def test_nonsense_is_refused_or_right(notes: Notes, drawn: Draw) -> None:
 
 @pytest.mark.fuzz
 @given(
-    case=packed(),
+    case=packed_cases((np.float64,), st.integers(1, 17), st.integers(1, 5)),
     option=st.sampled_from(
         ["cu_q", "cu_k", "q", "k", "v", "dout", "tile", "softcap", "window_size"]
     ),
@@ -62,30 +62,20 @@ def test_packed_nonsense_is_refused_or_right(
 ) -> None:
     drawn = f"{option}={value!r:.60} for {case}"
     notes.begin(drawn)
-    arrays = {name: placed(getattr(case, name)) for name in ("q", "k", "v", "dout", "dlse")}
-    for name, array in arrays.items():
-        setattr(case, name, array)
+    arrays = {name: placed(getattr(case, name).swapaxes(0, 1)) for name in ("q", "k", "v", "dout")}
     untouched = Untouched(arrays)
     keeps = isinstance(value, str) and value == "keep"
-    cu = {"cu_q": case.cu_q, "cu_k": case.cu_k}
-    given_ = {**arrays, **cu, **({} if keeps or option not in {*arrays, *cu} else {option: value})}
-    more = {} if keeps or option in given_ else {option: value}
-    sums = given_["cu_q"], given_["cu_k"]
-    operands = [given_[name] for name in "qkv"]
-    options = {**case.options, **more}
-    sink = "sink" in options
+    own = {**arrays, "cu_q": case.sums[0], "cu_k": case.sums[1]}
+    options, given_ = dict(case.options), dict(own)
+    if not keeps:
+        (given_ if option in own else options)[option] = value
+    operands, sums = [given_[name] for name in "qkv"], (given_["cu_q"], given_["cu_k"])
     try:
         out, lse = kernels.flash_attention_varlen_forward(*operands, *sums, **options)
         gradients = kernels.flash_attention_varlen_backward(
-            given_["dout"],
-            *operands,
-            out,
-            lse,
-            *sums,
-            dlse=case.dlse,
-            sink_gradient=sink,
-            **options,
-        )
+            given_["dout"], *operands, out, lse, *sums, dlse=case.dlse,
+            sink_gradient=case.has_sink, **options,
+        )  # fmt: skip
     except DOCUMENTED as error:
         assert not keeps, f"{error!r} for {drawn}"
         assert len(str(error)) > 20 and any(word in str(error) for word in SAYS), (
@@ -95,10 +85,13 @@ def test_packed_nonsense_is_refused_or_right(
         return
     finally:
         untouched.check(drawn)
-    if all(given_[name] is (arrays | cu)[name] for name in given_):
+    if all(given_[name] is own[name] for name in own):
         case.options = {name: x for name, x in options.items() if name != "tile"}
-        names = ("out", "lse", "dq", "dk", "dv", *["dsink"] * sink)
-        results: dict[str, Any] = dict(zip(names, (out, lse, *gradients), strict=True))
+        out, (dq, dk, dv, *dsink) = out.swapaxes(0, 1), gradients
+        results = dict(
+            zip(("dq", "dk", "dv"), (x.swapaxes(0, 1) for x in (dq, dk, dv)), strict=True)
+        )
+        results |= {"out": out, "lse": lse, **dict(zip(("dsink",), dsink, strict=False))}
         case.check(results, "by fuzzing")
         notes.count("right")
 

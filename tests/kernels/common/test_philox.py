@@ -16,7 +16,6 @@ from kernels.common.philox import (
     ELEMENT_ROUNDS,
     PLAIN,
     attention_threshold,
-    drop_threshold,
     keep_scale,
     make_philox,
 )
@@ -78,13 +77,6 @@ def test_keep_is_half_a_word_of_eight(seed: int, batch_head: int, row: int, col:
         assert not philox.keep(seed, batch_head, row, col, half + 1)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 1.0])
-def test_the_threshold_drops_the_part_it_was_told_to(rate: float) -> None:
-    drawn = np.array([PLAIN.element_words(7, block) for block in range(2000)])
-    part = (drawn < drop_threshold(rate)).mean()
-    assert abs(part - rate) < 4.0 * np.sqrt(rate * (1.0 - rate) / drawn.size) + 1e-12
-
-
 @given(floats(0.0, 1.0))
 def test_the_factor_of_what_is_kept_is_that_of_the_rate_that_is_drawn(rate: float) -> None:
     drawn = attention_threshold(rate) / 2**16
@@ -143,24 +135,3 @@ def test_neighbours_are_independent(rate: float) -> None:
     # Of a chi-square of three degrees of freedom one in ten thousand is beyond 21.
     found = {name: _chi_square_of_pairs(*pair, rate) for name, pair in pairs.items()}
     assert max(found.values()) < 21.0, found
-
-
-def test_the_eight_columns_of_a_counter_are_independent() -> None:
-    kept = kernels.dropout_mask(SHAPE, 0.5, 14).reshape(-1, 8)
-    found = np.bincount(kept @ (1 << np.arange(8)), minlength=256)
-    expected = len(kept) / 256
-    # Chi-square of 255 degrees of freedom: the mean and four deviations.
-    assert ((found - expected) ** 2 / expected).sum() < 255 + 4 * np.sqrt(2 * 255)
-
-
-def test_each_bit_of_both_halves_is_even() -> None:
-    rows, blocks = np.indices((256, 256))
-    words_of: Any = PLAIN.attention_words  # of arrays as of numbers
-    words = np.stack(words_of(15, 3, rows, blocks)).reshape(4, -1)  # (4, counters)
-    for bit in range(32):
-        ones = (words >> bit & 1).sum(axis=1)  # (4,)
-        assert np.all(abs(ones - words.shape[1] / 2) < 4.5 * np.sqrt(words.shape[1]) / 2), bit
-    for half in (words & 0xFFFF, words >> 16):
-        found = np.bincount((half >> 8).ravel(), minlength=256)  # of its upper byte
-        expected = half.size / 256
-        assert ((found - expected) ** 2 / expected).sum() < 255 + 4 * np.sqrt(2 * 255)

@@ -11,12 +11,11 @@ import pytest
 import kernels
 import minitorch as mt
 from kernels.interop import dlpack
-from kernels.runtime.dtypes import BFLOAT16
 from minitorch import FastBackend, SimpleBackend
 
 from ...support.fuzzing.buffers import placed
 from ...support.tolerances import assert_close_arrays
-from .test_interchange import Foreign, OnDevice, no_device
+from .test_interchange import Foreign
 
 
 class Subclass(np.ndarray):
@@ -80,8 +79,8 @@ def bytes_of(array: Any) -> Any:
 
 
 @pytest.mark.parametrize("layout", LIST_OF_ODD)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_attention_takes_an_array_however_it_lies(layout: str, dtype: Any) -> None:
+def test_attention_takes_an_array_however_it_lies(layout: str) -> None:
+    dtype = np.float32
     rng = np.random.default_rng(0)
     plain = [rng.standard_normal((2, 5, 4)).astype(dtype) for _ in range(4)]
     bias = rng.standard_normal((2, 5, 5)).astype(dtype)
@@ -117,28 +116,6 @@ def test_a_tensor_takes_an_array_however_it_lies(layout: str, backend: Any) -> N
     assert bytes_of(odd) == before
 
 
-@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16])
-def test_arrays_of_16_bits_may_be_misaligned(dtype: Any) -> None:
-    x = np.random.default_rng(0).standard_normal((2, 5, 4)).astype(dtype)
-    odd = placed(x, misaligned=True)
-    assert not odd.flags.aligned
-    for got, expected in zip(
-        kernels.flash_attention_forward(odd, odd, odd),
-        kernels.flash_attention_forward(x, x, x),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(got, expected)
-
-
-def test_arrays_without_elements_are_tensors_and_no_attention() -> None:
-    for shape in ((0,), (2, 0, 3), (0, 4)):
-        for array in (np.ones(shape), read_only(np.ones(shape)), np.asfortranarray(np.ones(shape))):
-            assert mt.from_numpy(array).shape == mt.from_dlpack(array).shape == shape
-    with pytest.raises(ValueError, match="at least one row"):
-        kernels.flash_attention_forward(*[np.ones((2, 0, 4))] * 3)
-    assert mt.from_numpy(np.array(2.5)).item() == mt.from_dlpack(np.array(2.5)).item() == 2.5
-
-
 def test_a_matrix_and_a_series_are_arrays() -> None:
     x = np.arange(6.0).reshape(2, 3)
     for like in (x.view(np.matrix), Series(x), x.data):
@@ -169,18 +146,4 @@ def test_what_no_kernel_reads_is_refused_in_words() -> None:
         (lambda: mt.from_dlpack(Broken(x)), ValueError, "NumPy cannot read the result"),
     ):
         with pytest.raises(error, match=words):
-            call()
-
-
-@no_device
-@pytest.mark.parametrize("stream", [None, 1, 2, 7])
-def test_a_stream_of_a_device_that_is_not_there(stream: int | None) -> None:
-    x, there = np.ones((1, 2), np.float32), OnDevice(shape=(1, 2), stream=stream)
-    for call in (
-        lambda: mt.from_dlpack(there),
-        lambda: kernels.flash_attention_forward(there, there, there),
-        lambda: kernels.flash_attention_forward(x, there, x),
-        lambda: kernels.flash_attention_forward(x, x, x, alibi_slopes=there),
-    ):
-        with pytest.raises(RuntimeError, match="no CUDA device can be used"):
             call()

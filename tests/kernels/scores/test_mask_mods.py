@@ -6,49 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kernels
 
-from ...support.attention.mask_mods import elements
+from ...support.attention.mask_mods import dilated_by_head, elements, mask_mods
+from ...support.examples import at_most
 from ...support.tolerances import assert_close_arrays
-
-IDS = np.random.default_rng(0).integers(0, 3, 512)
-
-
-def before(batch: Any, head: Any, row: Any, col: Any) -> Any:
-    return col <= row
-
-
-def dilated_by_head(batch: Any, head: Any, row: Any, col: Any) -> Any:
-    return ((row - col) % (head + 2) == 0) & (col <= row)
-
-
-def prefix_by_batch(batch: Any, head: Any, row: Any, col: Any) -> Any:
-    return (col <= row) | (col < 70 + 64 * batch)
-
-
-def same_document(batch: Any, head: Any, row: Any, col: Any) -> Any:
-    return IDS[row] == IDS[col]
-
-
-def near_with_default(batch: Any, head: Any, row: Any, col: Any, limit: int = 40) -> Any:
-    return abs(row - col) < limit
-
-
-def nothing_after_200(batch: Any, head: Any, row: Any, col: Any) -> Any:
-    return row < 200
-
-
-def everything(*place: Any) -> Any:
-    return place[2] >= 0
-
-
-MASK_MODS = (
-    before, dilated_by_head, prefix_by_batch, same_document, near_with_default, nothing_after_200,
-    everything,
-)  # fmt: skip
 
 
 def attention(operands: Any, dout: Any, options: dict[str, Any]) -> tuple[Any, ...]:
@@ -57,9 +22,9 @@ def attention(operands: Any, dout: Any, options: dict[str, Any]) -> tuple[Any, .
     return out, lse, *kernels.flash_attention_backward(dout, *operands, out, lse, **options)
 
 
-@settings(max_examples=40)
+@at_most(12)
 @given(
-    st.sampled_from(MASK_MODS),
+    mask_mods(),
     st.integers(1, 2),
     st.integers(120, 300),
     st.integers(1, 300),
@@ -122,7 +87,7 @@ def test_a_varying_mask_mod_hides_the_same() -> None:
     q = np.random.default_rng(8).standard_normal((1, 2, 300, 4))
     results = [
         attention((q, q, q), q, {"mask_mod": mod})
-        for mod in (dilated_by_head, kernels.varying(lambda *place: dilated_by_head(*place)))
+        for mod in (dilated_by_head(2), kernels.varying(dilated_by_head(2)))
     ]
     for result, expected in zip(*results, strict=True):
         assert_close_arrays(result, expected, np.float64, "varying")

@@ -108,12 +108,3 @@ def test_a_checked_function_is_not_run_again_in_python() -> None:
     for _ in range(3):
         make_problem(q, q, q, mask_mod=counting)
     assert len(calls) == 1
-
-
-def test_a_function_with_an_empty_cell_is_named() -> None:
-    def mod(batch: int, head: int, row: int, col: int) -> bool:
-        return row < later
-
-    with pytest.raises(ValueError, match=r"mask_mod must return a result.*NameError"):
-        as_mod("mask_mod", mod, PLACE)
-    later = 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -135,14 +134,6 @@ def test_masks_that_show_the_same_are_equal(drawn: tuple[Dense, Any], data: Any)
     assert mask != "a mask"
 
 
-def test_strides_of_elements_are_read_as_they_are() -> None:
-    one = np.random.default_rng(0).random((70, 1)) < 0.5
-    dense = np.broadcast_to(one, (3, 70, 50))
-    assert BlockMask.from_dense(dense.swapaxes(1, 2), 16) == BlockMask.from_dense(
-        np.ascontiguousarray(dense.swapaxes(1, 2)), 16
-    )
-
-
 # ---- functions --------------------------------------------------------------------------------------
 
 _WHERE = np.random.default_rng(1).integers(0, 3, 200)
@@ -207,104 +198,87 @@ def test_a_function_that_reads_beyond_its_array_says_so() -> None:
 # ---- builders ---------------------------------------------------------------------------------------
 
 
-@given(lengths, lengths, ends, ends, offsets, block_sizes)
-@example(64, 64, -1, 0, 0, 16)
-@example(33, 100, 0, 0, 67, (16, 48))
-def test_a_window_is_its_elements(
-    seq_q: int, seq_k: int, left: int, right: int, offset: int, block_size: Any
-) -> None:
-    dense = window(seq_q, seq_k, left, right, offset)
-    mask = BlockMask.local(seq_q, seq_k, left, right, block_size, causal_offset=offset)
-    assert mask == BlockMask.from_dense(dense, block_size)
-    if right == left:
-        assert mask == BlockMask.local(seq_q, seq_k, left, None, block_size, causal_offset=offset)
-    if (left, right) == (-1, 0):
-        assert mask == BlockMask.causal(seq_q, seq_k, block_size, offset)
+#: Builder → what makes a mask of lengths, drawn numbers a and b and a block size, and its elements.
+BUILDERS: dict[str, tuple[Callable[..., BlockMask], Callable[..., Any]]] = {
+    "causal": (
+        lambda m, n, a, b, size: BlockMask.causal(m, n, size, causal_offset=a),
+        lambda m, n, a, b, side: window(m, n, -1, 0, a),
+    ),
+    "local": (
+        lambda m, n, a, b, size: BlockMask.local(m, n, a % 141 - 1, b % 141 - 1, size, causal_offset=a),
+        lambda m, n, a, b, side: window(m, n, a % 141 - 1, b % 141 - 1, a),
+    ),
+    "local of one side": (
+        lambda m, n, a, b, size: BlockMask.local(m, n, b % 141 - 1, None, size, causal_offset=a),
+        lambda m, n, a, b, side: window(m, n, b % 141 - 1, b % 141 - 1, a),
+    ),
+    "band": (
+        lambda m, n, a, b, size: BlockMask.band(m, n, a, b * 10**9, size),
+        lambda m, n, a, b, side: between(m, n, a, b * 10**9),
+    ),
+    "global tokens": (
+        lambda m, n, a, b, size: BlockMask.local_global(m, n, a % 9, b % 9, abs(a) % 6, size),
+        lambda m, n, a, b, side: window(m, n, a % 9, b % 9, 0) | among(m, n, range(abs(a) % 6)),
+    ),
+    "listed tokens": (
+        lambda m, n, a, b, size: BlockMask.local_global(m, n, 3, 0, [a % max(m, n)], size),
+        lambda m, n, a, b, side: window(m, n, 3, 0, 0) | among(m, n, [a % max(m, n)]),
+    ),
+    "butterfly": (
+        lambda m, n, a, b, size: BlockMask.butterfly(m, n, size),
+        lambda m, n, a, b, side: in_butterfly(m, n, side),
+    ),
+    "strided": (
+        lambda m, n, a, b, size: BlockMask.strided(m, n, 1 + a % 9, size, a > 0),
+        lambda m, n, a, b, side: in_strides(m, n, side, 1 + a % 9) & (between(m, n, -m, 0) | (a <= 0)),
+    ),
+    "dilated": (
+        lambda m, n, a, b, size: BlockMask.dilated(m, n, size, dilation=1 + a % 9, heads=1 + b % 4),
+        lambda m, n, a, b, side: in_dilations(m, n, side, 1 + a % 9, 1 + b % 4),
+    ),
+}  # fmt: skip
 
 
-@given(lengths, lengths, st.integers(-200, 200) | st.integers(), offsets, block_sizes)
-def test_a_band_is_its_elements(
-    seq_q: int, seq_k: int, lower: int, upper: int, block_size: Any
-) -> None:
+def between(seq_q: int, seq_k: int, lower: int, upper: int) -> Dense:
     row, col = places(seq_q, seq_k)
-    dense = (col - row >= lower) & (col - row <= upper)
-    assert BlockMask.band(seq_q, seq_k, lower, upper, block_size) == BlockMask.from_dense(
-        dense, block_size
-    )
+    return (col - row >= lower) & (col - row <= upper)
 
 
-@given(lengths, lengths, block_sizes, offsets)
-def test_causal_shows_what_lies_before(
-    seq_q: int, seq_k: int, block_size: Any, offset: int
-) -> None:
+def among(seq_q: int, seq_k: int, tokens: Any) -> Dense:
     row, col = places(seq_q, seq_k)
-    mask = BlockMask.causal(seq_q, seq_k, block_size, causal_offset=offset)
-    np.testing.assert_array_equal(mask.dense()[0], col <= row + offset)
+    return np.isin(row, tokens) | np.isin(col, tokens)
 
 
-@given(lengths, lengths, ends, ends, st.integers(0, 5) | st.lists(st.integers(0, 200)), block_sizes)
-def test_global_tokens_see_all_and_are_seen_by_all(
-    seq_q: int, seq_k: int, left: int, right: int, tokens: Any, block_size: Any
-) -> None:
-    if isinstance(tokens, list):
-        tokens = [token % max(seq_q, seq_k) for token in tokens]
-    row, col = places(seq_q, seq_k)
-    chosen = range(tokens) if isinstance(tokens, int) else tokens
-    dense = window(seq_q, seq_k, left, right, 0) | np.isin(row, chosen) | np.isin(col, chosen)
-    mask = BlockMask.local_global(seq_q, seq_k, left, right, tokens, block_size)
-    assert mask == BlockMask.from_dense(dense, block_size)
-
-
-@given(lengths, lengths, block_sizes)
-def test_the_butterfly_joins_numbers_that_differ_in_one_bit(
-    seq_q: int, seq_k: int, block_size: Any
-) -> None:
-    side = int(np.lcm(*pair(block_size)))
-    counts = -(-seq_q // side), -(-seq_k // side)
-    row, col = places(seq_q, seq_k)
+def in_butterfly(seq_q: int, seq_k: int, side: int) -> Dense:
+    """Show blocks whose numbers differ in one bit at most."""
+    counts, (row, col) = (-(-seq_q // side), -(-seq_k // side)), places(seq_q, seq_k)
     i, j = row // side * min(counts) // counts[0], col // side * min(counts) // counts[1]
-    ones = sum((i ^ j) >> bit & 1 for bit in range(8))
-    mask = BlockMask.butterfly(seq_q, seq_k, block_size)
-    np.testing.assert_array_equal(mask.dense()[0], ones <= 1)
-    assert mask.states.max() <= FULL
+    return sum((i ^ j) >> bit & 1 for bit in range(8)) <= 1
 
 
-@pytest.mark.parametrize("power", range(6))
-def test_a_butterfly_row_visits_one_block_and_one_more_for_each_bit(power: int) -> None:
-    mask = BlockMask.butterfly(16 << power, 16 << power, 16)
-    assert (mask.states[0].sum(axis=0) == 1 + power).all()
-    assert (mask.states[0].sum(axis=1) == 1 + power).all()
-
-
-@given(lengths, lengths, st.integers(1, 9), block_sizes, st.booleans())
-def test_a_stride_is_a_distance_between_blocks(
-    seq_q: int, seq_k: int, stride: int, block_size: Any, is_causal: bool
-) -> None:
-    side = int(np.lcm(*pair(block_size)))
+def in_strides(seq_q: int, seq_k: int, side: int, stride: int) -> Dense:
     row, col = places(seq_q, seq_k)
     distance = row // side - col // side
-    dense = (abs(distance) <= stride) | (distance % stride == 0)
-    if is_causal:
-        dense &= col <= row
-    mask = BlockMask.strided(seq_q, seq_k, stride, block_size, is_causal)
-    assert mask == BlockMask.from_dense(dense, block_size)
+    return (abs(distance) <= stride) | (distance % stride == 0)
 
 
-@given(
-    st.integers(1, 400), st.integers(1, 400), sizes, st.integers(1, 9), st.integers(1, 4),
-)  # fmt: skip
-def test_dilated_heads_see_even_samples_which_together_are_all_blocks(
-    seq_q: int, seq_k: int, block_size: Any, dilation: int, heads: int
-) -> None:
-    side = int(np.lcm(*pair(block_size)))
+def in_dilations(seq_q: int, seq_k: int, side: int, dilation: int, heads: int) -> Dense:
     row, col = places(seq_q, seq_k)
-    step = min(dilation, -(-seq_k // side))
-    head = np.arange(heads)[:, None, None]
-    dense = (col // side - row // side - head) % step == 0
-    mask = BlockMask.dilated(seq_q, seq_k, block_size, dilation=dilation, heads=heads)
+    step, head = min(dilation, -(-seq_k // side)), np.arange(heads)[:, None, None]
+    return (col // side - row // side - head) % step == 0
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@given(lengths, lengths, offsets, offsets, block_sizes)
+@example(64, 64, 0, 0, 16)
+@example(33, 100, 67, 0, (16, 48))
+def test_a_builder_makes_the_elements_of_its_definition(
+    name: str, seq_q: int, seq_k: int, a: int, b: int, block_size: Any
+) -> None:
+    build, elements = BUILDERS[name]
+    dense = elements(seq_q, seq_k, a, b, int(np.lcm(*pair(block_size))))
+    mask = build(seq_q, seq_k, a, b, block_size)
     assert mask == BlockMask.from_dense(dense, block_size)
-    assert dense.any(-1).all()
-    assert dense.any(0).all() or heads < step
 
 
 @given(
@@ -441,18 +415,6 @@ def test_long_masks_and_their_lists_are_quick_and_small() -> None:
     assert lists[2].tile_full.all() and len(lists[3].tile_ids) == 11 * 1024
 
 
-def test_a_function_of_a_long_mask_takes_little_memory() -> None:
-    length = 4096
-    before = numba.njit(lambda b, h, r, c: c <= r)
-    BlockMask.from_mask_mod(before, 64, 64)  # the compiler's own memory is not the mask's
-    tracemalloc.start()
-    mask = BlockMask.from_mask_mod(before, length, length)
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert mask == BlockMask.causal(length, length)
-    assert most < length * length / 8
-
-
 # ---- pictures and words -----------------------------------------------------------------------------
 
 
@@ -464,25 +426,6 @@ def test_a_picture_has_a_sign_for_each_block() -> None:
     )
     both = BlockMask.stack([mask, BlockMask.band(64, 96, -64, 96, 32)])
     assert both.picture(head=1) == "███\n███"
-
-
-@given(dense_masks(), st.integers(1, 10))
-def test_a_shrunk_picture_shows_what_a_square_of_blocks_has_in_common(
-    drawn: tuple[Dense, Any], width: int
-) -> None:
-    mask = BlockMask.from_dense(*drawn)
-    shape = mask.states.shape[1:]
-    step = -(-max(shape) // width)
-    signs = {HIDDEN: "·", FULL: "█"}
-    rows = mask.picture(width, head=mask.heads - 1).split("\n")
-    assert len(rows) == -(-shape[0] // step) <= width
-    for i, row in enumerate(rows):
-        assert len(row) == -(-shape[1] // step) <= width
-        for j, sign in enumerate(row):
-            lines = slice(i * step, (i + 1) * step)
-            square = mask.states[-1, lines, j * step : (j + 1) * step]
-            kinds = set(square.ravel().tolist())
-            assert sign == (signs.get(kinds.pop(), "▒") if len(kinds) == 1 else "▒")
 
 
 def test_a_notebook_shows_a_picture_with_the_colour_of_each_block() -> None:
@@ -500,15 +443,6 @@ def test_a_picture_is_written_as_png(tmp_path: Path, heads: int) -> None:
     pytest.importorskip("matplotlib")
     BlockMask.bigbird(512, 256, 32, heads=heads).save_picture(tmp_path / "mask.png")
     assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_the_error_says_what_to_install(
-    monkeypatch: Any, tmp_path: Path
-) -> None:
-    for name in [n for n in sys.modules if n.split(".")[0] == "matplotlib"] + ["matplotlib"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r"pip install 'minitorch-flash\[plot\]'"):
-        BlockMask.causal(64, 64).save_picture(tmp_path / "mask.png")
 
 
 def test_nothing_to_see_is_a_mask_too() -> None:

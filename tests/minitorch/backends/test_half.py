@@ -1,7 +1,6 @@
 """float16 and bfloat16: stored in 16 bits, computed in float32, rounded once.
 
-``tests/structure/cuda/test_half.py`` tests the device's conversions.  ``tests/structure/cpu/test_half.py``
-tests the operands that a rung receives.
+``tests/structure/cuda/test_half.py`` tests the device's conversions.
 """
 
 from __future__ import annotations

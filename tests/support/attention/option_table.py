@@ -24,10 +24,10 @@ import numpy as np
 import kernels
 from kernels import launch
 from kernels.cuda.runtime.arrays import to_device, to_host
-from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import FLOAT16, FLOAT32
 from kernels.runtime.targets import IS_SIMULATOR, why_no_cuda
 
+from .on_cuda import packed
 from .strategies import MASK_MODS, SCORE_MODS, Case
 
 PAGE = Path(__file__).parents[3] / "docs" / "options.md"
@@ -88,7 +88,7 @@ OPTIONS: dict[str, Callable[[], Case]] = {
     "`return_lse` and its gradient": _with_dlse,
     "`deterministic=False`": lambda: _case(deterministic=False),
     "one row, many keys (decoding)": _decoding,
-    "packed sequences": _case,
+    "packed sequences": lambda: packed(0, (2, 0, 5), (5, 4, 9), (3, 2), {}),
 }
 
 
@@ -132,11 +132,8 @@ def cell(option: str, target: launch.Target, rung: str, **more: Any) -> str:
             dtype, closeness = (FLOAT16, 0.02) if rung in TENSOR_CORES else (FLOAT32, 1e-4)
             case = _of_whole_pieces(case).in_dtype(dtype)
             if IS_SIMULATOR:
-                return _claimed(case, rung, option == "packed sequences")
-        if option == "packed sequences":
-            actual, expected = _packed(case, target, rung, place)
-        else:
-            actual, expected = case.run(target, rung, place=place), case.oracle()
+                return _claimed(case, rung)
+        actual, expected = case.run(target, rung, place=place), case.oracle()
     except ValueError as error:
         return str(error).split("cannot run this call: ")[1].split("; use ")[0]
     for name, wanted in expected.items():
@@ -145,38 +142,11 @@ def cell(option: str, target: launch.Target, rung: str, **more: Any) -> str:
     return "yes"
 
 
-def _claimed(case: Case, rung: str, is_packed: bool) -> str:
+def _claimed(case: Case, rung: str) -> str:
     """Return what a rung of tensor cores says of a case on a device that has them."""
-    problem = case.problem(rung=rung)
-    if is_packed:
-        places = np.array([0, problem.seq_q]), np.array([0, problem.seq_k])
-        sequences = Sequences(*places, problem.seq_q, problem.seq_k)
-        problem = replace(problem, sequences=sequences)
     (found,) = (one for one in launch.CUDA.rungs if one.name == rung)
     with patch("kernels.cuda.device.per_device.why_no_device", lambda needed: None):
-        return found.reason(problem, None) or "yes"
-
-
-def _packed(case: Case, target: launch.Target, rung: str, place: Any) -> tuple[Any, Any]:
-    """Return the results of a call of three packed sequences, and those of three calls."""
-    first = Case(case.q[0], case.k[0], case.v[0], case.dout[0], {}, case.tile)
-    ends = (0, 2, 2, ROWS), (0, 5, 9, COLS)
-    sequences = Sequences(np.array(ends[0]), np.array(ends[1]), ROWS, COLS)
-    actual = first.run(target, rung, place=place, sequences=sequences)
-    parts = []
-    for number in range(3):
-        rows, cols = (slice(*sums[number : number + 2]) for sums in ends)
-        if rows.start == rows.stop:  # keys that no row sees
-            empty = [
-                np.zeros((HEADS, cols.stop - cols.start, x.shape[-1])) for x in (first.k, first.v)
-            ]
-            parts.append({"dk": empty[0], "dv": empty[1]})
-            continue
-        q, dout = first.q[:, rows], first.dout[:, rows]
-        parts.append(Case(q, first.k[:, cols], first.v[:, cols], dout, {}, first.tile).oracle())
-    names = ("out", "lse", "dq", "dk", "dv")
-    expected = {n: np.concatenate([p[n] for p in parts if n in p], axis=1) for n in names}
-    return actual, expected
+        return found.reason(case.problem(rung=rung), None) or "yes"
 
 
 def tried() -> dict[str, dict[str, str]]:

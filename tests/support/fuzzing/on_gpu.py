@@ -21,15 +21,14 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-import minitorch
 from kernels import launch
 from kernels.interop.libraries import as_array
 from kernels.operand_types import as_operand
 from kernels.runtime.dtypes import BFLOAT16, is_half
 
-from ..attention.on_cuda import PACKED_FEATURES, Packed, packed_cases
+from ..attention.on_cuda import PACKED_FEATURES, Packed, by_tensors, in_layouts, packed_cases
 from ..attention.strategies import FEATURES, Case, cases
-from ..layouts import in_order, laid, layouts, memory_of, on_device
+from ..layouts import in_order, memory_of, on_device
 from . import extreme
 
 #: Calls of a kind.
@@ -131,7 +130,7 @@ def draw_case(kind: Kind, data: Any) -> Case:
     if kind.entry == "packed":
         drawn = in_layouts(packed_cases(dtypes, LENGTHS, dims, kind.features))
     elif kind.entry == "decoding":
-        drawn = in_layouts(decoding(kind.dtype, kind.dim))
+        drawn = cases(dtypes, st.integers(1, 4), dims, LEADS, keys=st.integers(300, 3000))
     else:
         drawn = cases(dtypes, LENGTHS, dims, LEADS, features=kind.features).map(_large)
     if kind.extreme:
@@ -143,33 +142,11 @@ def draw_case(kind: Kind, data: Any) -> Case:
     return data.draw(drawn)
 
 
-@st.composite
-def in_layouts(draw: Any, cases: st.SearchStrategy[Case]) -> Case:
-    """Draw a case, and how its operands lie in memory."""
-    case = draw(cases)
-    for name in ("q", "k", "v", "dout"):
-        array = getattr(case, name)
-        setattr(case, name, laid(array, draw(layouts(array.ndim))))
-    return case
-
-
 def _large(case: Case) -> Case:
     """Return a case whose scores are large, and not larger with the dim."""
     if "scale" in case.options:
         case.options["scale"] *= 2 * case.q.shape[-1] ** -0.5
     return case
-
-
-@st.composite
-def decoding(draw: Any, dtype: np.dtype[Any], dim: int) -> Case:
-    """Draw a call with few rows, many keys, and groups of query heads."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    heads, rows, cols = 4, draw(st.integers(1, 4)), draw(st.integers(300, 3000))
-    options = {"is_causal": True, "causal_offset": cols - rows, "enable_gqa": True}
-    shapes = (heads, rows), (2, cols), (2, cols), (heads, rows)
-    lead = draw(st.sampled_from([(), (2,), (3,)]))
-    q, k, v, dout = (rng.standard_normal((*lead, *shape, dim)).astype(dtype) for shape in shapes)
-    return Case(q, k, v, dout, options, (1, 1))
 
 
 def attend(case: Case, kind: Kind, put: Any) -> dict[str, Any]:
@@ -179,22 +156,7 @@ def attend(case: Case, kind: Kind, put: Any) -> dict[str, Any]:
         return case.run(launch.CUDA, place=lambda x: as_operand(put(x)), **options)
     if kind.entry != "tensors":
         return {name: as_array(x) for name, x in case.call(put, **options).items()}
-    if "attn_mask" in case.options:
-        options["attn_mask"] = minitorch.from_dlpack(
-            put(case.options["attn_mask"]), requires_grad=case.has_mask_gradient
-        )
-    if case.has_sink:
-        sink = put(case.options["sink"].astype(case.problem().acc_dtype))
-        options["sink"] = minitorch.from_dlpack(sink, requires_grad=True)
-    q, k, v = (minitorch.from_dlpack(put(x), requires_grad=True) for x in case.operands)
-    out, lse = q.flash_attention(k, v, return_lse=True, **{**case.options, **options})
-    out.backward(minitorch.from_dlpack(put(case.dout)))
-    results = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    if case.has_mask_gradient:
-        results["dmask"] = options["attn_mask"].grad
-    if case.has_sink:
-        results["dsink"] = options["sink"].grad
-    return {name: t.array() for name, t in results.items()}
+    return {name: t.array() for name, t in by_tensors(case, put, **options).items()}
 
 
 def attempt(kind: Kind, data: Any) -> str:

@@ -136,10 +136,3 @@ def test_rows_without_sums_are_written(values: Any, out: Any) -> None:
         new = rows.values[..., PLACE : PLACE + len(ROWS), :]
         wanted[..., ROWS.start : ROWS.stop, :] = rounded(new, out)
         np.testing.assert_array_equal(to_host(found), wanted)
-
-
-def test_rows_that_are_no_consecutive_elements_are_refused() -> None:
-    x = to_device(np.zeros((2, 4, 3), np.float32))
-    other = device_view(x, (2, 3, 4), (12, 1, 3))
-    with pytest.raises(ValueError, match="make a contiguous copy first"):
-        merge_rows(other, other, range(1), 0, other)

@@ -133,24 +133,9 @@ def in_lambda(q: Any, k: Any, v: Any, width: Any) -> Any:
     return flash_attention(q, k, v, mask_mod=lambda b, h, row, col: abs(row - col) <= width)
 
 
-def in_list(q: Any, k: Any, v: Any, width: Any) -> Any:
-    widths = [width]
-    return flash_attention(q, k, v, mask_mod=lambda b, h, row, col: abs(row - col) <= widths[0])
-
-
 def in_object(q: Any, k: Any, v: Any, width: Any) -> Any:
     near = KEPT[width]
     return flash_attention(q, k, v, mask_mod=lambda b, h, row, col: abs(row - col) <= near.width)
-
-
-def in_function(q: Any, k: Any, v: Any, width: Any) -> Any:
-    near = NEAR[width]
-    return flash_attention(q, k, v, mask_mod=lambda *place: near(*place))
-
-
-def in_function_list(q: Any, k: Any, v: Any, width: Any) -> Any:
-    nears = [NEAR[width]]
-    return flash_attention(q, k, v, mask_mod=lambda *place: nears[0](*place))
 
 
 def in_scores(q: Any, k: Any, v: Any, width: Any) -> Any:
@@ -163,12 +148,7 @@ def in_scores(q: Any, k: Any, v: Any, width: Any) -> Any:
     return flash_attention(q, k, v, score_mod=(near, derivative))
 
 
-NEAR = {width: captured(width) for width in WIDTHS}
-
-
-@pytest.mark.parametrize(
-    "attend", [in_lambda, in_list, in_object, in_function, in_function_list, in_scores]
-)
+@pytest.mark.parametrize("attend", [in_lambda, in_object, in_scores])
 def test_a_function_of_compiled_code_uses_its_values(attend: Any) -> None:
     call = compiled(attend, [])  # makes a number dynamic when it changes
     for width in WIDTHS:

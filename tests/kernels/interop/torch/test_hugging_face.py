@@ -28,26 +28,12 @@ def model_of(name: str, attention: str, device: str) -> Any:
     """Return a small random model of a kind, in float32, with the same weights for every attention."""
     register_with_transformers()
     config, kind = {
-        "gpt2": (
-            transformers.GPT2Config(
-                n_embd=24, n_layer=2, n_head=3, n_positions=64, attn_pdrop=0.0, resid_pdrop=0.0,
-                embd_pdrop=0.0, **SIZE,
-            ),
-            transformers.GPT2LMHeadModel,
-        ),
         "llama": (
             transformers.LlamaConfig(
                 hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                 num_key_value_heads=2, max_position_embeddings=64, **SIZE,
             ),
             transformers.LlamaForCausalLM,
-        ),
-        "mistral": (
-            transformers.MistralConfig(
-                hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2, max_position_embeddings=64, sliding_window=5, **SIZE,
-            ),
-            transformers.MistralForCausalLM,
         ),
         "bert": (
             transformers.BertConfig(
@@ -92,7 +78,7 @@ def logits_and_gradients(name: str, attention: str, device: str, padded: str | N
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("padded", [None, "right", "left"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "bert", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt_oss"])
 def test_logits_and_gradients_are_those_of_the_model(
     name: str, padded: str | None, device: str
 ) -> None:
@@ -106,14 +92,13 @@ def test_logits_and_gradients_are_those_of_the_model(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cache", ["dynamic", "static", None])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
-def test_generated_tokens_are_those_of_sdpa(name: str, cache: str | None, device: str) -> None:
+def test_generated_tokens_are_those_of_sdpa(cache: str | None, device: str) -> None:
     ids = torch.randint(SIZE["vocab_size"], (2, 7), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     own = {} if cache is None else {"cache_implementation": cache}
     found = [
-        model_of(name, attention, device)
+        model_of("llama", attention, device)
         .eval()
         .generate(
             ids.to(device), attention_mask=mask.to(device), max_new_tokens=9, do_sample=False,
@@ -136,29 +121,12 @@ def test_a_model_compiles_without_a_graph_break() -> None:
     assert explained.graph_break_count == 0
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
-def test_the_older_name_is_an_alias(name: str) -> None:
+def test_the_older_name_is_an_alias() -> None:
     actual, expected = (
-        logits_and_gradients(name, attention, "cpu", "left")
+        logits_and_gradients("llama", attention, "cpu", "left")
         for attention in ("minitorch_flash", "minitorch")
     )
     assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
-
-
-def test_dropout_is_that_of_the_seed() -> None:
-    model = model_of("bert", "minitorch", "cpu").train()
-    for layer in model.bert.encoder.layer:
-        layer.attention.self.dropout.p = 0.5
-    try:
-        results = []
-        for seed in (0, 0, 1):
-            torch.manual_seed(seed)
-            results.append(model(torch.arange(9)[None]).logits)
-        assert torch.equal(results[0], results[1])
-        assert not torch.allclose(results[0], results[2])
-    finally:
-        for layer in model.bert.encoder.layer:
-            layer.attention.self.dropout.p = 0.0
 
 
 def packed_and_alone(mask: Any, ends: list[list[int]], **options: Any) -> tuple[Any, Any]:
@@ -244,32 +212,16 @@ def test_a_sink_of_each_row_takes_its_share() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("name", ["Bloom", "Mpt", "Falcon", "GPTNeo", "XLNet"])
+@pytest.mark.parametrize("name", ["Bloom", "Falcon"])
 def test_a_model_without_the_attention_interface_is_refused_by_name(name: str) -> None:
     register_with_transformers()
-    sizes = (
-        {"n_layer": 1, "num_layers": 1, "attention_types": [[["global"], 1]]}
-        if name == "GPTNeo"
-        else {}
-    )
-    config = getattr(transformers, f"{name}Config")(**sizes)
+    config = getattr(transformers, f"{name}Config")()
     config._attn_implementation = "minitorch"
     with torch.device("meta"), pytest.raises(ValueError) as error:
         getattr(transformers, f"{name}Model")(config)
     assert f"not possible for {name}Model" in str(error.value)
     assert "does not use the attention interface" in str(error.value)
     assert 'load it with attn_implementation="eager"' in str(error.value)
-
-
-def test_a_subclass_of_a_model_without_the_attention_interface_is_refused_too() -> None:
-    register_with_transformers()
-
-    class Own(transformers.BloomModel):
-        pass
-
-    config = transformers.BloomConfig(attn_implementation="minitorch")
-    with torch.device("meta"), pytest.raises(ValueError, match="not possible for Own"):
-        Own(config)
 
 
 def test_an_argument_of_the_models_own_attention_that_ours_does_not_know_is_refused() -> None:

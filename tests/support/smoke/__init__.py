@@ -1,1 +1,0 @@
-"""Programs to be run under compute-sanitizer."""

@@ -18,14 +18,15 @@ from kernels.cuda.attention.flash2_mma.tiles import MmaKeyLayout, MmaLayout, Mma
 from kernels.cuda.attention.flash2_split import launch as flash2_split
 from kernels.cuda.attention.flash2_split.arithmetic import TF32, TWO_TERMS
 from kernels.cuda.device.shared_tiles import round_up
-from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from kernels.scores.program import Features
 
 from ...support.attention import option_table
 from ...support.attention.large_scores import NAMES, large_case
+from ...support.attention.on_cuda import packed
 from ...support.attention.option_examples import option_examples
 from ...support.attention.strategies import Case
+from ...support.emulated.arrays import longer
 from ...support.emulated.gpu import held_back
 from ...support.emulated.instructions import WARP
 from ...support.emulated.target import EMULATED, emulated_device
@@ -138,11 +139,7 @@ def test_no_warp_is_too_late_for_the_gradients_of_a_mask(deterministic: bool, la
 def test_memory_beyond_the_sequences_is_never_read_into_a_result(deterministic: bool) -> None:
     rng = np.random.default_rng(4)
     shapes = (1, 2, 21, 16), (1, 2, 35, 16), (1, 2, 35, 24), (1, 2, 21, 24)
-    arrays = []
-    for *lead, seq, dim in shapes:
-        longer = np.full((*lead, seq + 40, dim), np.nan, FLOAT16)
-        longer[..., :seq, :] = rng.standard_normal((*lead, seq, dim))
-        arrays.append(longer[..., :seq, :])
+    arrays = (longer(rng.standard_normal(shape).astype(FLOAT16)) for shape in shapes)
     options = {"is_causal": True, "causal_offset": 20, "deterministic": deterministic}
     case = Case(*arrays, options, (4, 4))  # type: ignore[arg-type]
     with emulated_device():
@@ -207,31 +204,21 @@ def test_large_scores_are_the_textbooks_through_the_launch(name: str, dtype: Any
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])
 def test_packed_sequences_end_where_tiles_do_not(deterministic: bool) -> None:
-    rng = np.random.default_rng(0)
-    ends = (0, 17, 17, 20, 37), (0, 21, 30, 31, 45)
-    shapes = (2, 37, 16), (2, 45, 16), (2, 45, 24), (2, 37, 24)
-    case = Case(*(rng.standard_normal(shape) for shape in shapes), {}, (4, 4)).in_dtype(FLOAT16)  # type: ignore[arg-type]
-    case.q[:, 17:20] = case.k[:, 30:31] = case.dout[:, 17:20] = (
-        np.nan
-    )  # of the third sequence alone
-    case.v[:, 30:31] = np.inf
     # Empty ones, so that both kinds of tiles have empty ones behind them.
-    sums_q, sums_k = (np.pad(np.array(own), (0, 3), "edge") for own in ends)
-    sequences = Sequences(sums_q, sums_k, 37, 45)
+    lengths = (17, 0, 3, 17, 0, 0, 0), (21, 9, 1, 14, 0, 0, 0)
+    case = packed(0, *lengths, (16, 24), {}).in_dtype(FLOAT16)
+    case.dlse = None
+    rows, cols, _ = case.alone(2)
+    case.q[:, rows] = case.k[:, cols] = case.dout[:, rows] = np.nan  # of the third sequence alone
+    case.v[:, cols] = np.inf
     with emulated_device((9, 0) if deterministic else (8, 0)):
-        found = case.run(EMULATED, "flash2_mma", sequences=sequences, deterministic=deterministic)
-    for i in (0, 1, 3):
-        rows, cols = (slice(*sums[i : i + 2]) for sums in ends)
-        if rows.start == rows.stop:  # no row sees these keys
-            assert not found["dk"][:, cols].any()
-            assert not found["dv"][:, cols].any()
-            continue
-        own = Case(
-            case.q[:, rows], case.k[:, cols], case.v[:, cols], case.dout[:, rows], {}, (4, 4)
-        )
-        wanted = own.oracle()
-        for name, part in (("out", rows), ("dq", rows), ("dk", cols), ("dv", cols)):
-            np.testing.assert_allclose(found[name][:, part], wanted[name], 0.01, 0.01, err_msg=name)
+        found = case.run(EMULATED, "flash2_mma", deterministic=deterministic)
+    _, cols, _ = case.alone(1)  # whose keys no row reads
+    assert not found["dk"][:, cols].any() and not found["dv"][:, cols].any()
+    for number in (0, 3):
+        rows, cols, alone = case.alone(number)
+        own = {name: found[name][:, rows] for name in ("out", "lse", "dq")}
+        alone.check_halves(own | {n: found[n][:, cols] for n in ("dk", "dv")}, f"of {number}")
 
 
 def test_all_options_together_are_the_textbooks_through_the_launch() -> None:

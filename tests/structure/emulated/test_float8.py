@@ -10,15 +10,16 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from kernels import launch, make_problem
+from kernels import make_problem
 from kernels.cuda.attention.flash3_wgmma.float8 import launch as flash3_float8
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import SCHEDULER_THREAD
 from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout
 from kernels.cuda.device.warpgroups import WARPGROUP
-from kernels.problem.operands import make_operands
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16
 
 from ...support.attention.float8 import PRECISIONS, assert_near, wanted
+from ...support.attention.strategies import Case
+from ...support.emulated.arrays import longer
 from ...support.emulated.gpu import held_back
 from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper
 from ...support.emulated.target import EMULATED
@@ -64,18 +65,17 @@ CALLS = {
 
 
 def _forward(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    own = {"precision": call.precision, "rung": "flash3_wgmma", **call.options}
-    problem = make_problem(q, k, v, **own)
+    case = Case(q, k, v, None, {**call.options, "precision": call.precision}, (1, 1))
     with (
         emulated_hopper(None, call.blocks),
         patch.object(flash3_float8, "layout_of", lambda widths: call.layout),
     ):
         flash3_float8.layout_for.cache_clear()
-        operands = make_operands(EMULATED.memory, problem, q, k, v)
         try:
-            return launch.forward(EMULATED, problem, operands)[:2]
+            found = case.forward(EMULATED, "flash3_wgmma")
         finally:
             flash3_float8.layout_for.cache_clear()
+    return found["out"], found["lse"]
 
 
 def _check(call: Call, rng: np.random.Generator) -> None:
@@ -113,27 +113,16 @@ def test_rows_of_large_scores_have_their_probabilities() -> None:
     assert_near(*_forward(call, q, k, v), right, call.dtype, 4e-3)  # a unit of lse is 2e-3
 
 
-def test_memory_beyond_the_sequences_is_never_read_into_a_result() -> None:
+def test_only_rows_that_are_not_finite_are_nan_and_memory_beyond_is_not_read() -> None:
     rng, call = np.random.default_rng(1), Call((70, 90), precision=PRECISIONS[1])
-    arrays = []
-    for rows in (70, 90, 90):
-        whole = np.full((1, 2, rows + 40, 64), np.nan, FLOAT16)
-        whole[:, :, :rows] = rng.standard_normal((1, 2, rows, 64))
-        arrays.append(whole[:, :, :rows])
+    arrays = [longer(rng.standard_normal((1, 2, n, 64)).astype(FLOAT16)) for n in (70, 90, 90)]
+    arrays[0][0, 0, 3, 5], arrays[0][0, 0, 60, 1] = np.inf, np.nan
     out, lse = _forward(call, *arrays)
     again = _forward(call, *(x.copy() for x in arrays))
     np.testing.assert_array_equal(out, again[0])
     np.testing.assert_array_equal(lse, again[1])
-    assert np.isfinite(out).all()
-
-
-def test_a_number_that_is_not_finite_is_nan_in_its_rows() -> None:
-    rng = np.random.default_rng(2)
-    q, k, v = (rng.standard_normal((1, 1, rows, 64)).astype(FLOAT16) for rows in (70, 90, 90))
-    q[0, 0, 3, 5], q[0, 0, 60, 1] = np.inf, np.nan
-    out, _ = _forward(Call((70, 90)), q, k, v)
-    assert np.isnan(out[0, 0, [3, 60]]).all()
-    assert np.isfinite(np.delete(out, [3, 60], axis=2)).all()
+    assert np.isnan(out[0, 0, [3, 60]]).all() and np.isfinite(out[0, 1]).all()
+    assert np.isfinite(np.delete(out[0, 0], [3, 60], axis=0)).all()
 
 
 #: The producer of keys and values, the scheduler, and consumer lanes.

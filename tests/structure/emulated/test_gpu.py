@@ -12,11 +12,8 @@ from kernels.cuda.ptx import barriers, bulk, copies, inline, wgmma
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.targets import cuda
 
-from ...support.emulated.engines import TensorMap
 from ...support.emulated.gpu import launch
-from ...support.tensor_cores.ptx_cases import WORDS, Case, worst_error
-from ...support.tensor_cores.ptx_kernels import CASES as OF_A_WARP
-from ...support.tensor_cores.ptx_kernels_hopper import CASES as OF_A_BLOCK
+from ...support.tensor_cores.ptx_kernels import CASES, WORDS, Case, worst_error
 
 WAIT = copies.make_cp_async_wait_group(0)
 STORED = bulk.make_cp_async_bulk_wait_group(0)
@@ -78,28 +75,6 @@ def test_the_copy_engine_sees_what_was_stored_before_a_fence(fences: bool) -> No
     np.testing.assert_array_equal(out[0], np.arange(32) if fences else np.full(32, 0xFFFFFFFF))
 
 
-def test_what_a_barrier_is_missing_for_is_wrong_in_some_block() -> None:
-    def kernel(out):
-        shared = cuda.shared.array(0, uint32)
-        thread, block = cuda.threadIdx.x, cuda.blockIdx.x
-        copies.st_shared(copies.shared_address(shared) + 4 * thread, uint32(thread))
-        barriers.fence_proxy_async()
-        if thread == 0:  # and the others?
-            row = copies.global_address(out) + 128 * block
-            bulk.cp_async_bulk_store(row, copies.shared_address(shared), 128)
-            bulk.cp_async_bulk_commit_group()
-            STORED()
-
-    tries = []
-    for _ in range(2):
-        out = np.zeros((8, 32), np.uint32)
-        launch(Kernel(kernel, void(WORDS), 32, shared_bytes=512), (8, 1), out)
-        tries.append(out)
-    assert np.any(tries[0] == 0xFFFFFFFF)
-    assert len({row.tobytes() for row in tries[0]}) > 1, "each block has its own order"
-    np.testing.assert_array_equal(*tries)
-
-
 @pytest.mark.parametrize("stores", ["before", "too late", "too early"])
 def test_a_product_reads_at_once_or_at_last(stores: str) -> None:
     lines, words = wgmma.descriptor_layout(128, 16, 1024), 72 * 128 // 4
@@ -133,15 +108,6 @@ def test_a_product_reads_at_once_or_at_last(stores: str) -> None:
     assert out.any() == (stores != "before"), "of products that may read what is not there some do"
 
 
-def test_an_error_of_one_thread_ends_the_kernel() -> None:
-    def kernel(out):
-        out[0, cuda.threadIdx.x] = 1  # there are but 32
-        cuda.syncthreads()  # so that the others wait
-
-    with pytest.raises(IndexError):
-        _run(kernel, np.zeros((1, 32), np.uint32), threads=64)
-
-
 @inline.instruction("mov.u32 $result, %laneid;", inline.U32)
 def _unknown():
     """Return the lane."""
@@ -155,11 +121,8 @@ def test_an_instruction_that_it_does_not_know_is_named() -> None:
         _run(kernel, np.zeros((1, 32), np.uint32))
 
 
-@pytest.mark.parametrize("case", OF_A_WARP + OF_A_BLOCK, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_kernel_of_one_instruction_does_what_is_expected_of_it(case: Case) -> None:
     inputs, out, expected, allowed = case.make(np.random.default_rng(0))
-    maps = [TensorMap(inputs[i], box, swizzle) for i, box, _, swizzle in case.maps]
-    places = {len(inputs) + n: one for n, one in enumerate(maps)}
-    encoded = [np.zeros(128, np.uint8) for _ in maps]
-    launch(case.kernel, (1, 1), *inputs, *encoded, out, maps=places)
+    launch(case.kernel, (1, 1), *inputs, out)
     assert worst_error(out, expected, allowed) <= 1

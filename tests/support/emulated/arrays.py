@@ -21,3 +21,11 @@ def empty(shape: Any, dtype: Any) -> Any:
 def as_bits(array: Any) -> Any:
     """Return numbers of 16 bits as the integers that kernels take."""
     return array.view(BITS) if is_half(array.dtype) else array
+
+
+def longer(array: Any, rows: int = 40) -> Any:
+    """Return a copy of (…, seq, dim) in longer memory, in which further rows are NaN."""
+    *lead, seq, dim = array.shape
+    whole = np.full((*lead, seq + rows, dim), np.nan, array.dtype)
+    whole[..., :seq, :] = array
+    return whole[..., :seq, :]

@@ -1,298 +1,93 @@
-"""A tiny kernel for every instruction of a warp, and what NumPy's emulation says it leaves."""
+"""A tiny kernel for every instruction whose operands have a layout: its data, and what it must leave."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import float32, uint32, void
 
-from kernels.cuda.ptx import copies, mma, numbers
-from kernels.cuda.ptx.emulated import numbers as en
+from kernels.cuda.ptx import barriers, copies, mma, wgmma
 from kernels.cuda.ptx.emulated import warp as emulated
+from kernels.cuda.ptx.emulated.numbers import E4M3, pack, pack_e4m3
+from kernels.cuda.ptx.emulated.wgmma import gather_rows, read_operand, read_registers
+from kernels.cuda.ptx.emulated.wgmma import wgmma as emulated_wgmma
+from kernels.cuda.runtime.arrays import to_device, to_host
+from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.targets import cuda
 
-from .ptx_cases import FLOATS, WARP, WORDS, Case, Generator, normals, pairs, words
+WORDS, FLOATS = uint32[:, ::1], float32[:, ::1]
+WARP, GROUP = 32, 128
+HOPPER = (9, 0, "a")
+#: Where tiles of bulk copies and descriptors may begin.
+ALIGNMENT = 1024
 
-# -- numbers -------------------------------------------------------------------------------------
+Generator = np.random.Generator
 
-_SPECIAL = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 65519.0, 65520.0, 3.4e38], np.float32)
 
+class Case(NamedTuple):
+    """One kernel.
 
-def _any_floats(rng: Generator, count: int) -> Any:
-    values = normals(rng, WARP, count) * np.float32(2.0) ** rng.integers(-12, 12, (WARP, count))
-    values = values.astype(np.float32)
-    values[: len(_SPECIAL)] = _SPECIAL[:, None]
-    return values
+    Attributes:
+        name: Of the instruction.
+        source: Takes the inputs and the output.
+        signature: Its types.
+        cc: The lowest compute capability that has the instruction.
+        text: Of the instruction in PTX.
+        make: Inputs, the output as it is before, the expected one, and by how much it may be off.
+        threads: Of the block.
+        shared_bytes: Dynamic shared memory.
+    """
 
+    name: str
+    source: Callable[..., None]
+    signature: Any
+    cc: tuple[Any, ...]
+    text: str
+    make: Callable[[Generator], tuple[list[Any], Any, Any, Any]]
+    threads: int = WARP
+    shared_bytes: int = 0
 
-def _packing(name: str, dtype: str, text: str) -> Case:
-    function = getattr(numbers, name)
+    @property
+    def kernel(self) -> Kernel:
+        """What is launched."""
+        return Kernel(self.source, self.signature, self.threads, self.shared_bytes)
 
-    def kernel(x, out):
-        lane = cuda.threadIdx.x
-        out[lane, 0] = function(x[lane, 0], x[lane, 1])
 
-    def make(rng: Generator) -> Any:
-        x = _any_floats(rng, 2)
-        expected = en.pack(x[:, 0], x[:, 1], dtype)
-        nan = np.isnan(x).any(axis=1)  # what its bits are is not promised for float16
-        x[nan], expected[nan] = 0, 0
-        return [x], np.zeros((WARP, 1), np.uint32), expected[:, None], 0
+def run(case: Case, rng: Generator) -> float:
+    """Run a case on the GPU; return the largest error as a share of what is allowed; 0 is equal bits."""
+    inputs, before, expected, allowed = case.make(rng)
+    arrays = [to_device(array) for array in inputs]
+    out = to_device(before)
+    case.kernel[1, case.threads](*arrays, out)
+    return worst_error(to_host(out), expected, allowed)
 
-    return Case(name, kernel, void(FLOATS, WORDS), (8, 0), text, make)
 
+def worst_error(found: Any, expected: Any, allowed: Any) -> float:
+    """Return the largest error as a share of what is allowed; words must be equal."""
+    if found.dtype == np.uint32:
+        return 0.0 if np.array_equal(found, expected) else np.inf
+    same = (found == expected) | (np.isnan(found) & np.isnan(expected))
+    with np.errstate(invalid="ignore"):
+        error = np.abs(found.astype(np.float64) - expected) / np.maximum(allowed, 1e-30)
+    return float(np.nanmax(np.where(same, 0.0, np.where(np.isnan(error), np.inf, error))))
 
-def _packing_four() -> Case:
-    def kernel(x, out):
-        lane = cuda.threadIdx.x
-        out[lane, 0] = numbers.pack_e4m3(x[lane, 0], x[lane, 1], x[lane, 2], x[lane, 3])
 
-    def make(rng: Generator) -> Any:
-        x = _any_floats(rng, 4)
-        x[: len(_SPECIAL), 1:] = normals(rng, len(_SPECIAL), 3)
-        x = np.where(np.isnan(x), np.float32(0), x)  # what its bits are is not promised
-        return [x], np.zeros((WARP, 1), np.uint32), en.pack_e4m3(*x.T)[:, None], 0
+def words(rng: Generator, *shape: int) -> Any:
+    return rng.integers(0, 2**32, shape, dtype=np.uint32)
 
-    text = "cvt.rn.satfinite.e4m3x2.f32"
-    return Case("pack_e4m3", kernel, void(FLOATS, WORDS), (8, 9), text, make)
 
+def normals(rng: Generator, *shape: int) -> Any:
+    return rng.standard_normal(shape, dtype=np.float32)
 
-def _unpacking(name: str, dtype: str, text: str) -> Case:
-    function = getattr(numbers, name)
 
-    def kernel(x, out):
-        lane = cuda.threadIdx.x
-        out[lane, 0], out[lane, 1] = function(x[lane, 0])
+def pairs(rng: Generator, dtype: str, *shape: int) -> Any:
+    return pack(normals(rng, *shape), normals(rng, *shape), dtype)
 
-    def make(rng: Generator) -> Any:
-        x = words(rng, WARP, 1)
-        return [x], np.zeros((WARP, 2), np.float32), en.unpack(x[:, 0], dtype), 0
 
-    return Case(name, kernel, void(WORDS, FLOATS), (7, 5), text, make)
-
-
-def _rounding() -> Case:
-    def kernel(x, out):
-        out[cuda.threadIdx.x, 0] = numbers.round_tf32(x[cuda.threadIdx.x, 0])
-
-    def make(rng: Generator) -> Any:
-        x = _any_floats(rng, 1)
-        x[np.isnan(x)] = 1  # what its bits are is not promised
-        return [x], np.zeros((WARP, 1), np.uint32), en.round_tf32(x), 0
-
-    return Case("round_tf32", kernel, void(FLOATS, WORDS), (8, 0), "cvt.rna.tf32.f32", make)
-
-
-def _bits() -> Case:
-    def kernel(x, out):
-        bits = numbers.bits_of(numbers.float_of(x[cuda.threadIdx.x, 0]))
-        out[cuda.threadIdx.x, 0] = bits + np.uint32(1)
-
-    def make(rng: Generator) -> Any:
-        x = words(rng, WARP, 1)
-        return [x], np.zeros_like(x), x + np.uint32(1), 0
-
-    return Case("bits_of, float_of", kernel, void(WORDS, WORDS), (7, 5), "mov.b32", make)
-
-
-def _exponential() -> Case:
-    def kernel(x, out):
-        out[cuda.threadIdx.x, 0] = numbers.ex2(x[cuda.threadIdx.x, 0])
-
-    def make(rng: Generator) -> Any:
-        x = rng.uniform(-140, 130, (WARP, 1)).astype(np.float32)
-        x[:4, 0] = -np.inf, np.inf, np.nan, 0
-        expected = en.ex2(x)
-        return [x], np.zeros_like(x), expected, 2.0**-22 * np.abs(expected)
-
-    return Case("ex2", kernel, void(FLOATS, FLOATS), (7, 5), "ex2.approx.ftz.f32", make)
-
-
-def _reciprocal() -> Case:
-    def kernel(x, out):
-        out[cuda.threadIdx.x, 0] = numbers.rcp(x[cuda.threadIdx.x, 0])
-
-    def make(rng: Generator) -> Any:
-        x = rng.uniform(-140, 130, (WARP, 1)).astype(np.float32)
-        x[:3, 0] = -np.inf, np.inf, 1
-        expected = np.float32(1) / x
-        return [x], np.zeros_like(x), expected, 2.0**-22 * np.abs(expected)
-
-    return Case("rcp", kernel, void(FLOATS, FLOATS), (7, 5), "rcp.approx.ftz.f32", make)
-
-
-def _multiplication_and_addition() -> Case:
-    def kernel(x, y, z, out):
-        lane = cuda.threadIdx.x
-        out[lane, 0] = numbers.fma(x[lane, 0], y[lane, 0], z[lane, 0])
-
-    def make(rng: Generator) -> Any:
-        x, y = rng.uniform(-2, 2, (2, WARP, 1)).astype(np.float32)
-        z = -(x * y)  # what is left is what the product lost by rounding
-        expected = (x.astype(np.float64) * y + z).astype(np.float32)
-        return [x, y, z], np.zeros_like(x), expected, 0
-
-    signature = void(FLOATS, FLOATS, FLOATS, FLOATS)
-    return Case("fma", kernel, signature, (7, 5), "fma.rn.f32", make)
-
-
-def _logarithm() -> Case:
-    def kernel(x, out):
-        out[cuda.threadIdx.x, 0] = numbers.lg2(x[cuda.threadIdx.x, 0])
-
-    def make(rng: Generator) -> Any:
-        x = np.exp(rng.uniform(-80, 80, (WARP, 1))).astype(np.float32)
-        x[:7, 0] = np.inf, np.nan, 0, -1, 1, 1.5, 1e-40
-        expected = en.lg2(x)
-        return [x], np.zeros_like(x), expected, 2.0**-22 * np.maximum(np.abs(expected), 1)
-
-    return Case("lg2", kernel, void(FLOATS, FLOATS), (7, 5), "lg2.approx.ftz.f32", make)
-
-
-def _tanh() -> Case:
-    def kernel(x, out):
-        out[cuda.threadIdx.x, 0] = numbers.tanh(x[cuda.threadIdx.x, 0])
-
-    def make(rng: Generator) -> Any:
-        x = (rng.choice((-1, 1), (WARP, 1)) * np.geomspace(1e-6, 90, WARP)[:, None]).astype(
-            np.float32
-        )
-        x[:3, 0] = -np.inf, np.inf, np.nan
-        expected = np.tanh(x.astype(np.float64)).astype(np.float32)
-        return [x], np.zeros_like(x), expected, 2.0**-10.9 * np.abs(expected)
-
-    return Case("tanh", kernel, void(FLOATS, FLOATS), (7, 5), "tanh.approx.f32", make)
-
-
-# -- memory --------------------------------------------------------------------------------------
-
-
-def _pairs_to_memory() -> Case:
-    def kernel(x, out):
-        lane = cuda.threadIdx.x
-        copies.st_global_v2(copies.global_address(out) + 8 * lane, x[lane, 0], x[lane, 1])
-
-    def make(rng: Generator) -> Any:
-        x = _any_floats(rng, 2)
-        return [x], np.zeros_like(x), x, 0
-
-    return Case("st.global.v2", kernel, void(FLOATS, FLOATS), (7, 5), "st.global.v2.f32", make)
-
-
-def _through_memory() -> Case:
-    def kernel(x, out):
-        shared = cuda.shared.array(256, uint32)
-        words = cuda.local.array(4, uint32)
-        lane = cuda.threadIdx.x
-        base = copies.shared_address(shared)
-        copies.ld_global_v4(words, copies.global_address(x) + 16 * lane)
-        copies.st_shared_v4(base + 16 * lane, words)
-        cuda.syncthreads()  # what the neighbour reads is stored
-        neighbour = lane ^ 1
-        copies.ld_shared_v4(words, base + 16 * neighbour)
-        copies.st_global_v4(copies.global_address(out) + 32 * lane, words)
-        copies.st_shared(base + 512 + 4 * neighbour, lane)
-        cuda.syncthreads()  # likewise
-        copies.st_global(copies.global_address(out) + 32 * lane + 16, shared[128 + lane])
-
-    def make(rng: Generator) -> Any:
-        x, neighbour = words(rng, WARP, 4), np.arange(WARP) ^ 1
-        expected = np.zeros((WARP, 8), np.uint32)
-        expected[:, :4], expected[:, 4] = x[neighbour], neighbour
-        return [x], np.zeros((WARP, 8), np.uint32), expected, 0
-
-    return Case("ld, st", kernel, void(WORDS, WORDS), (7, 5), "ld.shared.v4.u32", make)
-
-
-def _pairs_of_floats() -> Case:
-    def kernel(x, out):
-        shared = cuda.shared.array(64, float32)
-        lane = cuda.threadIdx.x
-        shared[lane], shared[lane + 32] = x[lane, 0], x[lane, 1]
-        cuda.syncthreads()  # the pair is stored
-        out[lane, 0], out[lane, 1] = copies.ld_shared_v2(copies.shared_address(shared) + 8 * lane)
-
-    def make(rng: Generator) -> Any:
-        x = normals(rng, WARP, 2)
-        return [x], np.zeros_like(x), x.T.reshape(WARP, 2), 0
-
-    return Case("ld_shared_v2", kernel, void(FLOATS, FLOATS), (7, 5), "ld.shared.v2.f32", make)
-
-
-def _asynchronous_copy(waits_for_all: bool) -> Case:
-    wait, size = copies.make_cp_async_wait_group(0), 16
-    last = copies.cp_async_wait_all if waits_for_all else wait
-    own = size // 4
-
-    def kernel(x, out):
-        shared = cuda.shared.array(128, uint32)
-        lane = cuda.threadIdx.x
-        target = copies.shared_address(shared) + size * lane
-        copies.cp_async_16(target, copies.global_address(x) + size * (31 - lane), lane % (size + 1))
-        copies.cp_async_commit_group()
-        last()
-        for i in range(own):
-            out[lane, i] = shared[own * lane + i]
-
-    def make(rng: Generator) -> Any:
-        x, shared = words(rng, WARP, own), np.zeros(WARP * size, np.uint8)
-        memory = x.reshape(-1).view(np.uint8)
-        for lane in range(WARP):
-            source = size * (31 - lane)
-            emulated.cp_async(shared, size * lane, memory, source, lane % (size + 1))
-        expected = shared.view(np.uint32).reshape(WARP, own)
-        return [x], np.zeros((WARP, own), np.uint32), expected, 0
-
-    name = f"cp_async_16, {'wait_all' if waits_for_all else 'wait_group'}"
-    return Case(name, kernel, void(WORDS, WORDS), (8, 0), "cp.async.cg.shared.global", make)
-
-
-def _additions(size: int) -> Case:
-    def one(x, out):
-        copies.red_add(copies.global_address(out), x[cuda.threadIdx.x, 0])
-
-    def four(x, out):
-        values = cuda.local.array(4, float32)
-        for i in range(4):
-            values[i] = x[cuda.threadIdx.x, i]
-        copies.red_add_v4(copies.global_address(out), values)
-
-    def make(rng: Generator) -> Any:
-        # Small whole numbers: their sum is exact in any order.
-        x = rng.integers(-99, 99, (WARP, size)).astype(np.float32)
-        return [x], np.ones((1, size), np.float32), x.sum(axis=0, keepdims=True) + 1, 0
-
-    vector = "" if size == 1 else f".v{size}"
-    name, text = f"red_add{vector.replace('.', '_')}", f"red.global.add{vector}.f32"
-    cc = (7, 5) if size == 1 else (9, 0)
-    return Case(name, {1: one, 4: four}[size], void(FLOATS, FLOATS), cc, text, make)
-
-
-def _larger() -> Case:
-    def kernel(x, out):
-        copies.red_max(copies.global_address(out), x[cuda.threadIdx.x, 0])
-
-    def make(rng: Generator) -> Any:
-        x = abs(normals(rng, WARP, 1))
-        return [x], np.zeros((1, 1), np.float32), x.max(keepdims=True), 0
-
-    return Case("red_max", kernel, void(FLOATS, FLOATS), (7, 5), "red.global.max.s32", make)
-
-
-def _relaxed() -> Case:
-    def kernel(x, out):
-        at = 4 * (31 - cuda.threadIdx.x)
-        word = copies.ld_relaxed(copies.global_address(x) + at)
-        copies.st_relaxed(copies.global_address(out) + at, word)
-
-    def make(rng: Generator) -> Any:
-        x = words(rng, WARP, 1)
-        return [x], np.zeros((WARP, 1), np.uint32), x, 0
-
-    return Case(
-        "ld_relaxed, st_relaxed", kernel, void(WORDS, WORDS), (7, 5), "ld.relaxed.gpu", make
-    )
+def eights(rng: Generator, *shape: int) -> Any:
+    return pack_e4m3(*(normals(rng, *shape) for _ in range(4)))
 
 
 # -- fragments -----------------------------------------------------------------------------------
@@ -393,26 +188,7 @@ def _product(name: str, dtype: str, cc: tuple[int, int], text: str, a_registers:
     return Case(name, kernel, void(WORDS, WORDS, FLOATS, FLOATS), cc, text, make)
 
 
-CASES = [
-    _packing("pack_f16", "float16", "cvt.rn.f16x2.f32"),
-    _packing("pack_bf16", "bfloat16", "cvt.rn.bf16x2.f32"),
-    _packing_four(),
-    _unpacking("unpack_f16", "float16", "cvt.f32.f16"),
-    _unpacking("unpack_bf16", "bfloat16", "shl.b32"),
-    _rounding(),
-    _bits(),
-    _exponential(),
-    _reciprocal(),
-    _multiplication_and_addition(),
-    _logarithm(),
-    _tanh(),
-    _pairs_to_memory(),
-    _through_memory(),
-    _pairs_of_floats(),
-    *(_asynchronous_copy(waits_for_all) for waits_for_all in (False, True)),
-    *(_additions(size) for size in (1, 4)),
-    _larger(),
-    _relaxed(),
+OF_A_WARP = [
     *(_load_matrices(count, turned) for count in (1, 2, 4) for turned in (False, True)),
     *(_store_matrices(turned) for turned in (False, True)),
     _product("mma_f16", "float16", (8, 0), "mma.sync.aligned.m16n8k16.row.col.f32.f16", 4),
@@ -420,3 +196,120 @@ CASES = [
     _product("mma_f16_k8", "float16", (7, 5), "mma.sync.aligned.m16n8k8.row.col.f32.f16", 2),
     _product("mma_tf32", "tf32", (8, 0), "mma.sync.aligned.m16n8k8.row.col.f32.tf32", 4),
 ]
+
+
+# -- warpgroups ----------------------------------------------------------------------------------
+
+
+def warpgroup(
+    cols: int, dtype: str, in_registers: bool, a_transposed: bool, b_transposed: bool, swizzle: int
+) -> Case:
+    """Return two products into one accumulator, of whatever random tiles lie behind the descriptors."""
+    multiply = wgmma.make_wgmma(cols, dtype, in_registers, a_transposed, b_transposed)
+    wait, accumulators = wgmma.make_wgmma_wait_group(0), cols // 2
+    width = swizzle or 16
+
+    def layout_of(lines: int, is_transposed: bool) -> tuple[int, int]:
+        """Return a layout, and the bytes of an operand: eights of lines one after the other."""
+        piece = 8 * width
+        if is_transposed:
+            panels = -(-2 * lines // width)
+            across, along = 2 * piece, piece  # two eights along the depth a panel
+            leading, stride = (across, along) if swizzle else (along, across)
+            return wgmma.descriptor_layout(swizzle, leading, stride), panels * across
+        # Without a swizzle 32 bytes of the depth are two columns of pieces.
+        columns = 1 if swizzle else 2
+        leading = lines * width if not swizzle else 16
+        return wgmma.descriptor_layout(swizzle, leading, piece), lines * width * columns
+
+    a_layout, a_bytes = layout_of(64, a_transposed)
+    b_layout, b_bytes = layout_of(cols, b_transposed)
+    b_start = -(-a_bytes // ALIGNMENT) * ALIGNMENT
+    # A further KB: tiles narrower than the swizzle's lines read beyond.
+    total = b_start + -(-b_bytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT
+    words = total // 4
+
+    def kernel(image, registers, out):
+        shared = cuda.shared.array(0, uint32)
+        acc = cuda.local.array(accumulators, float32)
+        a = cuda.local.array(4, uint32)
+        thread = cuda.threadIdx.x
+        base = copies.align_up(copies.shared_address(shared), ALIGNMENT)
+        first = (base - copies.shared_address(shared)) // 4
+        for i in range(thread, words, GROUP):
+            shared[first + i] = image[0, i]
+        for i in range(4):
+            a[i] = registers[thread, i]
+        barriers.fence_proxy_async()
+        cuda.syncthreads()  # the operands are whole
+        a_descriptor = wgmma.descriptor(a_layout, base)
+        b_descriptor = wgmma.descriptor(b_layout, base + b_start)
+        for i in range(accumulators):
+            acc[i] = float32(1e9)  # does not count
+        wgmma.wgmma_fence()
+        if in_registers:
+            multiply(acc, a, b_descriptor, 0)
+            multiply(acc, a, b_descriptor, 1)
+        else:
+            multiply(acc, a_descriptor, b_descriptor, 0)
+            multiply(acc, a_descriptor, b_descriptor, 1)
+        wgmma.wgmma_commit_group()
+        wait()
+        for i in range(accumulators):
+            out[thread, i] = acc[i]
+
+    def make(rng: Generator) -> Any:
+        if dtype == "tf32":
+            image = normals(rng, 1, words).view(np.uint32)
+            registers = normals(rng, GROUP, 4).view(np.uint32)
+        elif dtype == E4M3:
+            image, registers = eights(rng, 1, words), eights(rng, GROUP, 4)
+        else:
+            image, registers = pairs(rng, dtype, 1, words), pairs(rng, dtype, GROUP, 4)
+        shared, fragment = image.reshape(-1).view(np.uint8), registers.reshape(4, WARP, 4)
+        a: Any = fragment if in_registers else a_layout
+        b = b_layout | b_start >> 4
+        acc = np.zeros((4, WARP, accumulators), np.float32)
+        once = emulated_wgmma(shared, acc, a, b, dtype, a_transposed, b_transposed, False)
+        left = (
+            read_registers(fragment, dtype)
+            if in_registers
+            else read_operand(shared, a_layout, 64, dtype, a_transposed)
+        )
+        right = read_operand(shared, b, cols, dtype, b_transposed)
+        size = gather_rows(np.abs(left) @ np.abs(right).T).reshape(GROUP, accumulators)
+        expected = 2 * once.reshape(GROUP, accumulators)
+        # Tensor cores drop the bits below those of the largest product, of e4m3 more.
+        unit = 2.0**-11 if dtype == E4M3 else 2e-6
+        return [image, registers], np.zeros_like(expected), expected, unit * size + 1e-6
+
+    turned = ("ᵀ" if a_transposed else "", "ᵀ" if b_transposed else "")
+    left = "registers" if in_registers else f"A{turned[0]}"
+    name = f"wgmma n{cols} {dtype}, {left}, B{turned[1]}, {swizzle} bytes"
+    depth = wgmma.KINDS[dtype][1]
+    text = f"wgmma.mma_async.sync.aligned.m64n{cols}k{depth}.f32"
+    signature = void(WORDS, WORDS, FLOATS)
+    return Case(name, kernel, signature, HOPPER, text, make, GROUP, shared_bytes=total + ALIGNMENT)
+
+
+#: Columns of B that attention needs: keys of a tile, or a head's width.
+WIDTHS = (8, 16, 32, 64, 80, 96, 128, 160, 192, 256)
+
+
+def _warpgroups() -> Iterator[Case]:
+    for cols in WIDTHS:
+        yield warpgroup(cols, "float16", False, False, False, 128)
+    for cols in (64, 128, 256):
+        yield warpgroup(cols, "bfloat16", True, False, True, 128)
+    for swizzle in (0, 32, 64, 128):
+        for a_transposed in (False, True):
+            for b_transposed in (False, True):
+                yield warpgroup(64, "bfloat16", False, a_transposed, b_transposed, swizzle)
+        yield warpgroup(64, "tf32", False, False, False, swizzle)
+    yield warpgroup(64, "tf32", True, False, False, 128)
+    for cols in (64, 128):
+        for in_registers in (False, True):
+            yield warpgroup(cols, E4M3, in_registers, False, False, 128)
+
+
+CASES = [*OF_A_WARP, *_warpgroups()]

@@ -28,6 +28,7 @@ from kernels.scores.program import PLAIN, Features
 from ...support.device.compiling import (
     FLOAT32,
     FLOAT64,
+    GENERATIONS,
     assert_fits,
     assert_is_kernel,
     assert_no_float64,
@@ -158,7 +159,13 @@ SPILLED = {("flash2 dq", 64): 16, ("flash2 dkdv", 64): 16}
 
 @needs_ptxas
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("name", ["flash2 forward", "flash2 delta", "flash2 dq", "flash2 dkdv"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "naive softmax", "naive softmax backward", "flash2 forward", "flash2 delta", "flash2 dq",
+        "flash2 dkdv",
+    ],
+)  # fmt: skip
 def test_a_multiprocessor_holds_the_blocks_that_the_layout_says_and_registers_suffice(
     name: str, dim: int
 ) -> None:
@@ -166,27 +173,22 @@ def test_a_multiprocessor_holds_the_blocks_that_the_layout_says_and_registers_su
     assert_fits(kernel, kernel.threads, (9, 0), SPILLED.get((name, dim), 0))
 
 
-def _assert_compiles_with_everything(name: str, dtype: Any, cc: tuple[int, int]) -> None:
+@needs_nvvm
+@pytest.mark.parametrize(
+    ("name", "dtype", "cc"),
+    [("forward", FLOAT32, cc) for cc in GENERATIONS] + [("forward", FLOAT64, (8, 0))]
+    + [(name, FLOAT32, (9, 0)) for name in WITH_OPTIONS if name != "forward"],
+    ids=str,
+)  # fmt: skip
+def test_flash2_compiles_with_every_option_at_once(
+    name: str, dtype: Any, cc: tuple[int, int]
+) -> None:
     ptx = ptx_of(WITH_OPTIONS[name](dtype, EVERYTHING), cc)
     assert_is_kernel(ptx, cc)
     assert not re.search(r"(ld|st)\.local", ptx)
     if dtype == FLOAT32:
         # A user's constants too are numbers of the dtype.
         assert_no_float64(ptx, "fma|mul|add|sub")
-
-
-@needs_nvvm
-@on_every_generation
-def test_flash2_compiles_with_every_option_at_once_for_every_generation(
-    dtype: Any, cc: tuple[int, int]
-) -> None:
-    _assert_compiles_with_everything("forward", dtype, cc)
-
-
-@needs_nvvm
-@pytest.mark.parametrize("name", [name for name in WITH_OPTIONS if name != "forward"])
-def test_gradients_compile_with_every_option_at_once(name: str) -> None:
-    _assert_compiles_with_everything(name, FLOAT32, (9, 0))
 
 
 @needs_nvvm
@@ -213,12 +215,6 @@ def test_dropout_draws_its_bits_with_words_of_32_bits() -> None:
     # 7 rounds of two products, once for eight columns.
     assert len(re.findall(r"mul\.hi\.u32", ptx)) == 14
     assert not re.search(rf"mul\.lo\.s64.*({MULTIPLIER_0}|{MULTIPLIER_1})", ptx)
-
-
-@needs_ptxas
-@pytest.mark.parametrize("name", [name for name in ATTENTION if name.startswith("naive")])
-def test_the_naive_softmax_stays_in_registers(name: str) -> None:
-    assert_fits(ATTENTION[name](FLOAT32, 64, 64), GPU.row_threads, (9, 0))
 
 
 @needs_nvvm

@@ -1,4 +1,7 @@
-"""The Hopper rung compiled without a GPU: its products, its registers, that nothing waits in turn."""
+"""The Hopper rung compiled without a GPU: its products, its registers, that nothing waits in turn.
+
+A spilled tile or a product that waits for the last one costs a large part of the speed.
+"""
 
 from __future__ import annotations
 
@@ -17,51 +20,119 @@ from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     query_layout,
 )
 from kernels.cuda.attention.flash3_wgmma.backward.preprocess import lanes_a_row, preprocess_kernel
+from kernels.cuda.attention.flash3_wgmma.float8 import layout as float8_layout
+from kernels.cuda.attention.flash3_wgmma.float8 import quantise
+from kernels.cuda.attention.flash3_wgmma.float8.kernel import forward_kernel as float8_kernel
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import forward_kernel
 from kernels.cuda.attention.flash3_wgmma.layout import Widths, layout_of
-from kernels.cuda.runtime.resources import compile_ptx, launched_resources
+from kernels.cuda.runtime.resources import compile_ptx
+from kernels.runtime.jit import fingerprint
 from kernels.scores.program import Features
 
-from ...support.device.compiling import REGISTERS, needs_nvvm, needs_ptxas
+from ...support.attention.strategies import MASK_MODS, SCORE_MODS
+from ...support.device.compiling import assert_in_registers, needs_nvvm, needs_ptxas
 
 WIDTHS = [Widths(64, 64), Widths(128, 128), Widths(192, 128), Widths(256, 256)]
 HOPPER = (9, 0, "a")
+#: Bytes of shared memory that a block may have.
+MOST_SHARED = 227 * 1024
 
 
-def _kernel(widths: Widths, dtype: str) -> Any:
-    return forward_kernel(layout_of(widths), widths, dtype)
+def _name(x: Any) -> str:
+    if isinstance(x, Widths):
+        return f"{x.head}-{x.value}"
+    return (
+        "+".join(part for part, has in x._asdict().items() if has)
+        if hasattr(x, "_asdict")
+        else str(x)
+    )
 
 
-@needs_nvvm
-@pytest.mark.parametrize(
-    ("widths", "dtype"), [*((one, "float16") for one in WIDTHS), (WIDTHS[0], "bfloat16")], ids=str
-)
-def test_products_are_made_by_wgmma_as_often_as_the_tiles_say(widths: Widths, dtype: str) -> None:
-    kernel, layout = _kernel(widths, dtype), layout_of(widths)
-    ptx = compile_ptx(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
+@needs_ptxas
+@pytest.mark.parametrize("widths", WIDTHS, ids=_name)
+def test_forward_products_are_as_many_as_the_tiles_say_and_no_tile_spills(widths: Widths) -> None:
+    dtype, name = ("bfloat16", "bf16") if widths == WIDTHS[0] else ("float16", "f16")
+    layout = layout_of(widths)
+    # Spilled are numbers of the scheduler thread, which has 24 registers; nothing else.
+    ptx = assert_in_registers(forward_kernel(layout, widths, dtype), HOPPER, 96)
     scores, values = (
         ptx.count(f"wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.{name}")
         for cols in (layout.block_k, widths.value)
-        for name in [{"float16": "f16", "bfloat16": "bf16"}[dtype]]
     )
     # The first tile, those in the loop, and with room for it the next item's first.
     wanted = {layout.block_k: (2 + (layout.items > 1)) * widths.head // 16}
     wanted[widths.value] = wanted.get(widths.value, 0) + layout.block_k // 16
     assert (scores, values) == (wanted[layout.block_k], wanted[widths.value])
-    assert "cp.async.bulk.tensor.4d.shared" in ptx
-    assert "cp.async.bulk.tensor.4d.global" in ptx
-    assert "setmaxnreg.inc" in ptx
-    assert ".local" not in ptx
+    for text in ("bulk.tensor.4d.shared", "bulk.tensor.4d.global", "setmaxnreg.inc"):
+        assert text in ptx
+
+
+OPTIONS = {
+    "boolean mask": Features(mask="bool"),
+    "floating mask": Features(mask="float"),
+    "floating mask of 16 bits": Features(mask="bfloat16"),
+    "dropout": Features(dropout=True),
+    "softcap": Features(softcap=True),
+    "alibi": Features(slopes=True),
+    "sink": Features(sink=True),
+    "block mask": Features(block_mask=True),
+    "packed": Features(packed=True),
+    "mask_mod": Features(mask_mod=MASK_MODS[0]),
+    "score_mod": Features(score_mod=SCORE_MODS[0][0]),
+}
 
 
 @needs_ptxas
-@pytest.mark.parametrize("widths", WIDTHS, ids=lambda w: f"{w.head}-{w.value}")
-def test_nothing_of_the_loop_spills_and_no_product_waits_for_the_last(widths: Widths) -> None:
-    kernel = _kernel(widths, "float16")
-    found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
-    assert not found.warnings
-    assert found.spilled <= 96  # of the scheduler thread, which has 24 registers; nothing else
-    assert kernel.threads * found.registers <= REGISTERS
+@pytest.mark.parametrize(
+    ("option", "widths"),
+    [
+        *((option, WIDTHS[0]) for option in OPTIONS),
+        *((o, w) for o in ("boolean mask", "dropout", "softcap") for w in WIDTHS[1::2]),
+    ],
+    ids=_name,
+)
+def test_options_leave_tiles_of_scores_in_registers(option: str, widths: Widths) -> None:
+    kernel = forward_kernel(layout_of(widths, True), widths, "bfloat16", OPTIONS[option])
+    ptx = assert_in_registers(
+        kernel, HOPPER, 224
+    )  # numbers of an item; nothing is stored in its loop
+    if widths == WIDTHS[0]:
+        # The first scores, those in the loop and the next item's, of four steps each, and eight of P V.
+        assert ptx.count("wgmma.mma_async.sync.aligned.m64n") == 3 * 4 + 8
+
+
+def slanted(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return score - 0.02 * (head + 1) * abs(row - col)
+
+
+def backwards(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return score + 0.5 * (col - row)
+
+
+@needs_nvvm
+@pytest.mark.parametrize("mod", [slanted, backwards])
+def test_a_score_mod_of_distances_converts_one_place_of_a_tile(mod: Any) -> None:
+    widths = WIDTHS[0]
+    kernel = forward_kernel(layout_of(widths, True), widths, "bfloat16", Features(score_mod=mod))
+    ptx = compile_ptx(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
+    assert "cvt.rn.f32.s64" not in ptx
+    # A head and a distance in tiles that are whole, and in those at an edge; of elements there are 64.
+    assert ptx.count("cvt.rn.f32.s32") + ptx.count("cvt.rn.f32.u32") <= 6
+
+
+@needs_nvvm
+def test_what_was_compiled_before_changes_no_fingerprint() -> None:
+    """Otherwise a kernel with a user's function would never be found on disk."""
+
+    def kernel(dtype: str) -> Any:
+        widths = WIDTHS[0]
+        return forward_kernel(layout_of(widths, True), widths, dtype, Features(score_mod=slanted))
+
+    before = fingerprint(kernel("float16").source)
+    one = kernel("bfloat16")
+    compile_ptx(one.source, one.signature, HOPPER, one.launch_bounds)
+    assert fingerprint(kernel("float16").source) == before
+    assert fingerprint(one.source) != before
 
 
 # -- the backward pass ------------------------------------------------------------------------------
@@ -71,12 +142,6 @@ BY_KEYS = [
     (widths, parts) for widths in WIDTHS for adds_dq in (True, False) if max(widths) <= 128 or adds_dq
     for parts in parts_of(widths, adds_dq)
 ]  # fmt: skip
-
-
-def _name(x: Any) -> str:
-    if isinstance(x, Widths):
-        return f"{x.head}-{x.value}"
-    return "+".join(part for part, has in x._asdict().items() if has)
 
 
 def _products(widths: Widths, parts: KeyGradients) -> int:
@@ -92,61 +157,20 @@ def _products(widths: Widths, parts: KeyGradients) -> int:
     )
 
 
-@needs_nvvm
-@pytest.mark.parametrize(("widths", "parts"), BY_KEYS[:2], ids=_name)
-def test_the_backward_kernel_makes_each_product_once(widths: Widths, parts: KeyGradients) -> None:
-    layout = key_layout(widths, parts)
-    kernel = dkdv_kernel(layout, widths, "bfloat16", parts)
-    ptx = compile_ptx(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
-    assert ptx.count("wgmma.mma_async.sync.aligned.m64n") == _products(widths, parts)
-    transposed = f"m64n{dq_share(layout, widths).cols}k16.f32.bf16.bf16"
-    assert (transposed in ptx) or not parts.dq
-    assert ("cp.reduce.async.bulk.global" in ptx) == parts.dq
-    assert "setmaxnreg.inc" in ptx
-    assert ".local" not in ptx
-
-
 @needs_ptxas
 @pytest.mark.parametrize(("widths", "parts"), BY_KEYS, ids=_name)
 def test_no_product_of_the_backward_kernel_waits_for_the_last(
     widths: Widths, parts: KeyGradients
 ) -> None:
-    kernel = dkdv_kernel(key_layout(widths, parts), widths, "float16", parts)
-    found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
-    assert not found.warnings
-    assert found.spilled <= 160  # addresses and numbers of an item; nothing is stored in its loop
-    assert kernel.threads * found.registers <= REGISTERS
-
-
-@needs_ptxas
-@pytest.mark.parametrize("widths", WIDTHS, ids=_name)
-def test_no_product_of_the_kernel_of_dq_waits_for_the_last(widths: Widths) -> None:
-    kernel = dq_kernel(query_layout(widths), widths, "float16")
-    found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
-    assert not found.warnings
-    assert found.spilled == 0
-    assert kernel.threads * found.registers <= REGISTERS
-
-
-@needs_nvvm
-@pytest.mark.parametrize("value_dim", [8, 64, 256])
-def test_the_kernel_before_them_moves_16_bytes_at_a_time(value_dim: int) -> None:
-    kernel = preprocess_kernel(lanes_a_row(value_dim), "bfloat16", True, False)
-    ptx = compile_ptx(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
-    assert "ld.global.v4.u32" in ptx
-    assert "st.global.v4.u32" in ptx
-    assert ".local" not in ptx
-
-
-@needs_ptxas
-@pytest.mark.parametrize("vectors", [True, False], ids=["vectors", "elements"])
-@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "dense"])
-def test_the_kernel_before_them_spills_nothing(vectors: bool, is_packed: bool) -> None:
-    kernel = preprocess_kernel(lanes_a_row(128), "float16", vectors, True, is_packed)
-    found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
-    assert not found.warnings
-    assert found.spilled == found.local == 0
-    assert found.registers <= 64  # four blocks of a multiprocessor
+    layout = key_layout(widths, parts)
+    # Spilled are addresses and numbers of an item; nothing is stored in its loop.
+    ptx = assert_in_registers(dkdv_kernel(layout, widths, "bfloat16", parts), HOPPER, 160, 32)
+    if (widths, parts) in BY_KEYS[:2]:
+        assert ptx.count("wgmma.mma_async.sync.aligned.m64n") == _products(widths, parts)
+    transposed = f"m64n{dq_share(layout, widths).cols}k16.f32.bf16.bf16"
+    assert (transposed in ptx) or not parts.dq
+    assert ("cp.reduce.async.bulk.global" in ptx) == parts.dq
+    assert "setmaxnreg.inc" in ptx
 
 
 def less_logarithm(score: float, batch: int, head: int, row: int, col: int) -> float:
@@ -178,22 +202,69 @@ def test_no_product_waits_for_the_last_with_options(name: str, adds_dq: bool) ->
     features, widths = WITH_OPTIONS[name]
     for parts in parts_of(widths, adds_dq):
         layout = key_layout(widths, parts, features)
+        # Of tiles in local memory the smallest would take 128 bytes.  Spilled are numbers of an item, some
+        # more or less by the compiler's version; with tiles too large twice that.
         kernel = dkdv_kernel(layout, widths, "bfloat16", parts, features)
-        found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
-        assert not found.warnings
-        assert found.local <= found.spilled + 32  # of tiles the smallest would take 128 bytes
-        # Numbers of an item, some more or less by the compiler's version; with tiles too large twice that.
-        assert found.spilled <= 288
-        assert kernel.threads * found.registers <= REGISTERS
+        assert_in_registers(kernel, HOPPER, 288, 32)
 
 
 @needs_ptxas
-@pytest.mark.parametrize("name", ["mask", "wide partial tiles", "long function"])
-def test_no_product_of_the_kernel_of_dq_waits_for_the_last_with_options(name: str) -> None:
-    features, widths = WITH_OPTIONS[name]
+@pytest.mark.parametrize(
+    ("features", "widths"),
+    [(Features(), w) for w in WIDTHS]
+    + [WITH_OPTIONS[name] for name in ("mask", "wide partial tiles", "long function")],
+)
+def test_no_product_of_the_kernel_of_dq_waits_for_the_last(
+    features: Features, widths: Widths
+) -> None:
     kernel = dq_kernel(query_layout(widths), widths, "bfloat16", features)
-    found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
-    assert not found.warnings
-    assert found.local <= found.spilled + 32
-    assert found.spilled <= 32
-    assert kernel.threads * found.registers <= REGISTERS
+    assert_in_registers(kernel, HOPPER, 32 if features != Features() else 0, 32)
+
+
+@needs_ptxas
+@pytest.mark.parametrize("value_dim", [8, 64, 128, 256])
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "dense"])
+def test_the_kernel_before_them_moves_16_bytes_at_a_time(is_packed: bool, value_dim: int) -> None:
+    lanes = lanes_a_row(value_dim)
+    ptx = assert_in_registers(
+        preprocess_kernel(lanes, "bfloat16", True, False, is_packed), HOPPER, most=64
+    )
+    assert "ld.global.v4.u32" in ptx and "st.global.v4.u32" in ptx
+    # Four blocks of a multiprocessor.
+    elements = preprocess_kernel(lanes, "float16", False, True, is_packed)
+    assert_in_registers(elements, HOPPER, most=64)
+
+
+# -- float8 -----------------------------------------------------------------------------------------
+
+
+@needs_ptxas
+@pytest.mark.parametrize("has_blocks", [True, False], ids=["blocks", "heads"])
+@pytest.mark.parametrize("widths", [*WIDTHS[:2], Widths(64, 128)], ids=_name)
+def test_both_products_are_of_float8_and_no_tile_spills(widths: Widths, has_blocks: bool) -> None:
+    layout = float8_layout.layout_of(widths)
+    kernel = float8_kernel(layout, widths, "bfloat16", has_blocks)
+    # Spilled are numbers of the scheduler thread, which has 24 registers; nothing else.
+    ptx = assert_in_registers(kernel, HOPPER, 96)
+    scores, values = (
+        ptx.count(f"wgmma.mma_async.sync.aligned.m64n{cols}k32.f32.e4m3.e4m3")
+        for cols in (layout.block_k, widths.value)
+    )
+    # Scores of the first tile, in the loop, and of the next item's first; values in the loop and after it.
+    wanted = {layout.block_k: 3 * widths.head // 32}
+    wanted[widths.value] = wanted.get(widths.value, 0) + 2 * layout.block_k // 32
+    assert (scores, values) == (wanted[layout.block_k], wanted[widths.value])
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "setmaxnreg.inc" in ptx
+    assert kernel.shared_bytes <= MOST_SHARED
+
+
+@needs_ptxas
+@pytest.mark.parametrize("width", [64, 128])
+def test_rounding_spills_nothing_and_reads_16_bytes_at_a_time(width: int) -> None:
+    for kernel in (
+        quantise.rows_kernel(2, width, "float16", True, True),
+        quantise.rows_kernel(2, width, "bfloat16", False, False),
+        quantise.values_kernel(width, "bfloat16"),
+    ):
+        most = 65536 // (2 * kernel.threads)  # two blocks of a multiprocessor
+        assert "ld.global.v4.u32" in assert_in_registers(kernel, HOPPER, most=most)

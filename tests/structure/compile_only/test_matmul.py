@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from kernels.cuda.matmul import dispatch, mma, wgmma
-from kernels.cuda.matmul.layout import STEPS, TERMS, ProductForm, ProductLayout
+from kernels.cuda.matmul.layout import STEPS, TERMS, ProductForm
 from kernels.cuda.matmul.operands import copy_kernel
 from kernels.cuda.ptx.wgmma import KINDS
-from kernels.cuda.runtime.resources import compile_ptx, launched_resources
 
-from ...support.device.compiling import REGISTERS, needs_nvvm, needs_ptxas, ptx_of
+from ...support.device.compiling import REGISTERS, assert_in_registers, needs_ptxas
 
 HOPPER = (9, 0, "a")
 (LARGE, *_), (SMALL, *_) = dispatch._HOPPER[1]
@@ -34,12 +33,12 @@ WARP_KERNELS = {
 }
 
 
-@needs_nvvm
+@needs_ptxas
 @pytest.mark.parametrize("name", HOPPER_KERNELS)
-def test_hoppers_products_are_as_many_as_the_tiles_say(name: str) -> None:
+def test_hoppers_products_are_as_many_as_the_tiles_say_and_none_waits(name: str) -> None:
     layout, form = HOPPER_KERNELS[name]
     kernel = wgmma.product_kernel(layout, form)
-    ptx = compile_ptx(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
+    ptx = assert_in_registers(kernel, HOPPER)
     kind = {"float16": "f16", "bfloat16": "bf16", "tf32": "tf32"}[form.dtype]
     instruction = (
         f"wgmma.mma_async.sync.aligned.m64n{layout.cols}k{KINDS[form.dtype][1]}.f32.{kind}"
@@ -48,43 +47,22 @@ def test_hoppers_products_are_as_many_as_the_tiles_say(name: str) -> None:
     assert "cp.async.bulk.tensor.4d.shared" in ptx
     assert ("cp.async.bulk.tensor.4d.global" in ptx) == (form.out != "float32")
     assert ("ex2.approx" in ptx) == form.has_gelu
-    assert ".local" not in ptx
-
-
-@needs_ptxas
-@pytest.mark.parametrize("name", HOPPER_KERNELS)
-def test_nothing_spills_and_no_product_waits_for_the_last(name: str) -> None:
-    layout, form = HOPPER_KERNELS[name]
-    kernel = wgmma.product_kernel(layout, form)
-    found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
-    assert not found.warnings
-    assert found.spilled == 0
-    assert kernel.threads * found.registers <= REGISTERS
     assert kernel.shared_bytes <= 227 * 1024
-
-
-@needs_nvvm
-@pytest.mark.parametrize("name", WARP_KERNELS)
-def test_a_warps_products_are_as_many_as_the_tiles_say(name: str) -> None:
-    layout, form = WARPS, WARP_KERNELS[name]
-    ptx = ptx_of(mma.product_kernel(layout, form), (8, 0))
-    warps = layout.row_warps * layout.col_warps
-    tiles = layout.rows // 16 * layout.cols // 8 // warps
-    assert ptx.count("mma.sync.aligned") == tiles * STEPS
-    assert ("ldmatrix.sync.aligned.m8n8.x4.trans" in ptx) == (form.a_turned or form.b_turned)
-    assert "cp.async.cg.shared.global" in ptx
-    assert ".local" not in ptx
 
 
 @needs_ptxas
 @pytest.mark.parametrize("cc", [(8, 0), (8, 6), (9, 0)], ids=str)
 @pytest.mark.parametrize("name", WARP_KERNELS)
 def test_a_multiprocessor_holds_the_blocks_of_warps(name: str, cc: Any) -> None:
-    layout = WARPS
-    kernel = mma.product_kernel(layout, WARP_KERNELS[name])
-    found = launched_resources(kernel.source, kernel.signature, cc, kernel.launch_bounds)
-    assert found.spilled == 0
-    assert layout.resident * layout.threads * -(-found.registers // 8) * 8 <= REGISTERS
+    layout, form = WARPS, WARP_KERNELS[name]
+    kernel = mma.product_kernel(layout, form)
+    ptx = assert_in_registers(
+        kernel, cc, most=REGISTERS // (layout.resident * layout.threads) // 8 * 8
+    )
+    tiles = layout.rows // 16 * layout.cols // 8 // (layout.row_warps * layout.col_warps)
+    assert ptx.count("mma.sync.aligned") == tiles * STEPS
+    assert ("ldmatrix.sync.aligned.m8n8.x4.trans" in ptx) == (form.a_turned or form.b_turned)
+    assert "cp.async.cg.shared.global" in ptx
     assert kernel.shared_bytes <= 99 * 1024
 
 
@@ -93,16 +71,4 @@ def test_a_multiprocessor_holds_the_blocks_of_warps(name: str, cc: Any) -> None:
 def test_copies_of_operands_keep_nothing_in_local_memory(kind: str) -> None:
     for source in (np.float32, np.uint16):
         if source is np.float32 or kind in ("float16", "bfloat16"):
-            kernel = copy_kernel(kind, np.dtype(source))
-            found = launched_resources(
-                kernel.source, kernel.signature, (8, 0), kernel.launch_bounds
-            )
-            assert found.spilled == 0
-            assert found.registers <= 64
-
-
-def test_layouts_of_hopper_are_whole_warpgroups() -> None:
-    for layout in (LARGE, SMALL, SPLIT):
-        assert isinstance(layout, ProductLayout)
-        assert layout.rows % 64 == 0
-        assert layout.cols % (64 * layout.panels) == 0
+            assert_in_registers(copy_kernel(kind, np.dtype(source)), (8, 0), most=64)

@@ -10,7 +10,6 @@ from typing import Any
 import numba
 import pytest
 
-import minitorch
 from kernels.cuda.attention.flash2_mma.arithmetic import HALVES
 from kernels.cuda.attention.flash2_mma.forward import forward_kernel
 from kernels.cuda.attention.flash2_mma.tiles import MmaLayout
@@ -20,8 +19,8 @@ from kernels.cuda.runtime.kernel import Kernel
 from kernels.cuda.runtime.resources import compile_ptx
 from kernels.cuda.runtime.sizes import GPU, ProductTile
 from kernels.runtime.targets import cuda
-from minitorch import cuda_kernel_ops, operators
 from minitorch import cuda_ops as course_kernels
+from minitorch import operators
 from minitorch.accelerated import cuda_loop_kernels as cuda_loops
 from minitorch.backends import more_operators
 
@@ -97,21 +96,14 @@ def test_every_kernel_of_the_course_compiles_for_every_generation(
 
 @needs_nvvm
 @pytest.mark.parametrize("name", list(KERNELS)[:4])
-def test_every_kernel_takes_shapes_as_arrays(name: str) -> None:
+def test_every_kernel_of_the_course_takes_shapes_as_arrays_and_as_tuples(name: str) -> None:
     assert ".visible .entry" in _ptx(name, FLOAT32, (8, 0), ARRAY)
-
-
-@needs_nvvm
-@pytest.mark.parametrize("name", ["map sigmoid", "zip add"])
-def test_shapes_as_tuples_keep_indices_in_registers(name: str) -> None:
-    assert ".local" not in _ptx(name, FLOAT32, (8, 0))
-
-
-@needs_nvvm
-def test_the_product_of_the_course_does_no_float64_arithmetic() -> None:
-    ptx = _ptx("matmul", FLOAT32, (8, 0))
-    assert "fma.rn.f32" in ptx
-    assert_no_float64(ptx)
+    ptx = _ptx(name, FLOAT32, (8, 0))
+    if name in ("map sigmoid", "zip add"):  # whose indices stay in registers
+        assert ".local" not in ptx
+    if name == "matmul":
+        assert "fma.rn.f32" in ptx
+        assert_no_float64(ptx)
 
 
 # -- what the backend launches --------------------------------------------------------------------
@@ -159,17 +151,14 @@ def test_every_kernel_compiles_for_every_generation_and_stays_in_registers(
 
 
 @needs_nvvm
-@pytest.mark.parametrize("name", MAPS)
-def test_every_function_of_one_number_stays_in_float32(name: str) -> None:
+@pytest.mark.parametrize("name", [*MAPS, *ZIPS])
+def test_every_function_of_numbers_stays_in_float32(name: str) -> None:
     fn = getattr(operators, name)
-    assert_no_float64(ptx_of(cuda_loops.map_kernel(fn, 1, FLOAT32, FLOAT32), (8, 0)))
-
-
-@needs_nvvm
-@pytest.mark.parametrize("name", ZIPS)
-def test_every_function_of_two_numbers_stays_in_float32(name: str) -> None:
-    fn = getattr(operators, name)
-    assert_no_float64(ptx_of(cuda_loops.zip_kernel(fn, 1, FLOAT32, FLOAT32, FLOAT32), (8, 0)))
+    if name in MAPS:
+        kernel = cuda_loops.map_kernel(fn, 1, FLOAT32, FLOAT32)
+    else:
+        kernel = cuda_loops.zip_kernel(fn, 1, FLOAT32, FLOAT32, FLOAT32)
+    assert_no_float64(ptx_of(kernel, (8, 0)))
 
 
 @needs_nvvm
@@ -235,8 +224,3 @@ def test_a_product_of_float32_computes_nothing_in_float64_after_one_of_float64()
         cuda_cores.product_kernel(tile, FLOAT64)
     for tile in _tiles(FLOAT32):
         assert_no_float64(ptx_of(cuda_cores.product_kernel(tile, FLOAT32), (9, 0)))
-
-
-def test_the_cuda_backend_is_there_without_a_gpu() -> None:
-    assert minitorch.CudaBackend.cuda
-    assert cuda_kernel_ops.CudaKernelOps is minitorch.CudaOps

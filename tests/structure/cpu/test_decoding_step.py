@@ -131,19 +131,3 @@ def test_what_the_kernel_does_not_compute_the_modules_do(
     length = cache.length
     assert step(layer, x, cache) is None
     assert cache.length == length
-
-
-@pytest.mark.parametrize(
-    ("x", "cache"),
-    [
-        (some(2, 1), cache_of(1)),
-        (some(1, 3), cache_of(1, capacity=2)),
-        (some(1, 1, np.float32), cache_of()),
-    ],
-    ids=["batch", "capacity", "dtype"],
-)
-def test_what_does_not_fit_is_left_to_the_layer_to_refuse(x: Tensor, cache: LayerCache) -> None:
-    layer = layer_of(x.dtype)
-    assert step(layer, x, cache) is None
-    with pytest.raises((TypeError, ValueError)):
-        layer(x, cache)

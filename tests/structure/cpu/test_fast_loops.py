@@ -173,12 +173,6 @@ def test_memory_is_taken_again_when_nothing_lies_there() -> None:
 
 
 @pytest.mark.usefixtures("no_memory_kept")
-def test_little_memory_is_not_kept() -> None:
-    del (array := [pool.empty(100, FLOAT32)])[0]
-    assert array == [] and pool.unused_bytes() == 0
-
-
-@pytest.mark.usefixtures("no_memory_kept")
 def test_no_more_memory_is_kept_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
     size = LARGE * 4
     monkeypatch.setattr(pool, "KEPT_MOST", 3 * size)
@@ -190,12 +184,3 @@ def test_no_more_memory_is_kept_than_said(monkeypatch: pytest.MonkeyPatch) -> No
     assert pool.unused_bytes() > size
     pool.release()
     assert pool.unused_bytes() == 0
-
-
-@pytest.mark.usefixtures("no_memory_kept")
-def test_a_result_keeps_its_memory_for_as_long_as_it_is_seen() -> None:
-    ones = from_numpy(np.ones(LARGE, np.float32))
-    seen = (ones + ones).to_numpy()
-    for _ in range(3):
-        _ = ones * 5.0
-    assert (seen == 2.0).all()

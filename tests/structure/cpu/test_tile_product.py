@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from numba import njit
 
-from kernels.cpu.attention.tiles import add_rows
 from kernels.cpu.matmul.tile_product import add_product, product_address, set_product
 from kernels.cpu.matmul.vector_registers import LANES
 
@@ -20,12 +19,6 @@ def multiply(address: int, c: Any, a: Any, b: Any, add: bool) -> None:
         add_product(address, c, a, b)
     else:
         set_product(address, c, a, b)
-
-
-@njit
-def add(source: Any, factor: Any, target: Any) -> None:
-    """Call ``add_rows`` as a kernel does."""
-    add_rows(source, factor, target)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -98,14 +97,6 @@ def test_what_is_not_a_plain_number(name: str, dtype: Any) -> None:
     np.testing.assert_array_equal(np.signbit(got[2:4]), np.signbit(wanted[2:4]))
 
 
-@on_dtypes
-def test_the_exponential_where_it_leaves_the_normal_numbers(dtype: Any) -> None:
-    info = np.finfo(dtype)
-    ends = [math.log(info.smallest_subnormal), math.log(info.smallest_normal), math.log(info.max)]
-    x = np.concatenate([np.linspace(end - 2.0, end + 2.0, 10001) for end in ends]).astype(dtype)
-    assert units_off(applied("exp", x), exact("exp", x)).max() <= 1.0
-
-
 @given(floats(width=32, allow_nan=False))
 @settings(max_examples=200)
 def test_the_hyperbolic_tangent_is_odd_and_at_most_1(number: float) -> None:
@@ -144,15 +135,6 @@ def test_what_is_compiled_is_the_code_of_operators(fn: Any) -> None:
     np.testing.assert_allclose(out, [fn(number) for number in x], rtol=1e-15, atol=1e-16)
 
 
-def test_a_function_that_calls_no_mathematics_is_taken_as_it_is() -> None:
-    def twice(x: float) -> float:
-        return 2.0 * x
-
-    compiled = njit(twice)
-    for fn in (twice, compiled, operators.add):
-        assert fast_loops.vectorised(fn) is fn
-
-
 def test_the_fingerprint_of_a_loop_covers_what_stands_in_for_math(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -160,9 +142,3 @@ def test_the_fingerprint_of_a_loop_covers_what_stands_in_for_math(
     before = fingerprint(loop)
     monkeypatch.setattr(vector_math.exp, "implementations", (lambda x: x * 2.0,))
     assert fingerprint(loop) != before
-
-
-def test_what_it_does_not_have_is_math() -> None:
-    assert vector_math.sqrt is math.sqrt
-    with pytest.raises(AttributeError, match="cube"):
-        _ = vector_math.cube

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from kernels.cuda.matmul import cuda_cores
-from kernels.cuda.runtime.arrays import device_view, to_host
+from kernels.cuda.runtime.arrays import device_view, is_device_array, to_host
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.memory import join_dims
 from kernels.runtime.targets import cuda
 from minitorch import CudaBackend
+from minitorch.attention.score_options import bounds_penalty
 
 from ...support.cuda_tensors import DTYPES, assert_equal, draw, on_cuda, permuted
 from ...support.tolerances import assert_close_arrays
@@ -40,20 +41,6 @@ def test_operands_that_lie_alike_are_indexed_as_vectors() -> None:
     assert joined((2, 3, 4), (12, 4, 1), (0, 0, 1)) == [(6, 4), (4, 1), (0, 1)]  # a row, broadcast
     assert joined((1, 1), (1, 1), (0, 0)) == [(1,), (0,), (0,)]
     assert joined((), (), ()) == [(1,), (0,), (0,)]
-
-
-@pytest.mark.parametrize("excess", [-1, 0, 1])
-@pytest.mark.parametrize("name", ["fold_short", "fold_long", "fold_across"])
-def test_reduce_folds_lengths_around_what_a_block_and_a_part_of_it_hold(
-    name: str, excess: int
-) -> None:
-    shape = getattr(SIZES, name)
-    for length in {shape.lanes + excess, shape.lanes * SIZES.fold_items * 2 + excess}:
-        for others in (1, shape.outputs + 1):
-            x = draw((others, length), np.float32)
-            x = permuted(x) if name == "fold_across" else x
-            exact = x.sum(1, keepdims=True, dtype=np.float64)
-            assert_equal(on_cuda(x).sum(1), exact, f"{others} sums of {length}, {name}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,3 +97,10 @@ def test_a_product_reads_and_writes_nothing_beyond_the_matrices(
     result = to_host(out)
     assert_close_arrays(result[:-1, :-1], 2.0 * (x @ y), np.float64)
     assert np.isnan(result[-1]).all() and np.isnan(result[:, -1]).all(), "written beyond the end"
+
+
+def test_the_causal_mask_is_copied_to_the_device_once() -> None:
+    mask = bounds_penalty(2, 3, -2, 1, CudaBackend, np.dtype(np.float32))
+    assert bounds_penalty(2, 3, -2, 1, CudaBackend, np.dtype(np.float32)) is mask
+    assert is_device_array(mask._tensor._storage)
+    assert mask.to_numpy().tolist() == [[0.0, 0.0, -np.inf], [0.0, 0.0, 0.0]]

@@ -20,7 +20,7 @@ from kernels.runtime.targets import IS_SIMULATOR
 from kernels.sparsity.block_mask import BlockMask
 from kernels.sparsity.states import BlockGrid
 
-from ...support.attention.mask_mods import by_batch, dilated, documents, elements, mask_mods, prefix
+from ...support.attention.mask_mods import dilated, documents, elements, mask_mods, prefix
 from ...support.attention.on_cuda import run
 from ...support.attention.strategies import Case
 from ...support.examples import at_most
@@ -100,13 +100,6 @@ def test_a_varying_function_gives_the_same_bits() -> None:
     case.options["mask_mod"] = kernels.varying(dilated(3))
     for name, array in run(case, "flash2").items():
         np.testing.assert_array_equal(listed[name], array, err_msg=name)
-
-
-@pytest.mark.parametrize("mod", [by_batch(9), lambda b, h, r, c: (r + c) % (b + h + 2) == 0])
-def test_batches_have_lists_of_their_own(mod: Any) -> None:
-    case = case_of(mod, 17, 35, batch=2)
-    case.check(run(case, "flash2"), "by flash2")
-    assert "evaluated once" in plan_of(mod, 17, batch=2)
 
 
 def plan_of(mod: Any, seq: int = LONG, batch: int = 1) -> str:

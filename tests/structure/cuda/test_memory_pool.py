@@ -256,14 +256,6 @@ def error_of(name: str, text: str, module: str = "numba.cuda.cudadrv.driver") ->
             RuntimeError, ("NVVM", 'pip install "numba-cuda[cu13]"'),
         ),
         (
-            error_of("CudaSupportError", "\nError at driver init: \nno luck:\n"),
-            RuntimeError, ("Error at driver init", "nvidia-smi"),
-        ),
-        (
-            error_of("CUDAError", "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: too many", "cuda.core"),
-            RuntimeError, ("registers or shared memory", "smaller tile"),
-        ),
-        (
             error_of("CudaAPIError", "[999] Call to cuX results in CUDA_ERROR_UNKNOWN"),
             RuntimeError, ("the driver refused it", "CUDA_ERROR_UNKNOWN"),
         ),

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kernels import launch, make_problem
-from kernels.cuda.device import per_device
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from kernels.runtime.targets import why_no_cuda
 
@@ -43,20 +42,6 @@ def test_auto_takes_the_fastest_rung_that_can(
     problem = make_problem(q, q, q, **options)
     with patch("kernels.cuda.device.per_device.why_no_device", lambda needed: None):
         assert another_device().pick(problem).name == expected
-
-
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_wgmma_is_for_hopper_alone(capability: tuple[int, int]) -> None:
-    with (
-        patch.object(per_device, "IS_SIMULATOR", False),
-        patch.object(per_device, "compute_capability", lambda: capability),
-    ):
-        reasons = {rung.name: rung.why_no_device() for rung in launch.CUDA.rungs}
-    missing = [name for name, reason in reasons.items() if reason is not None]
-    assert missing == [
-        *(["flash3_wgmma"] if capability != (9, 0) else []),
-        *(["flash2_mma", "flash2_split"] if capability < (8, 0) else []),
-    ]
 
 
 @pytest.mark.skipif(why_no_cuda() is not None, reason="the ladder of a device")

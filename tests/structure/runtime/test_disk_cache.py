@@ -57,17 +57,6 @@ def test_a_damaged_file_is_compiled_again_with_a_warning(damage: str, folder: Pa
         assert run(1.0) == 0
 
 
-def test_a_file_of_another_entry_is_not_loaded(folder: Path) -> None:
-    assert run(1.0, 1) == 2
-    first, second = folder.rglob("*.code")
-    content = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(content)
-    with pytest.warns(RuntimeWarning, match="do not match its digest"):
-        assert run(1.0, 1) == 2
-    assert run(1.0, 1) == 0
-
-
 def test_old_files_of_a_kernel_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_cache, "_MOST_FILES", 2)
     assert run(1.0, 1, 1j) == 3

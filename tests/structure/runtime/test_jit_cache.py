@@ -16,39 +16,9 @@ import numpy as np
 import pytest
 from numba import types
 
-from kernels.cpu.layers import fused
-from kernels.cpu.runtime import vector_math
 from kernels.runtime.jit import fingerprint
 
 ROOT = Path(__file__).parents[3]
-
-# One kernel of each kind, called as a user calls it.
-SCRIPT = """
-import json
-import numpy as np
-from kernels.cpu.layers import fused
-from minitorch import FastBackend, TensorData, fast_conv, fast_ops, from_numpy, operators, softmax
-
-a = from_numpy(np.arange(6.0).reshape(2, 3), requires_grad=True)
-used = {
-    "map": fast_ops.tensor_map(operators.neg).serial,
-    "zip": fast_ops.tensor_zip(operators.mul).serial,
-    "reduce": fast_ops.tensor_reduce(operators.add).serial,
-    "matmul": fast_ops.tensor_matrix_multiply,
-    "softmax": fused._softmax.serial,
-    "embedding": fused._scatter_add,
-}
-(-a * a).sum()
-out = TensorData(np.empty(4), (1, 2, 2))
-cube = from_numpy(np.ones((1, 2, 2)))
-fast_ops.tensor_matrix_multiply(*out.tuple(), *cube.tuple(), *cube.tuple())
-softmax(a, 1)
-fused.embedding_backward(np.ones((2, 3)), np.array([1, 0]), np.array([1, 0]), 2)
-stats = {name: kernel.stats for name, kernel in used.items()}
-print(json.dumps({
-    name: [sum(s.cache_hits.values()), sum(s.cache_misses.values())] for name, s in stats.items()
-}))
-"""
 
 
 def run(script: str, cache: Path, *path: Path) -> Any:
@@ -64,13 +34,6 @@ def run(script: str, cache: Path, *path: Path) -> Any:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
-    first, second = run(SCRIPT, tmp_path), run(SCRIPT, tmp_path)
-    assert all(hits == 0 and misses > 0 for hits, misses in first.values()), first
-    assert all(hits > 0 and misses == 0 for hits, misses in second.values()), second
 
 
 ATTENTION = """
@@ -134,7 +97,6 @@ def inner(x):
 def also_helped(x):
     return {by_module}
 """
-CALL = "import kernel; print([kernel.kernel(2.0), sum(kernel.kernel.stats.cache_misses.values())])"
 
 
 def write(folder: Path, **changes: str) -> None:
@@ -142,19 +104,6 @@ def write(folder: Path, **changes: str) -> None:
     code = {**code, "fastmath": "False", **changes}
     (folder / "kernel.py").write_text(KERNEL.format(**code))
     (folder / "helper.py").write_text(HELPER.format(**code))
-
-
-@pytest.mark.slow
-def test_a_helper_mended_in_another_file_is_compiled_again(tmp_path: Path) -> None:
-    # Numba alone looks at the file of the kernel only, and would go on running the old helper.
-    cache = tmp_path / "cache"
-    write(tmp_path)
-    assert run(CALL, cache, tmp_path) == [20.0, 1]
-    assert run(CALL, cache, tmp_path) == [20.0, 0]
-    write(tmp_path, inner="x * 30.0")
-    assert run(CALL, cache, tmp_path) == [60.0, 1]
-    write(tmp_path, inner="x * 30.0", fastmath="True")  # in the kernel's own file, but no code
-    assert run(CALL, cache, tmp_path) == [60.0, 1]
 
 
 def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -203,17 +152,6 @@ def test_the_fingerprint_covers_what_a_kernel_calls(
     assert (prints[0] != prints[1]) == differs
 
 
-def test_the_fingerprint_is_the_same_in_every_process(tmp_path: Path) -> None:
-    # A hash of ids or of a set's order would change, and nothing would ever be found on disk.
-    script = (
-        "import json, numpy; from kernels.runtime.jit import fingerprint;"
-        "from kernels.cpu.attention import flash2; from kernels.cpu.layers import fused;"
-        "print(json.dumps([fingerprint(f) for f in"
-        " (fused._adam, fused._softmax, flash2.make_forward(numpy.float32))]))"
-    )
-    assert run(script, tmp_path) == run(script, tmp_path)
-
-
 def test_the_fingerprint_covers_a_captured_array() -> None:
     # A mod is frozen with the array that it captured; another array is another kernel.
     def capturing(table: Any) -> Any:
@@ -240,14 +178,6 @@ def test_the_fingerprint_covers_the_order_of_names_in_a_tuple() -> None:
     before, after = kind("rows", "cols"), kind("cols", "rows")
     assert fingerprint(kernel, before) == fingerprint(kernel, kind("rows", "cols"))
     assert fingerprint(kernel, before) != fingerprint(kernel, after)
-
-
-def test_the_fingerprint_covers_exp2(monkeypatch: pytest.MonkeyPatch) -> None:
-    # exp2 stands for one function of each dtype, which no kernel names.
-    before = fingerprint(fused._softmax)
-    single, _ = vector_math.exp2.implementations  # type: ignore[attr-defined]
-    monkeypatch.setattr(vector_math.exp2, "implementations", (lambda x: x * 2.0, single))
-    assert fingerprint(fused._softmax) != before
 
 
 KERNEL_PRINTS = """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
 
@@ -15,10 +14,12 @@ import pytest
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.cuda.runtime.resources import (
     compile_ptx,
+    launched_resources,
     ptx_resources,
     why_no_ptx,
     why_no_ptx_resources,
 )
+from kernels.runtime.jit import fingerprint
 from kernels.runtime.targets import cuda
 
 needs_nvvm = pytest.mark.skipif(why_no_ptx() is not None, reason=why_no_ptx() or "")
@@ -63,34 +64,48 @@ def _shared(function: Any, signature: Any, launch_bounds: Any, **options: Any) -
     return _once(function, signature, launch_bounds, tuple(sorted(asked.items(), key=repr)))
 
 
-def share_llvm_code(is_shared: bool) -> None:
-    """Let the generations of a kernel share the way from Python to LLVM's code, or let each go it alone.
-
-    That way is four fifths of the time that a kernel takes; NVVM and ptxas, which differ from generation to
-    generation, run for each.  ``tests/structure/compile_only/test_ptx.py`` holds that the outcome
-    is the same.
-    """
-    if _from_python is not None:
-        _compiler._compile_pyfunc_with_fixup = _shared if is_shared else _from_python
-
-
-@contextmanager
-def nothing_shared() -> Iterator[None]:
-    """Compile from Python on, each time, inside the ``with``."""
-    share_llvm_code(False)
-    try:
-        yield
-    finally:
-        share_llvm_code(True)
-
-
-share_llvm_code(True)
+# The generations of a kernel share the way from Python to LLVM's code, four fifths of the time; NVVM and
+# ptxas, which differ from generation to generation, run for each.
+if _from_python is not None:
+    _compiler._compile_pyfunc_with_fixup = _shared
 
 
 @cache
 def ptx_of(kernel: Kernel, cc: tuple[int, int]) -> str:
     """Return what the kernel compiles to under its launch bounds; each factory makes it once."""
     return compile_ptx(kernel.source, kernel.signature, cc, kernel.launch_bounds)
+
+
+#: What a kernel is made of → its PTX and resources: calls share kernels.
+_COMPILED: dict[Any, tuple[str, Any]] = {}
+
+
+def assert_in_registers(
+    kernel: Kernel, cc: tuple[Any, ...], spilled: int = 0, local: int | None = None, most: int = 0
+) -> str:
+    """Assert that a kernel's numbers stay in registers and that no product waits; return its PTX.
+
+    Args:
+        kernel: Any.
+        cc: Compute capability.
+        spilled: Bytes a thread that may be spilled.
+        local: Bytes of local memory beyond the spilled ones; None when its PTX has no local array.
+        most: Registers of a thread; when 0 as many as let a multiprocessor hold the kernel's blocks.
+    """
+    known = fingerprint(kernel.source), str(kernel.signature), cc, kernel.launch_bounds
+    if known not in _COMPILED:
+        asked = kernel.source, kernel.signature, cc, kernel.launch_bounds
+        _COMPILED[known] = compile_ptx(*asked), launched_resources(*asked)
+    ptx, found = _COMPILED[known]
+    assert not found.warnings, found.warnings  # such as that products wait for each other
+    assert found.spilled <= spilled
+    if local is None:
+        assert not re.search(r"\b(ld|st)\.local", ptx)
+    else:
+        assert found.local <= found.spilled + local
+    held = most or REGISTERS // (kernel.threads * (kernel.resident or 1))
+    assert found.registers <= held
+    return ptx
 
 
 def assert_is_kernel(ptx: str, cc: tuple[int, int]) -> None:

@@ -1,35 +1,36 @@
-"""Every kernel of every rung compiles to PTX without a GPU, and keeps what its header promises."""
+"""The kernels that a call of attention launches, compiled without a GPU: registers, spills, instructions.
+
+A call on a fake device says which kernels a GPU would compile.  A spilled tile, a product that waits for
+the last one, or a load of single elements costs a large part of the speed.
+"""
 
 from __future__ import annotations
 
-import itertools
+import math
 import re
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import product
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from kernels import Problem, make_problem
+import kernels
 from kernels.common.philox import MULTIPLIER_0, MULTIPLIER_1
-from kernels.cuda.attention import flash1, naive, split_keys
-from kernels.cuda.attention.flash2 import backward as flash2_backward
-from kernels.cuda.attention.flash2 import dkdv as flash2_dkdv
-from kernels.cuda.attention.flash2 import dq as flash2_dq
-from kernels.cuda.attention.flash2 import forward as flash2
-from kernels.cuda.attention.flash2 import mask_gradient as flash2_mask_gradient
-from kernels.cuda.attention.register_tiles import Variant, pick_layout, widths
+from kernels.cuda.attention import flash1
+from kernels.cuda.runtime.arrays import to_device
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.cuda.runtime.sizes import GPU
-from kernels.scores.mods import ScoreMod
-from kernels.scores.program import PLAIN, Features
+from kernels.runtime.dtypes import BFLOAT16, FLOAT16
+from kernels.runtime.jit import fingerprint
 
+from ...support.attention.strategies import MASK_MODS, SCORE_MODS
 from ...support.device.compiling import (
     FLOAT32,
     FLOAT64,
-    GENERATIONS,
-    assert_fits,
+    assert_in_registers,
     assert_is_kernel,
     assert_no_float64,
     needs_nvvm,
@@ -37,44 +38,61 @@ from ...support.device.compiling import (
     on_every_generation,
     ptx_of,
 )
+from ...support.device.fake_device import fake_device, shared_bytes
 
-#: How to make each kernel of the attention rungs, by name, with the sizes that a GPU gets.
-ATTENTION: dict[str, Callable[[Any, int, int], Kernel]] = {
-    "naive softmax": lambda dtype, *dims: naive.softmax_kernel(GPU.row_threads, dtype),
-    "naive softmax backward": lambda dtype, *dims: naive.softmax_backward_kernel(
-        GPU.row_threads, dtype
-    ),
-    "flash1 forward": lambda dtype, *dims: flash1.forward_kernel(
-        *flash1.paper_tiles(GPU.flash1_bytes // dtype.itemsize, *dims)[0],
-        *dims, GPU.flash1_threads, dtype,
-    ),
-    "flash1 backward": lambda dtype, *dims: flash1.backward_kernel(
-        *flash1.paper_tiles(GPU.flash1_bytes // dtype.itemsize, *dims)[1],
-        *dims, GPU.flash1_threads, dtype,
-    ),
-    "flash2 forward": lambda dtype, *dims: flash2.forward_kernel(
-        _variant("forward", dtype, *dims)
-    ),
-    "flash2 delta": lambda dtype, *dims: flash2_dq.delta_kernel(GPU.flat_threads, dtype),
-    "flash2 dq": lambda dtype, *dims: flash2_dq.dq_kernel(_variant("dq", dtype, *dims)),
-    "flash2 dkdv": lambda dtype, *dims: flash2_dkdv.dkdv_kernel(
-        _variant("dkdv", dtype, *dims), False
-    ),
-    "flash2 atomic": lambda dtype, *dims: flash2_dkdv.dkdv_kernel(
-        _variant("atomic", dtype, *dims), True
-    ),
-    "flash2 few rows": lambda dtype, *dims: flash2.forward_kernel(
-        _variant("few", dtype, *dims), True
-    ),
-    "flash2 merge": lambda dtype, *dims: split_keys.merge_kernel(dtype, dtype, PLAIN),
-    "flash2 merge with a sink": lambda dtype, *dims: split_keys.merge_kernel(
-        dtype, dtype, Features(sink=True)
-    ),
-}  # fmt: skip
+ROWS, COLS, HEADS = 300, 400, 2
+#: Kernels of other rooms, which have tests of their own.
+OTHERS = ("product", "fill_flat", "sum_middle", "convert", "pack_pairs", "pack_mask")
 
 
-def _visible(batch: int, head: int, row: int, col: int) -> bool:
-    return (row + col) % 3 != 0
+class Call(NamedTuple):
+    """A call: rung, dtype, head_dim and value_dim; options; rows; compute capability of the device."""
+
+    rung: str
+    dtype: Any
+    dims: tuple[int, int] = (64, 64)
+    options: Mapping[str, Any] = MappingProxyType({})
+    rows: int = ROWS
+    cc: tuple[int, int] = (9, 0)
+
+    @property
+    def name(self) -> str:
+        """The rung, dtype, dims and options in words."""
+        options = ",".join(f"{name} {_short(value)}" for name, value in self.options.items())
+        return f"{self.rung} {self.dtype} {self.dims} {options} {self.rows} {self.cc}"
+
+    def kernels(self) -> dict[str, Kernel]:
+        """Return the kernels that the call launches, forward and backward, by name."""
+        rng, made = np.random.default_rng(0), {}
+        with fake_device(self.cc) as device:
+            for name, value in self.options.items():
+                is_shape = name == "attn_mask"
+                made[name] = to_device(rng.random(value[0]).astype(value[1])) if is_shape else value
+            head, value = self.dims
+            sizes = (self.rows, head), (COLS, head), (COLS, value), (self.rows, value)
+            q, k, v, dout = (to_device(np.zeros((1, HEADS, *x), self.dtype)) for x in sizes)
+            out, lse = kernels.flash_attention_forward(q, k, v, rung=self.rung, **made)
+            if "precision" not in made or not made["precision"].startswith("float8"):
+                is_bias = "attn_mask" in made and made["attn_mask"].dtype != bool
+                kernels.flash_attention_backward(
+                    dout, q, k, v, out, lse, rung=self.rung, mask_gradient=is_bias,
+                    sink_gradient="sink" in made, **made,
+                )  # fmt: skip
+        return {
+            f"{n} {one.name}": one for n, one in enumerate(device.kernels) if one.name not in OTHERS
+        }
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, kernels.BlockMask):
+        return f"{value.block_q} x {value.block_k}"
+    return getattr(value, "__name__", str(value)[:24])
+
+
+@lru_cache(8)
+def launched(call_name: str) -> dict[str, Kernel]:
+    """Return the kernels of a call of ``BY_NAME``."""
+    return BY_NAME[call_name].kernels()
 
 
 def _score(score: float, batch: int, head: int, row: int, col: int) -> float:
@@ -85,160 +103,201 @@ def _slope(score: float, batch: int, head: int, row: int, col: int) -> float:
     return 1.5
 
 
-#: Everything at once that a call can ask.
-EVERYTHING = Features(True, True, "float", True, True, True, _visible, _score, _slope)
+def less_logarithm(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return score - 0.3 * math.log(1.0 + abs(row - col))
 
-#: flash2's kernels with options.
-WITH_OPTIONS: dict[str, Callable[[Any, Features], Kernel]] = {
-    "forward": lambda dtype, features: flash2.forward_kernel(
-        _variant_with("forward", dtype, features)
-    ),
-    "dq": lambda dtype, features: flash2_dq.dq_kernel(_variant_with("dq", dtype, features)),
-    "dkdv": lambda dtype, features: flash2_dkdv.dkdv_kernel(
-        _variant_with("dkdv", dtype, features), False
-    ),
-    "atomic": lambda dtype, features: flash2_dkdv.dkdv_kernel(
-        _variant_with("atomic", dtype, features), True
-    ),
-    "own rows": lambda dtype, features: flash2.own_rows_kernel(
-        _variant_with("forward", dtype, features)
-    ),
-    "dmask": lambda dtype, features: flash2_mask_gradient.dmask_kernel(
-        _variant_with("dq", dtype, features)
-    ),
+
+def one(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return 1.0
+
+
+def _blocks(shape: tuple[int, int]) -> kernels.BlockMask:
+    states = np.arange(9 * 9).reshape(1, 9, 9) % 3
+    rows, cols = (-(-n // s) for n, s in zip((ROWS, COLS), shape, strict=True))
+    partial = np.arange(shape[0] * shape[1]).reshape(1, *shape) % 3 > 0
+    return kernels.BlockMask(states[:, :rows, :cols], ROWS, COLS, shape, partial)
+
+
+SCORES = HEADS, ROWS, COLS
+SLOPES = np.array([0.5, 0.25], np.float32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "boolean mask": {"attn_mask": (SCORES[1:], bool)},
+    "floating mask": {"attn_mask": (SCORES, BFLOAT16)},
+    "dropout": {"dropout_p": 0.1, "seed": 3},
+    "softcap": {"softcap": 20.0},
+    "alibi": {"alibi_slopes": SLOPES},
+    "sink": {"sink": SLOPES},
+    "block mask": {"block_mask": _blocks((48, 64))},
+    "mask_mod": {"mask_mod": kernels.varying(MASK_MODS[0])},
+    "score_mod": {"score_mod": SCORE_MODS[0]},
 }
+ATOMIC = {"deterministic": False}
+#: Every option at once.
+EVERYTHING = {
+    name: value for options in OPTIONS.values() for name, value in options.items()
+    if name not in ("mask_mod", "score_mod", "block_mask")
+} | {
+    "attn_mask": (SCORES, FLOAT32), "mask_mod": kernels.varying(MASK_MODS[1]),
+    "score_mod": (_score, _slope), "is_causal": True,
+}  # fmt: skip
 
-
-def _problem(dtype: Any, head_dim: int, value_dim: int) -> Problem:
-    q, v = np.ones((64, head_dim), dtype), np.ones((64, value_dim), dtype)
-    return make_problem(q, q, v)
-
-
-def _variant_with(name: str, dtype: Any, features: Features) -> Variant:
-    """Return the variant for heads of 64, as a call with the features gets it."""
-    problem = replace(
-        _problem(dtype, 64, 64),
-        softcap=float(features.softcap),
-        slopes=features.slopes,
-        mask=features.mask,
-        score_mod=features.score_mod and ScoreMod(features.score_mod),
+#: Calls whose kernels compile for every generation.
+EVERYWHERE = {
+    call.name: call
+    for dtype in (FLOAT32, FLOAT64)
+    for call in (
+        Call("naive", dtype), Call("flash1", dtype), Call("flash2", dtype, (80, 33)),
+        Call("flash2", dtype, options=ATOMIC),
+        Call("flash2", dtype, options=EVERYTHING | {"attn_mask": (SCORES, dtype)}),
+        Call("flash2", dtype, options={"sink": SLOPES}, rows=1),
     )
-    return Variant(pick_layout(name, problem, None), *widths(problem), dtype, True, features)
+}  # fmt: skip
+#: Calls whose kernels keep their tiles in registers.
+IN_REGISTERS = {
+    call.name: call for call in (
+        *(Call("flash2", FLOAT32, (dim, dim)) for dim in (64, 128)),
+        *(Call("flash2", FLOAT32, options=OPTIONS[x]) for x in ("boolean mask", "dropout", "block mask")),
+        *(Call("flash2_mma", FLOAT16, (dim, dim)) for dim in (64, 128, 256)),
+        *(Call("flash2_mma", FLOAT16, (dim, dim), ATOMIC) for dim in (64, 128, 256)),
+        *(Call("flash2_mma", BFLOAT16, options=OPTIONS[x]) for x in ("softcap", "boolean mask", "dropout")),
+        Call("flash2_mma", BFLOAT16, (128, 128), cc=(8, 0)),
+        Call("flash2_mma", FLOAT32), Call("flash2_mma", FLOAT32, options=ATOMIC),
+        Call("flash2_mma", FLOAT32, (128, 128), {"precision": "tf32"}),
+        *(Call("flash3_wgmma", FLOAT16, (dim, dim)) for dim in (64, 128, 256)),
+        *(Call("flash3_wgmma", BFLOAT16, dims, ATOMIC)
+          for dims in ((64, 64), (128, 128), (192, 128), (256, 256))),
+        *(Call("flash3_wgmma", BFLOAT16, options={**options, **ATOMIC}) for options in OPTIONS.values()),
+        *(Call("flash3_wgmma", BFLOAT16, (128, 128), OPTIONS[x] | ATOMIC)
+          for x in ("floating mask", "block mask", "dropout")),
+        *(Call("flash3_wgmma", BFLOAT16, (128, 128), options)
+          for options in (OPTIONS["boolean mask"], {"score_mod": (less_logarithm, one)})),
+        Call("flash3_wgmma", BFLOAT16, options={"block_mask": _blocks((128, 128)), **ATOMIC}),
+        *(Call("flash3_wgmma", FLOAT16, (dim, dim), {"precision": f"float8_e4m3{more}"})
+          for dim in (64, 128) for more in ("", "+blocks+hadamard")),
+    )
+}  # fmt: skip
+BY_NAME = EVERYWHERE | IN_REGISTERS
 
-
-def _variant(name: str, dtype: Any, *dims: int) -> Variant:
-    """Return the variant of a kernel, which for few rows has the forward kernel's layout."""
-    problem = _problem(dtype, *dims)
-    if name == "few":
-        name, problem = "forward", replace(problem, seq_q=1)
-    return Variant(pick_layout(name, problem, None), *widths(problem), dtype, True)
-
-
-def _ptx(name: str, dtype: Any, cc: tuple[int, int], dims: tuple[int, int]) -> str:
-    return ptx_of(ATTENTION[name](dtype, *dims), cc)
+#: Kernel → bytes a thread that may be spilled: numbers of an item, addresses of copies, and those of
+#: Hopper's scheduler thread, which has 24 registers; nothing is stored in a loop.
+SPILLED = {
+    "flash2_dq": 16, "flash2_dkdv": 16, "flash2_mma_forward": 96, "flash2_mma_dq": 64,
+    "flash2_mma_dkdv": 64, "flash2_mma_roles": 64, "flash3_forward": 96, "flash3_float8": 96,
+    "flash3_dkdv": 160,
+}  # fmt: skip
+#: Likewise with options.
+SPILLED_WITH_OPTIONS = {
+    **SPILLED, "flash2_forward": 192, "flash2_dq": 96, "flash2_dkdv": 128,
+    "flash3_forward": 224, "flash3_dkdv": 288, "flash3_dq": 32,
+}  # fmt: skip
+#: Kernel → what its PTX contains: copies and accesses of whole vectors.
+TEXTS = {
+    "flash2_forward": ("ld.shared.v4",), "flash2_dq": ("ld.shared.v4",), "flash2_dkdv": ("ld.shared.v4",),
+    "flash2_mma_forward": ("cp.async.cg.shared.global", "mma.sync.aligned.m16n8k16"),
+    "flash3_forward": ("bulk.tensor.4d.shared", "bulk.tensor.4d.global", "setmaxnreg.inc"),
+    "flash3_preprocess": ("ld.global.v4.u32", "st.global.v4.u32"), "flash3_dkdv": ("setmaxnreg.inc",),
+    "flash3_float8": ("cvt.rn.satfinite.e4m3x2.f32", "setmaxnreg.inc"),
+    "float8_rows": ("ld.global.v4.u32",), "float8_values": ("ld.global.v4.u32",),
+}  # fmt: skip
+#: Kernel and width → products: of the first tile, of the loop, and of the next item's first.
+PRODUCTS = {
+    ("flash3_forward", 64): 20, ("flash3_forward", 128): 32, ("flash3_forward", 256): 37,
+    ("flash3_float8", 64): 14, ("flash3_float8", 128): 20,
+}  # fmt: skip
 
 
 @needs_nvvm
 @on_every_generation
-@pytest.mark.parametrize("name", ATTENTION)
-def test_every_rung_compiles_for_every_generation(
-    name: str, dtype: Any, cc: tuple[int, int]
-) -> None:
-    ptx = _ptx(name, dtype, cc, (64, 64))
-    assert_is_kernel(ptx, cc)
-    assert ".local" not in ptx  # what the headers call registers is no local array
-    if dtype == FLOAT32:
-        # The helpers of online_softmax mix float32 with Python's constants, once a row.
-        assert_no_float64(ptx, "fma|mul|add|sub")
-
-
-#: Bytes a thread that the compiler may put aside, by kernel and width.  Three blocks a multiprocessor
-#: with a few bytes of local memory are faster than two without; see docs/notes-cuda.md.
-SPILLED = {("flash2 dq", 64): 16, ("flash2 dkdv", 64): 16}
+@pytest.mark.parametrize("name", [name for name in EVERYWHERE if "float32" in name])
+def test_kernels_compile_for_every_generation(name: str, dtype: Any, cc: tuple[int, int]) -> None:
+    for kernel in launched(name.replace("float32", str(dtype))).values():
+        ptx = ptx_of(kernel, cc)
+        assert_is_kernel(ptx, cc)
+        assert not re.search(r"\b(ld|st)\.local", ptx), kernel.name
+        if dtype == FLOAT32:  # Python's constants, a user's too, are numbers of the dtype
+            assert_no_float64(ptx, "fma|mul|add|sub")
 
 
 @needs_ptxas
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "naive softmax", "naive softmax backward", "flash2 forward", "flash2 delta", "flash2 dq",
-        "flash2 dkdv",
-    ],
-)  # fmt: skip
-def test_a_multiprocessor_holds_the_blocks_that_the_layout_says_and_registers_suffice(
-    name: str, dim: int
-) -> None:
-    kernel = ATTENTION[name](FLOAT32, dim, dim)
-    assert_fits(kernel, kernel.threads, (9, 0), SPILLED.get((name, dim), 0))
+@pytest.mark.parametrize("name", IN_REGISTERS)
+def test_tiles_stay_in_registers_and_no_product_waits_for_the_last(name: str) -> None:
+    call = IN_REGISTERS[name]
+    is_hopper = call.rung == "flash3_wgmma"
+    has_options = bool(call.options.keys() - {"deterministic", "precision"})
+    for kernel in launched(name).values():
+        allowed = (SPILLED_WITH_OPTIONS if has_options else SPILLED).get(kernel.name, 0)
+        # Of tiles in local memory the smallest would take 128 bytes.
+        local = 32 if kernel.name in ("flash3_dkdv", "flash3_dq") else None
+        cc = (9, 0, "a") if call.cc == (9, 0) else call.cc
+        ptx = assert_in_registers(kernel, cc, allowed, local)
+        missing = [text for text in TEXTS.get(kernel.name, ()) if text not in ptx]
+        assert not missing, f"{kernel.name} has no {missing}"
+        products = ptx.count("wgmma.mma_async.sync.aligned.m64n")
+        if is_hopper and (wanted := PRODUCTS.get((kernel.name, call.dims[0]))):
+            assert products == wanted
+    is_atomic = call.options.get("deterministic") is False
+    if is_atomic and call.rung == "flash2_mma":
+        (kernel,) = (
+            x for x in launched(name).values() if x.name in ("flash2_mma_dkdv", "flash2_mma_roles")
+        )
+        assert "red.global.add.v4.f32" in ptx_of(kernel, (9, 0, "a"))  # type: ignore[arg-type]
 
 
-@needs_nvvm
-@pytest.mark.parametrize(
-    ("name", "dtype", "cc"),
-    [("forward", FLOAT32, cc) for cc in GENERATIONS] + [("forward", FLOAT64, (8, 0))]
-    + [(name, FLOAT32, (9, 0)) for name in WITH_OPTIONS if name != "forward"],
-    ids=str,
-)  # fmt: skip
-def test_flash2_compiles_with_every_option_at_once(
-    name: str, dtype: Any, cc: tuple[int, int]
-) -> None:
-    ptx = ptx_of(WITH_OPTIONS[name](dtype, EVERYTHING), cc)
-    assert_is_kernel(ptx, cc)
-    assert not re.search(r"(ld|st)\.local", ptx)
-    if dtype == FLOAT32:
-        # A user's constants too are numbers of the dtype.
-        assert_no_float64(ptx, "fma|mul|add|sub")
-
-
-@needs_nvvm
-@pytest.mark.parametrize("name", ["forward", "dq", "dkdv"])
-@pytest.mark.parametrize(
-    "features",
-    [
-        Features(mask="bool"),
-        Features(dropout=True),
-        Features(dropout=True, moved=True),
-        Features(block_mask=True),
-    ],
-    ids=["boolean mask", "dropout", "dropout of a part", "block mask"],
-)
-def test_an_option_leaves_the_tiles_in_registers(name: str, features: Features) -> None:
-    ptx = ptx_of(WITH_OPTIONS[name](FLOAT32, features), (9, 0))
-    assert not re.search(r"(ld|st)\.local", ptx)
-    assert len(re.findall(r"ld\.shared\.v4", ptx)) >= 20
+def _ptx(call: Call, name: str) -> str:
+    (kernel,) = (x for x in call.kernels().values() if x.name == name)
+    return ptx_of(kernel, (9, 0, "a"))  # type: ignore[arg-type]
 
 
 @needs_nvvm
 def test_dropout_draws_its_bits_with_words_of_32_bits() -> None:
-    ptx = ptx_of(WITH_OPTIONS["forward"](FLOAT32, Features(dropout=True)), (9, 0))
+    ptx = _ptx(Call("flash2", FLOAT32, options=OPTIONS["dropout"]), "flash2_forward")
     # 7 rounds of two products, once for eight columns.
     assert len(re.findall(r"mul\.hi\.u32", ptx)) == 14
     assert not re.search(rf"mul\.lo\.s64.*({MULTIPLIER_0}|{MULTIPLIER_1})", ptx)
 
 
-@needs_nvvm
-@pytest.mark.parametrize("name", ["flash2 forward", "flash2 dq", "flash2 dkdv", "flash2 atomic"])
-def test_flash2_moves_whole_vectors(name: str) -> None:
-    ptx = _ptx(name, FLOAT32, (9, 0), (64, 64))
-    assert len(re.findall(r"ld\.shared\.v4", ptx)) >= 20
-    assert len(re.findall(r"ld(\.global)?\.v4", ptx)) >= 3
-    assert not re.search(r"(ld|st)\.local", ptx)
+def slanted(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return score - 0.02 * (head + 1) * abs(row - col)
+
+
+def backwards(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return score + 0.5 * (col - row)
 
 
 @needs_nvvm
-@pytest.mark.parametrize(
-    ("name", "dims"),
-    [
-        *itertools.product(("flash1 forward", "flash1 backward"), ((3, 5), (256, 256))),
-        *itertools.product(
-            ("flash2 forward", "flash2 dq", "flash2 atomic"), ((80, 33), (256, 256))
-        ),
-    ],
-    ids=str,
-)
-def test_flash_compiles_for_every_width(name: str, dims: tuple[int, int]) -> None:
-    assert ".visible .entry" in _ptx(name, FLOAT32, (8, 0), dims)
+@pytest.mark.parametrize("mod", [slanted, backwards])
+def test_a_score_mod_of_distances_converts_one_place_of_a_tile(mod: Any) -> None:
+    ptx = _ptx(Call("flash3_wgmma", BFLOAT16, options={"score_mod": (mod, one)}), "flash3_forward")
+    assert "cvt.rn.f32.s64" not in ptx
+    # A head and a distance in tiles that are whole, and in those at an edge; of elements there are 64.
+    assert ptx.count("cvt.rn.f32.s32") + ptx.count("cvt.rn.f32.u32") <= 6
+
+
+@needs_nvvm
+def test_what_was_compiled_before_changes_no_fingerprint() -> None:
+    """Otherwise a kernel with a user's function would never be found on disk."""
+
+    def prints(dtype: Any) -> list[str]:
+        call = Call("flash3_wgmma", dtype, options={"score_mod": (slanted, one)})
+        return [fingerprint(kernel.source) for kernel in call.kernels().values()]
+
+    before = prints(FLOAT16)
+    _ptx(Call("flash3_wgmma", BFLOAT16, options={"score_mod": (slanted, one)}), "flash3_forward")
+    assert prints(FLOAT16) == before
+    assert prints(BFLOAT16)[0] != before[0]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("options", [{}, OPTIONS["dropout"]], ids=["plain", "dropout"])
+@pytest.mark.parametrize("dtype", [FLOAT16, FLOAT32], ids=str)
+def test_every_device_has_the_shared_memory_for_every_width(
+    dtype: Any, options: dict[str, Any], deterministic: bool
+) -> None:
+    options = {**options, "deterministic": deterministic}
+    for width, rows in product(range(16, 257, 16), (4, ROWS)):
+        call = Call("flash2_mma", dtype, (width, width), options, rows, (8, 6))
+        for kernel in call.kernels().values():
+            assert kernel.shared_bytes <= shared_bytes(call.cc), (kernel.name, width)
 
 
 def test_flash1_divides_the_memory_as_the_paper_says() -> None:
@@ -257,15 +316,3 @@ def test_flash1_fits_the_shared_memory_with_every_width(itemsize: int) -> None:
             tile, backward_tile = flash1.paper_tiles(elements, *dims)
             assert flash1.forward_elements(tile, *dims) <= elements, dims
             assert flash1.backward_elements(backward_tile, *dims) <= elements, dims
-
-
-@pytest.mark.parametrize("dims", [(16, 16), (64, 64), (128, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64], ids=str)
-@pytest.mark.parametrize("name", ["forward", "dq", "atomic"])
-def test_a_call_without_a_tile_gets_the_layout_of_the_table(
-    name: str, dtype: Any, dims: tuple[int, int]
-) -> None:
-    """A tile of another kernel's would cost registers or blocks; nothing but time would show it."""
-    problem = replace(_problem(dtype, *dims), deterministic=name != "atomic")
-    tile = flash2.tile(problem) if name == "forward" else flash2_backward.tile(problem)
-    assert pick_layout(name, problem, tile) == pick_layout(name, problem, None)

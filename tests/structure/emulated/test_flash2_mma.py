@@ -1,4 +1,4 @@
-"""FlashAttention-2 on tensor cores without a GPU: its source on an emulated one, its machine code."""
+"""FlashAttention-2 on tensor cores without a GPU: its source on an emulated one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from kernels.cuda.attention.flash2_mma import launch as rung
-from kernels.cuda.attention.flash2_mma.arithmetic import HALVES
-from kernels.cuda.attention.flash2_mma.dkdv import dkdv_kernel
-from kernels.cuda.attention.flash2_mma.dq import dq_kernel
-from kernels.cuda.attention.flash2_mma.dq_atomics import dq_sums
-from kernels.cuda.attention.flash2_mma.forward import forward_kernel
 from kernels.cuda.attention.flash2_mma.tiles import MmaKeyLayout, MmaLayout, MmaRoleLayout
-from kernels.cuda.attention.flash2_split import launch as flash2_split
-from kernels.cuda.attention.flash2_split.arithmetic import TF32, TWO_TERMS
-from kernels.cuda.device.shared_tiles import round_up
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from kernels.scores.program import Features
 
 from ...support.attention import option_table
 from ...support.attention.large_scores import NAMES, large_case
@@ -32,7 +22,6 @@ from ...support.emulated.instructions import WARP
 from ...support.emulated.target import EMULATED, emulated_device
 from ...support.fuzzing.extreme import check as check_extreme
 from ...support.fuzzing.extreme import settled
-from ...support.tensor_cores.attention import layouts_for
 
 
 class Call(NamedTuple):
@@ -231,39 +220,3 @@ def test_all_options_together_are_the_textbooks_through_the_launch() -> None:
     case = replace(case, dlse=rng.standard_normal((1, 4, 37))).in_dtype(FLOAT16)
     with emulated_device():
         case.check(case.run(EMULATED, "flash2_mma"), "all options")
-
-
-# -- shared memory ---------------------------------------------------------------------------------
-
-
-NUMBERS = {**HALVES, "float32": TWO_TERMS, "tf32": TF32}
-#: Of a block, where the device has least: compute capability 8.6.
-LEAST_SHARED_MEMORY = 99 * 1024
-WITH_BITS = Features(dropout=True, block_mask=True)
-#: Dtype and whether there are bits of options → tables of layouts: forward, by rows, by keys.
-TABLES = {
-    (dtype, has_bits): tuple(tables[min(has_bits, len(tables) - 1)] for tables in layouts[:3])
-    for dtype, layouts in (("float16", rung.LAYOUTS), ("float32", flash2_split.LAYOUTS))
-    for has_bits in (False, True)
-}
-
-
-@pytest.mark.parametrize(("dtype", "has_bits"), TABLES)
-def test_every_device_has_the_shared_memory_for_every_width(dtype: str, has_bits: bool) -> None:
-    forward, by_rows, by_keys = TABLES[dtype, has_bits]
-    kind, features = (NUMBERS[dtype], True), WITH_BITS if has_bits else Features()
-    few = [rung.LAYOUTS.few_rows] if dtype == "float16" else []
-    for width in range(16, 257, 16):
-        for layout in layouts_for(by_keys, width):  # the warps can share it
-            head = round_up(width, layout.step)
-            sums = dq_sums(layout, head // layout.parts, is_wide=True)
-        kernels = [
-            *(
-                forward_kernel(layouts_for(table, width)[-1], width, width, *kind, features)
-                for table in (forward, *few)
-            ),
-            dkdv_kernel(layout, head, head, *kind, sums, features),
-            dq_kernel(layouts_for(by_rows, width)[-1], width, width, *kind, features),
-        ]
-        for kernel in kernels:
-            assert kernel.shared_bytes <= LEAST_SHARED_MEMORY, (kernel.name, width)

@@ -86,6 +86,7 @@ class FakeDriver:
         self.calls: list[Call] = []
         self.launches: list[Launched] = []
         self.memory: dict[int, int] = {}
+        self.kernels: list[runtime_kernel.Kernel] = []  # that would have been compiled
         self.names: dict[int, tuple[str, int]] = {}  # handle of a kernel → its name, its slots
         self.nodes: dict[int, dict[int, Launched]] = {}  # graph → node → launch
         self._addresses, self._handles = count(1 << 32, 1 << 28), count(1)
@@ -201,6 +202,7 @@ def _compiled(own: FakeDriver) -> Any:
     def compiled(kernel: runtime_kernel.Kernel) -> Any:
         slots = sum(len(launcher._formats(kind)) for kind in kernel.signature.args)
         handle = own.kernel(kernel.name, slots)
+        own.kernels.append(kernel)
         library = SimpleNamespace(get_cufunc=lambda: SimpleNamespace(handle=handle))
         return SimpleNamespace(
             overloads={0: SimpleNamespace(_codelibrary=library)}, get_regs_per_thread=lambda: 32
@@ -238,9 +240,18 @@ def _forget() -> None:
     KnownCalls.cache_clear()
 
 
+def shared_bytes(cc: tuple[int, int]) -> int:
+    """Return how much shared memory a block may have; most devices have 99 KiB."""
+    return {(9, 0): 227, (8, 0): 163}.get(cc, 99) << 10
+
+
 @contextmanager
-def fake_device() -> Iterator[FakeDriver]:
-    """Let the CUDA backend run on a device that notes what it is asked and computes nothing."""
+def fake_device(cc: tuple[int, int] = (9, 0)) -> Iterator[FakeDriver]:
+    """Let the CUDA backend run on a device that notes what it is asked and computes nothing.
+
+    Args:
+        cc: Its compute capability.
+    """
     own, cuda = FakeDriver(), targets.cuda
     context = SimpleNamespace(memory_manager=type("NumbaCUDAMemoryManager", (), {})())
     compiled = cached_property(_compiled(own))
@@ -263,8 +274,8 @@ def fake_device() -> Iterator[FakeDriver]:
             put(module, "driver", own)
         put(targets, "_why_no_cuda", lambda: None)
         put(targets, "has_several_devices", lambda: False)
-        put(targets, "_compute_capability", lambda number: (9, 0))
-        put(targets, "_dynamic_shared_memory_bytes", lambda number: 227 << 10)
+        put(targets, "_compute_capability", lambda number: cc)
+        put(targets, "_dynamic_shared_memory_bytes", lambda number: shared_bytes(cc))
         put(cuda, "get_current_device", lambda: PROPERTIES)
         put(cuda, "current_context", lambda: context)
         numbas = _Numbas(own)

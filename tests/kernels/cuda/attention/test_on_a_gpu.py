@@ -80,7 +80,8 @@ def test_tensor_cores_have_every_option(
 
 #: Rung, dtype and dim of calls with large scores.
 LARGE = [
-    ("flash2", FLOAT32, 64), ("flash2_split", FLOAT32, 64), *(("flash2_mma", dtype, 64) for dtype in (BFLOAT16, FLOAT16)),
+    ("flash2", FLOAT32, 64), ("flash2_split", FLOAT32, 64),
+    *(("flash2_mma", dtype, 64) for dtype in (BFLOAT16, FLOAT16)),
     *(("flash3_wgmma", *one) for one in ((BFLOAT16, 64), (FLOAT16, 64), (FLOAT16, 128), (BFLOAT16, 256))),
 ]  # fmt: skip
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import gc  # beyond module 2
 import os
 import signal  # beyond module 5
-import sys  # beyond module 2
+import sys
 from collections.abc import Iterator  # beyond module 2
 from importlib.util import find_spec  # beyond module 5
+from pathlib import Path
 
 import pytest  # beyond module 2
 from hypothesis import HealthCheck, Phase, settings
 
 from kernels.runtime.targets import IS_SIMULATOR, why_no_cuda  # beyond module 2
+
+# Scripts import what lies beside them.
+sys.path.insert(0, str(Path(__file__).parents[1] / "project"))
 
 #: MINITORCH_SHRINK=0 shows the first example that fails, and does not look for the smallest.
 SHRINKING = os.environ.get("MINITORCH_SHRINK") != "0"

@@ -167,6 +167,12 @@ def on_backends(
     return pytest.mark.parametrize("backend", backends(fast, cuda))
 
 
+on_every_backend = pytest.mark.parametrize(
+    "backend",
+    [*backends(), pytest.param(CudaBackend, id="cuda", marks=pytest.mark.simulator)],
+)
+
+
 def on_dtypes(test: Any) -> Any:
     """Run a test in both floating dtypes."""
     return pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])(

@@ -14,8 +14,7 @@ from minitorch.training.model_files import CheckpointError, load_parameters, rea
 
 from .cases import model, run
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "project")]  # as for a script there
+sys.path[:0] = [str(Path(__file__).parents[2] / "project")]  # as for a script there
 import measure  # noqa: E402
 import run_digits  # noqa: E402
 import run_fast_tensor  # noqa: E402
@@ -28,6 +27,8 @@ from data import digits as digits_data  # noqa: E402
 from data import sentiment as sentiment_data  # noqa: E402
 from data import text as text_data  # noqa: E402
 from training import gpt_options  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
 
 # Wrong types are what is tested.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false, reportReturnType=false

@@ -5,21 +5,18 @@ The backend has kernels of its own for what lies in order, and for products.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from course.kernel_text import faults
 
 from minitorch import CudaBackend, Tensor, cuda_ops, from_numpy, operators
 
 from ..support.mistakes import assert_close_or_explain, filled
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "project"))
-
-from course.kernel_text import faults  # noqa: E402
 
 pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
 

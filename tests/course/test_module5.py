@@ -6,7 +6,6 @@ measured by central differences, so that no task leans on another.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from course.kernel_text import faults
 from numba import types
 
 import kernels
@@ -48,9 +48,6 @@ from ..support.mistakes import assert_close_or_explain
 from ..support.tolerances import assert_close_arrays
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "project"))
-
-from course.kernel_text import faults  # noqa: E402
 
 Array = npt.NDArray[Any]
 LEARNING_STEPS = 100

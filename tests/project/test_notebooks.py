@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from common.command_line import replace_unprintable
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "project"))
-from common.command_line import replace_unprintable  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

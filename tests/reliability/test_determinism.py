@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import booleans, integers
+from reliability.determinism import differences, run_apart
 
 import minitorch
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "project"))
-from reliability.determinism import differences, run_apart  # noqa: E402
 
 
 @pytest.mark.slow

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import gc
-import sys
 import tracemalloc
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
+from reliability import leaks
 
 import kernels
 import minitorch
 from kernels.cpu.runtime import memory_pool as cpu_pool
 from kernels.cuda.runtime.arrays import pool
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "project"))
-from reliability import leaks  # noqa: E402
 
 
 def objects_after(step: leaks.Step, first: int, steps: int) -> int:

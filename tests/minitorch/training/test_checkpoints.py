@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reliability import kills
 from safetensors.numpy import save
 
 import minitorch
@@ -39,8 +40,6 @@ from minitorch.training.random_states import random_state
 from ...support.models.raw_safetensors import raw_safetensors
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
-from reliability import kills  # noqa: E402
 
 BACKENDS = {"simple": SimpleBackend, "fast": FastBackend}
 

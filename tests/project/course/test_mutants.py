@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
+from course.grader import Expected, expected_tests, grade_task
+from course.markers import fill, read_bodies, replaced
+from course.starter_trees import start
+from course.tasks import find_task, tasks_of
+from course.workplace import Workplace, assemble
 
 from .mutants import MUTANTS
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "project"))
-
-from course.grader import Expected, expected_tests, grade_task  # noqa: E402
-from course.markers import fill, read_bodies, replaced  # noqa: E402
-from course.starter_trees import start  # noqa: E402
-from course.tasks import find_task, tasks_of  # noqa: E402
-from course.workplace import Workplace, assemble  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "project"))
 from course.markers import Region, replaced, sources
 from course.starter_trees import write_tree
 

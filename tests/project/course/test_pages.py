@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from course.markers import read_bodies
+from course.pages import plain
+from course.starter_trees import start
+from course.tasks import MODULES, tasks_of
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "project"))
-
-from course.markers import read_bodies  # noqa: E402
-from course.pages import plain  # noqa: E402
-from course.starter_trees import start  # noqa: E402
-from course.tasks import MODULES, tasks_of  # noqa: E402
 
 LINK = re.compile(r"!?\[[^\]]*\]\(<?([^)\s>#]+)(#[^)\s>]*)?>?\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import builtins
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
-from data import long_range, official_files, stand_ins  # noqa: E402
-from data.long_range import load_task  # noqa: E402
-
-COUNTS = {"train": 40, "valid": 8, "test": 8}
+from data import long_range, official_files
+from data.long_range import load_task
 
 
 @pytest.fixture
@@ -113,13 +106,6 @@ def test_damaged_files_are_named(aan: Path, cifar: Path) -> None:
         official_files.cifar10(cifar)
 
 
-def test_the_parts_of_a_stand_in_of_bytes_share_no_document() -> None:
-    documents = [bytes([65 + number]) * 700 for number in range(20)]
-    parts = stand_ins.divided(documents, 0)
-    assert [len(parts[part]) for part in ("train", "valid", "test")] == [16, 2, 2]
-    assert len({*parts["train"], *parts["valid"], *parts["test"]}) == 20
-
-
 def test_stand_ins_say_so_and_a_seed_decides_them(tmp_path: Path) -> None:
     for name, shape in (("text", (40, 200)), ("retrieval", (40, 2, 200))):
         task = load_task(name, tmp_path / "a", examples=40, length=200)
@@ -132,12 +118,6 @@ def test_stand_ins_say_so_and_a_seed_decides_them(tmp_path: Path) -> None:
         assert not np.array_equal(X, other.parts["train"].X)
 
 
-def test_the_passages_of_one_document_do_not_overlap(tmp_path: Path) -> None:
-    X, y = load_task("retrieval", tmp_path, examples=200, length=100).parts["train"]
-    same = (X[y == 1, 0] == X[y == 1, 1]).all(-1)
-    assert not same.any()
-
-
 def test_the_stand_in_for_image_is_digits_of_1024_pixels(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     task = load_task("image", tmp_path)
@@ -145,21 +125,6 @@ def test_the_stand_in_for_image_is_digits_of_1024_pixels(tmp_path: Path) -> None
     assert sum(len(examples.y) for examples in task.parts.values()) == 1797
     image = task.parts["train"].X[0].reshape(32, 32)
     assert image.max() == 255 and (image == image[::4, ::4].repeat(4, 0).repeat(4, 1)).all()
-
-
-def test_without_scikit_learn_the_error_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("sklearn"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(SystemExit, match=r"pip install -e .*digits.* or pass .* --data"):
-        load_task("image", tmp_path)
 
 
 def test_generated_tasks_are_small_when_quick_and_take_no_files(tmp_path: Path) -> None:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from measurements import hardware_counters as counters
 
 from kernels.runtime.targets import IS_SIMULATOR
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "project"))  # as for its scripts
-from measurements import hardware_counters as counters  # noqa: E402
-
-from ...support.device.fake_device import fake_device  # noqa: E402
+from ...support.device.fake_device import fake_device
 
 pytestmark = pytest.mark.skipif(IS_SIMULATOR, reason="numba's simulator has no counters")
 

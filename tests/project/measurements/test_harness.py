@@ -5,24 +5,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import measure
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from bench import harness, measuring, plots, processes, records
+from bench.harness import Figure, Measurement, Run
 
-from kernels.runtime.targets import IS_SIMULATOR, why_no_cuda
+from kernels.runtime.targets import IS_SIMULATOR
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "project"))  # as for its scripts
-import measure  # noqa: E402
-from bench import harness, measuring, plots, processes, records  # noqa: E402
-from bench.harness import Figure, Measurement, Run  # noqa: E402
 
 pytestmark = pytest.mark.skipif(IS_SIMULATOR, reason="they start the simulator themselves")
 
@@ -117,14 +113,6 @@ def test_a_missed_bound_is_an_exit_code_but_in_a_quick_run(elsewhere: Path) -> N
     assert harness.run(squares(), ["--numbers", "1", "4", "--quick"]) == 0
 
 
-def test_a_setting_is_read_as_its_own_type(
-    elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        harness.run(squares(), ["--numbers", "1", "0"])
-    assert "must be a whole number, 1 or more, got 0" in capsys.readouterr().err
-
-
 def test_a_published_record_is_not_replaced_by_a_shorter_one(elsewhere: Path) -> None:
     assert harness.run(squares(), ["--publish"]) == 0
     assert harness.run(squares(), ["--publish", "--numbers", "1"]) == 0
@@ -153,17 +141,6 @@ def test_a_file_that_is_not_a_record_is_named(elsewhere: Path, more: dict[str, A
     path = put(elsewhere, "gpu", **more)
     with pytest.raises(SystemExit, match=rf"{path} is not a record"):
         harness.run(squares(), ["--redraw"])
-
-
-def test_another_processor_with_as_many_cores_has_a_folder_of_its_own(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("Processor A", "Processor (R) B", "Processor A"):
-        monkeypatch.setattr(records, "processor", lambda name=name: name)
-        assert harness.run(squares(), ["--publish"]) == 0
-    folder = f"cpu-{os.cpu_count()}-cores"
-    found = {r.folder: r.record["device"] for r in plots.stored("squares")}
-    assert found == {folder: "Processor A", f"{folder}-processor-r-b": "Processor (R) B"}
 
 
 def test_a_record_is_stale_when_the_measured_code_changed_after_it(
@@ -217,26 +194,11 @@ def test_a_name_that_is_no_measurement_ends_in_one_line() -> None:
         measure.main(["lung"])
 
 
-@pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU")
-def test_without_a_gpu_the_command_line_says_so_in_one_line() -> None:
-    with pytest.raises(SystemExit, match="no CUDA device"):
-        measure.main(["block_size", "--device", "cuda"])
-
-
 def test_a_command_holds_no_path_of_this_machine() -> None:
     argv = ["--json", "/a/b.json", "--publish", "--length", "8", "--text=/home/me/my text.txt",
             "/c/d.txt", "--json=x"]  # fmt: skip
     command = records.command_line("s.py", argv)
     assert command == 'python s.py --length 8 "--text=my text.txt" d.txt'
-
-
-@given(st.lists(st.floats(1e-6, 1e3), min_size=1), st.floats(1.0, 1e3))
-def test_a_spread_is_in_order_and_a_ratio_is_fair(values: list[float], scale: float) -> None:
-    found = measuring.spread(values, scale)
-    assert found["low"] <= found["median"] * (1 + 1e-12) and found["rounds"] == len(values)
-    assert found["median"] <= found["high"] * (1 + 1e-12)
-    doubled = [2 * value for value in values]
-    assert measuring.ratio(doubled, values) == measuring.spread([2.0] * len(values))
 
 
 def test_rounds_are_interleaved_and_compilation_is_not_counted() -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from bench.softmax_steps import STEPS
 from hypothesis import given
 from hypothesis import strategies as st
+from measurements import evolution
 
 from kernels.cpu.layers import softmax_ladder as cpu_ladder
 from kernels.cuda.layers import softmax_ladder as cuda_ladder
@@ -20,11 +20,6 @@ from kernels.reference.softmax_ladder import READS
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 
 from ...support.tolerances import assert_close_arrays
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "project"))  # as for its scripts
-from bench.processes import in_child
-from bench.softmax_steps import STEPS, by_blocks
-from measurements import evolution, softmax_ladder
 
 # The simulator's threads compute with NumPy's scalars, which warn of what a GPU does in silence.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in scalar:RuntimeWarning")
@@ -108,18 +103,6 @@ def test_what_is_no_number_spoils_its_row_only(where: Any, step: str, spoilt: fl
     assert np.isnan(out[1]).any() and np.isfinite(out[[0, 2]]).all()
 
 
-@pytest.mark.parametrize("module", [cpu_ladder, cuda_ladder], ids=["cpu", "cuda"])
-def test_a_wrong_call_says_what_was_expected(module: Any) -> None:
-    x = np.zeros((2, 3), np.float32)
-    with pytest.raises(ValueError, match=r"one of 'naive', 'safe', 'online', got 'lazy'"):
-        module.softmax("lazy", x, x)
-    for out in (np.zeros((3, 2), np.float32), np.zeros((2, 3))):
-        with pytest.raises(ValueError, match=r"the same shape \(rows, length\) and dtype, got"):
-            module.softmax("safe", x, out)
-    with pytest.raises(TypeError, match="float32 or float64, got int64"):
-        module.softmax("safe", *[np.zeros((2, 3), np.int64)] * 2)
-
-
 @pytest.mark.simulator
 @pytest.mark.skipif(not IS_SIMULATOR, reason="arrays count in the simulator only")
 @pytest.mark.parametrize("length", [1, 7, 32, 75])
@@ -132,12 +115,6 @@ def test_the_kernels_move_what_the_ladder_is_about(step: str, length: int) -> No
     (x_reads, x_writes), (out_reads, out_writes) = meter.elements(x), meter.elements(out)
     assert (x_reads == READS[step]).all() and not x_writes.any()
     assert (out_writes == 1).all() and not out_reads.any()
-
-
-@pytest.mark.skipif(IS_SIMULATOR, reason="this process is in the simulator")
-def test_the_experiment_counts_the_same() -> None:
-    found = in_child(softmax_ladder.counted, simulator=True)
-    assert found == {step: (reads, 1) for step, reads in READS.items()}
 
 
 # --- attention for one query -----------------------------------------------------------------------
@@ -162,12 +139,6 @@ def test_every_step_to_attention_is_the_textbook(arrays: Any, name: str) -> None
     assert_close_arrays(STEPS[name](*arrays), attention(*arrays), np.float64, name, 10.0)
 
 
-@given(queries(), st.integers(1, 50))
-def test_any_block_will_do(arrays: Any, block: int) -> None:
-    found = by_blocks(*arrays, block=block)
-    assert_close_arrays(found, attention(*arrays), np.float64, f"blocks of {block}", 10.0)
-
-
 def test_a_sum_of_exponentials_is_attention_until_it_overflows() -> None:
     rng = np.random.default_rng(4)
     q, k, v = rng.standard_normal(4), rng.standard_normal((9, 4)), rng.standard_normal((9, 3))
@@ -189,12 +160,3 @@ def test_passes_and_memory_are_counted() -> None:
             assert long - short >= 1000 * 4
         else:
             assert long - short < 200, name
-
-
-def test_counting_sees_a_step_that_reads_unevenly() -> None:
-
-    def uneven(q: Array, k: Any, v: Any, scale: float) -> None:
-        assert len(k[0]) and len(k[:])
-
-    with pytest.raises(RuntimeError, match="uneven reads some keys"):
-        evolution.passes(uneven, 5)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import train_gpt
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,9 +23,9 @@ from minitorch.training.model_files import read_checkpoint
 
 from ...support.device.fake_device import fake_device
 from ...support.models.captured_training import made_steps
-from .test_train_gpt import SMALL, gpt_loop, refused, train_gpt
+from .test_train_gpt import SMALL
 
-from training import gpt_presets  # isort: skip  # found in the folder that test_training puts on the path
+from training import gpt_loop, gpt_presets  # isort: skip  # found in the folder that test_training puts on the path
 from data import text as text_data  # isort: skip
 from training import gpt_options  # isort: skip
 from training import script_helpers  # isort: skip
@@ -166,18 +167,6 @@ def test_a_window_counts_the_keys_that_it_shows(seq: int, window: int) -> None:
     assert attention == pytest.approx(3.0 * 4 * 4 * (keys - one))
 
 
-def test_gpt_2_small_has_its_124_million_weights() -> None:
-    size = gpt_presets.PRESETS["gpt2-small"]
-    width, words = size["width"], size["vocabulary"]
-    layer = 12 * width**2 + 13 * width  # weights of products; biases and norms
-    total = size["layers"] * layer + (words + size["context"]) * width + 2 * width
-    assert 124.0e6 < total < 124.6e6
-    per_token = training_flops(1024, 12, width, 4 * width, words) / 1024
-    assert per_token == pytest.approx(6 * 123.6e6 + 6 * 12 * width * 1024, rel=1e-3)
-    assert gpt_presets.utilisation(100_000, per_token, 989.4) == pytest.approx(0.0806, abs=1e-3)
-    assert gpt_presets.utilisation(100_000, per_token, None) is None
-
-
 # -- the script ----------------------------------------------------------------------------------------
 
 TINY = [*SMALL, "--preset", "toy", "--max-seconds", "1e6"]
@@ -221,20 +210,6 @@ def test_a_run_in_bfloat16_goes_on_bit_for_bit_and_writes(
         ["--load", str(tmp_path / "model.safetensors"), "--prompt", "Żół", "--sample", "9"]
     )
     assert capsys.readouterr().out.startswith("Żół")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("--vocabulary 100", "--vocabulary 96 256 100"),
-        ("--warm-up 1", "--warm-up below"),
-    ],
-)
-def test_options_that_cannot_work_are_one_line(
-    options: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = refused(capsys, *SMALL, "--out", tmp_path, *options.split())
-    assert all(word in line for word in words.split()), line
 
 
 @pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver")

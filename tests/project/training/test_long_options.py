@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import train_gpt
+from data import text as text_data
 
 from minitorch.training.model_files import read_checkpoint
 
+from ...support.scripts import refused
 from .test_resume import curve_of, weights_of
-from .test_train_gpt import SMALL, refused, text_data, train_gpt
+from .test_train_gpt import SMALL
 
 from training import gpt_files, gpt_options  # isort: skip  # found in the folder that test_train_gpt puts on the path
 
@@ -43,43 +46,17 @@ def test_a_checkpoint_keeps_the_options_of_its_model(finished: Path) -> None:
     np.testing.assert_allclose(model(ids).to_numpy(), naive(ids).to_numpy(), atol=1e-4)
 
 
-def test_a_run_with_them_goes_on_bit_for_bit(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_them_goes_on_bit_for_bit(finished: Path) -> None:
     curve, weights = curve_of(finished), weights_of(finished / "model.safetensors")
     for step in (8, 12):
         (finished / "checkpoints" / f"step-{step:08d}.safetensors").unlink()
     for option, words in (("--window 6", "--window 5 6"), ("--positions learned", "rotary")):
-        line = refused(capsys, "--resume", finished, *option.split())
+        line = refused(train_gpt.main, "--resume", finished, *option.split())
         assert all(word in line for word in words.split()), line
     train_gpt.main(["--resume", str(finished), "--sample", "0", "--rotary-scaling", "linear:2"])
     assert curve_of(finished) == curve
     assert weights_of(finished / "model.safetensors") == weights
     assert json.loads((finished / "result.json").read_text())["resumed"] == [4]
-
-
-WRONG = {
-    "--positions sinusoidal": "--positions 'sinusoidal' learned rotary",
-    "--rotary-theta 500": "--rotary-theta --positions rotary both",
-    "--rotary-scaling linear:2": "--rotary-scaling --positions rotary",
-    "--positions rotary --rotary-scaling cubic:2": "linear:factor cubic:2",
-    "--positions rotary --rotary-scaling linear": "linear:factor",
-    "--positions rotary --rotary-scaling linear:0": "linear:factor positive",
-    "--positions rotary --rotary-scaling llama3:8:1": "llama3:factor:low_freq_factor",
-    "--window 0": "--window 1 more",
-    "--sinks --ring 2": "--ring --sinks",
-    "--init x --sinks": "--init --sinks",
-    "--attention local --window 8": "window flash naive 'local'",
-    "--positions rotary --width 6 --heads 2 --steps 1": "even 3",
-}
-
-
-@pytest.mark.parametrize("options", WRONG)
-def test_a_wrong_combination_is_one_line(
-    options: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    line = refused(capsys, "--out", tmp_path, *options.split())
-    assert all(word in line for word in WRONG[options].split()), line
 
 
 @pytest.mark.parametrize(

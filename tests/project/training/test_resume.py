@@ -10,13 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import train_gpt
+from training import gpt_loop
 
 import minitorch
 from minitorch.accelerated import layers as fused_functions
-from minitorch.scalars.modes import modes
 from minitorch.training.model_files import read_checkpoint
 
-from .test_train_gpt import SMALL, gpt_loop, refused, train_gpt
+from ...support.scripts import refused
+from .test_train_gpt import SMALL
 
 pytestmark = pytest.mark.slow
 
@@ -69,9 +71,7 @@ def test_a_resumed_run_gives_the_losses_of_an_unbroken_one(unbroken: Path, step:
     assert json.loads((unbroken / "result.json").read_text())["resumed"] == [step]
 
 
-def test_a_run_goes_on_with_its_own_options_only(
-    unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_with_its_own_options_only(unbroken: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("Another text. " * 100)
     last = unbroken / "checkpoints" / "step-00000012.safetensors"
@@ -83,14 +83,14 @@ def test_a_run_goes_on_with_its_own_options_only(
         (f"--text {other}", "another text than --text"),
         ("--load x", "--load --resume one of them"),
     ):
-        line = refused(capsys, "--resume", unbroken, *options.split())
+        line = refused(train_gpt.main, "--resume", unbroken, *options.split())
         assert all(word in line for word in words.split()), line
-    line = refused(capsys, "--resume", "--out", tmp_path / "empty")
+    line = refused(train_gpt.main, "--resume", "--out", tmp_path / "empty")
     assert "empty/checkpoints: the folder holds no checkpoint" in line
-    line = refused(capsys, "--resume", unbroken / "model.safetensors")
+    line = refused(train_gpt.main, "--resume", unbroken / "model.safetensors")
     assert "not the state of its training" in line
     last.write_bytes(last.read_bytes()[:-1])
-    line = refused(capsys, "--resume", "--out", unbroken)
+    line = refused(train_gpt.main, "--resume", "--out", unbroken)
     assert f"{last}: the checkpoint cannot be read" in line
     assert "is intact: " in line and "step-00000008" in line
     # What does not decide what is learnt may be another; results go where the user says.
@@ -116,10 +116,10 @@ def test_an_interrupted_run_can_write_and_a_new_one_sets_it_aside(
 
 
 def test_a_loss_that_is_no_number_names_the_operation_and_keeps_the_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     options = [*SMALL, "--out", tmp_path, "--lr", "1000", "--checkpoint-every", "1", "--keep", "2"]
-    line = refused(capsys, *options)
+    line = refused(train_gpt.main, *options)
     found = re.search(r"the loss at step (\d+) is nan; at step (\d+) (\w+) \((\w+)\) made", line)
     assert found and int(found[2]) <= int(found[1])
     assert hasattr(fused_functions, found[3]) or hasattr(minitorch, found[3])
@@ -127,12 +127,12 @@ def test_a_loss_that_is_no_number_names_the_operation_and_keeps_the_checkpoint(
     kept = re.search(r"the last good checkpoint is (\S+);", line)
     assert kept and all(np.isfinite(x).all() for x in read_checkpoint(kept[1])[0].values())
     assert len([*(tmp_path / "checkpoints").iterdir()]) == 2
-    again = refused(capsys, "--resume", "--out", tmp_path)  # and meets the same number
+    again = refused(train_gpt.main, "--resume", "--out", tmp_path)  # and meets the same number
     assert again.split(";")[0] == line.split(";")[0]
 
 
 def test_a_weight_that_is_no_number_is_found_before_the_loss_shows_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the last of ten steps the optimiser itself is at fault, and the loss is read before it moves."""
 
@@ -144,14 +144,6 @@ def test_a_weight_that_is_no_number_is_found_before_the_loss_shows_it(
     step = minitorch.Adam.step
     monkeypatch.setattr(minitorch.Adam, "step", thrown)
     monkeypatch.setattr(gpt_loop, "JUDGE_EVERY", 100)
-    line = refused(capsys, *SMALL, "--out", tmp_path)
+    line = refused(train_gpt.main, *SMALL, "--out", tmp_path)
     assert line.startswith("a parameter is no number after 10 steps; at step 9 AdamW (step) made")
     assert "of parameters[0], shape" in line
-
-
-def test_the_environment_may_ask_for_every_number_to_be_looked_at(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(modes, "anomaly", minitorch.detect_anomaly.value)
-    line = refused(capsys, *SMALL, "--out", tmp_path, "--lr", "1000", "--steps", "30")
-    assert re.match(r"at step \d+ \w+ \(\w+\) made", line), line

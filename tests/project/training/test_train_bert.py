@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "project"))
-
 import train_bert
 
 from kernels.runtime.targets import IS_SIMULATOR
@@ -20,6 +16,7 @@ from minitorch.training.model_files import read_checkpoint
 
 from ...support.device.fake_device import fake_device
 from ...support.models.captured_training import made_steps
+from ...support.scripts import refused
 
 pytestmark = pytest.mark.slow
 
@@ -30,14 +27,6 @@ TINY = ["--width", "8", "--heads", "2", "--layers", "1", "--context", "24", "--b
 def run(out: Path, *options: Any) -> dict[str, Any]:
     train_bert.main([*map(str, options), "--out", str(out)])
     return json.loads((out / "result.json").read_text())
-
-
-def refused(capsys: pytest.CaptureFixture[str], *options: Any) -> str:
-    with pytest.raises(SystemExit) as stop:
-        train_bert.main([*map(str, options)])
-    line = capsys.readouterr().err if stop.value.code == 2 else str(stop.value)
-    assert len(line.strip().splitlines()) == 1
-    return line
 
 
 @pytest.fixture(scope="module")
@@ -118,23 +107,11 @@ def test_fine_tuning_learns_classes_and_goes_on(
     assert run(out, "--resume", out)["curve"] == found["curve"]
     _, config = read_checkpoint(out / "model.safetensors")
     assert config["classes"] == ["cats", "mats"]
-    line = refused(
-        capsys, *options, "--finetune", out / "model.safetensors", "--out", tmp_path / "b"
-    )
-    assert "is a classifier already" in line
+    again = ["--finetune", out / "model.safetensors", "--out", tmp_path / "b"]
+    assert "is a classifier already" in refused(train_bert.main, *options, *again)
 
 
-def test_byte_pairs_and_a_larger_table(text: Path, tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    run(tmp_path, *TINY, "--text", text, "--tokenizer", "bpe", "--vocab-size", 270, "--vocabulary",
-        320, "--steps", 2)  # fmt: skip
-    arrays, config = read_checkpoint(tmp_path / "model.safetensors")
-    assert arrays["token_embeddings.weights"].shape == (320, 8) and config["words"] <= 270
-
-
-def test_what_is_wrong_is_said_in_one_line(
-    trained: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_is_said_in_one_line(trained: Path, text: Path, tmp_path: Path) -> None:
     out = ["--out", tmp_path / "out"]
     short = tmp_path / "short.txt"
     short.write_text("short")
@@ -153,4 +130,4 @@ def test_what_is_wrong_is_said_in_one_line(
         (["--resume", trained, "--text", other], "learns another text"),
         (["--resume", trained, "--lr", "1"], "cannot go on with 1.0"),
     ):
-        assert words in refused(capsys, *options, *out)
+        assert words in refused(train_bert.main, *options, *out)

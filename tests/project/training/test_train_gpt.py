@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,18 +13,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import train_gpt
+from data import text as text_data
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
+from training import gpt_loop, runs
 
 from kernels.runtime.targets import why_no_cuda
 from minitorch.training.model_files import read_checkpoint
 
+from ...support.scripts import refused
+
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
-import train_gpt  # noqa: E402
-from data import text as text_data  # noqa: E402
-from training import gpt_loop, runs  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -40,28 +40,6 @@ def run(script: str, *args: Any, encoding: str = "utf-8") -> subprocess.Complete
     return subprocess.run(
         command, capture_output=True, text=True, env=environment, encoding="utf-8"
     )
-
-
-def fails_in_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1, done.stderr
-    assert all(word in lines[0] for word in words), lines[0]
-
-
-def refused(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
-    """Run the training script in this process; return the one line with which it ends."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        train_gpt.main([str(arg) for arg in args])
-    if isinstance(ended.value.code, str):  # Python prints it, and the exit code is 1
-        print(ended.value.code, file=sys.stderr)
-    else:
-        assert ended.value.code == 2
-    error = capsys.readouterr().err.rpartition("\r")[2]  # what follows a progress bar
-    assert error.strip().count("\n") <= error.count("step/s"), error
-    return error.strip().splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -84,24 +62,6 @@ def test_training_reports_and_saves(trained: tuple[Path, str]) -> None:
     curve = result["curve"]["train"]
     assert len(curve) == 12 and curve[-1] < curve[0]
     assert np.isfinite(result["held_out_loss"])
-
-
-def test_a_checkpoint_writes_again(trained: tuple[Path, str]) -> None:
-    out, printed = trained
-    model = out / "model.safetensors"
-    done = run("train_gpt.py", "--load", model, "--prompt", "The ", "--sample", 20)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in printed  # the same seed, the same text
-
-
-def test_flash_and_naive_give_the_same_curve(tmp_path: Path) -> None:
-    curves = []
-    for attention in ("flash", "naive"):
-        done = run("train_gpt.py", "--attention", attention, "--out", tmp_path / attention, *SMALL)
-        assert done.returncode == 0, done.stderr
-        curves.append(json.loads((tmp_path / attention / "result.json").read_text())["curve"])
-    np.testing.assert_allclose(curves[0]["train"], curves[1]["train"], rtol=1e-4)
-    np.testing.assert_allclose(curves[0]["held_out"], curves[1]["held_out"], rtol=1e-4)
 
 
 def test_the_default_is_to_learn_without_repeats_and_to_judge_by_unseen_text() -> None:
@@ -131,40 +91,66 @@ def test_the_first_held_out_windows_are_evenly_spread(count: int, share: float) 
     assert gaps.max() <= 3 * count / len(first) + 1
 
 
-def test_the_prompt_is_of_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_prompt_is_of_the_text(tmp_path: Path) -> None:
     text = tmp_path / "it's Żółw.txt"
     text.write_text("żółć " * 100, encoding="utf-8")
     done = run("train_gpt.py", "--text", text, "--out", tmp_path, *SMALL, encoding="ascii")
     assert done.returncode == 0, done.stderr
     assert "\n????" in done.stdout and "(last 12 steps)" in done.stdout
     assert read_checkpoint(tmp_path / "model.safetensors")[1]["prompt"] == "żółć"
-    line = refused(capsys, "--text", text, "--out", tmp_path, "--prompt", "The ", *SMALL)
+    line = refused(train_gpt.main, "--text", text, "--out", tmp_path, "--prompt", "The ", *SMALL)
     assert "--prompt" in line and "never seen" in line
+
+
+#: What cannot work → words of the line that says so.
+WRONG = {
+    "--temperature nan": "--temperature must 0",
+    "--heads 1 --width 512": "--heads --width 256 naive",
+    "--heads 3 --width 16": "--heads --width multiple",
+    "--out /dev/null/out": "--out /dev/null/out another",
+    "--lr 1000": "loss nan --lr",
+    "--lr 1000 --steps 5": "nan --lr",  # in the last step, or in the evaluation after it
+    "--vocabulary 100": "--vocabulary 96 256 100",
+    "--warm-up 1": "--warm-up below",
+    "--positions sinusoidal": "--positions 'sinusoidal' learned rotary",
+    "--rotary-theta 500": "--rotary-theta --positions rotary both",
+    "--rotary-scaling linear:2": "--rotary-scaling --positions rotary",
+    "--positions rotary --rotary-scaling cubic:2": "linear:factor cubic:2",
+    "--positions rotary --rotary-scaling linear": "linear:factor",
+    "--positions rotary --rotary-scaling linear:0": "linear:factor positive",
+    "--positions rotary --rotary-scaling llama3:8:1": "llama3:factor:low_freq_factor",
+    "--window 0": "--window 1 more",
+    "--sinks --ring 2": "--ring --sinks",
+    "--attention local --window 8": "window flash naive 'local'",
+    "--positions rotary --width 6 --heads 2 --steps 1": "even 3",
+    "--tokenizer bpe --vocab-size 256": "257 or more",
+    "--vocab-size 300": "--tokenizer bpe",
+    "--init DIR --width 8": "leave out --width",
+}
+
+
+@pytest.mark.parametrize("options", WRONG)
+def test_options_that_cannot_work_are_one_line(options: str, tmp_path: Path) -> None:
+    line = refused(train_gpt.main, *SMALL, "--out", tmp_path, *options.split())
+    assert all(word in line for word in WRONG[options].split()), line
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--temperature nan", "--temperature must 0"),
-        ("--heads 1 --width 512", "--heads --width 256 naive"),
-        ("--heads 3 --width 16", "--heads --width multiple"),
-        ("--out /dev/null/out", "--out /dev/null/out another"),
-        ("--lr 1000", "loss nan --lr"),
-        ("--lr 1000 --steps 5", "nan --lr"),  # in the last step, or in the evaluation after it
+        ("--init x --sinks", "--init --sinks"),
+        ("--init DIR --preset toy", "leave out --preset"),
+        ("--init DIR --load FILE", "take one of them"),
     ],
 )
-def test_options_that_cannot_work_are_one_line(
-    options: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = refused(capsys, *SMALL, "--out", tmp_path, *options.split())
+def test_options_that_exclude_each_other_are_one_line(options: str, words: str) -> None:
+    line = refused(train_gpt.main, *options.split())
     assert all(word in line for word in words.split()), line
-    assert not (tmp_path / "model.safetensors").exists()
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_keeps_what_is_learnt(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_keeps_what_is_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step: Callable[..., Any] = gpt_loop.train_step
     calls: list[int] = []
 
@@ -178,11 +164,11 @@ def test_ctrl_c_keeps_what_is_learnt(
         return step(*args, **options)
 
     monkeypatch.setattr(gpt_loop, "train_step", interrupted)
-    line = refused(capsys, *SMALL, "--out", tmp_path)
+    line = refused(train_gpt.main, *SMALL, "--out", tmp_path)
     assert "Ctrl-C after 7 of 12 steps" in line
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == 7
     read_checkpoint(tmp_path / "model.safetensors")
-    assert refused(capsys, *SMALL, "--out", tmp_path) == "stopped by Ctrl-C"
+    assert refused(train_gpt.main, *SMALL, "--out", tmp_path) == "stopped by Ctrl-C"
     assert len(calls) == 15
 
 
@@ -221,21 +207,28 @@ def test_every_point_of_the_held_out_curve_is_of_the_same_windows(
 
 @pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU, or the simulator")
 def test_a_missing_gpu_is_one_line(tmp_path: Path) -> None:
-    for extra in ((), ("--load", tmp_path / "none")):
-        done = run("train_gpt.py", "--backend", "cuda", *extra)
-        fails_in_one_line(done, "--backend cuda cannot run", "fast backend")
+    for more in ((), ("--load", tmp_path / "none")):
+        line = refused(train_gpt.main, "--backend", "cuda", *more)
+        assert "--backend cuda cannot run" in line and "fast backend" in line
 
 
-@pytest.mark.cuda
-def test_the_losses_on_a_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--attention", ("flash", "naive")),
+        pytest.param("--backend", ("fast", "cuda"), marks=pytest.mark.cuda),
+    ],
+)
+def test_every_attention_and_backend_learns_the_same(
+    option: str, values: tuple[str, ...], tmp_path: Path
+) -> None:
     curves = []
-    for backend in ("fast", "cuda"):
-        done = run("train_gpt.py", "--backend", backend, "--out", tmp_path / backend,
-                   "--max-seconds", 1000, *SMALL)  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        curves.append(json.loads((tmp_path / backend / "result.json").read_text())["curve"])
-    np.testing.assert_allclose(curves[1]["train"], curves[0]["train"], rtol=1e-3)
-    np.testing.assert_allclose(curves[1]["held_out"], curves[0]["held_out"], rtol=1e-3)
+    for value in values:
+        out = tmp_path / value
+        train_gpt.main([*SMALL, option, value, "--out", str(out), "--max-seconds", "1000"])
+        curves.append(json.loads((out / "result.json").read_text())["curve"])
+    for part in ("train", "held_out"):
+        np.testing.assert_allclose(curves[1][part], curves[0][part], rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -256,14 +249,13 @@ def test_the_losses_on_a_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
     ],
 )
 def test_a_configuration_of_no_model_is_one_line(
-    change: Any, word: str, trained: tuple[Path, str], tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    change: Any, word: str, trained: tuple[Path, str], tmp_path: Path
+) -> None:
     arrays, config = read_checkpoint(trained[0] / "model.safetensors")
     config = {**config, **change} if change else change
     path = tmp_path / "odd.safetensors"
     path.write_bytes(save(arrays, {"format": "minitorch-1", "config": json.dumps(config)}))
-    line = refused(capsys, "--load", path)
+    line = refused(train_gpt.main, "--load", path)
     assert "odd.safetensors" in line and word in line
 
 
@@ -274,45 +266,3 @@ def test_a_checkpoint_writes_with_either_attention(
         train_gpt.main(["--load", str(trained[0] / "model.safetensors"), "--attention", attention,
                         "--sample", "20"])  # fmt: skip
         assert capsys.readouterr().out.strip() in trained[1]
-
-
-#: A Python that knows its version, makes environments of itself, and prints what it should run.
-FAKE_PYTHON = """#!/bin/sh
-case "$1$2" in
-    -c*) echo {version} ;;
-    -mvenv) rm -rf "$4"; mkdir -p "$4/bin"; touch "$4/pyvenv.cfg"; cp "$0" "$4/bin/python" ;;
-    -mpip) ;;
-    *) printf '[%s]' "$@" ;;
-esac
-"""
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-def test_make_train_passes_the_text_and_minds_the_version(tmp_path: Path) -> None:
-    environment = tmp_path / "venv"
-
-    def make(version: str, *options: str, code: str = FAKE_PYTHON) -> subprocess.CompletedProcess:
-        python = tmp_path / f"python{version}"
-        python.write_text(code.format(version=version))
-        python.chmod(0o755)
-        command = ["make", "train", f"VENV={environment}", f"PYTHON={python}", *options]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-    def version() -> str:
-        return subprocess.run(
-            [environment / "bin" / "python", "-c", ""], capture_output=True, text=True
-        ).stdout.strip()
-
-    for old in ("2.7", "3.9", "3.15"):
-        done = make(old)
-        assert done.returncode != 0 and not environment.exists()
-        assert done.stderr.startswith(
-            f"{tmp_path}/python{old} is Python {old}; needed is 3.10 to 3.14"
-        )
-    assert make("3.10").returncode == 0 and version() == "3.10"
-    done = make("3.12", "TEXT=it's my $file (1).txt")
-    assert done.returncode == 0 and version() == "3.12"
-    assert "[project/train_gpt.py][--text=it's my $file (1).txt]" in done.stdout
-    assert "venv" not in make("3.12").stdout.splitlines()[0].split()  # it stays
-    failed = make("3.13", code=FAKE_PYTHON.replace('cp "$0"', 'exit 1; cp "$0"'))
-    assert failed.returncode != 0 and not environment.exists()

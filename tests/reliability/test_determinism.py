@@ -69,10 +69,6 @@ def test_a_training_has_the_same_bits_with_one_thread_and_with_all(
         np.testing.assert_array_equal(one, other)
 
 
-def test_another_seed_is_another_run() -> None:
-    assert not np.array_equal(stepped(0, 2, 9, 0.2)[0], stepped(1, 2, 9, 0.2)[0])
-
-
 COMPILED_OR_LOADED = """
 import hashlib
 import numpy as np

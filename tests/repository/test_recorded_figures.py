@@ -44,23 +44,6 @@ def test_a_path_leads_to_a_number(path: str, expected: float) -> None:
     assert recorded.look_up(RECORD, path) == expected
 
 
-@pytest.mark.parametrize(
-    ("path", "step"),
-    [
-        ("rows/length=64/flash", "length=64"),
-        ("rows/7", "7"),
-        ("columns/0", "columns"),
-        ("rows/0/flash/median/low", "low"),
-        ("rows/first", "first"),
-        ("rows/0/length/x=1", "x=1"),
-        ("rows/length=128&mask=a b/flash", "length=128&mask=a b"),
-    ],
-)
-def test_a_path_that_leads_nowhere_says_where_it_ends(path: str, step: str) -> None:
-    with pytest.raises(ValueError, match=f"leads nowhere at '{re.escape(step)}'; there is"):
-        recorded.look_up(RECORD, path)
-
-
 def test_a_number_is_formatted_and_a_device_without_a_file_is_not_measured(tmp_path: Path) -> None:
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "speedup.json").write_text(json.dumps(RECORD))

@@ -148,11 +148,6 @@ def test_edges_show_local_derivatives_and_a_variable_the_shares_that_meet_in_it(
     assert "1 · 3 = 3" in shown and ("d = 5 + 3 = 8" in shown or "d = 3 + 5 = 8" in shown)
 
 
-def test_another_expression_may_have_fewer_steps() -> None:
-    app = opened("autodiff", done=6, example="my own", text="x + y")
-    assert app.slider(key="done").value == app.slider(key="done").max == 3
-
-
 #: Text that makes a file where it is run, as Python, as an expression of the app, or by a shell.
 CODE = "__import__('pathlib').Path({!r}).touch()"
 
@@ -301,15 +296,6 @@ def test_a_kernel_that_is_not_written_is_named_with_its_task(
     monkeypatch.setattr(attention_page, "recordings", lambda *settings: [])
     shown = opened("attention", rung="flash2").error[0].value.replace("\\", "")
     assert "flash2 is not written yet: it is task 5.7" in shown
-
-
-def test_the_tile_buttons_go_from_visit_to_visit() -> None:
-    app = opened("attention", rung="flash1")
-    step: Any = app.slider(key="step").value
-    app.button(key="tile_next").click()
-    assert ran(app).slider(key="step").value == step + 6  # its barriers
-    app.button(key="tile_back").click()
-    assert ran(app).slider(key="step").value == step
 
 
 def test_a_step_is_explained_and_every_number_of_its_tile_can_be_read() -> None:

@@ -12,7 +12,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from course import grader as course_grader
 from course.command import main
 from course.markers import fill, is_solved, read_bodies
 from course.starter_trees import start
@@ -42,18 +41,6 @@ def test_a_task_of_a_later_module_is_refused(
     start(0, tmp_path / "zero")
     assert main(["grade", str(tmp_path / "zero"), "--task", "2.1"]) == 2
     assert "is the tree of module 0" in capsys.readouterr().err
-
-
-def test_a_place_for_the_result_is_refused_before_anything_is_graded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(course_grader, "expected_tests", None)  # would be called
-    grade = ["grade", str(ROOT), "--task", "0.4", "--json"]
-    assert main([*grade, str(tmp_path / "missing" / "result.json")]) == 2
-    assert f"{tmp_path / 'missing'}, where --json" in (error := capsys.readouterr().err)
-    assert "is no folder; make it" in error
-    assert main([*grade, str(tmp_path)]) == 2
-    assert "is a folder; name a file" in capsys.readouterr().err
 
 
 def test_a_tree_is_graded_by_the_course_or_else_by_its_tests(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from data.encoder_text import (
-    ClassifiedTexts,
     MaskedText,
     first_id,
     mask_id,
@@ -123,17 +122,6 @@ def test_packed_parts_have_all_tokens_and_a_total_that_recurs(
         assert np.array_equal(found[place], joined) and np.array_equal(targets[place], joined + 1)
         rest = slice(place.stop, total * (part + 1))
         assert not found[rest].any() and (targets[rest] == -100).all()
-
-
-def test_a_fifth_of_the_classified_texts_is_held_out() -> None:
-    texts = [f"{'ab'[i % 2]}{i:02d}" for i in range(50)]
-    corpus = ClassifiedTexts(texts, np.arange(50) % 2, encode, WORDS, 4, seed=3)
-    ids, classes, lengths = corpus.held_out_windows(4)
-    assert len(ids) == 10 and corpus.cut == 0 and (lengths == 4).all()
-    assert (ids[:, 1] == encode("a")[0] + classes).all()
-    drawn, _, _ = corpus.batch(np.random.default_rng(0), 400, 4)
-    assert len(np.unique(drawn[:, 1:], axis=0)) == 40
-    assert not set(map(bytes, drawn)) & set(map(bytes, ids))
 
 
 def test_folders_are_classes_and_what_is_missing_is_said(tmp_path: Path) -> None:

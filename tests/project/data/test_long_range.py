@@ -73,13 +73,6 @@ def test_a_set_is_written_once_and_read_from_then_on(
         listops(path, 0, SMALL)
 
 
-def test_expressions_that_cannot_be_drawn_are_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be drawn"):
-        ListOps(depth=2, most_arguments=3)
-    with pytest.raises(ValueError, match="a depth of 2 or more"):
-        ListOps(depth=1)
-
-
 # -- Pathfinder ----------------------------------------------------------------------------------
 
 #: Where a contour begins, and where it ends: places in its paddles.
@@ -114,31 +107,6 @@ def test_contours_stay_apart_and_markers_tell_the_class(size: int) -> None:
         assert between == pytest.approx(task.seed_distance)
         first, last = (tuple(marker) for marker in picture.markers)
         assert (begins.index(first) == ends.index(last)) == bool(picture.label)
-
-
-def test_classes_are_as_frequent_and_the_distance_of_the_markers_hardly_tells_them() -> None:
-    pictures = [draw_picture(np.random.default_rng([3, i]), PUBLISHED[32]) for i in range(400)]
-    distances = [[], []]
-    for picture in pictures:
-        distances[picture.label].append(float(np.hypot(*(picture.markers[0] - picture.markers[1]))))
-    apart, together = map(np.array, distances)
-    # The area under the curve of a classifier by distance: 1/2 is chance.
-    area = (apart[:, None] < together[None]).mean()
-    assert 0.4 < area < 0.6 and 0.4 < len(apart) / 400 < 0.6
-
-
-@given(st.sampled_from([64, 128]), st.sampled_from([0.5, 2.0]), st.integers(0, 2**32))
-def test_a_scaled_task_draws_the_same_images_with_other_pixels(
-    size: int, factor: float, seed: int
-) -> None:
-    task = PUBLISHED[size]
-    one, other = (
-        draw_picture(np.random.default_rng(seed), each) for each in (task, task.scaled(factor))
-    )
-    assert other.pixels.shape == (factor * size, factor * size) and other.label == one.label
-    np.testing.assert_allclose(other.markers, factor * one.markers)
-    for a, b in zip(one.contours, other.contours, strict=True):
-        np.testing.assert_allclose(b, factor * a)
 
 
 def test_images_that_cannot_be_drawn_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,20 +92,6 @@ def test_a_missing_or_foreign_folder_names_the_expected_files(
         read(tmp_path)
 
 
-def test_damaged_files_are_named(aan: Path, cifar: Path) -> None:
-    lines = aan / "new_aan_pairs.eval.tsv"
-    lines.write_text("1.0\ta\tb\tx\ty\nno\n")
-    with pytest.raises(SystemExit, match=r"eval.tsv: line 2 must be 0 or 1, two ids .* 1 fields"):
-        official_files.aan(aan, 8)
-    batch = cifar / "cifar-10-batches-bin" / "data_batch_3.bin"
-    batch.write_bytes(b"\x01" * 100)
-    with pytest.raises(SystemExit, match=r"data_batch_3.bin: 100 bytes are no whole number"):
-        official_files.cifar10(cifar)
-    np.full(official_files.CIFAR_RECORD, 11, np.uint8).tofile(batch)
-    with pytest.raises(SystemExit, match="classes are 0 to 9, got 11"):
-        official_files.cifar10(cifar)
-
-
 def test_stand_ins_say_so_and_a_seed_decides_them(tmp_path: Path) -> None:
     for name, shape in (("text", (40, 200)), ("retrieval", (40, 2, 200))):
         task = load_task(name, tmp_path / "a", examples=40, length=200)

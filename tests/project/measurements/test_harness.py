@@ -84,14 +84,6 @@ def test_a_case_that_raises_is_recorded_and_the_others_run(
     assert "x 2; why_not two is too much" in capsys.readouterr().out
 
 
-def test_a_contestant_that_cannot_do_a_case_is_no_failure(
-    elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert harness.run(squares(measuring.Unavailable), []) == 0
-    assert "| largest | 9 | <= 9 |  | yes |" in capsys.readouterr().out
-    assert rows_in(elsewhere / "build")[1]["why_not"] == "two is too much"
-
-
 def test_an_interruption_keeps_the_rows_and_resuming_measures_the_others(elsewhere: Path) -> None:
     assert harness.run(squares(KeyboardInterrupt), ["--publish"]) == 130
     assert [row["x"] for row in rows_in(elsewhere / "build")] == [1]
@@ -99,13 +91,6 @@ def test_an_interruption_keeps_the_rows_and_resuming_measures_the_others(elsewhe
     done: list[int] = []
     assert harness.run(squares(done=done), ["--resume"]) == 0
     assert done == [2, 3] and [row["square"] for row in rows_in(elsewhere / "build")] == [1, 4, 9]
-
-
-def test_resuming_measures_failed_cases_again(elsewhere: Path) -> None:
-    harness.run(squares(RuntimeError), [])
-    done: list[int] = []
-    assert harness.run(squares(done=done), ["--resume"]) == 0
-    assert done == [2] and "why_not" not in str(rows_in(elsewhere / "build"))
 
 
 def test_a_missed_bound_is_an_exit_code_but_in_a_quick_run(elsewhere: Path) -> None:
@@ -192,13 +177,6 @@ def test_several_run_in_processes_of_their_own_and_a_failure_stops_no_other(
 def test_a_name_that_is_no_measurement_ends_in_one_line() -> None:
     with pytest.raises(SystemExit, match="there is no measurement 'lung'; there are against_torch"):
         measure.main(["lung"])
-
-
-def test_a_command_holds_no_path_of_this_machine() -> None:
-    argv = ["--json", "/a/b.json", "--publish", "--length", "8", "--text=/home/me/my text.txt",
-            "/c/d.txt", "--json=x"]  # fmt: skip
-    command = records.command_line("s.py", argv)
-    assert command == 'python s.py --length 8 "--text=my text.txt" d.txt'
 
 
 def test_rounds_are_interleaved_and_compilation_is_not_counted() -> None:

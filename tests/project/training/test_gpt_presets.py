@@ -27,8 +27,10 @@ from .test_train_gpt import SMALL
 
 from training import gpt_loop, gpt_presets  # isort: skip  # found in the folder that test_training puts on the path
 from data import text as text_data  # isort: skip
-from training import gpt_options  # isort: skip
 from training import script_helpers  # isort: skip
+
+
+from training import gpt_files  # isort: skip  # found in the folder that test_train_gpt puts on the path
 
 # -- bytes ---------------------------------------------------------------------------------------------
 
@@ -50,11 +52,6 @@ def test_what_is_no_ascii_is_a_question_mark(text: str) -> None:
     for c, found in zip(text, spelled, strict=True):
         assert found == (c if c == "\n" or (c.isascii() and c.isprintable()) else "?")
     assert gpt_presets.reader(characters)(text_data.encode(spelled, characters).tolist()) == spelled
-
-
-def test_tokens_that_no_text_has_can_be_read() -> None:
-    assert gpt_presets.reader(gpt_presets.BYTES)([65, 50_000, 0xC3, 0xB6]) == "A\ufffdö"
-    assert gpt_presets.reader(gpt_presets.ASCII)([0, 96]) == "\n\ufffd"
 
 
 # -- a step in parts -----------------------------------------------------------------------------------
@@ -80,44 +77,17 @@ def test_parts_of_a_batch_have_its_loss_and_gradients(parts: int) -> None:
         np.testing.assert_allclose(summed, whole, rtol=1e-4, atol=1e-7)
 
 
-def test_gradients_of_16_bits_are_summed_in_float32() -> None:
-    ids = np.random.default_rng(0).integers(0, 7, (4, 6))
-    model = model_of("bfloat16")
-
-    class Noted(minitorch.AdamW):
-        def step(self) -> None:
-            self.seen = [p.value.grad.dtype for p in self.parameters]
-            super().step()
-
-    optimizer = Noted(model.parameters(), lr=1e-3)
-    loss = gpt_loop.train_step(model, optimizer, ids[:, :-1], ids[:, 1:], accumulate=4)
-    assert {*optimizer.seen} == {np.dtype(np.float32)} and loss.dtype == np.float32
-
-
-@pytest.mark.parametrize("accumulate", [1, 5])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_warming_up_takes_a_step_of_full_size_and_leaves_the_model(
-    precision: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # What a smaller step leaves to be compiled in the first one is time that the clock counts.
-    model, seen = model_of(precision), []
-    before = {name: p.value.to_numpy().copy() for name, p in model.named_parameters()}
-    real = minitorch.DecoderLM.loss
-
-    def loss(self: minitorch.DecoderLM, inputs: Any, targets: Any) -> Any:
-        seen.append(np.shape(inputs))
-        return real(self, inputs, targets)
-
-    monkeypatch.setattr(minitorch.DecoderLM, "loss", loss)
+def test_warming_up_leaves_the_model(precision: str) -> None:
+    model = model_of(precision)
+    before = {name: p.value.to_numpy().tobytes() for name, p in model.named_parameters()}
     corpus = text_data.Corpus.from_text("ab" * 500, model.n_positions, "ab")
-    args = SimpleNamespace(
-        backend="fast", seed=3, batch=3, context=model.n_positions, accumulate=accumulate, clip=1.0
+    args: Any = SimpleNamespace(
+        backend="fast", seed=3, batch=3, context=model.n_positions, accumulate=5, clip=1.0
     )
-    gpt_loop.warm_up(model, corpus, args)  # type: ignore[arg-type]
-    assert seen == min(accumulate, 2) * [(3, model.n_positions)]
-    for name, p in model.named_parameters():
-        assert p.value.to_numpy().tobytes() == before[name].tobytes(), name
-        assert p.value.grad is None, name
+    gpt_loop.warm_up(model, corpus, args)
+    assert before == {name: p.value.to_numpy().tobytes() for name, p in model.named_parameters()}
+    assert all(p.value.grad is None for p in model.parameters())
 
 
 # -- the schedule --------------------------------------------------------------------------------------
@@ -170,14 +140,6 @@ def test_a_window_counts_the_keys_that_it_shows(seq: int, window: int) -> None:
 # -- the script ----------------------------------------------------------------------------------------
 
 TINY = [*SMALL, "--preset", "toy", "--max-seconds", "1e6"]
-
-
-def test_a_preset_gives_way_to_what_the_command_line_names() -> None:
-    args = gpt_options.parse_args(None, ["--preset", "gpt2-small", "--layers", "2", "--lr", "0.1"])
-    assert (args.layers, args.lr, args.width, args.vocabulary) == (2, 0.1, 768, 50_304)
-    assert args.tie_weights and args.context == 1024
-    plain = gpt_options.parse_args(None, [])
-    assert (plain.vocabulary, plain.precision, plain.layers) == (None, "float32", 2)
 
 
 def test_a_run_in_bfloat16_goes_on_bit_for_bit_and_writes(
@@ -233,3 +195,40 @@ def test_steps_on_a_device_are_captured_unless_they_are_to_be_eager(
         (step,) = made
         assert step.is_captured and step.calls == 12 and step.kernels > 50
         step.reset()  # while there is a device
+
+
+# -- options for long contexts -----------------------------------------------------------------
+
+
+LONG = ["--positions", "rotary", "--rotary-scaling", "linear:2", "--window", "5", "--sinks",
+        "--recompute", "--checkpoint-every", "4", "--max-seconds", "1e6"]  # fmt: skip
+KEPT = {
+    "rotary_theta": 10_000.0, "rotary_scaling": {"rope_type": "linear", "factor": 2.0}, "window": 5,
+    "sinks": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run with all of them."""
+    out = tmp_path_factory.mktemp("long")
+    train_gpt.main([*SMALL, *LONG, "--out", str(out)])
+    return out
+
+
+def test_a_checkpoint_keeps_the_options_of_its_model(finished: Path) -> None:
+    arrays, config = read_checkpoint(finished / "model.safetensors")
+    assert {name: config[name] for name in KEPT} == KEPT
+    assert np.abs(arrays["t_layer_1.attention.sink"]).max() > 0.0  # they have learned
+    model, _ = gpt_files.load_run(str(finished), "fast")
+    assert model.window == 5 and model.rotary is not None and model.rotary.scaling is not None
+    ids = np.arange(16)[None]
+    naive, _ = gpt_files.load_run(str(finished / "model.safetensors"), "fast", "naive")
+    np.testing.assert_allclose(model(ids).to_numpy(), naive(ids).to_numpy(), atol=1e-4)
+
+
+def test_the_standard_library_is_a_text_of_whole_modules() -> None:
+    text = text_data.read_text(text_data.LIBRARY)
+    assert text == text_data.library_text() and len(text) > 2_000_000
+    modules = text.split(text_data.FORM_FEED)
+    assert (Path(json.__file__).parent / "decoder.py").read_text(encoding="utf-8") in modules

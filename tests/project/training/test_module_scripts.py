@@ -398,7 +398,7 @@ def test_ctrl_c_ends_the_training_and_draws_what_is_learnt(
     cls: Any = minitorch.Scalar if script is run_scalar else minitorch.Tensor
     backward = cls.backward
     # Late enough for a first report, early enough for work to be left; the bag of words comes first.
-    at = {run_scalar: 100, run_tensor: 15, run_fast_tensor: 25, run_digits: 6, run_sentiment: 8,
+    at = {run_scalar: 100, run_tensor: 15, run_fast_tensor: 15, run_digits: 6, run_sentiment: 8,
           train_tasks: 15}[script]  # fmt: skip
 
     def interrupted(self: Any, *args: Any) -> None:

@@ -62,20 +62,6 @@ def test_a_resumed_run_gives_the_losses_of_an_unbroken_one(
     assert all(np.array_equal(again[name], weights[name]) for name in weights)
 
 
-def test_packed_and_padded_runs_have_the_same_losses(text: Path, tmp_path: Path) -> None:
-    options = [*TINY, "--text", text, "--accumulate", 2]
-    curves = [
-        run(tmp_path / name, *options, *more.split())["curve"]
-        for name, more in (
-            ("packed", "--packed"), ("padded", "--padded"), ("naive", "--padded --attention naive"),
-        )
-    ]  # fmt: skip
-    assert len(curves[0]["train"]) == 12
-    for curve in curves[1:]:
-        for part in ("train", "held_out"):
-            assert curve[part] == pytest.approx(curves[0][part], rel=1e-4)
-
-
 @pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver")
 @pytest.mark.parametrize("layout", ["--packed", "--padded"])
 def test_steps_on_a_device_are_captured(

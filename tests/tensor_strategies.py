@@ -33,7 +33,7 @@ from minitorch import (
     tensor,
 )
 
-from .strategies import assert_close, small_floats, small_ints
+from .strategies import small_floats, small_ints
 
 Array = npt.NDArray[Any]
 
@@ -93,6 +93,15 @@ def shaped_tensors(
     """Draw several tensors of one shape; they lie in memory in different orders."""
     shape = draw(shapes())
     return [draw(tensors(numbers, backend, shape)) for _ in range(n)]
+
+
+@composite
+def matmul_tensors(
+    draw: DrawFn, numbers: SearchStrategy[float] = small_floats
+) -> tuple[Tensor, Tensor]:
+    """Draw two matrices that can be multiplied."""
+    rows, depth, cols = (draw(small_ints) for _ in range(3))
+    return draw(tensors(numbers, None, (rows, depth))), draw(tensors(numbers, None, (depth, cols)))
 
 
 def assert_close_tensor(a: Tensor, b: Tensor) -> None:

@@ -22,7 +22,6 @@ import run_manual  # noqa: E402
 import run_scalar  # noqa: E402
 import run_sentiment  # noqa: E402
 import run_tensor  # noqa: E402
-import train_tasks  # noqa: E402
 from data import digits as digits_data  # noqa: E402
 from data import sentiment as sentiment_data  # noqa: E402
 from data import text as text_data  # noqa: E402
@@ -87,26 +86,18 @@ ARGUMENTS = [
     (options("--steps", "0"), SystemExit, "--steps", "1 or more", "got 0"),
     (options("--lr", "nan"), SystemExit, "--lr", "above 0", "nan"),
     (options("--dropout", "1"), SystemExit, "--dropout", "below 1", "got 1"),
-    (options("--backend", "gpu"), SystemExit, "--backend", "'gpu'", "fast"),
-    (options("--attention", "x"), SystemExit, "--attention", "'x'", "flash"),
     (options("--seed", "-1"), SystemExit, "--seed", "0 or more", "-1"),
     (options("--nonsense"), SystemExit, "--nonsense", "--help"),
     (given(run_scalar, "--PTS", "0"), SystemExit, "--PTS", "1 or more", "got 0"),
-    (given(run_scalar, "--DATASET", "moons"), SystemExit, "'moons'", "xor"),
     (given(run_scalar, "--out", "/proc/none"), SystemExit, "/proc/none", "name another"),
     (given(run_tensor, "--HIDDEN", "0"), SystemExit, "--HIDDEN", "1 or more"),
-    (given(run_tensor, "--bogus"), SystemExit, "--bogus", "--help"),
-    (given(run_fast_tensor, "--BACKEND", "tpu"), SystemExit, "'tpu'", "cpu"),
     (given(run_fast_tensor, "--seed", "1.5"), SystemExit, "--seed", "1.5"),
     (given(run_manual, "--WEIGHTS", "1"), SystemExit, "--WEIGHTS", "expected 2"),
     (given(run_digits, "--train", "0"), SystemExit, "--train", "1 or more"),
     (given(run_digits, "--dropout", "1"), SystemExit, "--dropout", "below 1"),
     (given(run_sentiment, "--MAPS", "0"), SystemExit, "--MAPS", "1 or more"),
-    (given(run_sentiment, "--data", "none"), SystemExit, "--data none", "pass the path"),
-    (given(train_tasks, "--task", "fly"), SystemExit, "--task", "'fly'", "copy"),
     (measurement("bench_attention", "--lengths", "0"), SystemExit, "--lengths", "1 or more"),
     (measurement("bench_attention", "--head-dim", "999"), SystemExit, "at most 256", "999", "more heads"),
     (measurement("bench_cpu", "--seconds", "nan"), SystemExit, "--seconds", "above 0", "nan"),
     (measurement("io_table", "--length", "-3"), SystemExit, "--length", "got -3"),
-    (measurement("peers", "--peers", "nobody"), SystemExit, "--peers", "'nobody'"),
 ]  # fmt: skip

@@ -10,12 +10,7 @@ import pytest
 import kernels
 import minitorch as mt
 from kernels.runtime.targets import why_no_cuda
-from minitorch import (
-    FastBackend,
-    Parameter,
-    from_numpy,
-    tensor,
-)
+from minitorch import FastBackend, Parameter, from_numpy, tensor
 
 from ..tensor_strategies import on_backends
 
@@ -69,15 +64,7 @@ def test_the_rung_of_a_whole_run(backend: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        (
-            "flash1",
-            "cannot run this call: the cpu target has no such rung; use 'auto' or one of 'flash2', "
-            "'naive'",
-        ),
-        ("warp9", "the rungs are .*'flash2', 'flash1', 'naive', and 'auto'"),
-    ],
+    ("asked", "words"), [("flash1", "the cpu target has no such rung"), ("warp9", "the rungs are")]
 )
 def test_a_rung_that_is_not_to_be_had(
     asked: str, words: str, monkeypatch: pytest.MonkeyPatch
@@ -103,24 +90,6 @@ def test_without_a_gpu_the_way_out_is_named() -> None:
         with pytest.raises(RuntimeError, match=r"fast backend, or set NUMBA_ENABLE_CUDASIM=1"):
             call()
     assert a.to_numpy().tolist() == [1.0]
-
-
-@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
-def test_one_odd_element_ends_no_computation() -> None:
-    numbers = np.array([[np.nan, 1000.0, -1000.0], [np.inf, -np.inf, -2.0]])
-    for compute in (
-        lambda x: x.exp(),
-        lambda x: x.log(),
-        lambda x: x**3.0,
-        lambda x: x**0.5,
-        lambda x: mt.softmax(x, 1),
-        lambda x: mt.logsumexp(x, 1),
-        lambda x: mt.naive_attention(x, x, x),
-    ):
-        plain, fast = (
-            compute(from_numpy(numbers, backend)) for backend in (mt.SimpleBackend, FastBackend)
-        )
-        np.testing.assert_allclose(plain.to_numpy(), fast.to_numpy(), 1e-12)
 
 
 def test_a_mod_that_raises_on_any_thread_spoils_its_call_and_no_other() -> None:

@@ -10,16 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import DataObject, data, integers
 
-from minitorch import (
-    Conv1dFun,
-    Conv2dFun,
-    FastBackend,
-    SimpleBackend,
-    TensorBackend,
-    from_numpy,
-    grad_check,
-)
-from minitorch.fast_conv import tensor_conv1d, tensor_conv2d
+from minitorch import Conv1dFun, Conv2dFun, FastBackend, TensorBackend, from_numpy
 
 from ..support.tolerances import assert_close_arrays
 from ..tensor_strategies import Array, laid_out, lattice, on_backends, on_dtypes
@@ -31,12 +22,11 @@ class Convolution(NamedTuple):
     """A convolution, and how many dimensions an image has."""
 
     function: Any
-    loop: Any
     spatial: int
 
 
-ONE_D = Convolution(Conv1dFun, tensor_conv1d, 1)
-TWO_D = Convolution(Conv2dFun, tensor_conv2d, 2)
+ONE_D = Convolution(Conv1dFun, 1)
+TWO_D = Convolution(Conv2dFun, 2)
 in_one_and_two_dimensions = pytest.mark.parametrize(
     "conv",
     [
@@ -46,21 +36,18 @@ in_one_and_two_dimensions = pytest.mark.parametrize(
 )
 
 
-def convolved(image: Array, weight: Array, reverse: bool = False) -> Array:
+def convolved(image: Array, weight: Array) -> Array:
     """Convolve by definition: for each offset of the kernel, a product of channels.
 
     Args:
         image: (batch, in_channels, ...).
         weight: (out_channels, in_channels, ...).
-        reverse: Anchor the kernel at its end.
     """
     kernel, size = weight.shape[2:], image.shape[2:]
-    margins = [(k - 1, 0) if reverse else (0, k - 1) for k in kernel]
-    padded = np.pad(image, [(0, 0), (0, 0), *margins])
+    padded = np.pad(image, [(0, 0), (0, 0), *((0, k - 1) for k in kernel)])
     out = np.zeros((len(image), len(weight), *size))
     for offset in np.ndindex(*kernel):
-        begin = [k - 1 - o if reverse else o for k, o in zip(kernel, offset, strict=True)]
-        window = tuple(slice(b, b + s) for b, s in zip(begin, size, strict=True))
+        window = tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))
         out += np.einsum("bi...,oi->bo...", padded[(..., *window)], weight[(..., *offset)])
     return out
 
@@ -119,29 +106,6 @@ def check_gradients(
     for operand, expected in zip(on_tensors, (d_image, d_weight), strict=True):
         expected = np.array(expected).reshape(operand.shape)
         assert_close_arrays(operand.grad, expected, dtype, "gradient", 1000.0)
-
-
-@in_one_and_two_dimensions
-@few
-@given(data())
-def test_gradients_by_central_difference(conv: Convolution, data: DataObject) -> None:
-    image, weight = drawn_arrays(data, conv.spatial)
-    grad_check(
-        conv.function.apply,
-        data.draw(laid_out(image, SimpleBackend)),
-        data.draw(laid_out(weight, SimpleBackend)),
-    )
-
-
-@in_one_and_two_dimensions
-@few
-@given(data())
-def test_a_reversed_kernel_is_anchored_at_its_end(conv: Convolution, data: DataObject) -> None:
-    image, weight = drawn_arrays(data, conv.spatial)
-    x, w = data.draw(laid_out(image, FastBackend)), data.draw(laid_out(weight, FastBackend))
-    out = x.zeros((len(image), len(weight), *image.shape[2:]))
-    conv.loop(*out.tuple(), out.size, *x.tuple(), *w.tuple(), True)
-    assert_close_arrays(out, convolved(image, weight, reverse=True), np.float64, "out", 1000.0)
 
 
 @in_one_and_two_dimensions

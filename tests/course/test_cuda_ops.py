@@ -16,13 +16,7 @@ from hypothesis import strategies as st
 
 import minitorch
 from kernels.runtime.targets import IS_SIMULATOR, cuda
-from minitorch import (
-    CudaBackend,
-    SimpleBackend,
-    SimpleOps,
-    cuda_ops,
-    operators,
-)
+from minitorch import CudaBackend, SimpleBackend, SimpleOps, cuda_ops, operators
 
 from ..support.cuda_tensors import DTYPES, assert_equal, draw, on_cuda, permuted
 

@@ -31,11 +31,7 @@ pytestmark = [
 ]
 FORMULAS = {"flash1": flash1_traffic, "flash2": flash2_traffic}
 each_rung = pytest.mark.parametrize("rung", FORMULAS)
-BOUNDS: list[dict[str, Any]] = [
-    {},
-    {"is_causal": True},
-    {"is_causal": True, "causal_offset": -3},
-]
+BOUNDS: list[dict[str, Any]] = [{}, {"is_causal": True}, {"is_causal": True, "causal_offset": -3}]
 
 
 @pytest.fixture(scope="module")

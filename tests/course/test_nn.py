@@ -1,8 +1,9 @@
-"""Module 4: pooling, maxima, softmax, losses and dropout, as functions."""
+"""Module 4: pooling, maxima, softmax, losses and dropout, as functions, against NumPy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,6 @@ from minitorch import (
     TensorBackend,
     argmax,
     avgpool2d,
-    dropout,
     from_numpy,
     grad_check,
     logsoftmax,
@@ -45,15 +45,10 @@ def tiles_of(images: Array, kernel: tuple[int, int]) -> Array:
     return split.swapaxes(3, 4).reshape(batch, channel, h // kh, w // kw, kh * kw)
 
 
-def drawn_images(data: DataObject, kernel: tuple[int, int]) -> Array:
-    """Draw images that tiles of this size divide; no two elements of an image are equal."""
-    batch, channel, rows, cols = (data.draw(integers(1, 3)) for _ in range(4))
-    images = data.draw(lattice((batch, channel, rows * kernel[0], cols * kernel[1])))
-    return images + np.linspace(0.0, 0.01, images.size).reshape(images.shape)
-
-
 def drawn(data: DataObject, backend: TensorBackend, dtype: npt.DTypeLike) -> tuple[Array, Tensor]:
+    """Draw an array and a tensor of the same elements, no two of which are equal."""
     array = data.draw(lattice(data.draw(shapes()))).astype(dtype)
+    array += np.linspace(0.0, 0.01, array.size).reshape(array.shape).astype(dtype)
     return array.astype(np.float64), data.draw(laid_out(array, backend))
 
 
@@ -65,155 +60,72 @@ def softmax_of(x: Array, dim: int) -> Array:
 # --- task 4.3: pooling -----------------------------------------------------------------------
 
 
-@pooling
 @on_backends()
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize(
+    ("pool", "of_tiles"),
+    [
+        pytest.param(lambda a, kernel: tile(a, kernel)[0], lambda tiles: tiles, marks=pooling),
+        pytest.param(avgpool2d, lambda tiles: tiles.mean(4), marks=pooling),
+        pytest.param(maxpool2d, lambda tiles: tiles.max(4), marks=softmaxes),
+    ],
+    ids=["tile", "average", "maximum"],
+)
 @few
 @given(data())
-def test_tile(kernel: tuple[int, int], backend: TensorBackend, data: DataObject) -> None:
-    images = drawn_images(data, kernel)
-    tiles, rows, cols = tile(data.draw(laid_out(images, backend)), kernel)
-    np.testing.assert_array_equal(tiles.to_numpy(), tiles_of(images, kernel))
-    assert (rows, cols) == tiles.shape[2:4]
-
-
-@pooling
-@on_backends()
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
-@few
-@given(data())
-def test_average_pooling(kernel: tuple[int, int], backend: TensorBackend, data: DataObject) -> None:
-    images = drawn_images(data, kernel)
+def test_pooling(
+    pool: Any, of_tiles: Any, kernel: tuple[int, int], backend: TensorBackend, data: DataObject
+) -> None:
+    batch, channel, rows, cols = (data.draw(integers(1, 3)) for _ in range(4))
+    images = data.draw(lattice((batch, channel, rows * kernel[0], cols * kernel[1])))
+    images = images + np.linspace(0.0, 0.01, images.size).reshape(images.shape)
     a = data.draw(laid_out(images, backend))
-    assert_close_arrays(avgpool2d(a, kernel), tiles_of(images, kernel).mean(4), np.float64)
-    grad_check(lambda x: avgpool2d(x, kernel), a)
+    assert_close_arrays(pool(a, kernel), of_tiles(tiles_of(images, kernel)), np.float64)
+    grad_check(lambda x: pool(x, kernel), a)
 
 
-# --- task 4.4: max ---------------------------------------------------------------------------
+# --- task 4.4: functions over a dimension ------------------------------------------------------
 
-
-@softmaxes
-@on_backends()
-@on_dtypes
-@few
-@given(data())
-def test_max(dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject) -> None:
-    array, a = drawn(data, backend, dtype)
-    dim = data.draw(integers(-a.dims, a.dims - 1))
-    largest = array.max(dim, keepdims=True)
-    assert_close_arrays(minitorch.max(a, dim), largest, dtype)
-    assert_close_arrays(argmax(a, dim), 1.0 * (array == largest), dtype)
-
-
-@softmaxes
-@on_backends()
-@few
-@given(data())
-def test_the_gradient_of_max_goes_to_every_maximum(
-    backend: TensorBackend, data: DataObject
-) -> None:
-    array, a = drawn(data, backend, np.float64)
-    dim = data.draw(integers(0, a.dims - 1))
-    a.requires_grad_(True)
-    out = minitorch.max(a, dim)
-    dout = np.linspace(1.0, 2.0, out.size).reshape(out.shape)
-    out.backward(from_numpy(dout, backend))
-    is_max = array == array.max(dim, keepdims=True)
-    assert_close_arrays(a.grad, is_max * dout, np.float64, "gradient")
-
-
-@softmaxes
-@few
-@given(data())
-def test_the_gradient_of_max_by_central_difference(data: DataObject) -> None:
-    array = drawn_images(data, (1, 1))  # no two elements are equal
-    dim = data.draw(integers(0, 3))
-    grad_check(lambda x: minitorch.max(x, dim), data.draw(laid_out(array)))
-
-
-@softmaxes
-def test_the_dimension_of_max_may_be_a_tensor() -> None:
-    a = tensor([[1.0, 5.0], [7.0, 2.0]])
-    assert minitorch.max(a, tensor([1])).to_numpy().tolist() == [[5.0], [7.0]]
-    assert argmax(a, tensor(1)).to_numpy().tolist() == [[0.0, 1.0], [1.0, 0.0]]
-
-
-@softmaxes
-def test_the_maximum_of_large_and_infinite_numbers() -> None:
-    a = tensor([[-1e12, -np.inf], [-np.inf, -np.inf], [np.inf, 0.0]])
-    assert minitorch.max(a, 1).to_numpy().tolist() == [[-1e12], [-np.inf], [np.inf]]
-
-
-@softmaxes
-@on_backends()
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
-@few
-@given(data())
-def test_max_pooling(kernel: tuple[int, int], backend: TensorBackend, data: DataObject) -> None:
-    images = drawn_images(data, kernel)
-    a = data.draw(laid_out(images, backend))
-    a.requires_grad_(True)
-    pooled = maxpool2d(a, kernel)
-    assert_close_arrays(pooled, tiles_of(images, kernel).max(4), np.float64)
-    # The gradient passes through two views and a permutation on its way back.
-    dout = np.linspace(1.0, 2.0, pooled.size).reshape(pooled.shape)
-    pooled.backward(from_numpy(dout, backend))
-    spread = np.kron(dout, np.ones(kernel))
-    maxima = np.kron(pooled.to_numpy(), np.ones(kernel))
-    assert_close_arrays(a.grad, spread * (images == maxima), np.float64, "gradient")
-
-
-# --- task 4.4: softmax -----------------------------------------------------------------------
+FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[[Array, int], Array]]] = {
+    "max": (minitorch.max, lambda x, dim: x.max(dim, keepdims=True)),
+    "argmax": (argmax, lambda x, dim: 1.0 * (x == x.max(dim, keepdims=True))),
+    "softmax": (softmax, softmax_of),
+    "logsoftmax": (logsoftmax, lambda x, dim: np.log(softmax_of(x, dim))),
+    "logsumexp": (logsumexp, lambda x, dim: np.log(np.exp(x).sum(dim, keepdims=True))),
+}
 
 
 @softmaxes
 @on_backends()
 @on_dtypes
+@pytest.mark.parametrize("name", FUNCTIONS)
 @few
 @given(data())
-def test_softmax_over_any_dimension(
-    dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject
+def test_a_function_over_any_dimension(
+    name: str, dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject
 ) -> None:
+    function, expected = FUNCTIONS[name]
     array, a = drawn(data, backend, dtype)
     dim = data.draw(integers(-a.dims, a.dims - 1))
-    probs = softmax(a, dim)
-    assert_close_arrays(probs, softmax_of(array, dim), dtype)
-    assert_close_arrays(probs.sum(dim), np.ones(probs.sum(dim).shape), dtype, "sum")
+    assert_close_arrays(function(a, dim), expected(array, dim), dtype, name, size=10.0)
+    if dtype == np.float64 and name != "argmax":
+        weights = from_numpy(np.linspace(-1.0, 2.0, a.size).reshape(a.shape), backend)
+        grad_check(lambda x: function(x, dim) * weights, a)
 
 
 @softmaxes
 @on_backends()
-@on_dtypes
-@few
-@given(data())
-def test_logarithms_of_softmax(
-    dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject
-) -> None:
-    array, a = drawn(data, backend, dtype)
-    dim = data.draw(integers(-a.dims, a.dims - 1))
-    assert_close_arrays(logsoftmax(a, dim), np.log(softmax_of(array, dim)), dtype, size=10.0)
-    expected = np.log(np.exp(array).sum(dim, keepdims=True))
-    assert_close_arrays(logsumexp(a, dim), expected, dtype, size=10.0)
-
-
-@softmaxes
-@on_backends()
-@pytest.mark.parametrize("function", [softmax, logsoftmax, logsumexp])
-@few
-@given(data())
-def test_gradients_of_softmax(
-    function: Callable[..., Tensor], backend: TensorBackend, data: DataObject
-) -> None:
-    _, a = drawn(data, backend, np.float64)
-    dim = data.draw(integers(0, a.dims - 1))
-    weights = from_numpy(np.linspace(-1.0, 2.0, a.size).reshape(a.shape), backend)
-    grad_check(lambda x: function(x, dim) * weights, a)
+def test_the_gradient_of_max_goes_to_every_maximum(backend: TensorBackend) -> None:
+    a = from_numpy(np.array([[1.0, 3.0, 3.0], [2.0, 0.0, 1.0]]), backend, requires_grad=True)
+    minitorch.max(a, tensor([1])).backward(from_numpy(np.array([[2.0], [5.0]]), backend))
+    expected = np.array([[0.0, 2.0, 2.0], [5.0, 0.0, 0.0]])
+    assert_close_arrays(a.grad, expected, np.float64, "gradient")
 
 
 @softmaxes
 @on_backends()
 @pytest.mark.parametrize("dim", [0, 1])
-def test_softmax_of_rows_of_minus_infinity(dim: int, backend: TensorBackend) -> None:
+def test_rows_of_minus_infinity_weigh_nothing(dim: int, backend: TensorBackend) -> None:
     # A masked score is minus infinity: it weighs nothing, and a row of them weighs nothing at all.
     array = np.array([[0.0, -np.inf, 1.0], [-np.inf] * 3, [-np.inf, -np.inf, 4.0]])
     expected = softmax_of(array[::2], 1)[[0, 0, 1]] * [[1.0], [0.0], [1.0]]
@@ -221,22 +133,15 @@ def test_softmax_of_rows_of_minus_infinity(dim: int, backend: TensorBackend) -> 
     a = from_numpy(seen, backend, requires_grad=True)
     probs = softmax(a, dim)
     assert_close_arrays(probs, expected if dim == 1 else expected.T, np.float64)
-    (probs * from_numpy(np.arange(9.0).reshape(3, 3), backend)).sum().backward()
+    largest = minitorch.max(a, dim).to_numpy().reshape(-1)
+    assert largest.tolist() == [1.0, -np.inf, 4.0]
+    assert logsumexp(a, dim).to_numpy().reshape(-1)[1:].tolist() == [-np.inf, 4.0]
+    assert np.array_equal(np.isneginf(logsoftmax(a, dim).to_numpy()), np.isneginf(seen))
+    weights = from_numpy(np.arange(9.0).reshape(3, 3), backend)
+    (probs * weights + logsumexp(a, dim)).sum().backward()
     assert a.grad is not None
     assert np.isfinite(a.grad.to_numpy()).all()
     assert (a.grad.to_numpy()[np.isinf(seen)] == 0.0).all()
-
-
-@softmaxes
-@on_backends()
-def test_logarithms_of_rows_of_minus_infinity(backend: TensorBackend) -> None:
-    array = np.array([[0.0, -np.inf], [-np.inf, -np.inf]])
-    a = from_numpy(array, backend, requires_grad=True)
-    total = logsumexp(a, 1)
-    assert total.to_numpy().tolist() == [[0.0], [-np.inf]]
-    assert logsoftmax(a, 1).to_numpy().tolist() == array.tolist()
-    total.backward(from_numpy(np.ones((2, 1)), backend))
-    assert_close_arrays(a.grad, np.array([[1.0, 0.0], [0.0, 0.0]]), np.float64)
 
 
 @softmaxes
@@ -247,39 +152,11 @@ def test_softmax_of_large_numbers(dtype: npt.DTypeLike, backend: TensorBackend) 
     e = np.exp(-1.0)
     expected = np.array([[1 / (1 + e), e / (1 + e), 0.0], [1.0, 0.0, 0.0]])
     assert_close_arrays(softmax(a, 1), expected, dtype)
-    assert_close_arrays(
-        logsumexp(a, 1), np.array([[1e4 + np.log(1 + e)], [3e30]]), dtype, "logsumexp"
-    )
+    total = np.array([[1e4 + np.log(1 + e)], [3e30]])
+    assert_close_arrays(logsumexp(a, 1), total, dtype, "logsumexp")
 
 
-# --- dropout ---------------------------------------------------------------------------------
-
-
-@softmaxes
-@on_backends()
-@few
-@given(data())
-def test_dropout(backend: TensorBackend, data: DataObject) -> None:
-    array, a = drawn(data, backend, np.float64)
-    np.testing.assert_array_equal(dropout(a, 0.0).to_numpy(), array)
-    np.testing.assert_array_equal(dropout(a, 0.5, ignore=True).to_numpy(), array)
-    np.testing.assert_array_equal(dropout(a, 1.0).to_numpy(), 0.0 * array)
-    half = dropout(a, 0.5).to_numpy()
-    assert ((half == array) | (half == 0.0)).all()
-
-
-@softmaxes
-def test_dropout_drops_the_part_it_was_told_to() -> None:
-    minitorch.manual_seed(1)
-    a = from_numpy(np.ones((100, 100)), requires_grad=True)
-    out = dropout(a, 0.3)
-    assert abs(out.to_numpy().mean() - 0.7) < 0.02
-    out.sum().backward()
-    assert a.grad is not None
-    np.testing.assert_array_equal(a.grad.to_numpy(), out.to_numpy())
-
-
-# --- losses ----------------------------------------------------------------------------------
+# --- dropout and losses ------------------------------------------------------------------------
 
 
 @on_backends()
@@ -294,9 +171,5 @@ def test_cross_entropy(backend: TensorBackend, data: DataObject) -> None:
     for as_given in (target, tensor(target.tolist(), backend)):
         assert_close_arrays(softmax_loss(logits, as_given), expected, np.float64, size=10.0)
     grad_check(lambda x: softmax_loss(x, target), logits)
-
-
-def test_one_hot() -> None:
-    coded = one_hot(tensor([[0, 2], [1, 1]]), 3)
-    assert coded.is_constant()
-    np.testing.assert_array_equal(coded.to_numpy(), np.eye(3)[[[0, 2], [1, 1]]])
+    coded = one_hot(tensor(target.tolist(), backend), classes)
+    np.testing.assert_array_equal(coded.to_numpy(), np.eye(classes)[target])

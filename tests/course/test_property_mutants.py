@@ -42,13 +42,7 @@ def properties_of_many_examples() -> ModuleType:
 
 properties = properties_of_many_examples()
 
-add, exp, log, lt, mul = (
-    operators.add,
-    operators.exp,
-    operators.log,
-    operators.lt,
-    operators.mul,
-)
+add, exp, log, lt, mul = (operators.add, operators.exp, operators.log, operators.lt, operators.mul)
 
 CYCLE = "goes round in a circle, so that a < b and b < c do not give a < c"
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import ClassVar
 
+import numpy as np
 import pytest
 
-from minitorch import Context, Scalar, ScalarFunction, ScalarHistory
-from minitorch.autodiff import History, backpropagate
+import minitorch
+from minitorch import (
+    Context,
+    Function,
+    Scalar,
+    ScalarHistory,
+    Tensor,
+    TensorData,
+    from_numpy,
+    tensor,
+)
+from minitorch.autodiff import History
 
 from ..course.test_autodiff import Bend
 
@@ -26,43 +35,6 @@ def test_derivatives_of_constants_are_not_even_added_up() -> None:
     x, constant = Scalar(2.0), Scalar(3.0, None)
     Scale.apply(Scale.apply(x, constant), constant).backward()
     assert x.derivative == 16.0
-
-
-def test_a_leaf_can_be_its_own_result() -> None:
-    x = Scalar(2.0)
-    x.backward(7.0)
-    assert x.derivative == 7.0
-
-
-def test_passes_add_up_until_the_derivative_is_cleared() -> None:
-    x = Scalar(2.0)
-    (x * 3.0).backward()
-    (x * 4.0).backward()
-    assert x.derivative == 7.0
-
-
-def test_only_a_leaf_accumulates() -> None:
-    with pytest.raises(AssertionError, match="no leaf"):
-        (Scalar(1.0) + 1.0).accumulate_derivative(1.0)
-
-
-def test_chain_rule_of_a_leaf_is_refused() -> None:
-    with pytest.raises(AssertionError, match="not computed by a function"):
-        Scalar(1.0).chain_rule(1.0)
-
-
-def test_a_backward_with_too_few_derivatives_is_refused() -> None:
-    class Forgetful(ScalarFunction):
-        @staticmethod
-        def forward(ctx: Context, x: float, y: float) -> float:
-            return x + y
-
-        @staticmethod
-        def backward(ctx: Context, d_output: float) -> float:
-            return d_output
-
-    with pytest.raises(AssertionError, match="1 derivatives for 2 inputs"):
-        Forgetful.apply(Scalar(1.0), Scalar(2.0)).backward()
 
 
 def test_a_context_saves_only_what_backward_will_need() -> None:
@@ -83,57 +55,82 @@ def test_an_empty_history_marks_a_leaf() -> None:
     assert History() == History(last_fn=None, ctx=None, inputs=())
 
 
-class Bulky:
-    """A derivative that is large, as a tensor's is, and that counts how many are alive."""
-
-    alive: ClassVar[weakref.WeakSet[Bulky]] = weakref.WeakSet()
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-        Bulky.alive.add(self)
-
-    def __add__(self, other: Bulky) -> Bulky:
-        return Bulky(self.value + other.value)
-
-
-class Link:
-    """A variable that is no Scalar: v_n = v_(n-1) + v_(n-1), or a leaf."""
-
-    def __init__(self, unique_id: int, parent: Link | None, counts: list[int]) -> None:
-        self.unique_id = unique_id
-        self.parent = parent
-        self.counts = counts
-        self.total = 0
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType] # as for Scalar and Tensor
-
-    @property
-    def parents(self) -> Iterable[Link]:
-        return () if self.parent is None else (self.parent, self.parent)
-
-    def is_leaf(self) -> bool:
-        return self.parent is None
-
-    def is_constant(self) -> bool:
-        return False
-
-    def accumulate_derivative(self, x: Bulky) -> None:
-        self.total += x.value
-
-    def chain_rule(self, d_output: Bulky) -> Iterable[tuple[Link, Bulky]]:
-        self.counts.append(len(Bulky.alive))
-        assert self.parent is not None
-        return [(self.parent, Bulky(d_output.value)), (self.parent, Bulky(d_output.value))]
-
-
 def test_an_inner_derivative_is_freed_once_it_is_handed_on() -> None:
     """Else the derivatives of a deep network are all in memory at once."""
-    counts: list[int] = []
-    leaf = Link(0, None, counts)
-    out = leaf
-    for n in range(1, 51):
-        out = Link(n, out, counts)
-    backpropagate(out, Bulky(1))
-    assert leaf.total == 2**50
-    assert len(counts) == 50
-    assert max(counts) <= 5, counts
+    alive: weakref.WeakSet[TensorData] = weakref.WeakSet()
+    counts = []
+
+    class Doubled(Function):
+        @staticmethod
+        def forward(ctx: Context, a: Tensor) -> Tensor:
+            return a
+
+        @staticmethod
+        def backward(ctx: Context, grad_output: Tensor) -> Tensor:
+            counts.append(len(alive))
+            result = grad_output * 1.0
+            alive.add(result._tensor)
+            return result
+
+    out = leaf = tensor([1.0], requires_grad=True)
+    for _ in range(50):
+        out = Doubled.apply(out)
+    out.backward()
+    assert leaf.grad is not None and len(counts) == 50 and max(counts) <= 3, counts
+
+
+# -- no_grad -----------------------------------------------------------------------------------
+
+
+def leaf() -> Tensor:
+    return from_numpy(np.arange(6.0).reshape(2, 3), requires_grad=True)
+
+
+def test_results_within_it_are_constants() -> None:
+    a = leaf()
+    with minitorch.no_grad():
+        assert (a * a + a.view(2, 3)).is_constant()
+        assert minitorch.softmax(a, 1).is_constant()
+        out, lse = a.view(1, 2, 3).flash_attention(
+            a.view(1, 2, 3), a.view(1, 2, 3), return_lse=True
+        )
+        assert out.is_constant() and lse.is_constant()
+    assert a.is_leaf()
+    assert not (a * a).is_constant()
+
+
+def test_nothing_is_kept_for_a_backward_pass() -> None:
+    seen: list[Context] = []
+
+    class Same(Function):
+        @staticmethod
+        def forward(ctx: Context, a: Tensor) -> Tensor:
+            ctx.save_for_backward(a)
+            seen.append(ctx)
+            return a
+
+    with minitorch.no_grad():
+        a = leaf()
+        result = Same.apply(a)
+    assert result is not a and result.is_constant()
+    assert seen[0].no_grad and seen[0].saved_values == ()
+    assert seen[0].needs_input_grad == (False,)
+
+
+def test_it_ends_with_an_error_and_nests() -> None:
+    context = minitorch.no_grad()
+    with pytest.raises(ZeroDivisionError), context:
+        with context, minitorch.no_grad():
+            pass
+        assert (leaf() * 2.0).is_constant()
+        raise ZeroDivisionError
+    assert not (leaf() * 2.0).is_constant()
+
+
+def test_it_decorates_a_function() -> None:
+    @minitorch.no_grad()
+    def asked(depth: int) -> Tensor:
+        return asked(depth - 1) if depth else leaf() * 2.0
+
+    assert asked(2).is_constant()
+    assert not (leaf() * 2.0).is_constant()

@@ -21,10 +21,6 @@ PICTURES = {
 }
 
 
-def test_the_published_sets_are_there() -> None:
-    assert list(datasets) == ["Simple", "Diag", "Split", "Xor", "Circle", "Spiral"]
-
-
 @pytest.mark.parametrize("name", datasets)
 @pytest.mark.parametrize("N", [0, 2, 50])
 def test_a_set_has_the_points_that_were_asked_for(name: str, N: int) -> None:
@@ -61,8 +57,3 @@ def test_the_spiral_has_two_arms_that_mirror_each_other() -> None:
     for (x1, x2), (y1, y2) in zip(graph.X[:10], graph.X[10:], strict=True):
         # At -t, x = t cos t changes its sign and y = t sin t does not; then they swap places.
         assert (y1 - 0.5, y2 - 0.5) == pytest.approx((x2 - 0.5, 0.5 - x1))
-
-
-def test_an_odd_spiral_reports_the_points_that_it_has() -> None:
-    graph = spiral(7)
-    assert graph.N == len(graph.X) == len(graph.y) == 6

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis.strategies import DataObject, data, floats, lists, none, sampled_from
+from hypothesis.strategies import DataObject, data, floats, just, lists, none, sampled_from
 
 from minitorch import (
     SGD,
     Adam,
     FastBackend,
-    Linear,
-    Module,
-    Optimizer,
     Parameter,
     Scalar,
     SimpleBackend,
@@ -25,12 +21,11 @@ from minitorch import (
     TensorBackend,
     clip_grad_norm_,
     from_numpy,
-    manual_seed,
     tensor,
 )
 
 from ..support.tolerances import assert_close_arrays
-from ..tensor_strategies import Array, laid_out, lattice, on_backends, shapes
+from ..tensor_strategies import laid_out, lattice, on_backends, shapes
 
 
 def with_gradient(value: Tensor, gradient: Tensor | None) -> Parameter:
@@ -58,6 +53,10 @@ def test_sgd_moves_scalars_too() -> None:
     (parameter.value * parameter.value).backward()
     optimiser.step()
     assert parameter.value.data == 3.0 - 0.5 * 6.0
+    parameter.value.derivative = 2.0
+    of_tensor = with_gradient(tensor([1.0]), tensor([1.0]))
+    SGD([of_tensor, parameter, Parameter(None), Parameter(5.0)]).zero_grad()
+    assert of_tensor.value.grad is None and parameter.value.derivative is None
     assert parameter.value.is_leaf()
 
 
@@ -102,98 +101,6 @@ def test_a_parameter_of_no_dimension_keeps_its_shape(
     assert parameter.value.shape == () and parameter.value.item() == pytest.approx(0.5)
 
 
-def test_zero_grad_drops_every_gradient() -> None:
-    of_tensor, of_scalar = with_gradient(tensor([1.0]), tensor([1.0])), Parameter(Scalar(1.0))
-    of_scalar.value.derivative = 2.0
-    SGD([of_tensor, of_scalar, Parameter(None), Parameter(5.0)]).zero_grad()
-    assert of_tensor.value.grad is None
-    assert of_scalar.value.derivative is None
-
-
-def test_the_first_step_of_adam_has_the_length_of_the_learning_rate() -> None:
-    gradient = np.array([1e-3, -5.0, 1e6])
-    for backend in (SimpleBackend, FastBackend):
-        parameter = with_gradient(from_numpy(np.zeros(3), backend), from_numpy(gradient, backend))
-        Adam([parameter], lr=0.25, eps=0.0).step()
-        assert_close_arrays(parameter.value, np.array([-0.25, 0.25, -0.25]), np.float64)
-
-
-@on_backends()
-def test_weight_decay_shrinks_matrices_and_no_vectors(backend: TensorBackend) -> None:
-    ones = np.ones((2, 2))
-    matrix = with_gradient(from_numpy(ones, backend), from_numpy(0 * ones, backend))
-    vector = with_gradient(from_numpy(ones[0], backend), from_numpy(0 * ones[0], backend))
-    Adam([matrix, vector], lr=0.5, weight_decay=0.1).step()
-    assert_close_arrays(matrix.value, 0.95 * ones, np.float64)
-    assert_close_arrays(vector.value, ones[0], np.float64)
-
-
-@on_backends()
-def test_adam_remembers_each_parameter_by_itself(backend: TensorBackend) -> None:
-    def path(*gradients: float, others: int) -> list[float]:
-        """Return where a parameter goes that is optimised beside others of another shape."""
-        watched = Parameter(from_numpy(np.zeros(1), backend))
-        crowd = [Parameter(from_numpy(np.ones(i + 1), backend)) for i in range(others)]
-        optimiser = Adam([*crowd, watched], lr=0.1)
-        seen = []
-        for gradient in gradients:
-            for parameter in (*crowd, watched):
-                parameter.value.grad = parameter.value.detach() * 0.0 + gradient
-            optimiser.step()
-            seen.append(watched.value.item())
-        return seen
-
-    assert path(1.0, -2.0, 0.5, others=0) == path(1.0, -2.0, 0.5, others=3)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: SGD(p, lr=0.3),
-        lambda p: Adam(p, lr=0.2),
-        lambda p: Adam(p, 0.2, weight_decay=1e-4),
-    ],
-    ids=["sgd", "adam", "adamw"],
-)
-@on_backends()
-def test_a_line_is_found(
-    make: Callable[[list[Parameter]], Optimizer], backend: TensorBackend
-) -> None:
-    manual_seed(0)
-    model: Module = Linear(2, 1, True, backend)
-    x = np.random.default_rng(0).uniform(-1.0, 1.0, (20, 2))
-    y: Array = x @ [[2.0], [-3.0]] + 0.5
-    inputs, wanted = from_numpy(x, backend), from_numpy(y, backend)
-    optimiser = make(model.parameters())
-    losses = []
-    for _ in range(60):
-        optimiser.zero_grad()
-        error = model(inputs) - wanted
-        loss = (error * error).mean()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.01 * losses[0]
-
-
-def test_both_backends_take_the_same_steps() -> None:
-    ends = []
-    for backend in (SimpleBackend, FastBackend):
-        parameter = Parameter(from_numpy(np.array([[1.0, -2.0], [0.5, 3.0]]), backend))
-        optimiser = Adam([parameter], lr=0.1, weight_decay=0.01)
-        for _ in range(5):
-            optimiser.zero_grad()
-            (parameter.value * parameter.value * parameter.value).sum().backward()
-            optimiser.step()
-        ends.append(parameter.value.to_numpy())
-    assert_close_arrays(ends[0], ends[1], np.float64)
-
-
-def test_an_optimiser_must_say_how_to_step() -> None:
-    with pytest.raises(NotImplementedError, match="define step"):
-        Optimizer([]).step()
-
-
 # -- clipping ------------------------------------------------------------------------------------
 
 
@@ -219,7 +126,7 @@ def test_clipping_scales_all_gradients_by_one_number(
         )
         for array in before
     ]
-    limit = data.draw(floats(0.1, 10.0)) * size
+    limit = data.draw(floats(0.1, 10.0) | just(math.inf)) * size
     norm = clip_grad_norm_([*parameters, Parameter(None)], limit)
     wide = [array.astype(np.float64) for array in before if array is not None]
     expected = math.sqrt(sum(float((array * array).sum()) for array in wide))
@@ -247,13 +154,6 @@ def test_clipping_takes_backends_and_dtypes_together() -> None:
         np.testing.assert_allclose(gradient, 24.0**-0.5, rtol=1e-3)
 
 
-def test_clipping_only_measures_without_a_limit_and_of_nothing() -> None:
-    parameter = with_gradient(tensor([3.0, 4.0]), tensor([3.0, 4.0]))
-    assert clip_grad_norm_([parameter], math.inf).item() == 5.0
-    assert gradients([parameter])[0].tolist() == [3.0, 4.0]
-    assert clip_grad_norm_([with_gradient(tensor([1.0]), None)], 1.0).item() == 0.0
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the same numbers
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_norm_that_is_no_number_can_raise(bad: float) -> None:
@@ -263,14 +163,6 @@ def test_a_norm_that_is_no_number_can_raise(bad: float) -> None:
     np.testing.assert_array_equal(gradients([parameter])[0], [1.0, bad])
     assert not math.isfinite(clip_grad_norm_([parameter], 1.0).item())
     assert np.isnan(gradients([parameter])[0]).any()
-
-
-def test_clipping_refuses_what_it_cannot_clip() -> None:
-    for limit in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match="max_norm must be a number above 0"):
-            clip_grad_norm_([], limit)
-    with pytest.raises(TypeError, match="Scalar"):
-        clip_grad_norm_([Parameter(Scalar(1.0))], 1.0)
 
 
 # -- states --------------------------------------------------------------------------------------

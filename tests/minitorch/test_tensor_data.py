@@ -9,15 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from minitorch import (
-    IndexingError,
-    TensorData,
-    shape_broadcast,
-    strides_from_shape,
-)
+from minitorch import IndexingError, TensorData, shape_broadcast, strides_from_shape
 
 from ..course.test_tensor_data import numbered
-from ..tensor_strategies import small_ints
 
 
 def test_strides_are_row_major_unless_given() -> None:
@@ -38,13 +32,6 @@ def test_to_array_shares_the_storage(layout: TensorData) -> None:
     view = layout.to_array()
     assert np.shares_memory(view, layout._storage)
     assert [layout.get(index) for index in layout.indices()] == view.reshape(-1).tolist()
-
-
-def test_an_array_is_shared_and_a_list_is_copied() -> None:
-    array, numbers = np.array([1.0, 2.0]), [1.0, 2.0]
-    shared, copied = TensorData(array, (2,)), TensorData(numbers, (2,))
-    array[0] = numbers[0] = 5.0
-    assert (shared.get(0), copied.get(0)) == (5.0, 1.0)
 
 
 @given(numbered)
@@ -71,13 +58,6 @@ def test_attributes_hold_plain_ints() -> None:
     assert type(shape_broadcast(of_numpy, (1, 3))[0]) is int
 
 
-def test_tuple_is_what_a_kernel_takes() -> None:
-    layout = TensorData(np.zeros(6), (2, 3))
-    storage, shape, strides = layout.tuple()
-    assert storage is layout._storage
-    assert (shape.tolist(), strides.tolist()) == ([2, 3], [3, 1])
-
-
 @pytest.mark.parametrize("index", [(5, 2), (0, -1), (0,), (0, 0, 0), 0], ids=str)
 def test_an_index_outside_is_refused(index: tuple[int, ...] | int) -> None:
     layout = TensorData([0.0] * 15, (3, 5))
@@ -92,18 +72,3 @@ def test_to_string_shows_each_number(layout: TensorData) -> None:
     text = layout.to_string()
     numbers = text.replace("[", " ").replace("]", " ").split()
     assert numbers == [f"{layout.get(index):3.2f}".strip() for index in layout.indices()]
-
-
-def test_to_string_starts_a_line_at_each_bracket() -> None:
-    assert (
-        TensorData([1.0, 2.0, 3.0, 4.0], (2, 2)).to_string() == "[\n\t[1.00 2.00]\n\t[3.00 4.00]]"
-    )
-    assert TensorData([1.0], ()).to_string() == "1.00"
-    assert TensorData(np.array([True, False]), (2,)).to_string() == "[1.00 0.00]"
-
-
-@given(small_ints, small_ints)
-def test_an_empty_tensor_has_no_indices(rows: int, cols: int) -> None:
-    layout = TensorData([], (rows, 0, cols))
-    assert (layout.size, list(layout.indices())) == (0, [])
-    assert layout.is_contiguous()

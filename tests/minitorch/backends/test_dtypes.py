@@ -63,14 +63,6 @@ def test_factories_make_float64_unless_told(
     assert make(backend=backend, requires_grad=True).is_leaf()
 
 
-@factories
-def test_factories_follow_the_default(
-    make: Callable[..., Tensor], float32_by_default: None
-) -> None:
-    assert make().dtype == np.float32
-    assert make(dtype=np.float64).dtype == np.float64
-
-
 def test_everything_made_of_numbers_follows_the_default(float32_by_default: None) -> None:
     assert minitorch.TensorData([1.0], (1,)).dtype == np.float32
     assert minitorch.one_hot(tensor([0, 1]), 2).dtype == np.float32
@@ -79,14 +71,10 @@ def test_everything_made_of_numbers_follows_the_default(float32_by_default: None
     assert minitorch.ones_tensor_from_numpy((2,)).dtype == np.float32
     layer = minitorch.Linear(2, 3)
     assert {p.value.dtype for p in layer.parameters()} == {np.dtype(np.float32)}
+    assert all(make().dtype == np.float32 for make in FACTORIES.values())
+    ids = from_numpy(np.array([1, 2]), SimpleBackend)
+    assert (ids + 0.5).dtype == ids.sum().dtype == (ids * ids).dtype == np.float32
     assert from_numpy(np.zeros(2)).dtype == np.float64  # made of an array
-
-
-def test_the_default_is_a_floating_dtype() -> None:
-    for wrong in (np.int64, np.float16, np.complex128):
-        with pytest.raises(TypeError, match=f"float32 or float64, got {np.dtype(wrong)}"):
-            set_default_dtype(wrong)
-    assert get_default_dtype() == np.float64
 
 
 def test_one_seed_gives_the_same_numbers_in_both_dtypes() -> None:
@@ -134,12 +122,17 @@ def test_operations_and_their_gradients_keep_the_dtype(
     operation: Callable[[Tensor], Tensor], dtype: npt.DTypeLike, backend: TensorBackend
 ) -> None:
     numbers = np.random.default_rng(0).uniform(0.1, 1.0, (2, 2, 4, 4)).astype(dtype)
-    a = from_numpy(numbers, backend, requires_grad=True)
-    out = operation(a)
-    assert out.dtype == dtype
-    out.sum().backward()
-    assert a.grad is not None
-    assert (a.grad.dtype, a.grad.shape) == (dtype, a.shape)
+    found = []
+    for kind in (np.dtype(np.float64), np.dtype(dtype)):
+        a = from_numpy(numbers.astype(kind), backend, requires_grad=True)
+        minitorch.manual_seed(0)
+        out = operation(a)
+        assert out.dtype == kind
+        out.sum().backward()
+        assert a.grad is not None and (a.grad.dtype, a.grad.shape) == (kind, a.shape)
+        found.append((out.to_numpy(), a.grad.to_numpy()))
+    for exact, own in zip(*found, strict=True):
+        assert_close_arrays(own, exact, dtype, size=8.0 + float(np.abs(exact).max()))
 
 
 @on_backends()
@@ -179,6 +172,8 @@ def test_the_wider_dtype_wins_and_gradients_come_back_narrow(backend: TensorBack
 @on_backends()
 def test_integers_stay_integers_until_they_are_computed_with(backend: TensorBackend) -> None:
     ids = from_numpy(np.array([[3, 1, 2], [5, 4, 0]]), backend)
+    truth = from_numpy(np.array([[True], [False]]), backend)
+    assert truth.dtype == bool
     assert (
         ids.dtype == ids.permute(1, 0).dtype == ids.view(6).dtype == ids.detach().dtype == np.int64
     )
@@ -194,31 +189,11 @@ def test_integers_stay_integers_until_they_are_computed_with(backend: TensorBack
         (ids.sum(1), [[6.0], [9.0]]),
         (ids.mean(), [2.5]),
         (ids @ ids.permute(1, 0), [[14.0, 19.0], [19.0, 41.0]]),
+        (ids * truth, [[3.0, 1.0, 2.0], [0.0, 0.0, 0.0]]),
+        (1 - truth, [[0.0], [1.0]]),
+        (truth.sum(), [1.0]),
     ):
         assert_close_arrays(result, np.array(expected), np.float64)
-
-
-@on_backends()
-def test_booleans_count_as_numbers(backend: TensorBackend) -> None:
-    kept = from_numpy(np.array([True, False]), backend)
-    assert kept.dtype == bool
-    scores = from_numpy(np.array([1.5, 2.5]), backend)
-    assert (scores * kept).to_numpy().tolist() == [1.5, 0.0]
-    assert (scores - kept).to_numpy().tolist() == [0.5, 2.5]
-    assert (1 - kept).to_numpy().tolist() == [0.0, 1.0]
-    assert kept.sum().to_numpy().tolist() == [1.0]
-
-
-def test_computing_with_integers_gives_the_default_dtype(float32_by_default: None) -> None:
-    ids = from_numpy(np.array([1, 2]), SimpleBackend)
-    assert (ids + 0.5).dtype == ids.sum().dtype == (ids * ids).dtype == np.float32
-    assert (ids * from_numpy(np.ones(2), SimpleBackend)).dtype == np.float64
-
-
-def test_a_gradient_passes_by_integers() -> None:
-    a = tensor([1.0, 2.0], requires_grad=True)
-    (a * tensor([3, 4], dtype=np.int64)).sum().backward()
-    assert_close_arrays(a.grad, np.array([3.0, 4.0]), np.float64)
 
 
 # --- memory shared with NumPy ----------------------------------------------------------------
@@ -254,6 +229,7 @@ GRID = np.arange(24.0).reshape(4, 6)
 )
 def test_an_array_that_no_strides_can_describe_is_copied(array: Any) -> None:
     a = from_numpy(array)
+    assert a.dtype == np.asarray(array).dtype.newbyteorder("=")
     np.testing.assert_array_equal(a.to_numpy(), array)
     assert not np.shares_memory(a.to_numpy(), array)
     assert_close_arrays(-a, -np.asarray(array), np.float64)
@@ -269,28 +245,6 @@ def test_a_read_only_array_is_shared_and_stays_read_only() -> None:
     assert (a + 1.0).to_numpy().tolist() == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize("dtype", [*FLOAT_DTYPES, np.int32, np.int64, np.uint8, bool])
-def test_from_numpy_keeps_the_dtype(dtype: npt.DTypeLike) -> None:
-    array = np.array([[0, 1], [1, 0]], dtype)
-    assert from_numpy(array).dtype == from_numpy(array.T).dtype == dtype
-
-
-def test_from_numpy_takes_odd_shapes() -> None:
-    for array in (np.array(3.0), np.zeros((0, 3)), np.zeros((3, 1))[:, :1], np.zeros((1, 4, 1))):
-        a = from_numpy(array)
-        assert (a.shape, a.to_numpy().tolist()) == (array.shape, array.tolist())
-    column = np.zeros((3, 7))[:, 2:3]
-    assert from_numpy(column).shape == (3, 1)
-
-
-def test_copies_do_not_share() -> None:
-    array = np.arange(3.0)
-    for copy in (tensor(array), minitorch.tensor_from_numpy(array)):
-        array[0] = 9.0
-        assert copy[0] == 0.0
-        array[0] = 0.0
-
-
 def test_to_numpy_and_asarray_share_the_memory_of_the_tensor() -> None:
     a = tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     for seen in (a, a.permute(1, 0), a.detach(), a.view(6)):
@@ -302,15 +256,6 @@ def test_to_numpy_and_asarray_share_the_memory_of_the_tensor() -> None:
     with pytest.raises(ValueError, match="copy"):
         a.__array__(np.float32, copy=False)
     assert np.stack([a, a]).shape == (2, 2, 3)  # pyright: ignore[reportArgumentType]
-
-
-def test_an_array_does_not_swallow_a_tensor() -> None:
-    a = tensor([1.0, 2.0], requires_grad=True)
-    assert isinstance(np.float64(2.0) * a, Tensor)
-    with pytest.raises(TypeError, match="got ndarray"):
-        _ = np.array([1.0, 2.0]) + a  # pyright: ignore[reportOperatorIssue]
-    with pytest.raises(TypeError):
-        np.exp(a)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 # --- moving and converting -------------------------------------------------------------------
@@ -332,18 +277,6 @@ def test_a_tensor_moves_between_backends_on_its_memory() -> None:
     assert_close_arrays(a.grad, 2.0 * a.to_numpy(), np.float64)
 
 
-@on_backends()
-def test_a_conversion_passes_gradients_back_in_the_dtype_they_came_from(
-    backend: TensorBackend,
-) -> None:
-    a = tensor([[1.0, 2.0], [3.0, 4.0]], backend, requires_grad=True)
-    narrow = a.permute(1, 0).to(np.float32)
-    assert narrow.dtype == np.float32
-    assert narrow.to_numpy().tolist() == [[1.0, 3.0], [2.0, 4.0]]
-    (narrow * narrow).sum().backward()
-    assert_close_arrays(a.grad, 2.0 * a.to_numpy(), np.float64)
-
-
 def test_a_conversion_to_integers_ends_the_graph() -> None:
     a = tensor([1.0, 2.7], requires_grad=True)
     ids = a.to(np.int64)
@@ -353,11 +286,3 @@ def test_a_conversion_to_integers_ends_the_graph() -> None:
 def test_operands_of_two_backends_meet_on_the_left_ones() -> None:
     left, right = tensor([1.0], FastBackend), tensor([2.0], SimpleBackend)
     assert (left + right).backend is FastBackend
-
-
-def test_a_fast_operand_is_not_computed_by_the_simple_backend() -> None:
-    left, right = tensor([1.0], SimpleBackend), tensor([2.0], FastBackend)
-    for operation in (lambda: left * right, lambda: minitorch.cat([left, right])):
-        with pytest.raises(TypeError, match=r"SimpleOps.*FastOps.*to\(minitorch.FastBackend\)"):
-            operation()
-    assert right.backend is FastBackend

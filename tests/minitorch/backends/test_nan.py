@@ -11,17 +11,11 @@ from hypothesis import given
 from hypothesis.strategies import DataObject, booleans, data, integers, sampled_from
 
 import minitorch
-from minitorch import CudaBackend, FastBackend, SimpleBackend, operators
+from minitorch import operators
+
+from ...tensor_strategies import on_every_backend
 
 pytestmark = pytest.mark.usefixtures("quick_barriers")
-on_every_backend = pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(SimpleBackend, id="simple"),
-        pytest.param(FastBackend, id="fast"),
-        pytest.param(CudaBackend, id="cuda", marks=pytest.mark.simulator),
-    ],
-)
 
 
 def with_nan(seed: int, shape: tuple[int, ...], dtype: Any = np.float64) -> Any:

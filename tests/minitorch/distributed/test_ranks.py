@@ -15,35 +15,23 @@ from ...support.ranks import ROOT, needs_mpi, python, run_check
 pytestmark = [pytest.mark.slow, needs_mpi]
 
 
-def run_on_ranks(size: int, check: str) -> None:
-    """Run one check of ``on_ranks`` on several ranks."""
-    run_check(size, "on_ranks", check)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_attention_over_ranks_is_one_device(size: int) -> None:
-    run_on_ranks(size, "attention")
-
-
-def test_many_heads_go_round_in_shares() -> None:
-    run_on_ranks(2, "many_heads")
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_groups_exchange_arrays(size: int) -> None:
-    run_on_ranks(size, "exchanges")
-
-
-@pytest.mark.parametrize("size", [3, 4])
-def test_ranks_form_a_grid(size: int) -> None:
-    run_on_ranks(size, "grids")
-
-
-# From three ranks on, sums of 16-bit results are stored in float32.
-@pytest.mark.simulator
-@pytest.mark.parametrize("size", [2, 3])
-def test_tensors_on_a_device_travel_too(size: int) -> None:
-    run_on_ranks(size, "device")
+@pytest.mark.parametrize(
+    ("check", "size"),
+    [
+        *(("attention", size) for size in (1, 2, 3, 4)),
+        *(("exchanges", size) for size in (1, 2, 3, 4)),
+        ("many_heads", 2), ("grids", 3), ("grids", 4), ("default_seed", 2), ("wrong_calls", 2),
+        ("memory", 3),
+        *((check, size) for check in ("gradients", "curves") for size in (2, 3)), ("state", 3),
+        ("other_weights", 3), ("rings", 4),
+        # From three ranks on, sums of 16-bit results are stored in float32.
+        pytest.param("device", 2, marks=pytest.mark.simulator),
+        pytest.param("device", 3, marks=pytest.mark.simulator),
+    ],
+)  # fmt: skip
+def test_ranks_compute_exchange_and_train_as_one_device(check: str, size: int) -> None:
+    training = check in ("gradients", "curves", "state", "other_weights", "rings")
+    run_check(size, "training_on_ranks" if training else "on_ranks", check)
 
 
 @pytest.mark.cuda
@@ -60,18 +48,6 @@ def test_a_world_of_one_needs_no_mpi(check: str) -> None:
 def test_without_a_launcher_nccl_says_what_is_missing() -> None:
     done = python(0, "-c", "from minitorch.distributed import nccl_group as n; n.NcclGroup()")
     assert "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set; start" in done.stderr
-
-
-def test_dropout_takes_the_seed_of_rank_0() -> None:
-    run_on_ranks(2, "default_seed")
-
-
-def test_a_wrong_call_says_on_every_rank_what_is_wrong() -> None:
-    run_on_ranks(2, "wrong_calls")
-
-
-def test_memory_does_not_grow_with_the_ranks() -> None:
-    run_on_ranks(3, "memory")
 
 
 def test_the_program_of_the_guide_runs(tmp_path: Path) -> None:
@@ -150,10 +126,3 @@ def test_a_killed_process_is_known_by_its_number() -> None:
     process = re.findall(r"process (\d+) on \S+", done.stdout)[0]
     # As MPICH or as Open MPI names it.
     assert re.search(rf"\b(PID {process}|rank 1)\b", done.stdout + done.stderr)
-
-
-def test_a_timeout_that_is_no_number_is_refused() -> None:
-    done = python(
-        0, "-c", "import minitorch.distributed as d; d.world()", MINITORCH_RANK_TIMEOUT="no"
-    )
-    assert "must be a number of seconds above 0, got 'no'" in done.stderr

@@ -163,7 +163,7 @@ def other_weights() -> None:
     layout=st.sampled_from(["zigzag", "contiguous"]),
     rotary_theta=st.sampled_from([None, 100.0]),
 )
-def grids(seed: int, method: str, layout: str, rotary_theta: float | None) -> None:
+def rings(seed: int, method: str, layout: str, rotary_theta: float | None) -> None:
     """Two rings of ranks, each with other sequences, train as one device does."""
     data, ring = grid(GROUP, 2, GROUP.size // 2)
     seq = 4 * ring.size
@@ -182,7 +182,7 @@ def grids(seed: int, method: str, layout: str, rotary_theta: float | None) -> No
     np.testing.assert_allclose(losses[:, 0] / GROUP.size, expected, rtol=1e-9)
 
 
-CHECKS = (gradients, curves, state, other_weights, grids)
+CHECKS = (gradients, curves, state, other_weights, rings)
 
 if __name__ == "__main__":
     {check.__name__: check for check in CHECKS}[sys.argv[1]]()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import json
 import os
@@ -18,10 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minitorch
-from minitorch.doctor.command import main, ranges, report
+from minitorch.doctor.command import ranges, report
 from minitorch.doctor.entrance import is_ours, naming_the_doctor
-from minitorch.doctor.probes import ask
-from minitorch.doctor.rules import Finding, diagnose, is_within, numbers, owner
+from minitorch.doctor.rules import Finding, diagnose, is_within, numbers
 
 ROOT = Path(minitorch.__file__).parent.parent
 COMMAND = ["-m", "minitorch", "doctor"]
@@ -53,8 +51,6 @@ def test_a_healthy_environment_has_no_problem() -> None:
     assert done.returncode == 0, answer["findings"]
     assert not any(finding["is_problem"] for finding in answer["findings"])
     facts = answer["facts"]
-    assert facts["packages"]["numpy"]["version"] == __import__("numpy").__version__
-    assert facts["parallel"]["threads"] >= 1
     assert Path(facts["library"]["file"]).samefile(minitorch.__file__)
     said = report(facts, [])
     for name in ("Python", "numba.cuda", "simulator", "GPU", "threading layer", "cache"):
@@ -102,17 +98,6 @@ def test_a_numba_without_cuda_and_another_kernels_are_named(tmp_path: Path) -> N
         assert f"rename or move {tmp_path / name}" in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
-def test_a_cache_that_others_can_write_to_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tmp_path.chmod(0o777)
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    found = ask("library", seconds=120.0)["refused"]
-    assert {*found.values()} == {f"every user can write to {tmp_path}"}
-
-
 def test_a_library_that_cannot_be_imported_names_the_doctor(tmp_path: Path) -> None:
     folder = package(tmp_path, "numpy", "raise RuntimeError('no such luck')")
     done = python("-c", "import minitorch", path=(folder,))
@@ -134,34 +119,7 @@ def test_a_file_in_place_of_our_kernels_is_named(script: str, tmp_path: Path) ->
     assert done.stdout.count("it runs") == (script == "kernels"), "no import runs the file"
 
 
-def test_a_package_in_place_of_our_kernels_is_named(tmp_path: Path) -> None:
-    folder = package(tmp_path, "kernels", "def get_kernel(name): ...")
-    done = python("-c", "import minitorch", path=(folder,))
-    last = done.stderr.strip().splitlines()[-1]
-    assert f"finds {folder / 'kernels' / '__init__.py'} instead" in last, done.stderr
-
-
-def test_the_command_wants_to_know_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main([])
-    assert left.value.code == 2
-    assert "doctor" in capsys.readouterr().err
-
-
 # -- the parts --------------------------------------------------------------------------------------
-
-
-def test_a_probe_that_prints_and_then_crashes_is_quoted(tmp_path: Path) -> None:
-    source = "import sys; print('minitorch'); sys.stderr.write('last words\\n'); sys.exit(0)"
-    folder = package(tmp_path, "talkative", source)
-    path = [str(folder), *sys.path]
-    assert "SystemExit" in ask("package", "talkative", seconds=60, path=path)["error"]
-    folder = package(
-        tmp_path / "b", "curt", source.replace("sys.exit(0)", "__import__('os')._exit(9)")
-    )
-    path = [str(folder), *sys.path]
-    answer = ask("package", "curt", seconds=60, path=path)
-    assert answer["error"] == "the process ended with code 9 and no answer: last words"
 
 
 def test_an_error_of_our_own_code_stays_what_it_is() -> None:
@@ -176,22 +134,6 @@ def test_an_error_of_our_own_code_stays_what_it_is() -> None:
     assert not is_ours(ModuleNotFoundError("gone", name="a_package_that_is_not_there"))
 
 
-@pytest.mark.parametrize(
-    "name", ["__main__", "doctor/command", "doctor/probes", "doctor/rules", "doctor/entrance"]
-)
-def test_the_doctors_files_are_read_by_an_old_python_and_import_nothing_else(name: str) -> None:
-    source = (ROOT / "minitorch" / f"{name}.py").read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(source, feature_version=(3, 8))):
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            modules = [node.module or ""]
-        else:
-            continue
-        tops = {module.split(".")[0] for module in modules}
-        assert tops <= {*sys.stdlib_module_names, "minitorch"}
-
-
 releases = st.lists(st.integers(0, 30), min_size=1, max_size=3).map(lambda x: ".".join(map(str, x)))
 
 
@@ -204,23 +146,6 @@ def test_ranges_are_read_as_pip_reads_them(version: str, low: str, high: str) ->
     expected = compared(version, low) >= 0 and compared(version, high) < 0
     assert is_within(version, f">={low},<{high}") == expected
     assert is_within(version, f"<{high}, >={low}") == expected
-
-
-def test_the_ranges_are_those_of_the_project() -> None:
-    found = ranges()
-    assert set(found) == {
-        "python", "numpy", "numba", "ml_dtypes", "scipy", "safetensors", "threadpoolctl", "tqdm",
-        "numba-cuda",
-    }  # fmt: skip
-    assert all(re.fullmatch(r">=[\d.]+,<[\d.]+", bounds) for bounds in found.values())
-
-
-def test_who_owns_numba_cuda_is_read_off_its_file() -> None:
-    site = "/home/numba_cuda/lib/python3.11/site-packages"
-    assert owner(f"{site}/numba/cuda/__init__.py") == "numba's own deprecated target"
-    assert owner(f"{site}/numba_cuda/numba/cuda/__init__.py") == "numba-cuda"
-    assert owner("C:\\site-packages\\numba_cuda\\numba\\cuda\\__init__.py") == "numba-cuda"
-    assert "unknown" in owner("/elsewhere/cuda.py")
 
 
 # -- machines that are not here -----------------------------------------------------------------------
@@ -262,114 +187,53 @@ def _set(*path: str, **values: Any) -> Change:
     return change
 
 
-def _numpy(version: str) -> Change:
-    return _set("packages", "numpy", installed=version)
-
-
 def _both(*changes: Change) -> Change:
     return lambda facts: [change(facts) for change in changes]
 
 
 NO_GPU = _set(launch={"gpu": None, "reason": "no libcuda.so.1"})
-#: What is wrong → what is said, and what to do about it.
-SICK: dict[str, tuple[Change, str, str]] = {
-    "wrong Python": (_set("python", version="3.9.18"), "Python 3.9.18", "PYTHON=python3.12"),
-    "Python too new": (_set("python", version="3.15.0"), "Python 3.15.0", "PYTHON=python3.12"),
-    "NumPy too new": (_numpy("2.6.0"), "numpy is 2.6.0", 'pip install "numpy>=2.1.2,<2.6"'),
-    "NumPy too old": (_numpy("1.26.4"), "numpy is 1.26.4", 'pip install "numpy>=2.1.2,<2.6"'),
-    "a dependency is missing": (
-        _set("packages", "tqdm", installed=None, file=None), "not installed: tqdm",
-        'pip install "tqdm>=4.60,<5"',
-    ),
-    "numba is broken": (
-        _set("packages", "numba", error="OSError: libllvmlite.so: not found"),
-        "numba 0.68.1 cannot be imported: OSError",
-        'pip install --upgrade --force-reinstall "numba>=0.61,<0.70"',
-    ),
-    "a driver that is too old": (
-        _set("launch", error="CUDA_ERROR_UNSUPPORTED_PTX_VERSION"),
-        "cannot run on the GPU: CUDA_ERROR_UNSUPPORTED_PTX_VERSION", 'pip install "numba-cuda[cu12]',
-    ),
-    "no NVVM": (
-        _set(cuda={
-            "file": "/s/numba_cuda/numba/cuda/__init__.py", "simulator": False,
-            "compile_error": "NvvmSupportError: libNVVM cannot be found",
-        }),
-        "NVVM, their compiler, was not found", 'pip install "numba-cuda[cu13]',
-    ),
-    "no numba.cuda": (
-        _set(cuda={"error": "ModuleNotFoundError: No module named 'numba.cuda'"}, installed={}),
-        "numba.cuda cannot be imported", 'pip install --force-reinstall "numba>=0.61,<0.70"',
-    ),
-    "a kernel fails": (
-        _set("launch", error="the process crashed (SIGSEGV)"),
-        "cannot run on the GPU: the process crashed (SIGSEGV)", "nvidia-smi",
-    ),
-    "the driver hangs": (
-        _set("launch", error="no answer after 60 seconds"),
-        "cannot run on the GPU: no answer", "busy, ask again with --seconds 600",
-    ),
-    "Hugging Face's kernels in place of ours": (
-        _set("kernels", is_ours=False, file="/s/kernels/__init__.py", other_installed="0.5.0"),
-        "Hugging Face's package kernels 0.5.0 is imported in place of ours", "pip uninstall kernels",
-    ),
-    "Hugging Face's kernels beside ours": (
-        _set("kernels", other_installed="0.5.0"), "kernels 0.5.0 is installed too", "pip uninstall kernels",
-    ),
-    "any other kernels": (
-        _set("kernels", is_ours=False, file="/x/kernels.py"), "/x/kernels.py is imported in place of",
-        "rename or move /x/kernels.py",
-    ),
-    "no kernels": (
-        _set("kernels", is_ours=False, file=None), "kernels is missing", "--no-deps -e .",
-    ),
-    "kernels of another copy": (
-        _set("kernels", file="/q/kernels/__init__.py"),
-        "/q/kernels/__init__.py is imported in place of", "start Python in /p",
-    ),
-    "no BLAS": (
-        _set("parallel", error="ImportError: scipy is required"), "BLAS: ImportError: scipy",
-        '"scipy>=1.14,<2"',
-    ),
-    "no threading layer": (
-        _set("parallel", error="ValueError: No threading layer could be loaded"),
-        "cannot run a parallel loop", 'pip install --upgrade "tbb"',
-    ),
-    "a threading layer that is not there": (
-        _both(
-            _set("parallel", error="ValueError: No threading layer could be loaded"),
-            _set("environment", NUMBA_THREADING_LAYER="tbb"),
-        ),
-        "cannot run a parallel loop", "unset NUMBA_THREADING_LAYER, which asks for tbb",
-    ),
-    "the cache cannot be written": (
-        _set("cache", why_not="[Errno 13] Permission denied"), "Permission denied", "NUMBA_CACHE_DIR",
-    ),
-    "others can write to the cache": (
-        _set("library", refused={"/c/d": "every user can write to /c"}), "every user can write to /c",
-        "chmod go-w",
-    ),
-    "JIT is off": (
-        _set("environment", NUMBA_DISABLE_JIT="1"), "NUMBA_DISABLE_JIT", "unset NUMBA_DISABLE_JIT",
-    ),
-    "no rung is named so": (
-        _set("environment", MINITORCH_RUNG="flash9"), "MINITORCH_RUNG is 'flash9'",
-        "set it to one of flash2, naive",
-    ),
-    "a variable names no file": (
-        _set("cuda", error="ValueError: NUMBA_CUDA_DRIVER /nope is not a valid file path"),
-        "numba.cuda cannot be imported", "unset NUMBA_CUDA_DRIVER, or set it right",
-    ),
-    "our own code is broken": (
-        _set("library", error="NameError: name 'x'", place="/p/minitorch/operators.py:7"),
-        "import minitorch fails: NameError", "/p/minitorch/operators.py:7",
-    ),
-}  # fmt: skip
+NUMBAS = "/s/numba_cuda/numba/cuda/__init__.py"
+NO_LAYER = _set("parallel", error="ValueError: No threading layer could be loaded")
+#: What is wrong, what is said, and what to do about it.
+SICK: list[tuple[Change, str, str]] = [
+    (_set("python", version="3.9.18"), "Python 3.9.18", "PYTHON=python3.12"),
+    (_set("python", version="3.15.0"), "Python 3.15.0", "PYTHON=python3.12"),
+    (_set("packages", "numpy", installed="2.6.0"), "numpy is 2.6.0", '"numpy>=2.1.2,<2.6"'),
+    (_set("packages", "numpy", installed="1.26.4"), "numpy is 1.26.4", '"numpy>=2.1.2,<2.6"'),
+    (_set("packages", "tqdm", installed=None, file=None), "not installed: tqdm", '"tqdm>=4.60,<5"'),
+    (_set("packages", "numba", error="OSError: libllvmlite.so"),
+     "numba 0.68.1 cannot be imported: OSError", '--force-reinstall "numba>=0.61,<0.70"'),
+    (_set("launch", error="CUDA_ERROR_UNSUPPORTED_PTX_VERSION"),
+     "cannot run on the GPU: CUDA_ERROR_UNSUPPORTED_PTX_VERSION", '"numba-cuda[cu12]'),
+    (_set(cuda={"file": NUMBAS, "simulator": False, "compile_error": "NvvmSupportError: libNVVM"}),
+     "NVVM, their compiler, was not found", '"numba-cuda[cu13]'),
+    (_set(cuda={"error": "ModuleNotFoundError: No module named 'numba.cuda'"}, installed={}),
+     "numba.cuda cannot be imported", '--force-reinstall "numba>=0.61,<0.70"'),
+    (_set("launch", error="the process crashed"), "on the GPU: the process crashed", "nvidia-smi"),
+    (_set("launch", error="no answer after 60 seconds"), "on the GPU: no answer", "--seconds 600"),
+    (_set("kernels", is_ours=False, file="/s/kernels/__init__.py", other_installed="0.5.0"),
+     "Hugging Face's package kernels 0.5.0 is imported in place of ours", "pip uninstall kernels"),
+    (_set("kernels", other_installed="0.5.0"), "kernels 0.5.0 is installed", "pip uninstall kernels"),
+    (_set("kernels", is_ours=False, file="/x/kernels.py"), "/x/kernels.py is", "move /x/kernels.py"),
+    (_set("kernels", is_ours=False, file=None), "kernels is missing", "--no-deps -e ."),
+    (_set("kernels", file="/q/kernels/__init__.py"), "/q/kernels/__init__.py is", "Python in /p"),
+    (_set("parallel", error="ImportError: scipy is required"), "BLAS: ImportError", '"scipy>=1.14,<2"'),
+    (NO_LAYER, "cannot run a parallel loop", 'pip install --upgrade "tbb"'),
+    (_both(NO_LAYER, _set("environment", NUMBA_THREADING_LAYER="tbb")),
+     "cannot run a parallel loop", "unset NUMBA_THREADING_LAYER, which asks for tbb"),
+    (_set("cache", why_not="[Errno 13] Permission denied"), "Permission denied", "NUMBA_CACHE_DIR"),
+    (_set("library", refused={"/c/d": "every user can write to /c"}), "can write to /c", "chmod go-w"),
+    (_set("environment", NUMBA_DISABLE_JIT="1"), "NUMBA_DISABLE_JIT", "unset NUMBA_DISABLE_JIT"),
+    (_set("environment", MINITORCH_RUNG="flash9"), "'flash9'", "set it to one of flash2, naive"),
+    (_set("cuda", error="ValueError: NUMBA_CUDA_DRIVER /nope is not a valid file path"),
+     "numba.cuda cannot be imported", "unset NUMBA_CUDA_DRIVER, or set it right"),
+    (_set("library", error="NameError: name 'x'", place="/p/minitorch/operators.py:7"),
+     "import minitorch fails: NameError", "/p/minitorch/operators.py:7"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SICK)
-def test_each_problem_is_named_with_what_mends_it(name: str) -> None:
-    change, what, remedy = SICK[name]
+@pytest.mark.parametrize(("change", "what", "remedy"), SICK)
+def test_each_problem_is_named_with_what_mends_it(change: Change, what: str, remedy: str) -> None:
     facts = copy.deepcopy(WELL)
     change(facts)
     found = [finding for finding in diagnose(facts) if finding.is_problem]
@@ -382,24 +246,18 @@ def test_each_problem_is_named_with_what_mends_it(name: str) -> None:
 
 
 #: What is worth a word, and no problem.
-FINE: dict[str, tuple[Change, str]] = {
-    "nothing": (lambda facts: None, ""),
-    "no GPU": (NO_GPU, ""),
-    "no GPU, and no compiler": (
-        _both(NO_GPU, _set(installed={}, cuda={
-            "file": "/s/numba/cuda/__init__.py", "simulator": False, "compile_error": "no libnvvm",
-        })),
-        "CUDA kernels cannot be compiled",
-    ),
-    "a GPU and numba's own target": (
-        _both(_set("cuda", file="/s/numba/cuda/__init__.py"), _set(installed={})), "no numba-cuda",
-    ),
-}  # fmt: skip
+FINE: list[tuple[Change, str]] = [
+    (lambda facts: None, ""),
+    (NO_GPU, ""),
+    (_both(NO_GPU, _set(installed={}, cuda={
+        "file": "/s/numba/cuda/__init__.py", "simulator": False, "compile_error": "no libnvvm",
+    })), "CUDA kernels cannot be compiled"),
+    (_both(_set("cuda", file="/s/numba/cuda/__init__.py"), _set(installed={})), "no numba-cuda"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FINE)
-def test_what_is_no_problem_is_at_most_said(name: str) -> None:
-    change, said = FINE[name]
+@pytest.mark.parametrize(("change", "said"), FINE)
+def test_what_is_no_problem_is_at_most_said(change: Change, said: str) -> None:
     facts = copy.deepcopy(WELL)
     change(facts)
     found: list[Finding] = diagnose(facts)

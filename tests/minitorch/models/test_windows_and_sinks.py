@@ -1,4 +1,4 @@
-"""Windows and sinks as options of the attention of a language model."""
+"""Windows, sinks and approximations of attention as options of a language model."""
 
 from __future__ import annotations
 
@@ -63,21 +63,6 @@ def test_a_token_reaches_window_minus_one_further_in_each_layer(
     assert [i for i, moved in enumerate(difference) if moved > 1e-9] == list(reach)
 
 
-def test_a_window_of_the_whole_context_is_none_and_a_sink_is_not() -> None:
-    plain = model_of()(IDS).to_numpy()
-    assert_close_arrays(model_of(window=40)(IDS).to_numpy(), plain, np.float64, size=10.0)
-    assert np.abs(model_of(sinks=True)(IDS).to_numpy() - plain).max() > 1e-3
-
-
-def test_sinks_begin_as_zeros_and_change_no_other_weight() -> None:
-    minitorch.manual_seed(0)
-    weights = {n: p.value.to_numpy() for n, p in DecoderLM(5, 4, 2, 6).named_parameters()}
-    minitorch.manual_seed(0)
-    for name, p in DecoderLM(5, 4, 2, 6, sinks=True).named_parameters():
-        expected = np.zeros(2) if name.endswith(".sink") else weights[name]
-        np.testing.assert_array_equal(p.value.to_numpy(), expected)
-
-
 WRONG = {
     "window": (lambda: model_of(window=0), "window must be"),
     "window of an approximation": (
@@ -106,8 +91,44 @@ def test_a_ring_has_no_sinks() -> None:
         spread_sequence(model_of(sinks=True), group)
 
 
-@pytest.mark.parametrize("options", [{"window": 4}, {"sinks": True}])
-def test_no_layout_of_transformers_has_windows_and_sinks(options: Any, tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match="build the model without window and sinks"):
-        model_of(tie_weights=True, **options).save_pretrained(tmp_path)
-    assert not list(tmp_path.iterdir())
+# -- approximations ----------------------------------------------------------------------------
+
+
+def language_model(attention: str, options: dict[str, Any]) -> minitorch.DecoderLM:
+    minitorch.manual_seed(0)
+    model = minitorch.DecoderLM(
+        11, 16, 2, 32, 0.0, backend=minitorch.FastBackend, attention=attention,
+        attention_options=options,
+    )  # fmt: skip
+    model.eval()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("attention", "options"),
+    [
+        ("local", {"window": 4}),
+        ("linear", {}),
+        ("performer", {"num_features": 8, "seed": 0}),
+        ("block_sparse", {"block_size": 16}),
+    ],
+)
+def test_later_tokens_change_no_earlier_logits(attention: str, options: dict[str, Any]) -> None:
+    model = language_model(attention, options)
+    tokens = np.random.default_rng(0).integers(0, 11, (2, 32))
+    others = tokens.copy()
+    others[:, 20:] = (others[:, 20:] + 1) % 11
+    difference = np.abs(model(tokens).to_numpy() - model(others).to_numpy())
+    assert difference[:, :20].max() < 1e-6 < difference[:, 20:].max()
+
+
+@pytest.mark.parametrize("attention", ["linformer", "smyrf"])
+def test_an_attention_that_cannot_be_causal_is_refused(attention: str) -> None:
+    options = {"length": 32, "count": 4} if attention == "linformer" else {}
+    with pytest.raises(ValueError, match="does not support is_causal"):
+        language_model(attention, options)
+
+
+def test_generation_needs_exact_attention() -> None:
+    with pytest.raises(ValueError, match="a cache needs flash or naive attention"):
+        list(language_model("local", {"window": 4}).generate([1, 2, 3], 2))

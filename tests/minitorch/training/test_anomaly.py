@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import minitorch
@@ -25,7 +25,6 @@ from minitorch import (
     FastBackend,
     Parameter,
     Scalar,
-    SimpleBackend,
     Tensor,
     TensorBackend,
     detect_anomaly,
@@ -129,13 +128,6 @@ def test_a_fault_in_the_backward_pass_names_the_forward_line() -> None:
     assert "run its forward pass within detect_anomaly" in str(error)
 
 
-def test_a_sum_over_what_was_broadcast_is_looked_at_too() -> None:
-    x = leaf([1.0], dtype=np.float32)
-    big = from_numpy(np.full(4, 2e38, np.float32))
-    error = fault(lambda: (x * big * 0.5).backward(big * 0.0 + 1.9))
-    assert (error.operation, error.phase, error.shape) == ("Mul", "backward", (1,))
-
-
 @pytest.mark.parametrize(
     ("operation", "compute"),
     [
@@ -157,12 +149,6 @@ def test_fused_functions_are_looked_at(operation: str, compute: Callable[[Tensor
     assert ("came in from outside" in str(error)) == given_nan
 
 
-def test_half_precision_overflows_where_it_does() -> None:
-    x = from_numpy(np.array([6e4, 1.0], np.float16))
-    error = fault(lambda: (x + 0.0) * 2.0)
-    assert (error.operation, error.index, error.value) == ("Mul", (0,), np.inf)
-
-
 def test_scalars_are_looked_at() -> None:
     x = Scalar(1e200)
     error = fault(lambda: x * x)
@@ -171,6 +157,10 @@ def test_scalars_are_looked_at() -> None:
     y = Scalar(1e-120) * 1.0
     error = fault(lambda: (1e100 / y).backward(1e100))
     assert (error.operation, error.phase) == ("Inv", "backward")
+    parameter = Parameter(Scalar(1e308))
+    parameter.value.derivative = -1e308
+    error = fault(SGD([parameter], lr=2.0).step)
+    assert (error.operation, error.phase, error.value) == ("SGD", "step", np.inf)
 
 
 # -- what is no fault ----------------------------------------------------------------------------
@@ -204,21 +194,6 @@ def test_an_infinity_that_was_given_is_no_fault_and_nan_is_one() -> None:
     assert "infinity at (1,)" in str(error)
 
 
-def test_a_transformer_with_dropout_passes() -> None:
-    for backend in (SimpleBackend, FastBackend):
-        minitorch.manual_seed(0)
-        model = minitorch.DecoderLM(5, 4, 2, 3, 0.1, n_layer=1, middle_dim=4, backend=backend)
-        optimizer = Adam(model.parameters())
-        before = [p.value.to_numpy().copy() for p in model.parameters()]
-        with detect_anomaly():
-            model.loss(np.array([[0, 1, 2]]), np.array([[1, 2, 3]])).backward()
-            minitorch.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-        after = [p.value.to_numpy() for p in model.parameters()]
-        assert all(np.isfinite(now).all() for now in after)
-        assert any((now != then).any() for now, then in zip(after, before, strict=True))
-
-
 # -- parameters ----------------------------------------------------------------------------------
 
 
@@ -232,13 +207,6 @@ def test_an_optimiser_that_moves_too_far_is_named(make: Any, backend: TensorBack
     assert error.operation == (make.__name__ if backend is FastBackend else "Add")
     assert (error.value, error.index) == (np.inf, (2,))
     assert backend is not FastBackend or (error.phase == "step" and "weights" in str(error))
-
-
-def test_an_optimiser_of_scalars_is_looked_at() -> None:
-    parameter = Parameter(Scalar(1e308))
-    parameter.value.derivative = -1e308
-    error = fault(SGD([parameter], lr=2.0).step)
-    assert (error.operation, error.phase, error.value) == ("SGD", "step", np.inf)
 
 
 # -- when it is on -------------------------------------------------------------------------------
@@ -291,12 +259,3 @@ def test_the_environment_switches_it_on() -> None:
         env={**os.environ, "MINITORCH_DETECT_ANOMALY": "1"},
     )  # fmt: skip
     assert done.stdout.strip() == "True", done.stderr
-
-
-@given(st.lists(st.floats(allow_nan=False, width=32), min_size=1, max_size=6))
-def test_results_are_those_of_every_day(numbers: list[float]) -> None:
-    x = from_numpy(np.array(numbers))
-    plain = (x.sigmoid() * x).to_numpy()
-    assume(not np.isnan(plain).any())
-    with detect_anomaly():
-        assert np.array_equal((x.sigmoid() * x).to_numpy(), plain)

@@ -7,8 +7,6 @@ import itertools
 import json
 import os
 import random
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reliability import kills
-from safetensors.numpy import save
 
 import minitorch
 from minitorch import SGD, Adam, FastBackend, SimpleBackend
@@ -35,7 +32,7 @@ from minitorch.training.model_files import (
     read_checkpoint,
     save_checkpoint,
 )
-from minitorch.training.random_states import random_state
+from minitorch.training.random_states import random_state, set_random_state
 
 from ...support.models.raw_safetensors import raw_safetensors
 
@@ -47,29 +44,23 @@ BACKENDS = {"simple": SimpleBackend, "fast": FastBackend}
 # -- models --------------------------------------------------------------------------------------
 
 
-def tiny_model(width: int = 8) -> minitorch.DecoderLM:
-    return minitorch.DecoderLM(5, width, 2, 6, n_layer=1, middle_dim=16)
+def tiny_model(**options: Any) -> minitorch.DecoderLM:
+    return minitorch.DecoderLM(5, 8, 2, 6, n_layer=1, middle_dim=16, **options)
 
 
-def test_a_checkpoint_restores_every_parameter(tmp_path: Path) -> None:
-    model, other, path = tiny_model(), tiny_model(), tmp_path / "m.safetensors"
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_checkpoint_restores_every_parameter(dtype: str, tmp_path: Path) -> None:
+    model, other = tiny_model(dtype=dtype), tiny_model(dtype=dtype)
+    path = tmp_path / "m.safetensors"
     save_checkpoint(path, model, {"width": 8})
     arrays, config = read_checkpoint(path)
     load_parameters(other, arrays)
     assert config == {"width": 8}
+    with pytest.raises(CheckpointError, match="not the state of its training"):
+        read_training(path)
     for (name, p), (_, q) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         assert np.array_equal(p.value.to_numpy(), q.value.to_numpy()), name
         assert q.value.requires_grad() and q.value.dtype == p.value.dtype
-
-
-def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
-    path, model = tmp_path / "m.safetensors", tiny_model()
-    save_checkpoint(path, tiny_model(width=4), {})
-    before = [p.value.to_numpy().copy() for p in model.parameters()]
-    with pytest.raises(CheckpointError, match="shape"):
-        load_parameters(model, read_checkpoint(path)[0])
-    after = [p.value.to_numpy() for p in model.parameters()]
-    assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
 
 
 def test_weights_of_another_dtype_or_not_finite_change_nothing(tmp_path: Path) -> None:
@@ -79,11 +70,12 @@ def test_weights_of_another_dtype_or_not_finite_change_nothing(tmp_path: Path) -
     name = next(iter(arrays))
     before = {name: p.value.to_numpy().copy() for name, p in model.named_parameters()}
     for wrong in (
+        arrays[name][:-1],
         arrays[name].astype(np.float16),
         np.zeros(arrays[name].shape, np.int64),
         np.full_like(arrays[name], np.nan),
     ):
-        with pytest.raises(CheckpointError, match=f"{name} .*(float16|int64|NaN)"):
+        with pytest.raises(CheckpointError, match=f"{name} .*(shape|float16|int64|NaN)"):
             load_parameters(model, {**arrays, name: wrong}, str(path))
     for key, p in model.named_parameters():
         assert np.array_equal(p.value.to_numpy(), before[key]), key
@@ -108,33 +100,6 @@ def test_a_failed_write_leaves_the_old_checkpoint(
         save_checkpoint(path, model, {"step": 2})
     assert read_checkpoint(path)[1] == {"step": 1}
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_killed_write_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    """Kill a process that does nothing but write checkpoints; the file is always one of them."""
-    path = tmp_path / "m.safetensors"
-    script = f"""
-import minitorch
-from minitorch.training.model_files import save_checkpoint
-model = minitorch.DecoderLM(50, 32, 2, 6, n_layer=2)
-step = 0
-while True:
-    save_checkpoint({str(path)!r}, model, {{"step": step}})
-    step += 1
-    print(step, flush=True)
-"""
-    seen = -1
-    for count in (1, 8):
-        writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-        assert writer.stdout is not None
-        for _ in range(count):
-            writer.stdout.readline()
-        writer.kill()
-        writer.wait()
-        step = read_checkpoint(path)[1]["step"]
-        assert step >= count - 1
-        seen = max(seen, step)
-    assert seen >= 7
 
 
 def test_the_file_is_on_the_disk_before_its_name_and_the_name_before_the_end(
@@ -163,17 +128,6 @@ def test_writers_of_one_file_in_several_threads_do_not_collide(tmp_path: Path) -
         for _ in threads.map(lambda n: save_checkpoint(path, model, {"n": n}), range(64)):
             read_checkpoint(path)
     assert [*tmp_path.iterdir()] == [path]
-
-
-def test_files_of_the_first_format_can_still_be_read(tmp_path: Path) -> None:
-    path, arrays = tmp_path / "old.safetensors", {"w": np.arange(3.0)}
-    path.write_bytes(save(arrays, {"format": "minitorch-1", "config": '{"width": 8}'}))
-    found, config = read_checkpoint(path)
-    assert found.keys() == {"w"} and np.array_equal(found["w"], arrays["w"])
-    assert config == {"width": 8}
-    path.write_bytes(save(arrays, {"format": "pt", "config": "{}"}))
-    with pytest.raises(CheckpointError, match=r"old\.safetensors.*not a checkpoint of minitorch"):
-        read_checkpoint(path)
 
 
 @pytest.fixture(scope="module")
@@ -255,17 +209,6 @@ def test_parameters_of_any_shape_and_layout_come_back(
     assert np.array_equal(state.arrays["more"], array.T)
 
 
-def test_the_model_alone_can_be_read_from_a_training(tmp_path: Path) -> None:
-    run, path = Run().go(1), tmp_path / "t.safetensors"
-    save_training(path, run.model, run.optimizer, {"width": 4}, 1)
-    arrays, config = read_checkpoint(path)
-    load_parameters(run.model, arrays)
-    assert config == {"width": 4}
-    save_checkpoint(path, run.model, {})
-    with pytest.raises(CheckpointError, match="not the state of its training"):
-        read_training(path)
-
-
 def test_a_state_of_another_training_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     Run(kind="SGD").go(1).save(path)
@@ -277,17 +220,6 @@ def test_a_state_of_another_training_is_refused(tmp_path: Path) -> None:
     state.random["generators"].clear()
     with pytest.raises(CheckpointError, match=r"t\.safetensors: .*random numbers.*data"):
         Run(kind="SGD").restore(state)
-
-
-def test_moments_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
-    run, path = Run().go(1), tmp_path / "t.safetensors"
-    run.save(path)
-    before = path.read_bytes()
-    m, v = run.optimizer.moments[run.model.parameters()[2]]  # type: ignore[union-attr]
-    run.optimizer.moments[run.model.parameters()[2]] = m, v * np.inf  # type: ignore[union-attr]
-    with pytest.raises(CheckpointError, match=r"not saved: .*v\.2 holds NaN or infinity"):
-        run.save(path)
-    assert path.read_bytes() == before
 
 
 def damaged(part: str, name: str, value: Any) -> Any:
@@ -426,44 +358,19 @@ READERS = {"model": read_checkpoint, "training": read_training}
 
 
 @pytest.mark.parametrize("kind", READERS)
-@given(place=st.floats(0.0, 1.0, exclude_max=True), header=st.booleans(), value=st.integers(1, 255))
+@given(place=st.floats(0.0, 1.0, exclude_max=True), header=st.booleans(), value=st.integers(0, 255))
 def test_a_change_of_any_byte_is_refused(
     kind: str, files: dict[str, bytes], changed: Path, place: float, header: bool, value: int
 ) -> None:
     payload = bytearray(files[kind])
     end = 8 + int.from_bytes(payload[:8], "little") if header else len(payload)
-    payload[int(place * end)] ^= value
-    changed.write_bytes(payload)
+    at = int(place * end)
+    payload[at] ^= value
+    # Without a change of a value the file is cut off there, or goes on behind its end.
+    shown = bytes(payload) if value else bytes(payload[:at]) if header else bytes(payload) + b"x"
+    changed.write_bytes(shown)
     with pytest.raises(CheckpointError, match=r"changed\.safetensors"):
         READERS[kind](changed)
-
-
-def test_a_change_of_the_digest_itself_or_of_its_name_is_refused(
-    files: dict[str, bytes], changed: Path
-) -> None:
-    payload = files["model"]
-    name = payload.index(b'"digest":"')
-    for place in range(name, name + len('"digest":"') + 64 + 1):
-        for value in (1, 32):  # a letter of the other case
-            odd = bytearray(payload)
-            odd[place] ^= value
-            changed.write_bytes(odd)
-            with pytest.raises(CheckpointError, match=r"changed\.safetensors"):
-                read_checkpoint(changed)
-
-
-@pytest.mark.parametrize("kind", READERS)
-@given(share=st.floats(0.0, 1.0), more=st.binary(max_size=3))
-def test_a_file_of_another_length_is_refused(
-    kind: str, files: dict[str, bytes], changed: Path, share: float, more: bytes
-) -> None:
-    payload = files[kind][: int(share * len(files[kind]))] + more
-    changed.write_bytes(payload)
-    if payload == files[kind]:
-        READERS[kind](changed)
-    else:
-        with pytest.raises(CheckpointError, match=r"changed\.safetensors"):
-            READERS[kind](changed)
 
 
 @pytest.mark.parametrize(
@@ -526,19 +433,6 @@ def test_the_last_few_stay_and_the_one_before_a_broken_one_is_offered(tmp_path: 
         checkpoints.read()
 
 
-def test_who_goes_on_from_an_earlier_one_keeps_the_later_ones_until_he_comes_to_them(
-    tmp_path: Path,
-) -> None:
-    checkpoints, run = Checkpoints(tmp_path, keep=2), Run()
-    for _ in range(4):
-        run.go(1).save_in(Checkpoints(tmp_path, keep=9))
-    early = Run().go(2)
-    early.save_in(checkpoints)
-    assert steps(checkpoints) == [1, 2, 3, 4]
-    early.go(1).save_in(checkpoints)
-    assert steps(checkpoints) == [2, 3, 4]
-
-
 def test_a_new_training_sets_the_last_one_aside(tmp_path: Path) -> None:
     checkpoints, run = Checkpoints(tmp_path / "c"), Run()
     assert checkpoints.set_aside() is None
@@ -561,3 +455,32 @@ def test_a_killed_training_goes_on_as_if_nothing_had_happened() -> None:
     figures = kills.survive(4, seed=1)
     assert figures["kills"] == 4 and figures["losses_equal"] >= kills.STEPS
     assert figures["most_steps_lost"] < kills.EVERY + 1
+
+
+# -- random generators -------------------------------------------------------------------------
+
+
+@given(
+    st.sampled_from(["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"]),
+    st.integers(0, 2**32),
+    st.integers(0, 5),
+)
+def test_random_numbers_go_on_where_they_were(kind: str, seed: int, drawn: int) -> None:
+    rng = np.random.Generator(getattr(np.random, kind)(seed))
+    minitorch.manual_seed(seed)
+
+    def draw() -> list[float]:
+        # Small integers and normal numbers leave a half-used word, or a second number, behind.
+        return [
+            *rng.integers(0, 9, 3, dtype=np.int32), rng.standard_normal(), random.gauss(0.0, 1.0),
+            random.getrandbits(63), np.random.standard_normal(), np.random.rand(),
+        ]  # fmt: skip
+
+    for _ in range(drawn):
+        draw()
+    state = json.loads(json.dumps(random_state({"mine": rng})))
+    expected = draw()
+    set_random_state(state, {"mine": rng})
+    assert draw() == expected
+    with pytest.raises(ValueError, match="random numbers cannot be restored"):
+        set_random_state(state, {"other": rng})

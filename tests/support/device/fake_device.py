@@ -66,6 +66,14 @@ class Address(ctypes.c_void_p):
         return self.value or 0
 
 
+#: What the driver returns besides success, where that is all it is asked for.
+ANSWERS: dict[str, tuple[int, ...]] = {
+    "cuCtxGetDevice": (0,), "cuDeviceGetCount": (1,), "cuDeviceGetAttribute": (1,),
+    "cuDeviceGetMemPool": (0,), "cuMemPoolGetAttribute": (1,), "cuMemPoolTrimTo": (),
+    "cuCtxSynchronize": (), "cuGraphUpload": (), "cuGraphExecDestroy": (),
+}  # fmt: skip
+
+
 class FakeDriver:
     """``cuda.bindings.driver``, as far as the library asks it.
 
@@ -151,9 +159,6 @@ class FakeDriver:
     def cuGraphInstantiate(self, graph: int, flags: int) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, graph
 
-    def cuGraphUpload(self, graph: int, stream: int) -> tuple[Any, ...]:
-        return (Result.CUDA_SUCCESS,)
-
     def cuGraphExecKernelNodeSetParams(self, graph: int, node: int, params: Any) -> tuple[Any, ...]:
         assert node in self.nodes[graph]
         self.nodes[graph][node] = self._of(params)
@@ -165,35 +170,15 @@ class FakeDriver:
         self.calls.append(Call("cuGraphLaunch"))
         return (Result.CUDA_SUCCESS,)
 
-    def cuGraphExecDestroy(self, graph: int) -> tuple[Any, ...]:
-        return (Result.CUDA_SUCCESS,)
-
     def cuGraphDestroy(self, graph: int) -> tuple[Any, ...]:
         del self.nodes[graph]
         return (Result.CUDA_SUCCESS,)
 
-    # -- what only asks ------------------------------------------------------------------------------
-
-    def cuCtxGetDevice(self) -> tuple[Any, ...]:
-        return Result.CUDA_SUCCESS, 0
-
-    def cuDeviceGetCount(self) -> tuple[Any, ...]:
-        return Result.CUDA_SUCCESS, 1
-
-    def cuDeviceGetAttribute(self, attribute: int, number: int) -> tuple[Any, ...]:
-        return Result.CUDA_SUCCESS, 1
-
-    def cuDeviceGetMemPool(self, number: int) -> tuple[Any, ...]:
-        return Result.CUDA_SUCCESS, 0
-
-    def cuMemPoolTrimTo(self, pool: int, keep: int) -> tuple[Any, ...]:
-        return (Result.CUDA_SUCCESS,)
-
-    def cuCtxSynchronize(self) -> tuple[Any, ...]:
-        return (Result.CUDA_SUCCESS,)
-
-    def cuMemPoolGetAttribute(self, pool: int, attribute: int) -> tuple[Any, ...]:
-        return Result.CUDA_SUCCESS, 1
+    def __getattr__(self, name: str) -> Any:
+        """Return what answers a question, or does nothing."""
+        if name not in ANSWERS:
+            raise AttributeError(name)
+        return lambda *args: (Result.CUDA_SUCCESS, *ANSWERS[name])
 
 
 def _compiled(own: FakeDriver) -> Any:
@@ -262,15 +247,8 @@ def fake_device(cc: tuple[int, int] = (9, 0)) -> Iterator[FakeDriver]:
         def put(holder: Any, name: str, value: Any) -> None:
             stack.enter_context(patch.object(holder, name, value))
 
-        for module in (
-            targets,
-            launcher,
-            arrays,
-            pooled,
-            runtime_kernel,
-            graphs,
-            graph_step_module,
-        ):
+        asking = targets, launcher, arrays, pooled, runtime_kernel, graphs, graph_step_module
+        for module in asking:
             put(module, "driver", own)
         put(targets, "_why_no_cuda", lambda: None)
         put(targets, "has_several_devices", lambda: False)

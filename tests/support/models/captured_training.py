@@ -101,9 +101,5 @@ class Training:
 
 
 #: Precision, dropout, norm and whether activations are recomputed.
-KINDS = [
-    ("bfloat16", 0.0, None, False),
-    ("bfloat16", 0.1, 1.0, True),
-    ("float32", 0.1, 0.5, False),
-]
+KINDS = [("bfloat16", 0.0, None, False), ("bfloat16", 0.1, 1.0, True), ("float32", 0.1, 0.5, False)]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))

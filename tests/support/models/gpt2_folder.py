@@ -1,4 +1,4 @@
-"""A tiny GPT-2 in the format of Hugging Face, made without transformers, and what it computes."""
+"""A tiny GPT-2 in the format of Hugging Face, made without transformers."""
 
 from __future__ import annotations
 
@@ -64,49 +64,3 @@ def write_folder(
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
-
-
-def expected_logits(
-    config: dict[str, Any], weights: Arrays, ids: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
-    """Return the logits of a GPT-2 by its definition, in float64.
-
-    Args:
-        config: Its configuration.
-        weights: By name without a prefix.
-        ids: (seq,) token ids.
-
-    Source: Radford et al. (2019), section 2.3; Hendrycks and Gimpel (2016) for GELU in its tanh form.
-    """
-    w = {name: array.astype(np.float64) for name, array in weights.items()}
-    seq, width, heads = len(ids), config["n_embd"], config["n_head"]
-
-    def norm(x: Any, name: str) -> Any:
-        centred = x - x.mean(-1, keepdims=True)
-        scale = np.sqrt((centred**2).mean(-1, keepdims=True) + config["layer_norm_epsilon"])
-        return centred / scale * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-    def linear(x: Any, name: str) -> Any:
-        return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
-
-    def attention(x: Any, layer: str) -> Any:
-        q, k, v = (
-            part.reshape(seq, heads, -1).swapaxes(0, 1)  # (heads, seq, head_dim)
-            for part in np.split(linear(x, f"{layer}.attn.c_attn"), 3, axis=-1)
-        )
-        scores = q @ k.swapaxes(1, 2) / np.sqrt(width / heads)  # (heads, seq, seq)
-        scores[:, ~np.tri(seq, dtype=bool)] = -np.inf
-        probs = np.exp(scores - scores.max(-1, keepdims=True))
-        out = probs / probs.sum(-1, keepdims=True) @ v  # (heads, seq, head_dim)
-        return linear(out.swapaxes(0, 1).reshape(seq, width), f"{layer}.attn.c_proj")
-
-    def gelu(x: Any) -> Any:
-        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-
-    x = w["wte.weight"][ids] + w["wpe.weight"][:seq]  # (seq, n_embd)
-    for i in range(config["n_layer"]):
-        layer = f"h.{i}"
-        x = x + attention(norm(x, f"{layer}.ln_1"), layer)
-        middle = gelu(linear(norm(x, f"{layer}.ln_2"), f"{layer}.mlp.c_fc"))
-        x = x + linear(middle, f"{layer}.mlp.c_proj")
-    return norm(x, "ln_f") @ w.get("lm_head.weight", w["wte.weight"]).T

@@ -1,4 +1,4 @@
-"""A tiny Llama in the format of Hugging Face, made without transformers, and what it computes."""
+"""A tiny Llama in the format of Hugging Face, made without transformers, and its frequencies."""
 
 from __future__ import annotations
 
@@ -83,56 +83,3 @@ def frequencies_of(config: dict[str, Any]) -> npt.NDArray[np.float64]:
             plain = kept * plain + (1 - kept) * plain / scaling["factor"]
         found.append(plain)
     return np.array(found)
-
-
-def expected_logits(
-    config: dict[str, Any], weights: Arrays, ids: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
-    """Return the logits of a Llama by its definition, in float64, with complex numbers for the rotation.
-
-    Args:
-        config: Its configuration.
-        weights: By name.
-        ids: (seq,) token ids.
-
-    Source: Touvron et al. (2023), Llama, section 2.2, and the papers that it names.
-    """
-    w = {name: array.astype(np.float64) for name, array in weights.items()}
-    seq, heads, groups = len(ids), config["num_attention_heads"], config["num_key_value_heads"]
-    dim = config["head_dim"]
-    turns = np.exp(1j * np.arange(seq)[:, None] * frequencies_of(config))  # (seq, head_dim / 2)
-
-    def norm(x: Any, name: str) -> Any:
-        square = (x**2).mean(-1, keepdims=True)
-        return x / np.sqrt(square + config["rms_norm_eps"]) * w[f"{name}.weight"]
-
-    def linear(x: Any, name: str) -> Any:
-        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
-
-    def split(x: Any, count: int) -> Any:
-        return x.reshape(seq, count, dim).swapaxes(0, 1)  # (count, seq, head_dim)
-
-    def turned(x: Any) -> Any:
-        z = (x[..., : dim // 2] + 1j * x[..., dim // 2 :]) * turns
-        return np.concatenate([z.real, z.imag], -1)
-
-    def attention(x: Any, layer: str) -> Any:
-        q = turned(split(linear(x, f"{layer}.q_proj"), heads))
-        k = turned(split(linear(x, f"{layer}.k_proj"), groups)).repeat(heads // groups, 0)
-        v = split(linear(x, f"{layer}.v_proj"), groups).repeat(heads // groups, 0)
-        scores = q @ k.swapaxes(1, 2) / np.sqrt(dim)  # (heads, seq, seq)
-        scores[:, ~np.tri(seq, dtype=bool)] = -np.inf
-        probs = np.exp(scores - scores.max(-1, keepdims=True))
-        out = probs / probs.sum(-1, keepdims=True) @ v  # (heads, seq, head_dim)
-        return linear(out.swapaxes(0, 1).reshape(seq, heads * dim), f"{layer}.o_proj")
-
-    x = w["model.embed_tokens.weight"][ids]  # (seq, hidden_size)
-    for i in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{i}"
-        x = x + attention(norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn")
-        inner = norm(x, f"{layer}.post_attention_layernorm")
-        gate = linear(inner, f"{layer}.mlp.gate_proj")
-        inner = gate / (1 + np.exp(-gate)) * linear(inner, f"{layer}.mlp.up_proj")
-        x = x + linear(inner, f"{layer}.mlp.down_proj")
-    head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
-    return norm(x, "model.norm") @ head.T

@@ -8,16 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import minitorch
 from minitorch import DecoderLM
 from minitorch.training.model_files import CheckpointError
 
 IDS = np.array([3, 0, 22, 7, 7, 19, 1])
-EVERYWHERE = [
-    pytest.param(minitorch.SimpleBackend, id="simple"),
-    pytest.param(minitorch.FastBackend, id="fast"),
-    pytest.param(minitorch.CudaBackend, id="cuda", marks=pytest.mark.simulator),
-]
 
 
 def logits(model: DecoderLM, ids: Any = IDS) -> Any:
@@ -31,16 +25,3 @@ def refused(folder: Path, *words: str) -> None:
     message = str(error.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
-
-
-def assert_learns(model: DecoderLM) -> None:
-    """Assert that five steps lower the loss."""
-    optimizer = minitorch.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(5):
-        loss = model.loss(IDS[None, :-1], IDS[None, 1:])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]

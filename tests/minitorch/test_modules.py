@@ -149,10 +149,15 @@ def attention_of(x: Array, p: dict[str, Array], heads: int, causal: bool) -> Arr
 def test_multi_head_attention(
     causal: bool, attention: str, dtype: npt.DTypeLike, backend: TensorBackend
 ) -> None:
-    layer = MultiHeadAttention(6, 3, causal, 0.0, True, backend, attention=attention, dtype=dtype)
+    layer = MultiHeadAttention(
+        6, 3, causal, 0.0, True, backend, attention=attention, dtype=dtype, attention_dropout=0.5
+    )
     x = rows(2, 5, 6).astype(dtype)
+    dropped = layer(from_numpy(x, backend)).to_numpy()
+    layer.eval()
     expected = attention_of(x.astype(np.float64), values(layer), 3, causal)
     assert_close_arrays(layer(from_numpy(x, backend)), expected, dtype, size=5.0)
+    assert np.abs(dropped - expected).max() > 0.01
 
 
 @pytest.mark.parametrize("tie_weights", [False, True])

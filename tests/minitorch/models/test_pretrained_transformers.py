@@ -91,7 +91,7 @@ def test_logits_are_equal_both_ways(changes: dict[str, Any], backend: str, tmp_p
         {"attention_bias": True, "mlp_bias": True},
         {"rms_norm_eps": 1e-2, "rope_theta": 500.0},
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        {"rope_scaling": LLAMA3, "rope_theta": 500.0, "head_dim": 16},
+        {"rope_scaling": {**LLAMA3}, "rope_theta": 500.0, "head_dim": 16},
         {"kind": "Mistral", "sliding_window": None, "head_dim": 6},
     ],
 )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from app_pages.recording import Recording, Settings, record
-from app_pages.tile_view import Story
-from app_pages.tile_words import sentence
 
 from kernels.traffic.formulas import TRAFFIC, HeadShape, total
 
@@ -73,7 +72,24 @@ def test_a_recording_tells_what_the_kernel_computed(rung: str, mask: str) -> Non
         for i, j in np.argwhere(progress == 0)
     ]
     assert all(hidden) and (len(hidden) > 0) == (mask != "none")
-    assert all(sentence(story, number) for number in range(len(recording.steps)))
+
+
+@pytest.mark.parametrize("rung", ["flash1", "flash2"])
+def test_a_sentence_tells_by_how_much_a_row_shrinks(rung: str) -> None:
+    recording = recorded(rung, "none")
+    story, scores = Story(recording), textbook(recording)
+    told = [sentence(story, n) for n in range(len(recording.steps))]
+    assert all(told)
+    maxima = scores[:, :8].max(1), scores.max(1)  # after the first of two key tiles, and after both
+    grown = maxima[1] - maxima[0]
+    for i in range(0, 14, 4):
+        row = i + int(np.argmax(grown[i : i + 4]))
+        wanted = f"Row {row} found a larger maximum, {maxima[1][row]:.2f}"
+        assert any(wanted in text for text in told) == (grown[row] > 0)
+        if grown[row] > 0:
+            assert any(
+                text.startswith(wanted) and f"= {np.exp(-grown[row]):.2f}." in text for text in told
+            )
 
 
 def test_a_block_mask_skips_tiles() -> None:

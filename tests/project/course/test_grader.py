@@ -13,17 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from course import grader as course_grader
-from course import workplace as course_workplace
-from course.command import main
-from course.confine import has_bubblewrap, landlock_version
-from course.grader import Expected, expected_tests, grade_task
-from course.kernel_text import KERNELS, fault_of, faults
-from course.markers import fill, read_bodies, replaced
-from course.starter_trees import start
-from course.tasks import MODULES, find_task, tasks_of, tasks_until
-from course.verdict import Result, judge
-from course.workplace import Ending, Workplace, assemble
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "project"))
@@ -96,6 +85,14 @@ def test_a_solved_tree_gets_full_points(
     assert "points 40 of 40" in capsys.readouterr().out
 
 
+def test_a_starter_tree_gets_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(0, tmp_path / "new")
+    assert main(["grade", str(tmp_path / "new"), "--task", "0.4"]) == 1
+    out = capsys.readouterr().out
+    assert "NotImplementedError: Task 0.4: " in out
+    assert "points 0 of 10" in out
+
+
 def test_the_first_assertion_that_fails_is_shown(student: Path, counts: Any) -> None:
     in_train(student, "        self.training = None\n")
     result = graded(student, counts)
@@ -135,9 +132,8 @@ BEGINS = "in test_train_and_eval_reach_every_module"
             marks=pytest.mark.skipif(sys.platform != "linux", reason="memory is limited only there"),
         ),
         (in_train, "        import os; os._exit(0)\n", {}, "ended early (exit code 0)"),
-        (at_import, "import sys; sys.exit(0)\n", {}, ""),
     ],
-    ids=["a loop", "a thread", "printing", "memory", "an end", "an end at import"],
+    ids=["a loop", "a thread", "printing", "memory", "an end"],
 )  # fmt: skip
 def test_what_does_not_end_by_itself_is_stopped(
     student: Path, counts: Any, place: Any, code: str, limits: dict[str, Any], message: str
@@ -146,6 +142,16 @@ def test_what_does_not_end_by_itself_is_stopped(
     result = graded(student, counts, **limits)
     assert message in result.message
     assert result.status == "failed"
+
+
+SKIP = "import pytest; pytest.skip('x', allow_module_level=True)"
+
+
+@pytest.mark.parametrize("end", ["import os; os._exit(0)", "import sys; sys.exit(0)", SKIP])
+def test_ending_the_process_early_is_no_pass(student: Path, counts: Any, end: str) -> None:
+    at_import(student, end + "\n")
+    result = graded(student, counts)
+    assert (result.status, result.passed) == ("failed", 0)
 
 
 WRITE = """import os
@@ -201,6 +207,14 @@ def test_a_forged_report_gives_no_points_for_a_wrong_body(student: Path, counts:
     assert result.message.endswith("gave wrong results, or none: train")
 
 
+@pytest.mark.parametrize("record", [{"id": [], "when": 1}, {"begun": 3}, {"notes": 1}], ids=str)
+def test_a_report_that_makes_no_sense_does_not_end_the_grader(
+    student: Path, counts: Any, record: Any
+) -> None:
+    at_import(student, f"text = {json.dumps(record)!r} + chr(10)\n{WRITE}")
+    assert graded(student, counts).status in ("failed", "passed")
+
+
 @pytest.mark.parametrize("module", range(len(MODULES)))
 def test_a_solution_gets_all_points_outside_of_its_process_and_an_empty_tree_none(
     module: int, tmp_path: Path
@@ -233,6 +247,12 @@ def test_the_tests_of_the_course_count_and_not_the_students(student: Path, count
     (student / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '-k no'\n")
     (student / "conftest.py").write_text("import os; os._exit(0)\n", encoding="utf-8")
     assert graded(student, counts).message.startswith("test_train_and_eval_reach_every_module")
+
+
+def test_a_file_of_the_students_own_is_taken_along(student: Path, counts: Any) -> None:
+    (student / "minitorch" / "mine.py").write_text("YES = True\n", encoding="utf-8")
+    in_train(student, "        from .mine import YES\n        self.training = YES\n")
+    assert graded(student, counts).status == "passed"
 
 
 def test_a_submission_cannot_write_outside(student: Path, counts: Any, tmp_path: Path) -> None:
@@ -339,6 +359,12 @@ def test_a_link_in_the_tree_is_not_followed(
     assert "cannot import name 'taken'" in capsys.readouterr().out
 
 
+def test_the_attempt_to_write_outside_is_named(student: Path, counts: Any, tmp_path: Path) -> None:
+    in_train(student, f"        open({str(tmp_path / 'outside.txt')!r}, 'w')\n")
+    message = graded(student, counts).message
+    assert "a submission may not change" in message and "outside.txt" in message
+
+
 @pytest.fixture(params=["namespaces", "kernel"])
 def confined(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """By bubblewrap, where it is installed, and without it."""
@@ -402,6 +428,19 @@ def test_what_is_refused_to_a_submission_stands_in_the_report(
     assert {"utimensat", "utimes"} & {*result.refused}
 
 
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    student: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Workplace, "run", lambda *args: ([], Ending(1, False)))
+    monkeypatch.setattr(course_grader, "find_spec", lambda name: None)
+    assert main(["grade", str(student), "--task", "0.4"]) == 2
+    error = capsys.readouterr().err
+    assert f"the grader needs pytest and hypothesis, which {sys.executable} lacks" in error
+    assert f'{sys.executable} -m pip install -e ".[course]"' in error
+    monkeypatch.undo()
+    assert course_grader._missing() == ""
+
+
 # -- tasks in which tests are written ------------------------------------------------------------
 
 
@@ -438,6 +477,13 @@ def test_property_tests_are_judged_by_the_courses_operators(student: Path, count
     text = file.read_text(encoding="utf-8").replace("return x * y", "return x * y + 1.0")
     file.write_text(text, encoding="utf-8")
     assert graded(student, counts, "0.2").status == "passed"
+
+
+def test_markers_that_are_gone_are_named(student: Path, counts: Any) -> None:
+    file = student / "tests" / "course" / "test_operators.py"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace("    # END TASK 0.2\n", "", 1), encoding="utf-8")
+    assert "tests/course/test_operators.py, line" in graded(student, counts, "0.2").message
 
 
 # -- the text of kernels -----------------------------------------------------------------------------
@@ -554,6 +600,19 @@ def test_a_task_waits_if_only_other_tasks_are_missing(
     end = Ending(0, False)
     verdict = judge(find_task("5.5"), tests, {}, {}, [*records, {"finished": 0}], end)
     assert (verdict.waits_for, verdict.message) == (waits_for, message)
+
+
+def test_what_waits_and_what_it_waits_for_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(0, tmp_path / "zero")
+    fill(tmp_path / "zero", ["0.3"], read_bodies(ROOT))
+    result = tmp_path / "result.json"
+    assert main(["grade", str(tmp_path / "zero"), "--task", "0.3", "--json", str(result)]) == 1
+    out = capsys.readouterr().out
+    assert "waits for task 0.1" in out and "waiting" in out
+    (task,) = json.loads(result.read_text(encoding="utf-8"))["tasks"]
+    assert (task["status"], task["waits_for"], task["points"]) == ("waiting", "0.1", 0)
 
 
 def test_a_failed_task_takes_no_points_from_one_that_builds_on_it(

@@ -33,7 +33,7 @@ from minitorch import (
     tensor,
 )
 
-from .strategies import small_floats, small_ints
+from .strategies import assert_close, small_floats, small_ints
 
 Array = npt.NDArray[Any]
 

@@ -86,6 +86,8 @@ class Call(NamedTuple):
 def _short(value: Any) -> str:
     if isinstance(value, kernels.BlockMask):
         return f"{value.block_q} x {value.block_k}"
+    if isinstance(value, tuple) and callable(value[0]):
+        value = value[0]
     return getattr(value, "__name__", str(value)[:24])
 
 

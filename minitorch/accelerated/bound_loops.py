@@ -16,6 +16,7 @@ from kernels.runtime.known_calls import KnownCalls
 from .. import operators
 from ..backends.result_shapes import normalize_dim
 from ..backends.tensor_protocol import AnyTensor, MapProto
+from ..backends.writes import wrote
 from ..tensor_data import Ints, Storage, TensorData
 from ..tensor_ops import TensorOps
 
@@ -125,9 +126,21 @@ class BoundOps(TensorOps):
         kinds, first, loop = KnownCalls(), super().map(fn), cast(Loop, cls.map_loop(fn))
 
         def mapped(a: AnyTensor, out: AnyTensor | None = None, /) -> AnyTensor:
-            if out is not None:
-                return first(a, out)
             x = a._tensor
+            if out is not None:
+                y = out._tensor
+                kind: Any = x.shape, x.strides, x.dtype, y.shape, y.strides, y.dtype
+                if (known := kinds.get(kind)) is not None:
+                    known(y._storage, x._storage)
+                    if out.history is not None:  # else a new result
+                        wrote(y._storage)
+                    return out
+                first(a, out)
+                if cls.runs_as_it_is(x, y) and not (
+                    fn is operators.id and (x.is_half or y.is_half)
+                ):
+                    kinds.keep(kind, loop.bind(y, x))
+                return out
             kind = x.shape, x.strides, x.dtype, x.is_number
             if (known := kinds.get(kind)) is not None:
                 return a._new(known(x._storage))

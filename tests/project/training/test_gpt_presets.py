@@ -189,12 +189,12 @@ def test_steps_on_a_device_are_captured_unless_they_are_to_be_eager(
     files = ["--text", str(text), "--out", str(tmp_path / "run")]
     with fake_device():
         train_gpt.main([*size.split(), *run.split(), *more, *files])
-    if "--eager" in more:
-        assert made == []
-    else:
-        (step,) = made
-        assert step.is_captured and step.calls == 12 and step.kernels > 50
-        step.reset()  # while there is a device
+        if "--eager" in more:
+            assert made == []
+        else:
+            (step,) = made
+            assert step.is_captured and step.calls == 12 and step.kernels > 50
+            step.reset()  # while there is a device
 
 
 # -- options for long contexts -----------------------------------------------------------------

@@ -48,6 +48,11 @@ OURS = ("kernels", "tests")
 
 #: What an instruction begins with → the method that does it.
 _METHODS = INSTRUCTIONS | OF_ENGINES
+#: What the functions of the driver's mathematical library compute.
+LIBDEVICE = {
+    "fsub_rn": np.subtract,
+    "umulhi": lambda x, y: np.uint32(int(x) * int(y) >> 32),
+}
 #: What the orders of threads are drawn of; with the same number they are the same.
 _SCHEDULE = os.environ.get("MINITORCH_SCHEDULE", "0")
 #: Threads that come late.
@@ -216,11 +221,13 @@ class EmulatedBlock(Engines):
             if value is cuda:
                 return self._cuda()
             if value is libdevice:
-                return SimpleNamespace(umulhi=lambda x, y: np.uint32(int(x) * int(y) >> 32))
+                return SimpleNamespace(**LIBDEVICE)
             is_ours = value.__name__.startswith(OURS)
             return _Module(lambda name: self.translate(getattr(value, name))) if is_ours else value
         if hasattr(value, "ptx"):
             return self._instruction(value.ptx)
+        if getattr(value, "__module__", None) == libdevice.__name__:
+            return LIBDEVICE[value.__name__]
         if isinstance(value, types.Number):
             return _Cast(as_dtype(value))
         function = getattr(value, "py_func", value)

@@ -124,7 +124,6 @@ def emulated_device(
         },
         "attention.flash2_split.operands": {**pool, "device_view": _view, "THREADS": 64},
         "attention.split_keys": pool,
-        "attention.options.packed_tiles": {"to_device": lambda array: array},
         "device.memory": {"to_device": lambda array: array},
         "device.head_maximum": {
             "empty_device": empty,

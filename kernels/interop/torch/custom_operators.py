@@ -219,7 +219,7 @@ def _like(operand: Tensor, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
     """Return an empty tensor whose dimensions have the order in memory of an operand's, as results do."""
     steps = operand.stride()
     repeats = any(step == 0 and size != 1 for step, size in zip(steps, shape, strict=False))
-    if len(steps) != len(shape) or repeats:
+    if len(steps) != len(shape) or repeats or operand.is_contiguous():
         return operand.new_empty(shape, dtype=dtype)
     order = sorted(
         range(len(shape)), key=lambda i: (steps[i], bool(shape[i] != 1), -i), reverse=True

@@ -88,7 +88,6 @@ def test_results_and_gradients_are_the_textbooks(case: Case) -> None:
 def test_the_custom_operator_passes_the_checks_of_pytorch(case: Case, dropout: bool) -> None:
     (q, k, v, mask, sink), options = tensors_of(case)
     assume(not options.keys() & {"mask_mod", "score_mod"})  # which are no arguments of the operator
-    assume(q.shape[:2] == case.dout.shape[:2])  # a meta tensor of broadcast heads has other strides
     seed = torch.tensor(3) if dropout else None
     forward = torch.ops.minitorch.flash_attention
     given = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from inspect import unwrap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,7 +105,7 @@ def residual_layer_norm(
 
 def _by_noise(function: Any, noise: Noise) -> Any:
     """Return a function that repeats launches; with dropout, whose seeds differ, the plain function."""
-    return function.__wrapped__ if noise.rate else function
+    return unwrap(function) if noise.rate else function
 
 
 @repeats

@@ -91,8 +91,8 @@ def test_a_product_reads_and_writes_nothing_beyond_the_matrices(
         flat(b),
         b_steps,
         (1, 1, rows, cols, depth),
-        2.0,
-        tile,
+        factor=2.0,
+        tile=tile,
     )
     result = to_host(out)
     assert_close_arrays(result[:-1, :-1], 2.0 * (x @ y), np.float64)

@@ -377,7 +377,7 @@ def launch(
         if isinstance(array, np.ndarray):
             while isinstance(array.base, np.ndarray):
                 array = array.base
-            memory.append(array.reshape(-1).view(np.uint8))
+            memory.append(array.ravel(order="K").view(np.uint8))
     at = {GLOBAL + i * APART: tensor_map for i, tensor_map in (maps or {}).items()}
     for y in range(grid[1]):
         for x in range(grid[0]):

@@ -172,7 +172,7 @@ def counters(step: Step, before: Step | None) -> None:
 def comparison(recording: Recording, moved: dict[str, list[int]], number: int) -> None:
     """Draw the running totals of all rungs, and say how far the chosen one is."""
     points = [
-        {"% of the call's steps": 100 * i / max(len(values) - 1, 1), "elements read and written": value,
+        {"% of all steps": 100 * i / max(len(values) - 1, 1), "elements read and written": value,
          "kernel": f"{rung}: {values[-1]:,}"}
         for rung, values in moved.items() for i, value in enumerate(values)
     ]  # fmt: skip

@@ -56,6 +56,12 @@ def pictures(app: AppTest) -> list[str]:
     return urls + [str(chart.proto) for chart in charts]  # type: ignore[attr-defined]
 
 
+def contents(app: AppTest) -> list[str]:
+    """Return what a step changes on a page: its pictures, counters, words and lines of the kernel."""
+    counts = (f"{metric.value} {metric.delta}" for metric in app.metric)
+    return [*pictures(app), *counts, *(x.value for x in (*app.code, *app.caption))]
+
+
 def metrics(app: AppTest) -> dict[str, str]:
     return {metric.label: metric.value for metric in app.metric}
 
@@ -278,11 +284,11 @@ def counted(app: AppTest) -> tuple[int, int]:
 def test_a_step_changes_the_counters(rung: str) -> None:
     app = opened("attention", rung=rung, N=8, mask="none")
     app.button(key="first").click()
-    seen, shown = [counted(ran(app))], [pictures(app)]
+    seen, shown = [counted(ran(app))], [contents(app)]
     for _ in range(3):
         app.button(key="next").click()
         seen.append(counted(ran(app)))
-        shown.append(pictures(app))
+        shown.append(contents(app))
     assert seen == sorted(seen) and len(set(seen)) > 1
     assert all(now != before for now, before in zip(shown[1:], shown, strict=False))
     app.button(key="last").click()

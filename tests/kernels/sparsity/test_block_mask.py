@@ -253,7 +253,7 @@ def in_butterfly(seq_q: int, seq_k: int, side: int) -> Dense:
     """Show blocks whose numbers differ in one bit at most."""
     counts, (row, col) = (-(-seq_q // side), -(-seq_k // side)), places(seq_q, seq_k)
     i, j = row // side * min(counts) // counts[0], col // side * min(counts) // counts[1]
-    return sum((i ^ j) >> bit & 1 for bit in range(8)) <= 1
+    return np.asarray(sum((i ^ j) >> bit & 1 for bit in range(8)) <= 1)
 
 
 def in_strides(seq_q: int, seq_k: int, side: int, stride: int) -> Dense:

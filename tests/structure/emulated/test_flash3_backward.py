@@ -216,7 +216,8 @@ def test_tiles_out_of_bounds_are_never_read(
 def test_packed_sequences_end_where_tiles_do_not(lengths: Any, deterministic: bool) -> None:
     options = _causal(5, softcap=3.0)
     # Empty ones, so that both kinds of tiles have empty ones behind them.
-    case = packed(0, *((*own, 0, 0, 0) for own in lengths), (64, 40), options).in_dtype(FLOAT16)
+    of_q, of_k = ((*own, 0, 0, 0) for own in lengths)
+    case = packed(0, of_q, of_k, (64, 40), options).in_dtype(FLOAT16)
     case.dlse = None
     right = case.oracle()
     given = {"out": right["out"].astype(FLOAT16), "lse": right["lse"].astype(np.float32)}

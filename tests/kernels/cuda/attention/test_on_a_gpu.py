@@ -149,7 +149,7 @@ def test_results_are_the_same_bits_in_every_run(rung: str, name: str) -> None:
     if case is None:
         arrays = draw(9, *[(2, 3, 700, 64)] * 4)
         dtype = FLOAT16 if rung in TENSOR_CORES else FLOAT32
-        case = Case(*arrays, {"is_causal": True}, (1, 1)).in_dtype(dtype)
+        case = Case(*arrays, options={"is_causal": True}, tile=(1, 1)).in_dtype(dtype)
     first = run(case, rung)
     for _ in range(250):
         again = run(case, rung)

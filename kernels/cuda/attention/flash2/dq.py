@@ -9,6 +9,7 @@ import numpy as np
 from numba import uint8, void
 
 from kernels.cuda.attention.flash2.register_scores import (
+    RowValues,
     VisitedTile,
     backward_types,
     kernel_of,
@@ -109,7 +110,7 @@ def dq_kernel(variant: Variant) -> Kernel:
         One thread does: own_rows x own_cols of S, dP and dS, and own_rows x own_width of dQ
         Shared: q_tile, dout_tile, k_tile, v_tile, ds (block_q, block_k); rows padded by one vector;
             for some options a byte for four columns
-        Registers: acc (own_rows, own_width), s and dp (own_rows, own_cols), own (3, own_rows)
+        Registers: acc (own_rows, own_width), s and dp (own_rows, own_cols), own 3 · (own_rows,)
         Global traffic: reads q, dout, lse, lse_rest and delta once, k and v once per query tile; writes dq
             once
         Needs: 128-bit loads, for which the simulator has a plain form
@@ -127,7 +128,9 @@ def dq_kernel(variant: Variant) -> Kernel:
         s = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: S
         dp = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: dP, dS
         fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, dO or dS
-        own = cuda.local.array((3, own_rows), real)  # (3, own_rows): lse, its rest in base 2, D
+        # (own_rows,) each: lse, its rest in base 2, D.  As one array they would not stay in registers.
+        lse, rest = cuda.local.array(own_rows, real), cuda.local.array(own_rows, real)
+        own = RowValues(lse, rest, cuda.local.array(own_rows, real))
         load_q(thread, q, rows, real(scale), shared, q_tile)
         load_dout(thread, dout, rows, one, shared, dout_tile)
         load_row_values(lane.ty, own, values, rows)

@@ -137,7 +137,7 @@ def dmask_kernel(variant: Variant) -> Kernel:
         One thread does: own_rows x own_cols of S, dP and dS, and of their sum
         Shared: q_tile, dout_tile, k_tile, v_tile, ds (block_q, block_k); rows padded by one vector;
             for some options a byte for four columns
-        Registers: acc, s and dp (own_rows, own_cols), own (3, own_rows)
+        Registers: acc, s and dp (own_rows, own_cols), own 3 · (own_rows,)
         Global traffic: reads q, k, v, dout, lse, lse_rest, delta once per (batch, head) and tile; writes
             dmask once
         Needs: 128-bit loads, for which the simulator has a plain form
@@ -155,7 +155,9 @@ def dmask_kernel(variant: Variant) -> Kernel:
         s = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: S
         dp = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: dP
         fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, or of dO
-        own = cuda.local.array((3, own_rows), real)  # (3, own_rows): lse, its rest in base 2, D
+        # (own_rows,) each: lse, its rest in base 2, D.  As one array they would not stay in registers.
+        lse, rest = cuda.local.array(own_rows, real), cuda.local.array(own_rows, real)
+        own = RowValues(lse, rest, cuda.local.array(own_rows, real))
         set_all(acc, zero)
         # Every condition below is the same for all threads of the block.
         for number in range(batch * own_heads):

@@ -148,7 +148,7 @@ def make_gradients(
 ) -> Callable[..., None]:
     """Return ``to_gradients(lane, s, dp, values, tile, extras)``, which replaces dP by dS.
 
-    ``s`` and ``dp`` are the products, and ``values`` the (3, own_rows) that ``load_row_values`` fills.
+    ``s`` and ``dp`` are the products, and ``values`` the ``RowValues`` that ``load_row_values`` fills.
     With ``tiles``, ``s`` and ``dp`` are transposed, ``values`` is shared memory, and S becomes P ∘ Z, where
     Z is the dropout.
 
@@ -168,7 +168,7 @@ def make_gradients(
 
     @device_function
     def terms_in_registers(values, i, r):
-        return RowTerms(log2_e, values[0, i], values[1, i], values[2, i])
+        return RowTerms(log2_e, values.lse[i], values.lse_rest[i], values.delta[i])
 
     @device_function
     def terms_in_shared(shared, i, r):
@@ -240,7 +240,7 @@ def make_row_values(variant: Variant) -> Callable[..., Any]:
 
 @cache
 def make_load_row_values(variant: Variant) -> Callable[..., None]:
-    """Return ``load_row_values(ty, own, values, rows)``: fill (3, own_rows) for the rows of a thread."""
+    """Return ``load_row_values(ty, own, values, rows)``: fill (own_rows,) arrays for a thread's rows."""
     rows_of_threads, values_of = variant.layout.rows_of_threads, make_row_values(variant)
     own_rows = variant.layout.block_q // rows_of_threads
 
@@ -248,6 +248,6 @@ def make_load_row_values(variant: Variant) -> Callable[..., None]:
     def load_row_values(ty, own, values, rows):
         for i in range(own_rows):
             found = values_of(values, rows, ty + i * rows_of_threads)
-            own[0, i], own[1, i], own[2, i] = found
+            own.lse[i], own.lse_rest[i], own.delta[i] = found
 
     return load_row_values

@@ -50,11 +50,6 @@ def number(
     return read
 
 
-def per_item(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:  # beyond module 5
-    """Return a reader of several values with commas between them."""
-    return lambda text: [kind(part) for part in text.split(",")]
-
-
 COUNT = number(int, lambda x: x >= 1, "a whole number, 1 or more")
 FROM_ZERO = number(int, lambda x: x >= 0, "a whole number, 0 or more")
 NUMBER = number(float, lambda x: True, "a number")

@@ -40,8 +40,6 @@ CURVE = {
     "valid_loss": np.float64, "step_seconds": np.float64,
 }  # fmt: skip
 BEST = "best.safetensors"
-#: Exit code of a script whose training Ctrl-C has stopped.
-INTERRUPTED = 130
 #: Training losses in a record; of longer trainings it has every second one, or every third, and so on.
 MOST_POINTS = 200
 

@@ -49,17 +49,12 @@ def as_bits(array: Any) -> Any:
 
 
 class Bits(NamedTuple):
-    """Conversions by integer arithmetic alone.
+    """Conversions by integer arithmetic alone."""
 
-    Attributes:
-        widen_bfloat16: 16 bits → the float32 that they represent.
-        narrow_bfloat16: A float32 → the bits of the nearest bfloat16, ties to the even one; NaN stays NaN.
-        rounded_to_odd: A float64 → a float32 that has the same nearest number of 16 bits.
-    """
-
-    widen_bfloat16: Any
+    widen_bfloat16: Any  # 16 bits → the float32 that they represent
+    #: A float32 → the bits of the nearest bfloat16, ties to the even one; NaN stays NaN.
     narrow_bfloat16: Any
-    rounded_to_odd: Any
+    rounded_to_odd: Any  # A float64 → a float32 that has the same nearest number of 16 bits
 
 
 def make_bits(compile: Callable[[Any], Any], bits_of: Any, float_of: Any) -> Bits:
@@ -176,19 +171,12 @@ _CONVERSIONS = {
 
 
 class ElementForm(NamedTuple):
-    """The functions with which a kernel reads and writes elements of one dtype.
+    """The functions with which a kernel reads and writes elements of one dtype."""
 
-    Attributes:
-        stored: Dtype of the storage as the kernel sees it.
-        widen: Stored element → the number to compute with.
-        narrow: A float32 → stored element, rounded once.
-        narrow_double: A float64 → stored element, rounded once.
-    """
-
-    stored: np.dtype[Any]
-    widen: Any
-    narrow: Any
-    narrow_double: Any
+    stored: np.dtype[Any]  # Dtype of the storage as the kernel sees it
+    widen: Any  # Stored element → the number to compute with
+    narrow: Any  # A float32 → stored element, rounded once
+    narrow_double: Any  # A float64 → stored element, rounded once
 
 
 @cache

@@ -37,21 +37,13 @@ BARRIER = 8
 
 
 class Pipeline(NamedTuple):
-    """A ring of stages; addresses are offsets in bytes in the memory of the block until :func:`placed`.
+    """A ring of stages; addresses are offsets in bytes in the memory of the block until :func:`placed`."""
 
-    Attributes:
-        tiles: Address of the first stage's tile.
-        size: Distance in bytes of the tiles of consecutive stages.
-        full: Address of the first stage's full barrier; those of the other stages follow.
-        empty: Address of the first stage's empty barrier; those of the other stages follow.
-        stages: Number of stages.
-    """
-
-    tiles: Any
-    size: Any
-    full: Any
-    empty: Any
-    stages: Any
+    tiles: Any  # Address of the first stage's tile
+    size: Any  # Distance in bytes of the tiles of consecutive stages
+    full: Any  # Address of the first stage's full barrier; those of the other stages follow
+    empty: Any  # Address of the first stage's empty barrier; those of the other stages follow
+    stages: Any  # Number of stages
 
 
 class StagePhase(NamedTuple):

@@ -106,16 +106,11 @@ def norm_end_kernel() -> Kernel:
 
 
 class AdamForm(NamedTuple):
-    """The common dtypes of a list of parameters.
+    """The common dtypes of a list of parameters."""
 
-    Attributes:
-        value: Dtype of the updated values and of their moments.
-        grad: Dtype of the gradients.
-        copy: Dtype of parameters that are copies of a master weight; None if there is no master.
-    """
-
-    value: np.dtype[Any]
-    grad: np.dtype[Any]
+    value: np.dtype[Any]  # Dtype of the updated values and of their moments
+    grad: np.dtype[Any]  # Dtype of the gradients
+    #: Dtype of parameters that are copies of a master weight; None if there is no master.
     copy: np.dtype[Any] | None = None
 
 
@@ -182,22 +177,14 @@ def adam_kernel(own_form: AdamForm) -> Kernel:
 
 
 class Moved(NamedTuple):
-    """One parameter of a step: contiguous arrays on the device, of as many elements.
+    """One parameter of a step: contiguous arrays on the device, of as many elements."""
 
-    Attributes:
-        value: The values to update in place, float32 or float64.
-        grad: The gradient, of any floating dtype.
-        m: Running mean of the gradient, of value's dtype; updated in place.
-        v: Running mean of the square of the gradient.
-        decays: Whether weight decay applies.
-        copy: The 16-bit parameter whose master weights ``value`` holds, or None; it is written.
-    """
-
-    value: Any
-    grad: Any
-    m: Any
-    v: Any
-    decays: bool
+    value: Any  # The values to update in place, float32 or float64
+    grad: Any  # The gradient, of any floating dtype
+    m: Any  # Running mean of the gradient, of value's dtype; updated in place
+    v: Any  # Running mean of the square of the gradient
+    decays: bool  # Whether weight decay applies
+    #: The 16-bit parameter whose master weights ``value`` holds, or None; it is written.
     copy: Any = None
 
     @property

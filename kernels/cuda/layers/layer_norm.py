@@ -33,17 +33,12 @@ PARTS, ROWS_OF_PART = (2, 3) if IS_SIMULATOR else (1024, 4)
 
 
 class Noise(NamedTuple):
-    """The dropout of x before it is added to the residual; the same in both passes.
+    """The dropout of x before it is added to the residual; the same in both passes."""
 
-    Attributes:
-        seed: Seed of the random words, from 0 to 2⁶³ - 1; element i depends only on the seed and i.
-        rate: Probability of 0.
-        scale: Factor of the other elements.
-    """
-
+    #: Seed of the random words, from 0 to 2⁶³ - 1; element i depends only on the seed and i.
     seed: int = 0
-    rate: float = 0.0
-    scale: float = 1.0
+    rate: float = 0.0  # Probability of 0
+    scale: float = 1.0  # Factor of the other elements
 
     def numbers(
         self, n: int, sums: np.dtype[Any], share: float = 1.0, eps: float = 0.0
@@ -131,19 +126,12 @@ def _forward(
 
 
 class NormGradients(NamedTuple):
-    """The result of the backward pass.
+    """The result of the backward pass."""
 
-    Attributes:
-        dx: Gradient of x.
-        dresidual: Gradient of the residual; None without one.
-        dgamma: (n,), of gamma's dtype.
-        dbeta: (n,), of beta's dtype.
-    """
-
-    dx: Any
-    dresidual: Any
-    dgamma: Any
-    dbeta: Any
+    dx: Any  # Gradient of x
+    dresidual: Any  # Gradient of the residual; None without one
+    dgamma: Any  # (n,), of gamma's dtype
+    dbeta: Any  # (n,), of beta's dtype
 
 
 def layer_norm_backward(

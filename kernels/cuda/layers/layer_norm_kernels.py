@@ -27,25 +27,15 @@ SUM_COLS, SUM_LANES = (4, 2) if IS_SIMULATOR else (32, 16)
 
 
 class NormNumbers(NamedTuple):
-    """The numbers that the kernels of layer norm take.
+    """The numbers that the kernels of layer norm take."""
 
-    Attributes:
-        n: Length of a row.
-        inverse_n: 1 / n.
-        share: 1; 0 for an RMS norm, whose mean and shift are 0.
-        eps: Added to the variance.
-        seed: Seed of the dropout.
-        threshold: The least random word of an element that dropout keeps.
-        scale: Factor of kept elements.
-    """
-
-    n: Any
-    inverse_n: Any
-    share: Any
-    eps: Any
-    seed: Any
-    threshold: Any
-    scale: Any
+    n: Any  # Length of a row
+    inverse_n: Any  # 1 / n
+    share: Any  # 1; 0 for an RMS norm, whose mean and shift are 0
+    eps: Any  # Added to the variance
+    seed: Any  # Seed of the dropout
+    threshold: Any  # The least random word of an element that dropout keeps
+    scale: Any  # Factor of kept elements
 
 
 def _numbers_type(real: Any) -> Any:
@@ -53,21 +43,13 @@ def _numbers_type(real: Any) -> Any:
 
 
 class NormForm(NamedTuple):
-    """The parameters of the kernels of layer norm.
+    """The parameters of the kernels of layer norm."""
 
-    Attributes:
-        tile: The distribution of a row over registers.
-        dtype: Dtype of the rows.
-        weights: Dtype of gamma and beta.
-        adds: Whether the input is residual + x, which is written too.
-        drops: Whether dropout is applied to x first.
-    """
-
-    tile: RowTile
-    dtype: np.dtype[Any]
-    weights: np.dtype[Any]
-    adds: bool = False
-    drops: bool = False
+    tile: RowTile  # The distribution of a row over registers
+    dtype: np.dtype[Any]  # Dtype of the rows
+    weights: np.dtype[Any]  # Dtype of gamma and beta
+    adds: bool = False  # Whether the input is residual + x, which is written too
+    drops: bool = False  # Whether dropout is applied to x first
 
 
 @cache

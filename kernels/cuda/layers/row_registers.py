@@ -28,17 +28,12 @@ _element_words = PHILOX.element_words
 
 
 class RowTile(NamedTuple):
-    """The distribution of a row over the registers of its threads, in pieces of eight elements.
+    """The distribution of a row over the registers of its threads, in pieces of eight elements."""
 
-    Attributes:
-        block: Threads that share a row, and rows of a block.
-        pieces: Pieces per thread.
-        vectors: Whether a piece is eight neighbours, moved by 128-bit vectors; else its elements are a row
-            of threads apart.
-    """
-
-    block: RowBlock
-    pieces: int
+    block: RowBlock  # Threads that share a row, and rows of a block
+    pieces: int  # Pieces per thread
+    #: Whether a piece is eight neighbours, moved by 128-bit vectors; else its elements are a row of threads
+    #: apart.
     vectors: bool
 
     @property
@@ -67,23 +62,18 @@ def row_tile(length: int, vectors: bool) -> RowTile:
 
 
 class RowAccess(NamedTuple):
-    """The functions that :func:`make_row_access` returns; ``own`` is the thread's part of a row.
+    """The functions that :func:`make_row_access` returns; ``own`` is the thread's part of a row."""
 
-    Attributes:
-        column: ``(k, thread)``: the column of element k of a thread.
-        load: ``(own, array, start, thread, stop)``: load the elements of the row at ``start`` of a flat
-            array, in the dtype of computation, with zeros from column ``stop`` on.
-        store: ``(array, start, own, thread, stop)``: store the elements, each rounded once.
-        round: ``(own)``: round the elements as a store and a load would.
-        drop: ``(own, start, thread, stop, noise)``: apply dropout to the elements at these places of a
-            tensor: 0 if the random word of an element is below the threshold, else times the scale.  The
-            record ``noise`` has the fields seed, threshold and scale.
-    """
-
-    column: Callable[..., Any]
+    column: Callable[..., Any]  # ``(k, thread)``: the column of element k of a thread
+    #: ``(own, array, start, thread, stop)``: load the elements of the row at ``start`` of a flat array, in
+    #: the dtype of computation, with zeros from column ``stop`` on.
     load: Callable[..., None]
+    #: ``(array, start, own, thread, stop)``: store the elements, each rounded once.
     store: Callable[..., None]
-    round: Callable[..., None]
+    round: Callable[..., None]  # ``(own)``: round the elements as a store and a load would
+    #: ``(own, start, thread, stop, noise)``: apply dropout to the elements at these places of a tensor: 0
+    #: if the random word of an element is below the threshold, else times the scale.  The record ``noise``
+    #: has the fields seed, threshold and scale.
     drop: Callable[..., None]
 
 

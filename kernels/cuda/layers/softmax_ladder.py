@@ -30,15 +30,11 @@ AHEAD_BYTES = 64
 
 
 class LadderBlock(NamedTuple):
-    """The shape of a block, which processes one row.
+    """The shape of a block, which processes one row."""
 
-    Attributes:
-        threads: Threads that share the row.
-        ahead: Number of vectors of four elements that a thread loads before it uses the first, so that
-            bandwidth, not latency, determines the time.
-    """
-
-    threads: int
+    threads: int  # Threads that share the row
+    #: Number of vectors of four elements that a thread loads before it uses the first, so that bandwidth,
+    #: not latency, determines the time.
     ahead: int
 
     @property

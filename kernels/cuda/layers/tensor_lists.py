@@ -30,14 +30,10 @@ MATRIX = int64[:, ::1]
 
 
 class Access(NamedTuple):
-    """The functions with which a kernel reads and writes elements of one dtype, 16-bit ones as uint16.
+    """The functions with which a kernel reads and writes elements of one dtype, 16-bit ones as uint16."""
 
-    Attributes:
-        load: ``(address, i)``: element i of the array at an address.
-        store: ``(address, i, value)``: writes element i of the array at an address.
-    """
-
-    load: Callable[..., Any]
+    load: Callable[..., Any]  # ``(address, i)``: element i of the array at an address
+    #: ``(address, i, value)``: writes element i of the array at an address.
     store: Callable[..., None]
 
 
@@ -80,15 +76,12 @@ def make_access(dtype: np.dtype[Any]) -> Access:
 
 
 class TensorList(NamedTuple):
-    """A list of tensors as arguments of a kernel.
+    """A list of tensors as arguments of a kernel."""
 
-    Attributes:
-        table: (tensors, columns + 1) int64 on the device: for each tensor, the address of an array or a
-            number in each column, and its size in the last.
-        work: (parts, 2) int64 on the device: for each part, the row in the table and the first element.
-    """
-
+    #: (tensors, columns + 1) int64 on the device: for each tensor, the address of an array or a number in
+    #: each column, and its size in the last.
     table: Any
+    #: (parts, 2) int64 on the device: for each part, the row in the table and the first element.
     work: Any
 
     @property

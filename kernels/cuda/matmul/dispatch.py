@@ -56,16 +56,11 @@ _TICKETS = count(1)
 
 
 class Epilogue(NamedTuple):
-    """The operations on a product before it is stored.
+    """The operations on a product before it is stored."""
 
-    Attributes:
-        bias: (cols,), of the result's dtype, or None.
-        has_gelu: Apply GELU in its tanh form.
-        before_gelu: An array with the layout of the result, to which the input of GELU is written, or None.
-    """
-
-    bias: Any = None
-    has_gelu: bool = False
+    bias: Any = None  # (cols,), of the result's dtype, or None
+    has_gelu: bool = False  # Apply GELU in its tanh form
+    #: An array with the layout of the result, to which the input of GELU is written, or None.
     before_gelu: Any = None
 
 

@@ -21,20 +21,13 @@ _OUT_BOX = (ROWS, PANEL)
 
 
 class Output(NamedTuple):
-    """The destination of results: matrices in memory, with bias and the input of GELU.
+    """The destination of results: matrices in memory, with bias and the input of GELU."""
 
-    Attributes:
-        array: The result, flat, on the device.
-        steps: Strides in batch, heads, rows and columns, in elements; the last is 1.
-        bias: One number for each column, or 0.
-        before_gelu: An array with the layout of ``array`` for the input of GELU, or 0.
-        parts: Number of parts of the depth, whose sums are consecutive in place of a head's matrix.
-    """
-
-    array: Any
-    steps: Ints
-    bias: Any = 0
-    before_gelu: Any = 0
+    array: Any  # The result, flat, on the device
+    steps: Ints  # Strides in batch, heads, rows and columns, in elements; the last is 1
+    bias: Any = 0  # One number for each column, or 0
+    before_gelu: Any = 0  # An array with the layout of ``array`` for the input of GELU, or 0
+    #: Number of parts of the depth, whose sums are consecutive in place of a head's matrix.
     parts: int = 1
 
 
@@ -63,17 +56,11 @@ def _as_engine_takes(shape: Ints, steps: Ints, size: int) -> tuple[Ints, Ints]:
 
 
 class _Plan(NamedTuple):
-    """The arguments of a launch that depend only on shapes.
+    """The arguments of a launch that depend only on shapes."""
 
-    Attributes:
-        sizes: rows, cols, steps of the depth, steps per part, parts, heads.
-        order: Order of the tiles.
-        steps: Strides of a result of float32; see ``matmul.epilogue``.
-    """
-
-    sizes: Ints
-    order: Order
-    steps: Ints
+    sizes: Ints  # rows, cols, steps of the depth, steps per part, parts, heads
+    order: Order  # Order of the tiles
+    steps: Ints  # Strides of a result of float32; see ``matmul.epilogue``
 
 
 @lru_cache(maxsize=4096)

@@ -22,27 +22,16 @@ TERMS = {1: ((0, 0),), 3: ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))}
 
 
 class ProductForm(NamedTuple):
-    """The compile-time parameters of a kernel.
+    """The compile-time parameters of a kernel."""
 
-    Attributes:
-        dtype: Dtype of the products: "float16", "bfloat16" or "tf32".
-        out: Dtype of the result: that of the products, or "float32".
-        a_turned: Whether a is contiguous along its rows, not along the depth.
-        b_turned: Whether b is contiguous along its columns, not along the depth.
-        planes: Number of terms of a number, 1 or 3; planes are consecutive along the depth.
-        has_bias: Whether one number per column is added.
-        has_gelu: Whether GELU is applied after that.
-        keeps_input: Whether the input of GELU is written too, for the backward pass.
-    """
-
-    dtype: str
-    out: str
-    a_turned: bool = False
-    b_turned: bool = False
-    planes: int = 1
-    has_bias: bool = False
-    has_gelu: bool = False
-    keeps_input: bool = False
+    dtype: str  # Dtype of the products: "float16", "bfloat16" or "tf32"
+    out: str  # Dtype of the result: that of the products, or "float32"
+    a_turned: bool = False  # Whether a is contiguous along its rows, not along the depth
+    b_turned: bool = False  # Whether b is contiguous along its columns, not along the depth
+    planes: int = 1  # Number of terms of a number, 1 or 3; planes are consecutive along the depth
+    has_bias: bool = False  # Whether one number per column is added
+    has_gelu: bool = False  # Whether GELU is applied after that
+    keeps_input: bool = False  # Whether the input of GELU is written too, for the backward pass
 
     @property
     def depth(self) -> int:
@@ -52,18 +41,12 @@ class ProductForm(NamedTuple):
 
 @dataclass(frozen=True)
 class ProductLayout(WarpRoles):
-    """The warpgroups that share a tile of the result, and the number of operand tiles in flight.
+    """The warpgroups that share a tile of the result, and the number of operand tiles in flight."""
 
-    Attributes:
-        consumers: Warpgroups that multiply 64 rows each; a further warpgroup copies.
-        cols: Columns of a tile, a multiple of 64, 256 at most.
-        stages: Tiles of each operand that shared memory holds at a time.
-        panels: Panels of 64 columns that a consumer rounds and stores at a time, for a 16-bit result.
-    """
-
-    consumers: int
-    cols: int
-    stages: int
+    consumers: int  # Warpgroups that multiply 64 rows each; a further warpgroup copies
+    cols: int  # Columns of a tile, a multiple of 64, 256 at most
+    stages: int  # Tiles of each operand that shared memory holds at a time
+    #: Panels of 64 columns that a consumer rounds and stores at a time, for a 16-bit result.
     panels: int
 
     @property
@@ -79,23 +62,14 @@ class ProductLayout(WarpRoles):
 
 @dataclass(frozen=True)
 class WarpLayout:
-    """The warps that share a tile of the result, each with its own rows and columns.
+    """The warps that share a tile of the result, each with its own rows and columns."""
 
-    Attributes:
-        rows: Rows of a tile: ``row_warps`` times a multiple of 16.
-        cols: Columns of a tile: ``col_warps`` times a multiple of 16.
-        row_warps: Number of warps along the rows.
-        col_warps: Number of warps along the columns.
-        stages: Tiles of each operand that shared memory holds at a time.
-        resident: Blocks per multiprocessor, which bounds the registers of a thread.
-    """
-
-    rows: int
-    cols: int
-    row_warps: int
-    col_warps: int
-    stages: int
-    resident: int = 1
+    rows: int  # Rows of a tile: ``row_warps`` times a multiple of 16
+    cols: int  # Columns of a tile: ``col_warps`` times a multiple of 16
+    row_warps: int  # Number of warps along the rows
+    col_warps: int  # Number of warps along the columns
+    stages: int  # Tiles of each operand that shared memory holds at a time
+    resident: int = 1  # Blocks per multiprocessor, which bounds the registers of a thread
 
     @property
     def threads(self) -> int:
@@ -124,18 +98,12 @@ class Order(NamedTuple):
 
     Blocks that run at the same time should share few rows of a and few columns of b, so that the L2 cache
     serves repeated reads.  Tiles are therefore processed column by column in bands of rows.
-
-    Attributes:
-        row_tiles: Row tiles of a matrix.
-        col_tiles: Column tiles of a matrix.
-        band: Tiles of rows of a band.
-        matrices: Matrices of the result.
     """
 
-    row_tiles: int
-    col_tiles: int
-    band: int
-    matrices: int
+    row_tiles: int  # Row tiles of a matrix
+    col_tiles: int  # Column tiles of a matrix
+    band: int  # Tiles of rows of a band
+    matrices: int  # Matrices of the result
 
     @property
     def items(self) -> int:
@@ -156,25 +124,15 @@ def place_of(item, order):
 
 
 class Item(NamedTuple):
-    """A tile of a result and its part of the depth; all numbers are int32.
+    """A tile of a result and its part of the depth; all numbers are int32."""
 
-    Attributes:
-        row: First row of the tile.
-        col: First column of the tile.
-        h: Head index.
-        b: Batch index.
-        part: Index of the part.
-        first: First step of the part's depth.
-        stop: One past its last step.
-    """
-
-    row: Any
-    col: Any
-    h: Any
-    b: Any
-    part: Any
-    first: Any
-    stop: Any
+    row: Any  # First row of the tile
+    col: Any  # First column of the tile
+    h: Any  # Head index
+    b: Any  # Batch index
+    part: Any  # Index of the part
+    first: Any  # First step of the part's depth
+    stop: Any  # One past its last step
 
 
 @cache

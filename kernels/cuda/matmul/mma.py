@@ -107,19 +107,12 @@ def make_load(rows: int, width: int, is_left: bool, is_turned: bool) -> Callable
 
 
 class Stream(NamedTuple):
-    """The tiles of an operand along the depth, from a block's first one on.
+    """The tiles of an operand along the depth, from a block's first one on."""
 
-    Attributes:
-        address: Address of the next tile.
-        line_bytes: Distance of its lines.
-        jump: Distance to the tile after it.
-        left: Rows or columns of the operand from the block's first one on.
-    """
-
-    address: Any
-    line_bytes: Any
-    jump: Any
-    left: Any
+    address: Any  # Address of the next tile
+    line_bytes: Any  # Distance of its lines
+    jump: Any  # Distance to the tile after it
+    left: Any  # Rows or columns of the operand from the block's first one on
 
 
 @cache

@@ -31,17 +31,11 @@ STORED = {"float16": FLOAT16, "bfloat16": BFLOAT16, "tf32": FLOAT32}
 
 
 class Operand(NamedTuple):
-    """A stack of matrices in memory, each of lines by depth: the rows of a, or the columns of b.
+    """A stack of matrices in memory, each of lines by depth: the rows of a, or the columns of b."""
 
-    Attributes:
-        array: The array, flat, on the device.
-        shape: (batch, heads, lines, depth).
-        steps: Strides in elements; 0 repeats.
-    """
-
-    array: Any
-    shape: Ints
-    steps: Ints
+    array: Any  # The array, flat, on the device
+    shape: Ints  # (batch, heads, lines, depth)
+    steps: Ints  # Strides in elements; 0 repeats
 
     @property
     def is_turned(self) -> bool:

@@ -32,35 +32,33 @@ class Fragments(NamedTuple):
     """The functions that :func:`make_fragments` returns.
 
     ``half`` is 0 for the low 16 bits of a register and 1 for the high ones.
-
-    Attributes:
-        a_element: ``(lane, register, half)``: row and column of A, (16, 16), that the left operand's
-            registers 0-3 hold; its registers 0 and 1 are that of (16, 8).
-        b_element: ``(lane, register, half)``: row and column of B, (16, 8), that the right operand's
-            registers 0 and 1 hold; register 0 is that of (8, 8).
-        accumulator_element: ``(lane, i)``: row and column of a 16 x 8 tile of accumulators, or of
-            several side by side: four of ``i`` each.
-        a_element_tf32: ``(lane, register)``: row and column of A, (16, 8), of 32-bit elements.
-        b_element_tf32: ``(lane, register)``: row and column of B, (8, 8), of 32-bit elements.
-        a_element_8: ``(lane, register, byte)``: row and column of A, (16, 32), of 8-bit elements.
-        matrix_element: ``(lane, half)``: row and column of one 8 x 8 matrix of ``ldmatrix``.
-        matrix_row: ``(lane)``: the matrix and the row whose address a lane passes to ``ldmatrix``.
-        square_place: ``(lane)``: the row and the group of eight columns of a 16 x 16 tile that a lane of
-            ``ldmatrix.x4`` reads, if its four matrices are top left, bottom left, top right, bottom right:
-            for A stored by rows, or with ``.trans`` for two right operands side by side, stored by rows.
-        turned_place: ``(lane)``: the same for top left, top right, bottom left, bottom right: for two right
-            operands stored by columns, or with ``.trans`` for A stored by columns.
     """
 
+    #: ``(lane, register, half)``: row and column of A, (16, 16), that the left operand's registers 0-3
+    #: hold; its registers 0 and 1 are that of (16, 8).
     a_element: Callable[..., Any]
+    #: ``(lane, register, half)``: row and column of B, (16, 8), that the right operand's registers 0 and 1
+    #: hold; register 0 is that of (8, 8).
     b_element: Callable[..., Any]
+    #: ``(lane, i)``: row and column of a 16 x 8 tile of accumulators, or of several side by side: four of
+    #: ``i`` each.
     accumulator_element: Callable[..., Any]
+    #: ``(lane, register)``: row and column of A, (16, 8), of 32-bit elements.
     a_element_tf32: Callable[..., Any]
+    #: ``(lane, register)``: row and column of B, (8, 8), of 32-bit elements.
     b_element_tf32: Callable[..., Any]
+    #: ``(lane, register, byte)``: row and column of A, (16, 32), of 8-bit elements.
     a_element_8: Callable[..., Any]
+    #: ``(lane, half)``: row and column of one 8 x 8 matrix of ``ldmatrix``.
     matrix_element: Callable[..., Any]
+    #: ``(lane)``: the matrix and the row whose address a lane passes to ``ldmatrix``.
     matrix_row: Callable[..., Any]
+    #: ``(lane)``: the row and the group of eight columns of a 16 x 16 tile that a lane of ``ldmatrix.x4``
+    #: reads, if its four matrices are top left, bottom left, top right, bottom right: for A stored by rows,
+    #: or with ``.trans`` for two right operands side by side, stored by rows.
     square_place: Callable[..., Any]
+    #: ``(lane)``: the same for top left, top right, bottom left, bottom right: for two right operands
+    #: stored by columns, or with ``.trans`` for A stored by columns.
     turned_place: Callable[..., Any]
 
 

@@ -32,17 +32,11 @@ from kernels.runtime.targets import IS_SIMULATOR, intrinsic
 
 
 class Kind(NamedTuple):
-    """A number in a register.
+    """A number in a register."""
 
-    Attributes:
-        numba: The type in a kernel.
-        llvm: The type for the compiler.
-        letter: The kind of register.
-    """
-
-    numba: Any
-    llvm: Any
-    letter: str
+    numba: Any  # The type in a kernel
+    llvm: Any  # The type for the compiler
+    letter: str  # The kind of register
 
 
 U32 = Kind(types.uint32, ir.IntType(32), "r")

@@ -52,20 +52,14 @@ _THRESHOLD = f"""
 
 
 class Draw(NamedTuple):
-    """One counter of a block of draws, and the destination of its bits.
+    """One counter of a block of draws, and the destination of its bits."""
 
-    Attributes:
-        row: Added to the row.
-        block: Added to the number of the column block.
-        first: (word, shift) for the bits of columns 0 to 3: the index of the result, and the distance of
-            each bit from the highest bit of its byte; each column has one byte.
-        last: (word, shift) for the bits of columns 4 to 7.
-    """
-
-    row: int
-    block: int
+    row: int  # Added to the row
+    block: int  # Added to the number of the column block
+    #: (word, shift) for the bits of columns 0 to 3: the index of the result, and the distance of each bit
+    #: from the highest bit of its byte; each column has one byte.
     first: tuple[int, int]
-    last: tuple[int, int]
+    last: tuple[int, int]  # (word, shift) for the bits of columns 4 to 7
 
 
 @cache

@@ -99,20 +99,16 @@ def other(word, distance):
 
 
 class Kept(NamedTuple):
-    """The functions for the dropout bits of a lane's elements.
+    """The functions for the dropout bits of a lane's elements."""
 
-    Attributes:
-        draw: ``(bits, lane, flat, row, col, extras)``: set the bits; ``bits`` is a local array
-            (``bit_words(cols)``,) of uint32, ``flat`` as in ``scores``.
-        pair: ``(pair, bits, t, half)``: the packed pair of elements (t, 2 half) and (t, 2 half + 1), with
-            zeros for dropped elements.
-        has: ``(bits, t, i)``: whether an element is kept.
-        signed: ``(x, bits, t, i)``: the non-negative number x, negated if the element is dropped.
-    """
-
+    #: ``(bits, lane, flat, row, col, extras)``: set the bits; ``bits`` is a local array
+    #: (``bit_words(cols)``,) of uint32, ``flat`` as in ``scores``.
     draw: Callable[..., None]
+    #: ``(pair, bits, t, half)``: the packed pair of elements (t, 2 half) and (t, 2 half + 1), with zeros
+    #: for dropped elements.
     pair: Callable[..., Any]
-    has: Callable[..., Any]
+    has: Callable[..., Any]  # ``(bits, t, i)``: whether an element is kept
+    #: ``(x, bits, t, i)``: the non-negative number x, negated if the element is dropped.
     signed: Callable[..., Any]
 
 

@@ -40,24 +40,17 @@ LISTED = 2 * WORD
 
 @dataclass(frozen=True)
 class ForwardLayout(WarpRoles):
-    """The warpgroups that share a query tile, and the number of key tiles in flight.
+    """The warpgroups that share a query tile, and the number of key tiles in flight."""
 
-    Attributes:
-        consumers: Warpgroups that multiply, each with 64 query rows; a further one is the producer.
-        block_k: Key columns of a tile, a multiple of 16.
-        stages: Tiles of keys, and of values, that shared memory holds at a time.
-        items: Query tiles that it holds; with two, the next one is there when the current one is finished.
-        ping_pong: Whether one consumer computes its softmax while another multiplies.
-        patience: The number of powers of two by which a maximum may grow before rows are rescaled; at most
-            8, so that 16 bits hold all exponentials.  0 rescales for each tile.
-            See ``online_softmax.PATIENCE``.
-    """
-
+    #: Warpgroups that multiply, each with 64 query rows; a further one is the producer.
     consumers: int
-    block_k: int
-    stages: int
+    block_k: int  # Key columns of a tile, a multiple of 16
+    stages: int  # Tiles of keys, and of values, that shared memory holds at a time
+    #: Query tiles that it holds; with two, the next one is there when the current one is finished.
     items: int
-    ping_pong: bool
+    ping_pong: bool  # Whether one consumer computes its softmax while another multiplies
+    #: The number of powers of two by which a maximum may grow before rows are rescaled; at most 8, so that
+    #: 16 bits hold all exponentials.  0 rescales for each tile. See ``online_softmax.PATIENCE``.
     patience: int = 0
 
     @property
@@ -67,15 +60,10 @@ class ForwardLayout(WarpRoles):
 
 
 class Widths(NamedTuple):
-    """The numbers of columns that a kernel is compiled for, at least those of the operands.
+    """The numbers of columns that a kernel is compiled for, at least those of the operands."""
 
-    Attributes:
-        head: Columns of q and k, a multiple of 16.
-        value: Columns of v and out, a multiple of 16.
-    """
-
-    head: int
-    value: int
+    head: int  # Columns of q and k, a multiple of 16
+    value: int  # Columns of v and out, a multiple of 16
 
     @property
     def head_panels(self) -> int:
@@ -144,21 +132,14 @@ def item_bytes(layout: ForwardLayout) -> int:
 
 
 class ForwardPipelines(NamedTuple):
-    """The pipelines of a forward block.
+    """The pipelines of a forward block."""
 
-    Attributes:
-        queries: Tiles of q, and later of out; full when q has arrived.
-        items: Numbers of the items; full when they are published.  An item and its q are at the same place.
-        keys: Tiles of k.
-        values: Tiles of v.
-        listed: Address of the listed tiles of a block mask, one for each stage of keys.
-    """
-
-    queries: Pipeline
+    queries: Pipeline  # Tiles of q, and later of out; full when q has arrived
+    #: Numbers of the items; full when they are published.  An item and its q are at the same place.
     items: Pipeline
-    keys: Pipeline
-    values: Pipeline
-    listed: int
+    keys: Pipeline  # Tiles of k
+    values: Pipeline  # Tiles of v
+    listed: int  # Address of the listed tiles of a block mask, one for each stage of keys
 
 
 def forward_pipelines(
@@ -184,32 +165,19 @@ class Shape(NamedTuple):
     """The shape of a call of a kernel.
 
     The factors of head and batch indices are 1, or 0 where an operand repeats.
-
-    Attributes:
-        rows: Rows of q.
-        cols: Columns of k.
-        heads: Number of heads of q.
-        q_by_head: Factor of the head index in q.
-        q_by_batch: Factor of the batch index in q.
-        k_by_head: Factor of the head index in k.
-        k_by_batch: Factor of the batch index in k.
-        v_by_head: Factor of the head index in v.
-        v_by_batch: Factor of the batch index in v.
-        dout_by_head: Factor of the head index in dout, in backward kernels.
-        dout_by_batch: Factor of the batch index in dout, in backward kernels.
     """
 
-    rows: int
-    cols: int
-    heads: int
-    q_by_head: int
-    q_by_batch: int
-    k_by_head: int
-    k_by_batch: int
-    v_by_head: int
-    v_by_batch: int
-    dout_by_head: int = 0
-    dout_by_batch: int = 0
+    rows: int  # Rows of q
+    cols: int  # Columns of k
+    heads: int  # Number of heads of q
+    q_by_head: int  # Factor of the head index in q
+    q_by_batch: int  # Factor of the batch index in q
+    k_by_head: int  # Factor of the head index in k
+    k_by_batch: int  # Factor of the batch index in k
+    v_by_head: int  # Factor of the head index in v
+    v_by_batch: int  # Factor of the batch index in v
+    dout_by_head: int = 0  # Factor of the head index in dout, in backward kernels
+    dout_by_batch: int = 0  # Factor of the batch index in dout, in backward kernels
 
 
 class Schedule(NamedTuple):
@@ -218,36 +186,23 @@ class Schedule(NamedTuple):
     A block that has finished an item takes the next one.  Heads are divided into groups whose keys and
     values fit into the L2 cache.  Within a group the longest tiles come first (under a causal mask, the
     last query tiles), so that all blocks end at about the same time.
-
-    Attributes:
-        tiles: Query tiles of a head.
-        heads: Batch times heads.
-        group: Heads of a group.
     """
 
-    tiles: int
-    heads: int
-    group: int
+    tiles: int  # Query tiles of a head
+    heads: int  # Batch times heads
+    group: int  # Heads of a group
 
 
 class KernelWork(NamedTuple):
-    """The arguments that all kernels by tiles take.
+    """The arguments that all kernels by tiles take."""
 
-    Attributes:
-        next_item: (2,) int32, the counters of the items and of the blocks that have ended; initially 0.
-        shape: The shape of the call.
-        scale: Factor of the scores.
-        schedule: The order of the items.
-        mask_words: Words of the mask, see ``packed_mask``; 0 without them.
-        extras: Arguments of the options.
-    """
-
+    #: (2,) int32, the counters of the items and of the blocks that have ended; initially 0.
     next_item: Any
-    shape: Any
-    scale: Any
-    schedule: Any
-    mask_words: Any
-    extras: Any
+    shape: Any  # The shape of the call
+    scale: Any  # Factor of the scores
+    schedule: Any  # The order of the items
+    mask_words: Any  # Words of the mask, see ``packed_mask``; 0 without them
+    extras: Any  # Arguments of the options
 
 
 def work_type(features: Features) -> Any:
@@ -266,21 +221,13 @@ def result_type(features: Features) -> Any:
 
 
 class KernelForm(NamedTuple):
-    """The parameters for which a kernel by tiles is compiled.
+    """The parameters for which a kernel by tiles is compiled."""
 
-    Attributes:
-        layout: Layout of the block.
-        widths: Widths of the operands.
-        dtype: "float16" or "bfloat16": of the operands and the results.
-        features: Options of the call.
-        parts: The gradients that it computes, if it works by key tiles.
-    """
-
-    layout: Any
-    widths: Widths
-    dtype: str
-    features: Features = PLAIN
-    parts: Any = None
+    layout: Any  # Layout of the block
+    widths: Widths  # Widths of the operands
+    dtype: str  # "float16" or "bfloat16": of the operands and the results
+    features: Features = PLAIN  # Options of the call
+    parts: Any = None  # The gradients that it computes, if it works by key tiles
 
     @property
     def by_keys(self) -> bool:

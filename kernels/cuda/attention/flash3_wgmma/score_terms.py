@@ -19,66 +19,41 @@ from kernels.scores.program import Features, ScoreTarget
 
 
 class ItemValues(NamedTuple):
-    """Values that a lane's elements share in all tiles of a work item.
+    """Values that a lane's elements share in all tiles of a work item."""
 
-    Attributes:
-        flat: Number of (batch, head), as in ``Extras``.
-        b, h: See ``kernels.scores.program.Place``.
-        batch, head: See ``kernels.scores.program.Place``; 0 without a user function.
-        slope: ALiBi's slope of the head, or 0.
-        rows: Query rows of the sequence.
-        cols: Keys of the sequence.
-    """
-
-    flat: Any
-    b: Any
-    h: Any
-    batch: Any
-    head: Any
-    slope: Any
-    rows: Any
-    cols: Any
+    flat: Any  # Number of (batch, head), as in ``Extras``
+    b: Any  # See ``kernels.scores.program.Place``
+    h: Any  # See ``kernels.scores.program.Place``
+    batch: Any  # See ``kernels.scores.program.Place``; 0 without a user function
+    head: Any  # See ``kernels.scores.program.Place``; 0 without a user function
+    slope: Any  # ALiBi's slope of the head, or 0
+    rows: Any  # Query rows of the sequence
+    cols: Any  # Keys of the sequence
 
 
 class LanePlace(NamedTuple):
-    """A lane's first element of a tile.
+    """A lane's first element of a tile."""
 
-    Attributes:
-        lane: Number of the lane in the warp.
-        row: Query row of the element, from the start of its sequence.
-        col: Key column of the element, from the start of its sequence.
-        line: The :class:`ItemValues` of the work item.
-    """
-
-    lane: Any
-    row: Any
-    col: Any
-    line: ItemValues
+    lane: Any  # Number of the lane in the warp
+    row: Any  # Query row of the element, from the start of its sequence
+    col: Any  # Key column of the element, from the start of its sequence
+    line: ItemValues  # The :class:`ItemValues` of the work item
 
 
 class ElementPlace(NamedTuple):
-    """One element of a lane, a ``kernels.scores.program.Place`` with more fields.
+    """One element of a lane, a ``kernels.scores.program.Place`` with more fields."""
 
-    Attributes:
-        b, h, batch, head: See ``Place``.
-        row, col: See ``Place``; clipped to the arrays.
-        distance: See :func:`distance_of`; from the row and column before clipping.
-        slope: ALiBi's slope of the head.
-        words: The lane's words of masks: bits, and behind them pairs of a 16-bit floating mask.
-        t, i: The element's number, see ``dropout_bits``.
-    """
-
-    b: Any
-    h: Any
-    batch: Any
-    head: Any
-    row: Any
-    col: Any
-    distance: Any
-    slope: Any
-    words: Any
-    t: Any
-    i: Any
+    b: Any  # See ``Place``
+    h: Any  # See ``Place``
+    batch: Any  # See ``Place``
+    head: Any  # See ``Place``
+    row: Any  # See ``Place``; clipped to the arrays
+    col: Any  # See ``Place``; clipped to the arrays
+    distance: Any  # See :func:`distance_of`; from the row and column before clipping
+    slope: Any  # ALiBi's slope of the head
+    words: Any  # The lane's words of masks: bits, and behind them pairs of a 16-bit floating mask
+    t: Any  # The element's number, see ``dropout_bits``
+    i: Any  # The element's number, see ``dropout_bits``
 
 
 def line_of(features: Features) -> Callable[..., Any]:

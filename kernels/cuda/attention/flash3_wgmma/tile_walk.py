@@ -22,56 +22,35 @@ from kernels.scores.program import Features
 
 
 class WorkItem(NamedTuple):
-    """A tile of rows, or of keys, and the tiles that it visits; all numbers are int32.
+    """A tile of rows, or of keys, and the tiles that it visits; all numbers are int32."""
 
-    Attributes:
-        first: First visited entry, a tile or an index in the block mask's list; -1 if there are no more
-            items.
-        stop: One past the last visited entry; also -1 then.
-        full: By rows, the first tile that is fully within the bounds.
-        full_stop: One past the last of these tiles.
-        line: Index of (batch, head).
-        b: Batch index.
-        h: Head index.
-        flat: Flat index of (batch, head), as in ``Extras``.
-        place: First row or first key of the item's tile, counted from the start of its sequence.
-        first_q: First row of the sequence in q.
-        rows: Rows of the sequence.
-        first_k: First row of the sequence in k.
-        cols: Keys of the sequence.
-    """
-
+    #: First visited entry, a tile or an index in the block mask's list; -1 if there are no more items.
     first: Any
-    stop: Any
-    full: Any
-    full_stop: Any
-    line: Any
-    b: Any
-    h: Any
-    flat: Any
-    place: Any
-    first_q: Any
-    rows: Any
-    first_k: Any
-    cols: Any
+    stop: Any  # One past the last visited entry; also -1 then
+    full: Any  # By rows, the first tile that is fully within the bounds
+    full_stop: Any  # One past the last of these tiles
+    line: Any  # Index of (batch, head)
+    b: Any  # Batch index
+    h: Any  # Head index
+    flat: Any  # Flat index of (batch, head), as in ``Extras``
+    place: Any  # First row or first key of the item's tile, counted from the start of its sequence
+    first_q: Any  # First row of the sequence in q
+    rows: Any  # Rows of the sequence
+    first_k: Any  # First row of the sequence in k
+    cols: Any  # Keys of the sequence
 
 
 class Walk(NamedTuple):
-    """The functions that :func:`make_walk` returns; all numbers are int32.
+    """The functions that :func:`make_walk` returns; all numbers are int32."""
 
-    Attributes:
-        place: ``(number, y, rows, cols, extras)``: for a tile of (batch, head) y, where q has ``rows`` and
-            k has ``cols``: the flat index of (batch, head), the first place of the tile relative to its
-            sequence, the first row of the sequence in q, its rows, its first column in k, its columns.
-        item: ``(number, work)``: the :class:`WorkItem` of a number.
-        tile_of: ``(entry, extras)``: the number of the visited tile.
-        pattern_of: ``(entry, extras)``: the number of the tile's words in the block mask; 0 if the block
-            mask masks nothing in it.
-    """
-
+    #: ``(number, y, rows, cols, extras)``: for a tile of (batch, head) y, where q has ``rows`` and k has
+    #: ``cols``: the flat index of (batch, head), the first place of the tile relative to its sequence, the
+    #: first row of the sequence in q, its rows, its first column in k, its columns.
     place: Callable[..., Any]
-    item: Callable[..., WorkItem]
-    tile_of: Callable[..., Any]
+    item: Callable[..., WorkItem]  # ``(number, work)``: the :class:`WorkItem` of a number
+    tile_of: Callable[..., Any]  # ``(entry, extras)``: the number of the visited tile
+    #: ``(entry, extras)``: the number of the tile's words in the block mask; 0 if the block mask masks
+    #: nothing in it.
     pattern_of: Callable[..., Any]
 
 

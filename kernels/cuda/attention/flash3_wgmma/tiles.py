@@ -37,33 +37,20 @@ LOAD, STORE = make_tensor_load(4), make_tensor_store(4)
 
 
 class Source(NamedTuple):
-    """A tensor that the copy engine reads.
+    """A tensor that the copy engine reads."""
 
-    Attributes:
-        tensor: Address of its map.
-        by_head: Factor of the head index, 0 if heads repeat.
-        by_batch: Factor of the batch index.
-    """
-
-    tensor: Any
-    by_head: Any
-    by_batch: Any
+    tensor: Any  # Address of its map
+    by_head: Any  # Factor of the head index, 0 if heads repeat
+    by_batch: Any  # Factor of the batch index
 
 
 class ConsumerThread(NamedTuple):
-    """A thread of a consumer.
+    """A thread of a consumer."""
 
-    Attributes:
-        me: Number of the consumer.
-        thread: Number of the thread in its warpgroup.
-        lane: Number of the thread in its warp.
-        warp: Number of the warp in its warpgroup.
-    """
-
-    me: Any
-    thread: Any
-    lane: Any
-    warp: Any
+    me: Any  # Number of the consumer
+    thread: Any  # Number of the thread in its warpgroup
+    lane: Any  # Number of the thread in its warp
+    warp: Any  # Number of the warp in its warpgroup
 
 
 @device_function

@@ -68,61 +68,35 @@ from kernels.runtime.targets import cuda
 
 
 class KeyRegisters(NamedTuple):
-    """The local arrays of a thread, which has two of its warpgroup's 64 keys, eight apart.
+    """The local arrays of a thread, which has two of its warpgroup's 64 keys, eight apart."""
 
-    Attributes:
-        dk: (64, head_dim) / 128: dK.
-        dv: (64, value_dim) / 128: dV.
-        dq: (64, share.cols) / 128: dQ, of which it has two rows.
-        s: (64, block_q) / 128: Sᵀ, then Pᵀ.
-        dp: (64, block_q) / 128: dPᵀ, then dSᵀ.
-        p: (64, block_q) / 128, in pairs: Pᵀ.
-        ds: (64, block_q) / 128, in pairs: dSᵀ.
-        kept: Bits: what of P dropout keeps.
-        seen: Bits: what is seen, and behind them pairs of a mask.
-    """
-
-    dk: Any
-    dv: Any
-    dq: Any
-    s: Any
-    dp: Any
-    p: Any
-    ds: Any
-    kept: Any
-    seen: Any
+    dk: Any  # (64, head_dim) / 128: dK
+    dv: Any  # (64, value_dim) / 128: dV
+    dq: Any  # (64, share.cols) / 128: dQ, of which it has two rows
+    s: Any  # (64, block_q) / 128: Sᵀ, then Pᵀ
+    dp: Any  # (64, block_q) / 128: dPᵀ, then dSᵀ
+    p: Any  # (64, block_q) / 128, in pairs: Pᵀ
+    ds: Any  # (64, block_q) / 128, in pairs: dSᵀ
+    kept: Any  # Bits: what of P dropout keeps
+    seen: Any  # Bits: what is seen, and behind them pairs of a mask
 
 
 class KeyBlock(NamedTuple):
-    """A block, as a consumer sees it.
+    """A block, as a consumer sees it."""
 
-    Attributes:
-        memory: Address of the block's memory.
-        pipelines: The pipelines in this memory.
-        k_desc: Descriptor of the consumer's keys.
-        v_desc: Descriptor of its values.
-    """
-
-    memory: Any
-    pipelines: BackwardPipelines
-    k_desc: Any
-    v_desc: Any
+    memory: Any  # Address of the block's memory
+    pipelines: BackwardPipelines  # The pipelines in this memory
+    k_desc: Any  # Descriptor of the consumer's keys
+    v_desc: Any  # Descriptor of its values
 
 
 class QueryTile(NamedTuple):
-    """A tile of queries that an item visits.
+    """A tile of queries that an item visits."""
 
-    Attributes:
-        n: Its number among those of the item.
-        row: Its first row, from the start of the sequence.
-        q_at: Its place in the pipeline of q.
-        dout_at: Its place in that of dout.
-    """
-
-    n: Any
-    row: Any
-    q_at: Any
-    dout_at: Any
+    n: Any  # Its number among those of the item
+    row: Any  # Its first row, from the start of the sequence
+    q_at: Any  # Its place in the pipeline of q
+    dout_at: Any  # Its place in that of dout
 
 
 def _make_dq(form: KernelForm) -> tuple[Callable[..., None], Callable[..., None]]:

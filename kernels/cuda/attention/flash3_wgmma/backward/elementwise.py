@@ -41,21 +41,19 @@ class Passes(NamedTuple):
     lane's two rows, and ``shifts`` the pair of their shifts and that of their tops.
 
     ``place`` is a ``score_terms.LanePlace``.
-
-    Attributes:
-        has_large_row: ``(shifts)``: whether ``lower`` must precede ``weigh``, in a warp whose lanes look at
-            two rows each, by keys those from row 2 · lane on.
-        lower: ``(s, shifts, scale)``: subtracts the tops of large rows from the products in ``s``.
-        weigh: ``((s, p), (kept, seen), shifts, factor, whole, pattern, place, work)``: replaces the
-            products in ``s`` by P · slope, and by keys fills ``p`` with the pairs P ∘ Z.  ``seen`` holds
-            the bits of the tile.  ``whole`` means that the bounds mask nothing in it, and a ``pattern`` of
-            0 that the block mask masks nothing.
-        slope: ``(s, dp, kept, numbers, whole, place, extras)``: replaces dP in ``dp`` by dS.
     """
 
+    #: ``(shifts)``: whether ``lower`` must precede ``weigh``, in a warp whose lanes look at two rows each,
+    #: by keys those from row 2 · lane on.
     has_large_row: Callable[..., bool]
+    #: ``(s, shifts, scale)``: subtracts the tops of large rows from the products in ``s``.
     lower: Callable[..., None]
+    #: ``((s, p), (kept, seen), shifts, factor, whole, pattern, place, work)``: replaces the products in
+    #: ``s`` by P · slope, and by keys fills ``p`` with the pairs P ∘ Z.  ``seen`` holds the bits of the
+    #: tile.  ``whole`` means that the bounds mask nothing in it, and a ``pattern`` of 0 that the block mask
+    #: masks nothing.
     weigh: Callable[..., None]
+    #: ``(s, dp, kept, numbers, whole, place, extras)``: replaces dP in ``dp`` by dS.
     slope: Callable[..., None]
 
 

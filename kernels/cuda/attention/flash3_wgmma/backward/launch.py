@@ -58,25 +58,18 @@ SMALL_CAP = 64.0
 
 
 class BackwardPlan(NamedTuple):
-    """The common properties of all calls of a problem on a device.
+    """The common properties of all calls of a problem on a device."""
 
-    Attributes:
-        widths: Widths that kernels are compiled for.
-        dtype: "float16" or "bfloat16".
-        features: Options that kernels are compiled for.
-        rows: Rows of shifts and delta as ``preprocess_kernel`` lays them out: each sequence, and an empty
-            one behind the last, is padded to whole tiles.
-        by_keys: For each kernel by key tiles, the gradients that it computes, and its layout.
-        by_rows: The layout of the separate kernel of dq, or None.
-        bounds: Options of the kernels before and after the others: only the bounds of sequences.
-    """
-
-    widths: Widths
-    dtype: str
-    features: Features
+    widths: Widths  # Widths that kernels are compiled for
+    dtype: str  # "float16" or "bfloat16"
+    features: Features  # Options that kernels are compiled for
+    #: Rows of shifts and delta as ``preprocess_kernel`` lays them out: each sequence, and an empty one
+    #: behind the last, is padded to whole tiles.
     rows: int
+    #: For each kernel by key tiles, the gradients that it computes, and its layout.
     by_keys: tuple[tuple[KeyGradients, KeyLayout], ...]
-    by_rows: QueryLayout | None
+    by_rows: QueryLayout | None  # The layout of the separate kernel of dq, or None
+    #: Options of the kernels before and after the others: only the bounds of sequences.
     bounds: Extras
 
 
@@ -113,23 +106,15 @@ def _layouts(
 
 
 class BackwardCall(NamedTuple):
-    """The common arguments of all kernels of a call.
+    """The common arguments of all kernels of a call."""
 
-    Attributes:
-        plan: Plan of the problem.
-        problem: The checked call, in 16 bits.
-        operands: The operands, with q, k, v and dout in a form that the copy engine can read.
-        shifts: (batch * heads, 2 · padded rows), as ``preprocess_kernel`` lays them out.
-        delta: (batch * heads, padded rows), as ``preprocess_kernel`` lays it out.
-        sums: Sums of dq in float32, initially zeros; a single element if no kernel adds to dq.
-    """
-
-    plan: BackwardPlan
-    problem: Problem
+    plan: BackwardPlan  # Plan of the problem
+    problem: Problem  # The checked call, in 16 bits
+    #: The operands, with q, k, v and dout in a form that the copy engine can read.
     operands: Operands
-    shifts: Any
-    delta: Any
-    sums: Any
+    shifts: Any  # (batch * heads, 2 · padded rows), as ``preprocess_kernel`` lays them out
+    delta: Any  # (batch * heads, padded rows), as ``preprocess_kernel`` lays it out
+    sums: Any  # Sums of dq in float32, initially zeros; a single element if no kernel adds to dq
 
     @property
     def heads(self) -> int:

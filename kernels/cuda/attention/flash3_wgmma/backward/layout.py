@@ -19,17 +19,11 @@ BOTH_WIDTH = 128
 
 
 class KeyGradients(NamedTuple):
-    """The gradients that a kernel by key tiles computes.
+    """The gradients that a kernel by key tiles computes."""
 
-    Attributes:
-        dk: Whether it computes dk.
-        dv: Whether it computes dv.
-        dq: Whether it adds the contributions of its keys to dq, in any order.
-    """
-
-    dk: bool
-    dv: bool
-    dq: bool
+    dk: bool  # Whether it computes dk
+    dv: bool  # Whether it computes dv
+    dq: bool  # Whether it adds the contributions of its keys to dq, in any order
 
 
 def parts_of(widths: Widths, adds_dq: bool) -> tuple[KeyGradients, ...]:
@@ -47,19 +41,12 @@ def parts_of(widths: Widths, adds_dq: bool) -> tuple[KeyGradients, ...]:
 
 @dataclass(frozen=True)
 class KeyLayout(WarpRoles):
-    """The warpgroups that share a key tile, and the number of query tiles in flight.
+    """The warpgroups that share a key tile, and the number of query tiles in flight."""
 
-    Attributes:
-        block_q: Rows of a query tile: one or two times 64.
-        q_stages: Tiles of q, with their rows of shifts, that shared memory holds at a time.
-        dout_stages: Tiles of dout, with their rows of delta, that shared memory holds at a time.
-        consumers: Warpgroups that multiply, each with 64 keys; a further one is the producer.
-    """
-
-    block_q: int
-    q_stages: int
-    dout_stages: int
-    consumers: int = 2
+    block_q: int  # Rows of a query tile: one or two times 64
+    q_stages: int  # Tiles of q, with their rows of shifts, that shared memory holds at a time
+    dout_stages: int  # Tiles of dout, with their rows of delta, that shared memory holds at a time
+    consumers: int = 2  # Warpgroups that multiply, each with 64 keys; a further one is the producer
 
     @property
     def block_k(self) -> int:
@@ -91,17 +78,11 @@ def key_layout(widths: Widths, parts: KeyGradients, features: Features = PLAIN) 
 
 
 class DqShare(NamedTuple):
-    """The part of a tile of dQ = dS K that a consumer computes: 64 rows and some columns.
+    """The part of a tile of dQ = dS K that a consumer computes: 64 rows and some columns."""
 
-    Attributes:
-        cols: Number of columns.
-        by_rows: Whether the consumers divide the rows of the tile; else they divide its columns.
-        step: Distance in bytes of the columns of consecutive consumers in the tile of keys.
-    """
-
-    cols: int
-    by_rows: bool
-    step: int
+    cols: int  # Number of columns
+    by_rows: bool  # Whether the consumers divide the rows of the tile; else they divide its columns
+    step: int  # Distance in bytes of the columns of consecutive consumers in the tile of keys
 
 
 def dq_share(layout: KeyLayout, widths: Widths) -> DqShare:
@@ -152,18 +133,12 @@ def key_tiles(layout: KeyLayout, widths: Widths, parts: KeyGradients) -> SharedT
 
 @dataclass(frozen=True)
 class QueryLayout(WarpRoles):
-    """The warpgroups that share a query tile of dQ, and the number of key tiles in flight.
+    """The warpgroups that share a query tile of dQ, and the number of key tiles in flight."""
 
-    Attributes:
-        block_k: Keys of a tile, a multiple of 16.
-        k_stages: Tiles of keys that shared memory holds at a time.
-        v_stages: Tiles of values.
-        consumers: Warpgroups that multiply, each with 64 query rows; a further one is the producer.
-    """
-
-    block_k: int
-    k_stages: int
-    v_stages: int
+    block_k: int  # Keys of a tile, a multiple of 16
+    k_stages: int  # Tiles of keys that shared memory holds at a time
+    v_stages: int  # Tiles of values
+    #: Warpgroups that multiply, each with 64 query rows; a further one is the producer.
     consumers: int = 2
 
     @property

@@ -33,17 +33,11 @@ from kernels.runtime.targets import cuda
 
 
 class BackwardPipelines(NamedTuple):
-    """The pipelines of a block.
+    """The pipelines of a block."""
 
-    Attributes:
-        own: The tiles of an item: by keys of k and v, else of q and dout.
-        first: The tiles that it visits, of q or k.
-        second: The tiles that it visits, of dout or v.
-    """
-
-    own: Pipeline
-    first: Pipeline
-    second: Pipeline
+    own: Pipeline  # The tiles of an item: by keys of k and v, else of q and dout
+    first: Pipeline  # The tiles that it visits, of q or k
+    second: Pipeline  # The tiles that it visits, of dout or v
 
 
 def backward_pipelines(form: KernelForm) -> tuple[BackwardPipelines, Barriers]:

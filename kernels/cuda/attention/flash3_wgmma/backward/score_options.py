@@ -51,39 +51,32 @@ from kernels.scores.program import Features, ScoreTarget, make_score_program
 
 
 class BackwardElements(NamedTuple):
-    """The functions of :func:`make_elements`, and properties that a kernel needs.
+    """The functions of :func:`make_elements`, and properties that a kernel needs."""
 
-    Attributes:
-        factor: ``(scale, extras)``: factor of the products, for ``weigh``; that of the forward pass.
-        words: Number of words for the bits of a lane's elements and, behind them, for a 16-bit floating
-            mask.
-        draw: ``(kept, lane, flat, row, col, extras)``: set the bits of kept elements, for the warp's 16
-            rows or keys.
-        fetch_bits: ``(seen, mask_words, pattern, place, extras)``: set the bits of visible elements;
-            ``place`` is a ``score_terms.LanePlace``, ``pattern`` the number of the tile's words in the
-            block mask.
-        fetch_pairs: ``(seen, mask_words, place, extras)``: load the words of a 16-bit floating mask.
-        weigh: ``(product, factor, shift, top, place, extras)``: P and P · slope, ``place`` being a
-            ``score_terms.ElementPlace``.
-        drop: ``(p, p_slope, kept, t, i)``: from P and P · slope, the number that ``pack`` turns into P ∘ Z,
-            and the number that stays in place of the score.
-        slope: ``(p_slope, dp, delta, kept, t, i)``: dS = P ∘ (dP ∘ Z - D) from the number that stayed;
-            ``delta`` is D times :func:`delta_factor`.
-        pack: By dtype, the function that packs two numbers that ``drop`` returned.
-        scale: ``(extras)``: the remaining factor of P ∘ Z.
-        slope_scale: ``(extras)``: the remaining factor of dS, :func:`slope_factor`.
-    """
-
+    #: ``(scale, extras)``: factor of the products, for ``weigh``; that of the forward pass.
     factor: Callable[..., Any]
+    #: Number of words for the bits of a lane's elements and, behind them, for a 16-bit floating mask.
     words: int
+    #: ``(kept, lane, flat, row, col, extras)``: set the bits of kept elements, for the warp's 16 rows or
+    #: keys.
     draw: Callable[..., None]
+    #: ``(seen, mask_words, pattern, place, extras)``: set the bits of visible elements; ``place`` is a
+    #: ``score_terms.LanePlace``, ``pattern`` the number of the tile's words in the block mask.
     fetch_bits: Callable[..., None]
+    #: ``(seen, mask_words, place, extras)``: load the words of a 16-bit floating mask.
     fetch_pairs: Callable[..., None]
+    #: ``(product, factor, shift, top, place, extras)``: P and P · slope, ``place`` being a
+    #: ``score_terms.ElementPlace``.
     weigh: Callable[..., Any]
+    #: ``(p, p_slope, kept, t, i)``: from P and P · slope, the number that ``pack`` turns into P ∘ Z, and
+    #: the number that stays in place of the score.
     drop: Callable[..., Any]
+    #: ``(p_slope, dp, delta, kept, t, i)``: dS = P ∘ (dP ∘ Z - D) from the number that stayed; ``delta`` is
+    #: D times :func:`delta_factor`.
     slope: Callable[..., Any]
-    pack: dict[str, Any]
-    scale: Callable[..., Any]
+    pack: dict[str, Any]  # By dtype, the function that packs two numbers that ``drop`` returned
+    scale: Callable[..., Any]  # ``(extras)``: the remaining factor of P ∘ Z
+    #: ``(extras)``: the remaining factor of dS, :func:`slope_factor`.
     slope_scale: Callable[..., Any]
 
 

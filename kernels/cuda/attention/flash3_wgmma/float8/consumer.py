@@ -56,17 +56,11 @@ from kernels.scores.program import PLAIN
 
 
 class Float8Units(NamedTuple):
-    """The units of e4m3 numbers, by which they are multiplied, (1, own batches · own heads, blocks or 1).
+    """Units, the factors of e4m3 numbers: (1, own batches · own heads, blocks or 1)."""
 
-    Attributes:
-        q: Units of q.
-        k: Units of k.
-        v: Units of v, one per head.
-    """
-
-    q: Any
-    k: Any
-    v: Any
+    q: Any  # Units of q
+    k: Any  # Units of k
+    v: Any  # Units of v, one per head
 
 
 def _make_units(has_blocks: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:

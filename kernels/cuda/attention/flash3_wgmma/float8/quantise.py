@@ -218,15 +218,11 @@ def values_kernel(width: int, dtype: str) -> Kernel:
 
 
 class Quantised(NamedTuple):
-    """An operand in float8.
+    """An operand in float8."""
 
-    Attributes:
-        numbers: e4m3 as bytes: (own batches, own heads, seq, width), or of v (…, width, padded seq).
-        units: Factors of the numbers, (1, own batches · own heads, blocks of rows or 1) float32.
-    """
-
+    #: e4m3 as bytes: (own batches, own heads, seq, width), or of v (…, width, padded seq).
     numbers: Any
-    units: Any
+    units: Any  # Factors of the numbers, (1, own batches · own heads, blocks of rows or 1) float32
 
 
 def quantise(

@@ -208,17 +208,11 @@ def make_end_products(issues_ahead: bool, issue_ahead: Any) -> Callable[..., boo
 
 
 class RowResults(NamedTuple):
-    """The results of a forward kernel.
+    """The results of a forward kernel."""
 
-    Attributes:
-        out: Tensor map of out, or the array if sequences are packed.
-        lse: (batch * heads, rows) float32.
-        rest: What lse loses by rounding, of the same shape.
-    """
-
-    out: Any
-    lse: Any
-    rest: Any
+    out: Any  # Tensor map of out, or the array if sequences are packed
+    lse: Any  # (batch * heads, rows) float32
+    rest: Any  # What lse loses by rounding, of the same shape
 
 
 def make_finish(form: KernelForm) -> Callable[..., None]:

@@ -263,12 +263,10 @@ def convert_kernel(source_dtype: np.dtype[Any], dtype: np.dtype[Any]) -> Kernel:
         """Convert element by element, each rounded once, to nearest even.
 
         Computes: out[i] = source[i]
-        Source: none
         Grid: ceil(elements / (8 · threads))
         Block: any number of threads
         One thread does: eight neighbouring elements, by vectors of 128 bits where both arrays are aligned
             and there are eight
-        Shared: none
         Registers: eight elements
         Global traffic: each element read once and written once
         Needs: source and out contiguous

@@ -46,14 +46,10 @@ def copy_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Copy an array to an array of the same shape, both with any strides.
 
         Computes: out = source
-        Source: none
         Grid: ceil(elements / threads)
         Block: any number of threads
         One thread does: one element
-        Shared: none
-        Registers: none
         Global traffic: each element read once and written once
-        Needs: nothing
         """
         batches, heads, rows, cols = out.shape
         i = cuda.grid(1)
@@ -75,14 +71,11 @@ def sum_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Sum in order, so that the result is equal from run to run.
 
         Computes: out[i, j] = Σ_n source[i, n, j]
-        Source: none
         Grid: ceil(elements of out / threads)
         Block: any number of threads
         One thread does: one element of out
-        Shared: none
         Registers: one sum
         Global traffic: each element of source read once, each of out written once
-        Needs: nothing
         """
         cols = out.shape[1]
         i = cuda.grid(1)
@@ -103,14 +96,10 @@ def fill_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Set every element.
 
         Computes: out[i] = value
-        Source: none
         Grid: ceil(elements / threads)
         Block: any number of threads
         One thread does: one element
-        Shared: none
-        Registers: none
         Global traffic: each element written once
-        Needs: nothing
         """
         i = cuda.grid(1)
         if i < out.shape[0]:

@@ -28,14 +28,11 @@ def sum_parts_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Add parts in order.
 
         Computes: out[i, j] = Σ_part partial[part, i, j] for each batch and head
-        Source: none
         Grid: (rows, ceil(columns / threads), batch * heads); no thread divides to find its element
         Block: any number of threads
         One thread does: one element of out
-        Shared: none
         Registers: one sum
         Global traffic: each element of partial read once, each of out written once
-        Needs: nothing
         """
         heads, rows, cols, parts = shape
         matrix, number, row = rows * cols, cuda.blockIdx.z, cuda.blockIdx.x

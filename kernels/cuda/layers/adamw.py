@@ -49,7 +49,6 @@ def squares_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Add up the squares of each part.
 
         Computes: sums[first + part] = Σ g²
-        Source: none
         Grid: parts of the list
         Block: THREADS
         One thread does: every THREADS-th element of the part
@@ -90,7 +89,6 @@ def norm_end_kernel() -> Kernel:
         Shared: one sum a warp
         Registers: one sum
         Global traffic: a number read for each part
-        Needs: nothing
         """
         partial = cuda.shared.array(slots, float64)  # (slots,)
         total = 0.0
@@ -134,7 +132,6 @@ def adam_kernel(own_form: AdamForm) -> Kernel:
         Grid: parts of the list
         Block: THREADS
         One thread does: every THREADS-th element of the part
-        Shared: none
         Registers: four elements and what belongs to them
         Global traffic: four reads and three writes an element, and one of the copy
         Needs: table (tensors, 6 or 7): values, gradients, m, v, whether it decays, the copies, sizes

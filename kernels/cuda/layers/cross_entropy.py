@@ -95,14 +95,11 @@ def gradient_kernel(tile: RowTile, dtype: np.dtype[Any]) -> Kernel:
         """Compute the gradient of the logits; dlogits may be the memory of the logits.
 
         Computes: dlogits = dloss (P - one_hot(target)) with P = e^(logits - shift) inverse, for each row
-        Source: none
         Grid: (rows, ceil(n / (8 block.threads)))
         Block: (block.threads, 1)
         One thread does: one piece of eight elements
-        Shared: none
         Registers: a piece
         Global traffic: one read and one write an element; four numbers a row
-        Needs: nothing
         """
         own = cuda.local.array(count, real)  # (count,)
         row, thread, first = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockIdx.y * span

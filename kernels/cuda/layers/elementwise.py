@@ -45,10 +45,8 @@ def gelu_kernel(dtype: np.dtype[Any]) -> Kernel:
         Grid: ceil(size / (8 · threads))
         Block: any number of threads
         One thread does: eight neighbouring elements, by vectors of 128 bits where the arrays are aligned
-        Shared: none
         Registers: eight elements
         Global traffic: one read and one write an element
-        Needs: nothing
         """
         first = EIGHT * cuda.grid(1)
         if in_vectors and first + EIGHT <= x.shape[0]:
@@ -78,10 +76,8 @@ def gelu_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
         Grid: ceil(size / (8 · threads))
         Block: any number of threads
         One thread does: eight neighbouring elements, by vectors of 128 bits where the arrays are aligned
-        Shared: none
         Registers: sixteen elements
         Global traffic: two reads and one write an element
-        Needs: nothing
         """
         first = EIGHT * cuda.grid(1)
         if in_vectors and first + EIGHT <= x.shape[0]:
@@ -110,12 +106,9 @@ def embedding_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Look up rows of a table.
 
         Computes: out[i] = table[ids[i]]
-        Source: none
         Grid: ceil(count · dim / threads)
         Block: any number of threads
         One thread does: one element
-        Shared: none
-        Registers: none
         Global traffic: one read and one write an element; an id a row
         Needs: ids inside the table
         """
@@ -138,11 +131,9 @@ def embedding_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
         No two threads add to one element: the result is equal from run to run, without atomics.
 
         Computes: dtable[r] = Σ dout[i] over the i with ids[i] = r
-        Source: none
         Grid: ceil(rows · dim / threads)
         Block: any number of threads
         One thread does: one element of dtable, including rows without lookups
-        Shared: none
         Registers: one sum
         Global traffic: dout read once; dtable written once; the lists of uses read once a row
         Needs: uses: where each row's list begins, rows + 1 numbers, and then the lists
@@ -173,10 +164,8 @@ def dropout_kernel(dtype: np.dtype[Any]) -> Kernel:
         Grid: ceil(size / 4 threads)
         Block: any number of threads
         One thread does: four neighbouring elements, for one counter gives four words
-        Shared: none
         Registers: four words
         Global traffic: one read and one write an element
-        Needs: nothing
         """
         block = cuda.grid(1)
         if block * WORDS < x.shape[0]:
@@ -203,10 +192,7 @@ def adam_kernel(dtype: np.dtype[Any]) -> Kernel:
         Grid: ceil(size / threads)
         Block: any number of threads
         One thread does: one element
-        Shared: none
-        Registers: none
         Global traffic: four reads and three writes an element
-        Needs: nothing
         """
         i = cuda.grid(1)
         if i < value.shape[0]:
@@ -225,14 +211,10 @@ def sgd_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Take a step against the gradient.
 
         Computes: out = value - lr · grad
-        Source: none
         Grid: ceil(size / threads)
         Block: any number of threads
         One thread does: one element
-        Shared: none
-        Registers: none
         Global traffic: two reads and one write an element
-        Needs: nothing
         """
         i = cuda.grid(1)
         if i < value.shape[0]:

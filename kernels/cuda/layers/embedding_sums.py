@@ -50,7 +50,6 @@ def embedding_sums_kernel(dtype: np.dtype[Any]) -> Kernel:
         Each thread has its own column, so that no two threads add to the same element, without a barrier.
 
         Computes: partial[p rows + r] = Σ dout[i] over the i of part p with ids[i] = r
-        Source: none
         Grid: (parts, ceil(dim / 32))
         Block: (32,)
         One thread does: one column of the table

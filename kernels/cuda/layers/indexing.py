@@ -52,12 +52,9 @@ def gather_kernel(dtype: np.dtype[Any]) -> Kernel:
 
         Computes: out[o, j, i] = x[o, index[o, j], i], or ``missing`` where the index is negative; an
             index of one row serves every o
-        Source: none
         Grid: ceil(out.size / threads)
         Block: any number of threads
         One thread does: one element of out
-        Shared: none
-        Registers: none
         Global traffic: one read, one write and one index an element
         Needs: indices below x.shape[1]
         """
@@ -82,11 +79,9 @@ def scatter_add_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Add up, for each element of the result, what is sent to it, in the order of the source.
 
         Computes: out[o, t, i] = Σ source[o, order[o, j], i] over the j with targets[o, j] = t
-        Source: none
         Grid: ceil(out.size / threads)
         Block: any number of threads
         One thread does: one element of out: it finds the first j by bisection and adds from there
-        Shared: none
         Registers: one sum
         Global traffic: source read once, out written once; log2(count) targets read an element of out
         Needs: targets in ascending order, and for each its place in the source, ascending among equals
@@ -159,12 +154,9 @@ def sort_fill_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Copy rows to a width that is a power of two, each element with its place.
 
         Computes: keys[r, i] = x[r, i], order[r, i] = i; beyond the row the key is of no meaning
-        Source: none
         Grid: ceil(keys.size / threads)
         Block: any number of threads
         One thread does: one element
-        Shared: none
-        Registers: none
         Global traffic: one read and two writes an element
         Needs: rows of one element or more
         """
@@ -191,7 +183,6 @@ def sort_tile_kernel(dtype: np.dtype[Any], tile: int) -> Kernel:
         Block: tile / 2
         One thread does: one pair at each distance
         Shared: a tile of keys and one of places
-        Registers: none
         Global traffic: each key and place read and written once
         Needs: rows whose width is a multiple of the tile
         """
@@ -240,7 +231,6 @@ def sort_pass_kernel(dtype: np.dtype[Any]) -> Kernel:
         Grid: ceil(keys.size / 2 / threads)
         Block: any number of threads
         One thread does: one pair
-        Shared: none
         Registers: the pair
         Global traffic: each key and place read once, and written if it moves
         Needs: rows whose width is a multiple of twice the distance
@@ -266,14 +256,10 @@ def sort_crop_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Copy the first elements of each row.
 
         Computes: values[r, i] = keys[r, i], places[r, i] = order[r, i]
-        Source: none
         Grid: ceil(values.size / threads)
         Block: any number of threads
         One thread does: one element
-        Shared: none
-        Registers: none
         Global traffic: two reads and two writes an element
-        Needs: nothing
         """
         i, n = cuda.grid(1), values.shape[1]
         if i < values.shape[0] * n:
@@ -326,12 +312,9 @@ def invert_kernel() -> Kernel:
         """Compute the place of each element of a permutation.
 
         Computes: out[r, order[r, i]] = i
-        Source: none
         Grid: ceil(order.size / threads)
         Block: any number of threads
         One thread does: one element
-        Shared: none
-        Registers: none
         Global traffic: one read and one write an element
         Needs: rows that are permutations: no two threads write one element
         """
@@ -361,14 +344,11 @@ def cumsum_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Add up along the middle dimension, in order.
 
         Computes: out[o, j, i] = Σ x[o, k, i] over k <= j; k < j if exclusive; k >= j or k > j in reverse
-        Source: none
         Grid: ceil(outer · inner / threads)
         Block: any number of threads
         One thread does: one column, from its first element to its last
-        Shared: none
         Registers: one sum
         Global traffic: one read and one write an element
-        Needs: nothing
         """
         i, n, inner = cuda.grid(1), out.shape[1], out.shape[2]
         if i < out.shape[0] * inner:

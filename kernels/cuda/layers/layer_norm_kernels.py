@@ -139,7 +139,6 @@ def norm_backward_kernel(own_form: NormForm) -> Kernel:
             without mean(g) for an RMS norm, whose share is 0 instead of 1; dresidual = dh,
             dx = dropout(dh); parts[i] = Σ dout ∘ ĥ and behind it Σ dout over the rows of
             one line of threads
-        Source: none
         Grid: as many blocks as give the parts
         Block: (block.threads, block.rows)
         One thread does: its pieces of every so many-th row
@@ -210,14 +209,12 @@ def norm_sums_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Add up the parts in a fixed order.
 
         Computes: dgamma = Σ parts[i, :n] and dbeta = Σ parts[i, n:] over the parts i
-        Source: none
         Grid: ceil(2 n / SUM_COLS)
         Block: (SUM_COLS, SUM_LANES)
         One thread does: every SUM_LANES-th part of one column
         Shared: one sum a thread
         Registers: one sum
         Global traffic: parts read once; dgamma and dbeta written once
-        Needs: nothing
         """
         shared = cuda.shared.array((SUM_LANES, SUM_COLS), real)  # (SUM_LANES, SUM_COLS)
         x, lane, n = cuda.threadIdx.x, cuda.threadIdx.y, dgamma.shape[0]

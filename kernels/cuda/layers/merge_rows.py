@@ -64,7 +64,6 @@ def merge_kernel(
         Block: (threads of a row, rows)
         One thread does: eight neighbouring elements of a row, by vectors of 128 bits where they are
             aligned, and others that lie eight for each of its threads further on
-        Shared: none
         Registers: eight elements of before and of values
         Global traffic: before, values and the rows of lse read once, out and lse written once
         Needs: whole rows in a block: none of its threads may read the lse that another has written

@@ -24,12 +24,9 @@ def put_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Copy rows to the places given by an index.
 
         Computes: out[index[0, j], i] = x[j, i]
-        Source: none
         Grid: ceil(x.size / threads)
         Block: any number of threads
         One thread does: one element of x
-        Shared: none
-        Registers: none
         Global traffic: one read, one write and one index an element
         Needs: indices below out.shape[0], no two alike
         """

@@ -17,11 +17,7 @@ from kernels.common.pointwise import GELU_CONSTANTS
 from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP
 from kernels.cuda.matmul.layout import ProductForm, ProductLayout
 from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
-from kernels.cuda.ptx.bulk import (
-    cp_async_bulk_commit_group,
-    make_cp_async_bulk_wait_group,
-    make_tensor_store,
-)
+from kernels.cuda.ptx.bulk import cp_async_bulk_commit_group, tensor_store, wait_for_reads
 from kernels.cuda.ptx.copies import global_address, st_global_v2
 from kernels.cuda.ptx.fragments import DEVICE, lane_col, lane_row
 from kernels.cuda.ptx.mma import stmatrix_x4
@@ -35,8 +31,6 @@ GELU_INNER = GELU_CONSTANTS[5], GELU_CONSTANTS[5] * GELU_CONSTANTS[3]
 #: Columns of a tile of accumulators.
 COLS = 8
 square_place = DEVICE.square_place
-#: Waits until the stores of this thread have read shared memory.
-wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
 #: Number of the named barrier of the first consumer's threads; those of the others follow.
 OWN = 1
 
@@ -94,7 +88,7 @@ def make_write_tile(layout: ProductLayout, form: ProductForm) -> Any:
     """
     if form.out == "float32":
         return None
-    pack, store, panels = PACK[form.out], make_tensor_store(4), layout.panels
+    pack, panels = PACK[form.out], layout.panels
     part_tiles = panels * PANEL // COLS
     parts, size = layout.cols // COLS // part_tiles, ROWS * LINE
 
@@ -124,7 +118,7 @@ def make_write_tile(layout: ProductLayout, form: ProductForm) -> Any:
             if warp == 0 and lane == 0:
                 for panel in range(panels):
                     first = item.col + (part * panels + panel) * PANEL
-                    store(tensor, (first, row, item.h, item.b), tile + panel * size)
+                    tensor_store(tensor, (first, row, item.h, item.b), tile + panel * size)
                 cp_async_bulk_commit_group()
 
     return write_tile

@@ -153,12 +153,10 @@ def copy_kernel(kind: str, source: np.dtype[Any]) -> Kernel:
         """Copy matrices of rows and columns.
 
         Computes: out[i, j] = source[i, j], zeros for rows and columns that the source does not have
-        Source: none
         Grid: (batch · heads · ceil(rows / 64) · ceil(columns / 64),)
         Block: (256,), four rows of 64
         One thread does: 16 elements, four rows apart
         Shared: (64, 65), where the square is turned if the source's neighbours lie in columns
-        Registers: none
         Global traffic: each element read once and written once, planes each once
         Needs: cc 8.0 for numbers of bfloat16
         """

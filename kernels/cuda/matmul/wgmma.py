@@ -33,7 +33,6 @@ from kernels.cuda.matmul.epilogue import (
     make_epilogue,
     make_write_floats,
     make_write_tile,
-    wait_for_reads,
 )
 from kernels.cuda.matmul.layout import (
     STEPS,
@@ -44,7 +43,7 @@ from kernels.cuda.matmul.layout import (
     make_find,
     shared_tiles,
 )
-from kernels.cuda.ptx.bulk import make_tensor_load
+from kernels.cuda.ptx.bulk import tensor_load, wait_for_reads
 from kernels.cuda.ptx.copies import global_address
 from kernels.cuda.ptx.wgmma import (
     ROWS,
@@ -67,16 +66,17 @@ MAPS = types.Array(uint8, 1, "C")
 @cache
 def _make_load(lines: int, depth: int, is_turned: bool) -> Callable[..., None]:
     """Return ``load(target, tensor, full, line, k, h, b)``, which issues the copy of an operand's tile."""
-    load, panels, panel_bytes = make_tensor_load(4), lines // PANEL, depth * LINE
+    panels, panel_bytes = lines // PANEL, depth * LINE
 
     @device_function
     def load_lines(target, tensor, full, line, k, h, b):
-        load(target, tensor, full, (k, line, h, b))
+        tensor_load(target, tensor, full, (k, line, h, b))
 
     @device_function
     def load_panels(target, tensor, full, line, k, h, b):
         for panel in range(panels):
-            load(target + panel * panel_bytes, tensor, full, (line + panel * PANEL, k, h, b))
+            place = line + panel * PANEL, k, h, b
+            tensor_load(target + panel * panel_bytes, tensor, full, place)
 
     return load_panels if is_turned else load_lines
 

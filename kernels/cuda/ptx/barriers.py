@@ -82,14 +82,7 @@ def make_setmaxnreg(action: str, registers: int) -> Any:
     Args:
         action: "dec" or "inc".
         registers: Registers per thread afterwards: 24 to 256, a multiple of eight.
-
-    Raises:
-        ValueError: If ``registers`` is not.
     """
-    if action not in ("dec", "inc") or registers % 8 or not 24 <= registers <= 256:
-        raise ValueError(
-            f"setmaxnreg takes dec or inc and a multiple of 8 from 24 to 256, got {action}, {registers}"
-        )
 
     @instruction(f"setmaxnreg.{action}.sync.aligned.u32 {registers};")
     def setmaxnreg():

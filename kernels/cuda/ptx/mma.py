@@ -1,4 +1,4 @@
-"""Tensor cores of one warp: fragments from and to shared memory, and their product; cc 7.5 and 8.0.
+"""Tensor cores of one warp: fragments from and to shared memory, and their product; cc 8.0.
 
 ``fragments`` defines the elements that each lane holds.  Accumulators are a local array of float32, (tiles,
 4), and the registers of an operand are a local array of uint32: ``mma(acc[i], a[k], b[j])``.
@@ -11,41 +11,31 @@ from typing import Any
 from kernels.cuda.ptx.inline import F32, U32, instruction, reads, updates, writes
 
 
-def _make_ldmatrix(count: int, turn: str = "") -> Any:
-    @instruction(
-        f"ldmatrix.sync.aligned.m8n8.x{count}{turn}.shared.b16 {{$fragment}}, [$address];",
-        fragment=writes(U32, count),
-        address=U32,
-    )
-    def ldmatrix(fragment, address):
-        """Load 8 x 8 matrices of 16-bit elements, one per register.
+@instruction(
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$fragment}, [$address];",
+    fragment=writes(U32, 4), address=U32,
+)  # fmt: skip
+def ldmatrix_x4(fragment, address):
+    """Load four 8 x 8 matrices of 16-bit elements, one per register.
 
-        Lane 8 i + r passes the address of row r of matrix i; the addresses of further lanes are ignored.
-        """
-
-    return ldmatrix
+    Lane 8 i + r passes the address of row r of matrix i.
+    """
 
 
-#: Loads of one, two and four matrices; ``trans`` transposes each.
-ldmatrix_x1, ldmatrix_x2, ldmatrix_x4 = (_make_ldmatrix(count) for count in (1, 2, 4))
-ldmatrix_x1_trans, ldmatrix_x2_trans, ldmatrix_x4_trans = (
-    _make_ldmatrix(count, ".trans") for count in (1, 2, 4)
-)
+@instruction(
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$fragment}, [$address];",
+    fragment=writes(U32, 4), address=U32,
+)  # fmt: skip
+def ldmatrix_x4_trans(fragment, address):
+    """Load four matrices as :func:`ldmatrix_x4` does, each transposed."""
 
 
-def _make_stmatrix(turn: str = "") -> Any:
-    @instruction(
-        f"stmatrix.sync.aligned.m8n8.x4{turn}.shared.b16 [$address], {{$fragment}};",
-        address=U32,
-        fragment=reads(U32, 4),
-    )
-    def stmatrix(address, fragment):
-        """Store four 8 x 8 matrices of 16-bit elements, the reverse of ``ldmatrix_x4``; cc 9.0."""
-
-    return stmatrix
-
-
-stmatrix_x4, stmatrix_x4_trans = _make_stmatrix(), _make_stmatrix(".trans")
+@instruction(
+    "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$address], {$fragment};",
+    address=U32, fragment=reads(U32, 4),
+)  # fmt: skip
+def stmatrix_x4(address, fragment):
+    """Store four 8 x 8 matrices of 16-bit elements, the reverse of :func:`ldmatrix_x4`; cc 9.0."""
 
 
 @instruction(
@@ -62,17 +52,6 @@ def mma_f16(acc, a, b):
 )  # fmt: skip
 def mma_bf16(acc, a, b):
     """Add A·B, (16, 16) and (16, 8) of bfloat16, to a 16 x 8 tile of accumulators; cc 8.0."""
-
-
-@instruction(
-    "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$acc}, {$a}, {$b}, {$acc};",
-    is_pure=True, acc=updates(F32, 4), a=reads(U32, 2), b=reads(U32, 1),
-)  # fmt: skip
-def mma_f16_k8(acc, a, b):
-    """Add A·B, (16, 8) and (8, 8) of float16, to a 16 x 8 tile of accumulators; cc 7.5.
-
-    Two calls, with the registers 0, 1 and 2, 3 of A, are equivalent to :func:`mma_f16`.
-    """
 
 
 @instruction(

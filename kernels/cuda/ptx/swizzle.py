@@ -15,8 +15,6 @@ from kernels.common.geometry import same
 
 #: Bytes of a piece, the maximum that one lane reads or writes at a time.
 CHUNK = 16
-#: Bytes of a row in the modes of the hardware; 0 is no swizzle.
-MODES = (0, 32, 64, 128)
 
 
 def make_swizzle(compile_: Callable[[Any], Any], width: int) -> Callable[..., Any]:

@@ -26,7 +26,6 @@ from typing import Any
 from numba import int64, uint64
 
 from kernels.cuda.ptx.inline import F32, I64, U32, instruction, reads, updates, writes
-from kernels.cuda.ptx.swizzle import MODES
 from kernels.cuda.runtime.kernel import device_function
 
 #: Rows of A, and of the accumulators, of a warpgroup.
@@ -50,18 +49,8 @@ def descriptor_layout(swizzle: int, leading: int, stride: int) -> int:
     Args:
         swizzle: Bytes of a line: 32, 64, 128, or 0 for none.
         leading: Bytes, see above; any value, such as 16, if it is not used.
-        stride: Bytes.
-
-    Raises:
-        ValueError: If a descriptor cannot represent this layout.
+        stride: Bytes; both are multiples of 16 below 2**18.
     """
-    if swizzle not in MODES or any(
-        step % 16 or not 0 <= step < 1 << 18 for step in (leading, stride)
-    ):
-        raise ValueError(
-            f"a descriptor takes a swizzle of {MODES} and strides that are multiples of 16 below 2**18, "
-            f"got {swizzle}, {leading}, {stride}"
-        )
     return _CODES[swizzle] << 62 | (stride >> 4) << 32 | (leading >> 4) << 16
 
 
@@ -118,23 +107,11 @@ def make_wgmma(
         a_transposed: Whether the lines of A run along its rows; 16-bit dtypes only.
         b_transposed: Whether the lines of B run along its columns; 16-bit dtypes only.
         begins: Whether it is the first product into its accumulators.
-
-    Raises:
-        ValueError: If there is no such instruction.
     """
-    if cols % 8 or not 8 <= cols <= 256 or dtype not in KINDS:
-        raise ValueError(
-            f"wgmma has 8 to 256 columns, a multiple of 8, of {', '.join(KINDS)}; got {cols} of {dtype!r}"
-        )
     name, depth = KINDS[dtype]
-    may_turn = depth == _TURNED_DEPTH
-    if (a_transposed and a_in_registers) or ((a_transposed or b_transposed) and not may_turn):
-        raise ValueError(
-            "wgmma transposes operands of 16 bits in shared memory only; store this one along the depth"
-        )
     # Nothing is negated; then which operands are transposed, of those that could be.
     flags = ([] if a_in_registers else [a_transposed]) + [b_transposed]
-    turned = "".join(f", {int(flag)}" for flag in flags) if may_turn else ""
+    turned = "".join(f", {int(flag)}" for flag in flags) if depth == _TURNED_DEPTH else ""
     left, a = (reads(U32, 4), "{$a}") if a_in_registers else (I64, "$a")
 
     def text(flag: str) -> str:

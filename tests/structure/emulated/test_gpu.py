@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numba import float32, uint32, void
 
-from kernels.cuda.ptx import barriers, bulk, copies, inline, wgmma
+from kernels.cuda.ptx import barriers, bulk, copies, inline, numbers, wgmma
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.targets import cuda
 
@@ -16,7 +16,6 @@ from ...support.emulated.gpu import launch
 from ...support.tensor_cores.ptx_kernels import CASES, WORDS, Case, worst_error
 
 WAIT = copies.make_cp_async_wait_group(0)
-STORED = bulk.make_cp_async_bulk_wait_group(0)
 
 
 def _run(source: Any, *arrays: Any, threads: int = 32) -> None:
@@ -61,18 +60,20 @@ def test_the_copy_engine_sees_what_was_stored_before_a_fence(fences: bool) -> No
     def kernel(out):
         shared = cuda.shared.array(0, uint32)
         thread = cuda.threadIdx.x
-        copies.st_shared(copies.shared_address(shared) + 4 * thread, uint32(thread))
+        number = numbers.bits_of(float32(thread))
+        copies.st_shared(copies.shared_address(shared) + 4 * thread, number)
         if fences:
             barriers.fence_proxy_async()
         cuda.syncthreads()
         if thread == 0:
-            bulk.cp_async_bulk_store(copies.global_address(out), copies.shared_address(shared), 128)
+            source = copies.shared_address(shared)
+            bulk.cp_reduce_async_bulk_add(copies.global_address(out), source, 128)
             bulk.cp_async_bulk_commit_group()
-            STORED()
+            bulk.wait_for_writes()
 
-    out = np.zeros((1, 32), np.uint32)
+    out = np.zeros((1, 32), np.float32)
     _run(kernel, out)
-    np.testing.assert_array_equal(out[0], np.arange(32) if fences else np.full(32, 0xFFFFFFFF))
+    np.testing.assert_array_equal(out[0], np.arange(32) if fences else np.full(32, np.nan))
 
 
 @pytest.mark.parametrize("stores", ["before", "too late", "too early"])

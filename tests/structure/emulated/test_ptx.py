@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.common.geometry import same
-from kernels.cuda.ptx import barriers, wgmma
 from kernels.cuda.ptx.emulated import numbers as emulated_numbers
 from kernels.cuda.ptx.fragments import PLAIN
 from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place, swizzled
-from kernels.cuda.ptx.tensor_map import check_tensor_map
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16
 from kernels.runtime.targets import cuda
 
@@ -122,49 +120,6 @@ def test_powers_of_two_have_no_subnormal_results() -> None:
 def test_logarithms_take_subnormal_numbers_for_zeros() -> None:
     values = [8, 2.0**-126, 2.0**-127, 0, np.inf, -1]
     _assert_same(emulated_numbers.lg2(values), [3, -126, -np.inf, -np.inf, np.inf, np.nan])
-
-
-# -- what cannot be ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dtype": "float64"}, "must be one of float16"),
-        ({"box": (64,)}, "1 to 5 dimensions"),
-        ({"strides": (100, 2)}, "multiples of 16 bytes"),
-        ({"address": 8}, "multiples of 16 bytes"),
-        ({"strides": (256, 4)}, "side by side"),
-        ({"box": (257, 64)}, "1 to 256 places"),
-        ({"box": (64, 128)}, "no longer than it"),
-        ({"swizzle": 48}, "one of"),
-    ],
-    ids=str,
-)
-def test_a_tensor_map_refuses_what_the_copy_engine_cannot_read(
-    change: dict[str, Any], message: str
-) -> None:
-    fits: dict[str, Any] = {
-        "address": 1024, "shape": (100, 128), "strides": (256, 2), "box": (64, 64),
-        "dtype": "float16", "swizzle": 128,
-    }  # fmt: skip
-    check_tensor_map(**fits)
-    with pytest.raises(ValueError, match=message):
-        check_tensor_map(**{**fits, **change})
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: wgmma.descriptor_layout(48, 16, 16), "multiples of 16 below"),
-        (lambda: wgmma.make_wgmma(264, "float16"), "8 to 256 columns"),
-        (lambda: wgmma.make_wgmma(64, "tf32", b_transposed=True), "store this one along the depth"),
-        (lambda: barriers.make_setmaxnreg("inc", 236), "multiple of 8"),
-    ],
-)
-def test_an_instruction_refuses_sizes_that_it_does_not_have(call: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call()
 
 
 # -- on a GPU -----------------------------------------------------------------------------------

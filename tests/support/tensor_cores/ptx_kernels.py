@@ -93,42 +93,39 @@ def eights(rng: Generator, *shape: int) -> Any:
 # -- fragments -----------------------------------------------------------------------------------
 
 
-def _load_matrices(count: int, is_transposed: bool) -> Case:
-    name = f"ldmatrix_x{count}" + ("_trans" if is_transposed else "")
+def _load_matrices(is_transposed: bool) -> Case:
+    name = "ldmatrix_x4" + ("_trans" if is_transposed else "")
     load = getattr(mma, name)
 
     def kernel(x, rows, out):
         shared = cuda.shared.array(256, uint32)
-        fragment = cuda.local.array(count, uint32)
+        fragment = cuda.local.array(4, uint32)
         lane = cuda.threadIdx.x
         for i in range(lane, 256, WARP):
             shared[i] = x[0, i]
         cuda.syncthreads()  # the matrices are stored
         load(fragment, copies.shared_address(shared) + 16 * rows[lane, 0])
-        for i in range(count):
+        for i in range(4):
             out[lane, i] = fragment[i]
 
     def make(rng: Generator) -> Any:
         x, rows = words(rng, 1, 256), rng.integers(0, 64, (WARP, 1), dtype=np.uint32)
         shared = x.reshape(-1).view(np.uint8)
-        expected = emulated.ldmatrix(shared, 16 * rows[:, 0].astype(int), count, is_transposed)
-        return [x, rows], np.zeros((WARP, count), np.uint32), expected, 0
+        expected = emulated.ldmatrix(shared, 16 * rows[:, 0].astype(int), 4, is_transposed)
+        return [x, rows], np.zeros((WARP, 4), np.uint32), expected, 0
 
-    text = f"ldmatrix.sync.aligned.m8n8.x{count}{'.trans' if is_transposed else ''}.shared.b16"
+    text = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if is_transposed else ''}.shared.b16"
     return Case(name, kernel, void(WORDS, WORDS, WORDS), (7, 5), text, make)
 
 
-def _store_matrices(is_transposed: bool) -> Case:
-    name = "stmatrix_x4" + ("_trans" if is_transposed else "")
-    store = getattr(mma, name)
-
+def _store_matrices() -> Case:
     def kernel(x, rows, out):
         shared = cuda.shared.array(128, uint32)
         fragment = cuda.local.array(4, uint32)
         lane = cuda.threadIdx.x
         for i in range(4):
             fragment[i] = x[lane, i]
-        store(copies.shared_address(shared) + 16 * rows[lane, 0], fragment)
+        mma.stmatrix_x4(copies.shared_address(shared) + 16 * rows[lane, 0], fragment)
         cuda.syncthreads()  # the matrices are stored
         for i in range(4):
             out[lane, i] = shared[4 * lane + i]
@@ -136,11 +133,11 @@ def _store_matrices(is_transposed: bool) -> Case:
     def make(rng: Generator) -> Any:
         x, rows = words(rng, WARP, 4), rng.permutation(WARP).astype(np.uint32)[:, None]
         shared = np.zeros(512, np.uint8)
-        emulated.stmatrix(shared, 16 * rows[:, 0].astype(int), x, is_transposed)
+        emulated.stmatrix(shared, 16 * rows[:, 0].astype(int), x)
         return [x, rows], np.zeros((WARP, 4), np.uint32), shared.view(np.uint32).reshape(WARP, 4), 0
 
-    text = f"stmatrix.sync.aligned.m8n8.x4{'.trans' if is_transposed else ''}.shared.b16"
-    return Case(name, kernel, void(WORDS, WORDS, WORDS), (9, 0), text, make)
+    text = "stmatrix.sync.aligned.m8n8.x4.shared.b16"
+    return Case("stmatrix_x4", kernel, void(WORDS, WORDS, WORDS), (9, 0), text, make)
 
 
 def _product(name: str, dtype: str, cc: tuple[int, int], text: str, a_registers: int) -> Case:
@@ -189,11 +186,10 @@ def _product(name: str, dtype: str, cc: tuple[int, int], text: str, a_registers:
 
 
 OF_A_WARP = [
-    *(_load_matrices(count, turned) for count in (1, 2, 4) for turned in (False, True)),
-    *(_store_matrices(turned) for turned in (False, True)),
+    *(_load_matrices(turned) for turned in (False, True)),
+    _store_matrices(),
     _product("mma_f16", "float16", (8, 0), "mma.sync.aligned.m16n8k16.row.col.f32.f16", 4),
     _product("mma_bf16", "bfloat16", (8, 0), "mma.sync.aligned.m16n8k16.row.col.f32.bf16", 4),
-    _product("mma_f16_k8", "float16", (7, 5), "mma.sync.aligned.m16n8k8.row.col.f32.f16", 2),
     _product("mma_tf32", "tf32", (8, 0), "mma.sync.aligned.m16n8k8.row.col.f32.tf32", 4),
 ]
 

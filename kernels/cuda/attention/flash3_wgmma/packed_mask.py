@@ -207,14 +207,11 @@ def pack_kernel(cols: int, by_keys: bool) -> Kernel:
         """Fill packed.
 
         Computes: a word of 32 elements of a lane: bit 4 u + i is that of element (8 n + u, i)
-        Source: none
         Grid: (ceil(groups * tiles * words * 32 / threads), batches * heads)
         Block: (threads,)
         One thread does: one word
-        Shared: none
         Registers: one word
         Global traffic: reads the mask once; writes packed once
-        Needs: nothing
         """
         thread = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
         lane, place = thread % WARP, thread // WARP
@@ -251,14 +248,11 @@ def pack_pairs_kernel(cols: int, by_keys: bool) -> Kernel:
 
         Computes: four words of a lane: of two tiles of eight columns the pairs of its upper and
             lower row
-        Source: none
         Grid: (ceil(groups * tiles * steps * 32 / threads), batches * heads)
         Block: (threads,)
         One thread does: four words
-        Shared: none
         Registers: four words
         Global traffic: reads the mask once; writes packed once
-        Needs: nothing
         """
         thread = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
         lane, place = uint32(thread % WARP), uint32(thread // WARP)

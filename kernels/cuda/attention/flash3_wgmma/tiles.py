@@ -15,7 +15,7 @@ from kernels.cuda.device.half import EIGHT
 from kernels.cuda.device.pipeline import acquire, commit, following, tile_at
 from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP
 from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
-from kernels.cuda.ptx.bulk import cp_async_bulk_load, make_tensor_load, make_tensor_store
+from kernels.cuda.ptx.bulk import cp_async_bulk_load, tensor_load, tensor_store
 from kernels.cuda.ptx.copies import (
     global_address,
     ld_shared,
@@ -33,7 +33,6 @@ from kernels.runtime.targets import cuda
 ZERO = np.float32(0)
 #: Descriptor layout of tiles whose rows run along the depth of a product.
 ALONG = descriptor_layout(LINE, 16, 8 * LINE)
-LOAD, STORE = make_tensor_load(4), make_tensor_store(4)
 
 
 class Source(NamedTuple):
@@ -71,7 +70,8 @@ def make_load_tile(panels: int, panel_bytes: int) -> Any:
     def load_tile(target, source, barrier, row, item):
         h, b = item.h * source.by_head, item.b * source.by_batch
         for panel in range(panels):
-            LOAD(target + panel * panel_bytes, source.tensor, barrier, (panel * PANEL, row, h, b))
+            to, place = target + panel * panel_bytes, (panel * PANEL, row, h, b)
+            tensor_load(to, source.tensor, barrier, place)
 
     return load_tile
 
@@ -327,7 +327,8 @@ def make_put_tile(panels: int, panel_bytes: int, is_packed: bool) -> Any:
     @device_function
     def store_rows(target, source, thread, b, h, row, left):
         for panel in range(panels):
-            STORE(global_address(target), (panel * PANEL, row, h, b), source + panel * panel_bytes)
+            place = panel * PANEL, row, h, b
+            tensor_store(global_address(target), place, source + panel * panel_bytes)
 
     return copy_rows if is_packed else store_rows
 

@@ -14,11 +14,7 @@ from numba import float32, int32, int64, uint32
 from kernels.cuda.attention.flash3_wgmma.backward.elementwise import make_passes
 from kernels.cuda.attention.flash3_wgmma.backward.layout import dq_bytes, dq_share, tiles_of
 from kernels.cuda.attention.flash3_wgmma.backward.producer import BackwardPipelines
-from kernels.cuda.attention.flash3_wgmma.backward.results import (
-    make_write_results,
-    square_place,
-    wait_for_reads,
-)
+from kernels.cuda.attention.flash3_wgmma.backward.results import make_write_results, square_place
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
 from kernels.cuda.attention.flash3_wgmma.layout import (
     CONSUMERS_BARRIER,
@@ -52,7 +48,8 @@ from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
 from kernels.cuda.ptx.bulk import (
     cp_async_bulk_commit_group,
     cp_reduce_async_bulk_add,
-    make_cp_async_bulk_wait_group,
+    wait_for_reads,
+    wait_for_writes,
 )
 from kernels.cuda.ptx.copies import global_address, ld_shared, st_shared_v4_f32
 from kernels.cuda.ptx.wgmma import (
@@ -258,7 +255,6 @@ def make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
     add_dk, consumer_threads = make_accumulate(widths.head, dtype, block_q), WARPGROUP * consumers
     across_rows = descriptor_layout(LINE, q_panel, 8 * LINE)
     wait_for_all, wait_but_two = make_wgmma_wait_group(0), make_wgmma_wait_group(2)
-    wait_for_additions = make_cp_async_bulk_wait_group(0)
     _, item_of, tile_of, _ = make_walk(features, block_q, block_k, True)
     elements, own_of = make_elements(form), line_of(features)
     scale_of, slope_scale_of, words = elements.scale, elements.slope_scale, elements.words
@@ -360,6 +356,6 @@ def make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
             at = following(keys, at)
             number = next_item(memory, keys, at)
         if own.thread == 0:
-            wait_for_additions()  # to dQ, still on their way
+            wait_for_writes()  # to dQ, still on their way
 
     return consume

@@ -63,7 +63,6 @@ def preprocess_kernel(
         Grid: (tiles of 128 rows * 128 * lanes / threads, batch * heads)
         Block: (threads,)
         One thread does: every lanes-th piece, or element, of one row, and its share of the sums
-        Shared: none
         Registers: one sum, two pieces
         Global traffic: reads dout, out and lse once, dlse if there is one, and the rest of large rows;
             writes as much as lse three times, with the padding, and the sums once

@@ -46,12 +46,10 @@ def round_dq_kernel(
         """Fill dq.
 
         Computes: scale · dq_sum, each number rounded once
-        Source: none
         Grid: (tiles of 128 rows * ceil(128 * head_dim / 8 / threads), batch * heads)
         Block: (threads,)
         One thread does: eight neighbours of a row, which four lanes of a warpgroup left, two of
             them each: the sums lie as the accumulators of ``wgmma`` do, register by register
-        Shared: none
         Registers: eight numbers
         Global traffic: reads dq_sum once and writes dq once
         Needs: cc 9.0, head_dim a multiple of eight

@@ -27,7 +27,6 @@ from kernels.cuda.attention.flash3_wgmma.forward.consumer import (
 from kernels.cuda.attention.flash3_wgmma.forward.producer import (
     next_item,
     release_slot,
-    wait_for_reads,
 )
 from kernels.cuda.attention.flash3_wgmma.forward.score_options import make_apply_options
 from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import rescale_rows
@@ -41,6 +40,7 @@ from kernels.cuda.attention.flash3_wgmma.tiles import (
 )
 from kernels.cuda.device.pipeline import following, release, start, tile_at, wait
 from kernels.cuda.device.warpgroups import LINE
+from kernels.cuda.ptx.bulk import wait_for_reads
 from kernels.cuda.ptx.wgmma import (
     KINDS,
     ROWS,

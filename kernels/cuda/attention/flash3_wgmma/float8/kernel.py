@@ -28,9 +28,10 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
     forward_pipelines,
     work_type,
 )
-from kernels.cuda.attention.flash3_wgmma.tiles import LOAD, make_fetch, make_fetch_tile
+from kernels.cuda.attention.flash3_wgmma.tiles import make_fetch, make_fetch_tile
 from kernels.cuda.device.pipeline import make_prologue, opaque
 from kernels.cuda.device.warpgroups import LINE, block_bytes, own_warpgroup
+from kernels.cuda.ptx.bulk import tensor_load
 from kernels.cuda.runtime.kernel import Kernel, array_type, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
@@ -41,7 +42,7 @@ from kernels.scores.program import PLAIN
 def _load_columns(target, source, barrier, col, item):
     """Issue the copy of a tile of V, whose rows are columns of the tensor."""
     h, b = item.h * source.by_head, item.b * source.by_batch
-    LOAD(target, source.tensor, barrier, (col, int32(0), h, b))
+    tensor_load(target, source.tensor, barrier, (col, int32(0), h, b))
 
 
 @cache

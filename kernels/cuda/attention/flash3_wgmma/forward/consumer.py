@@ -21,7 +21,6 @@ from kernels.cuda.attention.flash3_wgmma.forward.producer import (
     read_listed,
     read_skip_count,
     release_slot,
-    wait_for_reads,
 )
 from kernels.cuda.attention.flash3_wgmma.forward.score_options import make_apply_options
 from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import (
@@ -61,7 +60,7 @@ from kernels.cuda.device.pipeline import (
 )
 from kernels.cuda.device.warpgroups import LINE, WARPGROUP
 from kernels.cuda.ptx.barriers import bar_arrive, bar_sync, fence_proxy_async
-from kernels.cuda.ptx.bulk import cp_async_bulk_commit_group
+from kernels.cuda.ptx.bulk import cp_async_bulk_commit_group, wait_for_reads
 from kernels.cuda.ptx.copies import ld_shared
 from kernels.cuda.ptx.fragments import DEVICE
 from kernels.cuda.ptx.numbers import mul_rn

@@ -33,13 +33,11 @@ from kernels.cuda.device.pipeline import (
     wait,
 )
 from kernels.cuda.device.warpgroups import LINE
-from kernels.cuda.ptx.bulk import make_cp_async_bulk_wait_group
+from kernels.cuda.ptx.bulk import wait_for_reads
 from kernels.cuda.ptx.copies import global_address, ld_shared, st_shared
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import WORD, device_function
 from kernels.runtime.targets import cuda
-
-wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
 
 
 @device_function

@@ -5,8 +5,8 @@ from __future__ import annotations
 from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.device.memory import DeviceMemory, fill, row_major_copy
 from kernels.cuda.layers import indexing  # beyond module 5
+from kernels.cuda.layers.indexing import put_rows  # beyond module 5
 from kernels.cuda.layers.merge_rows import merge_rows  # beyond module 5
-from kernels.cuda.layers.put_rows import put_rows  # beyond module 5
 from kernels.cuda.runtime.arrays import (
     device_view,
     element_strides,

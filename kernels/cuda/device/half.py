@@ -29,7 +29,7 @@ from kernels.cuda.device.vector import (
 )
 from kernels.cuda.runtime.arrays import device_pointer, device_view, element_strides
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
-from kernels.cuda.runtime.sizes import SIZES
+from kernels.cuda.runtime.sizes import launch_each
 from kernels.runtime.dtypes import BFLOAT16, BITS, FLOAT16, FLOAT64, is_half, rounded
 from kernels.runtime.targets import IS_SIMULATOR, cuda, intrinsic
 
@@ -286,9 +286,6 @@ def convert_kernel(source_dtype: np.dtype[Any], dtype: np.dtype[Any]) -> Kernel:
 
 def convert_flat(source: Any, out: Any) -> None:
     """Convert a flat device array to the dtype of ``out``, and write it there."""
-    (size,) = source.shape
-    blocks = ceil_div(size, EIGHT * SIZES.flat_threads)
-    if blocks:
-        in_vectors = all(device_pointer(array) % ALIGNMENT == 0 for array in (source, out))
-        run = convert_kernel(source.dtype, out.dtype)[blocks, SIZES.flat_threads]
-        run(as_bits(source), as_bits(out), int(in_vectors))
+    in_vectors = all(device_pointer(array) % ALIGNMENT == 0 for array in (source, out))
+    kernel, pieces = convert_kernel(source.dtype, out.dtype), ceil_div(source.shape[0], EIGHT)
+    launch_each(kernel, pieces, as_bits(source), as_bits(out), int(in_vectors))

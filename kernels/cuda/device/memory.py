@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numba import void
 
-from kernels.common.geometry import ceil_div
 from kernels.cuda.device.half import as_bits, convert_flat
 from kernels.cuda.runtime.arrays import (
     array_on,
@@ -22,7 +21,7 @@ from kernels.cuda.runtime.arrays import (
     to_device,
 )
 from kernels.cuda.runtime.kernel import Kernel, array_type, scalar_type
-from kernels.cuda.runtime.sizes import SIZES
+from kernels.cuda.runtime.sizes import launch_each
 from kernels.runtime.dtypes import BITS, acc_dtype, is_half
 from kernels.runtime.memory import (
     Memory,
@@ -110,15 +109,12 @@ def fill_kernel(dtype: np.dtype[Any]) -> Kernel:
 
 def fill(array: Any, value: float) -> None:
     """Set every element of a device array without gaps."""
-    size = math.prod(array.shape)
-    blocks = ceil_div(size, SIZES.flat_threads)
-    if blocks:
-        # A launch takes integers for integers: the value is one of the dtype first.
-        number = np.array(value, array.dtype)
-        if is_half(array.dtype):
-            number = number.view(BITS)
-        flat = as_bits(flattened(array))
-        fill_kernel(number.dtype)[blocks, SIZES.flat_threads](flat, number.item())
+    # A launch takes integers for integers: the value is one of the dtype first.
+    number = np.array(value, array.dtype)
+    if is_half(array.dtype):
+        number = number.view(BITS)
+    flat = as_bits(flattened(array))
+    launch_each(fill_kernel(number.dtype), flat.size, flat, number.item())
 
 
 @lru_cache(maxsize=256)
@@ -267,8 +263,7 @@ class DeviceMemory(Memory):
             outer, count, inner = math.prod(sizes[:axis]), sizes[axis], math.prod(sizes[axis + 1 :])
             source = reshaped(gradient, (outer, count, inner))
             gradient = empty_device((outer, inner), gradient.dtype)
-            blocks = ceil_div(outer * inner, SIZES.flat_threads)
-            sum_kernel(gradient.dtype)[blocks, SIZES.flat_threads](source, gradient)
+            launch_each(sum_kernel(gradient.dtype), outer * inner, source, gradient)
             sizes[axis] = 1
         return self.convert(reshaped(gradient, shape), own)
 
@@ -295,15 +290,12 @@ def _copied(array: Any, strides: tuple[int, ...]) -> Any:
     dims = sorted(dims, key=lambda dim: dim[2] < 0)
     dims = [(1, 0, 0)] * (4 - len(dims)) + dims
     sizes, to_steps, from_steps = (tuple(column) for column in zip(*dims, strict=True))
-    blocks = ceil_div(math.prod(sizes[-4:]), SIZES.flat_threads)
-    if blocks == 0:  # no elements, and no grid without blocks
-        return out
-    kernel = copy_kernel(source.dtype)[blocks, SIZES.flat_threads]
+    kernel, count = copy_kernel(source.dtype), math.prod(sizes[-4:])
     for index in np.ndindex(*sizes[:-4]):
         parts = []
         for whole, steps in ((source, from_steps), (target, to_steps)):
             offset = sum(i * step for i, step in zip(index, steps, strict=False))
             # Not whole[index]: numba's own view of an array with a stride of 0 begins at a wrong place.
             parts.append(device_view(whole, sizes[-4:], steps[-4:], offset))
-        kernel(*parts)
+        launch_each(kernel, count, *parts)
     return out

@@ -21,7 +21,6 @@ from kernels.cuda.layers.tensor_lists import (
     CHUNK,
     MATRIX,
     THREADS,
-    TensorList,
     make_access,
     tensor_list,
 )
@@ -139,12 +138,8 @@ def adam_kernel(own_form: AdamForm) -> Kernel:
         part = cuda.blockIdx.x
         tensor, start = work[part, 0], work[part, 1]
         stop = min(start + CHUNK, table[tensor, size_column])
-        at, at_grad, at_m, at_v = (
-            table[tensor, 0],
-            table[tensor, 1],
-            table[tensor, 2],
-            table[tensor, 3],
-        )
+        at, at_grad = table[tensor, 0], table[tensor, 1]
+        at_m, at_v = table[tensor, 2], table[tensor, 3]
         size, beta1, beta2, eps, root, kept = constants
         keep = kept if table[tensor, 4] else one
         own, scale = (size, beta1, beta2, eps, root, keep), real(clip[1])
@@ -199,11 +194,7 @@ def clip_of(grads: Sequence[Any], max_norm: float) -> Any:
     """Return the norm of all gradients and their scale, (2,) float64 on the device.
 
     The squares are added in an order that depends only on the sizes, so that the result is bitwise
-    reproducible.
-
-    Args:
-        grads: Contiguous arrays on the device, of any floating dtypes, each with at least one element.
-        max_norm: Maximum norm, above 0; with infinity, the norm is only measured.
+    reproducible.  With a maximum of infinity, the norm is only measured.
     """
     lists = []
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
@@ -251,15 +242,11 @@ def adam_many(
     asked = again or (lambda: given)
     for own_form in dict.fromkeys(p.form for p in parameters):
         own = [p for p in parameters if p.form == own_form]
-        one = _listed(own)
+        values, grads, m, v, decays, copies = zip(*own, strict=True)
+        columns: list[Sequence[Any]] = [values, grads, m, v, [int(flag) for flag in decays]]
+        if own_form.copy is not None:
+            columns.append(copies)
+        one = tensor_list(columns, _sizes(values))
         real = own_form.value.type
         constants = Renewed(lambda real=real: tuple(map(real, adam_constants(**asked()))))
         adam_kernel(own_form)[one.parts, THREADS](one.table, one.work, clip, constants)
-
-
-def _listed(parameters: Sequence[Moved]) -> TensorList:
-    values, grads, m, v, decays, copies = zip(*parameters, strict=True)
-    columns: list[Sequence[Any]] = [values, grads, m, v, [int(flag) for flag in decays]]
-    if copies[0] is not None:
-        columns.append(copies)
-    return tensor_list(columns, _sizes(values))

@@ -133,12 +133,8 @@ def _flat(matrix: Any) -> Any:
 def losses_of(logits: Any, targets: Any) -> tuple[Any, Any, Any, Any]:
     """Return the negative log-likelihood of each row's target, and the inputs of the backward pass.
 
-    Args:
-        logits: (rows, classes), contiguous, of any floating dtype.
-        targets: (rows,) int64 on the device, from 0 to classes - 1, checked by the caller.
-
-    Returns:
-        losses (rows,) of the dtype of sums; the logits; and the shift and the inverse of each row.
+    Targets, (rows,) int64 on the device, are checked by the caller.  The losses, (rows,), have the dtype of
+    sums.  The backward pass takes the logits, and the shift and the inverse of each row.
     """
     rows, n = logits.shape
     found = [empty_device((rows,), acc_dtype(logits.dtype)) for _ in range(3)]
@@ -154,16 +150,7 @@ def losses_of(logits: Any, targets: Any) -> tuple[Any, Any, Any, Any]:
 def logit_gradient(
     dlosses: Any, targets: Any, logits: Any, shifts: Any, inverses: Any, in_place: bool = False
 ) -> Any:
-    """Return the gradient of the logits.
-
-    Args:
-        dlosses: (rows,), of the dtype of sums.
-        targets: (rows,) integers, the targets of the forward pass.
-        logits: The logits that the forward pass returned.
-        shifts: The shifts that the forward pass returned.
-        inverses: The inverse sums that the forward pass returned.
-        in_place: Overwrite the logits, which are no longer needed.
-    """
+    """Return the gradient of the logits, in their place if they are no longer needed."""
     rows, n = logits.shape
     dlogits = logits if in_place else empty_device((rows, n), logits.dtype)
     if rows * n:

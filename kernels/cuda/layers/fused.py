@@ -42,7 +42,7 @@ from kernels.cuda.runtime.arrays import (
 )
 from kernels.cuda.runtime.recorder import computed
 from kernels.cuda.runtime.repeated import repeats
-from kernels.cuda.runtime.sizes import SIZES
+from kernels.cuda.runtime.sizes import launch_each
 from kernels.runtime.dtypes import acc_dtype
 from kernels.runtime.targets import current_device
 
@@ -64,17 +64,11 @@ def _flat(x: Any) -> Any:
     return reshaped(x, (x.size,))
 
 
-def _launch_elements(kernel: Any, count: int, *args: Any) -> None:
-    """Launch one thread for each of ``count`` items; a grid without blocks cannot be launched."""
-    if count:
-        kernel[ceil_div(count, SIZES.flat_threads), SIZES.flat_threads](*args)
-
-
 def _launch_eights(kernel: Any, *arrays: Any) -> None:
     """Launch one thread for every eight elements of arrays of one shape."""
     in_vectors = all(device_pointer(array) % ALIGNMENT == 0 for array in arrays)
     flat = [as_bits(_flat(array)) for array in arrays]
-    _launch_elements(kernel, ceil_div(arrays[0].size, EIGHT), *flat, int(in_vectors))
+    launch_each(kernel, ceil_div(arrays[0].size, EIGHT), *flat, int(in_vectors))
 
 
 def _launch_rows(kernel: Any, block: RowBlock, rows: Any, *args: Any) -> None:
@@ -84,22 +78,13 @@ def _launch_rows(kernel: Any, block: RowBlock, rows: Any, *args: Any) -> None:
 
 
 def place_ids(ids: Any) -> Any:
-    """Return integers as a flat int64 array on the device.
-
-    Ids on the device stay there.  Ids on the host are copied, read-only ones only once.
-    """
+    """Return integers as a flat int64 array on the device; read-only ones on the host are copied once."""
     if is_device_array(ids):
         return ids
-    return _placed(np.ascontiguousarray(ids, np.int64).reshape(-1))
-
-
-def _placed(array: np.ndarray[Any, Any]) -> Any:
-    if array.flags.writeable:
-        return to_device(array)
-    return device_constant(array.tobytes(), array.shape, array.dtype, current_device())
-
-
-# -- softmax -----------------------------------------------------------------------------------
+    ids = np.ascontiguousarray(ids, np.int64).reshape(-1)
+    if ids.flags.writeable:
+        return to_device(ids)
+    return device_constant(ids.tobytes(), ids.shape, ids.dtype, current_device())
 
 
 def softmax(x: Any) -> Any:
@@ -119,9 +104,6 @@ def softmax_backward(dout: Any, out: Any) -> Any:
     return dx
 
 
-# -- GELU --------------------------------------------------------------------------------------
-
-
 def gelu(x: Any) -> Any:
     """Return GELU in its tanh form, element by element."""
     out = _empty_like(x)
@@ -135,9 +117,6 @@ def gelu_backward(dout: Any, x: Any) -> Any:
     dx = _empty_like(x)
     _launch_eights(elementwise.gelu_backward_kernel(x.dtype), dout, x, dx)
     return dx
-
-
-# -- cross entropy -----------------------------------------------------------------------------
 
 
 def cross_entropy(logits: Any, targets: Any) -> tuple[Any, ...]:
@@ -154,14 +133,11 @@ def cross_entropy_backward(dlosses: Any, targets: Any, *kept: Any, in_place: boo
     return logit_gradient(dlosses, place_ids(targets), *kept, in_place=in_place)
 
 
-# -- embedding ---------------------------------------------------------------------------------
-
-
 def embedding(table: Any, placed: Any, shape: tuple[int, ...]) -> Any:
     """Return rows of a table."""
     out = empty_device((*shape, table.shape[1]), table.dtype)
     kernel = elementwise.embedding_kernel(table.dtype)
-    _launch_elements(kernel, math.prod(out.shape), as_bits(table), placed, as_bits(_rows(out)))
+    launch_each(kernel, math.prod(out.shape), as_bits(table), placed, as_bits(_rows(out)))
     return out
 
 
@@ -175,7 +151,7 @@ def embedding_backward(dout: Any, ids: Any, placed: Any, num_rows: int) -> Any:
     ids = np.asarray(ids).reshape(-1)
     uses = computed(lambda: _uses(ids, num_rows), ids)
     kernel = elementwise.embedding_backward_kernel(dout.dtype)
-    _launch_elements(kernel, math.prod(dtable.shape), as_bits(rows), _placed(uses), as_bits(dtable))
+    launch_each(kernel, math.prod(dtable.shape), as_bits(rows), place_ids(uses), as_bits(dtable))
     return dtable
 
 
@@ -188,38 +164,22 @@ def _uses(ids: np.ndarray[Any, Any], num_rows: int) -> np.ndarray[Any, Any]:
     return uses
 
 
-# -- dropout -----------------------------------------------------------------------------------
-
-
 def dropout(x: Any, seed: int, rate: float, scale: float) -> Any:
-    """Apply dropout with a seed; the same seed applies it to the gradient.
-
-    Args:
-        x: Any shape.
-        seed: Seed of the noise, from 0 to 2⁶³ - 1; element i depends on the seed and on i alone.
-        rate: Probability of 0.
-        scale: Factor of the other elements.
-
-    Returns:
-        An array of x's shape.
-    """
+    """Apply dropout with a seed, see ``layer_norm.Noise``; the same seed applies it to the gradient."""
     out = _empty_like(x)
     flat = [as_bits(_flat(array)) for array in (x, out)]
-    _launch_elements(
+    launch_each(
         elementwise.dropout_kernel(x.dtype), ceil_div(flat[0].shape[0], WORDS),
         *flat, seed, drop_threshold(rate), acc_dtype(x.dtype).type(scale),
     )  # fmt: skip
     return out
 
 
-# -- optimisers --------------------------------------------------------------------------------
-
-
 def sgd_step(value: Any, grad: Any, lr: float) -> Any:
     """Return value - lr * grad."""
     out, flat = _empty_like(value), _flat(value)
     kernel = elementwise.sgd_kernel(value.dtype)
-    _launch_elements(kernel, flat.shape[0], flat, _flat(grad), _flat(out), value.dtype.type(lr))
+    launch_each(kernel, flat.shape[0], flat, _flat(grad), _flat(out), value.dtype.type(lr))
     return out
 
 
@@ -239,7 +199,7 @@ def adam_step(
     """Return the next value of a parameter; update its two moments in place."""
     out, flat = _empty_like(value), _flat(value)
     constants = adam_constants(lr, beta1, beta2, eps, step, weight_decay)
-    _launch_elements(
+    launch_each(
         elementwise.adam_kernel(value.dtype), flat.shape[0],
         flat, _flat(grad), _flat(m), _flat(v), _flat(out),
         tuple(value.dtype.type(number) for number in constants),

@@ -1,4 +1,4 @@
-"""Gather, scatter-add, stable sort, inverse and cumulative sum on CUDA, equal bit for bit on every run.
+"""Gather, scatter-add, put, stable sort, inverse and cumulative sum on CUDA, the same bits on every run.
 
 No kernel adds with atomics: one thread writes each element of a result.  Arrays are contiguous, of float32,
 float64 or int64; gather takes 16 bits, too.  The functions of ``kernels.cpu.layers.indexing``
@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 from numba import int64, void
 
-from kernels.common.geometry import ceil_div
 from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
-from kernels.cuda.runtime.sizes import SIZES
+from kernels.cuda.runtime.sizes import launch_each
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 
 INT64 = np.dtype(np.int64)
@@ -31,15 +30,6 @@ def _cube(dtype: np.dtype[Any]) -> Any:
 
 def _matrix(dtype: np.dtype[Any]) -> Any:
     return scalar_type(dtype)[:, ::1]
-
-
-def _launch(kernel: Kernel, count: int, *args: Any) -> None:
-    """Launch one thread for each of ``count`` items; a grid without blocks cannot be launched."""
-    if count:
-        kernel[ceil_div(count, SIZES.flat_threads), SIZES.flat_threads](*args)
-
-
-# -- gather and scatter-add --------------------------------------------------------------------
 
 
 @cache
@@ -113,7 +103,9 @@ def gather(x: Any, index: Any, missing: int = 0) -> Any:
     """Pick elements along the middle dimension."""
     out = empty_device((x.shape[0], index.shape[1], x.shape[2]), x.dtype)
     bits = as_bits(x)
-    _launch(gather_kernel(x.dtype), out.size, bits, index, as_bits(out), bits.dtype.type(missing))
+    launch_each(
+        gather_kernel(x.dtype), out.size, bits, index, as_bits(out), bits.dtype.type(missing)
+    )
     return out
 
 
@@ -121,11 +113,42 @@ def scatter_add(source: Any, index: Any, n: int) -> Any:
     """Add elements up at the places given by an index."""
     out = empty_device((source.shape[0], n, source.shape[2]), source.dtype)
     if out.size:
-        _launch(scatter_add_kernel(source.dtype), out.size, source, *sort(index), out)
+        launch_each(scatter_add_kernel(source.dtype), out.size, source, *sort(index), out)
     return out
 
 
-# -- sort --------------------------------------------------------------------------------------
+@cache
+def put_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel that writes rows at given places, for one dtype."""
+    matrix = _matrix(form(dtype).stored)
+
+    def put(x, index, out):
+        """Copy rows to the places given by an index.
+
+        Computes: out[index[0, j], i] = x[j, i]
+        Grid: ceil(x.size / threads)
+        Block: any number of threads
+        One thread does: one element of x
+        Global traffic: one read, one write and one index an element
+        Needs: indices below out.shape[0], no two alike
+        """
+        i, inner = cuda.grid(1), x.shape[1]
+        if i < x.shape[0] * inner:
+            row, col = i // inner, i % inner
+            out[index[0, row], col] = x[row, col]
+
+    return Kernel(put, void(matrix, _matrix(INT64), matrix))
+
+
+def put_rows(x: Any, index: Any, out: Any) -> None:
+    """Copy rows to the places given by an index, in place, so that a captured step can repeat it.
+
+    Args:
+        x: (m, inner).
+        index: (1, m) int64 below n, all different, checked by the caller.
+        out: (n, inner).
+    """
+    launch_each(put_kernel(x.dtype), x.size, as_bits(x), index, as_bits(out))
 
 
 @cache
@@ -276,12 +299,12 @@ def sort(x: Any) -> tuple[Any, Any]:
     width = max(2, 1 << (n - 1).bit_length() if n else 0)
     keys, order = empty_device((rows, width), x.dtype), empty_device((rows, width), INT64)
     if x.size:
-        _launch(sort_fill_kernel(x.dtype), keys.size, x, keys, order)
+        launch_each(sort_fill_kernel(x.dtype), keys.size, x, keys, order)
         _sort_filled(keys, order, n)
     if n == width:
         return keys, order
     values, places = empty_device((rows, n), x.dtype), empty_device((rows, n), INT64)
-    _launch(sort_crop_kernel(x.dtype), values.size, keys, order, values, places)
+    launch_each(sort_crop_kernel(x.dtype), values.size, keys, order, values, places)
     return values, places
 
 
@@ -295,13 +318,12 @@ def _sort_filled(keys: Any, order: Any, n: int) -> None:
     while size <= width:
         distance = size // 2
         while distance >= tile:
-            _launch(sort_pass_kernel(keys.dtype), keys.size // 2, keys, order, size, distance, n)
+            launch_each(
+                sort_pass_kernel(keys.dtype), keys.size // 2, keys, order, size, distance, n
+            )
             distance //= 2
         in_tile(keys, order, size, size, n)
         size *= 2
-
-
-# -- inverse -----------------------------------------------------------------------------------
 
 
 @cache
@@ -328,11 +350,8 @@ def invert_kernel() -> Kernel:
 def invert(order: Any) -> Any:
     """Return the inverse of each row, a permutation: (rows, n) int64."""
     out = empty_device(tuple(order.shape), INT64)
-    _launch(invert_kernel(), out.size, order, out)
+    launch_each(invert_kernel(), out.size, order, out)
     return out
-
-
-# -- cumulative sum ----------------------------------------------------------------------------
 
 
 @cache
@@ -366,5 +385,7 @@ def cumsum_kernel(dtype: np.dtype[Any]) -> Kernel:
 def cumsum(x: Any, exclusive: bool, reverse: bool) -> Any:
     """Add up along the middle dimension."""
     out = empty_device(tuple(x.shape), x.dtype)
-    _launch(cumsum_kernel(x.dtype), x.shape[0] * x.shape[2], x, out, int(exclusive), int(reverse))
+    launch_each(
+        cumsum_kernel(x.dtype), x.shape[0] * x.shape[2], x, out, int(exclusive), int(reverse)
+    )
     return out

@@ -63,17 +63,10 @@ def _form(x: Any, gamma: Any, arrays: tuple[Any, ...], adds: bool, drops: bool) 
 
 
 def layer_norm(x: Any, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any, Any]:
-    """Normalise the last dimension to mean 0 and variance 1, then scale and shift it.
+    """Normalise the last dimension, see ``kernels.cpu.layers.fused``; arrays are contiguous.
 
-    Args:
-        x: (…, n), of 16, 32 or 64 bits, contiguous.
-        gamma: (n,), of x's dtype or the dtype of its sums.
-        beta: (n,), of gamma's dtype; None for an RMS norm, which uses a mean of 0 and has no shift.
-        eps: Added to the variance.
-
-    Returns:
-        out (…, n), and the mean and the reciprocal standard deviation of each row, (rows,), of the dtype of
-        sums: float32 for 16 bits.
+    Gamma and beta have x's dtype or the dtype of its sums, which is float32 for 16 bits.  Without beta it
+    is an RMS norm.  The mean and the reciprocal standard deviation of each row have the dtype of sums.
     """
     _, *results = _forward(x, None, gamma, beta, eps, Noise())
     return tuple(results)  # type: ignore[return-value]
@@ -82,19 +75,7 @@ def layer_norm(x: Any, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any, Any
 def residual_layer_norm(
     x: Any, residual: Any, gamma: Any, beta: Any, eps: float, noise: Noise
 ) -> tuple[Any, Any, Any, Any]:
-    """Normalise residual + dropout(x); see :func:`layer_norm`.
-
-    Args:
-        x: (…, n), of 16, 32 or 64 bits, contiguous.
-        residual: (…, n), of the dtype of x, contiguous.
-        gamma: (n,), of x's dtype or the dtype of its sums.
-        beta: (n,), of gamma's dtype; None for an RMS norm.
-        eps: Added to the variance.
-        noise: The dropout of x.
-
-    Returns:
-        The sum (…, n), and the results of :func:`layer_norm` for it.
-    """
+    """Return residual + dropout(x), (…, n), and the results of :func:`layer_norm` for it."""
     return _by_noise(_forward, noise)(x, residual, gamma, beta, eps, noise)
 
 
@@ -137,16 +118,7 @@ class NormGradients(NamedTuple):
 def layer_norm_backward(
     dout: Any, x: Any, gamma: Any, mean: Any, rstd: Any, centred: bool = True
 ) -> tuple[Any, Any, Any]:
-    """Return the gradients of x, gamma and beta.
-
-    Args:
-        dout: Gradient of the result, (…, n), of x's dtype, contiguous.
-        x: (…, n), contiguous.
-        gamma: (n,), the weights of the forward pass.
-        mean: (rows,), of :func:`layer_norm`.
-        rstd: (rows,), of :func:`layer_norm`.
-        centred: False for an RMS norm; the gradient of beta is then meaningless.
-    """
+    """Return the gradients of x, gamma and beta; see ``kernels.cpu.layers.fused``."""
     found = _backward(dout, None, x, gamma, mean, rstd, Noise(), centred)
     return found.dx, found.dgamma, found.dbeta
 
@@ -162,8 +134,8 @@ def residual_layer_norm_backward(
         dhidden: Gradient of the sum itself, of the same shape and dtype.
         hidden: The sum.
         gamma: (n,), the weights of the forward pass.
-        mean: The mean of each row that the forward pass returned.
-        rstd: The reciprocal standard deviation of each row that the forward pass returned.
+        mean: (rows,), of the forward pass, as ``rstd``.
+        rstd: (rows,).
         noise: The dropout of the forward pass.
         centred: False for an RMS norm; ``dbeta`` is then meaningless.
     """

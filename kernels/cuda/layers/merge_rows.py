@@ -136,7 +136,7 @@ def merge_rows(
 ) -> None:
     """Add rows to the sums so far, or merge them as attention to two sets of keys.
 
-    Each number is computed in the dtype in which values are summed, and rounded once.  Arrays have no gaps.
+    Each number is computed in the dtype in which values are summed, and rounded once.
 
     Args:
         out: (…, heads, seq, dim), of which some rows are written.

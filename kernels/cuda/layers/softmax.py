@@ -15,7 +15,7 @@ from numba import void
 from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.device.row_folds import RowBlock, make_row_folds
 from kernels.cuda.device.vector import EXP2
-from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
+from kernels.cuda.runtime.kernel import Kernel, scalar_type
 from kernels.runtime.targets import cuda
 
 
@@ -29,19 +29,29 @@ def matrix_type(dtype: np.dtype[Any]) -> Any:
     return scalar_type(dtype)[:, ::1]
 
 
-def _make_softmax_row(block: RowBlock, dtype: np.dtype[Any]) -> Any:
-    """Return the function by which the threads of a row turn it into probabilities."""
-    exp2, (row_max, row_sum) = EXP2[dtype], make_row_folds(block)
+@cache
+def softmax_kernel(block: RowBlock, dtype: np.dtype[Any]) -> Kernel:
+    """Return the softmax kernel for one shape of block and dtype."""
+    real, slots, rows, threads = scalar_type(dtype), block.slots, block.rows, block.threads
+    exp2, (row_max, row_sum), log2_e = EXP2[dtype], make_row_folds(block), dtype.type(LOG2_E)
     zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
-    log2_e, threads = dtype.type(LOG2_E), block.threads
 
-    @device_function
-    def softmax_row(x, out, row, thread, stop, partial):
-        """Write softmax(x) to out; return m and l, the sum of e^(x - m).
+    def softmax(x, out):
+        """Apply softmax to each row.
 
-        A row of minus infinity becomes a row of zeros, and so does a row beyond the last, for which stop is
-        0.
+        Computes: out = softmax(x); a row of minus infinity becomes a row of zeros
+        Source: FlashAttention, section 2.2
+        Grid: ceil(rows / block.rows)
+        Block: (block.threads, block.rows)
+        One thread does: every block.threads-th element of one row
+        Shared: one element a warp, where a row has several
+        Registers: the row's maximum and sum
+        Global traffic: x read three times, twice of it from the cache; out written once
+        Needs: warp shuffles, for which the simulator has a plain form
         """
+        partial = cuda.shared.array(slots, real)  # (slots,)
+        row, thread = cuda.blockIdx.x * rows + cuda.threadIdx.y, cuda.threadIdx.x
+        stop = x.shape[1] if row < x.shape[0] else 0
         # m = rowmax(S)
         largest = minus_inf
         for i in range(thread, stop, threads):
@@ -58,37 +68,9 @@ def _make_softmax_row(block: RowBlock, dtype: np.dtype[Any]) -> Any:
         inverse = one / total if total != zero else zero  # NaN stays NaN
         for i in range(thread, stop, threads):
             out[row, i] = exp2((x[row, i] - shift) * log2_e) * inverse
-        return shift, total
-
-    return softmax_row
-
-
-@cache
-def softmax_kernel(block: RowBlock, dtype: np.dtype[Any]) -> Kernel:
-    """Return the softmax kernel for one shape of block and dtype."""
-    real, slots, rows = scalar_type(dtype), block.slots, block.rows
-    softmax_row = _make_softmax_row(block, dtype)
-
-    def softmax(x, out):
-        """Apply softmax to each row.
-
-        Computes: out = softmax(x)
-        Source: FlashAttention, section 2.2
-        Grid: ceil(rows / block.rows)
-        Block: (block.threads, block.rows)
-        One thread does: every block.threads-th element of one row
-        Shared: one element a warp, where a row has several
-        Registers: the row's maximum and sum
-        Global traffic: x read three times, twice of it from the cache; out written once
-        Needs: warp shuffles, for which the simulator has a plain form
-        """
-        partial = cuda.shared.array(slots, real)  # (slots,)
-        row = cuda.blockIdx.x * rows + cuda.threadIdx.y
-        stop = x.shape[1] if row < x.shape[0] else 0
-        softmax_row(x, out, row, cuda.threadIdx.x, stop, partial)
 
     matrix = matrix_type(dtype)
-    return Kernel(softmax, void(matrix, matrix), block.threads * rows)
+    return Kernel(softmax, void(matrix, matrix), threads * rows)
 
 
 @cache

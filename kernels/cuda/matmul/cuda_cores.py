@@ -19,7 +19,7 @@ from kernels.cuda.device.one_source import ceil_div
 from kernels.cuda.device.vector import VECTOR, load_shared
 from kernels.cuda.runtime.arrays import device_view, empty_device, reshaped
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
-from kernels.cuda.runtime.sizes import SIZES, ProductTile
+from kernels.cuda.runtime.sizes import SIZES, ProductTile, launch_each
 from kernels.runtime.targets import cuda
 
 #: Maximum number of threads per block, on any device.
@@ -321,7 +321,6 @@ def multiply(
     partial = empty_device((batch * parts * inner,), out.dtype)
     steps = (parts * inner, matrix, cols, 1, *a_steps, *b_steps)
     kernel[(blocks, parts), tile.threads](partial, a, b, steps, (*shape[1:], part), factor, *guard)
-    sum_kernel(out.dtype)[geometry.ceil_div(batch * inner, SIZES.flat_threads), SIZES.flat_threads](
-        reshaped(partial, (batch, parts, inner)),
-        device_view(out, (batch, inner), (inner, 1)),  # contiguous, as was asked above
-    )
+    sums = device_view(out, (batch, inner), (inner, 1))  # contiguous, as was asked above
+    partial = reshaped(partial, (batch, parts, inner))
+    launch_each(sum_kernel(out.dtype), batch * inner, partial, sums)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from kernels.common.geometry import ceil_div
 from kernels.runtime.targets import IS_SIMULATOR
 
 
@@ -206,3 +207,9 @@ SIMULATOR = Sizes(
 )
 
 SIZES = SIMULATOR if IS_SIMULATOR else GPU
+
+
+def launch_each(kernel: Any, count: int, *args: Any) -> None:
+    """Launch one thread for each of ``count`` items; a grid without blocks cannot be launched."""
+    if count:
+        kernel[ceil_div(count, SIZES.flat_threads), SIZES.flat_threads](*args)

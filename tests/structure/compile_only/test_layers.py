@@ -16,7 +16,7 @@ import pytest
 
 from kernels.cuda.device.half import convert_kernel
 from kernels.cuda.device.row_folds import RowBlock, row_block
-from kernels.cuda.layers import elementwise, indexing, merge_rows, put_rows
+from kernels.cuda.layers import elementwise, indexing, merge_rows
 from kernels.cuda.layers import softmax as softmax_kernels
 from kernels.cuda.layers import softmax_ladder as ladder
 from kernels.cuda.layers.adamw import AdamForm, adam_kernel, norm_end_kernel, squares_kernel
@@ -71,7 +71,7 @@ KERNELS: dict[str, Callable[[Any], Kernel]] = {
     "gather": indexing.gather_kernel,
     "scatter-add": indexing.scatter_add_kernel,
     "cumulative sum": indexing.cumsum_kernel,
-    "put": put_rows.put_kernel,
+    "put": indexing.put_kernel,
     "merge by lse, block": lambda dtype: merge_rows.merge_kernel(dtype, dtype, dtype, True),
     "add": lambda dtype: merge_rows.merge_kernel(dtype, dtype, dtype, False),
     "inverse": lambda dtype: indexing.invert_kernel(),

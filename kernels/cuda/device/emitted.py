@@ -65,11 +65,7 @@ def unrolled(count: int, body: Callable[..., None]) -> Any:
     """Return ``(s, bits, given)``, which calls ``body(s, bits, n, given)`` for n from 0 up to ``count``.
 
     The compiler unrolls only short loops, and only then do local arrays stay in registers.  This loop is
-    always unrolled.
-
-    Args:
-        count: Number of calls.
-        body: A plain function; it may call device functions.
+    always unrolled.  ``body`` is a plain function, which may call device functions.
     """
     inner = device_function(body)
 

@@ -60,10 +60,7 @@ class Bits(NamedTuple):
 def make_bits(compile: Callable[[Any], Any], bits_of: Any, float_of: Any) -> Bits:
     """Compile the conversions.
 
-    Args:
-        compile: Compiles a function.
-        bits_of: A function float32 → its bits, uint32.
-        float_of: The inverse function.
+    ``bits_of`` returns the bits of a float32, uint32, and ``float_of`` is its inverse.
     """
 
     @compile

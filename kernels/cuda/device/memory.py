@@ -121,14 +121,7 @@ def fill(array: Any, value: float) -> None:
 def device_constant(
     content: bytes, shape: tuple[int, ...], dtype: np.dtype[Any], device: int
 ) -> Any:
-    """Return a cached read-only array on the current device with these bytes.
-
-    Args:
-        content: The numbers in row-major order.
-        shape: Shape of the array.
-        dtype: Dtype of its elements.
-        device: Number of the current device.
-    """
+    """Return a cached read-only array on the current device with these bytes, in row-major order."""
     return to_device(np.frombuffer(content, dtype).reshape(shape))
 
 

@@ -55,12 +55,8 @@ def sum_parts_kernel(dtype: np.dtype[Any]) -> Kernel:
 def sum_parts(partial: Any, out: Any, out_steps: Ints, shape: Ints, parts: int) -> None:
     """Fill a stack of matrices with the sums of their parts.
 
-    Args:
-        partial: (batch, heads, parts, rows, cols), flat, float32; float64 if the result is.
-        out: The result, flat, on the device.
-        out_steps: Strides in batch, heads, rows and columns, in elements; the last is 1.
-        shape: (batch, heads, rows, cols).
-        parts: Number of parts of each matrix.
+    ``partial`` is (batch, heads, parts, rows, cols), flat, of the dtype of sums, and ``shape`` (batch,
+    heads, rows, cols).  The strides of out are in elements; the last is 1.
     """
     batch, heads, rows, cols = shape
     grid = rows, ceil_div(cols, SIZES.flat_threads), batch * heads

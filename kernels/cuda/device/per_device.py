@@ -92,9 +92,7 @@ def _device_map(device: int, *encoded: Any) -> Any:
 def why_no_device(needed: tuple[int, int]) -> str | None:
     """Return why the device lacks the tensor cores that a kernel needs, or None.
 
-    Args:
-        needed: The least compute capability that suffices; for :data:`HOPPER`, the only generation that
-            does.
+    ``needed`` is the least compute capability; only :data:`HOPPER` itself suffices for it.
     """
     if IS_SIMULATOR:
         return "numba's simulator has no tensor cores"

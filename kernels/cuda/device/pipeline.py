@@ -76,11 +76,7 @@ class Barriers:
     def pipeline(self, tiles: int, size: int, stages: int, emptied_by: int) -> Pipeline:
         """Return a pipeline whose full barriers expect one arrival and the committed bytes.
 
-        Args:
-            tiles: Offset of the first stage's tile.
-            size: Distance in bytes of consecutive tiles.
-            stages: Number of stages.
-            emptied_by: Number of arrivals that make a stage empty.
+        Tiles are ``size`` bytes apart; ``emptied_by`` arrivals make a stage empty.
         """
         return Pipeline(tiles, size, self.row(stages, 1), self.row(stages, emptied_by), stages)
 
@@ -171,11 +167,8 @@ def make_prologue(
     """Return ``enter()``, ``give_registers()`` and ``take_registers()``.
 
     All threads of a block call the first function, which initializes the barriers and returns the address
-    of the block's memory.  The producer warpgroup calls the second, and the consumers call the third.
-
-    Args:
-        layout: Roles of the block's warpgroups.
-        barriers: Barriers of the block; all its pipelines have been made.
+    of the block's memory.  The producer warpgroup calls the second, and the consumers call the third.  All
+    pipelines of ``barriers`` must have been made.
     """
     arrivals, first = barriers.arrivals, barriers._first
     count = len(arrivals)

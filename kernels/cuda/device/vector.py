@@ -66,10 +66,7 @@ def _indices(context: Any, builder: Any, values: Any, kinds: Any) -> list[Any]:
 def vector_load(array: Any, *index: Any, element: Any = None) -> Any:
     """Return the intrinsic that loads a vector.
 
-    Args:
-        array: Numba's type of an array.
-        index: Numba's types of the index of the first element.
-        element: Numba's type of an element of the vector; that of the array when None.
+    ``element`` is numba's type of an element of the vector, that of the array when None.
     """
     element = element or array.dtype
     signature = types.UniTuple(element, VECTOR)(array, *index)

@@ -87,10 +87,7 @@ def embedding_sums_kernel(dtype: np.dtype[Any]) -> Kernel:
 def add_up(dout: Any, placed: Any, dtable: Any) -> None:
     """Fill the gradient of a table; the parts, and so the rounding, depend only on the sizes.
 
-    Args:
-        dout: (count, dim).
-        placed: (count,) int64, on the device.
-        dtable: (rows, dim) with ``fits(rows, count)``, written.
+    ``dout`` is (count, dim), ``placed`` (count,) int64 on the device, and ``dtable`` (rows, dim).
     """
     (count, dim), rows = dout.shape, dtable.shape[0]
     chunk = max(LEAST_LOOKUPS, ceil_div(count, MOST_PARTS))

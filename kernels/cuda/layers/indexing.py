@@ -143,10 +143,8 @@ def put_kernel(dtype: np.dtype[Any]) -> Kernel:
 def put_rows(x: Any, index: Any, out: Any) -> None:
     """Copy rows to the places given by an index, in place, so that a captured step can repeat it.
 
-    Args:
-        x: (m, inner).
-        index: (1, m) int64 below n, all different, checked by the caller.
-        out: (n, inner).
+    ``x`` is (m, inner), ``out`` (n, inner), and ``index`` (1, m) int64 below n, all different, checked by
+    the caller.
     """
     launch_each(put_kernel(x.dtype), x.size, as_bits(x), index, as_bits(out))
 

@@ -129,15 +129,8 @@ def residual_layer_norm_backward(
 ) -> NormGradients:  # fmt: skip
     """Return the gradients of the inputs of :func:`residual_layer_norm`.
 
-    Args:
-        dout: Gradient of the normalised sum, (…, n), of hidden's dtype, contiguous.
-        dhidden: Gradient of the sum itself, of the same shape and dtype.
-        hidden: The sum.
-        gamma: (n,), the weights of the forward pass.
-        mean: (rows,), of the forward pass, as ``rstd``.
-        rstd: (rows,).
-        noise: The dropout of the forward pass.
-        centred: False for an RMS norm; ``dbeta`` is then meaningless.
+    ``dout`` is the gradient of the normalised sum, and ``dhidden`` that of the sum itself, ``hidden``.  For
+    an RMS norm, which is not ``centred``, ``dbeta`` is meaningless.
     """
     return _by_noise(_backward, noise)(dout, dhidden, hidden, gamma, mean, rstd, noise, centred)
 

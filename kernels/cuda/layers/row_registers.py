@@ -45,9 +45,7 @@ class RowTile(NamedTuple):
 def row_tile(length: int, vectors: bool) -> RowTile:
     """Return the tile for rows of one length; sums depend on it alone.
 
-    Args:
-        length: Length of a row.
-        vectors: Whether rows begin at multiples of 16 bytes and are whole pieces.
+    ``vectors`` tells whether rows begin at multiples of 16 bytes and are whole pieces.
     """
     if IS_SIMULATOR:
         block = RowBlock(4, 2)

@@ -44,12 +44,7 @@ class LadderBlock(NamedTuple):
 
 
 def ladder_block(length: int, itemsize: int) -> LadderBlock:
-    """Return the block for rows of one length: the fewest threads that read it in one round.
-
-    Args:
-        length: Length of a row.
-        itemsize: Bytes of an element.
-    """
+    """Return the block for rows of one length: the fewest threads that read it in one round."""
     if IS_SIMULATOR:
         return LadderBlock(4, 2)
     threads, ahead = WARP, AHEAD_BYTES // (VECTOR * itemsize)
@@ -188,11 +183,7 @@ def _make_write(
 def ladder_kernel(step: str, block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> Kernel:
     """Return the kernel of one step for one shape of block and dtype.
 
-    Args:
-        step: One of :data:`kernels.reference.softmax_ladder.READS`.
-        block: Shape of the block.
-        whole: Whether rows are made of whole, aligned vectors.
-        dtype: Dtype of x and out.
+    ``step`` is one of ``READS``; ``whole`` tells whether rows are made of whole, aligned vectors.
     """
     real, count, slots = scalar_type(dtype), block.ahead * VECTOR, RowBlock(block.threads, 1).slots
     read = _make_read(block, whole, dtype)

@@ -93,11 +93,8 @@ class TensorList(NamedTuple):
 def tensor_list(columns: Sequence[Sequence[Any]], sizes: Sequence[int]) -> TensorList:
     """Return the list for contiguous arrays on the device.
 
-    Lists are cached, because a training step allocates the same addresses again.
-
-    Args:
-        columns: For each column of the table, a sequence with one array or whole number per tensor.
-        sizes: Number of elements of each tensor, at least 1.
+    Lists are cached, because a training step allocates the same addresses again.  Each column of the table
+    has one array or whole number per tensor, and sizes are at least 1.
     """
     numbers = [[x if isinstance(x, int) else None for x in column] for column in columns]
     arrays = [x for column in columns for x in column if not isinstance(x, int)]

@@ -151,10 +151,7 @@ def _make_store(tile: ProductTile) -> Callable[..., None]:
 def product_kernel(tile: ProductTile, dtype: np.dtype[Any], is_guarded: bool = False) -> Kernel:
     """Return the batched matrix product for one tile and dtype.
 
-    Args:
-        tile: Tile of a block.
-        dtype: Dtype of operands and result.
-        is_guarded: Whether the kernel does nothing unless a number on the device equals the ticket.
+    A guarded kernel does nothing unless a number on the device equals the ticket.
     """
     real, zero = scalar_type(dtype), dtype.type(0)
     block_rows, block_cols, depth, own_rows, own_cols, _ = tile
@@ -248,15 +245,7 @@ def product_kernel(tile: ProductTile, dtype: np.dtype[Any], is_guarded: bool = F
 
 @lru_cache(maxsize=4096)
 def pick_tile(matrices: int, rows: int, cols: int, depth: int, itemsize: int) -> ProductTile:
-    """Return the largest tile of the table that keeps the device busy, or the smallest one.
-
-    Args:
-        matrices: Matrices of the output.
-        rows: Rows of the output.
-        cols: Columns of the output.
-        depth: Depth of the sum; a long one can be divided among blocks.
-        itemsize: Bytes of an element.
-    """
+    """Return the largest tile of the table that keeps the device busy, or the smallest one."""
     tiles, most_parts = SIZES.product_tiles[itemsize], max(depth // SIZES.product_depth, 1)
     enough = (
         tile

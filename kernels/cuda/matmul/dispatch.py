@@ -67,10 +67,8 @@ class Epilogue(NamedTuple):
 def kind_of(dtype: np.dtype[Any], precision: str, shape: Ints) -> str | None:
     """Return the format in which tensor cores multiply operands, or None for CUDA cores.
 
-    Args:
-        dtype: Dtype of the operands and of the result.
-        precision: The format to which float32 numbers may be rounded; "float32" for none.
-        shape: (batch, heads, rows, cols, depth).
+    ``precision`` is the format to which float32 numbers may be rounded, "float32" for none; ``shape`` is
+    (batch, heads, rows, cols, depth).
 
     Returns:
         "float16", "bfloat16", "tf32", or "split": three bfloat16 per number, which is as accurate as
@@ -102,20 +100,10 @@ def multiply(
 ) -> None:  # fmt: skip
     """Fill out with gelu(a @ b + bias) for each batch and head, on tensor cores.
 
-    Sums are float32; each element of the result is rounded once.
-
-    Args:
-        out: The result, flat, on the device, a 16-bit dtype or float32 like a and b.
-        out_steps: Strides of out in batch, heads, rows and columns, in elements; its columns are
-            contiguous.
-        a: Left operand, flat.
-        a_steps: Strides of a in batch, heads, rows and depth; 0 repeats.
-        b: Right operand, flat.
-        b_steps: Strides of b in batch, heads, depth and columns.
-        shape: (batch, heads, rows, cols, depth), the depth not 0.
-        kind: A result of :func:`kind_of`.
-        how: The fields of an :class:`Epilogue`; with any of them, the number of columns must be a multiple
-            of eight, and the kind must not be "split".
+    Sums are float32; each element of the result is rounded once.  For the arrays, their strides and the
+    shape see ``cuda_cores.multiply``; the columns of out are contiguous, and the depth is not 0.  ``kind``
+    is a result of :func:`kind_of`.  ``how`` are the fields of an :class:`Epilogue`; with any of them, the
+    number of columns must be a multiple of eight, and the kind must not be "split".
     """
     epilogue = Epilogue(*how)
     batch, heads, rows, cols, depth = shape
@@ -203,14 +191,7 @@ def _layout(
 ) -> tuple[ProductLayout | WarpLayout, int]:
     """Return the layout and the number of parts of the depth that keep the device busy.
 
-    Args:
-        matrices: Matrices of the result.
-        rows: Rows of each matrix.
-        cols: Columns of each matrix.
-        steps: Tiles of the depth.
-        is_hopper: Whether warpgroups can multiply.
-        planes: Planes per number, see ``ProductForm``.
-        is_whole: Whether sums must not be divided.
+    ``steps`` are tiles of the depth; sums must not be divided if ``is_whole``.
     """
     layouts = _HOPPER[planes] if is_hopper else _WARPS
     most = 1 if is_whole else min(_MOST_PARTS, steps)

@@ -39,10 +39,7 @@ OWN = 1
 def make_epilogue(row_tiles: int, col_tiles: int, out: str) -> tuple[Any, Any]:
     """Return ``add_bias(acc, bias, first_col, cols)`` and ``activate(acc)``, GELU in its tanh form.
 
-    Args:
-        row_tiles: Tiles of accumulators below each other, 16 rows each.
-        col_tiles: Tiles side by side.
-        out: Dtype of the result, and of the bias.
+    ``row_tiles`` tiles of accumulators are below each other, 16 rows each, and ``col_tiles`` side by side.
     """
     is_half, one = out != "float32", np.float32(1)
     unpack: Any = UNPACK.get(out)

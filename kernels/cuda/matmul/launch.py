@@ -34,12 +34,7 @@ class Output(NamedTuple):
 def _map_of(array: Any, shape: Ints, steps: Ints, box: Ints, dtype: str) -> Any:
     """Return the tensor map of an array.
 
-    Args:
-        array: The array, flat, on the device.
-        shape: (batch, heads, lines, elements of a line).
-        steps: Strides in elements; the last is 1.
-        box: Lines and elements per copy.
-        dtype: Dtype of the map.
+    ``shape`` is (batch, heads, lines, elements of a line), and ``box`` the lines and elements per copy.
     """
     sizes, strides = _as_engine_takes(shape, steps, array.dtype.itemsize)
     return map_of(array, sizes, strides, (1, 1, *box), dtype)
@@ -69,13 +64,8 @@ def _plan(
 ) -> _Plan:
     """Return the plan of a product.
 
-    Args:
-        shape: Shape of the left operand: (batch, heads, rows, depth).
-        cols: Columns of the right operand.
-        depth: Depth of a tile.
-        layout: Layout of the block.
-        steps: Strides of the result.
-        parts: Number of parts of the depth.
+    ``shape`` is that of the left operand, ``cols`` the columns of the right one, and ``depth`` that of a
+    tile.
     """
     batch, heads, rows, whole_depth = shape
     row_tiles, matrices = ceil_div(rows, layout.rows), batch * heads * parts
@@ -99,13 +89,8 @@ def multiply_on_hopper(
 ) -> None:
     """Launch the kernel of ``matmul.wgmma``.
 
-    Args:
-        a: (batch, heads, rows, depth); with planes, depth is that of one plane.
-        b: (batch, heads, cols, depth).
-        target: The destination.
-        form: ProductForm of the kernel.
-        layout: Layout of the block.
-        plane: Distance of consecutive planes, in elements.
+    ``a`` is (batch, heads, rows, depth), with planes the depth of one, and ``b`` (batch, heads, cols,
+    depth).  Consecutive planes are ``plane`` elements apart.
     """
     kind = "float32" if form.dtype == "tf32" else form.dtype
     (batch, heads, rows, _), cols, depth = a.shape, b.shape[2], form.depth

@@ -47,12 +47,8 @@ def make_copy_lines(threads: int, lines: int, width: int) -> Callable[..., None]
     """Return ``copy(thread, address, line_bytes, lines_left, bytes_left, target)``, which copies a tile.
 
     The copy to shared memory is asynchronous.  Lines beyond ``lines_left`` and bytes beyond ``bytes_left``
-    of a line are zeros, and not read.
-
-    Args:
-        threads: Number of threads that copy, a multiple of width / 16.
-        lines: Lines of the tile.
-        width: Bytes of a line, a multiple of 16.
+    of a line are zeros, and not read.  ``width`` is in bytes, a multiple of 16, and the number of threads a
+    multiple of ``width`` / 16.
     """
     chunks = width // CHUNK
     step = threads // chunks
@@ -77,12 +73,7 @@ def make_load(rows: int, width: int, is_left: bool, is_turned: bool) -> Callable
     """Return ``load(fragments, tile, lane, first, step)``: load a warp's share of an operand to registers.
 
     ``fragments`` is (rows / 16, 4), tiles of the left operand, or (columns / 8, 2), tiles of the right one.
-
-    Args:
-        rows: Rows of the left operand, or columns of the right one.
-        width: Bytes of a line of the tile.
-        is_left: Whether it is the left operand.
-        is_turned: Whether lines run across the depth.
+    The right operand has ``rows`` columns.  Lines have ``width`` bytes, and run across the depth if turned.
     """
     place = make_tile_place(device_function, width)
     count, apart = rows // ROWS, 1 if is_left else 2

@@ -53,8 +53,7 @@ class Operand(NamedTuple):
     def lies_well(self, kind: str) -> bool:
         """Tell whether kernels can read it in place: its dtype fits, and pieces of 16 bytes are contiguous.
 
-        Args:
-            kind: "float16", "bfloat16" or "tf32", which cannot be read across the depth.
+        TF32 cannot be read across the depth.
         """
         dtype = self.array.dtype
         return (
@@ -141,9 +140,7 @@ def _make_store(kind: str, source: Any) -> Callable[..., None]:
 def copy_kernel(kind: str, source: np.dtype[Any]) -> Kernel:
     """Return the kernel that copies matrices, and rounds or splits their numbers on the way.
 
-    Args:
-        kind: "float16", "bfloat16", "tf32", or "split": three planes of bfloat16.
-        source: uint16, whose numbers are copied unchanged, or float32.
+    Numbers of uint16 are copied unchanged.  The kind "split" is three planes of bfloat16.
     """
     read = uint16 if source == BITS else float32
     written = float32 if kind == "tf32" else uint16
@@ -210,16 +207,9 @@ def copy(
 ) -> None:  # fmt: skip
     """Launch :func:`copy_kernel`.
 
-    Args:
-        source: Flat, on the device, a 16-bit dtype or float32.
-        steps: Strides in batch, heads, rows and columns.
-        shape: (batch, heads, rows, columns).
-        kind: Format of the result.
-        out: The result, flat.
-        out_steps: Strides of out in batch, heads and rows.
-        filled: Number of rows and columns to write; those beyond the source are zeros.
-        apart: Distance of consecutive planes, in elements.
-        ticket: Value to which :func:`flag` is set if a split number is not finite.
+    It writes the ``filled`` rows and columns, zeros beyond those of ``shape``, and planes ``apart``
+    elements apart.  Steps are strides in elements.  :func:`flag` becomes the ticket if a split number is
+    not finite.
     """
     batch, heads, rows, cols = shape
     blocks = batch * heads * host_ceil_div(filled[0], SIDE) * host_ceil_div(filled[1], SIDE)
@@ -233,9 +223,7 @@ def copy(
 def placed(operand: Operand, kind: str) -> Operand:
     """Return an operand that kernels can read in place: itself, or a copy.
 
-    Args:
-        operand: An operand in float32, or in the dtype that ``kind`` names.
-        kind: "float16", "bfloat16" or "tf32".
+    It is float32, or has the dtype that ``kind`` names.
     """
     if operand.lies_well(kind):
         return operand
@@ -254,10 +242,8 @@ def placed(operand: Operand, kind: str) -> Operand:
 def split(operand: Operand, tile: int, ticket: int) -> tuple[Operand, int]:
     """Return an operand of float32 as three planes of bfloat16, one after the other in the depth.
 
-    Args:
-        operand: A float32 operand.
-        tile: Depth of a tile; each plane is padded with zeros to a multiple of it.
-        ticket: Value to which :func:`flag` is set if a number is not finite.
+    Each plane is padded with zeros to a multiple of ``tile``.  :func:`flag` becomes the ticket if a number
+    is not finite.
 
     Returns:
         The planes, where ``shape`` is that of the first, and the distance of consecutive planes along the

@@ -77,11 +77,7 @@ def make_setmaxnreg(action: str, registers: int) -> Any:
 
     All warps of the warpgroup must call it; acquiring waits until enough registers are free.  Each role of
     the threads must be one branch of a single ``if``, and the kernel must have launch bounds; otherwise the
-    compiler ignores the instruction.
-
-    Args:
-        action: "dec" or "inc".
-        registers: Registers per thread afterwards: 24 to 256, a multiple of eight.
+    compiler ignores the instruction.  ``registers`` is a multiple of eight from 24 to 256.
     """
 
     @instruction(f"setmaxnreg.{action}.sync.aligned.u32 {registers};")

@@ -242,9 +242,7 @@ def instruction(
 def address_of(returns: Any, space: int) -> Callable[[Callable[..., Any]], Any]:
     """Make the decorated function, which takes an array and has no body, return the address of the array.
 
-    Args:
-        returns: Type of the address.
-        space: The compiler's number of the address space; 3 is shared memory.
+    ``space`` is the compiler's number of the address space; 3 is shared memory.
     """
 
     def make(function: Callable[..., Any]) -> Any:

@@ -68,10 +68,7 @@ def make_draw(draws: tuple[Draw, ...]) -> Any:
 
     It returns two words.  For each draw, byte c of the word in ``first`` has the bit of column c of its
     block, and byte c of the word in ``last`` the bit of column 4 + c: 1 if attention keeps it; see
-    ``philox.keep``.
-
-    Args:
-        draws: At least one draw; their bits must not overlap.
+    ``philox.keep``.  There is at least one draw, and their bits must not overlap.
     """
     spec = " ".join(",".join(map(str, (*one[:2], *one.first, *one.last))) for one in draws)
     text = f"""{{ // philox {spec};

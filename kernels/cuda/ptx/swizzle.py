@@ -42,11 +42,8 @@ def make_tile_place(compile_: Callable[[Any], Any], width: int) -> Callable[...,
 
     There are no bank conflicts for any width.  Pieces are permuted in groups, whose size is the largest
     power of two, up to eight, that divides the number of pieces in a row; the distance of the rows avoids
-    the remaining conflicts.  For rows of 32, 64 and 128 bytes it is the hardware's map.
-
-    Args:
-        compile_: Turns a plain function into one that the caller's compiler can call.
-        width: Bytes of a row, a multiple of 16.
+    the remaining conflicts.  For rows of 32, 64 and 128 bytes it is the hardware's map.  ``width`` is the
+    number of bytes of a row, a multiple of 16.
     """
     chunks = width // CHUNK
     group = min(8, chunks & -chunks)

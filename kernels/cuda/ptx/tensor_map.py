@@ -26,17 +26,9 @@ def encode_tensor_map(
 ) -> np.ndarray[Any, Any]:
     """Return the tensor map of an array on the device: 128 bytes, uint8, to be copied there.
 
-    On the device it must lie at a multiple of 64 bytes.  Boxes are swizzled by rows of 128 bytes.
-
-    Args:
-        address: Address of the first element.
-        shape: One to five dimensions, the fastest last, as NumPy's.
-        strides: Strides in bytes.
-        box: Size of a copy along each dimension.
-        dtype: "float16", "bfloat16", "float32" or "uint8", which also stands for float8.
-
-    Raises:
-        RuntimeError: If there is no driver, or the driver reports an error.
+    On the device it must lie at a multiple of 64 bytes.  Boxes are swizzled by rows of 128 bytes.  There
+    are one to five dimensions, the fastest last, with strides in bytes, and ``box`` is the size of a copy
+    along each.  The dtype is "float16", "bfloat16", "float32" or "uint8", which also stands for float8.
 
     Source: CUDA Driver API, cuTensorMapEncodeTiled.
     """

@@ -46,10 +46,8 @@ _CODES = {0: 0, 128: 1, 64: 2, 32: 3}
 def descriptor_layout(swizzle: int, leading: int, stride: int) -> int:
     """Return a descriptor without its start: the part that is known when a kernel is compiled.
 
-    Args:
-        swizzle: Bytes of a line: 32, 64, 128, or 0 for none.
-        leading: Bytes, see above; any value, such as 16, if it is not used.
-        stride: Bytes; both are multiples of 16 below 2**18.
+    ``swizzle`` is the number of bytes of a line: 32, 64, 128, or 0 for none.  The distances in bytes are
+    multiples of 16 below 2**18; an unused one may have any value.
     """
     return _CODES[swizzle] << 62 | (stride >> 4) << 32 | (leading >> 4) << 16
 

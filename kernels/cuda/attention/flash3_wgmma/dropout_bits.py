@@ -42,8 +42,7 @@ def bit_words(cols: int) -> int:
 def offset_of(by_keys: bool) -> Callable[..., Any]:
     """Return ``offset(t, i)``: rows and columns from a lane's first element to its element (t, i).
 
-    Args:
-        by_keys: Whether tiles are transposed, so that their rows are keys.
+    By keys, tiles are transposed: their rows are keys.
     """
 
     @device_function
@@ -115,10 +114,8 @@ class Kept(NamedTuple):
 def _make_kept(draw: Callable[..., None], place: Callable[..., Any]) -> Kept:
     """Return the functions, given the places of the bits.
 
-    Args:
-        draw: The function ``draw`` of :class:`Kept`.
-        place: ``(t, i)``: the number of an element's word, its byte in the word, and the distance of the
-            bit from the highest bit of the byte.
+    ``place(t, i)`` returns the number of an element's word, its byte in the word, and the distance of the
+    bit from the highest bit of the byte.
     """
 
     @device_function
@@ -158,13 +155,8 @@ def make_kept(cols: int) -> Kept:
 
     The bits are those of ``philox.keep``, which draws eight neighbouring columns of a row at a time; these
     belong to four lanes.  Of every four tiles, each of these lanes draws one for all four, in both rows.
-    The bits of a lane's even tiles form one word, and those of its odd tiles another.
-
-    Args:
-        cols: Columns of a tile, a multiple of 16, up to 128.
-
-    Raises:
-        ValueError: If there are more.
+    The bits of a lane's even tiles form one word, and those of its odd tiles another.  ``cols`` is a
+    multiple of 16, up to 128.
     """
     tiles, words = _checked_tiles(cols), bit_words(cols)
     draw = make_draw(
@@ -212,13 +204,8 @@ def make_kept_by_keys(cols: int) -> Kept:
 
     Eight neighbouring keys belong to eight lanes.  Of the four elements (i) of eight tiles, each lane draws
     four for all lanes: one i, in the upper or the lower four tiles.  The lanes then exchange eighths of
-    their words in three steps, like the elements of a matrix that is transposed.
-
-    Args:
-        cols: Query rows, the columns of the tile; a multiple of 8, up to 128.
-
-    Raises:
-        ValueError: If there are more.
+    their words in three steps, like the elements of a matrix that is transposed.  ``cols``, the number of
+    query rows, is a multiple of 8, up to 128.
     """
     tiles, words = _checked_tiles(cols), bit_words(cols)
     draw = make_draw(tuple(Draw(8 * n, 0, (0, n), (0, 4 + n)) for n in range(min(tiles, 4))))

@@ -36,10 +36,7 @@ CACHE_BYTES = 24 << 20
 def tensor_map(array: Any, rows: int, dtype: str) -> tuple[Any, int, int]:
     """Return the tensor map of an array, and whether its heads and its batches differ.
 
-    Args:
-        array: (batch, heads, seq, dim) on the device; a stride of 0 repeats.
-        rows: Rows of a tile.
-        dtype: "float16" or "bfloat16".
+    The array is (batch, heads, seq, dim), where a stride of 0 repeats; a tile has ``rows`` rows.
 
     Returns:
         The tensor map on the device, 1 or 0 for the heads, 1 or 0 for the batches.
@@ -60,9 +57,7 @@ def read_maps(
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Return the tensor maps of operands, and whether their heads and batches differ.
 
-    Args:
-        tiles: Operands, each with the rows of its tiles.
-        dtype: "float16" or "bfloat16".
+    ``tiles`` are the operands, each with the rows of its tiles.
     """
     found = [tensor_map(array, rows, dtype) for array, rows in tiles]
     return tuple(one[0] for one in found), tuple(chain.from_iterable(one[1:] for one in found))
@@ -81,13 +76,8 @@ def work_of(
 ) -> tuple[int, KernelWork]:  # fmt: skip
     """Return the number of blocks of a launch by tiles, and the arguments that all kernels take.
 
-    Args:
-        problem: The checked call.
-        operands: The operands, on the device.
-        layout: Layout of the kernel.
-        differs: Whether heads and batches of its operands differ, see :func:`read_maps`.
-        bytes_a_head: Bytes of a head that it reads repeatedly.
-        by_keys: Whether its work items are tiles of keys.
+    ``differs`` is of :func:`read_maps`, and ``bytes_a_head`` are the bytes of a head that the kernel reads
+    repeatedly.
     """
     seq, block, cols = problem.seq_q, layout.block_q, layout.block_k
     if by_keys:

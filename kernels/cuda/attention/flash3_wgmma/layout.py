@@ -79,10 +79,7 @@ class Widths(NamedTuple):
 def layout_of(widths: Widths, has_options: bool = False) -> ForwardLayout:
     """Return the layout for heads of some widths that fits into registers and shared memory.
 
-    Args:
-        widths: Widths of the kernel.
-        has_options: Whether there are options other than bounds: they take registers, and the blocks of
-            masks often have 128 rows.
+    Options other than bounds take registers, and the blocks of masks often have 128 rows.
     """
     width = max(widths)
     if width <= 64:
@@ -97,13 +94,8 @@ def layout_of(widths: Widths, has_options: bool = False) -> ForwardLayout:
 def shared_tiles(layout: ForwardLayout, widths: Widths, features: Features = PLAIN) -> SharedTiles:
     """Return the byte offsets of a block's tiles in shared memory, from its first aligned address.
 
-    The tile of out takes the place of the tile of q, which is no longer needed then.
-
-    Args:
-        layout: Layout of the block.
-        widths: Widths of the kernel.
-        features: Options of the kernel; with a list of tiles, the numbers of the tiles in flight are stored
-            too.
+    The tile of out takes the place of the tile of q, which is no longer needed then.  With a list of tiles,
+    the numbers of the tiles in flight are stored too.
     """
     q_panels, k_panel = max(widths.head_panels, widths.value_panels), layout.block_k * LINE
     return tiles_of(
@@ -260,10 +252,6 @@ def item_of(item, schedule):
 def schedule_of(tiles: int, heads: int, bytes_a_head: int, cache_bytes: int) -> Schedule:
     """Return the schedule of a call.
 
-    Args:
-        tiles: Query tiles of a head.
-        heads: Batch times heads.
-        bytes_a_head: Bytes of the keys and values of a head.
-        cache_bytes: Bytes of the L2 cache that they may fill.
+    The keys and values of a head have ``bytes_a_head``, and those of a group may fill ``cache_bytes``.
     """
     return Schedule(tiles, heads, max(min(cache_bytes // max(bytes_a_head, 1), heads), 1))

@@ -83,12 +83,8 @@ def make_words_place(
     """Return ``line_place(lane, b, h, row, extras)`` and ``tile_place(col, extras)``.
 
     The number of a lane's first word is their sum.  ``row`` is the first of the warp's 16 rows, ``col`` the
-    tile's first column.
-
-    Args:
-        cols: Columns of a tile, up to 128.
-        by_keys: Whether tiles are transposed: rows are keys, and columns are query rows.
-        has_pairs: Whether the mask is floating, with 16 bits.
+    tile's first column.  By keys, tiles are transposed; with ``has_pairs``, the mask is floating, of 16
+    bits.
     """
     steps, count = _words_of(cols, has_pairs)
     size = steps * count * WARP
@@ -134,10 +130,6 @@ def make_pair_at(kind: str, cols: int) -> Callable[..., Any]:
     """Return ``pair_at(place, extras)``: the element of a 16-bit floating mask.
 
     ``place`` is a record with the lane's ``words`` and the element's number in it, ``t`` and ``i``.
-
-    Args:
-        kind: "float16" or "bfloat16".
-        cols: Columns of a tile.
     """
     unpack: Any = UNPACK[kind]
     first = bit_words(cols)
@@ -154,11 +146,8 @@ def make_pair_at(kind: str, cols: int) -> Callable[..., Any]:
 def make_pattern_word(rows: int, cols: int) -> Callable[..., Any]:
     """Return ``pattern_word(n, pattern, extras)``: a lane's word ``n`` of a partial tile of a block mask.
 
-    ``pattern`` is the number of the tile in ``extras.tile_patterns``, which is not 0.
-
-    Args:
-        rows: Rows of a tile of the block, 16 for each warp of the warpgroups that multiply.
-        cols: Columns of a tile.
+    ``pattern`` is the number of the tile in ``extras.tile_patterns``, which is not 0.  The tile of the
+    block has ``rows`` rows, 16 for each warp that multiplies.
     """
     words = bit_words(cols)
     size = rows // ROWS * WARP * words
@@ -176,8 +165,7 @@ def make_pattern_word(rows: int, cols: int) -> Callable[..., Any]:
 def pack_patterns(shown: Any) -> Any:
     """Return the words of the lanes for patterns of tiles, as :func:`make_pattern_word` reads them.
 
-    Args:
-        shown: (patterns, rows, columns) bool, where rows are those of the warps; multiples of 16 and 8.
+    ``shown`` is (patterns, rows, columns) bool, where rows are those of the warps; multiples of 16 and 8.
 
     Returns:
         (patterns, rows / 16, lanes, words) uint32.
@@ -284,11 +272,8 @@ def pack_pairs_kernel(cols: int, by_keys: bool) -> Kernel:
 def packed_mask(mask: Any, cols: int, by_keys: bool = False) -> Any:
     """Return the words of a mask in the order of :func:`make_words_place`, one vector of uint32.
 
-    Args:
-        mask: (own batches, heads, seq_q, seq_k) on the device, bool, or the uint16 bits of a floating mask;
-            strides of 0 repeat.
-        cols: Columns of a kernel's tiles, up to 128.
-        by_keys: Whether its tiles are transposed.
+    The mask is (own batches, heads, seq_q, seq_k) on the device, bool, or the uint16 bits of a floating
+    mask; strides of 0 repeat.
     """
     has_pairs = mask.dtype == BITS
     heads, groups, tiles = _make_counts(same, PLAIN.ceil_div, cols, by_keys)(mask)

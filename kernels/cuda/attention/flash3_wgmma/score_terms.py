@@ -93,10 +93,7 @@ def element_of(
 ) -> Callable[..., Any]:
     """Return ``element(place, distance, words, t, i)``, which makes an :class:`ElementPlace`.
 
-    Args:
-        features: Options of the kernel.
-        by_keys: Whether rows of the tile are keys.
-        has_columns: Whether all columns of the tile are within the sequence.
+    With ``has_columns``, all columns of the tile are within the sequence.
     """
     has_mods, offset = features.has_mods, offset_of(by_keys)
 
@@ -136,12 +133,6 @@ def score_target(features: Features, cols: int, tanh: Any, derives: bool) -> Sco
     """Return the target whose places are :class:`ElementPlace` records.
 
     Scores are divided by the softcap beforehand.
-
-    Args:
-        features: Options of the kernel.
-        cols: Columns of its tiles.
-        tanh: Hyperbolic tangent of a float32.
-        derives: See :class:`ScoreTarget`.
     """
     has_slopes, kind = features.slopes, features.mask
 

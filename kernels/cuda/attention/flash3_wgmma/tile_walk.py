@@ -76,11 +76,7 @@ def make_row_base(is_packed: bool) -> Callable[..., Any]:
 def make_walk(features: Features, block_q: int, block_k: int = 0, by_keys: bool = False) -> Walk:
     """Return the functions of a kernel.
 
-    Args:
-        features: Options of the kernel.
-        block_q: Rows of a tile of queries.
-        block_k: Rows of a tile of keys; only ``place`` can do without.
-        by_keys: Whether its items are tiles of keys.
+    Only ``place`` can do without ``block_k``.
     """
     block = block_k if by_keys else block_q
     visits = make_visits(features, block, by_keys)

@@ -80,9 +80,7 @@ def make_load_tile(panels: int, panel_bytes: int) -> Any:
 def make_fetch(load: Any, size: int) -> Any:
     """Return ``fetch(stages, at, source, row, item)``: copy a tile into a stage, return the next place.
 
-    Args:
-        load: The function that issues the copy; see :func:`make_load_tile`.
-        size: Bytes of the tile.
+    ``load`` issues the copy of ``size`` bytes, see :func:`make_load_tile`.
     """
 
     @device_function
@@ -133,12 +131,7 @@ def reset_items(next_item):
 def make_multiply(cols: int, dtype: str, depth: int, left_panel: int, right_panel: int) -> Any:
     """Return ``multiply(acc, left, right)``: acc = A Bᵀ, rows along the depth, a group of products.
 
-    Args:
-        cols: Rows of B.
-        dtype: "float16", "bfloat16" or "float8_e4m3".
-        depth: Columns of A and B, a multiple of 32 bytes.
-        left_panel: Bytes of a panel of A.
-        right_panel: Bytes of a panel of B.
+    B has ``cols`` rows, and both have ``depth`` columns, a multiple of 32 bytes.
     """
     begin, add = make_wgmma(cols, dtype, begins=True), make_wgmma(cols, dtype)
     steps = depth // KINDS[dtype][1]
@@ -164,10 +157,7 @@ def make_multiply(cols: int, dtype: str, depth: int, left_panel: int, right_pane
 def make_multiply_dq(cols: int, dtype: str, depth: int) -> Any:
     """Return ``multiply(acc, left, right)``: acc = Aᵀ B, both stored by rows, a group of products.
 
-    Args:
-        cols: Columns of B.
-        dtype: "float16" or "bfloat16".
-        depth: Rows of A and B, a multiple of 16.
+    B has ``cols`` columns, and both have ``depth`` rows, a multiple of 16.
     """
     begin, add = (
         make_wgmma(cols, dtype, a_transposed=True, b_transposed=True, begins=begins)
@@ -191,12 +181,8 @@ def make_multiply_dq(cols: int, dtype: str, depth: int) -> Any:
 def make_accumulate(cols: int, dtype: str, depth: int) -> Any:
     """Return ``accumulate(acc, pairs, right, has_sums)``: acc += A B, A in registers.
 
-    B is stored by rows; bytes are stored by columns, which 8-bit instructions cannot transpose.
-
-    Args:
-        cols: Columns of B.
-        dtype: "float16", "bfloat16" or "float8_e4m3".
-        depth: Rows of B, a multiple of 32 bytes.
+    B is stored by rows; bytes are stored by columns, which 8-bit instructions cannot transpose.  B has
+    ``cols`` columns and ``depth`` rows, a multiple of 32 bytes.
     """
     step_depth, is_half = KINDS[dtype][1], dtype in PACK
     multiply = make_wgmma(cols, dtype, a_in_registers=True, b_transposed=is_half)
@@ -265,12 +251,7 @@ def make_clear_rows(consumers: int, rows: int, panels: int) -> Any:
 
 @cache
 def make_hide(cols: int, by_keys: bool) -> Any:
-    """Return ``hide(numbers, edge)``: zero the elements outside the bounds or the arrays.
-
-    Args:
-        cols: Columns of the tile.
-        by_keys: Whether its rows are keys and its columns are queries.
-    """
+    """Return ``hide(numbers, edge)``: zero the elements outside the bounds or the arrays."""
     tiles, offset = cols // 8, offset_of(by_keys)
 
     @device_function
@@ -305,12 +286,9 @@ def make_hide_pairs(cols: int) -> Any:
 def make_put_tile(panels: int, panel_bytes: int, is_packed: bool) -> Any:
     """Return ``put_tile(target, source, thread, b, h, row, left)``: write a warpgroup's rows to memory.
 
-    Args:
-        panels: Panels of the tile.
-        panel_bytes: Bytes of a panel.
-        is_packed: Whether sequences are packed, so that rows beyond ``left`` belong to the next sequence.
-            The target is then an array (batch, heads, seq, dim), to which all threads copy.  Otherwise it
-            is a tensor map, and a single thread issues a copy, which omits rows beyond the end.
+    Rows beyond ``left`` of packed sequences belong to the next one: the target is an array (batch, heads,
+    seq, dim), to which all threads copy.  Otherwise it is a tensor map, and a single thread issues a copy,
+    which omits rows beyond the end.
     """
 
     @device_function

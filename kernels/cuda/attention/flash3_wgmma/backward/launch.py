@@ -133,12 +133,7 @@ class BackwardCall(NamedTuple):
     ) -> None:  # fmt: skip
         """Launch a kernel by tiles.
 
-        Args:
-            kernel: The kernel, compiled for the call.
-            layout: Layout of the kernel.
-            results: The arrays that it reads and writes in addition to the operands.
-            bytes_a_head: Bytes of a head that it reads repeatedly.
-            by_keys: Whether its work items are tiles of keys.
+        It reads ``bytes_a_head`` bytes of a head repeatedly, and ``results`` beside the operands.
         """
         own, block_q, block_k = self.operands, layout.block_q, layout.block_k
         tiles = (own.q, block_q), (own.k, block_k), (own.v, block_k), (own.dout, block_q)
@@ -154,13 +149,7 @@ def backward_tile(problem: Problem) -> tuple[int, int]:
 
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill dq, dk and dv; allocates delta, and sums of dq if they may be added in any order.
-
-    Args:
-        problem: The checked call, in 16 bits.
-        tile: (block_q, block_k), always that of the rung.
-        operands: The operands, on the device; dq, dk and dv are written.
-    """
+    """Fill dq, dk and dv; allocates delta, and sums of dq if they may be added in any order."""
     problem = within_blocks(problem)
     problem, operands = with_mask_bits(problem, operands)
     q, k, v, dout = readable(operands.q, operands.k, operands.v, operands.dout)

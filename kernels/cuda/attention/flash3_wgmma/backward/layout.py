@@ -27,12 +27,7 @@ class KeyGradients(NamedTuple):
 
 
 def parts_of(widths: Widths, adds_dq: bool) -> tuple[KeyGradients, ...]:
-    """Return the kernels by key tiles of a call, each described by the gradients that it computes.
-
-    Args:
-        widths: Widths of the operands.
-        adds_dq: Whether dQ may be added in any order.
-    """
+    """Return the kernels by key tiles of a call, each described by the gradients that it computes."""
     if max(widths) <= BOTH_WIDTH:
         return (KeyGradients(True, True, adds_dq),)
     # A warpgroup cannot hold both: S is computed twice.
@@ -62,10 +57,7 @@ def makes_elements(features: Features) -> bool:
 def key_layout(widths: Widths, parts: KeyGradients, features: Features = PLAIN) -> KeyLayout:
     """Return the layout of a kernel by key tiles that fits in registers and shared memory.
 
-    Args:
-        widths: Widths of the operands.
-        parts: The gradients that it computes.
-        features: Options; those that act on single elements take registers.
+    Options that act on single elements take registers.
     """
     width = max(widths)
     if width <= 64:
@@ -103,11 +95,6 @@ def key_tiles(layout: KeyLayout, widths: Widths, parts: KeyGradients) -> SharedT
     """Return the byte offsets of the tiles of a kernel by key tiles, from the first aligned address.
 
     At the end, dK takes the place of K, and dV that of V, or of K if V is not needed.
-
-    Args:
-        layout: Layout of the block.
-        widths: Widths of the operands.
-        parts: The gradients that it computes.
     """
     k_panels, v_panels = widths.head_panels, widths.value_panels
     if not parts.dk:
@@ -167,12 +154,7 @@ def tiles_of(form: KernelForm) -> SharedTiles:
 
 
 def query_tiles(layout: QueryLayout, widths: Widths) -> SharedTiles:
-    """Return the byte offsets of the tiles of the kernel by query tiles; dQ replaces q at the end.
-
-    Args:
-        layout: Layout of the block.
-        widths: Widths of the operands.
-    """
+    """Return the byte offsets of the tiles of the kernel by query tiles; dQ replaces q at the end."""
     return SharedTiles(
         q=widths.head_panels * layout.block_q * LINE,
         dout=widths.value_panels * layout.block_q * LINE,

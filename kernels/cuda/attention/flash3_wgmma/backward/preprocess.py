@@ -40,12 +40,7 @@ def preprocess_kernel(
 ) -> Kernel:
     """Return the kernel that computes delta and lays out L and delta for the kernels by tiles.
 
-    Args:
-        lanes: Number of lanes that share a row, see :func:`lanes_a_row`.
-        dtype: "float16" or "bfloat16".
-        vectors: Whether rows of dout and out are aligned for pieces of 16 bytes and are whole pieces.
-        has_dlse: Whether there is a gradient of lse.
-        is_packed: Whether sequences are packed; :func:`make_row_base` says where each begins.
+    ``vectors`` tells whether rows of dout and out are whole, aligned pieces of 16 bytes.
     """
     features = Features(packed=is_packed)
     place, row_base = make_walk(features, PADDING).place, make_row_base(is_packed)

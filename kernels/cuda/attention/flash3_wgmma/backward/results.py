@@ -21,11 +21,8 @@ def make_write_results(form: KernelForm, second_offset: int) -> Callable[..., No
 
     ``first`` and ``second`` are a result, its accumulators and its factor: of dK and dV in a kernel by
     keys, where one that is not computed is not read, and else of dQ alone.  They pass through the tiles of
-    K and V, or of Q, which no one reads any more; ``pairs`` is overwritten.
-
-    Args:
-        form: Form of the kernel.
-        second_offset: Offset of the tile for the second result.
+    K and V, or of Q, which no one reads any more; ``pairs`` is overwritten.  ``second_offset`` is the
+    offset of the tile for the second result.
     """
     by_keys, is_packed = form.by_keys, form.features.packed
     has_first, has_second = (form.parts.dk, form.parts.dv) if by_keys else (True, False)

@@ -30,11 +30,7 @@ def round_dq_kernel(
 ) -> Kernel:
     """Return the kernel that computes dq from the sums of the kernel by key tiles.
 
-    Args:
-        layout: Layout of that kernel.
-        widths: Widths of that kernel.
-        dtype: "float16" or "bfloat16": of dq.
-        is_packed: Whether sequences are packed; ``row_base`` says where each begins.
+    Layout and widths are those of that kernel.
     """
     features = Features(packed=is_packed)
     place_of, row_base = make_walk(features, PADDING).place, make_row_base(is_packed)

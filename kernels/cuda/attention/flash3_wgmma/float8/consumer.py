@@ -85,10 +85,7 @@ def make_consume(
 ) -> Callable[..., None]:
     """Return ``consume(me, memory, results, units, work)``, which the threads of consumer ``me`` call.
 
-    Args:
-        form: Form of the kernel, with the dtype of out.
-        has_blocks: Whether q and k have a unit for each block of rows.
-        pipelines: Pipelines of the block.
+    ``has_blocks`` tells whether q and k have a unit for each block of rows.
     """
     layout, widths, *_ = form
     block_k, key_tiles, value_tiles = layout.block_k, layout.block_k // 8, widths.value // 8

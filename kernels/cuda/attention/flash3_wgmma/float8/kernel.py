@@ -49,11 +49,8 @@ def _load_columns(target, source, barrier, col, item):
 def forward_kernel(layout: ForwardLayout, widths: Widths, dtype: str, has_blocks: bool) -> Kernel:
     """Return the forward kernel for one layout, two widths and one dtype.
 
-    Args:
-        layout: Layout of the block: key tiles of 128, two items.
-        widths: Columns with padding: 64 or 128.
-        dtype: "float16" or "bfloat16": of out.
-        has_blocks: Whether q and k have a unit for each block of 128 rows.
+    Widths are padded to 64 or 128, and ``dtype`` is that of out.  With ``has_blocks``, q and k have a unit
+    for each block of 128 rows.
     """
     form, tiles = KernelForm(layout, widths, dtype), shared_tiles(layout, widths)
     pipelines, barriers = forward_pipelines(layout, tiles)

@@ -35,13 +35,7 @@ def byte_map(array: Any, rows: int) -> Any:
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out, lse and lse_rest.
-
-    Args:
-        problem: The checked call, in 16 bits.
-        tile: Not used: the layout has its own.
-        operands: The operands, on the device; out, lse and lse_rest are written.
-    """
+    """Fill out, lse and lse_rest."""
     how, dtype = FLOAT8[problem.precision], NAMES[problem.dtype]
     layout, widths = layout_for(problem)
     arrays = readable(

@@ -8,11 +8,7 @@ from kernels.cuda.device.warpgroups import LINE
 
 
 def layout_of(widths: Widths) -> ForwardLayout:
-    """Return the layout for heads of some widths.
-
-    Args:
-        widths: Columns with padding: 64 or 128.
-    """
+    """Return the layout for heads that are padded to 64 or 128 columns."""
     if max(widths) <= 64:
         return ForwardLayout(3, 128, 3, 2, True, 2)
     return ForwardLayout(2, 128, 3, 2, True, 2)

@@ -81,12 +81,8 @@ def scaled(x, inverse):
 def rows_kernel(count: int, width: int, dtype: str, has_hadamard: bool, has_blocks: bool) -> Kernel:
     """Return the kernel that measures operands and rounds them by rows.
 
-    Args:
-        count: Number of operands.
-        width: Columns with padding, which are written too.
-        dtype: "float16" or "bfloat16".
-        has_hadamard: Whether to multiply rows by a Hadamard matrix first.
-        has_blocks: Whether each block of rows has a unit; else each head has one.
+    Rows are padded to ``width``, and multiplied by a Hadamard matrix first if ``has_hadamard``.  Each block
+    of rows has a unit if ``has_blocks``, else each head.
     """
     load_row, own = make_load_row(width, dtype, has_hadamard), width // LANES
     (block_max, _), note_max = make_row_folds(RowBlock(THREADS, 1)), make_note_max(THREADS)
@@ -159,9 +155,7 @@ def rows_kernel(count: int, width: int, dtype: str, has_hadamard: bool, has_bloc
 def values_kernel(width: int, dtype: str) -> Kernel:
     """Return the kernel that measures values, rounds them and writes them transposed.
 
-    Args:
-        width: Columns with padding, a multiple of 16.
-        dtype: "float16" or "bfloat16".
+    Rows are padded to ``width``, a multiple of 16.
     """
     load_piece, threads = make_load_piece(dtype), 2 * width
     note_max, head_max = make_note_max(threads), make_head_max(threads)
@@ -230,11 +224,7 @@ def quantise(
 ) -> tuple[Quantised, Quantised, Quantised]:
     """Return q, k and v in float8; entries that a stride of 0 repeats are rounded once.
 
-    Args:
-        arrays: q (batch, heads, seq_q, head_dim), k and v, rows of whole vectors on the device.
-        widths: Columns of q and k, and of v, with padding.
-        dtype: "float16" or "bfloat16".
-        how: The techniques of the conversion.
+    Arrays are q (batch, heads, seq_q, head_dim), k and v, with rows of whole vectors.
     """
     head, value = widths
     signs = device_constant(SIGNS.tobytes(), SIGNS.shape, SIGNS.dtype, current_device())

@@ -73,10 +73,8 @@ def _then(first: Any, second: Any) -> Any:
 def make_turn(width: int) -> Any:
     """Return ``turn(x, signs, lane)``: multiply a row by random signs and an unnormalised Hadamard matrix.
 
-    A lane has the columns 16 (lane + 4 i) + e of the row, at 16 i + e of x.
-
-    Args:
-        width: Columns of the row, a power of two from 64 on.
+    A lane has the columns 16 (lane + 4 i) + e of the row, at 16 i + e of x.  ``width`` is a power of two
+    from 64 on.
     """
     count = width // LANES
     steps = [1 << n for n in range(count.bit_length() - 1)]
@@ -102,13 +100,7 @@ def make_turn(width: int) -> Any:
 
 @cache
 def make_load_row(width: int, dtype: str, has_hadamard: bool) -> Any:
-    """Return ``load_row(x, words, source, b, h, row, lane, signs)``: load a lane's columns of a row.
-
-    Args:
-        width: Columns with padding.
-        dtype: "float16" or "bfloat16".
-        has_hadamard: See :func:`make_turn`.
-    """
+    """Return ``load_row(x, words, source, b, h, row, lane, signs)``: load a lane's columns of a row."""
     load_piece, turn = make_load_piece(dtype), make_turn(width)
     pieces = width // LANES // PIECE
 

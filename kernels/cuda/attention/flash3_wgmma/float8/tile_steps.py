@@ -36,10 +36,6 @@ def make_new_maxima(cols: int, patience: int) -> Callable[..., Any]:
     It returns the new maxima and the earlier sums of a lane's two rows, whether the accumulators must be
     rescaled, and by which factors.  The factor converts scores to base 2.  Unlike in the 16-bit kernel, it
     differs between tiles, and so maxima are those of scores times the factor.
-
-    Args:
-        cols: Columns of the tile.
-        patience: See ``ForwardLayout``; at most :data:`MOST_PATIENCE`.
     """
     lane_maxima, one, least = make_lane_maxima(cols), np.float32(1), np.float32(patience)
     minus_inf = np.float32(-math.inf)

@@ -147,9 +147,6 @@ def make_issue_scores(issue_score_products: Any) -> tuple[Callable[..., None], C
     ``issue_first(s, me, block, q_at, at, is_issued)`` does nothing if they are issued already, and
     ``issue_ahead(s, me, block, q_at, at)`` always commits a group of products, and returns whether the
     group has any.
-
-    Args:
-        issue_score_products: ``(s, q_desc, k_desc)``.
     """
 
     @device_function

@@ -64,13 +64,7 @@ def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out, lse and lse_rest.
-
-    Args:
-        problem: The checked call, in 16 bits.
-        tile: (block_q, block_k), always that of the rung.
-        operands: The operands, on the device; out, lse and lse_rest are written.
-    """
+    """Fill out, lse and lse_rest."""
     problem = within_blocks(problem)
     problem, operands = with_mask_bits(problem, operands)
     q, k, v = readable(

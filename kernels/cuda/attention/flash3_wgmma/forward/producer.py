@@ -164,11 +164,7 @@ def make_produce_tiles(
 ) -> Callable[..., None]:
     """Return ``produce_tiles(memory, k_map, v_map, work)``, with which one thread copies keys and values.
 
-    Args:
-        form: Form of the kernel.
-        pipelines: Pipelines of the block.
-        fetch_k: Copies a tile of k, see ``tiles.make_fetch``.
-        fetch_v: Copies a tile of v.
+    ``fetch_k`` and ``fetch_v`` copy a tile, see ``tiles.make_fetch``.
     """
     _, of_items, of_keys, of_values, list_offset = pipelines
     block_k, is_listed = form.layout.block_k, form.features.block_mask

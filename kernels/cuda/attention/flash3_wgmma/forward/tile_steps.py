@@ -182,11 +182,8 @@ def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
     It replaces scores by probabilities.  Scores times ``scale`` are natural logarithms, and times
     ``factor`` in base 2.  Maxima, what is subtracted in base 2, and sums are those of a lane's two rows; a
     lane sums its own columns.  It returns the new ones and whether a row of the warp is large, then whether
-    earlier sums must be rescaled, and by which factors.
-
-    Args:
-        cols: Columns of the tile.
-        patience: See :class:`ForwardLayout`; the rows of a warp are scaled together.
+    earlier sums must be rescaled, and by which factors.  The rows of a warp are rescaled together; for
+    ``patience`` see ``ForwardLayout``.
     """
     lane_maxima, exponentials = make_lane_maxima(cols), make_exponentials(cols)
     one, is_patient, least = np.float32(1), patience > 0, np.float32(patience)

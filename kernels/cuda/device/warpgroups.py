@@ -5,6 +5,7 @@ from __future__ import annotations
 from numba import int32
 
 from kernels.cuda.device.shared_tiles import SharedTiles, round_up
+from kernels.cuda.ptx.mma import stmatrix_x4
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
@@ -55,3 +56,11 @@ def own_warpgroup():
     Otherwise a product that is issued under a condition would wait for the products before it.
     """
     return int32(cuda.shfl_sync(ALL_LANES, int32(cuda.threadIdx.x // WARPGROUP), 0))
+
+
+@device_function
+def store_pairs(tile, line, column, t, panel_bytes, pairs):
+    """Store a warp's 16 rows of 16 columns to a tile of panels; column is the first of the lane's."""
+    chunk = (2 * t + column) % 8
+    place = tile + t // 4 * panel_bytes + line * LINE + ((chunk ^ (line % 8)) << 4)
+    stmatrix_x4(place, pairs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import int64, types, uint64, void
@@ -35,6 +35,18 @@ def shared_elements(tile: ProductTile) -> int:
     return 2 * tile.depth * (tile.rows + tile.cols + 2 * VECTOR)
 
 
+class Elements(NamedTuple):
+    """The elements of each tile of an operand that a thread copies; they lie along one dimension."""
+
+    along: Any  # Whether they are in different lines, at one depth; else in one line
+    deep: Any  # Depth of the first one in the tile
+    left: Any  # Lines of the operand from its line on
+    apart: Any  # Distance of two neighbours in lines or depth
+    jump: Any  # Their distance in the operand
+    hop: Any  # Their distance in shared memory
+    place: Any  # Place of the first one in a stage of shared memory
+
+
 @cache
 def _make_copy(lines: int, depth: int, threads: int, dtype: np.dtype[Any]) -> tuple[Any, Any, Any]:
     """Return ``share``, ``fetch`` and ``place``, by which a block copies (lines, depth) of an operand.
@@ -46,43 +58,40 @@ def _make_copy(lines: int, depth: int, threads: int, dtype: np.dtype[Any]) -> tu
     """
     # The zero is made here: zeros of float32 and float64 are equal, and a cache would take one for both.
     zero, stride, loads = dtype.type(0), lines + VECTOR, lines * depth // threads
-    line_jump, depth_jump = threads // depth, threads // lines
 
     @device_function
-    def share(thread, along, line_step, depth_step):
-        """Return the first line and depth of a thread, and the distances of its elements.
+    def share(thread, at, line_step, depth_step, left, offset):
+        """Return a thread's :class:`Elements` of tiles from ``at`` on, and the position of the first.
 
-        Neighbouring threads read along the contiguous dimension of the operand, and the elements of a
-        thread are along the other dimension.
-
-        Returns:
-            First line; first depth; from one element to the next: positions in that dimension, in the
-            operand, and in shared memory.
+        Neighbouring threads read along the contiguous dimension of the operand.
         """
+        along = depth_step < line_step
         if along:
-            return thread // depth, thread % depth, line_jump, line_jump * line_step, line_jump
-        return (
-            thread % lines,
-            thread // lines,
-            depth_jump,
-            depth_jump * depth_step,
-            depth_jump * stride,
-        )
+            line, deep, apart = thread // depth, thread % depth, threads // depth
+            jump, hop = apart * line_step, apart
+        else:
+            line, deep, apart = thread % lines, thread // lines, threads // lines
+            jump, hop = apart * depth_step, apart * stride
+        first = offset + deep * stride + line
+        own = Elements(along, deep, left - line, apart, jump, hop, first)
+        return own, at + line * line_step + deep * depth_step
 
     @device_function
-    def fetch(source, position, jump, apart, room, values):
-        """Read the thread's elements into registers, with zeros from ``room`` on."""
+    def fetch(source, at, own, depth_left, values):
+        """Read the thread's elements into registers, with zeros beyond the operand and its depth."""
+        deep = depth_left - own.deep
+        room = (own.left if deep > 0 else 0) if own.along else (deep if own.left > 0 else 0)
         for n in range(loads):
             value = zero
-            if n * apart < room:
-                value = source[uint64(position + n * jump)]
+            if n * own.apart < room:
+                value = source[uint64(at + n * own.jump)]
             values[n] = value
 
     @device_function
-    def place(values, shared, position, jump):
+    def place(values, shared, stage, own):
         """Write the elements to shared memory."""
         for n in range(loads):
-            shared[uint64(position + n * jump)] = values[n]
+            shared[uint64(stage + own.place + n * own.hop)] = values[n]
 
     return share, fetch, place
 
@@ -201,15 +210,10 @@ def product_kernel(tile: ProductTile, dtype: np.dtype[Any], is_guarded: bool = F
         if is_guarded and guard[0] != ticket:
             rows, cols, first, stop = 0, 0, 0, 0
 
-        a_along, b_along = a_steps[3] <= a_steps[2], b_steps[2] < b_steps[3]
-        a_row, a_depth, a_apart, a_jump, a_hop = share_a(thread, a_along, a_steps[2], a_steps[3])
-        b_col, b_depth, b_apart, b_jump, b_hop = share_b(thread, b_along, b_steps[3], b_steps[2])
-        a_rows, b_cols = rows - first_row - a_row, cols - first_col - b_col
-        a_at = batch * a_steps[0] + head * a_steps[1] + (first_row + a_row) * a_steps[2]
-        b_at = batch * b_steps[0] + head * b_steps[1] + (first_col + b_col) * b_steps[3]
-        a_at += (first + a_depth) * a_steps[3]
-        b_at += (first + b_depth) * b_steps[2]
-        a_place, b_place = a_depth * a_stride + a_row, b_offset + b_depth * b_stride + b_col
+        a_at = batch * a_steps[0] + head * a_steps[1] + first_row * a_steps[2] + first * a_steps[3]
+        b_at = batch * b_steps[0] + head * b_steps[1] + first_col * b_steps[3] + first * b_steps[2]
+        own_a, a_at = share_a(thread, a_at, a_steps[2], a_steps[3], rows - first_row, 0)
+        own_b, b_at = share_b(thread, b_at, b_steps[3], b_steps[2], cols - first_col, b_offset)
         for i in range(own_rows):
             for j in range(own_cols):
                 acc[i, j] = zero
@@ -217,18 +221,15 @@ def product_kernel(tile: ProductTile, dtype: np.dtype[Any], is_guarded: bool = F
         stage = 0
         for start in range(first - depth, stop, depth):
             # The next tile is on its way while this one is multiplied; before the first there is none.
-            a_deep, b_deep = stop - start - depth - a_depth, stop - start - depth - b_depth
-            a_room = (a_rows if a_deep > 0 else 0) if a_along else (a_deep if a_rows > 0 else 0)
-            b_room = (b_cols if b_deep > 0 else 0) if b_along else (b_deep if b_cols > 0 else 0)
-            fetch_a(a, a_at, a_jump, a_apart, a_room, next_a)
-            fetch_b(b, b_at, b_jump, b_apart, b_room, next_b)
+            fetch_a(a, a_at, own_a, stop - start - depth, next_a)
+            fetch_b(b, b_at, own_b, stop - start - depth, next_b)
             a_at += depth * a_steps[3]
             b_at += depth * b_steps[2]
             if start >= first:
                 multiply(tx, ty, acc, left, right, shared, stage, stage + b_offset)
                 stage = stage_size - stage
-            place_a(next_a, shared, stage + a_place, a_hop)
-            place_b(next_b, shared, stage + b_place, b_hop)
+            place_a(next_a, shared, stage, own_a)
+            place_b(next_b, shared, stage, own_b)
             cuda.syncthreads()  # the tile is complete before it is read, and the other one was read
 
         start = batch * out_steps[0] + (cuda.blockIdx.y * heads + head) * out_steps[1]

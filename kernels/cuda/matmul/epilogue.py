@@ -14,13 +14,12 @@ import numpy as np
 from numba import int32, int64, uint32
 
 from kernels.common.pointwise import GELU_CONSTANTS
-from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP
+from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP, store_pairs
 from kernels.cuda.matmul.layout import ProductForm, ProductLayout
 from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
 from kernels.cuda.ptx.bulk import cp_async_bulk_commit_group, tensor_store, wait_for_reads
 from kernels.cuda.ptx.copies import global_address, st_global_v2
-from kernels.cuda.ptx.fragments import DEVICE, lane_col, lane_row
-from kernels.cuda.ptx.mma import stmatrix_x4
+from kernels.cuda.ptx.fragments import lane_col, lane_row, square_place
 from kernels.cuda.ptx.numbers import PACK, UNPACK, ex2, rcp
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import device_function
@@ -30,7 +29,6 @@ from kernels.runtime.targets import cuda
 GELU_INNER = GELU_CONSTANTS[5], GELU_CONSTANTS[5] * GELU_CONSTANTS[3]
 #: Columns of a tile of accumulators.
 COLS = 8
-square_place = DEVICE.square_place
 #: Number of the named barrier of the first consumer's threads; those of the others follow.
 OWN = 1
 
@@ -106,10 +104,7 @@ def make_write_tile(layout: ProductLayout, form: ProductForm) -> Any:
                 words[1] = pack(acc[n, 2], acc[n, 3])
                 words[2] = pack(acc[n + 1, 0], acc[n + 1, 1])
                 words[3] = pack(acc[n + 1, 2], acc[n + 1, 3])
-                chunk = (2 * t + c) % 8
-                stmatrix_x4(
-                    tile + (t // 4) * size + line * LINE + ((chunk ^ (line % 8)) << 4), words
-                )
+                store_pairs(tile, line, c, t, size, words)
             fence_proxy_async()  # the copy engine sees them
             bar_sync(OWN + me, WARPGROUP)  # all rows of the warpgroup are there
             if warp == 0 and lane == 0:

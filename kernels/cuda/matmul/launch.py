@@ -50,19 +50,14 @@ def _as_engine_takes(shape: Ints, steps: Ints, size: int) -> tuple[Ints, Ints]:
     return sizes, (*strides, size)
 
 
-class _Plan(NamedTuple):
-    """The arguments of a launch that depend only on shapes."""
-
-    sizes: Ints  # rows, cols, steps of the depth, steps per part, parts, heads
-    order: Order  # Order of the tiles
-    steps: Ints  # Strides of a result of float32; see ``matmul.epilogue``
-
-
 @lru_cache(maxsize=4096)
 def _plan(
     shape: Ints, cols: int, depth: int, layout: ProductLayout | WarpLayout, steps: Ints, parts: int
-) -> _Plan:
-    """Return the plan of a product.
+) -> tuple[Ints, Order, Ints]:
+    """Return the arguments of a launch that depend only on shapes.
+
+    They are rows, columns, steps of the depth, steps per part, parts and heads; the order of the tiles; the
+    strides of a result of float32, see ``matmul.epilogue``.
 
     ``shape`` is that of the left operand, ``cols`` the columns of the right one, and ``depth`` that of a
     tile.
@@ -76,7 +71,7 @@ def _plan(
     batch_step, head_step, row_step, _ = steps
     own = (batch_step, head_step, head_step // parts, row_step)
     are_pairs = all(step % 2 == 0 for step in (*own, cols))
-    return _Plan(sizes, order, (*own, int(are_pairs)))
+    return sizes, order, (*own, int(are_pairs))
 
 
 def multiply_on_hopper(
@@ -94,7 +89,7 @@ def multiply_on_hopper(
     """
     kind = "float32" if form.dtype == "tf32" else form.dtype
     (batch, heads, rows, _), cols, depth = a.shape, b.shape[2], form.depth
-    plan = _plan(a.shape, cols, depth, layout, target.steps, target.parts)
+    sizes, order, out_steps = _plan(a.shape, cols, depth, layout, target.steps, target.parts)
     maps, differs = [], []
     for operand, lines in ((a, layout.rows), (b, layout.cols)):
         if form.planes > 1:
@@ -109,9 +104,9 @@ def multiply_on_hopper(
         out = _map_of(out, shape, target.steps, _OUT_BOX, form.out)
         if form.keeps_input:
             before = _map_of(before, shape, target.steps, _OUT_BOX, form.out)
-    blocks = min(multiprocessors(), plan.order.items)
+    blocks = min(multiprocessors(), order.items)
     wgmma.product_kernel(layout, form)[blocks, layout.threads](
-        *maps, out, before, target.bias, plan.steps, (*plan.sizes, *differs, plane), plan.order
+        *maps, out, before, target.bias, out_steps, (*sizes, *differs, plane), order
     )
 
 
@@ -119,9 +114,10 @@ def multiply_by_warps(
     a: Operand, b: Operand, target: Output, form: ProductForm, layout: WarpLayout
 ) -> None:
     """Launch the kernel of ``matmul.mma``; the arguments are those of :func:`multiply_on_hopper`."""
-    plan = _plan(a.shape, b.shape[2], form.depth, layout, target.steps, target.parts)
+    own = a.shape, b.shape[2], form.depth, layout, target.steps, target.parts
+    sizes, order, out_steps = _plan(*own)
     before = as_bits(target.before_gelu) if form.keeps_input else 0
-    mma.product_kernel(layout, form)[plan.order.items, layout.threads](
+    mma.product_kernel(layout, form)[order.items, layout.threads](
         as_bits(a.array), as_bits(b.array), (as_bits(target.array), before, target.bias),
-        a.stored[1][:3], b.stored[1][:3], plan.steps, (*plan.sizes, a.shape[3]), plan.order,
+        a.stored[1][:3], b.stored[1][:3], out_steps, (*sizes, a.shape[3]), order,
     )  # fmt: skip

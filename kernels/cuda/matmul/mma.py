@@ -27,14 +27,13 @@ from kernels.cuda.ptx.copies import (
     st_global_v4,
     st_shared,
 )
-from kernels.cuda.ptx.fragments import DEVICE, lane_col, lane_row
+from kernels.cuda.ptx.fragments import lane_col, lane_row, square_place, turned_place
 from kernels.cuda.ptx.mma import MMA, ldmatrix_x4, ldmatrix_x4_trans, mma_tf32
 from kernels.cuda.ptx.numbers import PACK
 from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place
 from kernels.cuda.runtime.kernel import Kernel, device_function
 from kernels.runtime.targets import cuda
 
-square_place, turned_place = DEVICE.square_place, DEVICE.turned_place
 #: Rows of a tile of A, lanes of a warp.
 ROWS, WARP = 16, 32
 #: rows, cols, steps of the depth, steps per part, parts, heads; depth.

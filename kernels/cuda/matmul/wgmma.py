@@ -194,20 +194,17 @@ def _make_consume(
                     if k > item.first:
                         release(tiles, before, lane)
                 before, at = at, following(tiles, at)
-            if promotes:
-                for t in range(col_tiles):
-                    for e in range(4):
-                        acc[t, e] = sums[t, e]
-            else:
+            if not promotes:
                 wait_for_all()  # the sums are whole, and the last stage was read
                 release(tiles, before, lane)
+            result = sums if promotes else acc
             if has_bias:
-                add_bias(acc, bias, item.col + 2 * (lane % 4), shape[1])
+                add_bias(result, bias, item.col + 2 * (lane % 4), shape[1])
             if keeps:
-                write(acc, before_gelu, out_steps, own_tile, item, me, shape)
+                write(result, before_gelu, out_steps, own_tile, item, me, shape)
             if has_gelu:
-                activate(acc)
-            write(acc, out, out_steps, own_tile, item, me, shape)
+                activate(result)
+            write(result, out, out_steps, own_tile, item, me, shape)
             number += int32(cuda.gridDim.x)
         if is_half and warp == 0 and lane == 0:
             wait_for_reads()  # of the last result

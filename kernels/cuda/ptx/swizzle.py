@@ -11,30 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kernels.common.geometry import same
-
 #: Bytes of a piece, the maximum that one lane reads or writes at a time.
 CHUNK = 16
 
 
-def make_swizzle(compile_: Callable[[Any], Any], width: int) -> Callable[..., Any]:
-    """Return ``swizzled(offset)``: the hardware's map of byte offsets, which is its own inverse.
+def swizzled(offset: Any, width: int) -> Any:
+    """Return the hardware's place of a byte offset, or of an array of offsets, in rows of ``width`` bytes.
 
-    Bulk copies and ``wgmma`` use it, for tiles that begin at a multiple of 1,024 bytes.
-
-    Args:
-        compile_: Turns a plain function into one that the caller's compiler can call.
-        width: Bytes of a row: 32, 64, 128, or 0 for no swizzle.
+    Bulk copies and ``wgmma`` use this map, which is its own inverse, for tiles that begin at a multiple of
+    1,024 bytes.  A width of 0 is no swizzle.
 
     Source: PTX ISA, "Swizzling modes" of tensor copies.
     """
-    mask = max(width // CHUNK - 1, 0)
-
-    @compile_
-    def swizzled(offset):
-        return offset ^ (((offset >> 7) & mask) << 4)
-
-    return swizzled
+    return offset ^ (((offset >> 7) & max(width // CHUNK - 1, 0)) << 4)
 
 
 def make_tile_place(compile_: Callable[[Any], Any], width: int) -> Callable[..., Any]:
@@ -54,8 +43,3 @@ def make_tile_place(compile_: Callable[[Any], Any], width: int) -> Callable[...,
         return row * width + ((chunk ^ ((row >> shift) & mask)) << 4)
 
     return place
-
-
-def swizzled(offset: Any, width: int) -> Any:
-    """Return the hardware's place of a byte offset, or of an array of offsets, on the host."""
-    return make_swizzle(same, width)(offset)

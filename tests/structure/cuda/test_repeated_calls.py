@@ -41,8 +41,8 @@ OPTIONS: dict[str, Any] = {
     "mask_mod": lambda: {"mask_mod": _two_of_three},
     "block mask": lambda: {"block_mask": _blocks()},
 }
-#: By which kernel the words of a mask are packed.
-PACKED = {"boolean mask": "pack_mask", "floating mask": "pack_pairs"}
+#: Options with a mask whose words are packed.
+PACKED = ("boolean mask", "floating mask")
 
 
 def _expected(option: str, rung: str, deterministic: bool) -> Counter[str]:
@@ -52,7 +52,7 @@ def _expected(option: str, rung: str, deterministic: bool) -> Counter[str]:
         found.update(["flash3_forward", "flash3_preprocess", "flash3_dkdv"])
         found.update(["flash3_dq"] if deterministic else ["flash3_round_dq"])
         if option in PACKED:  # words for the forward kernel and for each that has scores
-            found[PACKED[option]] = 3 if deterministic else 2
+            found["pack_mask"] = 3 if deterministic else 2
     else:
         found.update(["flash2_mma_forward", "half_delta", "flash2_mma_dkdv"])
         found.update(["flash2_mma_dq"] if deterministic else ["flash2_mma_dq_end"])

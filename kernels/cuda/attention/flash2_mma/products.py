@@ -15,14 +15,13 @@ from numba import uint32
 
 from kernels.cuda.attention.flash2_mma.tiles import COLS, DEPTH, HALF, ROWS, MmaKeyLayout, MmaLayout
 from kernels.cuda.attention.register_tiles import set_all
-from kernels.cuda.ptx.fragments import DEVICE
+from kernels.cuda.ptx.fragments import square_place, turned_place
 from kernels.cuda.ptx.mma import MMA, ldmatrix_x4, ldmatrix_x4_trans
 from kernels.cuda.ptx.numbers import PACK
 from kernels.cuda.ptx.swizzle import make_tile_place
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cuda
 
-square_place, turned_place = DEVICE.square_place, DEVICE.turned_place
 #: Maximum number of steps in one loop; a longer product is several loops, each unrolled by itself.
 UNROLLED = 8
 

@@ -27,8 +27,6 @@ from kernels.runtime.targets import cuda
 
 #: Number of tiles of eight columns per word; a lane has four elements of each tile.
 TILES = 8
-#: Number of tiles of eight columns in the widest tile of scores.
-MOST_TILES = 2 * TILES
 SIGN = 0x80000000
 #: Mask of the upper four bits of each byte.
 UPPER = 0xF0F0F0F0
@@ -158,11 +156,11 @@ def make_kept(cols: int) -> Kept:
     The bits of a lane's even tiles form one word, and those of its odd tiles another.  ``cols`` is a
     multiple of 16, up to 128.
     """
-    tiles, words = _checked_tiles(cols), bit_words(cols)
+    words = bit_words(cols)
     draw = make_draw(
         tuple(
             Draw(8 * half, 4 * n, (0, 2 * n + half), (1, 2 * n + half))
-            for n in range(PLAIN.ceil_div(tiles, 4))
+            for n in range(PLAIN.ceil_div(cols, 32))
             for half in range(2)
         )
     )
@@ -207,8 +205,8 @@ def make_kept_by_keys(cols: int) -> Kept:
     their words in three steps, like the elements of a matrix that is transposed.  ``cols``, the number of
     query rows, is a multiple of 8, up to 128.
     """
-    tiles, words = _checked_tiles(cols), bit_words(cols)
-    draw = make_draw(tuple(Draw(8 * n, 0, (0, n), (0, 4 + n)) for n in range(min(tiles, 4))))
+    words = bit_words(cols)
+    draw = make_draw(tuple(Draw(8 * n, 0, (0, n), (0, 4 + n)) for n in range(min(cols // 8, 4))))
 
     @device_function
     def place(t, i):
@@ -235,10 +233,3 @@ def make_kept_by_keys(cols: int) -> Kept:
             bits[n] = exchanged(word, lane)
 
     return _make_kept(draw_kept, place)
-
-
-def _checked_tiles(cols: int) -> int:
-    """Return the tiles of eight columns of a tile of scores."""
-    if cols > 8 * MOST_TILES:
-        raise ValueError(f"dropout supports tiles of up to {8 * MOST_TILES} columns, got {cols}")
-    return PLAIN.ceil_div(cols, 8)

@@ -40,7 +40,7 @@ ALL = 0xFFFFFFFF
 WORDS = types.Array(uint32, 1, "C")
 #: Columns of a floating mask for which a lane has four words of pairs, 16 bytes: two tiles of eight.
 STEP = 16
-QUAD, _QUAD_BYTES = 4, 16
+QUAD = 4
 
 
 def has_words(features: Features) -> bool:
@@ -186,87 +186,77 @@ def pack_patterns_by_keys(shown: Any) -> Any:
     return pack_patterns(shown.swapaxes(1, 2))
 
 
+def _make_read_words(by_keys: bool, has_pairs: bool, cols: int) -> Callable[..., None]:
+    """Return ``read_words(words, mask, b, h, row, col, part)``: a lane's words of a part of a tile.
+
+    ``row`` and ``col`` are the lane's first element in the tile.  Elements beyond the end are not read,
+    unless one tile is shared by all.
+    """
+
+    @device_function
+    def element(mask, b, h, row, col):
+        if by_keys:
+            row, col = col, row
+        return mask[b, h, min(row, mask.shape[2] - 1), min(col, mask.shape[3] - 1)]
+
+    @device_function
+    def read_bits(words, mask, b, h, row, col, part):
+        word = uint32(0)
+        for u in range(TILES):
+            for i in range(4):
+                c = 8 * (part * TILES + u) + i % 2
+                if c < cols:
+                    shown = element(mask, b, h, row + 8 * (i // 2), col + c)
+                    word = with_bit(word, shown, 4 * u + i)
+        words[0] = word
+
+    @device_function
+    def read_pairs(words, mask, b, h, row, col, part):
+        for n in range(QUAD):
+            i_row, i_col = row + 8 * (n % 2), col + part * STEP + 8 * (n // 2)
+            low = uint32(element(mask, b, h, i_row, i_col))
+            high = uint32(element(mask, b, h, i_row, i_col + 1))
+            words[n] = uint32(low | high << uint32(16))
+
+    return read_pairs if has_pairs else read_bits
+
+
 @cache
-def pack_kernel(cols: int, by_keys: bool) -> Kernel:
-    """Return the kernel that packs a mask for tiles of ``cols`` columns."""
-    words = bit_words(cols)
+def pack_kernel(cols: int, by_keys: bool, has_pairs: bool) -> Kernel:
+    """Return the kernel that packs a boolean or a 16-bit floating mask for tiles of ``cols`` columns."""
+    parts = cols // STEP if has_pairs else bit_words(cols)
+    read_words = _make_read_words(by_keys, has_pairs, cols)
 
     def pack_mask(mask, heads, groups, tiles, packed):
         """Fill packed.
 
-        Computes: a word of 32 elements of a lane: bit 4 u + i is that of element (8 n + u, i)
-        Grid: (ceil(groups * tiles * words * 32 / threads), batches * heads)
+        Computes: of a boolean mask words of 32 elements of a lane: bit 4 u + i is that of element
+            (8 n + u, i); of a floating one four words: of two tiles of eight columns the pairs of the
+            lane's upper and lower row
+        Grid: (ceil(groups * tiles * parts * 32 / threads), batches * heads)
         Block: (threads,)
-        One thread does: one word
-        Registers: one word
-        Global traffic: reads the mask once; writes packed once
-        """
-        thread = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
-        lane, place = thread % WARP, thread // WARP
-        n, tile, group = place % words, place // words % tiles, place // words // tiles
-        b, h = batch_and_head(cuda.blockIdx.y, heads)
-        row, col = group * ROWS + lane // 4, tile * cols + 2 * (lane % 4)
-        seq_q, seq_k = mask.shape[2], mask.shape[3]
-        if group < groups:
-            word = uint32(0)
-            for u in range(TILES):
-                for i in range(4):
-                    c = 8 * (n * TILES + u) + i % 2
-                    i_row, i_col = row + 8 * (i // 2), col + c
-                    if by_keys:
-                        i_row, i_col = i_col, i_row
-                    # Words beyond the end are not read, unless one tile is shared by all.
-                    i_row, i_col = min(i_row, seq_q - 1), min(i_col, seq_k - 1)
-                    if c < cols:
-                        word = with_bit(word, mask[b, h, i_row, i_col], 4 * u + i)
-            line = cuda.blockIdx.y * groups + group
-            packed[((line * tiles + tile) * WARP + lane) * words + n] = word
-
-    mask = array_type(np.dtype(bool), 4)
-    return Kernel(pack_mask, void(mask, int64, int64, int64, WORDS), THREADS)
-
-
-@cache
-def pack_pairs_kernel(cols: int, by_keys: bool) -> Kernel:
-    """Return the kernel that packs a 16-bit floating mask for tiles of ``cols`` columns."""
-    steps = cols // STEP
-
-    def pack_pairs(mask, heads, groups, tiles, packed):
-        """Fill packed.
-
-        Computes: four words of a lane: of two tiles of eight columns the pairs of its upper and
-            lower row
-        Grid: (ceil(groups * tiles * steps * 32 / threads), batches * heads)
-        Block: (threads,)
-        One thread does: four words
-        Registers: four words
+        One thread does: one word, or four
+        Registers: these words
         Global traffic: reads the mask once; writes packed once
         """
         thread = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
-        lane, place = uint32(thread % WARP), uint32(thread // WARP)
-        step, place = uint32(place % steps), uint32(place // steps)
-        tile, group = int64(place % uint32(tiles)), int64(place // uint32(tiles))
+        lane, number = uint32(thread % WARP), uint32(thread // WARP)
+        part, number = uint32(number % parts), uint32(number // parts)
+        tile, group = int64(number % uint32(tiles)), int64(number // uint32(tiles))
         b, h = batch_and_head(cuda.blockIdx.y, heads)
-        row = group * ROWS + int64(lane // 4)
-        col = tile * cols + int64(step * STEP + 2 * (lane % 4))
-        last_row, last_col = mask.shape[2] - 1, mask.shape[3] - 1
         if group < groups:
             words = cuda.local.array(QUAD, uint32)  # (QUAD,)
-            for n in range(QUAD):
-                word = uint32(0)
-                for e in range(2):
-                    i_row, i_col = row + 8 * (n % 2), col + 8 * (n // 2) + e
-                    if by_keys:
-                        i_row, i_col = i_col, i_row
-                    number = mask[b, h, min(i_row, last_row), min(i_col, last_col)]
-                    word = uint32(word | uint32(number) << uint32(16 * e))
-                words[n] = word
-            line = (cuda.blockIdx.y * groups + group) * tiles + tile
-            at = ((line * steps + int64(step)) * WARP + int64(lane)) * _QUAD_BYTES
-            st_global_v4(global_address(packed) + at, words)
+            row, col = group * ROWS + int64(lane // 4), tile * cols + int64(2 * (lane % 4))
+            read_words(words, mask, b, h, row, col, int64(part))
+            place = (cuda.blockIdx.y * groups + group) * tiles + tile
+            if has_pairs:
+                place = (place * parts + int64(part)) * WARP + int64(lane)
+                st_global_v4(global_address(packed) + place * (WORD * QUAD), words)
+            else:
+                packed[(place * WARP + int64(lane)) * parts + int64(part)] = words[0]
 
-    mask = array_type(BITS, 4)
-    return Kernel(pack_pairs, void(mask, int64, int64, int64, WORDS), THREADS)
+    mask = array_type(BITS if has_pairs else np.dtype(bool), 4)
+    return Kernel(pack_mask, void(mask, int64, int64, int64, WORDS), THREADS)
 
 
 def packed_mask(mask: Any, cols: int, by_keys: bool = False) -> Any:
@@ -281,7 +271,8 @@ def packed_mask(mask: Any, cols: int, by_keys: bool = False) -> Any:
     words, lines = groups * tiles * steps * count * WARP, mask.shape[0] * heads
     packed = empty_device((lines * words,), np.dtype(np.uint32))
     threads = words // QUAD if has_pairs else words
-    kernel = (pack_pairs_kernel if has_pairs else pack_kernel)(cols, by_keys)
-    launch = kernel[(PLAIN.ceil_div(threads, THREADS), lines), THREADS]
+    launch = pack_kernel(cols, by_keys, has_pairs)[
+        (PLAIN.ceil_div(threads, THREADS), lines), THREADS
+    ]
     launch(mask, heads, groups, tiles, packed)
     return packed

@@ -62,14 +62,12 @@ def make_row_base(is_packed: bool) -> Callable[..., Any]:
     """
 
     @device_function
-    def packed_base(flat, y, first_q, extras):
+    def row_base(flat, y, first_q, extras):
+        if not is_packed:
+            return int32(0)
         return int32((first_q // PADDING + (flat - y) // extras.heads) * PADDING)
 
-    @device_function
-    def no_base(flat, y, first_q, extras):
-        return int32(0)
-
-    return packed_base if is_packed else no_base
+    return row_base
 
 
 @cache
@@ -136,7 +134,7 @@ def _make_entries(features: Features, visits: Visits) -> Callable[..., Any]:
 
     The tiles from ``first`` up to ``stop`` are within the bounds.
     """
-    listed, tile_of = visits.entries, _make_tile_of(visits)
+    listed, tile_of, is_listed = visits.entries, _make_tile_of(visits), features.block_mask
 
     @device_function
     def first_from(begin, end, tile, extras):
@@ -150,11 +148,9 @@ def _make_entries(features: Features, visits: Visits) -> Callable[..., Any]:
         return begin
 
     @device_function
-    def all_entries(flat, start, size, first, stop, extras):
-        return first, stop
-
-    @device_function
-    def listed_entries(flat, start, size, first, stop, extras):
+    def entries(flat, start, size, first, stop, extras):
+        if not is_listed:
+            return first, stop
         begin, end = listed(flat, start, size, first, stop, extras)
         begin, end = int32(begin), int32(end)
         if first > 0:
@@ -163,4 +159,4 @@ def _make_entries(features: Features, visits: Visits) -> Callable[..., Any]:
             end = first_from(begin, end, stop, extras)
         return begin, end
 
-    return listed_entries if features.block_mask else all_entries
+    return entries

@@ -13,7 +13,7 @@ from kernels.cuda.attention.flash3_wgmma.layout import CLEAR_BARRIER
 from kernels.cuda.attention.options.tile_scores import is_inside
 from kernels.cuda.device.half import EIGHT
 from kernels.cuda.device.pipeline import acquire, commit, following, tile_at
-from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP
+from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP, store_pairs
 from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
 from kernels.cuda.ptx.bulk import cp_async_bulk_load, tensor_load, tensor_store
 from kernels.cuda.ptx.copies import (
@@ -23,7 +23,6 @@ from kernels.cuda.ptx.copies import (
     st_global_v4,
     st_shared_v4,
 )
-from kernels.cuda.ptx.mma import stmatrix_x4
 from kernels.cuda.ptx.numbers import PACK, mul_rn, sub_rn
 from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.ptx.wgmma import KINDS, ROWS, descriptor_layout, make_wgmma
@@ -318,14 +317,6 @@ def broadcast_number(place, lane):
     if lane == 0:
         number = ld_shared(place)
     return cuda.shfl_sync(ALL_LANES, number, 0)
-
-
-@device_function
-def store_pairs(tile, line, column, t, panel_bytes, pairs):
-    """Store a warp's 16 rows of 16 columns to a tile of panels; column is the first of the lane's."""
-    chunk = (2 * t + column) % 8
-    place = tile + t // 4 * panel_bytes + line * LINE + ((chunk ^ (line % 8)) << 4)
-    stmatrix_x4(place, pairs)
 
 
 @cache

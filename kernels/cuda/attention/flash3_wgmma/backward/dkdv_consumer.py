@@ -14,7 +14,7 @@ from numba import float32, int32, int64, uint32
 from kernels.cuda.attention.flash3_wgmma.backward.elementwise import make_passes
 from kernels.cuda.attention.flash3_wgmma.backward.layout import dq_bytes, dq_share, tiles_of
 from kernels.cuda.attention.flash3_wgmma.backward.producer import BackwardPipelines
-from kernels.cuda.attention.flash3_wgmma.backward.results import make_write_results, square_place
+from kernels.cuda.attention.flash3_wgmma.backward.results import make_write_results
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
 from kernels.cuda.attention.flash3_wgmma.layout import (
     CONSUMERS_BARRIER,
@@ -31,7 +31,6 @@ from kernels.cuda.attention.flash3_wgmma.tiles import (
     make_multiply_dq,
     make_pack,
     own_thread,
-    store_pairs,
 )
 from kernels.cuda.device.one_source import is_full_tile
 from kernels.cuda.device.pipeline import (
@@ -43,7 +42,7 @@ from kernels.cuda.device.pipeline import (
     tile_at,
     wait,
 )
-from kernels.cuda.device.warpgroups import LINE, WARPGROUP
+from kernels.cuda.device.warpgroups import LINE, WARPGROUP, store_pairs
 from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
 from kernels.cuda.ptx.bulk import (
     cp_async_bulk_commit_group,
@@ -52,6 +51,7 @@ from kernels.cuda.ptx.bulk import (
     wait_for_writes,
 )
 from kernels.cuda.ptx.copies import global_address, ld_shared, st_shared_v4_f32
+from kernels.cuda.ptx.fragments import square_place
 from kernels.cuda.ptx.wgmma import (
     ROWS,
     descriptor,

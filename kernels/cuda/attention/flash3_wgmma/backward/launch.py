@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kernels.common.geometry import ceil_div
-from kernels.cuda.attention.delta import no_sums
+from kernels.cuda.attention.delta import THREADS, no_sums
 from kernels.cuda.attention.flash3_wgmma.backward.dkdv import dkdv_kernel
 from kernels.cuda.attention.flash3_wgmma.backward.dq import dq_kernel
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
@@ -19,12 +19,12 @@ from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     parts_of,
     query_layout,
 )
-from kernels.cuda.attention.flash3_wgmma.backward.preprocess import (
+from kernels.cuda.attention.flash3_wgmma.backward.row_passes import (
     blocks_a_tile,
     lanes_a_row,
     preprocess_kernel,
+    round_dq_kernel,
 )
-from kernels.cuda.attention.flash3_wgmma.backward.round_dq import THREADS, round_dq_kernel
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import delta_factor, slope_factor
 from kernels.cuda.attention.flash3_wgmma.launch_common import (
     read_maps,

@@ -9,11 +9,9 @@ from kernels.cuda.attention.flash3_wgmma.tiles import make_put_tile, make_write_
 from kernels.cuda.device.warpgroups import LINE, WARPGROUP
 from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
 from kernels.cuda.ptx.bulk import cp_async_bulk_commit_group, wait_for_reads
-from kernels.cuda.ptx.fragments import DEVICE
+from kernels.cuda.ptx.fragments import square_place
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import device_function
-
-square_place = DEVICE.square_place
 
 
 def make_write_results(form: KernelForm, second_offset: int) -> Callable[..., None]:

@@ -12,7 +12,6 @@ from functools import cache
 from numba import int32, types, void
 
 from kernels.cuda.attention.flash3_wgmma.float8.consumer import Float8Units, make_consume
-from kernels.cuda.attention.flash3_wgmma.float8.layout import shared_tiles
 from kernels.cuda.attention.flash3_wgmma.forward.consumer import RowResults
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import SCHEDULER_THREAD
 from kernels.cuda.attention.flash3_wgmma.forward.producer import (
@@ -26,16 +25,34 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
     KernelForm,
     Widths,
     forward_pipelines,
+    tiles_of,
     work_type,
 )
 from kernels.cuda.attention.flash3_wgmma.tiles import make_fetch, make_fetch_tile
 from kernels.cuda.device.pipeline import make_prologue, opaque
+from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.warpgroups import LINE, block_bytes, own_warpgroup
 from kernels.cuda.ptx.bulk import tensor_load
 from kernels.cuda.runtime.kernel import Kernel, array_type, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
 from kernels.scores.program import PLAIN
+
+
+def layout_of(widths: Widths) -> ForwardLayout:
+    """Return the layout for heads that are padded to 64 or 128 columns."""
+    if max(widths) <= 64:
+        return ForwardLayout(3, 128, 3, 2, True, 2)
+    return ForwardLayout(2, 128, 3, 2, True, 2)
+
+
+def shared_tiles(layout: ForwardLayout, widths: Widths) -> SharedTiles:
+    """Return the byte offsets of a block's tiles in shared memory, from its first aligned address.
+
+    A line has 128 columns of q and k, or 128 keys of v.  Out, of 16 bits, takes the place of q.
+    """
+    q_bytes, k_bytes = (n * LINE for n in (widths.value_panels * layout.block_q, layout.block_k))
+    return tiles_of(layout, q_bytes, k_bytes, widths.value * LINE)
 
 
 @device_function

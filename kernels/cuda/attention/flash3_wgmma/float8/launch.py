@@ -7,8 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from kernels.cuda.attention.flash3_wgmma.float8.consumer import Float8Units
-from kernels.cuda.attention.flash3_wgmma.float8.kernel import forward_kernel
-from kernels.cuda.attention.flash3_wgmma.float8.layout import layout_of
+from kernels.cuda.attention.flash3_wgmma.float8.kernel import forward_kernel, layout_of
 from kernels.cuda.attention.flash3_wgmma.float8.quantise import quantise
 from kernels.cuda.attention.flash3_wgmma.launch_common import readable, tensor_map, work_of
 from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout, Widths

@@ -26,7 +26,6 @@ from kernels.cuda.attention.flash3_wgmma.forward.score_options import make_apply
 from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import (
     make_drop,
     make_fetch,
-    make_issue_score_products,
     make_softmax_step,
     rescale_rows,
 )
@@ -42,6 +41,7 @@ from kernels.cuda.attention.flash3_wgmma.tiles import (
     ALONG,
     make_accumulate,
     make_clear_rows,
+    make_multiply,
     make_pack,
     make_put_tile,
     make_write_tile,
@@ -62,7 +62,7 @@ from kernels.cuda.device.warpgroups import LINE, WARPGROUP
 from kernels.cuda.ptx.barriers import bar_arrive, bar_sync, fence_proxy_async
 from kernels.cuda.ptx.bulk import cp_async_bulk_commit_group, wait_for_reads
 from kernels.cuda.ptx.copies import ld_shared
-from kernels.cuda.ptx.fragments import DEVICE
+from kernels.cuda.ptx.fragments import square_place
 from kernels.cuda.ptx.numbers import mul_rn
 from kernels.cuda.ptx.wgmma import (
     ROWS,
@@ -76,7 +76,6 @@ from kernels.cuda.runtime.kernel import ALL_LANES, WORD, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
 
-square_place = DEVICE.square_place
 LOG2_OF_E, ZERO = np.float32(LOG2_E), np.float32(0)
 
 
@@ -274,7 +273,7 @@ def make_consume(form: KernelForm, pipelines: ForwardPipelines) -> Callable[...,
     key_tiles, value_tiles, depth_steps = block_k // 8, widths.value // 8, block_k // 16
     # The next item's first scores are issued before this one's output is written.
     issues_ahead, is_packed = layout.items > 1, features.packed
-    issue_score_products = make_issue_score_products(block_k, dtype, widths.head, q_panel, k_panel)
+    issue_score_products = make_multiply(block_k, dtype, widths.head, q_panel, k_panel)
     issue_first, issue_ahead = make_issue_scores(issue_score_products)
     softmax_step, pack = make_softmax_step(block_k, layout.patience), make_pack(dtype, block_k)
     accumulate = make_accumulate(widths.value, dtype, block_k)

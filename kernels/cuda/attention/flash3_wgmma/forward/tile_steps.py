@@ -1,4 +1,4 @@
-"""Steps of Hopper's forward kernel on a tile: S = Q Kᵀ, mask bits, softmax, dropout."""
+"""Steps of Hopper's forward kernel on a tile: mask bits, softmax, dropout."""
 
 from __future__ import annotations
 
@@ -20,38 +20,11 @@ from kernels.cuda.attention.flash3_wgmma.packed_mask import (
 from kernels.cuda.attention.flash3_wgmma.tiles import lowered
 from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.ptx.numbers import UNPACK, ex2, mul_rn, rcp, sub_rn
-from kernels.cuda.ptx.wgmma import make_wgmma
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
 from kernels.scores.program import Features
 
 MOST, LOG2_OF_E, ZERO = np.float32(LARGE), np.float32(LOG2_E), np.float32(0)
-
-
-@cache
-def make_issue_score_products(
-    cols: int, dtype: str, depth: int, q_panel: int, k_panel: int
-) -> Callable[..., None]:
-    """Return ``issue_score_products(s, q_desc, k_desc)``: S = Q_i K_jᵀ, a group of products.
-
-    Args:
-        cols: Keys of a tile.
-        dtype: "float16" or "bfloat16".
-        depth: Columns of q and k, a multiple of 16.
-        q_panel: Bytes of a panel of q.
-        k_panel: Bytes of a panel of k.
-    """
-    multiply, steps = make_wgmma(cols, dtype), depth // 16
-
-    @device_function
-    def issue_score_products(s, q_desc, k_desc):
-        for t in range(steps):
-            # A step of 16 is 32 bytes, or a panel.
-            panel, step = t // 4, 2 * (t % 4)
-            q_step, k_step = panel * (q_panel >> 4) + step, panel * (k_panel >> 4) + step
-            multiply(s, q_desc + q_step, k_desc + k_step, t > 0)
-
-    return issue_score_products
 
 
 @cache
@@ -70,8 +43,7 @@ def make_fetch(
     pattern_word, has_mask = make_pattern_word(rows, cols), has_words(features)
     has_bits, has_pairs = features.mask == "bool", features.mask in UNPACK
     line_place, tile_place = make_words_place(cols, has_pairs=has_pairs)
-    # Without dropout nothing calls it.
-    draw_kept: Any = make_kept(cols).draw if has_kept else None
+    draw_kept = make_kept(cols).draw
 
     @device_function
     def first_place(place, extras):
@@ -241,19 +213,13 @@ def rescale_rows(acc, factor_0, factor_1):
 @cache
 def make_drop(features: Features, cols: int) -> Callable[..., None]:
     """Return ``drop(p, kept)``: zero the packed probabilities that dropout drops."""
-
-    @device_function
-    def all_kept(p, kept):
-        pass
-
-    if not features.dropout:
-        return all_kept
-    steps, pair = cols // 16, make_kept(cols).pair
+    steps, pair, drops = cols // 16, make_kept(cols).pair, features.dropout
 
     @device_function
     def drop(p, kept):
-        for t in range(steps):
-            for e in range(4):
-                p[t, e] = pair(p[t, e], kept, 2 * t + e // 2, e % 2)
+        if drops:
+            for t in range(steps):
+                for e in range(4):
+                    p[t, e] = pair(p[t, e], kept, 2 * t + e // 2, e % 2)
 
     return drop

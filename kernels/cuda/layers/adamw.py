@@ -224,16 +224,9 @@ def adam_many(
 ) -> None:
     """Take a step of AdamW for all parameters, with one launch for each combination of dtypes.
 
-    Args:
-        parameters: The parameters, each with at least one element.
-        clip: The result of :func:`clip_of`; None scales by 1.
-        lr: Learning rate.
-        beta1: Decay of m.
-        beta2: Decay of v.
-        eps: Added to the root of v.
-        step: Number of the step, from 1.
-        weight_decay: Weight decay of the parameters that decay.
-        again: Returns the six numbers of a later step by name, for a graph that contains this step.
+    Each parameter has an element or more.  ``clip`` is a result of :func:`clip_of`; None scales by 1.  For
+    the six numbers see ``pointwise.adam_constants``; ``again`` returns those of a later step by name, for a
+    graph that contains this step.
     """
     clip = no_clip() if clip is None else clip
     given = {

@@ -14,6 +14,7 @@ import numpy as np
 from numba import int64, void
 
 from kernels.cuda.device.half import as_bits, form
+from kernels.cuda.layers.softmax import matrix_type
 from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.cuda.runtime.sizes import launch_each
@@ -26,10 +27,6 @@ SORT_TILE = 4 if IS_SIMULATOR else 1024
 
 def _cube(dtype: np.dtype[Any]) -> Any:
     return scalar_type(dtype)[:, :, ::1]
-
-
-def _matrix(dtype: np.dtype[Any]) -> Any:
-    return scalar_type(dtype)[:, ::1]
 
 
 @cache
@@ -56,7 +53,7 @@ def gather_kernel(dtype: np.dtype[Any]) -> Kernel:
             found = index[index_row, pick]
             out[row, pick, col] = x[row, found, col] if found >= 0 else missing
 
-    signature = void(_cube(dtype), _matrix(INT64), _cube(dtype), scalar_type(dtype))
+    signature = void(_cube(dtype), matrix_type(INT64), _cube(dtype), scalar_type(dtype))
     return Kernel(gather, signature)
 
 
@@ -95,7 +92,7 @@ def scatter_add_kernel(dtype: np.dtype[Any]) -> Kernel:
                 low += 1
             out[row, target, col] = total
 
-    index = _matrix(INT64)
+    index = matrix_type(INT64)
     return Kernel(scatter_add, void(_cube(dtype), index, index, _cube(dtype)))
 
 
@@ -120,7 +117,7 @@ def scatter_add(source: Any, index: Any, n: int) -> Any:
 @cache
 def put_kernel(dtype: np.dtype[Any]) -> Kernel:
     """Return the kernel that writes rows at given places, for one dtype."""
-    matrix = _matrix(form(dtype).stored)
+    matrix = matrix_type(form(dtype).stored)
 
     def put(x, index, out):
         """Copy rows to the places given by an index.
@@ -137,7 +134,7 @@ def put_kernel(dtype: np.dtype[Any]) -> Kernel:
             row, col = i // inner, i % inner
             out[index[0, row], col] = x[row, col]
 
-    return Kernel(put, void(matrix, _matrix(INT64), matrix))
+    return Kernel(put, void(matrix, matrix_type(INT64), matrix))
 
 
 def put_rows(x: Any, index: Any, out: Any) -> None:
@@ -187,7 +184,7 @@ def sort_fill_kernel(dtype: np.dtype[Any]) -> Kernel:
             keys[row, col] = x[row, min(col, x.shape[1] - 1)]
             order[row, col] = col
 
-    return Kernel(sort_fill, void(_matrix(dtype), _matrix(dtype), _matrix(INT64)))
+    return Kernel(sort_fill, void(matrix_type(dtype), matrix_type(dtype), matrix_type(INT64)))
 
 
 @cache
@@ -235,7 +232,7 @@ def sort_tile_kernel(dtype: np.dtype[Any], tile: int) -> Kernel:
             keys[row, start + i] = own_keys[i]
             order[row, start + i] = own_order[i]
 
-    signature = void(_matrix(dtype), _matrix(INT64), int64, int64, int64)
+    signature = void(matrix_type(dtype), matrix_type(INT64), int64, int64, int64)
     return Kernel(sort_tile, signature, tile // 2)
 
 
@@ -266,7 +263,7 @@ def sort_pass_kernel(dtype: np.dtype[Any]) -> Kernel:
                 keys[row, low], order[row, low] = b, j
                 keys[row, high], order[row, high] = a, i
 
-    return Kernel(sort_pass, void(_matrix(dtype), _matrix(INT64), int64, int64, int64))
+    return Kernel(sort_pass, void(matrix_type(dtype), matrix_type(INT64), int64, int64, int64))
 
 
 @cache
@@ -287,7 +284,7 @@ def sort_crop_kernel(dtype: np.dtype[Any]) -> Kernel:
             values[i // n, i % n] = keys[i // n, i % n]
             places[i // n, i % n] = order[i // n, i % n]
 
-    own, index = _matrix(dtype), _matrix(INT64)
+    own, index = matrix_type(dtype), matrix_type(INT64)
     return Kernel(sort_crop, void(own, index, own, index))
 
 
@@ -342,7 +339,7 @@ def invert_kernel() -> Kernel:
         if i < order.shape[0] * n:
             out[i // n, order[i // n, i % n]] = i % n
 
-    return Kernel(invert, void(_matrix(INT64), _matrix(INT64)))
+    return Kernel(invert, void(matrix_type(INT64), matrix_type(INT64)))
 
 
 def invert(order: Any) -> Any:

@@ -120,11 +120,12 @@ def multiply(
     right = Operand(b, (batch, heads, cols, depth), (*b_steps[:2], b_steps[3], b_steps[2]))
     if kind == "split":
         ticket = drawn(partial(next, _TICKETS))
-        _multiply_split(out, out_steps, left, right, ticket)
+        (left, plane), (right, _) = (split(each, _SPLIT_DEPTH, ticket) for each in (left, right))
+        form = ProductForm("bfloat16", NAMES[out.dtype], left.is_turned, right.is_turned, planes=3)
+        _multiply_placed(left, right, Output(out, out_steps), form, plane)
         # An infinity has no parts that add up to it: such operands are multiplied as they are.
-        cuda_cores.multiply(
-            out, out_steps, a, a_steps, b, b_steps, shape, only_if=(flag(), ticket)
-        )  # fmt: skip
+        given = out, out_steps, a, a_steps, b, b_steps, shape
+        cuda_cores.multiply(*given, only_if=(flag(), ticket))
         return
     left, right = placed(left, kind), placed(right, kind)
     form = ProductForm(
@@ -135,12 +136,6 @@ def multiply(
     bias = half.as_bits(epilogue.bias) if form.has_bias else 0
     before = epilogue.before_gelu if form.keeps_input else 0
     _multiply_placed(left, right, Output(out, out_steps, bias, before), form)
-
-
-def _multiply_split(out: Any, out_steps: Ints, a: Operand, b: Operand, ticket: int) -> None:
-    (left, plane), (right, _) = (split(each, _SPLIT_DEPTH, ticket) for each in (a, b))
-    form = ProductForm("bfloat16", NAMES[out.dtype], left.is_turned, right.is_turned, planes=3)
-    _multiply_placed(left, right, Output(out, out_steps), form, plane)
 
 
 def _multiply_placed(

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
-from numba.core.errors import TypingError
 
 from kernels.runtime.targets import IS_SIMULATOR, intrinsic
 
@@ -137,26 +136,13 @@ class _Assembly:
         return [builder.extract_value(value, i) for i in range(len(kinds))]
 
     def argument_type(self, name: str, kind: Any) -> Any:
-        """Return the type that an argument of a kernel is cast to.
-
-        Raises:
-            TypingError: If an array is not a fragment.
-        """
+        """Return the type that an argument of a kernel is cast to; that of a fragment remains."""
         operand = self.operands[name]
         if isinstance(operand, Kind):
             return operand.numba
-        if isinstance(operand, Tuple):
-            return types.UniTuple(operand.kind.numba, operand.size)
-        if not (
-            isinstance(kind, types.Array)
-            and kind.dtype == operand.kind.numba
-            and kind.layout == "C"
-        ):
-            raise TypingError(
-                f"{name} must be a local array of {operand.kind.numba}, or a row of one, with "
-                f"{operand.size} elements or more; got {kind}"
-            )
-        return kind
+        return (
+            types.UniTuple(operand.kind.numba, operand.size) if isinstance(operand, Tuple) else kind
+        )
 
 
 def _pointers(context: Any, builder: Any, array_type: Any, array: Any, count: int) -> list[Any]:
@@ -178,9 +164,6 @@ def instruction(
         is_pure: Whether it only computes.  Other instructions keep their order among each other, and loads
             and stores are not moved across them.
         operands: Kinds of the operands, by the names of the function's parameters in their order.
-
-    Raises:
-        TypeError: If the names are not those of the parameters.
     """
     results = (returns,) if isinstance(returns, Kind) else returns
     assembly = _Assembly(text, results, operands, is_pure)
@@ -209,11 +192,6 @@ def instruction(
 
     def make(function: Callable[..., Any]) -> Any:
         signature = inspect.signature(function)
-        if list(signature.parameters) != list(operands):
-            raise TypeError(
-                f"{function.__name__} takes {list(signature.parameters)}, and operands are described "
-                f"for {list(operands)}; give them the same names and order"
-            )
         function.ptx = text  # type: ignore[attr-defined]  # for who would do otherwise what it does
         if IS_SIMULATOR:
             return _refusing(function)

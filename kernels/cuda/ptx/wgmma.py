@@ -96,15 +96,8 @@ def make_wgmma(
 
     ``acc`` is a local array of float32, for example (cols / 8, 4), with the layout of ``mma``; warp w has
     the rows from 16 w on.  ``a`` is a descriptor, or the four registers of each warp's 16 rows; ``b`` is a
-    descriptor.
-
-    Args:
-        cols: Columns of B, 8 to 256, a multiple of eight.
-        dtype: Dtype of A and B, one of :data:`KINDS`.
-        a_in_registers: Whether A is a fragment.
-        a_transposed: Whether the lines of A run along its rows; 16-bit dtypes only.
-        b_transposed: Whether the lines of B run along its columns; 16-bit dtypes only.
-        begins: Whether it is the first product into its accumulators.
+    descriptor.  B has 8 to 256 columns, a multiple of eight, and a dtype of :data:`KINDS`.  A transposed
+    operand, of 16 bits and in shared memory, has lines along the rows of A or the columns of B.
     """
     name, depth = KINDS[dtype]
     # Nothing is negated; then which operands are transposed, of those that could be.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import float32, int32, uint32
@@ -53,14 +53,6 @@ from kernels.cuda.runtime.kernel import device_function
 from kernels.problem.float8 import BLOCK
 from kernels.runtime.targets import cuda
 from kernels.scores.program import PLAIN
-
-
-class Float8Units(NamedTuple):
-    """Units, the factors of e4m3 numbers: (1, own batches · own heads, blocks or 1)."""
-
-    q: Any  # Units of q
-    k: Any  # Units of k
-    v: Any  # Units of v, one per head
 
 
 def _make_units(has_blocks: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -11,7 +11,8 @@ from functools import cache
 
 from numba import int32, types, void
 
-from kernels.cuda.attention.flash3_wgmma.float8.consumer import Float8Units, make_consume
+from kernels.cuda.attention.flash3_wgmma.float8.consumer import make_consume
+from kernels.cuda.attention.flash3_wgmma.float8.quantise import Float8Units
 from kernels.cuda.attention.flash3_wgmma.forward.consumer import RowResults
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import SCHEDULER_THREAD
 from kernels.cuda.attention.flash3_wgmma.forward.producer import (

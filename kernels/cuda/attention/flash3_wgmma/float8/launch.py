@@ -6,7 +6,6 @@ import math
 from functools import lru_cache
 from typing import Any
 
-from kernels.cuda.attention.flash3_wgmma.float8.consumer import Float8Units
 from kernels.cuda.attention.flash3_wgmma.float8.kernel import forward_kernel, layout_of
 from kernels.cuda.attention.flash3_wgmma.float8.quantise import quantise
 from kernels.cuda.attention.flash3_wgmma.launch_common import readable, tensor_map, work_of
@@ -37,22 +36,17 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     """Fill out, lse and lse_rest."""
     how, dtype = FLOAT8[problem.precision], NAMES[problem.dtype]
     layout, widths = layout_for(problem)
-    arrays = readable(
-        operands.q, operands.k, operands.v
-    )  # copies are there until kernels are launched
-    q, k, v = quantise(arrays, widths, dtype, how)
-    maps = (
-        byte_map(q.numbers, layout.block_q),
-        byte_map(k.numbers, layout.block_k),
-        byte_map(v.numbers, widths.value),
-    )
+    # Copies live until kernels are launched.
+    arrays = readable(operands.q, operands.k, operands.v)
+    numbers, units = quantise(arrays, widths, dtype, how)
+    rows = layout.block_q, layout.block_k, widths.value
+    maps = [byte_map(array, count) for array, count in zip(numbers, rows, strict=True)]
     own, lines = (operands.lse, operands.lse_rest), math.prod(operands.out.shape[:2])
     lse, rest = (reshaped(array, (lines, problem.seq_q)) for array in own)
-    repeats = (int(size > 1) for x in (q, k, v) for size in reversed(x.numbers.shape[:2]))
+    repeats = (int(size > 1) for x in numbers for size in reversed(x.shape[:2]))
     blocks, work = work_of(problem, operands, layout, (*repeats,), problem.seq_k * sum(widths))
     if how.has_hadamard:  # its matrix is not normalized
         work = work._replace(scale=problem.scale / widths.head)
-    units = Float8Units(q.units, k.units, v.units)
     forward_kernel(layout, widths, dtype, how.has_blocks)[blocks, layout.threads](
         *maps, tensor_map(operands.out, ROWS, dtype)[0], lse, rest, units, work
     )

@@ -78,8 +78,8 @@ def scaled(x, inverse):
 
 
 @cache
-def rows_kernel(count: int, width: int, dtype: str, has_hadamard: bool, has_blocks: bool) -> Kernel:
-    """Return the kernel that measures operands and rounds them by rows.
+def rows_kernel(width: int, dtype: str, has_hadamard: bool, has_blocks: bool) -> Kernel:
+    """Return the kernel that measures q and k and rounds them by rows.
 
     Rows are padded to ``width``, and multiplied by a Hadamard matrix first if ``has_hadamard``.  Each block
     of rows has a unit if ``has_blocks``, else each head.
@@ -104,7 +104,7 @@ def rows_kernel(count: int, width: int, dtype: str, has_hadamard: bool, has_bloc
         Needs: cc 8.9: conversion to e4m3; rows of whole vectors
         """
         thread, line = cuda.threadIdx.x, cuda.blockIdx.y
-        parts = cuda.gridDim.x // count
+        parts = cuda.gridDim.x // 2
         which, part = batch_and_head(cuda.blockIdx.x, parts)
         x, words = cuda.local.array(own, float32), cuda.local.array(4, uint32)  # (own,), (4,)
         source, target = sources[which], targets[which]
@@ -143,10 +143,10 @@ def rows_kernel(count: int, width: int, dtype: str, has_hadamard: bool, has_bloc
                         )  # fmt: skip
                     st_global_v4(address + LANES * PIECE * i, words)
 
-    sources, numbers = types.UniTuple(array_type(BITS, 4), count), types.UniTuple(int64, count)
-    targets = types.UniTuple(types.Array(uint8, 4, "A"), count)
+    sources, numbers = types.UniTuple(array_type(BITS, 4), 2), types.UniTuple(int64, 2)
+    targets = types.UniTuple(types.Array(uint8, 4, "A"), 2)
     signs, three = types.Array(uint32, 1, "C"), array_type(FLOAT32, 3)
-    units = types.UniTuple(three, count)
+    units = types.UniTuple(three, 2)
     signature = void(sources, targets, numbers, numbers, signs, three, units, int64)
     return Kernel(float8_rows, signature, THREADS, resident=2)
 
@@ -211,20 +211,21 @@ def values_kernel(width: int, dtype: str) -> Kernel:
     return Kernel(float8_values, signature, threads, resident=768 // threads)
 
 
-class Quantised(NamedTuple):
-    """An operand in float8."""
+class Float8Units(NamedTuple):
+    """Units, the factors of e4m3 numbers: (1, own batches · own heads, blocks of rows or 1) float32."""
 
-    #: e4m3 as bytes: (own batches, own heads, seq, width), or of v (…, width, padded seq).
-    numbers: Any
-    units: Any  # Factors of the numbers, (1, own batches · own heads, blocks of rows or 1) float32
+    q: Any
+    k: Any
+    v: Any  # One per head
 
 
 def quantise(
     arrays: tuple[Any, ...], widths: Widths, dtype: str, how: Float8
-) -> tuple[Quantised, Quantised, Quantised]:
-    """Return q, k and v in float8; entries that a stride of 0 repeats are rounded once.
+) -> tuple[tuple[Any, Any, Any], Float8Units]:
+    """Return q, k and v in float8, as bytes, and their units; repeated entries are rounded once.
 
-    Arrays are q (batch, heads, seq_q, head_dim), k and v, with rows of whole vectors.
+    Arrays are q (batch, heads, seq_q, head_dim), k and v, with rows of whole vectors.  The results are (own
+    batches, own heads, seq, width), that of v (…, width, padded seq).
     """
     head, value = widths
     signs = device_constant(SIGNS.tobytes(), SIGNS.shape, SIGNS.dtype, current_device())
@@ -245,7 +246,7 @@ def quantise(
     words = head_words(len(lines), max(lines), blocks)
     lag = 0 if how.has_blocks else lag_of(2 * blocks)
     grid = 2 * blocks, max(lines[of_rows]) + lag
-    rows_kernel(2, head, dtype, how.has_hadamard, how.has_blocks)[grid, THREADS](
+    rows_kernel(head, dtype, how.has_hadamard, how.has_blocks)[grid, THREADS](
         (q, k), numbers, lines[of_rows], heads[of_rows], signs, words, units, lag
     )
     transposed = empty_device((*leads[2], value, k_blocks * BLOCK), _BYTE)
@@ -254,11 +255,7 @@ def quantise(
     values_kernel(value, dtype)[(k_blocks, lines[2] + lag), 2 * value](
         v, transposed, heads[2], words, unit, lag
     )
-    return (
-        Quantised(numbers[0], units[0]),
-        Quantised(numbers[1], units[1]),
-        Quantised(transposed, unit),
-    )
+    return (*numbers, transposed), Float8Units(*units, unit)
 
 
 def _own_lead(array: Any) -> tuple[int, int]:

@@ -67,9 +67,8 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     """Fill out, lse and lse_rest."""
     problem = within_blocks(problem)
     problem, operands = with_mask_bits(problem, operands)
-    q, k, v = readable(
-        operands.q, operands.k, operands.v
-    )  # copies are there until the kernel is launched
+    # Copies live until the kernel is launched.
+    q, k, v = readable(operands.q, operands.k, operands.v)
     (layout, widths), dtype = layout_for(problem.unseeded), NAMES[problem.dtype]
     features = features_for(problem.unseeded)
     tiles = (q, layout.block_q), (k, layout.block_k), (v, layout.block_k)

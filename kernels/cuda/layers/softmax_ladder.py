@@ -54,32 +54,25 @@ def ladder_block(length: int, itemsize: int) -> LadderBlock:
 
 
 def _make_read(block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> Callable[..., None]:
-    """Return ``read(x, row, first, values)``, which reads the elements that the thread folds next."""
+    """Return ``read(x, row, first, values)``, which reads the elements that the thread folds next.
+
+    Those beyond the row are minus infinity, which changes no fold.
+    """
     minus_inf, ahead, step = dtype.type(-math.inf), block.ahead, block.threads * VECTOR
-
-    @device_function
-    def element(x, row, i):
-        return x[row, i] if i < x.shape[1] else minus_inf
-
-    @device_function
-    def load(x, row, i):
-        """Return four elements; those beyond the row are minus infinity, which changes no fold."""
-        if whole:
-            return load_row(x, row, i)
-        return (
-            element(x, row, i), element(x, row, i + 1),
-            element(x, row, i + 2), element(x, row, i + 3),
-        )  # fmt: skip
 
     @device_function
     def read(x, row, first, values):
         for u in range(ahead):
             i = first + u * step
-            w = p = y = z = minus_inf
-            if i < x.shape[1]:
-                w, p, y, z = load(x, row, i)
-            values[u * VECTOR], values[u * VECTOR + 1] = w, p
-            values[u * VECTOR + 2], values[u * VECTOR + 3] = y, z
+            if whole:
+                w = p = y = z = minus_inf
+                if i < x.shape[1]:
+                    w, p, y, z = load_row(x, row, i)
+                values[u * VECTOR], values[u * VECTOR + 1] = w, p
+                values[u * VECTOR + 2], values[u * VECTOR + 3] = y, z
+            else:
+                for j in range(VECTOR):
+                    values[u * VECTOR + j] = x[row, i + j] if i + j < x.shape[1] else minus_inf
 
     return read
 

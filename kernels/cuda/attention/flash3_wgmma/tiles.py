@@ -76,47 +76,31 @@ def make_load_tile(panels: int, panel_bytes: int) -> Any:
 
 
 @cache
-def make_fetch(load: Any, size: int) -> Any:
-    """Return ``fetch(stages, at, source, row, item)``: copy a tile into a stage, return the next place.
+def make_fetch(load: Any, size: int, numbers_bytes: int = 0) -> Any:
+    """Return ``fetch(stages, at, source, row, item, numbers)``: copy a tile into a stage, return the next.
 
-    ``load`` issues the copy of ``size`` bytes, see :func:`make_load_tile`.
+    ``load`` issues the copy of ``size`` bytes, see :func:`make_load_tile`.  With the tile come
+    ``numbers_bytes`` of the same rows of a float32 vector: ``numbers`` are the address in shared memory at
+    which the vectors of all stages begin, and that in global memory.
     """
 
     @device_function
-    def fetch(stages, at, source, row, item):
+    def fetch(stages, at, source, row, item, numbers):
         acquire(stages, at)  # what was there before was read
-        load(tile_at(stages, at), source, commit(stages, at, size), row, item)
-        return following(stages, at)
-
-    return fetch
-
-
-def make_fetch_tile(panels: int, panel_bytes: int) -> Any:
-    """Return the function of :func:`make_fetch` for a tile of panels."""
-    return make_fetch(make_load_tile(panels, panel_bytes), panels * panel_bytes)
-
-
-@cache
-def make_fetch_rows(panels: int, panel_bytes: int, numbers_bytes: int) -> Any:
-    """Return the function that copies a tile, and with it the same rows of a float32 vector, into a stage.
-
-    ``fetch(stages, at, source, numbers_tile, numbers, row, item)`` returns the next place.  In shared
-    memory, the vectors of all stages begin at ``numbers_tile``; in global memory, the vector is at
-    ``numbers``.
-    """
-    load, size = make_load_tile(panels, panel_bytes), panels * panel_bytes + numbers_bytes
-
-    @device_function
-    def fetch(stages, at, source, numbers_tile, numbers, row, item):
-        acquire(stages, at)  # what was there before was read
-        full = commit(stages, at, size)
+        full = commit(stages, at, size + numbers_bytes)
         load(tile_at(stages, at), source, full, row, item)
         if numbers_bytes > 0:
-            to = numbers_tile + at.stage * numbers_bytes
-            cp_async_bulk_load(to, numbers, numbers_bytes, full)
+            to = numbers[0] + at.stage * numbers_bytes
+            cp_async_bulk_load(to, numbers[1], numbers_bytes, full)
         return following(stages, at)
 
     return fetch
+
+
+def make_fetch_tile(panels: int, panel_bytes: int, numbers_bytes: int = 0) -> Any:
+    """Return the function of :func:`make_fetch` for a tile of panels."""
+    load, size = make_load_tile(panels, panel_bytes), panels * panel_bytes
+    return make_fetch(load, size, numbers_bytes)
 
 
 @device_function

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from numba import float32, int32, int64, uint32
 
-from kernels.cuda.attention.flash3_wgmma.backward.elementwise import make_passes
+from kernels.cuda.attention.flash3_wgmma.backward.elementwise import make_fetch_bits, make_passes
 from kernels.cuda.attention.flash3_wgmma.backward.layout import dq_bytes, dq_share, tiles_of
 from kernels.cuda.attention.flash3_wgmma.backward.producer import BackwardPipelines
 from kernels.cuda.attention.flash3_wgmma.backward.results import make_write_results
@@ -145,31 +145,15 @@ def _make_dq(form: KernelForm) -> tuple[Callable[..., None], Callable[..., None]
     return issue_dq, send_dq
 
 
-def _make_fetch(form: KernelForm) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """Return ``shifts_at(memory, at, row)`` and ``fetch(seen, entry, own_col, own, line, work)``.
-
-    The first returns the address of a row's shift; the second reads the bits of a visited tile.
-    """
-    block_q, block_k, shifts_offset = (
-        form.layout.block_q,
-        form.layout.block_k,
-        tiles_of(form)["shifts"],
-    )
-    _, _, tile_of, pattern_of = make_walk(form.features, block_q, block_k, True)
-    fetch_bits = make_elements(form).fetch_bits
+def _make_shifts_at(form: KernelForm) -> Callable[..., Any]:
+    """Return ``shifts_at(memory, at, row)``: the address of a row's shift."""
+    block_q, shifts_offset = form.layout.block_q, tiles_of(form)["shifts"]
 
     @device_function
     def shifts_at(memory, at, row):
         return memory + shifts_offset + at.stage * (2 * block_q * WORD) + WORD * row
 
-    @device_function
-    def fetch(seen, entry, own_col, own, line, work):
-        row = int32(tile_of(entry, work.extras) * block_q)
-        place = LanePlace(own.lane, int32(row + int32(2 * (own.lane % 4))), own_col, line)
-        pattern = pattern_of(entry, work.extras)
-        fetch_bits(seen, work.mask_words, pattern, place, work.extras)
-
-    return shifts_at, fetch
+    return shifts_at
 
 
 def _make_visit(form: KernelForm) -> Callable[..., None]:
@@ -185,10 +169,8 @@ def _make_visit(form: KernelForm) -> Callable[..., None]:
     multiply_v_dout = make_multiply(block_q, dtype, widths.value, k_panel, q_panel)
     add_dv, pack_tile = make_accumulate(widths.value, dtype, block_q), make_pack(dtype, block_q)
     wait_for_dp = make_wgmma_wait_group(1 if has_dv else 0)
-    pattern_of, (shifts_at, _) = (
-        make_walk(features, block_q, block_k, True).pattern_of,
-        _make_fetch(form),
-    )
+    shifts_at, walk = _make_shifts_at(form), make_walk(features, block_q, block_k, True)
+    pattern_of = walk.pattern_of
     factor_of = make_elements(form).factor
     _, lower, weigh, slope_of = make_passes(form)
     clear_q, clear_dout = (make_clear_rows(layout.consumers, block_q, n) for n in form.panels)
@@ -258,7 +240,8 @@ def make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
     _, item_of, tile_of, _ = make_walk(features, block_q, block_k, True)
     elements, own_of = make_elements(form), line_of(features)
     scale_of, slope_scale_of, words = elements.scale, elements.slope_scale, elements.words
-    (shifts_at, fetch), row_base = _make_fetch(form), make_row_base(is_packed)
+    shifts_at, fetch = _make_shifts_at(form), make_fetch_bits(form)
+    row_base = make_row_base(is_packed)
     has_large_row = make_passes(form).has_large_row
     issue_dq, send_dq = _make_dq(form)
     clear_keys = make_clear_rows(consumers, block_k, widths.head_panels)

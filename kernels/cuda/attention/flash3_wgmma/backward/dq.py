@@ -13,7 +13,7 @@ from functools import cache
 
 from numba import float32, int32, uint32, void
 
-from kernels.cuda.attention.flash3_wgmma.backward.elementwise import make_passes
+from kernels.cuda.attention.flash3_wgmma.backward.elementwise import make_fetch_bits, make_passes
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     QueryLayout,
     query_tiles,
@@ -89,18 +89,11 @@ def _make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[..
     wait_for_all, wait_but_one = make_wgmma_wait_group(0), make_wgmma_wait_group(1)
     _, item_of, tile_of, pattern_of = make_walk(features, block_q, block_k)
     elements, row_base = make_elements(form), make_row_base(is_packed)
-    factor_of, fetch_bits, words = elements.factor, elements.fetch_bits, elements.words
+    factor_of, words, fetch = elements.factor, elements.words, make_fetch_bits(form)
     slope_scale_of, own_of = elements.slope_scale, line_of(features)
     has_large_row, lower, weigh, slope_of = make_passes(form)
     clear_keys = make_clear_rows(layout.consumers, block_k, widths.head_panels)
     write_dq = make_write_results(form, 0)
-
-    @device_function
-    def fetch(seen, entry, own_row, own, line, work):
-        col = int32(tile_of(entry, work.extras) * block_k)
-        place = LanePlace(own.lane, own_row, int32(col + 2 * (own.lane % 4)), line)
-        pattern = pattern_of(entry, work.extras)
-        fetch_bits(seen, work.mask_words, pattern, place, work.extras)
 
     @device_function
     def consume(me, memory, dq_map, shifts, delta, work):

@@ -16,7 +16,13 @@ from kernels.cuda.attention.flash3_wgmma.backward.layout import makes_elements
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import lane_offset_of
 from kernels.cuda.attention.flash3_wgmma.layout import KernelForm
-from kernels.cuda.attention.flash3_wgmma.score_terms import distance_of, edge_at, element_of
+from kernels.cuda.attention.flash3_wgmma.score_terms import (
+    LanePlace,
+    distance_of,
+    edge_at,
+    element_of,
+)
+from kernels.cuda.attention.flash3_wgmma.tile_walk import make_walk
 from kernels.cuda.attention.flash3_wgmma.tiles import (
     ZERO,
     lowered,
@@ -118,6 +124,27 @@ def _make_lower(features: Features, cols: int, by_keys: bool) -> tuple[Any, Any]
                 s[t, i] = without if top != ZERO else s[t, i]
 
     return has_large_row, lower
+
+
+@cache
+def make_fetch_bits(form: KernelForm) -> Callable[..., None]:
+    """Return ``fetch(seen, entry, own_place, own, line, work)``: read the bits of a visited tile.
+
+    ``own_place`` is the lane's first row, or its first key in a kernel by keys.
+    """
+    by_keys, (_, block) = form.by_keys, form.sides
+    walk = make_walk(form.features, form.layout.block_q, form.layout.block_k, by_keys)
+    tile_of, pattern_of, fetch_bits = walk.tile_of, walk.pattern_of, make_elements(form).fetch_bits
+
+    @device_function
+    def fetch(seen, entry, own_place, own, line, work):
+        row, col = own_place, int32(tile_of(entry, work.extras) * block + 2 * (own.lane % 4))
+        if by_keys:
+            row, col = col, row
+        place, pattern = LanePlace(own.lane, row, col, line), pattern_of(entry, work.extras)
+        fetch_bits(seen, work.mask_words, pattern, place, work.extras)
+
+    return fetch
 
 
 @cache

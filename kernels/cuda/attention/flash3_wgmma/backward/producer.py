@@ -12,7 +12,7 @@ from kernels.cuda.attention.flash3_wgmma.layout import KernelForm
 from kernels.cuda.attention.flash3_wgmma.tile_walk import make_row_base, make_walk
 from kernels.cuda.attention.flash3_wgmma.tiles import (
     Source,
-    make_fetch_rows,
+    make_fetch_tile,
     make_load_tile,
     reset_items,
 )
@@ -74,8 +74,8 @@ def make_produce(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
     number_offset, (of_own, of_first, of_second) = tiles["number"], pipelines
     load_first, load_second = (make_load_tile(n, own_block * LINE) for n in panels)
     own_size = (panels[0] + panels[1] * has_second) * own_block * LINE
-    fetch_first = make_fetch_rows(panels[0], block * LINE, 2 * rows_size)
-    fetch_second = make_fetch_rows(panels[1], block * LINE, rows_size)
+    fetch_first = make_fetch_tile(panels[0], block * LINE, 2 * rows_size)
+    fetch_second = make_fetch_tile(panels[1], block * LINE, rows_size)
     _, item_of, tile_of, _ = make_walk(features, layout.block_q, layout.block_k, by_keys)
     row_base = make_row_base(features.packed)
 
@@ -115,14 +115,10 @@ def make_produce(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
                 place = (int64(item.line) * delta.shape[1] + base + row) * WORD
                 row += start_of_others
                 # 9: load Q_i, L_i, then dO_i, D_i
-                first_at = fetch_first(
-                    first_tiles, first_at, first, memory + shifts_offset, shift_rows + 2 * place,
-                    row, item,
-                )  # fmt: skip
-                second_at = fetch_second(
-                    second_tiles, second_at, second, memory + delta_offset, delta_rows + place,
-                    row, item,
-                )  # fmt: skip
+                numbers = memory + shifts_offset, shift_rows + 2 * place
+                first_at = fetch_first(first_tiles, first_at, first, row, item, numbers)
+                numbers = memory + delta_offset, delta_rows + place
+                second_at = fetch_second(second_tiles, second_at, second, row, item, numbers)
             number = int32(cuda.gridDim.x + after)
         acquire(own_tiles, at)  # the last number was read
         st_shared(memory + number_offset, items)  # no more of them

@@ -193,8 +193,8 @@ def make_produce_tiles(
                     listed = memory + list_offset + LISTED * at.stage
                     st_shared(listed, j)
                     st_shared(listed + WORD, pattern_of(int32(item.stop - 1 - n), extras))
-                fetch_k(keys, at, k, col, item)
-                at = fetch_v(values, at, v, col, item)
+                fetch_k(keys, at, k, col, item, (0, 0))
+                at = fetch_v(values, at, v, col, item, (0, 0))
             item_at = following(items, item_at)
             wait(items, item_at)  # the next one is, too
             item = read_item(tile_at(items, item_at))

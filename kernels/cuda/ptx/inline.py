@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -61,21 +61,10 @@ class Tuple(NamedTuple):
     size: int
 
 
-def reads(kind: Kind, count: int) -> Fragment:
-    """Return a fragment that an instruction reads."""
-    return Fragment(kind, count, True, False)
-
-
-def writes(kind: Kind, count: int) -> Fragment:
-    """Return a fragment that an instruction writes."""
-    return Fragment(kind, count, False, True)
-
-
-def updates(kind: Kind, count: int) -> Fragment:
-    """Return a fragment that an instruction reads and writes in place."""
-    return Fragment(kind, count, True, True)
-
-
+#: Fragments, of a kind and a size, that an instruction reads, writes, or reads and writes in place.
+reads = partial(Fragment, is_read=True, is_written=False)
+writes = partial(Fragment, is_read=False, is_written=True)
+updates = partial(Fragment, is_read=True, is_written=True)
 Operand = Kind | Fragment | Tuple
 
 

@@ -2,8 +2,6 @@
 
 This takes two products more than adding dQ up in the kernel by key tiles, but no waiting: dS stays in the
 registers of the warpgroup that computed it, as P does in the forward kernel, which has the same loop.
-Measured on an H200 at N = 16,384 in bfloat16, together with the kernel by key tiles: 441 TFLOP/s at d = 64
-and 526 at 128; unordered additions reach 490 and 564.
 """
 
 from __future__ import annotations

@@ -63,11 +63,6 @@ class Passes(NamedTuple):
     slope: Callable[..., None]
 
 
-@device_function
-def _shared_pair(numbers, t):
-    return ld_shared_v2(numbers + 8 * WORD * t)
-
-
 def _make_row_numbers(by_keys: bool) -> tuple[Any, Any, Any, Any]:
     """Return ``pair(numbers, t)``, ``shifts(shifts, t)``, ``tops(shifts, t)`` and ``second(i)``.
 
@@ -76,26 +71,28 @@ def _make_row_numbers(by_keys: bool) -> tuple[Any, Any, Any, Any]:
     """
 
     @device_function
-    def own_pair(numbers, t):
+    def pair_of(numbers, t):
+        if by_keys:
+            return ld_shared_v2(numbers + 8 * WORD * t)
         return numbers
 
     @device_function
     def shifts_of(shifts, t):
         if by_keys:
-            return _shared_pair(shifts, t + t // 8 * 8)
+            return pair_of(shifts, t + t // 8 * 8)
         return shifts[0]
 
     @device_function
     def tops_of(shifts, t):
         if by_keys:
-            return _shared_pair(shifts + ROWS * WORD, t + t // 8 * 8)
+            return pair_of(shifts + ROWS * WORD, t + t // 8 * 8)
         return shifts[1]
 
     @device_function
     def second(i):
         return i % 2 if by_keys else i // 2
 
-    return _shared_pair if by_keys else own_pair, shifts_of, tops_of, second
+    return pair_of, shifts_of, tops_of, second
 
 
 def _make_lower(features: Features, cols: int, by_keys: bool) -> tuple[Any, Any]:

@@ -22,8 +22,8 @@ from kernels.cuda.attention.flash3_wgmma.forward.producer import (
     read_skip_count,
     release_slot,
 )
-from kernels.cuda.attention.flash3_wgmma.forward.score_options import make_apply_options
 from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import (
+    make_apply_options,
     make_drop,
     make_fetch,
     make_softmax_step,

@@ -115,11 +115,7 @@ def merge_kernel(
 
 @lru_cache(maxsize=1024)
 def _steps(shape: Ints, strides: Ints) -> Ints:
-    """Return the strides by which to step through batches, heads and rows.
-
-    Raises:
-        ValueError: If elements of a row are not consecutive, or batches do not have one stride.
-    """
+    """Return the strides of batches, heads and rows; raise ValueError if rows cannot be merged."""
     *lead, head_step, row_step, step = strides
     batch_step = joined_step(shape[:-3], tuple(lead)) if lead else 0
     if (step != 1 and shape[-1] != 1) or batch_step is None:

@@ -243,11 +243,7 @@ def split(operand: Operand, tile: int, ticket: int) -> tuple[Operand, int]:
     """Return an operand of float32 as three planes of bfloat16, one after the other in the depth.
 
     Each plane is padded with zeros to a multiple of ``tile``.  :func:`flag` becomes the ticket if a number
-    is not finite.
-
-    Returns:
-        The planes, where ``shape`` is that of the first, and the distance of consecutive planes along the
-        depth.
+    is not finite.  The result has the shape of the first plane; it is returned with their distance.
     """
     return _copied(operand, "split", tile, ticket)
 

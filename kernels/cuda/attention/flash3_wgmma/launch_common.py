@@ -34,12 +34,9 @@ CACHE_BYTES = 24 << 20
 
 
 def tensor_map(array: Any, rows: int, dtype: str) -> tuple[Any, int, int]:
-    """Return the tensor map of an array, and whether its heads and its batches differ.
+    """Return the tensor map of an array, and 1 or 0 for whether its heads and its batches differ.
 
     The array is (batch, heads, seq, dim), where a stride of 0 repeats; a tile has ``rows`` rows.
-
-    Returns:
-        The tensor map on the device, 1 or 0 for the heads, 1 or 0 for the batches.
     """
     sizes, steps = list(array.shape), list(array.strides)
     for axis in (0, 1):

@@ -166,9 +166,7 @@ def pack_patterns(shown: Any) -> Any:
     """Return the words of the lanes for patterns of tiles, as :func:`make_pattern_word` reads them.
 
     ``shown`` is (patterns, rows, columns) bool, where rows are those of the warps; multiples of 16 and 8.
-
-    Returns:
-        (patterns, rows / 16, lanes, words) uint32.
+    The words are (patterns, rows / 16, lanes, words) uint32.
     """
     count, rows, cols = shown.shape
     words = bit_words(cols)

@@ -14,7 +14,6 @@ from numba import float32, int32, int64, uint32
 from kernels.cuda.attention.flash3_wgmma.backward.elementwise import make_fetch_bits, make_passes
 from kernels.cuda.attention.flash3_wgmma.backward.layout import dq_bytes, dq_share, tiles_of
 from kernels.cuda.attention.flash3_wgmma.backward.producer import BackwardPipelines
-from kernels.cuda.attention.flash3_wgmma.backward.results import make_write_results
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
 from kernels.cuda.attention.flash3_wgmma.layout import (
     CONSUMERS_BARRIER,
@@ -30,6 +29,7 @@ from kernels.cuda.attention.flash3_wgmma.tiles import (
     make_multiply,
     make_multiply_dq,
     make_pack,
+    make_write_results,
     own_thread,
 )
 from kernels.cuda.device.one_source import is_full_tile

@@ -22,7 +22,6 @@ from kernels.cuda.attention.flash3_wgmma.backward.producer import (
     backward_pipelines,
     make_produce,
 )
-from kernels.cuda.attention.flash3_wgmma.backward.results import make_write_results
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
 from kernels.cuda.attention.flash3_wgmma.layout import (
     MAPS,
@@ -41,6 +40,7 @@ from kernels.cuda.attention.flash3_wgmma.tiles import (
     make_clear_rows,
     make_multiply,
     make_pack,
+    make_write_results,
     own_thread,
 )
 from kernels.cuda.device.pipeline import (

@@ -354,7 +354,7 @@ def quantise(
     values_kernel(value, dtype)[(k_blocks, lines[2] + lag), 2 * value](
         v, transposed, heads[2], words, unit, lag
     )
-    return (*numbers, transposed), Float8Units(*units, unit)
+    return (*numbers, transposed), Float8Units(units[0], units[1], unit)
 
 
 def _own_lead(array: Any) -> tuple[int, int]:

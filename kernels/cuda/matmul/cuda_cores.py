@@ -233,9 +233,8 @@ def product_kernel(tile: ProductTile, dtype: np.dtype[Any], is_guarded: bool = F
             cuda.syncthreads()  # the tile is complete before it is read, and the other one was read
 
         start = batch * out_steps[0] + (cuda.blockIdx.y * heads + head) * out_steps[1]
-        first_row += ty * VECTOR
-        first_col += tx * VECTOR
-        store(out, start, out_steps, acc, (first_row, first_col), (rows, cols), factor)
+        place = first_row + ty * VECTOR, first_col + tx * VECTOR
+        store(out, start, out_steps, acc, place, (rows, cols), factor)
 
     flat, guard = types.Array(real, 1, "C"), types.Array(int64, 1, "C") if is_guarded else int64
     steps, shape = types.UniTuple(int64, 12), types.UniTuple(int64, 5)

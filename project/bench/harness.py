@@ -12,10 +12,11 @@ A measurement is declared once, in a module of ``project/measurements`` or ``pro
         {"cpu": {"normal": {"heads": 1, "length": 8192, "parts": (0.5, 1.0), "seconds": 4.0}}},
         table=table, draw=draw)
 
-- ``cases`` yields the key of each row and a function that measures the rest of it.  The harness calls
-the function unless the record has the row already (``--resume``).  A case that raises is recorded with
-the reason, ``why_not``, and the next one begins; the exit code is then 1.  Rows are written as they
-come, so that Ctrl-C keeps them. - The *settings* of each device and size are attributes of ``run``, and
+- ``cases`` yields the key of a row and the rest of it, or a function that measures the rest, or that of
+several rows.  The harness calls the function unless the record has the row already (``--resume``).  A
+case that raises is recorded with the reason, ``why_not``, and the next one begins; the exit code is then
+1.  Rows are written as they come, so that Ctrl-C keeps them.  A measurement without rows returns the
+entries of its record. - The *settings* of each device and size are attributes of ``run``, and
 options of the command line, whose types are those of the values.  "normal" is the size of the published
 records; "quick" takes seconds. - ``run.timed(steps)`` times contestants in interleaved rounds on the
 clock of the device, ``run.note`` sets entries of the record beside its rows, and ``run.torch`` is
@@ -67,7 +68,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "measurements"
 FOLDERS = ("measurements", "reliability")
 SIZES = ("quick", "normal")
-Case = tuple[Record, Callable[[], Record | None]]
+Case = tuple[Record, Callable[[], Record | list[Record] | None] | Record]
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ class Measurement:
 
     name: str  # of the record, too
     answers: str  # a question that the record answers
-    #: Given a :class:`Run`, yields keys of rows and functions that measure them.
-    cases: Callable[[Any], Iterator[Case]]
+    #: Given a :class:`Run`, yields keys of rows and functions that measure them; or returns the record.
+    cases: Callable[[Any], Iterator[Case] | Record]
     #: By device, then by size: "normal", and "quick" where it differs from it.
     settings: Mapping[str, Mapping[str, Mapping[str, Any]]]
     #: Returns Markdown of a record; rows are listed when None.
@@ -195,26 +196,29 @@ class Run:
             name = records.name_of(self.device)
             records.write_record(self.path, self._command, name, **self.record)
 
-    def measure(self, cases: Iterator[Case]) -> int:
+    def measure(self, cases: Iterator[Case] | Record) -> int:
         """Measure all cases; return how many failed."""
         failed = 0
+        if isinstance(cases, dict):
+            self.note(**cases)
+            return 0
         for key, work in tqdm(cases, desc=self._name, unit="case", disable=None):
             known = [row for row in self.rows if key and key.items() <= row.items()]
             if known and all("why_not" not in row and row.get("done", True) for row in known):
                 continue
             self.rows[:] = [row for row in self.rows if row not in known]
             try:
-                found = work()
+                found = work() if callable(work) else work
             except Unavailable as error:
                 found = {"why_not": str(error)}
             except Exception as error:  # the next case may do
                 if not out_of_memory(error):
                     traceback.print_exc()
                 found, failed = {"why_not": why_failed(error)}, failed + 1
-            if found is not None:
-                self.rows.append(key | found)
+            new = [] if found is None else [found] if isinstance(found, dict) else found
+            self.rows += [key | row for row in new]
             self.write()
-            if found is not None and not found.get("done", True):
+            if not all(row.get("done", True) for row in new):
                 raise KeyboardInterrupt  # a training has kept it, to write what it has
         return failed
 
@@ -305,7 +309,10 @@ def run(m: Measurement, argv: list[str]) -> int:
         return show_stored(m, args)
     if m.with_ranks and own_rank is None:
         measure = [sys.executable, str(PROJECT / "measure.py"), m.name, *argv]
-        return subprocess.call([mpiexec(), "-n", str(settings["ranks"]), *measure])
+        ranks, own = settings["ranks"] or os.cpu_count(), dict(os.environ)
+        if args.device == "cpu":  # a core for each rank
+            own |= {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        return subprocess.call([mpiexec(), "-n", str(ranks), *measure], env=own)
     if not m.with_ranks and args.device == "cuda" and (missing := why_no_cuda()) is not None:
         sys.exit(missing)
     folder = m.folder or records.folder_of(args.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, geometric_mean, pstdev
@@ -13,7 +12,6 @@ from training.lra_methods import METHODS, Settings, build_classifier
 
 import minitorch
 from bench.measuring import Peak, ready, wait
-from bench.plots import Panel
 from bench.processes import in_child
 from bench.records import Record
 from bench.table_cells import cell, markdown
@@ -132,24 +130,6 @@ def rates_table(rows: Sequence[Record]) -> str:
             cells = [f"**{c}**" if m == best else c for c, m in zip(cells, means, strict=True)]
             lines.append([f"{task}, {METHODS[name].title}", *cells])
     return markdown(["validation accuracy, %", *(f"lr {lr:g}" for lr in rates)], lines)
-
-
-def costs(record: Record) -> list[Panel]:
-    """Return panels of accuracy against speed and against memory by task, a point for each attention."""
-    rows, found = finished(record["rows"]), []
-    kinds = {"step_ms": ("time of a training step, ms", 1.0)}
-    kinds["peak_bytes"] = ("peak memory of a step, MiB", 1 / MEBIBYTE)
-    for (task, title), (key, (label, scale)) in itertools.product(
-        titles(rows).items(), kinds.items()
-    ):
-        lines = {}
-        for name, method in METHODS.items():
-            own = _of(rows, task, name)
-            cost, accuracy = _mean(own, key), _mean(own, "test_accuracy")
-            if cost is not None and accuracy is not None:
-                lines[method.title] = [(cost * scale, 100 * accuracy)]
-        found.append(Panel(title, label, "test accuracy, %", lines, log="x"))
-    return found
 
 
 def over_naive(rows: Iterable[Record], key: Callable[[Record], float | None]) -> dict[str, Any]:

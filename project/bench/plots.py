@@ -6,7 +6,7 @@ belongs to the name before the first comma of its label, its line to the words a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,19 @@ class Panel:
 
 def _xs(panel: Panel) -> list[float]:
     return [x for points in panel.lines.values() for x, _ in points]
+
+
+def curves(points: Iterable[tuple[str, float, Any]]) -> dict[str, list[tuple[float, Any]]]:
+    """Return the lines of a panel, in the order of their first points.
+
+    Args:
+        points: Label, x and y of each; one whose y is None is left out.
+    """
+    found: dict[str, list[tuple[float, Any]]] = {}
+    for label, x, y in points:
+        if y is not None:
+            found.setdefault(label, []).append((x, y))
+    return found
 
 
 def draw(measurement: Any, results: list[Result], path: Path) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.records import Record
@@ -46,6 +46,12 @@ def timed_cell(entry: Record | None) -> str:
     return f"{cell(entry['median'])} ({cell(entry['low'])} … {cell(entry['high'])})"
 
 
+def workload_text(record: Record) -> str:
+    """Return the size of a call in words, from the entry ``workload`` of a record."""
+    size = "{batch_heads:,} heads, {length:,} keys, head_dim {head_dim}, float32"
+    return size.format(**record["workload"])
+
+
 def markdown(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
     """Return a Markdown table; all columns but the first are aligned to the right."""
     table = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
@@ -54,3 +60,9 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
         for line in lines
     ]
     return "\n".join(table)
+
+
+def columns(rows: Iterable[Record], shown: Mapping[str, str | Callable[[Record], Any]]) -> str:
+    """Return a Markdown table: a title for each column, and a key of the rows or a function of a row."""
+    lines = ([row[of] if isinstance(of, str) else of(row) for of in shown.values()] for row in rows)
+    return markdown([*shown], lines)

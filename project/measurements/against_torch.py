@@ -210,25 +210,13 @@ def compile_for(one: Calls) -> None:
     contestants(torch, one)
 
 
-def compiled_first(todo: list[Calls]) -> list[Calls]:
-    """Return calls of one contestant each, those first that share no kernel with an earlier one.
-
-    Of PyTorch's only FlexAttention compiles, once for each case; what it compiles stays on disk, too.
-    """
-    flex = [one._replace(ours=(), theirs=(FLEX,)) for one in todo if FLEX in one.theirs]
-    known, first, later = set[Any](), list[Calls](), list[Calls]()
-    for one in (x._replace(ours=(ours,), theirs=()) for x in todo for ours in x.ours):
-        kernel = one.dtype, one.head_dim, one.case, one.ours
-        (later if kernel in known else first).append(one)
-        known.add(kernel)
-    return flex + sorted(first, key=lambda one: one.case in ("dense", "causal")) + later
-
-
 def measure_all(run: Run) -> Iterator[Case]:
     _ = run.pytorch
     run.note(tokens=TOKENS, hidden=HIDDEN)
     todo = [one for one in plan(run) if one.group in run.groups]
-    in_processes(compile_for, [(one,) for one in compiled_first(todo)], run.jobs)
+    alone = [one._replace(ours=(), theirs=(FLEX,)) for one in todo if FLEX in one.theirs]
+    alone += [one._replace(ours=(name,), theirs=()) for one in todo for name in one.ours]
+    in_processes(compile_for, [(one,) for one in alone], run.jobs)
     if "product" in run.groups:
         key = {"group": "product", "case": f"matrix product, {PRODUCT}^3", "dtype": "bfloat16"}
         yield key, partial(product, run)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,11 +25,11 @@ from statistics import median
 from typing import Any
 
 from bench.contestants import DIRECTIONS, TensorCall, contestants, directions, random_arrays
-from bench.kit import Case, Measurement, Panel, Record, Run, cell, markdown, ratio, ready, spread
+from bench.harness import Case, Measurement, Run
+from bench.kit import Panel, Record, cell, curves, markdown, ratio, ready, spread
 from bench.measuring import Peak, wait
 from bench.processes import in_child
 
-from kernels.problem.shapes import MAX_HEAD_DIM
 from kernels.runtime.targets import cuda
 from kernels.traffic.formulas import attention_backward_flops, attention_flops, score_matrix_bytes
 
@@ -94,10 +95,6 @@ def by_length(run: Run, names: Any, causal: bool, measure: Any, took: Any) -> It
 
 
 def rungs(run: Run) -> Iterator[Case]:
-    if run.head_dim > MAX_HEAD_DIM:
-        raise SystemExit(
-            f"--head-dim must be at most {MAX_HEAD_DIM}, got {run.head_dim}; take more heads"
-        )
     run.note(**run.chosen("batch", "heads", "head_dim", "causal"))
     yield from by_length(
         run, run.only, run.causal, of_rungs, lambda one: one["forward_ms"] + one["backward_ms"]
@@ -133,20 +130,19 @@ def of_rungs(run: Run, running: dict[str, Callable[..., TensorCall]], length: in
 
 def table(record: Record) -> str:
     """Return milliseconds and MiB of every rung by length."""
-    rows = record["rows"]
+    rows, titles = record["rows"], {"forward_ms": "forward, ms", "backward_ms": "backward, ms"}
     names = list(dict.fromkeys(name for row in rows for name in row if name != "length"))
     shown = [
         f"batch {record['batch']}, {record['heads']} heads, head_dim {record['head_dim']}, float32, "
         f"{'a causal mask' if record['causal'] else 'no mask'}. An empty cell: one pass takes too long, or "
         "the memory is too small."
     ]
-    titles = {"forward_ms": "forward, ms", "backward_ms": "backward, ms", "peak_mb": "peak, MiB"}
-    for key, title in titles.items():
+    for key, title in {**titles, "peak_mb": "peak, MiB"}.items():
         values = [[row.get(name, {}).get(key) for name in names] for row in rows]
-        lines = [
+        lines = (
             [f"N = {row['length']:,}", *("" if x is None else cell(x) for x in found)]
             for row, found in zip(rows, values, strict=True)
-        ]
+        )
         shown.append(markdown([title, *names], lines))
     return "\n\n".join(shown)
 
@@ -211,19 +207,22 @@ def speedup_table(record: Record) -> str:
 
 
 def speedup_panels(record: Record) -> list[Panel]:
-    rows, lines, ratios = record["rows"], Record(), Record()
-    for name in names_of(rows):
-        for q in QUANTITIES:
-            label, own = f"{name}, {q}", [row for row in rows if name in row]
-            lines[label] = [(row["length"], row[name][q]["median"]) for row in own]
-            own = [row for row in own if name in row.get("speedup", {})]
-            ratios[label] = [(row["length"], row["speedup"][name][q]["median"]) for row in own]
-    kept = {label: points for label, points in lines.items() if label.endswith(MODES)}
-    ratios |= {f"published report, {q}": [point] for q, point in REPORTED.items()}
+    own = [
+        (row, name, q) for name in names_of(record["rows"]) for q in QUANTITIES
+        for row in record["rows"] if name in row
+    ]  # fmt: skip
+    times = curves(
+        (f"{n}, {q}", row["length"], row[n][q]["median"]) for row, n, q in own if q in MODES
+    )
+    above: Record = curves(
+        (f"{n}, {q}", row["length"], row["speedup"][n][q]["median"])
+        for row, n, q in own
+        if n in row.get("speedup", {})
+    )
+    above |= {f"published report, {q}": [point] for q, point in REPORTED.items()}
     workload = f"{record['heads']} heads, head_dim {record['head_dim']}, float32"
-    above = {label: points for label, points in ratios.items() if points}
     return [
-        Panel(f"time of a call: {workload}", "length", "ms", kept, log="xy"),
+        Panel(f"time of a call: {workload}", "length", "ms", times, log="xy"),
         Panel("baseline / flash attention, by pass", "length", "times as long", above, log="xy"),
     ]
 
@@ -235,14 +234,10 @@ def capacity(device: str) -> int:
     """Return the bytes of the device's memory, or what this process may have of it."""
     if device == "cuda":
         return int(cuda.current_context().get_memory_info().total)
-    found = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        found.append(1024 * int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]))
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
             found.append(int((Path("/sys/fs/cgroup") / limit).read_text()))
-    if not found:
-        raise RuntimeError("how much memory there is, is known on Linux only")
     return min(found)
 
 

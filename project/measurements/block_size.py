@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any
 
 from bench.contestants import random_call
-from bench.kit import Case, Measurement, Panel, Record, Run, markdown, ready, spread, timed_cell
+from bench.harness import Case, Measurement, Run
+from bench.kit import Panel, Record, curves, markdown, ready, spread, timed_cell, workload_text
 from bench.processes import in_child
 
 from kernels.metering.rung_traffic import RUNGS, call_traffic, metered, problem_of
@@ -48,29 +49,29 @@ def meter() -> list[Record]:
 def cases(run: Run) -> Iterator[Case]:
     run.note(workload=run.chosen("batch_heads", "length", "head_dim"))
     run.note(metered=METERED, meter=in_child(meter, simulator=True))
+    size = run.batch_heads, run.length
+
+    def started(rung: str, tile: Any) -> Any:
+        options = {**RUNGS[rung], "rung": rung, "tile": tile}
+        call = random_call(run.device, *size, head_dim=run.head_dim, **options)
+        call.forward()
+        return call.forward
+
     for sweep, (rung, tile_of) in SWEEPS.items():
-
-        def started(tile: Any, rung: str = rung) -> Any:
-            options = {**RUNGS[rung], "rung": rung, "tile": tile}
-            call = random_call(
-                run.device, run.batch_heads, run.length, head_dim=run.head_dim, **options
-            )
-            call.forward()
-            return call.forward
-
-        make = {size: partial(started, tile_of(size)) for size in run.tiles}
+        tiles, problem = (
+            {size: tile_of(size) for size in run.tiles},
+            problem_of(rung, *size, run.length, run.head_dim),
+        )
+        make = {size: partial(started, rung, tile) for size, tile in tiles.items()}
         calls, reasons = ready(make, ValueError)  # a tile that does not fit
         times = run.timed(calls) if calls else {}
-        for size in run.tiles:
-            ms = spread(times[size], 1e3) if size in times else None
-            found = {"ms": ms, "too_large": reasons.get(size)}
-            yield {"sweep": sweep, "size": size}, partial(row, run, rung, tile_of(size), found)
-
-
-def row(run: Run, rung: str, tile: tuple[int, int], found: Record) -> Record:
-    problem = problem_of(rung, run.batch_heads, run.length, run.length, run.head_dim)
-    moved = total(call_traffic(rung, problem, tile).forward).moved
-    return {"rung": rung, "tile": tile, "gb": 4e-9 * run.batch_heads * moved, **found}
+        for size_of_tile, tile in tiles.items():
+            moved = total(call_traffic(rung, problem, tile).forward).moved
+            took = times.get(size_of_tile)
+            yield {"sweep": sweep, "size": size_of_tile}, {
+                "rung": rung, "tile": tile, "gb": 4e-9 * run.batch_heads * moved,
+                "ms": took and spread(took, 1e3), "too_large": reasons.get(size_of_tile),
+            }  # fmt: skip
 
 
 def table(record: Record) -> str:
@@ -90,17 +91,13 @@ def table(record: Record) -> str:
 
 
 def draw(record: Record) -> list[Panel]:
-    traffic, times = Record(), Record()
-    for row in record["rows"]:
-        traffic.setdefault(row["sweep"], []).append((row["size"], row["gb"]))
-        if row["ms"]:
-            times.setdefault(row["sweep"], []).append((row["size"], row["ms"]))
-    size = "{batch_heads} heads, {length:,} keys, head_dim {head_dim}, float32".format(
-        **record["workload"]
+    traffic, times = (
+        curves((row["sweep"], row["size"], row[key]) for row in record["rows"])
+        for key in ("gb", "ms")
     )
-    x = "rows or columns of a tile"
+    title, x = "global traffic by formula, forward", "rows or columns of a tile"
     return [
-        Panel(f"{size}\nglobal traffic by formula, forward", x, "GB", traffic, log="x"),
+        Panel(f"{workload_text(record)}\n{title}", x, "GB", traffic, log="x"),
         Panel("time, forward", x, "ms", times, log="x"),
     ]
 

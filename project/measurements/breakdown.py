@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 from bench.contestants import DIRECTIONS, directions, random_arrays, rungs_of
-from bench.kit import Case, Measurement, Panel, Record, Run, cell, markdown, spread, timed_cell
+from bench.harness import Case, Measurement, Run
+from bench.kit import Panel, Record, cell, columns, curves, spread, timed_cell, workload_text
 from bench.measuring import interleaved
 from numba import float32, int64, njit, prange, void
 
@@ -189,66 +190,67 @@ def cases(run: Run) -> Iterator[Case]:
     )  # fmt: skip
     for part, seconds in run.timed(parts(run)).items():
         moved = 4e-9 * run.batch_heads * least_elements(part, run.length, run.head_dim)
-        found = {"ms": spread(seconds, 1e3), "gb": moved}
-        yield {"kind": "part", "name": part}, lambda found=found: found
+        yield {"kind": "part", "name": part}, {"ms": spread(seconds, 1e3), "gb": moved}
     steps = directions(rungs_of(run.device, *workload.values()))
     flops = attention_flops(run.batch_heads, run.length, run.length, run.head_dim)
     for (name, way), seconds in run.timed(steps).items():
         place = DIRECTIONS.index(way)
         work, ms = flops * PRODUCTS[name][place] / 2, spread(seconds, 1e3)
         moved = 4.0 * run.batch_heads * total(traffic_of(name, run)[place]).moved
-        found = {
+        yield {"kind": "rung", "name": name, "pass": way}, {
             "ms": ms, "gb": 1e-9 * moved, "gflop": 1e-9 * work, "intensity": work / moved,
             "tflops": 1e-9 * work / ms["median"],
         }  # fmt: skip
-        yield {"kind": "rung", "name": name, "pass": way}, lambda found=found: found
+
+
+def of_kind(record: Record, kind: str) -> list[Record]:
+    """Return the rows of the parts, or of the rungs."""
+    return [row for row in record["rows"] if row["kind"] == kind]
 
 
 def table(record: Record) -> str:
-    own = [row for row in record["rows"] if row["kind"] == "part"]
+    own, workload, peaks = of_kind(record, "part"), record["workload"], record["peaks"]
     naive = sum(row["ms"]["median"] for row in own if row["name"] != "fused")
-    workload, peaks = record["workload"], record["peaks"]
-    lines = (
-        [row["name"], timed_cell(row["ms"]), f"{row['ms']['median'] / naive:.0%}", row["gb"],
-         1e3 * row["gb"] / row["ms"]["median"]]
-        for row in own
-    )  # fmt: skip
     text = (
         f"Forward pass, batch × heads = {workload['batch_heads']}, N = {workload['length']}, "
         f"d = {workload['head_dim']}, causal, dropout {workload['dropout_p']}, float32"
     )
+    composed = columns(own, {
+        "part": "name",
+        "ms (quartiles)": lambda row: timed_cell(row["ms"]),
+        "share of composed": lambda row: f"{row['ms']['median'] / naive:.0%}",
+        "least traffic, GB": "gb",
+        "GB/s": lambda row: 1e3 * row["gb"] / row["ms"]["median"],
+    })  # fmt: skip
     roof = (
         f"Measured peaks: {cell(peaks['tflops'])} TFLOP/s and {cell(peaks['gbs'])} GB/s; the ridge is at "
         f"{cell(1e3 * peaks['tflops'] / peaks['gbs'])} FLOP per byte. Calls without a mask or dropout:"
     )
-    points = (
-        [f"{row['name']}, {row['pass']}", timed_cell(row["ms"]), row["gb"], row["intensity"], row["tflops"],
-         f"{row['tflops'] / peaks['tflops']:.0%}"]
-        for row in record["rows"] if row["kind"] == "rung"
-    )  # fmt: skip
-    head = ["part", "ms (quartiles)", "share of composed", "least traffic, GB", "GB/s"]
-    roof_head = [
-        "rung, pass", "ms (quartiles)", "traffic by formula, GB", "FLOP per byte", "TFLOP/s",
-        "share of peak",
-    ]  # fmt: skip
-    return "\n\n".join([text, markdown(head, lines), roof, markdown(roof_head, points)])
+    points = columns(of_kind(record, "rung"), {
+        "rung, pass": lambda row: f"{row['name']}, {row['pass']}",
+        "ms (quartiles)": lambda row: timed_cell(row["ms"]),
+        "traffic by formula, GB": "gb",
+        "FLOP per byte": "intensity",
+        "TFLOP/s": "tflops",
+        "share of peak": lambda row: f"{row['tflops'] / peaks['tflops']:.0%}",
+    })  # fmt: skip
+    return "\n\n".join([text, composed, roof, points])
 
 
 def draw(record: Record) -> list[Panel]:
-    workload, peaks, rows = record["workload"], record["peaks"], record["rows"]
-    ms = {row["name"]: row["ms"]["median"] for row in rows if row["kind"] == "part"}
-    parts = {part: {"fused" if part == "fused" else "composed": time} for part, time in ms.items()}
-    ridge, lines = 1e3 * peaks["tflops"] / peaks["gbs"], Record()
-    for row in (row for row in rows if row["kind"] == "rung"):
-        lines[f"{row['name']}, {row['pass']}"] = [(row["intensity"], row["tflops"])]
-    reach = [x for points in lines.values() for x, _ in points]
+    peaks, size = record["peaks"], workload_text(record).replace("keys, ", "keys,\n")
+    parts = {
+        row["name"]: {"fused" if row["name"] == "fused" else "composed": row["ms"]["median"]}
+        for row in of_kind(record, "part")
+    }
+    lines = curves(
+        (f"{row['name']}, {row['pass']}", row["intensity"], row["tflops"])
+        for row in of_kind(record, "rung")
+    )
+    reach, ridge = [x for ((x, _),) in lines.values()], 1e3 * peaks["tflops"] / peaks["gbs"]
     low, high = min(ridge / 30, *reach), max(ridge * 30, *reach)
-    lines["roofline"] = [
-        (low, 1e-3 * low * peaks["gbs"]),
-        (ridge, peaks["tflops"]),
-        (high, peaks["tflops"]),
-    ]
-    size = "{batch_heads} heads, {length:,} keys,\nhead_dim {head_dim}, float32".format(**workload)
+    top = [(x, peaks["tflops"]) for x in (ridge, high)]
+    lines["roofline"] = [(low, 1e-3 * low * peaks["gbs"]), *top]
     return [
         Panel(f"forward, causal, dropout: {size}", "ms", bars=parts, stacked=True),
         Panel("roofline, no mask, no dropout", "FLOP per byte of global memory (formula)", "TFLOP/s", lines,

@@ -10,12 +10,12 @@ ours is timed.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
-from bench.kit import Case, Measurement, Run, Unavailable, ratio, ready, spread
+from bench.kit import Measurement, Record, Run, Unavailable, ratio, ready, spread
 from bench.measuring import interleaved, timing_note
 
 import minitorch
@@ -27,9 +27,14 @@ SMALL: dict[str, Any] = {
     "n_vocab": 50_257, "n_embd": 768, "n_head": 12, "n_positions": 1024, "n_layer": 12,
     "middle_dim": 3072,
 }  # fmt: skip
-TINY: dict[str, Any] = {
-    "n_vocab": 61, "n_embd": 32, "n_head": 2, "n_positions": 64, "n_layer": 2, "middle_dim": 64,
-}  # fmt: skip
+TINY = SMALL | {
+    "n_vocab": 61,
+    "n_embd": 32,
+    "n_head": 2,
+    "n_positions": 64,
+    "n_layer": 2,
+    "middle_dim": 64,
+}
 PROMPT, TOKENS = 32, 64
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
@@ -52,28 +57,16 @@ def theirs(folder: str, device: str, prompt: list[int], count: int, compiled: bo
     dtype = getattr(torch, DTYPES[device])
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     ids = torch.tensor([prompt], device=device)
-    options = {
-        "max_new_tokens": count,
-        "min_new_tokens": count,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
+    options: Record = dict.fromkeys(("max_new_tokens", "min_new_tokens"), count)
     # With a static cache, generate compiles each step for CUDA graphs.
     options |= {"cache_implementation": "static"} if compiled else {}
-    generate = partial(model.generate, ids, attention_mask=torch.ones_like(ids), **options)
-    return torch.no_grad()(lambda: generate()[0].tolist())
+    options |= {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    return torch.no_grad()(lambda: model.generate(ids, **options)[0].tolist())
 
 
-def cases(run: Run) -> Iterator[Case]:
+def cases(run: Run) -> Record:
+    """Return tokens per second of each contestant, and our ratio to each."""
     sizes = TINY if run.is_quick else SMALL
-    run.note(
-        timing=timing_note("cpu"), dtype=DTYPES[run.device], **sizes, prompt=PROMPT, tokens=TOKENS
-    )
-    yield {}, partial(measured, run, sizes)
-
-
-def measured(run: Run, sizes: dict[str, Any]) -> None:
-    """Note tokens per second of each contestant, and our ratio to each."""
     with tempfile.TemporaryDirectory() as folder:
         minitorch.manual_seed(0)
         options = {"p_dropout": 0.0, "tie_weights": True, "backend": minitorch.FastBackend}
@@ -87,18 +80,18 @@ def measured(run: Run, sizes: dict[str, Any]) -> None:
         runs, why_not = ready(make)
         texts = {name: one() for name, one in runs.items()}
         # On either device the last token is on the host when a continuation ends.
-        least = 1 if run.is_quick else run.rounds
-        times = interleaved(runs, "cpu", 0.0, least=least)
-    run.note(
-        tokens_per_second={n: spread([count / t for t in taken]) for n, taken in times.items()},
-        ratios={name: ratio(times[name], times[OURS]) for name in times if name != OURS},
-        same_tokens={name: text == texts[OURS] for name, text in texts.items() if name != OURS},
-        why_not=why_not,
-    )
+        times = interleaved(runs, "cpu", 0.0, least=1 if run.is_quick else run.rounds)
+    return {
+        "timing": timing_note("cpu"), "dtype": DTYPES[run.device], **sizes, "prompt": PROMPT,
+        "tokens": TOKENS, "why_not": why_not,
+        "tokens_per_second": {n: spread([count / t for t in taken]) for n, taken in times.items()},
+        "ratios": {name: ratio(times[name], times[OURS]) for name in times if name != OURS},
+        "same_tokens": {name: text == texts[OURS] for name, text in texts.items() if name != OURS},
+    }  # fmt: skip
 
 
+SETTINGS = {"normal": {"rounds": 5}}
 MEASUREMENT = Measurement(
     "generation", "How fast does GPT-2 small generate text, beside transformers?", cases,
-    {"cpu": {"normal": {"rounds": 5}}, "cuda": {"normal": {"rounds": 5}}},
-    minutes={"cpu": 2, "cuda": 2},
+    {"cpu": SETTINGS, "cuda": SETTINGS}, minutes={"cpu": 2, "cuda": 2},
 )  # fmt: skip

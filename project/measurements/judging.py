@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from bench.kit import Case, Measurement, Panel, Record, Run, markdown
+from bench.kit import Case, Measurement, Record, Run, markdown
 from bench.training_contestants import BACKENDS
 from data.text import FORM_FEED, LIBRARY, Corpus, Tokens, read_text
 from tqdm import tqdm
@@ -188,16 +188,6 @@ def perplexity_table(record: Record) -> str:
     return markdown(["run, context", "stride", "loss", "perplexity"], lines)
 
 
-def loss_panels(record: Record) -> list[Panel]:
-    axes = {"context": ("by_context", "context"), "position, up to": ("by_position", "to")}
-    return [
-        Panel("loss of a token", x, "nats", {
-            one["run"][-32:]: [(row[place], row["loss"]) for row in one[key]] for one in record["rows"]
-        }, log="x")
-        for x, (key, place) in axes.items()
-    ]  # fmt: skip
-
-
 # -- chapters ----------------------------------------------------------------------------------------
 
 
@@ -274,11 +264,8 @@ def answered(chapter: re.Pattern[str], run: Run, subject: Subject) -> Record:
             f"no chapter of the text has {most} tokens before it and {CHOICES - 1} later ones in its "
             f"document; take shorter --contexts, another --chapter, or a longer text, such as {LIBRARY}"
         )
-    alone, answers, rows = (
-        scores(model, found, length + 1, run.batch),
-        dict[Any, Any](),
-        list[Record](),
-    )
+    alone, rows = scores(model, found, length + 1, run.batch), list[Record]()
+    answers: dict[Any, Any] = {}
     for context in contexts:
         given = scores(model, found, context, run.batch)
         if not np.isfinite(given - alone).all():
@@ -308,39 +295,20 @@ def chapter_table(record: Record) -> str:
     return markdown(["run, context", "right answers", "95 % interval"], lines)
 
 
-def accuracy_panels(record: Record) -> list[Panel]:
-    found = []
-    for score in SCORES:
-        lines: Record = {}
-        for one in record["rows"]:
-            own = [row for row in one["by_context"] if row["score"] == score]
-            lines[one["run"][-32:]] = [
-                (
-                    row["context"],
-                    {"median": row["accuracy"], "low": row["low"], "high": row["high"]},
-                )
-                for row in own
-            ]
-            lines["guessing"] = [(row["context"], one["chance"]) for row in own]
-        found.append(Panel(f"by {score}", "context, tokens", "right answers", lines, log="x"))
-    return found
-
-
 COMMON = {
     "runs": ("runs/gpt",), "text": "", "all": False, "contexts": (), "attention": "", "batch": 1
 }  # fmt: skip
-CHOSEN = {"attention": ("flash", "naive")}
 PERPLEXITY = {"stride": 512, "tokens": 0, **COMMON}
 CHAPTERS = {"chapter": DEFINITION, "continuation": 128, "questions": 1000, "seed": 0, **COMMON}
-MEASUREMENTS = (
+MEASUREMENTS = tuple(
     Measurement(
-        "perplexity", "What is the loss of trained models, by context and by position in it?",
-        partial(by_run, perplexities), {"cpu": {"normal": PERPLEXITY}, "cuda": {"normal": PERPLEXITY}},
-        table=perplexity_table, draw=loss_panels, choices=CHOSEN, paths=("minitorch/models",),
-    ),
-    Measurement(
-        "chapter_break", "Which of six continuations of a chapter do trained models find likely?",
-        chapters, {"cpu": {"normal": CHAPTERS}, "cuda": {"normal": CHAPTERS}},
-        table=chapter_table, draw=accuracy_panels, choices=CHOSEN, paths=("minitorch/models",),
-    ),
+        name, question, cases, {"cpu": {"normal": settings}, "cuda": {"normal": settings}}, table=table,
+        choices={"attention": ("flash", "naive")}, paths=("minitorch/models",),
+    )
+    for name, question, cases, settings, table in (
+        ("perplexity", "What is the loss of trained models, by context and by position in it?",
+         partial(by_run, perplexities), PERPLEXITY, perplexity_table),
+        ("chapter_break", "Which of six continuations of a chapter do trained models find likely?",
+         chapters, CHAPTERS, chapter_table),
+    )
 )  # fmt: skip

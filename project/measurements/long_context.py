@@ -45,7 +45,7 @@ from training.document_loop import (
 from training.intervals import wilson_interval
 from training.lra_loop import BEST, Training
 from training.lra_methods import QUICK, Settings
-from training.pathfinder_stages import STAGES, Stage, grown, stage_task, stage_title, task_name
+from training.pathfinder_stages import STAGES, Stage, grown, stage_task, task_name
 from training.runs import resumable
 from training.saliency import held_out, panel, saliency, shares
 from training.script_helpers import draw as draw_picture
@@ -142,21 +142,6 @@ def stages_table(record: Record) -> str:
             f"{row['test_accuracy']:.1%}", f"{low:.1%} to {high:.1%}",
         ])  # fmt: skip
     return markdown(["stage", "tokens", "steps", "time, s", "accuracy", "95 % interval"], lines)
-
-
-def stage_panels(record: Record) -> list[Panel]:
-    """Show the validation accuracy and the training loss of all stages, one after the other."""
-    accuracy, loss, begin = Record(), Record(), 0
-    for row in record["rows"]:
-        curve, name = row["curve"], stage_title(row["stage"])
-        steps = [begin + x for x in curve["valid_step"]]
-        accuracy[name] = list(zip(steps, curve["valid_accuracy"], strict=True))
-        loss[name] = [(begin + i * curve["train_every"], x) for i, x in enumerate(curve["train"])]
-        begin += row["steps"]
-    return [
-        Panel("validation accuracy", "step", "", accuracy),
-        Panel("training loss", "step", "", loss),
-    ]
 
 
 # -- documents -------------------------------------------------------------------------------------------
@@ -301,7 +286,7 @@ PRECISION = {"precision": ("float32", "bfloat16")}
 MEASUREMENTS = (
     Measurement(
         "pathx", "Which accuracy does a classifier reach on Path-X and Path-256, stage by stage?", stages,
-        {"cpu": PATHX, "cuda": PATHX}, table=stages_table, draw=stage_panels,
+        {"cpu": PATHX, "cuda": PATHX}, table=stages_table,
         minutes={"cpu": 1e4, "cuda": 300},
         choices={**PRECISION, "attention": ("flash", "block-sparse")},
     ),

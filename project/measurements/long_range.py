@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench.kit import Case, Measurement, Panel, Record, Run, spread
+from bench.kit import Case, Measurement, Panel, Record, Run, curves, ready, spread
 from bench.long_range import (
     FLASH,
     NAIVE,
-    costs,
     lengths_table,
     peak_in_child,
     peak_of_step,
@@ -35,7 +34,7 @@ from bench.long_range import (
     results_table,
     steps_tables,
 )
-from bench.measuring import out_of_memory, timing_note
+from bench.measuring import timing_note
 from data.long_range import GENERATED, TASKS, TEXT_LENGTH, LraTask, load_task
 from data.pathfinder import PUBLISHED
 from training.lra_loop import BEST, Training
@@ -73,21 +72,18 @@ def backend_of(run: Run) -> str:
     return "cuda" if run.device == "cuda" else "fast"
 
 
-def ready(
+def started(
     run: Run, make: Callable[[str], Callable[[], Any]], calls: int
 ) -> dict[str, Callable[[], Any]]:
     """Return the steps of all attentions that do not run out of memory, each called so often before."""
-    steps: dict[str, Callable[[], Any]] = {}
-    for name in run.attentions:
-        try:
-            step = make(name)
-            for _ in range(calls):
-                step()
-            steps[name] = step
-        except Exception as error:  # noqa: PERF203 (the next one may run)
-            if not out_of_memory(error):
-                raise
-    return steps
+
+    def one(name: str) -> Callable[[], Any]:
+        step = make(name)
+        for _ in range(calls):
+            step()
+        return step
+
+    return ready({name: partial(one, name) for name in run.attentions})[0]
 
 
 # -- by length -------------------------------------------------------------------------------------------
@@ -129,17 +125,17 @@ def at_length(run: Run, length: int) -> Record:
     def make(name: str) -> Callable[[], None]:
         return make_pass(name, length, backend_of(run), run.precision)
 
-    times = run.timed(ready(run, make, 1))
+    times = run.timed(started(run, make, 1))
     found = {name: spread(values, 1e3) for name, values in times.items()}
     return {"batch": 1, "ms": {name: found.get(name) for name in run.attentions}}
 
 
 def draw(record: Record) -> list[Panel]:
-    lines: Record = {}
-    for row in record["rows"]:
-        for name, ms in row["ms"].items():
-            if ms:
-                lines.setdefault(METHODS[name].title, []).append((row["length"], ms["median"]))
+    lines = curves(
+        (METHODS[name].title, row["length"], ms and ms["median"])
+        for row in record["rows"]
+        for name, ms in row["ms"].items()
+    )
     title = f"one sequence, {record['heads']} heads of {record['head_dim']} columns"
     return [Panel(title, "length", "forward and backward, ms", lines, log="xy")]
 
@@ -186,7 +182,7 @@ def times_of_task(run: Run, task: LraTask, settings: Settings) -> dict[str, list
             training = Training(task, name, settings, 0, backend_of(run), place)
             return partial(training.take_step, X, y)
 
-        return run.timed(ready(run, make, STEPS_BEFORE))
+        return run.timed(started(run, make, STEPS_BEFORE))
 
 
 # -- trainings -------------------------------------------------------------------------------------------
@@ -271,7 +267,7 @@ SHORT = {
 MEASUREMENTS = (
     Measurement(
         "lra", "Which accuracy does each attention reach on the Long-Range Arena, how fast?", trainings,
-        {"cpu": {"normal": LRA}, "cuda": {"normal": LRA}}, table=trainings_table, draw=costs,
+        {"cpu": {"normal": LRA}, "cuda": {"normal": LRA}}, table=trainings_table,
         minutes={"cpu": 1e4, "cuda": 600}, choices={**CHOICES, "pixels": tuple(PUBLISHED)},
         records={"lra_short": SHORT},
     ),

@@ -9,19 +9,14 @@ Where PyTorch is not installed its lines are empty.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
-from bench.contestants import DIRECTIONS, errors, reference
+from bench.contestants import DIRECTIONS, directions, errors, reference
 from bench.harness import Case as Row
-from bench.kit import Measurement, Panel, Record, Run, markdown, timed_cell
-from bench.measuring import Unavailable, load_torch, prepare, ratio, spread, why_failed
+from bench.kit import Measurement, Panel, Record, Run, markdown, ratio, ready, spread, timed_cell
 from bench.peer_cases import HELD_OUT, Case, cases, user_cases
-from bench.processes import in_processes
 from bench.torch_attention import DTYPES, FLEX, PEERS, Rivals
 
 from kernels.traffic.formulas import attention_backward_flops, attention_flops
@@ -29,74 +24,40 @@ from kernels.traffic.formulas import attention_backward_flops, attention_flops
 OURS = "kernels"
 
 
-def known_cases(run: Any) -> dict[str, Case]:
-    """Return the cases to choose from, by name."""
-    return (user_cases if run.functions else cases)(run.heads, run.length)
-
-
-def run_once(settings: Record, dtype: str, name: str, peer: str | None) -> None:
-    """Run one contestant of one case in this process; its kernels are then on the disk."""
-    run, torch = SimpleNamespace(**settings), load_torch()
-    if torch is not None:
-        prepare(torch, run.device)
-    with suppress(Exception):  # whether it can is found out again when it is timed
-        Rivals(run, dtype, torch).call(peer, known_cases(run)[name])
-
-
 def all_rows(run: Run) -> Iterator[Row]:
-    start, known, sizes = (
-        time.perf_counter(),
-        known_cases(run),
-        run.chosen("heads", "length", "head_dim"),
-    )
+    known = (user_cases if run.functions else cases)(run.heads, run.length)
     missing = "" if run.torch else "PyTorch is not installed, so that its lines are empty; "
-    run.note(workload={"batch": 1, **sizes}, note=f"{missing}in float32 no peer uses TF32")
-    chosen = [known[name] for name in run.cases or known]
-    # FlexAttention compiles for each case, which takes longest: it comes last.
-    early = [OURS, *(peer for peer in run.peers if peer != FLEX)]
-    late = [peer for peer in run.peers if peer == FLEX]
-    settings = {**sizes, "functions": run.functions, "device": run.device}
-    todo = [(settings, d, c.name, p) for p in (None, *late) for d in run.dtypes for c in chosen]
-    in_processes(run_once, todo, run.jobs)
+    workload = {"batch": 1, **run.chosen("heads", "length", "head_dim")}
+    run.note(workload=workload, note=f"{missing}in float32 no peer uses TF32")
     for dtype in run.dtypes:
         rivals = Rivals(run, dtype, run.torch)
-        for case, peers in [(c, early) for c in chosen] + [(c, late) for c in chosen if late]:
-            kept: Record = {}  # ours and the textbook's result, which all peers are compared with
-            for peer in peers:
-                key = {"case": case.name, "peer": peer, "dtype": dtype}
-                if run.functions:
-                    key["held_out"] = case.name in HELD_OUT
-                yield key, partial(compare, run, rivals, case, peer, kept, start)
+        for name in run.cases or known:
+            yield {"case": name, "dtype": dtype}, partial(compare, run, rivals, known[name])
 
 
-def compare(run: Run, rivals: Rivals, case: Case, peer: str, kept: Record, start: float) -> Record:
-    """Return times and TFLOP/s of a contestant, ratios to ours, and errors."""
-    if time.perf_counter() - start > run.deadline:
-        raise Unavailable("no time left")
-    if "ours" not in kept:
-        kept["wanted"] = None if case.dropout_p else reference(case, rivals.first(), rivals.dtype)
-        kept["ours"] = None
-        try:
-            kept["ours"] = rivals.call(None, case)
-        except Exception:
-            if peer == OURS:  # this dtype, this option, or not enough memory: the row says which
-                raise
-    ours: Any = kept["ours"]
-    try:
-        theirs: Any = ours if peer == OURS else rivals.call(peer, case)
-    except Exception as error:  # a peer may raise anything
-        raise Unavailable(why_failed(error)) from error
-    size, row = (case.heads, case.length, case.length, run.head_dim), Record()
-    for way, count in zip(DIRECTIONS, (attention_flops, attention_backward_flops), strict=True):
-        sides = {"theirs": theirs} | ({OURS: ours} if ours not in (None, theirs) else {})
-        times = run.timed({name: getattr(side, way) for name, side in sides.items()})
-        ms, against = spread(times["theirs"], 1e3), times.get(OURS, times["theirs"])
-        row[way] = {
-            "ms": ms, "tflops": 1e-9 * case.part * count(*size) / ms["median"],
-            "ratio": ratio(times["theirs"], against)["median"] if ours else None,
-        }  # fmt: skip
-    wanted = kept["wanted"]
-    return row if wanted is None else row | errors(theirs.first_heads(), wanted)
+def compare(run: Run, rivals: Rivals, case: Case) -> list[Record]:
+    """Return times and TFLOP/s of each contestant, ratios to ours, and errors."""
+    ours = rivals.call(None, case)
+    # A peer may raise anything.
+    peers, why_not = ready({n: partial(rivals.call, n, case) for n in run.peers}, Exception)
+    calls = {OURS: ours, **peers}
+    times, counts = run.timed(directions(calls)), (attention_flops, attention_backward_flops)
+    wanted = None if case.dropout_p else reference(case, rivals.first(), rivals.dtype)
+    size, rows = (case.heads, case.length, case.length, run.head_dim), list[Record]()
+    for name in (OURS, *run.peers):
+        row: Record = {"peer": name}
+        row |= {"held_out": case.name in HELD_OUT} if run.functions else {}
+        row |= {"why_not": why_not[name]} if name in why_not else {}
+        for way, count in zip(DIRECTIONS, counts, strict=True) if name in calls else ():
+            ms = spread(times[name, way], 1e3)
+            row[way] = {
+                "ms": ms, "tflops": 1e-9 * case.part * count(*size) / ms["median"],
+                "ratio": ratio(times[name, way], times[OURS, way])["median"],
+            }  # fmt: skip
+        if name in calls and wanted is not None:
+            row |= errors(calls[name].first_heads(), wanted)
+        rows.append(row)
+    return rows
 
 
 def table(record: Record) -> str:
@@ -130,17 +91,16 @@ def draw(record: Record) -> list[Panel]:
 COMMON = {"cases": (), "functions": False, "peers": PEERS, "head_dim": 64}
 #: The records of functions of users.
 FUNCTIONS = {
-    "functions": True, "peers": (FLEX,), "dtypes": ("bfloat16",), "length": 8192, "heads": 16, "jobs": 6,
-    "deadline": 600.0,
+    "functions": True, "peers": (FLEX,), "dtypes": ("bfloat16",), "length": 8192, "heads": 16,
 }  # fmt: skip
 MEASUREMENT = Measurement(
     "peers", "Which option has which PyTorch backend, and how fast is it beside the kernels?", all_rows,
     {"cpu": {"quick": {"heads": 1, "length": 128, "head_dim": 8, "seconds": 0.01},
              "normal": {"heads": 4, "length": 1024, "dtypes": ("float32",), "seconds": 0.2,
-                        "deadline": 130.0, "jobs": 1, **COMMON}},
-     "cuda": {"quick": {"heads": 32, "length": 2048, "cases": ("dense", "causal"), "jobs": 1},
+                        **COMMON}},
+     "cuda": {"quick": {"heads": 32, "length": 2048, "cases": ("dense", "causal")},
               "normal": {"heads": 64, "length": 4096, "dtypes": ("float16",), "seconds": 0.1,
-                         "deadline": 215.0, "jobs": 5, **COMMON}}},
+                         **COMMON}}},
     table=table, draw=draw, height=5.0, minutes={"cpu": 2, "cuda": 5}, paths=("kernels",),
     choices={"dtypes": tuple(DTYPES), "peers": PEERS},
     records={f"functions_{d}": {**FUNCTIONS, "head_dim": d} for d in (64, 128)},

@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from bench.kit import Case, Measurement, Panel, Record, Run, ready
-from bench.measuring import seconds
+from bench.kit import Case, Measurement, Panel, Record, Run, curves, ready
+from bench.measuring import most, slowest
 from bench.ring_time import Machine, Work, ring_time
 from bench.training_contestants import OURS, THEIRS, OurGPT, Training, size_of
 from training.gpt_loop import train_step
@@ -78,25 +78,12 @@ def start_torch(group: MPIGroup) -> Any:
     return torch
 
 
-def most(group: MPIGroup, number: float) -> float:
-    """Return the largest of the numbers of all ranks."""
-    found = np.array([number])
-    group.all_reduce(found, "max").wait()
-    return float(found[0])
-
-
-def slowest(group: MPIGroup, step: Callable[[], Any], repeats: int = 1) -> float:
-    """Return the time of a step on the slowest rank; all of them take it."""
-    group.barrier()
-    return most(group, seconds(step, "cuda", repeats))
-
-
 def in_turn(
     group: MPIGroup, steps: dict[str, Callable[[], Any]], rounds: int, repeats: int = 1
 ) -> dict[str, float]:
     """Return the median time of each step on the slowest rank; the first round, which compiles, aside."""
     times = [
-        {name: slowest(group, step, repeats) for name, step in steps.items()}
+        {name: slowest(group, step, "cuda", repeats) for name, step in steps.items()}
         for _ in range(rounds + 1)
     ]
     return {name: median(found[name] for found in times[1:]) for name in steps}
@@ -261,32 +248,30 @@ def training_step(everyone: Any, group: Any, tokens: int) -> Record:
         parts = ids[:, :-1][:, mine], ids[:, 1:][:, mine]
         losses.append(train_step(model, optimizer, *parts, ranks=ranks))
 
-    slowest(everyone, lambda: step(4096 * group.size))  # compiles
-    took = slowest(everyone, lambda: step(tokens))
+    slowest(everyone, lambda: step(4096 * group.size), "cuda")  # compiles
+    took = slowest(everyone, lambda: step(tokens), "cuda")
     return {"layers": LAYERS, "width": WIDTH, "step_seconds": took, "loss": losses[-1].item()}
 
 
 def draw(record: Record) -> list[Panel]:
     """Show the TFLOP/s of each GPU by length, a panel for each pass."""
-    rows, found = [row for row in record["rows"] if "length" in row], []
+    rows, found, gpus = [r for r in record["rows"] if "length" in r], [], record["gpus"]
     call = f"causal, bfloat16, {rows[0]['heads']} heads, head_dim {rows[0]['head_dim']}"
     for way, name in PASSES.items():
-        lines: Record = {}
-        for row in rows:
+
+        def rates(row: Record, way: str = way) -> Iterator[tuple[str, int, float]]:
             size = row["heads"], row["length"], row["length"], row["head_dim"]
             flops = attention_flops(*size, causal=True)
             flops += attention_backward_flops(*size, causal=True) if way == "both" else 0.0
-            seconds = {"one GPU": row[f"one_{way}_seconds"]}
-            seconds["ring attention"] = row[f"all_{way}_seconds"] * record["gpus"]
-            if "context_parallel" in row:
-                peer = row["context_parallel"][way]["seconds"]
-                seconds["PyTorch's context parallel"] = peer * record["gpus"]
-            for curve, took in seconds.items():
-                lines.setdefault(curve, []).append((row["length"], flops / took / 1e12))
-        title = f"{record['gpus']} GPUs, {call}\n{name}"
-        found.append(
-            Panel(title, "tokens of the whole sequence", "TFLOP/s of each GPU", lines, log="x")
-        )
+            yield "one GPU", row["length"], flops / row[f"one_{way}_seconds"] / 1e12
+            yield "ring attention", row["length"], flops / row[f"all_{way}_seconds"] / gpus / 1e12
+            if peer := row.get("context_parallel"):
+                rate = flops / peer[way]["seconds"] / gpus / 1e12
+                yield "PyTorch's context parallel", row["length"], rate
+
+        lines = curves(point for row in rows for point in rates(row))
+        title, x = f"{gpus} GPUs, {call}\n{name}", "tokens of the whole sequence"
+        found.append(Panel(title, x, "TFLOP/s of each GPU", lines, log="x"))
     return found
 
 

@@ -10,18 +10,14 @@ under compute.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import itertools
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
-from bench.kit import Case, Measurement, Panel, Record, Run, cell, markdown, spread
-from bench.processes import child_command, mpiexec
+from bench.kit import Case, Measurement, Panel, Record, Run, cell, curves, markdown, spread
+from bench.measuring import slowest
 from bench.ring_time import CALLS, Machine, Work, hiding_rows, ring_time
 
 import minitorch
@@ -29,9 +25,6 @@ from minitorch.distributed import MPIGroup, ring_attention, world
 from minitorch.distributed.exchange import Shift
 
 HEAD_DIM, WAYS = 64, ("forward", "backward")
-#: A rank that had a core for this share of a round was undisturbed; so many rounds are kept in any case.
-WHOLE, LEAST = 0.98, 3
-#: Seconds of an operation or of a byte that a fit gives at least.
 LEAST_COST = 1e-18
 #: Links of a GPU: alpha in seconds, beta in bytes/s in one direction.
 #: Sources: the data sheets of the NVIDIA H200 (NVLink 4, 900 GB/s in both directions) and of ConnectX-7
@@ -69,49 +62,27 @@ def call_of(group: MPIGroup, tokens: int) -> dict[str, Callable[[], Any]]:
     return steps
 
 
-def timed(group: MPIGroup, step: Callable[[], Any]) -> tuple[float, float]:
-    """Run a step on all ranks of a group.
-
-    Returns:
-        The seconds of the slowest rank, and the least share of a core that any rank had.
-    """
-    group.barrier()
-    start, used = time.perf_counter(), time.process_time()
-    step()
-    seconds = time.perf_counter() - start
-    own = np.array([seconds, -(time.process_time() - used) / seconds])
-    group.all_reduce(own, "max").wait()
-    return float(own[0]), -float(own[1])
-
-
-def undisturbed(rounds: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the rounds in which no other program took a core, or the least disturbed."""
-    best = sorted(rounds, key=lambda x: -x[1])
-    return [x for i, x in enumerate(best) if i < LEAST or x[1] > WHOLE]
-
-
-def child(lengths: tuple[int, ...], rounds: int) -> None:
-    """Measure every world on one of the ranks; rank 0 prints the rounds as JSON."""
-    everyone, steps = world(), dict[Any, Any]()
+def measured(everyone: MPIGroup, run: Run) -> dict[tuple[int, int], Record]:
+    """Measure every world; return milliseconds on the slowest rank, by ranks and tokens."""
     sizes = [2**i for i in range(everyone.size.bit_length()) if 2**i <= everyone.size]
     worlds = {n: everyone.split(int(everyone.rank < n)) for n in sizes}
-    for n, group in worlds.items():
-        if everyone.rank < n:
-            steps |= {(n, tokens): call_of(group, tokens) for tokens in lengths}
-    times: dict[tuple[int, int, str], list[tuple[float, float]]] = {}
-    for done in range(-1, rounds):  # the first round compiles
-        for tokens in lengths:
-            for n, group in worlds.items():
-                for name, step in steps.get((n, tokens), {}).items():
-                    found = timed(group, step)
-                    if done >= 0:
-                        times.setdefault((n, tokens, name), []).append(found)
-                # Without using the core, on which another rank measures.
-                request = everyone.communicator.Ibarrier()
-                while not request.Test():
-                    time.sleep(0.002)
-    if everyone.rank == 0:
-        print(json.dumps([[*key, undisturbed(value)] for key, value in times.items()]))
+    times: dict[tuple[int, int], dict[str, list[float]]] = {}
+    steps = {
+        (n, tokens): call_of(group, tokens)
+        for n, group in worlds.items() if everyone.rank < n
+        for tokens in run.lengths
+    }  # fmt: skip
+    for done in range(-1, run.rounds):  # the first round compiles
+        for n, tokens in itertools.product(sizes, run.lengths):
+            for name, step in steps.get((n, tokens), {}).items():
+                seconds = slowest(worlds[n], step, "cpu")
+                if done >= 0:
+                    times.setdefault((n, tokens), {}).setdefault(name, []).append(seconds)
+            # Without using the core, on which another rank measures.
+            request = everyone.communicator.Ibarrier()
+            while not request.Test():
+                time.sleep(0.002)
+    return {key: {n: spread(x, 1e3) for n, x in own.items()} for key, own in sorted(times.items())}
 
 
 # -- the fit ---------------------------------------------------------------------------------------------
@@ -159,34 +130,26 @@ def work_of(row: Record) -> Work:
 
 
 def cases(run: Run) -> Iterator[Case]:
-    """Measure all worlds in one launch, fit the model, and predict GPUs."""
-    ranks = run.ranks or os.cpu_count() or 1
-    command = [mpiexec(), "-n", str(ranks), *child_command(child, run.lengths, run.rounds)]
-    environment = os.environ | {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    times, shares = dict[tuple[int, int], Record](), list[float]()
-    for n, tokens, name, rounds in json.loads(done.stdout):
-        times.setdefault((n, tokens), {})[name] = spread([seconds for seconds, _ in rounds], 1e3)
-        shares += [share for _, share in rounds if name in WAYS]
-    if min(shares) < WHOLE:
-        text = f"another program took up to {1 - min(shares):.0%} of a core; measure again"
-        print(text, file=sys.stderr)
-    rows = [{"ranks": n, "tokens": tokens, **found} for (n, tokens), found in sorted(times.items())]
+    """Measure all worlds, fit the model, and predict GPUs."""
+    everyone = world()
+    times = measured(everyone, run)
+    rows = [{"ranks": n, "tokens": tokens, **found} for (n, tokens), found in times.items()]
+    if everyone.rank:
+        return
     machine = fitted(rows)
     run.note(
-        timing="medians (with quartiles) of the rank that takes longest, over those of "
-        f"{run.rounds} rounds in which no other program took a core",
-        head_dim=HEAD_DIM, least_share=min(shares), machine=machine._asdict(), predicted=predicted(run),
+        timing="medians (with quartiles) of the rank that takes longest", head_dim=HEAD_DIM,
+        machine=machine._asdict(), predicted=predicted(run),
     )  # fmt: skip
     for row in rows:
-        yield row, partial(beside_model, row, machine, times[1, row["tokens"]])
-
-
-def beside_model(row: Record, machine: Machine, alone: Record) -> Record:
-    model = {way: ring_time(work_of(row), row["ranks"], machine, way).total * 1e3 for way in WAYS}
-    took, one = (sum(each[way]["median"] for way in WAYS) for each in (row, alone))
-    error = sum(model.values()) / took - 1.0
-    return {"model": model, "error": error, "efficiency": one / (row["ranks"] * took)}
+        model = {
+            way: ring_time(work_of(row), row["ranks"], machine, way).total * 1e3 for way in WAYS
+        }
+        took, one = (
+            sum(each[way]["median"] for way in WAYS) for each in (row, times[1, row["tokens"]])
+        )
+        error = sum(model.values()) / took - 1.0
+        yield row, {"model": model, "error": error, "efficiency": one / (row["ranks"] * took)}
 
 
 def predicted(run: Run) -> list[Record]:
@@ -257,13 +220,16 @@ def table(record: Record) -> str:
 
 def draw(record: Record) -> list[Panel]:
     """Show measured times beside the model, and the part of the time in which GPUs wait."""
-    times, waits = Record(), Record()
-    for row in record["rows"]:
-        both = sum(row[way]["median"] for way in WAYS)
-        for kind, ms in (("", both), (", model", sum(row["model"].values()))):
-            times.setdefault(f"{row['tokens']:,} tokens{kind}", []).append((row["ranks"], ms))
-    for x in record["predicted"]:
-        waits.setdefault(f"{x['gpus']:,} GPUs, {x['link']}", []).append((x["tokens"], x["exposed"]))
+    times = curves(
+        (f"{row['tokens']:,} tokens{kind}", row["ranks"], ms)
+        for row in record["rows"]
+        for kind, ms in (
+            ("", sum(row[way]["median"] for way in WAYS)), (", model", sum(row["model"].values())),
+        )
+    )  # fmt: skip
+    waits = curves(
+        (f"{x['gpus']:,} GPUs, {x['link']}", x["tokens"], x["exposed"]) for x in record["predicted"]
+    )
     sizes = "{heads} heads, {key_heads} of keys, head_dim {head_dim}".format(**record["settings"])
     return [
         Panel(f"one head, head_dim {record['head_dim']}, causal, float32", "ranks",
@@ -280,5 +246,5 @@ MEASUREMENT = Measurement(
     table=table, draw=draw, minutes={"cpu": 2}, paths=("kernels", "minitorch/distributed"),
     caption="Above: time of ring attention, forward and backward, on ranks of one thread each; dashed "
     "lines are the fitted model. Below: the share of the time in which a GPU waits for keys "
-    "and values, as predicted by the model.",
+    "and values, as predicted by the model.", with_ranks=True,
 )  # fmt: skip

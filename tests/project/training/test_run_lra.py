@@ -37,8 +37,7 @@ SMALL = ["--tasks", "listops", "--quick", "--steps", "20", "--judge-every", "5",
 
 def run(out: Path, *options: str, small: list[str] = SMALL, code: int = 0) -> None:
     places = ["--folder", str(out), "--json", str(out / "lra.json")]
-    figure = ["--figure", str(out / "lra.png")]
-    assert harness.run(harness.load("lra"), [*small, *options, *places, *figure]) == code
+    assert harness.run(harness.load("lra"), [*small, *options, *places]) == code
 
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
@@ -207,7 +206,6 @@ def test_several_trainings_are_in_one_table_and_picture(
     )
     out = capsys.readouterr().out
     assert "listops (generated)" in out and "| Transformer |" in out
-    assert (own / "lra.png").stat().st_size > 1000
 
 
 def test_ctrl_c_keeps_the_training_for_resume(

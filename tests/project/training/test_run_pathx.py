@@ -36,8 +36,7 @@ SMALL = ["--quick", "--steps", "6", "--judge-every", "2", "--tested", "16",
 
 def run(out: Path, *options: str, code: int = 0) -> None:
     places = ["--folder", str(out), "--json", str(out / "pathx.json")]
-    figure = ["--figure", str(out / "curve.png")]
-    given = [*SMALL, "--resume", *options, *places, *figure]
+    given = [*SMALL, "--resume", *options, *places]
     assert harness.run(harness.load("pathx"), given) == code
 
 

@@ -13,7 +13,7 @@ from app_pages.pictures import matrix, new_figure, show
 from app_pages.recording import MASKS, Recording, RunSettings, Step, record
 from app_pages.tile_view import Story, TileView
 from app_pages.tile_words import sentence
-from app_pages.widgets import choose, refuse
+from app_pages.widgets import refuse
 from kernels.traffic.formulas import TRAFFIC, HeadShape, total
 
 #: With the task that a student writes it in.
@@ -30,29 +30,18 @@ def rungs_of(mask: str) -> tuple[str, ...]:
     return tuple(name for name in RUNGS if name != "flash1" or mask in MASKS_OF_FLASH1)
 
 
-@st.cache_data(show_spinner="the kernels run in the simulator …", max_entries=32)
+@st.cache_resource(show_spinner="the kernels run in the simulator …", max_entries=32)
 def recordings(seq: int, dim: int, block_q: int, block_k: int, mask: str) -> list[Recording]:
     """Record one call with each of the rungs that have the mask."""
     return record(*(RunSettings(rung, seq, dim, block_q, block_k, mask) for rung in rungs_of(mask)))
 
 
-@st.cache_data(show_spinner=False, max_entries=32)
-def running_totals(
-    seq: int, dim: int, block_q: int, block_k: int, mask: str
-) -> dict[str, list[int]]:
-    """Return for each rung what has moved up to each step."""
-    return {
-        each.settings.rung: [total(step.counts).moved for step in each.steps]
-        for each in recordings(seq, dim, block_q, block_k, mask)
-    }
-
-
 def controls() -> tuple[str, tuple[int, int, int, int, str]]:
     """Show the sliders; return the rung and the other settings."""
     side = st.sidebar
-    mask = choose("mask", MASKS, "mask", side, index=1)
+    mask = side.selectbox("mask", list(MASKS), 1, key="mask")
     rungs = rungs_of(mask)
-    rung = choose("kernel", rungs, "rung", side, index=len(rungs) - 1)
+    rung = side.selectbox("kernel", rungs, len(rungs) - 1, key="rung")
     seq = side.slider("N, rows and columns", 8, 48, 16, 4, key="N")
     dim = side.slider("d, head_dim", 4, 16, 8, 4, key="d")
     block_q = side.select_slider("B_r, query rows a tile", TILE_SIZES, 4, key="block_q")
@@ -169,8 +158,9 @@ def counters(step: Step, before: Step | None) -> None:
     st.dataframe(rows, hide_index=True)
 
 
-def comparison(recording: Recording, moved: dict[str, list[int]], number: int) -> None:
+def comparison(recording: Recording, found: list[Recording], number: int) -> None:
     """Draw the running totals of all rungs, and say how far the chosen one is."""
+    moved = {x.settings.rung: [total(step.counts).moved for step in x.steps] for x in found}
     points = [
         {"% of all steps": 100 * i / max(len(values) - 1, 1), "elements read and written": value,
          "kernel": f"{rung}: {values[-1]:,}"}
@@ -236,7 +226,7 @@ def page(hide_source: bool = False) -> None:
         show(naive_picture(step, recording.settings.seq))
     else:
         view = story.tiles(number)
-        zoom = choose("numbers of", ["the whole tile", *PARTS], "zoom")
+        zoom = st.selectbox("numbers of", ["the whole tile", *PARTS], key="zoom")
         if zoom == "the whole tile":
             show(tile_picture(view))
         else:
@@ -248,7 +238,7 @@ def page(hide_source: bool = False) -> None:
             st.caption("S = τ Q Kᵀ: " + ", ".join(" ".join(state) for state in STATES.items()))
             st.dataframe(overview(story, number), hide_index=True)
     with right:
-        comparison(recording, running_totals(*settings), number)
+        comparison(recording, found, number)
         st.caption(formula_line(recording))
     if not hide_source:
         source_around(recording, step)

@@ -8,7 +8,7 @@ from typing import Any
 
 import streamlit as st
 
-from app_pages.widgets import choose, refuse
+from app_pages.widgets import refuse
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 #: Key of a row → its name, and whether more is better.
@@ -49,8 +49,10 @@ def page(hide_source: bool = False) -> None:
         return
     widest = max(found, key=lambda name: len(found[name]["rows"][0]))
     index = list(found).index(widest)
-    result = found[choose("device", found, "device", index=index)]
-    quantity = choose("quantity", QUANTITIES, "quantity", names=lambda key: QUANTITIES[key][0])
+    result = found[st.selectbox("device", list(found), index, key="device")]
+    quantity = st.selectbox(
+        "quantity", list(QUANTITIES), key="quantity", format_func=lambda key: QUANTITIES[key][0]
+    )
     name, more_is_better = QUANTITIES[quantity]
     values = [
         {"sequence length": str(row["length"]), "rung": rung, name: own[quantity]}

@@ -9,7 +9,7 @@ import numpy as np
 import streamlit as st
 
 from app_pages.pictures import show_panels
-from app_pages.widgets import choose, refuse
+from app_pages.widgets import refuse
 from minitorch import operators
 from minitorch.module import Module, Parameter
 
@@ -48,7 +48,7 @@ def _with_second(function: Callable[[float, float], float], y: float) -> Callabl
 
 def page(hide_source: bool = False) -> None:
     """Show the page."""
-    name = choose("function", [*ONE, *TWO], "function", index=1)
+    name = st.selectbox("function", [*ONE, *TWO], 1, key="function")
     low = 0.1 if name in POSITIVE else -5.0
     x = st.slider("x", low, 5.0, 1.0, 0.1, key="x")
     if name in TWO:
@@ -74,7 +74,7 @@ def page(hide_source: bool = False) -> None:
     except ValueError:
         refuse(f"numbers with commas between them are needed, as in 1, 2, 3; got {text!r}")
         return
-    one = ONE[choose("map", ONE, "map")]
+    one = ONE[st.selectbox("map", list(ONE), key="map")]
     safe = [number for number in numbers if one not in (operators.log, operators.inv) or number > 0]
     try:
         results = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import random
 import time
-from collections.abc import Callable
 
 import numpy as np
 import streamlit as st
@@ -13,33 +12,17 @@ from training.points import DATASETS, GRID, Trainer, boundary, count_correct
 from training.script_helpers import curves
 
 from app_pages.pictures import show_panels
-from app_pages.widgets import choose
 from minitorch.datasets import Graph
 
-#: Seconds from one picture to the next, at least, and the part of the time that drawing may take.
-CADENCE, SHARE = 0.25, 0.2
+#: The part of the time that drawing may take.
+SHARE = 0.2
 #: Points along each side of the pictures drawn before the end of a training.
 COARSE = 20
 
 
-class Pace:
-    """Decides when to draw: a few times a second, and less often where a picture takes long."""
-
-    def __init__(self) -> None:
-        self.next = time.monotonic() + CADENCE
-
-    def run(self, draw: Callable[[], object]) -> None:
-        """Draw if it is time."""
-        start = time.monotonic()
-        if start >= self.next:
-            draw()
-            took = time.monotonic() - start
-            self.next = start + max(CADENCE, took / SHARE)
-
-
 def choose_points() -> Graph:
     """Show the choice of points; return them."""
-    name = choose("points", DATASETS, "dataset", st.sidebar)
+    name = st.sidebar.selectbox("points", DATASETS, key="dataset")
     count = st.sidebar.slider("number of points", 10, 150, 50, 10, key="points")
     seed = st.sidebar.number_input("seed", 0, 1000, 0, key="seed")
     random.seed(int(seed))  # as minitorch.manual_seed, which modules 0 and 1 have not
@@ -86,14 +69,15 @@ def _training_page(script: str, kind: str, usual_rate: float = 0.3) -> None:  # 
     if not st.button("train", key="train", type="primary"):
         draw([], 0, COARSE)
         return
-    pictures, bars, start = Pace(), Pace(), time.monotonic()
-    last: list[float] = []
+    start, drawing, last = time.monotonic(), 0.0, list[float]()
 
     def log(epoch: int, total_loss: float, correct: int, losses: list[float]) -> None:
-        last[:] = losses
-        text = f"epoch {epoch} of {epochs}, loss {total_loss:.3f}"
-        bars.run(lambda: bar.progress(epoch / epochs, text))
-        pictures.run(lambda: draw(losses, epoch, COARSE))
+        nonlocal drawing
+        last[:], now = losses, time.monotonic()
+        bar.progress(epoch / epochs, f"epoch {epoch} of {epochs}, loss {total_loss:.3f}")
+        if drawing <= SHARE * (now - start):
+            draw(losses, epoch, COARSE)
+            drawing += time.monotonic() - now
 
     trainer.train(data, rate, epochs, log)
     seconds = time.monotonic() - start

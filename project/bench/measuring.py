@@ -119,17 +119,12 @@ def ratio(above: list[float], below: list[float]) -> dict[str, float]:
     return spread([a / b for a, b in zip(above, below, strict=True)])
 
 
-def most(group: Any, number: float) -> float:
-    """Return the largest of the numbers of all ranks of a group."""
-    found = np.array([number])
-    group.all_reduce(found, "max").wait()
-    return float(found[0])
-
-
 def slowest(group: Any, step: Step, device: str, repeats: int = 1) -> float:
     """Return the time of a step on the slowest rank of a group; all of them take it."""
     group.barrier()
-    return most(group, seconds(step, device, repeats))
+    found = np.array([seconds(step, device, repeats)])
+    group.all_reduce(found, "max").wait()
+    return float(found[0])
 
 
 def wait(device: str) -> None:

@@ -6,14 +6,18 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from bench.records import ROOT
 
 
 def in_child(
@@ -63,6 +67,26 @@ def child_command(function: Callable[..., Any], *args: Any) -> list[str]:
         f"import sys; sys.path[:0] = {sys.path!r}; from {module} import {name}; {name}(*{args!r})"
     )
     return [sys.executable, "-c", code]
+
+
+def run_for(
+    command: list[str], seconds: float, folder: Path = ROOT, **environment: Any
+) -> tuple[int | None, str]:
+    """Run a command in a folder for so long at most.
+
+    Returns:
+        Its exit code, None if its time was up, and what it has printed.
+    """
+    own: Any = {"cwd": folder, "env": os.environ | environment, "start_new_session": True}
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        child = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, **own)
+        try:
+            code: int | None = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)  # its own children, too
+            code = None
+        said.seek(0)
+        return code, said.read()
 
 
 def in_processes(function: Callable[..., Any], calls: list[tuple[Any, ...]], jobs: int) -> None:

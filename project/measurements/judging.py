@@ -10,8 +10,6 @@ whole.
 
 ``perplexity``: a window slides over the text by --stride tokens, and each token is judged in the first
 window that it is in, so that all but the first ones have at least context - stride tokens before them.
-With a stride of the context windows do not overlap, and the mean loss by distance from their beginning
-follows.
 
 ``chapter_break``: which of six continuations follows the end of a chapter?  One is the beginning of the
 next chapter, the others are those of later chapters of the same document, drawn at random.  A form feed
@@ -31,7 +29,6 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,7 +47,7 @@ from minitorch.nn import softmax_loss
 Losses = npt.NDArray[np.float64]
 #: Logits that are in memory at a time, about.
 CHUNK = 1 << 25
-#: The shortest context of perplexity, and the first positions that are averaged.
+#: The shortest context of perplexity.
 LEAST = 64
 #: A definition of a Python module with its decorators, or that of a method in a class.
 DEFINITION = r"^(?P<indent>(?:    )?)(?:@.*\n(?P=indent))*(?:class|(?:async )?def) "
@@ -129,10 +126,10 @@ def windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int]]:
 
 def sliding_losses(
     model: minitorch.DecoderLM, ids: Tokens, context: int, stride: int, batch: int = 1
-) -> tuple[Losses, Tokens]:
-    """Return the loss of each token but the first, and its position in its window."""
+) -> Losses:
+    """Return the loss of each token but the first."""
     count = len(ids) - 1
-    losses, places = np.full(count, math.nan), np.zeros(count, np.int64)
+    losses = np.full(count, math.nan)
     padded = np.concatenate([ids, np.zeros(context, np.int64)])  # no token sees those after it
     found = [*windows(count, context, stride)]
     for first in tqdm(range(0, len(found), batch), desc=f"context {context}", leave=False, delay=1):
@@ -142,19 +139,7 @@ def sliding_losses(
         for (start, before), own in zip(part, each, strict=True):
             stop = min(start + context, count)
             losses[start + before : stop] = own[before : stop - start]
-            places[start + before : stop] = np.arange(before, stop - start)
-    return losses, places
-
-
-def by_position(losses: Losses, places: Tokens, context: int) -> list[Record]:
-    """Return the mean loss of tokens by their positions: the first ones, and twice as many each time."""
-    bounds = [0, *(LEAST << i for i in range(64) if LEAST << i < context), context]
-    rows = []
-    for start, stop in pairwise(bounds):
-        own = losses[(places >= start) & (places < stop)]
-        if own.size:
-            rows.append({"from": start, "to": stop, "tokens": own.size, "loss": float(own.mean())})
-    return rows
+    return losses
 
 
 def perplexities(run: Run, subject: Subject) -> Record:
@@ -162,7 +147,7 @@ def perplexities(run: Run, subject: Subject) -> Record:
     contexts, rows = contexts_of(run, subject.model, LEAST), []
     for context in contexts:
         stride = min(run.stride, context)
-        losses, _ = sliding_losses(subject.model, ids, context, stride, run.batch)
+        losses = sliding_losses(subject.model, ids, context, stride, run.batch)
         loss = float(losses.mean())
         if not math.isfinite(loss):
             sys.exit(
@@ -171,12 +156,7 @@ def perplexities(run: Run, subject: Subject) -> Record:
         rows.append(
             {"context": context, "stride": stride, "loss": loss, "perplexity": math.exp(loss)}
         )
-    alone = sliding_losses(subject.model, ids, contexts[-1], contexts[-1], run.batch)
-    return {
-        "tokens": len(ids) - 1,
-        "by_context": rows,
-        "by_position": by_position(*alone, contexts[-1]),
-    }
+    return {"tokens": len(ids) - 1, "by_context": rows}
 
 
 def perplexity_table(record: Record) -> str:
@@ -306,7 +286,7 @@ MEASUREMENTS = tuple(
         choices={"attention": ("flash", "naive")}, paths=("minitorch/models",),
     )
     for name, question, cases, settings, table in (
-        ("perplexity", "What is the loss of trained models, by context and by position in it?",
+        ("perplexity", "What is the loss of trained models, by context?",
          partial(by_run, perplexities), PERPLEXITY, perplexity_table),
         ("chapter_break", "Which of six continuations of a chapter do trained models find likely?",
          chapters, CHAPTERS, chapter_table),

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from bench.kit import Case, Measurement, Panel, Record, Run, curves, ready
-from bench.measuring import most, slowest
+from bench.measuring import slowest
 from bench.ring_time import Machine, Work, ring_time
 from bench.training_contestants import OURS, THEIRS, OurGPT, Training, size_of
 from training.gpt_loop import train_step
@@ -157,17 +157,6 @@ def fastest_peer(torch: Any, ranks: int, arrays: Any, timed: Any) -> tuple[Recor
     return best, {", ".join(peer): text for peer, text in failed.items()}
 
 
-def difference(whole: Side, ring: Side, rows: Any) -> float:
-    """Return the largest difference of results and gradients, over the largest value of each."""
-    found = 0.0
-    gradients = [(w.grad, r.grad) for w, r in zip(whole.leaves, ring.leaves, strict=True)]
-    for one, part in [(whole.out, ring.out), *gradients]:
-        a = one.to_numpy().astype(np.float32)[..., rows, :]
-        b = part.to_numpy().astype(np.float32)
-        found = max(found, float(np.abs(a - b).max() / np.abs(a).max()))
-    return found
-
-
 def link_of(group: Any, timed: Any) -> tuple[float, float]:
     """Return latency, seconds, and bandwidth, bytes/s, of messages round the ring."""
     sizes = {"short": SHORT, "long": LONG}
@@ -220,7 +209,6 @@ def measured(
     for way, took in predicted(row, group.size, link).items():
         one, every = row[f"one_{way}_seconds"], row[f"all_{way}_seconds"]
         row |= {f"efficiency_{way}": one / every / group.size, f"predicted_{way}_seconds": took}
-    row["difference"] = most(everyone, difference(whole, ring, mine))
     del whole, ring, sides, steps
     if torch is not None:
         best, failed = fastest_peer(torch, group.size, arrays, timed)

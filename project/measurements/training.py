@@ -14,6 +14,7 @@ from statistics import median
 
 import numpy as np
 from bench.kit import Case, Measurement, Panel, Record, Run, cell, markdown, spread
+from bench.plots import curves as curves_of
 from bench.processes import in_child
 from bench.torch_gpt import torch_peers
 from bench.training_contestants import OURS, Size, Training, corpus_of, peak_of_training
@@ -67,7 +68,6 @@ def cases(run: Run) -> Iterator[Case]:
     yield {"kind": "curves", "context": run.context}, partial(curves, run)
     for context in run.contexts:
         yield {"kind": "context", "context": context}, partial(one_context, run, context)
-        run.note(efficiency=efficiency(run.rows))
 
 
 def curves(run: Run) -> Record:
@@ -123,22 +123,6 @@ def rate(row: Record, name: str = FLASH) -> float:
     return row["runs"][name]["tokens_per_second"]["median"]
 
 
-def efficiency(rows: list[Record]) -> dict[str, dict[str, float]]:
-    """Return the tokens a second at each context, relative to those at 512, or at the shortest there is."""
-    found = contexts_of(rows)
-    if not found:
-        return {}
-    first = next((row for row in found if row["context"] == 512), found[0])
-    return {
-        name: {
-            str(row["context"]): rate(row, name) / rate(first, name)
-            for row in found
-            if name in row["runs"] and name in first["runs"]
-        }
-        for name in (NAIVE, FLASH)
-    }
-
-
 def table(record: Record) -> str:
     shown = []
 
@@ -180,25 +164,22 @@ def draw(record: Record) -> list[Panel]:
         for name, one in row["runs"].items()
     }  # fmt: skip
     found = contexts_of(rows)
-    speed = {
-        n: [(r["context"], rate(r, n)) for r in found if n in r["runs"]] for n in (NAIVE, FLASH)
-    }
+    speed = curves_of(
+        (n, row["context"], rate(row, n))
+        for n in (NAIVE, FLASH)
+        for row in found
+        if n in row["runs"]
+    )
     held_out = {FLASH: [(row["context"], row["held_out"]) for row in found]}
     head = (
         "{layers} layers, width {width}, float32, {tokens:,} tokens a step\n"
         "training loss, context {context}".format(**model)
     )
-    speed = {name: points for name, points in speed.items() if points}
+    title = "held-out loss after equally many tokens"
     return [
         Panel(head, "step", "nats", losses),
         Panel("speed of training", "context", "tokens per second", speed, log="xy"),
-        Panel(
-            "held-out loss after equally many tokens",
-            "context",
-            "nats per character",
-            held_out,
-            log="x",
-        ),
+        Panel(title, "context", "nats per character", held_out, log="x"),
     ]
 
 

@@ -14,13 +14,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import train_gpt
-from bench.kit import Case, Figure, Measurement, Record, Run
+from bench.kit import Figure, Measurement, Record, Run
 from bench.processes import in_child
 from training.loop_options import BACKENDS
 
@@ -45,6 +44,19 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "blocks": lambda: {"block_mask": BlockMask.butterfly(150, 150, 16)},
     "one row": lambda: {},
 }
+#: Functions of a tensor of 1100 x 160, a size that threads share.
+LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: minitorch.softmax(x, 1),
+    "GELU": minitorch.GELU,
+    "dropout": lambda x: minitorch.dropout(x, 0.3),
+    "loss": lambda x: minitorch.softmax_loss(x, np.arange(x.shape[0]) % x.shape[1]),
+    "sum of rows": lambda x: x.sum(1),
+    "sum of columns": lambda x: x.sum(0),
+    "sum": lambda x: x.sum(),
+    "element by element": lambda x: (x.exp() + 1.0).log() * x.sigmoid() / (x * x + 1.0),
+    "broadcast": lambda x: x * x.sum(1).view(x.shape[0], 1) + x.sum(0),
+}
+PRODUCTS = ((5, 7, 3), (300, 90, 200), (1100, 160, 130), (20, 3000, 30))
 
 
 def _random(*shape: int) -> Any:
@@ -62,45 +74,27 @@ def _hash(*arrays: Any) -> str:
 # -- one run -----------------------------------------------------------------------------------------
 
 
-def attention_pieces(tensor: Callable[..., Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each call of attention and a hash of its result and its gradients."""
+def pieces(tensor: Callable[..., Tensor]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each piece, and a hash of its result and of its gradients."""
+
+    def hashed(out: Tensor, *operands: Tensor) -> str:
+        (out * out).sum().backward()
+        return _hash(out, *(x.grad for x in operands))
+
     for name, options in CALLS.items():
         rows = 1 if name == "one row" else 150
-        operands = [tensor(_random(2, 4, seq, 32)) for seq in (rows, 150, 150)]
-        out = operands[0].flash_attention(*operands[1:], **options())
-        (out * out).sum().backward()
-        yield f"attention, {name}", _hash(out, *(x.grad for x in operands))
-
-
-def layer_pieces(tensor: Callable[..., Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield the same of layers, products and sums, of sizes that threads share."""
-    layers: dict[str, Callable[[Tensor], Tensor]] = {
-        "softmax": lambda x: minitorch.softmax(x, 1),
-        "GELU": minitorch.GELU,
-        "dropout": lambda x: minitorch.dropout(x, 0.3),
-        "loss": lambda x: minitorch.softmax_loss(x, np.arange(x.shape[0]) % x.shape[1]),
-        "sum of rows": lambda x: x.sum(1),
-        "sum of columns": lambda x: x.sum(0),
-        "sum": lambda x: x.sum(),
-        "element by element": lambda x: (x.exp() + 1.0).log() * x.sigmoid() / (x * x + 1.0),
-        "broadcast": lambda x: x * x.sum(1).view(x.shape[0], 1) + x.sum(0),
-    }
-    for name, layer in layers.items():
+        q, k, v = (tensor(_random(2, 4, seq, 32)) for seq in (rows, 150, 150))
+        yield f"attention, {name}", hashed(q.flash_attention(k, v, **options()), q, k, v)
+    for name, layer in LAYERS.items():
         minitorch.manual_seed(1)
         x = tensor(_random(1100, 160))
-        out = layer(x)
-        (out * out).sum().backward()
-        yield name, _hash(out, x.grad)
-    for rows, depth, columns in ((5, 7, 3), (300, 90, 200), (1100, 160, 130), (20, 3000, 30)):
-        a, b = tensor(_random(rows, depth)), tensor(_random(depth, columns))
-        out = a @ b
-        (out * out).sum().backward()
-        yield f"product {rows} x {depth} x {columns}", _hash(out, a.grad, b.grad)
-    norm = minitorch.LayerNorm1d(160, 1e-5, tensor(_random(1)).backend, dtype=np.float32)
+        yield name, hashed(layer(x), x)
     x = tensor(_random(1100, 160))
-    out = norm(x)
-    (out * out).sum().backward()
-    yield "layer norm", _hash(out, x.grad, *(p.value.grad for p in norm.parameters()))
+    norm = minitorch.LayerNorm1d(160, 1e-5, x.backend, dtype=np.float32)
+    yield "layer norm", hashed(norm(x), x, *(p.value for p in norm.parameters()))
+    for rows, depth, columns in PRODUCTS:
+        a, b = tensor(_random(rows, depth)), tensor(_random(depth, columns))
+        yield f"product {rows} x {depth} x {columns}", hashed(a @ b, a, b)
 
 
 def training(backend: str, steps: int) -> dict[str, Any]:
@@ -123,8 +117,7 @@ def one_run(backend: str, steps: int) -> dict[str, Any]:
     def tensor(array: Any) -> Tensor:
         return minitorch.from_numpy(array, BACKENDS[backend], requires_grad=True)
 
-    found: dict[str, Any] = {**dict(attention_pieces(tensor)), **dict(layer_pieces(tensor))}
-    return {"pieces": found, **(training(backend, steps) if steps else {})}
+    return {**dict(pieces(tensor)), **(training(backend, steps) if steps else {})}
 
 
 # -- the comparison ----------------------------------------------------------------------------------
@@ -132,36 +125,31 @@ def one_run(backend: str, steps: int) -> dict[str, Any]:
 
 def run_apart(backend: str, steps: int, threads: tuple[int, int] | None) -> dict[str, Any]:
     """Return what :func:`one_run` finds in a process with so many threads of numba, and of all others."""
-    own, others = threads or (0, 0)
-    given: Any = (
-        {"NUMBA_NUM_THREADS": str(own), **dict.fromkeys(OTHERS, str(others))} if threads else {}
-    )
+    given: dict[str, Any] = {}
+    if threads:
+        own, others = map(str, threads)
+        given = {"NUMBA_NUM_THREADS": own, **dict.fromkeys(OTHERS, others)}
     return in_child(one_run, backend, steps, **given)
 
 
 def differences(runs: list[dict[str, Any]]) -> list[str]:
     """Return the names of what is not the same in all runs."""
-    flat = [
-        {**one["pieces"], **{key: one.get(key) for key in ("losses", "weights")}} for one in runs
-    ]
-    return sorted(name for name in flat[0] if any(one[name] != flat[0][name] for one in flat[1:]))
+    return sorted(n for n in runs[0] if any(one[n] != runs[0][n] for one in runs[1:]))
 
 
-def cases(run: Run) -> Iterator[Case]:
-    yield {}, partial(compare, run)
-
-
-def compare(run: Run) -> None:
+def cases(run: Run) -> Record:
     on_cpu = run.device == "cpu"
     plans = list(THREADS[: run.runs]) if on_cpu else [None, None]
     runs = [run_apart("fast" if on_cpu else "cuda", run.steps, plan) for plan in plans]
-    different = differences(runs)
-    threads = ", ".join(f"{own} and {other}" for own, other in filter(None, plans))
-    run.note(
-        runs=len(runs), pieces=len(runs[0]["pieces"]), steps=run.steps, different=len(different),
-        last_loss=runs[0].get("losses", [0.0])[-1], threads_of_numba_and_of_others=threads,
-        which_differ=different,
-    )  # fmt: skip
+    different, threads = (
+        differences(runs),
+        (f"{own} and {other}" for own, other in filter(None, plans)),
+    )
+    return {
+        "runs": len(runs), "pieces": len(runs[0].keys() - {"losses", "weights"}), "steps": run.steps,
+        "different": len(different), "last_loss": runs[0].get("losses", [0.0])[-1],
+        "threads_of_numba_and_of_others": ", ".join(threads), "which_differ": different,
+    }  # fmt: skip
 
 
 def figures(record: Record) -> list[Figure]:

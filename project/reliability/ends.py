@@ -17,16 +17,18 @@ import json
 import os
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from bench.kit import ROOT, Case, Figure, Measurement, Record, Run
 from bench.records import RESULTS
 from packaging.requirements import Requirement
+
+from reliability.junit import tests_of
 
 PLACE = ROOT / "build" / "ends"
 #: What each part installs, and how pytest is called.
@@ -85,40 +87,27 @@ def run(command: list[str], **variables: str) -> int:
 def tested(python: Path, part: str, workers: int, only: tuple[str, ...]) -> dict[str, Any]:
     """Run one part with an environment and return what came of it."""
     _, options, variables = PARTS[part]
-    files = only or (
-        sorted(str(path) for path in ROOT.glob("tests/structure/compile_only/test_*.py"))
-        if part == "compile-only"
-        else []
-    )
+    compiled = ["tests/structure/compile_only"] if part == "compile-only" else []
     report, start = PLACE / f"{part}.xml", time.perf_counter()
     pytest = [str(python), "-m", "pytest", "-n", str(workers), "--dist", "loadfile"]
-    code = run([*pytest, f"--junitxml={report}", *options, *files], **variables)
-    (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
-    count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
-    failed = count["failures"] + count["errors"]
-    bad = (case for case in suite.iter("testcase") if case.find("failure") is not None
-           or case.find("error") is not None)  # fmt: skip
+    code = run([*pytest, f"--junitxml={report}", *options, *(only or compiled)], **variables)
+    tests = tests_of(report)
+    count = Counter(one.how for one in tests)
     return {
-        "passed": count["tests"] - failed - count["skipped"], "skipped": count["skipped"], "failed": failed,
-        "failures": sorted(f"{case.get('classname')}::{case.get('name')}" for case in bad),
+        **{how: count[how] for how in ("passed", "skipped", "failed")},
+        "failures": sorted(one.test for one in tests if one.how == "failed"),
         "exit_code": code, "seconds": round(time.perf_counter() - start),
     }  # fmt: skip
 
 
 def versions(python: Path) -> dict[str, str]:
     """Return the version of each package that an end chooses and an environment has, and of its Python."""
-    code = (
-        "import json, platform\nfrom importlib.metadata import distributions\n"
-        "found = {one.metadata['Name']: one.version for one in distributions()}\n"
-        "print(json.dumps({'python': platform.python_version(), **found}))"
-    )
-    said = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
-    names = {
-        "python",
-        *(Requirement(each).name for each in FIRST_CUDA),
-        *(x.name for x in requirements()),
-    }
-    return {name: version for name, version in json.loads(said.stdout).items() if name in names}
+    pip = [str(python), "-m", "pip", "list", "--format", "json"]
+    code = [str(python), "-c", "import platform; print(platform.python_version())"]
+    listed, version = (subprocess.check_output(command, text=True) for command in (pip, code))
+    names = {*(Requirement(each).name for each in FIRST_CUDA), *(x.name for x in requirements())}
+    found = {one["name"]: one["version"] for one in json.loads(listed) if one["name"] in names}
+    return {"python": version.strip(), **found}
 
 
 def cases(run: Run) -> Iterator[Case]:

@@ -28,14 +28,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from itertools import repeat
 from pathlib import Path
-from typing import Any
 
-from bench.kit import ROOT, Case, Figure, Measurement, Record, Run
-from tqdm import tqdm
+from bench.kit import ROOT, Figure, Measurement, Record, Run
+from bench.processes import run_for
 
 from kernels.runtime.targets import why_no_cuda
 
@@ -71,35 +69,26 @@ def run_batch(
             "MINITORCH_EXAMPLES": str(examples), "PYTHONUNBUFFERED": "1", **environment,
             "MINITORCH_FUZZ_NOTES": str(notes), "MINITORCH_FUZZ_COUNTS": str(counts),
         }  # fmt: skip
-        said: Record
-        said, stopped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}, False
-        child: Any = subprocess.Popen(command, cwd=ROOT, env=os.environ | own, text=True, **said)
-        try:
-            output, _ = child.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:  # what it has drawn by then counts
-            child.kill()
-            (output, _), stopped = child.communicate(), True
+        code, output = run_for(command, seconds, **own)
         last = notes.read_text(encoding="utf-8", errors="replace")
         outcomes = _outcomes(counts, last) if part != "options" else _drawn(output, examples)
-    if child.returncode == 0 or stopped:
+    if not code:  # None: what it has drawn by then counts
         return outcomes, None
-    died = f"the child died of signal {-child.returncode}\n" if child.returncode < 0 else ""
+    died = f"the child died of signal {-code}\n" if code < 0 else ""
     return outcomes, f"{part}, seed {seed}: {died}{output[-6000:]}\nlast draw: {last[-4000:]}"
 
 
-def draw_for(
-    part: str, seed: int, examples: int, seconds: float
-) -> tuple[Counter[str], list[str], list[int]]:
+def draw_for(part: str, run: Run, seed: int) -> tuple[Counter[str], list[str], list[int]]:
     """Run batches of a part, each from the next seed, until the time is up; return the seeds, too."""
     outcomes, failures, seeds = Counter[str](), list[str](), list[int]()
-    end = time.perf_counter() + seconds
-    while (left := end - time.perf_counter()) > min(15.0, seconds / 2):
+    end = time.perf_counter() + 60 * run.minutes
+    while (left := end - time.perf_counter()) > min(15.0, 30 * run.minutes):
         seeds.append(seed + len(seeds))
-        found, failure = run_batch(part, seeds[-1], examples, left)
+        found, failure = run_batch(part, seeds[-1], run.examples, left)
         outcomes.update(found)
         if failure:
             failures.append(failure)
-            tqdm.write(failure)
+            print(failure, flush=True)
     return outcomes, failures, seeds
 
 
@@ -129,90 +118,65 @@ def sanitize() -> str:
     return "clean" if done.returncode == 0 else f"FAILED:\n{done.stdout[-4000:]}"
 
 
-def cases(run: Run) -> Iterator[Case]:
-    yield {}, partial(draw_all, run)
-
-
-def draw_all(run: Run) -> None:
+def cases(run: Run) -> Record:
     """Draw for the parts side by side."""
     first, begin = run.seed or int(time.time()) % 2**31, time.perf_counter()
     with ThreadPoolExecutor(len(run.only)) as pool:
-        drawing = {
-            part: pool.submit(draw_for, part, first + 1000 * number, run.examples, 60 * run.minutes)
-            for number, part in enumerate(run.only)
-        }
-        for _ in tqdm(range(round(60 * run.minutes)), unit="s", disable=None):
-            if all(future.done() for future in drawing.values()):
-                break
-            time.sleep(1.0)
-    found = {part: future.result() for part, future in drawing.items()}
+        seeds_of = range(first, first + 1000 * len(run.only), 1000)
+        found = dict(
+            zip(run.only, pool.map(draw_for, run.only, repeat(run), seeds_of), strict=True)
+        )
     failures = [failure for _, texts, _ in found.values() for failure in texts]
     sanitizer = sanitize()
     failures += [sanitizer] if sanitizer.startswith("FAILED") else []
-    run.note(
-        cases=sum(sum(outcomes.values()) for outcomes, *_ in found.values()),
-        minutes=round((time.perf_counter() - begin) / 60, 1), failures=len(failures),
-        by_part={part: dict(outcomes) for part, (outcomes, *_) in found.items()},
-        seeds={part: seeds for part, (*_, seeds) in found.items()},
-        examples_of_each_test=run.examples, compute_sanitizer=sanitizer.splitlines()[0],
-        which_failed=[failure[:400] for failure in failures],
-    )  # fmt: skip
+    return {
+        "cases": sum(sum(outcomes.values()) for outcomes, *_ in found.values()),
+        "minutes": round((time.perf_counter() - begin) / 60, 1), "failures": len(failures),
+        "by_part": {part: dict(outcomes) for part, (outcomes, *_) in found.items()},
+        "seeds": {part: seeds for part, (*_, seeds) in found.items()},
+        "examples_of_each_test": run.examples, "compute_sanitizer": sanitizer.splitlines()[0],
+        "which_failed": [failure[:400] for failure in failures],
+    }  # fmt: skip
 
 
 # -- on a GPU --------------------------------------------------------------------------------------------
 
 
-def started(seed: int, seconds: float, output: Path) -> Any:
-    """Start a process that draws for a while, a line of JSON in ``output`` for each kind of call."""
-    command = [sys.executable, "-m", "tests.support.fuzzing.on_gpu", "--seed", str(seed)]
-    # The processes share the machine: one thread each.
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
-    with open(output, "w") as file:
-        own: Record = {"cwd": ROOT, "stdout": file, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(
-            [*command, "--seconds", str(seconds)], env=os.environ | threads, **own
-        )
-
-
-def cases_of_gpu(run: Run) -> Iterator[Case]:
-    yield {}, partial(draw_on_gpu, run)
-
-
-def draw_on_gpu(run: Run) -> None:
+def cases_of_gpu(run: Run) -> Record:
+    """Draw in several processes, which print a line of JSON for each kind of call."""
     seed, begin, seconds = (
         run.seed or int(time.time()) % 2**31,
         time.perf_counter(),
         60 * run.minutes,
     )
-    kinds, failures, total = list[Record](), list[str](), Counter[str]()
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / str(job) for job in range(run.jobs or os.cpu_count() or 1)]
-        jobs = [started(seed + i, seconds, output) for i, output in enumerate(outputs)]
-        for job, output in zip(jobs, outputs, strict=True):
-            try:
-                left = begin + seconds + GRACE - time.perf_counter()
-                _, errors = job.communicate(timeout=max(left, 1.0))
-                if job.returncode:
-                    failures.append(f"a process ended with {job.returncode}: {errors[-2000:]}")
-            except subprocess.TimeoutExpired:  # within a kind, whose calls do not count then
-                job.kill()
-                job.communicate()
-            lines = output.read_text().splitlines(keepends=True)
-            kinds += [json.loads(line) for line in lines if line.endswith("\n")]
+    # The processes share the machine: one thread each.
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+
+    def drawn(job: int) -> tuple[int | None, str]:
+        command = [sys.executable, "-m", "tests.support.fuzzing.on_gpu", "--seed", str(seed + job)]
+        return run_for([*command, "--seconds", str(seconds)], seconds + GRACE, **threads)
+
+    jobs = run.jobs or os.cpu_count() or 1
+    with ThreadPoolExecutor(jobs) as pool:
+        ended = [*pool.map(drawn, range(jobs))]
+    failures = [f"a process ended with {code}: {said[-2000:]}" for code, said in ended if code]
+    # A kind that was under way at the end has no line, and its calls do not count.
+    lines = [x for _, said in ended for x in said.splitlines(keepends=True) if x.startswith("{")]
+    kinds = [json.loads(line) for line in lines if line.endswith("}\n")]
     failures += [kind["failure"] for kind in kinds if kind["failure"]]
-    names = ("entry", "rung", "dtype", "dim", "extreme")
-    by: dict[str, Counter[str]] = {name: Counter() for name in names}
-    for kind in kinds:
-        total.update(kind["counts"])
-        for name, counter in by.items():
+    total = sum((Counter(kind["counts"]) for kind in kinds), Counter[str]())
+    by: Record = {}
+    for name in ("entry", "rung", "dtype", "dim", "extreme"):
+        counter = by[name] = Counter[str]()
+        for kind in kinds:
             counter[str(kind["kind"][name])] += kind["counts"].get("right", 0)
-    run.note(
-        cases=sum(total.values()), minutes=round((time.perf_counter() - begin) / 60, 1),
-        outcomes=dict(total), kinds=len(kinds), failures=len(failures),
-        right_by={name: dict(sorted(counter.items())) for name, counter in by.items()},
-        which_failed=[failure[:1500] for failure in failures],
-    )  # fmt: skip
     print(*(f"\n{failure[:1500]}" for failure in failures), sep="\n")
+    return {
+        "cases": total.total(), "minutes": round((time.perf_counter() - begin) / 60, 1),
+        "outcomes": dict(total), "kinds": len(kinds), "failures": len(failures),
+        "right_by": {name: dict(sorted(counter.items())) for name, counter in by.items()},
+        "which_failed": [failure[:1500] for failure in failures],
+    }  # fmt: skip
 
 
 def figures(record: Record) -> list[Figure]:

@@ -22,15 +22,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import train_gpt
 from bench import processes
-from bench.kit import Case, Measurement, Run
+from bench.kit import Measurement, Record, Run
 from tqdm import tqdm
 from training import gpt_loop
 
@@ -217,10 +216,8 @@ def survive(
             folders = [Path(place) / f"{trainings}{kind}" for kind in ("", "-unbroken")]
             for folder in folders:
                 folder.mkdir()
-            (given, whole), step = (
-                (options(folder, seed + trainings, ranks) for folder in folders),
-                0,
-            )
+            given, whole = (options(folder, seed + trainings, ranks) for folder in folders)
+            step = 0
             while True:
                 plan = draw_plan(rng, len(made), ranks) if len(made) < kills else TO_THE_END
                 ended, begun, seconds = train(
@@ -254,30 +251,15 @@ def survive(
     }  # fmt: skip
 
 
-def cases(run: Run) -> Iterator[Case]:
-    yield {}, partial(killed, run)
-
-
-def killed(run: Run) -> None:
+def cases(run: Run) -> Record:
     with tqdm(total=run.kills, unit="kill") as bar:
         figures = survive(run.kills, run.seed, run.ranks, bar.update)
-    run.note(safetensors=safetensors.__version__, steps=STEPS, **figures)
+    return {"safetensors": safetensors.__version__, "steps": STEPS, **figures}
 
 
-def _measurement(name: str, question: str, ranks: int, minutes: float) -> Measurement:
-    settings = {"normal": {"kills": 50, "seed": 0, "ranks": ranks}, "quick": {"kills": 1}}
-    return Measurement(
-        name, question, cases, {"cpu": settings}, minutes={"cpu": minutes}, folder="reliability",
-        paths=("project/training", "minitorch/training", "minitorch/distributed"),
-    )  # fmt: skip
-
-
-MEASUREMENTS = (
-    _measurement("kills", "Does a killed training go on to the same losses and weights?", 1, 6),
-    _measurement(
-        "rank_kills",
-        "Does a training go on after one of its ranks was killed, to the same result?",
-        2,
-        10,
-    ),
-)
+MEASUREMENT = Measurement(
+    "kills", "Does a killed training, on one rank or on several, go on to the same losses and weights?",
+    cases, {"cpu": {"normal": {"kills": 50, "seed": 0, "ranks": 1}, "quick": {"kills": 1}}},
+    minutes={"cpu": 6}, records={"rank_kills": {"ranks": 2}}, folder="reliability",
+    paths=("project/training", "minitorch/training", "minitorch/distributed"),
+)  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from bench.contestants import place_on
@@ -34,19 +34,10 @@ Step = Callable[[int], Any]
 
 
 def memory_of(device: str) -> dict[str, int]:
-    """Return what this process has written to and what is resident, in bytes, its objects, and the GPU's.
-
-    Written memory is resident, or swapped out.
-    """
+    """Return the bytes that this process has written to, resident or swapped out, and the GPU's."""
     status, memory = Path("/proc/self/status").read_text(), None if device == "cpu" else pool()
-    sizes = {
-        key: 1024 * int(status.split(f"{key}:")[1].split()[0])
-        for key in ("RssAnon", "VmSwap", "VmRSS")
-    }
-    return {
-        "written": sizes["RssAnon"] + sizes["VmSwap"], "resident": sizes["VmRSS"],
-        "objects": len(gc.get_objects()), "device": 0 if memory is None else memory.in_use(),
-    }  # fmt: skip
+    sizes = (int(status.split(f"{key}:")[1].split()[0]) for key in ("RssAnon", "VmSwap"))
+    return {"written": 1024 * sum(sizes), "device": 0 if memory is None else memory.in_use()}
 
 
 # -- what is done again and again --------------------------------------------------------------------
@@ -135,23 +126,18 @@ def refused(device: str) -> Step:
     return step
 
 
-class LeakKind(NamedTuple):
-    """Something that is done again and again."""
-
-    make: Callable[[str], Step]  # returns the step for a device
-    steps: int  # how many are taken
-    warm_up: float = 0.1  # the part of them before the first stretch
-
-
-KINDS = {
-    "training": LeakKind(training, 10_000),
-    "lengths": LeakKind(lengths, 4_000),
-    "writing": LeakKind(writing, 2_000),
-    "models": LeakKind(models, 1_000),
-    # The last 1024 questions are remembered, and a seed makes one of its own: so long until that is full.
-    "attention": LeakKind(attention, 8_000, 0.5),
-    "refused": LeakKind(refused, 10_000),
+#: What is done again and again: it returns a step for a device, and so many steps are taken.
+KINDS: dict[str, tuple[Callable[[str], Step], int]] = {
+    "training": (training, 10_000),
+    "lengths": (lengths, 4_000),
+    "writing": (writing, 2_000),
+    "models": (models, 1_000),
+    "attention": (attention, 8_000),
+    "refused": (refused, 10_000),
 }
+#: The part of the steps before the first stretch.  The last 1024 calls of attention are remembered, and a
+#: seed makes one of its own: so long until that is full.
+WARM_UP = {"attention": 0.5}
 
 # -- measuring ---------------------------------------------------------------------------------------
 
@@ -163,11 +149,9 @@ def growth(readings: list[int], warm_up: float) -> float:
     return 100.0 * (after / before - 1.0) if before else 100.0 * bool(after)
 
 
-def measure(name: str, device: str, steps: int) -> dict[str, Any]:
+def measure(name: str, device: str, steps: int) -> Record:
     """Take the steps of one kind; return a row of the record."""
-    kind = KINDS[name]
-    step = kind.make(device)
-    every = max(steps // READINGS, 1)
+    step, every = KINDS[name][0](device), max(steps // READINGS, 1)
     readings: dict[str, list[int]] = {key: [] for key in memory_of(device)}
     for number in tqdm(range(steps), desc=name, unit="step", mininterval=0.5):
         step(number)
@@ -175,9 +159,8 @@ def measure(name: str, device: str, steps: int) -> dict[str, Any]:
             gc.collect()
             for key, value in memory_of(device).items():
                 readings[key].append(value)
-    grown = {
-        f"{key}_growth_percent": growth(found, kind.warm_up) for key, found in readings.items()
-    }
+    warm_up = WARM_UP.get(name, 0.1)
+    grown = {f"{key}_growth_percent": growth(x, warm_up) for key, x in readings.items()}
     return {
         "steps": steps, **{key: round(value, 3) for key, value in grown.items()},
         "written_mb": round(readings["written"][-1] / 1e6, 1), "device_bytes": readings["device"][-1],
@@ -185,21 +168,20 @@ def measure(name: str, device: str, steps: int) -> dict[str, Any]:
 
 
 def cases(run: Run) -> Iterator[Case]:
+    run.note(allowed_percent=ALLOWED)
     for name in run.only:
-        steps = run.steps or KINDS[name].steps
+        steps = run.steps or KINDS[name][1]
         yield {"what": name}, partial(measure, name, run.device, steps)
-        rows = [row for row in run.rows if "why_not" not in row]
-        keys = ("written_growth_percent", "device_growth_percent")
-        run.note(
-            steps=sum(row["steps"] for row in rows), allowed_percent=ALLOWED,
-            training_steps=next((r["steps"] for r in rows if r["what"] == "training"), 0),
-            worst_growth_percent=max((row[key] for row in rows for key in keys), default=0.0),
-        )  # fmt: skip
 
 
 def figures(record: Record) -> list[Figure]:
-    worst = record["worst_growth_percent"]
-    return [Figure("largest growth of memory, %", worst, ALLOWED, is_most=True)]
+    keys = ("written_growth_percent", "device_growth_percent")
+    return [
+        Figure(
+            f"growth of memory by {row['what']}, %", max(map(row.get, keys)), ALLOWED, is_most=True
+        )
+        for row in record["rows"]
+    ]
 
 
 COMMON = {"only": tuple(KINDS), "steps": 0}

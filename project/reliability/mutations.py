@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.kit import ROOT, Case, Measurement, Record, Run, markdown
+from bench.processes import run_for
 
 from reliability.called_functions import BUDGET, FLOORS
 
@@ -43,7 +43,6 @@ MARKS = {"host": "not slow and not fuzz", "simulator": "simulator and not slow"}
 PATIENCE = 120
 #: Tests of a change at most.
 MOST_TESTS = 200
-HANGS = -999
 OUTCOMES = ("caught", "survived", "not tested")
 OTHER = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
@@ -157,27 +156,17 @@ def drawn(tree: Path, only: list[str], count: int, seed: int) -> list[Mutation]:
 
 def run_tests(
     tree: Path, mode: str, arguments: list[str], seconds: float, **own: str
-) -> tuple[int, str]:
-    """Return the exit code of tests and what they print; after these seconds they are killed."""
-    path = os.pathsep.join(
-        [str(tree), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    )
+) -> tuple[int | None, str]:
+    """Return the exit code of tests, None if they are killed after these seconds, and what they print."""
+    path = [str(tree), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     env = {
-        **os.environ, "PYTHONPATH": path, "CI": "true",
-        "MINITORCH_SHRINK": "0", "MINITORCH_EXAMPLES": "10", "NUMBA_NUM_THREADS": "2", **MODES[mode], **own,
+        "PYTHONPATH": os.pathsep.join(path), "CI": "true", "MINITORCH_SHRINK": "0",
+        "MINITORCH_EXAMPLES": "10", "NUMBA_NUM_THREADS": "2", **MODES[mode], **own,
     }  # fmt: skip
     plugins = ["-p", "no:cacheprovider", "-p", "called_functions"]
-    command = [sys.executable, "-m", "pytest", "-q", *plugins]
-    child = subprocess.Popen(
-        [*command, *arguments], cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace", start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = child.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        return HANGS, child.communicate()[0]
-    return child.returncode, output
+    return run_for(
+        [sys.executable, "-m", "pytest", "-q", *plugins, *arguments], seconds, tree, **env
+    )
 
 
 def touched(tree: Path, only: list[str], workers: int) -> dict[str, dict[str, list[str]]]:
@@ -288,7 +277,7 @@ def caught_by(
             failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
             if code in (0, 5) or (code == 2 and BUDGET in output and not failed):
                 continue
-            if code == HANGS:
+            if code is None:
                 return f"all: the tests take longer than {share + PATIENCE:.0f} s"
             return failed[0].split(" ", 1)[1].split(" - ")[0] if failed else f"exit code {code}"
     return ""

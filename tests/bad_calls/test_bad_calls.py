@@ -30,7 +30,8 @@ def somewhere(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_call_says_what_to_do(
     area: str, label: str, case: Wrong, backend: Any, record_property: Any
 ) -> None:
-    record_property("bad_call", (area, label))
+    record_property("area", area)
+    record_property("case", label)
     record_property("raised", judge(case, backend))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
@@ -26,12 +25,9 @@ def test_two_processes_agree_bit_for_bit_whatever_their_threads() -> None:
     """Attention, layers, products, sums, and the losses and weights of a training with dropout."""
     runs = [run_apart("fast", 3, threads) for threads in ((1, 1), (4, 2))]
     assert differences(runs) == []
-    assert len(runs[0]["losses"]) == 3 and len(runs[0]["pieces"]) > 20
-    for key, changed in (("weights", ""), ("losses", [0.0])):
-        assert differences([runs[0], {**runs[1], key: changed}]) == [key]
-    other: dict[str, Any] = copy.deepcopy(runs[1])
-    other["pieces"]["softmax"] = ""
-    assert differences([runs[0], other]) == ["softmax"]
+    assert len(runs[0]["losses"]) == 3 and len(runs[0]) > 20
+    for key in ("weights", "losses", "softmax"):
+        assert differences([runs[0], {**runs[1], key: ""}]) == [key]
 
 
 def stepped(seed: int, batch: int, length: int, dropout: float, steps: int = 2) -> list[Any]:

@@ -25,7 +25,7 @@ def objects_after(step: leaks.Step, first: int, steps: int) -> int:
 
 @pytest.mark.parametrize("kind", ["training", "writing", "models", "refused"])
 def test_a_step_leaves_no_object_behind(kind: str) -> None:
-    step = leaks.KINDS[kind].make("cpu")
+    step = leaks.KINDS[kind][0]("cpu")
     before = objects_after(step, 0, 8)
     assert objects_after(step, 8, 24) - before < 24, "an object for each step"
 
@@ -80,7 +80,7 @@ def test_steps_leave_no_memory_of_a_gpu_behind() -> None:
     memory = pool()
     assert memory is not None
     for kind in ("training", "attention", "writing"):
-        step = leaks.KINDS[kind].make("cuda")
+        step = leaks.KINDS[kind][0]("cuda")
         objects_after(step, 0, 300)
         before = memory.in_use()
         objects_after(step, 300, 300)

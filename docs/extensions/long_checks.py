@@ -18,11 +18,9 @@ from typing import Any
 
 from bench.records import RESULTS, read_record
 from bench.table_cells import cell, markdown
-from docutils import nodes
 from docutils.parsers.rst import directives
-from docutils.statemachine import StringList
+from record_tables import Measured
 from recorded import look_up
-from sphinx.util.docutils import SphinxDirective
 
 #: What the page says of a record: the place of each figure in it, and the words for the figure.
 FIGURES = {
@@ -165,23 +163,14 @@ def as_markdown(name: str, command: str = "", folder: Path | None = None) -> str
     return "\n\n".join([last, *_tables(name, record)])
 
 
-class ReliabilityDirective(SphinxDirective):
+class ReliabilityDirective(Measured):
     """Insert what the last run of a long test found."""
 
-    required_arguments = 1
     option_spec = {"command": directives.unchanged}  # noqa: RUF012  # as docutils has it
 
-    def run(self) -> list[nodes.Node]:
-        """Return the parsed page part."""
-        name = self.arguments[0]
-        try:
-            text = as_markdown(name, self.options.get("command", ""))
-        except ValueError as error:
-            raise self.error(str(error)) from None
-        self.env.note_dependency(str(file_of(name)))
-        box = nodes.container(classes=["measured"])
-        self.state.nested_parse(StringList(text.splitlines(), name), 0, box)
-        return [box]
+    def text(self) -> str:
+        """Return the figures of the last run."""
+        return as_markdown(self.arguments[0], self.options.get("command", ""))
 
 
 def setup(app: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import attention_tables as attention
 import readme_table
 from bench.long_range import lengths_table, results_table, steps_tables
 from bench.records import Record
-from bench.table_cells import cell, markdown
+from bench.table_cells import cell, columns, markdown
 from docutils import nodes
 from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
@@ -104,16 +104,13 @@ def training_attention(record: Record) -> str:
 
 def training_memory(record: Record) -> str:
     """Return the peak of memory of a training step."""
-    lines = [
-        [
-            _model(row),
-            *(f"{row['peak_bytes'][name] / GIGABYTE:.1f}" for name in ("ours", "PyTorch")),
-            f"{row['value']:.2f}",
-        ]
-        for row in record["rows"]
-        if row["kind"] == "memory"
-    ]
-    return markdown(["peak memory, GiB", "ours", "PyTorch", "ours / PyTorch"], lines)
+    rows = [row for row in record["rows"] if row["kind"] == "memory"]
+    return columns(rows, {
+        "peak memory, GiB": _model,
+        "ours": lambda row: f"{row['peak_bytes']['ours'] / GIGABYTE:.1f}",
+        "PyTorch": lambda row: f"{row['peak_bytes']['PyTorch'] / GIGABYTE:.1f}",
+        "ours / PyTorch": lambda row: f"{row['value']:.2f}",
+    })  # fmt: skip
 
 
 def training_losses(record: Record) -> str:
@@ -170,12 +167,12 @@ def cpu_costs(record: Record) -> str:
 
 def gradient_errors(record: Record) -> str:
     """Return the errors of one step's gradients by parameter; one without a gradient has none."""
-    lines = [
-        [f"`{row['parameter']}`", f"{row['ours']:.1e}", f"{row['PyTorch']:.1e}"]
-        for row in record["rows"]
-        if row["parameter"] != "attention.k_projection.bias"
-    ]
-    return markdown(["relative root mean square error", "ours", "PyTorch"], lines)
+    rows = [row for row in record["rows"] if row["parameter"] != "attention.k_projection.bias"]
+    return columns(rows, {
+        "relative root mean square error": lambda row: f"`{row['parameter']}`",
+        "ours": lambda row: f"{row['ours']:.1e}",
+        "PyTorch": lambda row: f"{row['PyTorch']:.1e}",
+    })  # fmt: skip
 
 
 def lra_lengths(record: Record) -> str:
@@ -241,18 +238,16 @@ def chapters_table(record: Record) -> str:
 
 def bert_table(record: Record) -> str:
     """Return the time of a step of BERT on padded and packed batches, beside PyTorch's on padded ones."""
-    lines = []
-    for row in record["rows"]:
-        times = (f"{row['ms'][name]['median']:.3g}" for name in ("packed", "padded", "PyTorch"))
-        over = row["unpadding"], row["ratio"]["packed"], row["ratio"]["padded"]
-        lines.append([
-            str(row["context"]), f"{row['padding']:.0%}", *times, *(f"{x['median']:.2f}" for x in over),
-        ])  # fmt: skip
-    head = [
-        "context", "padding", "packed, ms/step", "padded, ms/step", "PyTorch, ms/step",
-        "speedup: packed over padded", "packed over PyTorch", "padded over PyTorch",
-    ]  # fmt: skip
-    return markdown(head, lines)
+    return columns(record["rows"], {
+        "context": lambda row: str(row["context"]),
+        "padding": lambda row: f"{row['padding']:.0%}",
+        "packed, ms/step": lambda row: f"{row['ms']['packed']['median']:.3g}",
+        "padded, ms/step": lambda row: f"{row['ms']['padded']['median']:.3g}",
+        "PyTorch, ms/step": lambda row: f"{row['ms']['PyTorch']['median']:.3g}",
+        "speedup: packed over padded": lambda row: f"{row['unpadding']['median']:.2f}",
+        "packed over PyTorch": lambda row: f"{row['ratio']['packed']['median']:.2f}",
+        "padded over PyTorch": lambda row: f"{row['ratio']['padded']['median']:.2f}",
+    })  # fmt: skip
 
 
 def _measured(record: Record) -> list[Record]:
@@ -378,24 +373,40 @@ def as_markdown(name: str, device: str | None = None) -> str:
     return f"{conditions(record, path)}\n\n{table.make(record)}"
 
 
-class RecordTable(SphinxDirective):
-    """Insert a table that is made from a record."""
+class Measured(SphinxDirective):
+    """Insert Markdown that is made from records, which :meth:`text` returns."""
 
     required_arguments = 1
-    option_spec = {"device": directives.unchanged}  # noqa: RUF012  # as docutils has it
+
+    def text(self) -> str:
+        """Return the Markdown.
+
+        Raises:
+            ValueError: If there is no such record.
+        """
+        raise NotImplementedError
 
     def run(self) -> list[nodes.Node]:
         """Return the parsed page part."""
-        name, device = self.arguments[0], self.options.get("device")
         try:
-            text = as_markdown(name, device)
+            text = self.text()
         except ValueError as error:
             raise self.error(str(error)) from None
         for path in RESULTS.glob("*/*.json"):
             self.env.note_dependency(str(path))
         box = nodes.container(classes=["measured"])
-        self.state.nested_parse(StringList(text.splitlines(), name), 0, box)
+        self.state.nested_parse(StringList(text.splitlines(), self.arguments[0]), 0, box)
         return [box]
+
+
+class RecordTable(Measured):
+    """Insert a table that is made from a record."""
+
+    option_spec = {"device": directives.unchanged}  # noqa: RUF012  # as docutils has it
+
+    def text(self) -> str:
+        """Return the conditions and the table."""
+        return as_markdown(self.arguments[0], self.options.get("device"))
 
 
 def setup(app: Any) -> dict[str, Any]:

@@ -21,8 +21,7 @@ import record_tables
 from bench import harness, plots, records
 from docutils import nodes
 from docutils.parsers.rst import directives
-from docutils.statemachine import StringList
-from sphinx.util.docutils import SphinxDirective, SphinxRole
+from sphinx.util.docutils import SphinxRole
 
 MISSING = "(not measured yet)"
 
@@ -111,34 +110,21 @@ def as_markdown(name: str, figure: bool = True, devices: list[str] | None = None
         ]  # fmt: skip
     for result in found:
         origin = record_tables.conditions(result.record, f"{result.folder}/{name}.json")
-        lines += [origin, "", harness.table_of(experiment, result), ""]
+        lines += [origin, "", experiment.shown(result.record), ""]
     how = f"`python project/measure.py {name}`"
     return "\n".join(lines or [f"Not measured yet: {how} does it."])
 
 
-class ExperimentDirective(SphinxDirective):
+class ExperimentDirective(record_tables.Measured):
     """Insert what an experiment measured."""
 
-    required_arguments = 1
     option_spec = {"figure": directives.flag, "table": directives.unchanged}  # noqa: RUF012  # as docutils has it
 
-    def run(self) -> list[nodes.Node]:
-        """Return the parsed page part."""
-        name, device = self.arguments[0], self.options.get("table")
-        alone = "figure" in self.options
-        try:
-            text = as_markdown(
-                name,
-                figure=alone or device is None,
-                devices=[] if alone else None if device is None else [device],
-            )
-        except ValueError as error:
-            raise self.error(str(error)) from None
-        for result in plots.stored(name):
-            self.env.note_dependency(str(records.RESULTS / result.folder / f"{name}.json"))
-        box = nodes.container(classes=["measured"])
-        self.state.nested_parse(StringList(text.splitlines(), name), 0, box)
-        return [box]
+    def text(self) -> str:
+        """Return the figure, and the tables."""
+        name, device, alone = self.arguments[0], self.options.get("table"), "figure" in self.options
+        devices = [] if alone else None if device is None else [device]
+        return as_markdown(name, figure=alone or device is None, devices=devices)
 
 
 def setup(app: Any) -> dict[str, Any]:

@@ -61,7 +61,7 @@ from bench.measuring import (
 )
 from bench.processes import mpiexec, rank
 from bench.records import ROOT, Record
-from bench.table_cells import cell
+from bench.table_cells import cell, markdown
 from kernels.runtime.targets import why_no_cuda
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -82,17 +82,18 @@ class Figure:
     is_most: bool = False  # whether less is better
     is_judged: bool = True  # whether the bound holds for what was measured
 
-    def __str__(self) -> str:
-        reached = "–" if self.value is None else f"{self.value:.3g}"
-        sign, aim, verdict = (
-            "<=" if self.is_most else ">=",
-            "" if self.aim is None else f"{self.aim:g}",
-            "",
-        )
-        if self.value is not None and self.is_judged:
-            holds = self.value <= self.must if self.is_most else self.value >= self.must
-            verdict = "yes" if holds else "NO"
-        return f"| {self.name} | {reached} | {sign} {self.must:g} | {aim} | {verdict} |"
+    @property
+    def holds(self) -> bool | None:
+        """Whether the bound is reached; None if that is not known, or not judged."""
+        if self.value is None or not self.is_judged:
+            return None
+        return self.value <= self.must if self.is_most else self.value >= self.must
+
+    def cells(self) -> list[Any]:
+        """Return the line of a table."""
+        must = f"{'<=' if self.is_most else '>='} {self.must:g}"
+        verdict = {True: "yes", False: "NO", None: ""}[self.holds]
+        return [self.name, self.value, must, "" if self.aim is None else f"{self.aim:g}", verdict]
 
 
 @dataclass(frozen=True)
@@ -301,7 +302,9 @@ def parse_args(m: Measurement, argv: list[str]) -> tuple[argparse.Namespace, Rec
 def run(m: Measurement, argv: list[str]) -> int:
     """Run a measurement from its command line; return the exit code: 130 if it was interrupted."""
     own_rank = rank()
-    if m.with_ranks and own_rank is not None:  # each process sees its GPU only, before CUDA starts
+    if (
+        "cuda" in m.devices and m.with_ranks and own_rank is not None
+    ):  # each process sees its GPU only, before CUDA starts
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[own_rank]
     args, settings = parse_args(m, argv)
@@ -309,10 +312,10 @@ def run(m: Measurement, argv: list[str]) -> int:
         return show_stored(m, args)
     if m.with_ranks and own_rank is None:
         measure = [sys.executable, str(PROJECT / "measure.py"), m.name, *argv]
-        ranks, own = settings["ranks"] or os.cpu_count(), dict(os.environ)
-        if args.device == "cpu":  # a core for each rank
-            own |= {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        return subprocess.call([mpiexec(), "-n", str(ranks), *measure], env=own)
+        # On the CPU each rank has a core.
+        threads = ("NUMBA_NUM_THREADS", "OMP_NUM_THREADS") if args.device == "cpu" else ()
+        command = [mpiexec(), "-n", str(settings["ranks"] or os.cpu_count()), *measure]
+        return subprocess.call(command, env=os.environ | dict.fromkeys(threads, "1"))
     if not m.with_ranks and args.device == "cuda" and (missing := why_no_cuda()) is not None:
         sys.exit(missing)
     folder = m.folder or records.folder_of(args.device)
@@ -320,10 +323,10 @@ def run(m: Measurement, argv: list[str]) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     words = [word for word in argv if word not in ("--record", args.record)]
     places = ("--json", "--figure")
-    command = records.command_line("project/measure.py", [args.record, *words], places)
-    own = Run(m, args.device, args.size, settings, command, None if own_rank else path)
+    line = records.command_line("project/measure.py", [args.record, *words], places)
+    own = Run(m, args.device, args.size, settings, line, None if own_rank else path)
     if args.resume:
-        own.rows, own.resumed = records.read_rows(path), True
+        own.rows, own.resumed = stored_rows(path), True
     code = 0
     try:
         code = int(own.measure(m.cases(own)) > 0)
@@ -344,15 +347,14 @@ def run(m: Measurement, argv: list[str]) -> int:
     # A bound is one for the published size.
     found = [replace(f, is_judged=f.is_judged and not own.is_quick) for f in m.figures(record)]
     if found:
-        print("\n| figure | reached | must | aim | |\n|---|---:|---:|---:|---|")
-        print("\n".join(map(str, found)))
+        print("\n" + markdown(["figure", "reached", "must", "aim", ""], [f.cells() for f in found]))
     if args.publish:
         path = publish(path, records.RESULTS / folder / f"{args.record}.json")
     print(f"\nrecord: {path}")
     if m.draw is not None and record["rows"]:
         fresh = plots.Result(record, folder, fresh=True)
         draw(m, plots.beside(fresh, m.name), args)
-    return int(any("| NO |" in str(one) for one in found))
+    return int(any(one.holds is False for one in found))
 
 
 def origin_of(record: Record) -> str:
@@ -384,28 +386,25 @@ def draw(m: Measurement, results: list[plots.Result], args: argparse.Namespace) 
     print(f"figure: {picture}" if why_not is None else why_not)
 
 
+def stored_rows(path: Path) -> list[Record]:
+    """Return the rows of a record that a run adds to; exit with one line if it is no record."""
+    try:
+        return records.read_record(path)["rows"] if path.exists() else []
+    except ValueError as error:
+        sys.exit(str(error))
+
+
 def show_stored(m: Measurement, args: argparse.Namespace) -> int:
     """Print the tables of the published records, and draw their figure."""
     try:
         results = plots.stored(m.name)
-        for result in results:
-            print(f"{origin_of(result.record)}\n\n{table_of(m, result)}\n")
     except ValueError as error:
         sys.exit(str(error))
+    for result in results:
+        print(f"{origin_of(result.record)}\n\n{m.shown(result.record)}\n")
     if m.draw is not None:
         draw(m, results, args)
     return 0
-
-
-def table_of(m: Measurement, result: plots.Result) -> str:
-    """Return the table of a stored record."""
-    try:
-        return m.shown(result.record)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{plots.path_of(m.name, result.folder)} is not a record of {m.name} ({error!r}); run "
-            f"python project/measure.py {m.name} --publish, or delete it"
-        ) from None
 
 
 def load_all() -> dict[str, Measurement]:

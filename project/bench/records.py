@@ -125,22 +125,14 @@ def write_record(path: str | Path, command: str, device: str, **figures: Any) ->
 
 
 def read_record(path: Path) -> Record:
-    """Return a record."""
-    record = json.loads(path.read_text(encoding="utf-8"))
-    for key, kind in ORIGIN.items():
-        found = record.get(key) if isinstance(record, dict) else None
-        if not isinstance(found, kind):
-            raise ValueError(
-                f"{path} is not a record: {key} is {found!r}, expected {kind.__name__}"
-            )
-    return record
-
-
-def read_rows(path: Path) -> list[Record]:
-    """Return the rows of a record that a run adds to; exit with one line if it is no record."""
+    """Return a record; exit with one line if a file is none."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+        record = json.loads(path.read_text(encoding="utf-8"))
+        for key, kind in ORIGIN.items():
+            if not isinstance(record[key], kind):
+                raise TypeError(f"{key} is {record[key]!r}, expected {kind.__name__}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(
-            f"{path}: not a record of this measurement ({error!r}); delete it, or name another file"
-        )
+        raise ValueError(
+            f"{path} is not a record ({error!r}); delete it, or measure again"
+        ) from None
+    return record

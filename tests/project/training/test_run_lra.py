@@ -235,7 +235,7 @@ def test_wrong_options_are_refused_in_one_line(
     ):
         assert words in refused(capsys, own, *options), options
     (own / "lra.json").write_text("{}")
-    assert "not a record of this" in refused(capsys, own, "--resume")
+    assert "is not a record" in refused(capsys, own, "--resume")
 
 
 def test_a_crossover_is_the_length_from_which_on_a_method_stays_faster() -> None:

@@ -170,7 +170,7 @@ def test_damage_and_a_full_disk_are_one_line(own: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(lra_loop, "save_checkpoint", full)
     assert "No space left on device); make room and run the same command again" in refused(own)
     record.write_text("{}")
-    assert "not a record of this" in refused(own)
+    assert "is not a record" in refused(own)
 
 
 def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,22 +63,21 @@ FINE_TUNING: dict[str, Any] = {
 }
 
 
-class PackedLM(EncoderLM):
+class Packing:
+    """What a model does that packs padded batches."""
+
+    def loss(self, idx: Any, targets: Any, lengths: Any = None, segments: Any = None) -> Any:
+        """Return the loss of a batch, padded or packed."""
+        batch = packed(idx, targets, lengths) if np.ndim(idx) == 2 else (idx, targets, lengths)
+        return super().loss(*batch, segments)  # type: ignore[misc]  # of the model
+
+
+class PackedLM(Packing, EncoderLM):
     """An encoder that packs padded batches."""
 
-    def loss(self, idx: Any, targets: Any, lengths: Any = None, segments: Any = None) -> Any:
-        """Return the loss of a batch, padded or packed; see :class:`minitorch.EncoderLM`."""
-        batch = packed(idx, targets, lengths) if np.ndim(idx) == 2 else (idx, targets, lengths)
-        return super().loss(*batch, segments)
 
-
-class PackedClassifier(EncoderClassifier):
+class PackedClassifier(Packing, EncoderClassifier):
     """A classifier that packs padded batches."""
-
-    def loss(self, idx: Any, targets: Any, lengths: Any = None, segments: Any = None) -> Any:
-        """Return the loss of a batch, padded or packed; see :class:`minitorch.EncoderClassifier`."""
-        batch = packed(idx, targets, lengths) if np.ndim(idx) == 2 else (idx, targets, lengths)
-        return super().loss(*batch, segments)
 
 
 class BertTrainer(Trainer):

@@ -102,15 +102,10 @@ def parts_of(view: TileView) -> dict[str, Any]:
     return dict(zip(PARTS, (*values, np.stack(known, axis=1)), strict=True))
 
 
-def tile_picture(view: TileView | None) -> Figure:
+def tile_picture(view: TileView) -> Figure:
     """Draw the tiles of a visit: operands above, then scores, probabilities and statistics."""
     figure = new_figure(11, 4.6)
     grid = figure.subplots(2, 4)
-    if view is None:
-        for axes in grid.ravel():
-            axes.set_axis_off()
-        figure.suptitle("between two visits: nothing is computed")
-        return figure
     parts = parts_of(view)
     for axes, (name, values) in zip(grid.ravel(), parts.items(), strict=False):
         title = PARTS[name][0].format(i=view.visit[0], j=view.visit[1])
@@ -120,10 +115,10 @@ def tile_picture(view: TileView | None) -> Figure:
     return figure
 
 
-def zoomed(view: TileView | None, name: str) -> None:
+def zoomed(view: TileView, name: str) -> None:
     """Show the numbers of one part of a tile."""
-    values = parts_of(view)[name] if view is not None else None
-    if view is None or values is None:
+    values = parts_of(view)[name]
+    if values is None:
         st.caption(f"{name} is not known at this step")
         return
     title, numbers = PARTS[name]
@@ -227,7 +222,9 @@ def page(hide_source: bool = False) -> None:
     else:
         view = story.tiles(number)
         zoom = st.selectbox("numbers of", ["the whole tile", *PARTS], key="zoom")
-        if zoom == "the whole tile":
+        if view is None:
+            st.caption("between two visits: nothing is computed")
+        elif zoom == "the whole tile":
             show(tile_picture(view))
         else:
             zoomed(view, zoom)

@@ -94,10 +94,14 @@ class Story:
         visit = self.visits[number]
         if visit is None:
             return None
-        while self.stage(self.recording.steps[number]) != "loaded":
-            number -= 1
-        view = self.tiles(number)
+        view = self.tiles(self._back_to("loaded", number))
         return None if view is None else view.row_max
+
+    def _back_to(self, stage: str, number: int) -> int:
+        """Return the last step up to one at which a stage was reached."""
+        return next(
+            n for n in range(number, -1, -1) if self.stage(self.recording.steps[n]) == stage
+        )
 
     def progress(self, number: int) -> Array:
         """Return (query tiles, key tiles): 0 never visited, 1 still to come, 2 done, 3 now."""
@@ -155,9 +159,7 @@ class Story:
 
     def _before(self, number: int, name: str, visit: Visit) -> Any:
         """Return a part of the visit's tiles at the step after which the kernel overwrites it."""
-        stage = {"scores": "maximum", "row_sum": "loaded"}[name]
-        while self.stage(self.recording.steps[number]) != stage:
-            number -= 1
+        number = self._back_to({"scores": "maximum", "row_sum": "loaded"}[name], number)
         view = self._of_flash1(number, self.recording.steps[number], visit)
         return getattr(view, name)
 
@@ -182,10 +184,8 @@ class Story:
         view["row_sum"] = self._rows(step, step.registers["row_sum"])[:rows].sum(1)
         view["acc"] = self._output(step)[:rows, :dim]
         if self.stage(step) == "probs":
-            before = number
-            while self.stage(self.recording.steps[before]) != "loaded":
-                before -= 1
-            old = self._rows(step, self.recording.steps[before].registers["row_max"])[:rows, 0]
+            before = self.recording.steps[self._back_to("loaded", number)]
+            old = self._rows(step, before.registers["row_max"])[:rows, 0]
             shift = np.where(np.isfinite(maximum[:, 0]), maximum[:, 0], 0)
             view["rescale"] = np.exp(old - shift)
             view["scores"] = self._scores(step)[:rows, :cols]

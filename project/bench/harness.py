@@ -238,7 +238,7 @@ def listed(record: Record) -> str:
 
     skipped = {"experiment", "kind", "settings", "timing", "rows", *records.ORIGIN}
     beside = {key: value for key, value in record.items() if key not in skipped}
-    return "\n".join("; ".join(leaves(row)) for row in [beside, *record["rows"]] if row)
+    return "\n".join("; ".join(leaves(row)) for row in [beside, *record.get("rows", ())] if row)
 
 
 # -- the command line ------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Attention for one query, in five steps from a sum of exponentials to the loop of FlashAttention.
 
-Each function computes out = Σ p_j v_j, with p the softmax of s_j = scale · k_j·q, and reads keys and values
-row by row, or block by block.  They differ in the number of passes, the stored intermediates, and the
-scores that overflow.
+Each function computes out = Σ p_j v_j, (value_dim,), with p the softmax of s_j = scale · k_j·q, for a query
+q, (head_dim,), keys k, (seq, head_dim), and values v, (seq, value_dim), which it reads row by row, or block
+by block.  They differ in the number of passes, the stored intermediates, and the scores that overflow.
 """
 
 from __future__ import annotations
@@ -20,15 +20,6 @@ def sum_of_exponentials(q: Array, k: Array, v: Array, scale: float) -> Array:
     """Add up e^s v and e^s in one pass, without storing anything; large scores overflow.
 
     e^s is infinite from s = 88.7 (float32) or 709.8 (float64) on, and infinity divided by infinity is NaN.
-
-    Args:
-        q: (head_dim,) floating.
-        k: (seq, head_dim), at least one row.
-        v: (seq, value_dim).
-        scale: Factor of the scores.
-
-    Returns:
-        (value_dim,) of q's dtype.
     """
     total, acc = q.dtype.type(0), np.zeros(v.shape[1], q.dtype)  # acc: (value_dim,)
     for j in range(len(k)):
@@ -41,8 +32,7 @@ def sum_of_exponentials(q: Array, k: Array, v: Array, scale: float) -> Array:
 def maximum_first(q: Array, k: Array, v: Array, scale: float) -> Array:
     """Subtract the largest score, found by an extra pass over the keys: k is read twice.
 
-    The softmax of s - c is the same for any c, and with c = max s no exponential exceeds 1.  Arguments and
-    result are those of :func:`sum_of_exponentials`.
+    The softmax of s - c is the same for any c, and with c = max s no exponential exceeds 1.
 
     Source: Milakov and Gimelshein (2018), Algorithm 2.
     """
@@ -60,8 +50,7 @@ def maximum_first(q: Array, k: Array, v: Array, scale: float) -> Array:
 def scores_kept(q: Array, k: Array, v: Array, scale: float) -> Array:
     """Store the scores, one number per key, instead of reading the keys twice.
 
-    Attention composed of tensor operations does this, and stores seq² numbers for seq queries.  Arguments
-    and result are those of :func:`sum_of_exponentials`.
+    Attention composed of tensor operations does this, and stores seq² numbers for seq queries.
 
     Source: FlashAttention, Algorithm 0.
     """
@@ -78,8 +67,6 @@ def scores_kept(q: Array, k: Array, v: Array, scale: float) -> Array:
 
 def running_maximum(q: Array, k: Array, v: Array, scale: float) -> Array:
     """Subtract the largest score so far, and rescale the sums when it grows, again in one pass.
-
-    Arguments and result are those of :func:`sum_of_exponentials`.
 
     Source: Milakov and Gimelshein (2018), Algorithm 3, with the output beside the sum.
     """
@@ -100,15 +87,8 @@ def running_maximum(q: Array, k: Array, v: Array, scale: float) -> Array:
 def by_blocks(q: Array, k: Array, v: Array, scale: float, block: int = 16) -> Array:
     """Process a block of keys at a time, with one product for its scores and one rescaling.
 
-    With a tile of queries instead of one, this is the loop of the fused kernels.  Except for ``block``,
-    arguments and result are those of :func:`sum_of_exponentials`.
-
-    Args:
-        q: (head_dim,) floating.
-        k: (seq, head_dim), at least one row.
-        v: (seq, value_dim).
-        scale: Factor of the scores.
-        block: Number of rows of k and v read at a time, block_k of the kernels.
+    With a tile of queries instead of one, this is the loop of the fused kernels, and ``block`` is their
+    block_k.
 
     Source: FlashAttention-2, Algorithm 1, for one row of queries.
     """

@@ -12,9 +12,11 @@ Source: FlashAttention (2022), figure 2, left: forward and backward, N = 1024, d
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from bench.contestants import DIRECTIONS, directions, rungs_of
-from bench.kit import Case, Measurement, Panel, Record, Run, cell, markdown, spread
+from bench.harness import Case, Measurement, Run
+from bench.kit import Panel, Record, cell, columns, markdown, spread, workload_text
 from bench.plots import stored
 from bench.processes import in_child
 
@@ -69,11 +71,10 @@ def cases(run: Run) -> Iterator[Case]:
         traffic = call_traffic(name, problem_of(name, size[0], run.length, run.length, dim))
         for way, counts, products in zip(DIRECTIONS, traffic, PRODUCTS[name], strict=True):
             reads, writes = (4e-9 * run.batch_heads * count for count in total(counts))
-            found = {
+            yield {"rung": name, "pass": way}, {
                 "gflop": 1e-9 * flops * products / 2, "read_gb": reads, "write_gb": writes,
                 "gb": reads + writes, "ms": spread(t, 1e3) if (t := times.get((name, way))) else None,
             }  # fmt: skip
-            yield {"rung": name, "pass": way}, lambda found=found: found
 
 
 def both(rows: list[Record], rung: str, quantity: str) -> float | None:
@@ -102,16 +103,20 @@ def against(value: float | None, standard: float | None) -> str:
 
 def table(record: Record) -> str:
     rows, counters, workload = record["rows"], counters_of(record), record["workload"]
-    head = ["rung, pass", "GFLOP", "reads GB", "writes GB"]
-    head += ["requested GB, counter", "DRAM GB", "ms"] if counters else ["ms"]
-    lines = []
-    for row in rows:
-        seen = counters.get((row["rung"], row["pass"]), {})
+
+    def counted(key: str) -> Any:
+        return lambda row: counters.get((row["rung"], row["pass"]), {}).get(key)
+
+    def ms(row: Record) -> str | None:
         entry = row["ms"]
-        ms = entry and f"{cell(entry['median'])} ± {cell((entry['high'] - entry['low']) / 2)}"
-        counted = [seen.get("asked_gb"), seen.get("dram_gb")] if counters else []
-        figures = [row[q] for q in ("gflop", "read_gb", "write_gb")]
-        lines.append([f"{row['rung']}, {row['pass']}", *figures, *counted, ms])
+        return entry and f"{cell(entry['median'])} ± {cell((entry['high'] - entry['low']) / 2)}"
+
+    shown: Record = {
+        "rung, pass": lambda row: f"{row['rung']}, {row['pass']}", "GFLOP": "gflop", "reads GB": "read_gb",
+        "writes GB": "write_gb",
+    }  # fmt: skip
+    if counters:
+        shown |= {"requested GB, counter": counted("asked_gb"), "DRAM GB": counted("dram_gb")}
     size = (
         f"batch · heads {workload['batch_heads']}, N = {workload['length']}, "
         f"d = {workload['head_dim']}, float32"
@@ -125,7 +130,12 @@ def table(record: Record) -> str:
     sums.append(["published, standard", *map(cell, standard)])
     sums.append(["published, FlashAttention", *map(against, flash, standard)])
     head_of_sums = ["forward and backward, × of standard", *(title for _, title in QUANTITIES)]
-    parts = [size, markdown(head, lines), markdown(head_of_sums, sums), _agreement(record)]
+    parts = [
+        size,
+        columns(rows, shown | {"ms": ms}),
+        markdown(head_of_sums, sums),
+        _agreement(record),
+    ]
     return "\n\n".join(parts)
 
 
@@ -143,10 +153,7 @@ def _agreement(record: Record) -> str:
 
 
 def draw(record: Record) -> list[Panel]:
-    size = "{batch_heads:,} heads, {length:,} keys, head_dim {head_dim}, float32".format(
-        **record["workload"]
-    )
-    seen, found = Record(), []
+    size, seen, found = workload_text(record), Record(), list[Panel]()
     for (rung, way), row in counters_of(record).items():
         seen.setdefault(way, {})[f"{rung}, DRAM by counters"] = row["dram_gb"]
     titles = (f"{size}\noperations", "global traffic, by formula", "time")

@@ -83,17 +83,13 @@ def read_subject(path: str, run: Run) -> Subject:
 def contexts_of(run: Run, model: minitorch.DecoderLM, first: int, least: int = 1) -> list[int]:
     """Return the contexts to judge in ascending order, or powers of two; exit if one does not fit."""
     most = model.n_positions
-    if least > most:
-        sys.exit(
-            f"the context of the model, {most} tokens, is shorter than the least, {least} tokens"
-        )
     powers = [2**i for i in range(most.bit_length()) if 2**i >= first]
     contexts = sorted({*(run.contexts or [*powers, most])})
-    for context in contexts:
-        if not least <= context <= most:
-            sys.exit(
-                f"--contexts must be from {least} to {most}, the context of the model, got {context}"
-            )
+    if least > most or not least <= contexts[0] <= contexts[-1] <= most:
+        asked = " ".join(map(str, contexts))
+        sys.exit(
+            f"--contexts must be from {least} to {most}, the context of the model, got {asked}"
+        )
     return contexts
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from bench.contestants import place_on
-from bench.kit import Case, Measurement, Panel, Record, Run, cell, markdown, ratio, spread
+from bench.kit import Case, Measurement, Panel, Record, Run, cell, curves, markdown, ratio, spread
 from bench.processes import in_child
 
 from kernels.cpu.layers import softmax_ladder as cpu_ladder
@@ -48,13 +48,10 @@ def counted() -> dict[str, tuple[int, int]]:
 def operands(device: str, total: int) -> tuple[Any, Any]:
     """Return x, drawn, and an array for the result, flat in float32."""
     drawn = np.random.default_rng(0).standard_normal(DRAWN, dtype=np.float32)
-    if device == "cpu":
-        return np.resize(drawn, total), np.full(total, np.nan, np.float32)
-    x, out = (empty_device((total,), drawn.dtype) for _ in range(2))
-    for start in range(0, total, DRAWN):
-        size = min(DRAWN, total - start)
-        device_view(x, (size,), (1,), start).copy_to_device(drawn[:size])
-    return x, out
+    x = place_on(device)(np.resize(drawn, total))
+    return x, np.full(total, np.nan, np.float32) if device == "cpu" else empty_device(
+        (total,), x.dtype
+    )
 
 
 def is_right(device: str, step: str, value: float, length: int) -> bool:
@@ -127,28 +124,22 @@ def table(record: Record) -> str:
 
 def draw(record: Record) -> list[Panel]:
     rows, moved = record["rows"], record["moved"]
-    times = {
-        f"{step}: {reads} reads, {writes} write": [
-            (row["length"], row[step]["median"]) for row in rows
-        ]
+    times = curves(
+        (f"{step}: {reads} reads, {writes} write", row["length"], row[step]["median"])
         for step, (reads, writes) in moved.items()
-    }
+        for row in rows
+    )
     safe, online = sum(moved["safe"]), sum(moved["online"])
+    gain = curves(("measured", row["length"], row["gain"]) for row in rows)
     ends = [(row["length"], safe / online) for row in (rows[0], rows[-1])]
-    gain = {
-        "measured": [(row["length"], row["gain"]) for row in rows],
-        f"{safe}/{online}, by traffic": ends,
-    }
-    size = f"softmax of {record['elements']:,} elements, float32"
+    gain[f"{safe}/{online}, by traffic"] = ends
+    size, title = (
+        f"softmax of {record['elements']:,} elements, float32",
+        "time of safe over that of online softmax",
+    )
     return [
         Panel(size, "length of a row", "ms", times, log="x"),
-        Panel(
-            "time of safe over that of online softmax",
-            "length of a row",
-            "safe / online",
-            gain,
-            log="x",
-        ),
+        Panel(title, "length of a row", "safe / online", gain, log="x"),
     ]
 
 

@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
-import pickle
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from common.child import in_child
 
 import kernels
 from kernels import launch
@@ -240,38 +237,18 @@ def run(settings: RunSettings) -> Recording:
 
 def record(*settings: RunSettings) -> list[Recording]:
     """Record calls, in a process of its own; a rung that a student has not written yet is left out."""
-    folder = str(Path(__file__).resolve().parent.parent)
-    code = (
-        f"import sys; sys.path.insert(0, {folder!r}); from app_pages.recording import main; main()"
-    )
-    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], input=pickle.dumps(settings), capture_output=True,
-            env=environment, timeout=LIMIT, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"no recording after {LIMIT} s; take a shorter sequence") from None
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise RuntimeError(f"recording {settings[0]} failed: {lines[-1]}")
-    return pickle.loads(done.stdout)
+    return in_child(recorded, settings, simulator=True, seconds=LIMIT)
 
 
-def main() -> None:
-    """Record what stands on the standard input, and write it to the standard output."""
+def recorded(every: tuple[RunSettings, ...]) -> list[Recording]:
+    """Record calls in this process, which must be in the simulator."""
     # Barriers wait for each thread of a block, so that they should hand over often.
     sys.setswitchinterval(1e-4)
     # One head of a large call: on a busy device no sum is divided among blocks.
     cuda_cores.SIZES = replace(cuda_cores.SIZES, product_blocks=0)
     split_keys.SIZES = replace(split_keys.SIZES, split_blocks=0)
-    settings = pickle.loads(sys.stdin.buffer.read())
-    recordings = []
-    for each in settings:
+    found = []
+    for settings in every:
         with suppress(NotImplementedError):
-            recordings.append(run(each))
-    sys.stdout.buffer.write(pickle.dumps(recordings))
-
-
-if __name__ == "__main__":
-    main()
+            found.append(run(settings))
+    return found

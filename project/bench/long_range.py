@@ -8,11 +8,11 @@ from statistics import fmean, geometric_mean, pstdev
 from typing import Any
 
 import numpy as np
+from common.child import in_child
 from training.lra_methods import METHODS, Settings, build_classifier
 
 import minitorch
 from bench.measuring import Peak, ready, wait
-from bench.processes import in_child
 from bench.records import Record
 from bench.table_cells import cell, markdown
 from minitorch.backends.matmul_precision import find_precision

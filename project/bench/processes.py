@@ -1,10 +1,9 @@
-"""Functions in other processes: in fresh ones, in several side by side, and on the ranks of MPI."""
+"""Other processes: commands with a limit, functions in several side by side, and the ranks of MPI."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -18,46 +17,6 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.records import ROOT
-
-
-def in_child(
-    function: Callable[..., Any], *args: Any, simulator: bool = False, **environment: str
-) -> Any:
-    """Call a function of a module in a fresh process and return its result.
-
-    A fresh process has a peak of memory of its own, and the simulator is chosen before numba is imported.
-
-    Args:
-        function: At the top level of its module.
-        args: Pickled, as the result is.
-        simulator: Run CUDA kernels in numba's simulator there.
-        environment: Variables of its environment.
-
-    Raises:
-        RuntimeError: If it fails; the last line that it wrote says why.
-    """
-    file = Path(function.__code__.co_filename).resolve()
-    code = (
-        "import os, pickle, runpy, sys; sys.path[:0] = pickle.load(sys.stdin.buffer); "
-        "out = os.fdopen(os.dup(1), 'wb'); os.dup2(2, 1); "  # what it prints is no result
-        "file, name, args = pickle.load(sys.stdin.buffer); "
-        "result = runpy.run_path(file)[name](*args); out.write(pickle.dumps(result)); out.close()"
-    )
-    if simulator:
-        environment["NUMBA_ENABLE_CUDASIM"] = "1"
-    given = pickle.dumps(sys.path)
-    given += pickle.dumps((str(file), function.__name__, args))
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=given, capture_output=True, env=os.environ | environment,
-        check=False,
-    )  # fmt: skip
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise RuntimeError(
-            f"{function.__name__} of {file.name} failed in its process (exit code "
-            f"{done.returncode}): {lines[-1]}"
-        )
-    return pickle.loads(done.stdout)
 
 
 def child_command(function: Callable[..., Any], *args: Any) -> list[str]:

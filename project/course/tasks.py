@@ -110,7 +110,7 @@ MODULES = (
     Module(
         5, "FlashAttention", ("train_tasks",), ("attention_page",),
         (
-            "project/app_pages/recording.py", "project/app_pages/tile_view.py",
+            "project/app_pages/recording.py", "project/app_pages/tile_view.py", "project/common/child.py",
             "project/app_pages/tile_words.py", HELPERS,
             "tests/support/attention/mistakes.py", "project/course/kernel_text.py",
         ),

@@ -28,7 +28,7 @@ from bench.contestants import DIRECTIONS, TensorCall, contestants, directions, r
 from bench.harness import Case, Measurement, Run
 from bench.kit import Panel, Record, cell, curves, markdown, ratio, ready, spread
 from bench.measuring import Peak, wait
-from bench.processes import in_child
+from common.child import in_child
 
 from kernels.runtime.targets import cuda
 from kernels.traffic.formulas import attention_backward_flops, attention_flops, score_matrix_bytes

@@ -22,9 +22,9 @@ import numpy as np
 from bench.contestants import DIRECTIONS, Call
 from bench.kit import Case, Figure, Measurement, Record, Run, ratio
 from bench.measuring import Peak
-from bench.processes import in_child
 from bench.torch_gpt import TorchCache
 from bench.training_contestants import OURS, THEIRS, Training, size_of
+from common.child import in_child
 
 import minitorch
 

@@ -22,7 +22,6 @@ from typing import Any
 
 from bench.kit import Case, Figure, Measurement, Record, Run, ratio, spread
 from bench.measuring import out_of_memory
-from bench.processes import in_child
 from bench.training_contestants import (
     BACKENDS,
     COMPILED,
@@ -33,6 +32,7 @@ from bench.training_contestants import (
     peak_of_training,
     size_of,
 )
+from common.child import in_child
 from training.gpt_presets import PRESETS, peak_tflops, utilisation
 
 import minitorch

@@ -17,7 +17,7 @@ from typing import Any
 from bench.contestants import random_call
 from bench.harness import Case, Measurement, Run
 from bench.kit import Panel, Record, curves, markdown, ready, spread, timed_cell, workload_text
-from bench.processes import in_child
+from common.child import in_child
 
 from kernels.metering.rung_traffic import RUNGS, call_traffic, metered, problem_of
 from kernels.traffic.formulas import HeadShape, total

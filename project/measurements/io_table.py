@@ -18,7 +18,7 @@ from bench.contestants import DIRECTIONS, directions, rungs_of
 from bench.harness import Case, Measurement, Run
 from bench.kit import Panel, Record, cell, columns, markdown, spread, workload_text
 from bench.plots import stored
-from bench.processes import in_child
+from common.child import in_child
 
 from kernels.metering.rung_traffic import RUNGS, call_traffic, metered, problem_of
 from kernels.traffic.formulas import PRODUCTS, HeadShape, attention_flops, total

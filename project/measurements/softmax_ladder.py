@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from bench.contestants import place_on
 from bench.kit import Case, Measurement, Panel, Record, Run, cell, curves, markdown, ratio, spread
-from bench.processes import in_child
+from common.child import in_child
 
 from kernels.cpu.layers import softmax_ladder as cpu_ladder
 from kernels.cuda.layers import softmax_ladder as cuda_ladder

@@ -15,9 +15,9 @@ from statistics import median
 import numpy as np
 from bench.kit import Case, Measurement, Panel, Record, Run, cell, markdown, spread
 from bench.plots import curves as curves_of
-from bench.processes import in_child
 from bench.torch_gpt import torch_peers
 from bench.training_contestants import OURS, Size, Training, corpus_of, peak_of_training
+from common.child import in_child
 from train_gpt import judge
 
 FLASH, NAIVE = "flash", "naive"

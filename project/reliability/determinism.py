@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import train_gpt
 from bench.kit import Figure, Measurement, Record, Run
-from bench.processes import in_child
+from common.child import in_child
 from training.loop_options import BACKENDS
 
 import minitorch

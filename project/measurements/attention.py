@@ -30,6 +30,7 @@ from bench.kit import Panel, Record, cell, curves, markdown, ratio, ready, sprea
 from bench.measuring import Peak, wait
 from common.child import in_child
 
+from kernels.problem.shapes import MAX_HEAD_DIM
 from kernels.runtime.targets import cuda
 from kernels.traffic.formulas import attention_backward_flops, attention_flops, score_matrix_bytes
 
@@ -95,6 +96,10 @@ def by_length(run: Run, names: Any, causal: bool, measure: Any, took: Any) -> It
 
 
 def rungs(run: Run) -> Iterator[Case]:
+    if run.head_dim > MAX_HEAD_DIM:
+        raise SystemExit(
+            f"--head-dim must be at most {MAX_HEAD_DIM}, got {run.head_dim}; take more heads"
+        )
     run.note(**run.chosen("batch", "heads", "head_dim", "causal"))
     yield from by_length(
         run, run.only, run.causal, of_rungs, lambda one: one["forward_ms"] + one["backward_ms"]

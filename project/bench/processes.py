@@ -29,7 +29,7 @@ def child_command(function: Callable[..., Any], *args: Any) -> list[str]:
 
 
 def run_for(
-    command: list[str], seconds: float, folder: Path = ROOT, **environment: Any
+    command: list[str], seconds: float, folder: Path = ROOT, **environment: str
 ) -> tuple[int | None, str]:
     """Run a command in a folder for so long at most.
 

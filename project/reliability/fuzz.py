@@ -69,7 +69,7 @@ def run_batch(
             "MINITORCH_EXAMPLES": str(examples), "PYTHONUNBUFFERED": "1", **environment,
             "MINITORCH_FUZZ_NOTES": str(notes), "MINITORCH_FUZZ_COUNTS": str(counts),
         }  # fmt: skip
-        code, output = run_for(command, seconds, **own)
+        code, output = run_for(command, seconds, ROOT, **own)
         last = notes.read_text(encoding="utf-8", errors="replace")
         outcomes = _outcomes(counts, last) if part != "options" else _drawn(output, examples)
     if not code:  # None: what it has drawn by then counts
@@ -154,7 +154,8 @@ def cases_of_gpu(run: Run) -> Record:
 
     def drawn(job: int) -> tuple[int | None, str]:
         command = [sys.executable, "-m", "tests.support.fuzzing.on_gpu", "--seed", str(seed + job)]
-        return run_for([*command, "--seconds", str(seconds)], seconds + GRACE, **threads)
+        given = [*command, "--seconds", str(seconds)]
+        return run_for(given, seconds + GRACE, ROOT, **threads)
 
     jobs = run.jobs or os.cpu_count() or 1
     with ThreadPoolExecutor(jobs) as pool:

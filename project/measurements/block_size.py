@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.contestants import random_call
 from bench.harness import Case, Measurement, Run
-from bench.kit import Panel, Record, curves, markdown, ready, spread, timed_cell, workload_text
+from bench.kit import Panel, Record, columns, curves, ready, spread, timed_cell, workload_text
 from common.child import in_child
 
 from kernels.metering.rung_traffic import RUNGS, call_traffic, metered, problem_of
@@ -49,45 +49,40 @@ def meter() -> list[Record]:
 def cases(run: Run) -> Iterator[Case]:
     run.note(workload=run.chosen("batch_heads", "length", "head_dim"))
     run.note(metered=METERED, meter=in_child(meter, simulator=True))
-    size = run.batch_heads, run.length
+    call = run.batch_heads, run.length, run.length
 
     def started(rung: str, tile: Any) -> Any:
         options = {**RUNGS[rung], "rung": rung, "tile": tile}
-        call = random_call(run.device, *size, head_dim=run.head_dim, **options)
-        call.forward()
-        return call.forward
+        own = random_call(run.device, *call, head_dim=run.head_dim, **options)
+        own.forward()
+        return own.forward
 
     for sweep, (rung, tile_of) in SWEEPS.items():
-        tiles, problem = (
-            {size: tile_of(size) for size in run.tiles},
-            problem_of(rung, *size, run.length, run.head_dim),
-        )
-        make = {size: partial(started, rung, tile) for size, tile in tiles.items()}
-        calls, reasons = ready(make, ValueError)  # a tile that does not fit
-        times = run.timed(calls) if calls else {}
-        for size_of_tile, tile in tiles.items():
-            moved = total(call_traffic(rung, problem, tile).forward).moved
-            took = times.get(size_of_tile)
-            yield {"sweep": sweep, "size": size_of_tile}, {
+        tiles, problem = list(map(tile_of, run.tiles)), problem_of(rung, *call, run.head_dim)
+        calls, reasons = ready({tile: partial(started, rung, tile) for tile in tiles}, ValueError)
+        times = run.timed(calls) if calls else {}  # a tile may be too large
+        for size, tile in zip(run.tiles, tiles, strict=True):
+            moved, took = total(call_traffic(rung, problem, tile).forward).moved, times.get(tile)
+            yield {"sweep": sweep, "size": size}, {
                 "rung": rung, "tile": tile, "gb": 4e-9 * run.batch_heads * moved,
-                "ms": took and spread(took, 1e3), "too_large": reasons.get(size_of_tile),
+                "ms": took and spread(took, 1e3), "too_large": reasons.get(tile),
             }  # fmt: skip
 
 
 def table(record: Record) -> str:
-    lines = (
-        [f"{row['sweep']} = {row['size']}", f"{row['tile'][0]} x {row['tile'][1]}", row["gb"],
-         timed_cell(row["ms"]) if row["ms"] else "not available"]
-        for row in record["rows"]
-    )  # fmt: skip
     workload = record["workload"]
     text = (
         f"Forward pass, batch × heads = {workload['batch_heads']}, N = {workload['length']}, "
         f"d = {workload['head_dim']}, float32. The traffic was counted in "
         f"{len(record['meter'])} calls, and equals the formula in all of them."
     )
-    head = ["varied size", "tile B_r × B_c", "traffic, GB", "ms (quartiles)"]
-    return f"{text}\n\n{markdown(head, lines)}"
+    shown = columns(record["rows"], {
+        "varied size": lambda row: f"{row['sweep']} = {row['size']}",
+        "tile B_r × B_c": lambda row: f"{row['tile'][0]} x {row['tile'][1]}",
+        "traffic, GB": "gb",
+        "ms (quartiles)": lambda row: timed_cell(row["ms"]) if row["ms"] else "not available",
+    })  # fmt: skip
+    return f"{text}\n\n{shown}"
 
 
 def draw(record: Record) -> list[Panel]:

@@ -27,14 +27,7 @@ SMALL: dict[str, Any] = {
     "n_vocab": 50_257, "n_embd": 768, "n_head": 12, "n_positions": 1024, "n_layer": 12,
     "middle_dim": 3072,
 }  # fmt: skip
-TINY = SMALL | {
-    "n_vocab": 61,
-    "n_embd": 32,
-    "n_head": 2,
-    "n_positions": 64,
-    "n_layer": 2,
-    "middle_dim": 64,
-}
+TINY = SMALL | {"n_vocab": 61, "n_embd": 32, "n_head": 2, "n_positions": 64, "n_layer": 2}
 PROMPT, TOKENS = 32, 64
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 

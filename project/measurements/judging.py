@@ -10,6 +10,8 @@ whole.
 
 ``perplexity``: a window slides over the text by --stride tokens, and each token is judged in the first
 window that it is in, so that all but the first ones have at least context - stride tokens before them.
+With a stride of the context windows do not overlap, and the mean loss by distance from their beginning
+follows.
 
 ``chapter_break``: which of six continuations follows the end of a chapter?  One is the beginning of the
 next chapter, the others are those of later chapters of the same document, drawn at random.  A form feed
@@ -29,11 +31,12 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from bench.kit import Case, Measurement, Record, Run, markdown
+from bench.kit import Case, Measurement, Panel, Record, Run, curves, markdown
 from bench.training_contestants import BACKENDS
 from data.text import FORM_FEED, LIBRARY, Corpus, Tokens, read_text
 from tqdm import tqdm
@@ -47,7 +50,7 @@ from minitorch.nn import softmax_loss
 Losses = npt.NDArray[np.float64]
 #: Logits that are in memory at a time, about.
 CHUNK = 1 << 25
-#: The shortest context of perplexity.
+#: The shortest context of perplexity, and the first positions that are averaged.
 LEAST = 64
 #: A definition of a Python module with its decorators, or that of a method in a class.
 DEFINITION = r"^(?P<indent>(?:    )?)(?:@.*\n(?P=indent))*(?:class|(?:async )?def) "
@@ -122,10 +125,10 @@ def windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int]]:
 
 def sliding_losses(
     model: minitorch.DecoderLM, ids: Tokens, context: int, stride: int, batch: int = 1
-) -> Losses:
-    """Return the loss of each token but the first."""
+) -> tuple[Losses, Tokens]:
+    """Return the loss of each token but the first, and its position in its window."""
     count = len(ids) - 1
-    losses = np.full(count, math.nan)
+    losses, places = np.full(count, math.nan), np.zeros(count, np.int64)
     padded = np.concatenate([ids, np.zeros(context, np.int64)])  # no token sees those after it
     found = [*windows(count, context, stride)]
     for first in tqdm(range(0, len(found), batch), desc=f"context {context}", leave=False, delay=1):
@@ -135,7 +138,19 @@ def sliding_losses(
         for (start, before), own in zip(part, each, strict=True):
             stop = min(start + context, count)
             losses[start + before : stop] = own[before : stop - start]
-    return losses
+            places[start + before : stop] = np.arange(before, stop - start)
+    return losses, places
+
+
+def by_position(losses: Losses, places: Tokens, context: int) -> list[Record]:
+    """Return the mean loss of tokens by their positions: the first ones, and twice as many each time."""
+    bounds = [0, *(LEAST << i for i in range(64) if LEAST << i < context), context]
+    rows = []
+    for start, stop in pairwise(bounds):
+        own = losses[(places >= start) & (places < stop)]
+        if own.size:
+            rows.append({"from": start, "to": stop, "tokens": own.size, "loss": float(own.mean())})
+    return rows
 
 
 def perplexities(run: Run, subject: Subject) -> Record:
@@ -143,7 +158,7 @@ def perplexities(run: Run, subject: Subject) -> Record:
     contexts, rows = contexts_of(run, subject.model, LEAST), []
     for context in contexts:
         stride = min(run.stride, context)
-        losses = sliding_losses(subject.model, ids, context, stride, run.batch)
+        losses, _ = sliding_losses(subject.model, ids, context, stride, run.batch)
         loss = float(losses.mean())
         if not math.isfinite(loss):
             sys.exit(
@@ -152,7 +167,9 @@ def perplexities(run: Run, subject: Subject) -> Record:
         rows.append(
             {"context": context, "stride": stride, "loss": loss, "perplexity": math.exp(loss)}
         )
-    return {"tokens": len(ids) - 1, "by_context": rows}
+    alone = sliding_losses(subject.model, ids, contexts[-1], contexts[-1], run.batch)
+    positions = by_position(*alone, contexts[-1])
+    return {"tokens": len(ids) - 1, "by_context": rows, "by_position": positions}
 
 
 def perplexity_table(record: Record) -> str:
@@ -162,6 +179,16 @@ def perplexity_table(record: Record) -> str:
         for one in record["rows"] for row in one["by_context"]
     ]  # fmt: skip
     return markdown(["run, context", "stride", "loss", "perplexity"], lines)
+
+
+def loss_panels(record: Record) -> list[Panel]:
+    axes = {"context": ("by_context", "context"), "position, up to": ("by_position", "to")}
+    return [
+        Panel("loss of a token", x, "nats", curves(
+            (one["run"][-32:], row[place], row["loss"]) for one in record["rows"] for row in one[key]
+        ), log="x")
+        for x, (key, place) in axes.items()
+    ]  # fmt: skip
 
 
 # -- chapters ----------------------------------------------------------------------------------------
@@ -276,15 +303,16 @@ COMMON = {
 }  # fmt: skip
 PERPLEXITY = {"stride": 512, "tokens": 0, **COMMON}
 CHAPTERS = {"chapter": DEFINITION, "continuation": 128, "questions": 1000, "seed": 0, **COMMON}
-MEASUREMENTS = tuple(
+ALIKE: Record = {"choices": {"attention": ("flash", "naive")}, "paths": ("minitorch/models",)}
+MEASUREMENTS = (
     Measurement(
-        name, question, cases, {"cpu": {"normal": settings}, "cuda": {"normal": settings}}, table=table,
-        choices={"attention": ("flash", "naive")}, paths=("minitorch/models",),
-    )
-    for name, question, cases, settings, table in (
-        ("perplexity", "What is the loss of trained models, by context?",
-         partial(by_run, perplexities), PERPLEXITY, perplexity_table),
-        ("chapter_break", "Which of six continuations of a chapter do trained models find likely?",
-         chapters, CHAPTERS, chapter_table),
-    )
+        "perplexity", "What is the loss of trained models, by context and by position in it?",
+        partial(by_run, perplexities), {"cpu": {"normal": PERPLEXITY}, "cuda": {"normal": PERPLEXITY}},
+        table=perplexity_table, draw=loss_panels, **ALIKE,
+    ),
+    Measurement(
+        "chapter_break", "Which of six continuations of a chapter do trained models find likely?",
+        chapters, {"cpu": {"normal": CHAPTERS}, "cuda": {"normal": CHAPTERS}}, table=chapter_table,
+        **ALIKE,
+    ),
 )  # fmt: skip

@@ -89,9 +89,14 @@ def test_a_stride_of_the_context_is_the_mean_over_windows_that_do_not_overlap(
 ) -> None:
     count = min(count, (len(IDS) - 1) // context)
     ids = IDS[: count * context + 1]
-    losses = judging.sliding_losses(model, ids, context, context, batch)
+    losses, places = judging.sliding_losses(model, ids, context, context, batch)
     inputs, targets = ids[:-1].reshape(count, context), ids[1:].reshape(count, context)
     assert losses.mean() == pytest.approx(model.loss(inputs, targets).item(), abs=1e-5)
+    np.testing.assert_array_equal(places, np.tile(np.arange(context), count))
+    rows = judging.by_position(losses, places, context)
+    assert sum(row["tokens"] for row in rows) == len(losses)
+    weighted = sum(row["tokens"] * row["loss"] for row in rows) / len(losses)
+    assert weighted == pytest.approx(losses.mean())
 
 
 @settings(max_examples=10)
@@ -101,14 +106,12 @@ def test_a_token_is_judged_after_those_of_its_window(
 ) -> None:
     stride = data.draw(st.integers(max(context // 4, 1), context))
     ids = IDS[: data.draw(st.integers(2, len(IDS)))]
-    losses = judging.sliding_losses(model, ids, context, stride, 2)
+    losses, places = judging.sliding_losses(model, ids, context, stride, 2)
     assert np.isfinite(losses).all()
     at = data.draw(st.integers(0, len(losses) - 1))
-    first = next(start for start, before in judging.windows(len(losses), context, stride)
-                 if start + before <= at < start + context)  # fmt: skip
-    seen = ids[first : at + 1]
+    seen = ids[at - places[at] : at + 1]
     assert len(seen) >= min(at + 1, context - stride + 1)
-    alone = judging.token_losses(model, seen[None], ids[None, first + 1 : at + 2])
+    alone = judging.token_losses(model, seen[None], ids[None, at - places[at] + 1 : at + 2])
     assert losses[at] == pytest.approx(alone[0, -1], abs=1e-5)
 
 

@@ -41,17 +41,24 @@ class Case:
     sums: Any = None  # where packed documents begin and end, or None
     is_causal: bool = False  # a peer has an option for it, too
     dropout_p: float = 0.0  # likewise
-    #: Makes (length, length), True where a row sees a column, for peers that take a mask; or None.
-    seen: Callable[[], Any] | None = None
-    #: Makes what is added to the scores, (length, length) or (heads, length, length), or None.
-    bias: Callable[[], Any] | None = None
-    #: (row, col, table) of tensors to booleans, for FlexAttention; None: all.
+    #: (row, col, table) of arrays or tensors to booleans; None: all.
     visible: Callable[..., Any] | None = None
-    #: (torch, score, head, row, col, table) to a score, for FlexAttention; None: as it is.
+    #: (library, score, head, row, col, table) to a score; None: as it is.
     score: Callable[..., Any] | None = None
     table: Any = None  # array that these two read, or None
     part: float = 1.0  # the share of the scores that are not masked
     foreign: str | None = None  # why PyTorch's scaled_dot_product_attention cannot do it, or None
+
+    def mask(self) -> Any:
+        """Return the attn_mask of peers, (length, length) or (heads, length, length), or None."""
+        heads, cols = np.arange(self.heads)[:, None, None], np.arange(self.length)
+        if self.visible is not None and not self.is_causal:
+            return np.broadcast_to(
+                self.visible(cols[:, None], cols, self.table), 2 * (self.length,)
+            )
+        if self.score is not None and self.foreign is None:
+            return self.score(np, 0.0, heads, cols[:, None], cols, self.table).astype(np.float32)
+        return None
 
     def options_of(self, dtype: Any) -> dict[str, Any]:
         """Return the options for operands of a dtype: a floating mask has it, too."""
@@ -68,8 +75,8 @@ class Case:
         mask = options.get("attn_mask")
         if mask is not None and mask.dtype != bool:
             options["attn_mask"] = mask.astype(np.float64)
-        if self.sums is not None and self.seen is not None:
-            options["attn_mask"] = self.seen()
+        if self.sums is not None:
+            options["attn_mask"] = self.mask()
         return options
 
 
@@ -78,7 +85,6 @@ def cases(
 ) -> dict[str, Case]:
     """Return a case for each option, by name."""
     rng = np.random.default_rng(2)
-    rows, cols = np.arange(length)[:, None], np.arange(length)
 
     def pairs(lower: int, upper: int) -> float:
         return HeadShape(length, length, 1, 1, lower, upper).pairs / length**2
@@ -106,7 +112,6 @@ def cases(
         return 1.0
 
     alibi: dict[str, Any] = {
-        "bias": lambda: (-slopes[:, None, None] * np.abs(rows - cols)).astype(np.float32),
         "score": lambda torch, s, head, row, col, table: s - table[head] * abs(row - col),
         "table": by_head,
     }
@@ -117,17 +122,16 @@ def cases(
             "visible": lambda row, col, table: row >= col,
         },
         "boolean mask": {
-            "options": {"attn_mask": mask}, "seen": lambda: mask, "table": mask,
+            "options": {"attn_mask": mask}, "table": mask,
             "visible": lambda row, col, table: table[row, col],
         },
         "float mask": {
-            "options": {"attn_mask": bias}, "bias": lambda: bias, "table": bias,
+            "options": {"attn_mask": bias}, "table": bias,
             "score": lambda torch, s, head, row, col, table: s + table[row, col],
         },
         "dropout": {"options": {"dropout_p": DROPOUT, "seed": 1}, "dropout_p": DROPOUT},
         "window": {
             "options": {"window_size": (window, window)}, "part": pairs(-window, window),
-            "seen": lambda: np.abs(rows - cols) <= window,
             "visible": lambda row, col, table: (row - col <= window) & (col - row <= window),
         },
         "softcap": {
@@ -140,13 +144,12 @@ def cases(
             "textbook": {"alibi_slopes": slopes}, **alibi,
         },
         "documents": {
-            "sums": sums, "seen": lambda: owner[:, None] == owner, "table": owner,
+            "sums": sums, "table": owner,
             "part": float((np.diff(sums) ** 2).sum()) / length**2,
             "visible": lambda row, col, table: table[row] == table[col],
         },
         "butterfly": {
-            "options": {"block_mask": sparse}, "seen": lambda: sparse.dense()[0],
-            "visible": in_butterfly, "part": sparse.density,
+            "options": {"block_mask": sparse}, "visible": in_butterfly, "part": sparse.density,
         },
     }  # fmt: skip
     return {name: Case(name, heads, length, **own) for name, own in given.items()}
@@ -218,7 +221,7 @@ def user_cases(heads: int, length: int) -> dict[str, Case]:
         mask = np.broadcast_to(make(table)(0, 0, rows, cols), (length, length))
         return Case(
             name, heads, length, {"mask_mod": make(table)}, {"attn_mask": mask},
-            seen=lambda: mask, table=table, part=float(mask.mean()),
+            table=table, part=float(mask.mean()),
             visible=lambda row, col, tensor: make(tensor)(0, 0, row, col),
         )  # fmt: skip
 

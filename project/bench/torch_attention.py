@@ -52,18 +52,15 @@ class TorchCall:
             raise Unavailable("has no dropout")
         if peer != FLEX and case.foreign:
             raise Unavailable(case.foreign)
-        has_mask = case.seen is not None or case.bias is not None
-        if on_gpu and has_mask and peer not in (*TAKES_MASK, FLEX):
+        if on_gpu and peer not in (*TAKES_MASK, FLEX) and case.mask() is not None:
             raise Unavailable("takes no mask")
 
     def _fused(self, peer: str, case: Case) -> Any:
         """Return scaled_dot_product_attention by one backend."""
-        torch, mask = self.torch, None
-        if case.seen is not None:
-            mask = torch.as_tensor(case.seen(), device=self.device)
-        elif case.bias is not None:
-            mask = torch.as_tensor(case.bias(), device=self.device).to(self.dout.dtype)
+        torch, mask = self.torch, case.mask()
         if mask is not None:
+            mask = torch.tensor(mask, device=self.device)
+            mask = mask if mask.dtype == torch.bool else mask.to(self.dout.dtype)
             mask = mask[None] if mask.ndim == 3 else mask[None, None]
         backend = getattr(torch.nn.attention.SDPBackend, SDPA[peer])
         options = {"attn_mask": mask, "dropout_p": case.dropout_p, "is_causal": case.is_causal}

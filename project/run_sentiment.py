@@ -216,12 +216,6 @@ def accuracy(predicted: Floats, data: Sentences) -> float:
     return float(((predicted > 0.5) == data.y).mean())
 
 
-def mean_loss(predicted: Floats, data: Sentences) -> float:
-    """Return the mean of -log p of the sentences' own labels."""
-    own = np.where(data.y == 1, predicted, 1.0 - predicted)
-    return float(-np.log(np.maximum(own, 1e-6)).mean())
-
-
 # -- the script ----------------------------------------------------------------------------------
 
 
@@ -278,9 +272,10 @@ def fit(
 
         trainer.train(train, args.RATE, args.BATCH, args.EPOCHS, held_out, log)
     predicted = trainer.predict(held_out.X)
-    right_at_last, loss_at_last = accuracy(predicted, held_out), mean_loss(predicted, held_out)
+    own = np.where(held_out.y == 1, predicted, 1.0 - predicted)  # probabilities of the labels
     print(
-        f"{name}: validation accuracy {right_at_last:.1%}, loss {loss_at_last:.3f}; "
+        f"{name}: validation accuracy {accuracy(predicted, held_out):.1%}, "
+        f"loss {-np.log(np.maximum(own, 1e-6)).mean():.3f}; "
         f"{progress.done} epochs in {progress.seconds:.1f} s\n"
     )
     return progress, curve, right

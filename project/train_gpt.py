@@ -84,12 +84,6 @@ def encode_prompt(config: dict[str, Any], args: argparse.Namespace) -> Any:
         sys.exit(f"--prompt {prompt!r} cannot be continued: {error}")
 
 
-def load_and_write(args: argparse.Namespace) -> None:
-    """Load a checkpoint and let it write; exit with one line if it cannot be read."""
-    model, config = load_run(args.load, args.backend, args.attention)
-    write(model, config, args)
-
-
 def start(
     args: argparse.Namespace, corpus: Corpus, kept: dict[str, Any], found: Pretrained | None,
     state: TrainingState | None, ranks: Ranks,
@@ -193,7 +187,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         with np.errstate(all="ignore"):  # what is no number ends the run with a line of its own
             if args.load:
-                load_and_write(args)
+                write(*load_run(args.load, args.backend, args.attention), args)
             elif args.resume is not None:
                 resume(args, given_options(gpt_parser(), argv))
             else:

@@ -42,10 +42,6 @@ class Network(Module):
         self.layer1, self.layer2 = Layer(width), Layer(1)
 
 
-def _with_second(function: Callable[[float, float], float], y: float) -> Callable[[float], float]:
-    return lambda x: function(x, y)
-
-
 def page(hide_source: bool = False) -> None:
     """Show the page."""
     name = st.selectbox("function", [*ONE, *TWO], 1, key="function")
@@ -53,7 +49,7 @@ def page(hide_source: bool = False) -> None:
     x = st.slider("x", low, 5.0, 1.0, 0.1, key="x")
     if name in TWO:
         y = st.slider("y", -5.0, 5.0, 2.0, 0.1, key="y")
-        function = _with_second(TWO[name], y)
+        function: Callable[[float], float] = lambda x: TWO[name](x, y)  # noqa: E731
     else:
         function = ONE[name]
     value = float(function(x))

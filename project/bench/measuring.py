@@ -143,14 +143,19 @@ def peak_memory() -> int:
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
-def reset_peak_memory() -> int:
-    """Let the peak of this process begin anew, where the system can; return what it is then."""
-    # glibc keeps freed memory for later allocations, which would then not be counted.
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return peak_memory()
+class HostMemory:
+    """The resident memory of this process, watched as :class:`TorchMemory` watches PyTorch's."""
+
+    peak = staticmethod(peak_memory)
+
+    def reset_peak(self) -> int:
+        """Let the peak begin anew, where the system can; return what it is then."""
+        # glibc keeps freed memory for later allocations, which would then not be counted.
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        return peak_memory()
 
 
 class TorchMemory:
@@ -173,18 +178,18 @@ class Peak:
     """By how many bytes work raises a peak: of this process, or of a GPU's pool, ours or PyTorch's."""
 
     def __init__(self, device: str, of_torch: bool = False):
-        own = TorchMemory if of_torch else pool
-        self.memory: Any = None if device == "cpu" else own()
-        self.is_known = self.memory is not None or (device == "cpu" and peak_memory() > 0)
-        self.before = 0
+        own = HostMemory if device == "cpu" else TorchMemory if of_torch else pool
+        memory: Any = own()
+        self.is_known = peak_memory() > 0 if device == "cpu" else memory is not None
+        self.memory, self.before = HostMemory() if memory is None else memory, 0
 
     def begin(self) -> None:
         """Begin to measure."""
-        self.before = reset_peak_memory() if self.memory is None else self.memory.reset_peak()
+        self.before = self.memory.reset_peak()
 
     def bytes(self) -> int:
         """Return the bytes since then."""
-        return (peak_memory() if self.memory is None else self.memory.peak()) - self.before
+        return self.memory.peak() - self.before
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -104,16 +104,13 @@ class Panel:
             axes.invert_yaxis()
             for y, end in enumerate(ends.values() if self.stacked else ()):
                 axes.text(end, y, f"  {cell(end)}", va="center")
-        base = {"base": 2} if self.lines and all(float(x).is_integer() for x in _xs(self)) else {}
+        xs = [float(x) for points in self.lines.values() for x, _ in points]
+        base = {"base": 2} if self.lines and all(x.is_integer() for x in xs) else {}
         if "x" in self.log:
             axes.set_xscale("log", **base)
         if "y" in self.log:
             axes.set_yscale("log")
         axes.set(xlabel=self.x, ylabel=self.y, **{"xmargin": 0.25} if self.stacked else {})
-
-
-def _xs(panel: Panel) -> list[float]:
-    return [x for points in panel.lines.values() for x, _ in points]
 
 
 def curves(points: Iterable[tuple[str, float, Any]]) -> dict[str, list[tuple[float, Any]]]:

@@ -71,16 +71,6 @@ def _git(*words: str) -> str:
         return ""
 
 
-def commit_of_library() -> str:
-    """Return the last commit that changed the library; empty where git does not know.
-
-    Records of the same commit measured the same ``kernels`` and ``minitorch``.  The variable
-    ``MINITORCH_COMMIT`` names it for a copy without a ``.git`` folder.
-    """
-    named = os.environ.get("MINITORCH_COMMIT")
-    return named or _git("log", "-1", "--format=%h", "--", "kernels", "minitorch")
-
-
 def commits_since(record: Record, paths: tuple[str, ...]) -> int | None:
     """Return the number of commits that changed some paths after a record; None where git does not know.
 
@@ -94,10 +84,14 @@ def commits_since(record: Record, paths: tuple[str, ...]) -> int | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result depends on, with the commit of this repository."""
+    """Return the versions that a result depends on, with the last commit that changed the library.
+
+    The variable ``MINITORCH_COMMIT`` names it for a copy without a ``.git`` folder.
+    """
     loaded = ("numpy", "numba", "numba_cuda", "torch", "transformers")
     found = {name: sys.modules[name].__version__ for name in loaded if sys.modules.get(name)}
-    commit = commit_of_library()
+    last = _git("log", "-1", "--format=%h", "--", "kernels", "minitorch")
+    commit = os.environ.get("MINITORCH_COMMIT") or last
     return {"python": platform.python_version(), **found, **({"commit": commit} if commit else {})}
 
 

@@ -21,18 +21,14 @@ BLOCK, HEAD_DIM, DENSE = 128, 64, "dense"
 PARTS = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
 
 
-def random_tiles(length: int, part: float, seed: int = 0) -> BlockMask:
-    """Return a mask in which each row of blocks visits a part of them, drawn at random; at least one."""
-    count = -(-length // BLOCK)
-    order = np.random.default_rng(seed).random((count, count)).argsort(axis=1)
-    return BlockMask(order < max(1, round(part * count)), length, length, BLOCK)
-
-
 def masks(length: int) -> dict[str, BlockMask]:
-    """Return the masks by name, the sparsest first; parts of as many blocks are one mask."""
+    """Return the masks by name, the sparsest first: each row of blocks visits some, drawn at random."""
     count = -(-length // BLOCK)
-    parts = sorted({max(1, round(part * count)) / count for part in PARTS})
-    found = {f"random, {part:.3g}": random_tiles(length, part) for part in parts}
+    order = np.random.default_rng(0).random((count, count)).argsort(axis=1)
+    found = {
+        f"random, {visited / count:.3g}": BlockMask(order < visited, length, length, BLOCK)
+        for visited in sorted({max(1, round(part * count)) for part in PARTS})
+    }
     found["butterfly"] = BlockMask.butterfly(length, length, BLOCK)
     return dict(sorted(found.items(), key=lambda item: item[1].density))
 

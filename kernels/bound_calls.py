@@ -17,9 +17,9 @@ import numpy as np
 from kernels.cuda.runtime import recorder
 from kernels.cuda.runtime.repeated import VECTOR, address_of
 from kernels.operand_types import DESCRIBE, read
-from kernels.problem.operands import ARRAY_ORDER, Operands
+from kernels.problem.operands import Operands
 from kernels.problem.option_values import check_seed, check_slopes
-from kernels.problem.options import ARRAYS, Options
+from kernels.problem.options import ARRAY_ORDER, ARRAYS, Options
 from kernels.problem.rungs import RUNG_VARIABLE
 from kernels.runtime import targets
 from kernels.runtime.known_calls import KnownCalls
@@ -131,7 +131,7 @@ def find(
                 key += map(type, window)
         call = _calls.get(own := tuple(key))
         if call is not None and call.problem.slopes and "alibi_slopes" in options:
-            check_slopes(read(options["alibi_slopes"]), call.problem.lead)
+            check_slopes(read(options["alibi_slopes"]))
         return CallLookup(own, (*arrays, *results), starts, seed, on_host, call)
     except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError):
         return None  # an unknown type or a wrong value: the full call raises the error

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from kernels.cuda.runtime.repeated import noted  # beyond module 5
 from kernels.problem.argument_types import check_tile
 from kernels.problem.float8 import check_float8_gradient  # beyond module 5
 from kernels.problem.operands import Operands, own_mask, view_of
+from kernels.problem.options import AXES, WITH_GRADIENT, field_of
 from kernels.problem.question import Problem
 from kernels.rungs import CPU as CPU
 from kernels.rungs import CUDA as CUDA
@@ -30,19 +31,15 @@ from kernels.rungs import check_rung as check_rung
 from kernels.runtime.memory import Memory, start_of
 from kernels.scores.mods import check_derivative  # beyond module 5
 
+#: The fields of the options that receive a gradient.
+_LEARNT = [*map(field_of, WITH_GRADIENT)]
 
-class Wanted(NamedTuple):
+
+class Wanted(namedtuple("Wanted", ["backward", *_LEARNT], defaults=[False] * (1 + len(_LEARNT)))):
     """What a call computes: gradients if ``backward`` is set, otherwise out and lse.
 
-    Attributes:
-        backward: Compute the gradients of q, k and v.
-        mask: Also compute the gradient of a floating mask.
-        sink: Also compute the gradient of the sinks.
+    The other fields, those of the options in ``WITH_GRADIENT``, tell whether to compute their gradients.
     """
-
-    backward: bool = False
-    mask: bool = False
-    sink: bool = False
 
 
 #: What a forward pass computes.
@@ -254,22 +251,16 @@ def _like(
     return memory.empty_as(operand, shape, dtype)
 
 
-class Gradients(NamedTuple):
+class Gradients(
+    namedtuple(
+        "Gradients", ["dq", "dk", "dv", *[f"d{x}" for x in _LEARNT]], defaults=[None] * len(_LEARNT)
+    )
+):
     """The gradients that :func:`backward` returns.
 
-    Attributes:
-        dq: The gradient of q, of the broadcast shape ``problem.q_shape``.
-        dk: The gradient of k, of the broadcast shape ``problem.k_shape``.
-        dv: The gradient of v, of the broadcast shape ``problem.v_shape``.
-        dmask: The gradient of the mask, of the mask's own shape, or None.
-        dsink: The gradient of the sinks, (heads,), of the dtype of lse, or None.
+    dq, dk and dv have the broadcast shapes of q, k and v.  Those of options are None, or have the shape of
+    the array, and the dtype of lse but for a mask.
     """
-
-    dq: Any
-    dk: Any
-    dv: Any
-    dmask: Any = None
-    dsink: Any = None
 
 
 def backward(
@@ -277,8 +268,7 @@ def backward(
     problem: Problem,
     operands: Operands,
     tile: Tile | None = None,
-    with_mask: bool = False,
-    with_sink: bool = False,
+    *wanted: bool,
 ) -> Gradients:
     """Compute the gradients of attention.
 
@@ -291,20 +281,18 @@ def backward(
         operands: The operands of :func:`forward`, its results, of which lse_rest may be missing, dout, and
             dlse or None.
         tile: (block_q, block_k); the rung's own when None.
-        with_mask: Also compute the gradient of the floating mask.
-        with_sink: Also compute the gradient of the sinks.
+        wanted: For each option in ``WITH_GRADIENT``, whether to compute its gradient too.
 
     Raises:
         TypeError: As in :func:`forward`.
         ValueError: As in :func:`forward`, or for a ``score_mod`` without its derivative.
     """
-    wanted = Wanted(True, with_mask, with_sink)
-    return BoundCall(target, problem, tile, wanted).in_full(problem, operands)
+    return BoundCall(target, problem, tile, Wanted(True, *wanted)).in_full(problem, operands)
 
 
 def _backward(call: BoundCall, problem: Problem, operands: Operands) -> Gradients:
     """Do what :func:`backward` says, by the rung of a call."""
-    target, memory, given = call.target, call.target.memory, operands
+    memory, given = call.target.memory, operands
     operands = operands.with_rest(memory, problem)
     taken, own = call.taken(problem.sinkless, operands)
     dq = _like(memory, own.q, problem, problem.q_shape, taken.dtype)
@@ -315,7 +303,7 @@ def _backward(call: BoundCall, problem: Problem, operands: Operands) -> Gradient
     )
     viewed = own.having(dq=dq, dk=dk, dv=dv).viewed(memory, problem)
     bind = call.rung.backward(taken, call.tile, viewed)
-    written, dtype, sinkless = {"dq": dq, "dk": dk, "dv": dv}, problem.dtype, taken
+    written, dtype = {"dq": dq, "dk": dk, "dv": dv}, problem.dtype
     lead, groups, shapes = problem.key_lead, problem.groups, (problem.k_shape, problem.v_shape)
 
     def finish(dq: Any, *of_keys: Any) -> tuple[Any, ...]:
@@ -326,23 +314,43 @@ def _backward(call: BoundCall, problem: Problem, operands: Operands) -> Gradient
             )
         return tuple([memory.convert(gradient, dtype) for gradient in (dq, *of_keys)])
 
-    dmask = dsink = None
-    if call.wanted.mask:
-        dmask = memory.empty(tuple(operands.mask.shape), problem.acc_dtype)
-        if taken.dtype != problem.acc_dtype:
-            taken = replace(problem.sinkless, dtype=problem.acc_dtype)
-            viewed = operands.converted(memory, taken.dtype).viewed(memory, problem)
-        target.mask_gradient(taken, viewed, own_mask(memory, problem, dmask)[0])
-        dmask = memory.laid_as(memory.convert(dmask, problem.dtype), operands.mask)
-    if call.wanted.sink:
-        dsink = memory.empty((math.prod(problem.lead),), problem.acc_dtype)
-        target.sink_gradient(problem, operands.viewed(memory, problem), dsink)
-        dsink = memory.sum_to(dsink.reshape(problem.lead or (1,)), problem.lead[-1:] or (1,))
     results = finish(*written.values())
     pairs = zip(results, (operands.q, operands.k, operands.v), strict=True)
     laid = [memory.laid_as(gradient, operand) for gradient, operand in pairs]
-    needs_more = call.wanted.mask or call.wanted.sink
-    if not needs_more and all(map(is_, laid, results)):  # beyond module 5
+    if not any(call.wanted[1:]) and all(map(is_, laid, results)):  # beyond module 5
         is_done = all(map(is_, results, written.values()))
-        call.bind(bind, sinkless, given, viewed, written, None if is_done else finish)
-    return Gradients(laid[0], laid[1], laid[2], dmask, dsink)
+        call.bind(bind, taken, given, viewed, written, None if is_done else finish)
+    others = [
+        _of_option(call.target, (problem, operands), (taken, viewed), name) if is_wanted else None
+        for name, is_wanted in zip(_LEARNT, call.wanted[1:], strict=True)
+    ]
+    return Gradients(*laid, *others)
+
+
+def _of_option(
+    target: Target, given: tuple[Problem, Operands], taken: tuple[Problem, Operands], name: str
+) -> Any:
+    """Return the gradient of an array of an option, of the array's shape.
+
+    Args:
+        target: The target.
+        given: The problem and its operands.
+        taken: The problem and the operands that the rung received.
+        name: The field of the array.
+    """
+    (problem, operands), memory, sums = given, target.memory, given[0].acc_dtype
+    array, axes = getattr(operands, name), AXES.get(name, "")
+    shape = tuple(array.shape)
+    sizes = shape if name == "mask" else (*(problem.lead or (1,)), *shape[len(shape) - len(axes) :])
+    gradient = memory.empty(sizes, sums)
+    if name == "sink":
+        target.sink_gradient(problem, operands.viewed(memory, problem), gradient.reshape(-1))
+        return memory.sum_to(gradient, shape)
+    if taken[0].dtype != sums:
+        wide = replace(problem.sinkless, dtype=sums)
+        taken = wide, operands.converted(memory, sums).viewed(memory, problem)
+    if name == "mask":
+        target.mask_gradient(*taken, own_mask(memory, problem, gradient)[0])
+        return memory.laid_as(memory.convert(gradient, problem.dtype), array)
+    target.mask_gradient(*taken, view_of(memory, problem, name, gradient))
+    return memory.sum_to(gradient, shape)

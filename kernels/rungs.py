@@ -126,8 +126,10 @@ class Target:
         name: The name used in error messages.
         memory: The memory of the operands.
         rungs: The rungs, fastest first.
-        mask_gradient: A function of ``(problem, operands, dmask)`` that fills the gradient of a floating
-            mask in a separate pass, the same for every rung.  It supports float32 and float64.
+        mask_gradient: A function of ``(problem, operands, gradient)`` that fills the gradient of an array
+            that is added to scores, such as a floating mask, in a separate pass, the same for every rung.
+            It is (batches, heads or 1, seq_q or 1, seq_k or 1), with the batches of the call or of the
+            mask.  It supports float32 and float64.
         sink_gradient: A function of ``(problem, operands, dsink)`` that fills the gradient of the sinks for
             each (batch, head), the same for every rung.  It supports any dtype.
     """

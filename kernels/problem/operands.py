@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kernels.problem.options import ARRAY_ORDER, field_of
+from kernels.problem.options import AXES, OPTION_ARRAYS
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import acc_dtype, is_floating
 from kernels.runtime.memory import Memory
 
-#: The operands that are options: name → option.
-OPTION_ARRAYS = {field_of(name): name for name in ARRAY_ORDER}
-#: Those with one number per head.
-PER_HEAD = {name: option for name, option in OPTION_ARRAYS.items() if name != "mask"}
+#: The fields of :class:`Operands`: the arrays of the call, those of its options, and its results.
+_FIELDS = (
+    *("q", "k", "v", "mask", "mask_batch"), *AXES,
+    *("out", "lse", "lse_rest", "dout", "dlse", "dq", "dk", "dv"),
+)  # fmt: skip
 
 
-class Operands(NamedTuple):
+class Operands(namedtuple("Operands", _FIELDS, defaults=[None] * (len(_FIELDS) - 3))):
     """Operands and results of attention; missing ones are None.
 
     The caller's arrays have any leading dimensions.  :meth:`viewed` returns them in the form of the
-    kernels: (batch, heads, seq, dim), lse and dlse without the last dimension, slopes (batch, heads).
+    kernels: (batch, heads, seq, dim), lse and dlse without the last dimension.
 
     Attributes:
         q: (…, heads, seq_q, head_dim).
@@ -35,8 +37,8 @@ class Operands(NamedTuple):
             batches, heads, seq_q, seq_k), with strides of 0, and a floating one has the dtype of lse.
         mask_batch: For kernels, the index of the mask's batch for each batch, (batch,) int64, on the
             host.
-        slopes: ALiBi slopes, (heads,) or (…, heads), of the dtype of lse.
-        sink: (heads,), of the dtype of lse.
+        slopes, …: The arrays in ``options.AXES``, of the dtype of lse; for kernels (batch, heads, seq_q or
+            1, seq_k or 1).
         out: (…, heads, seq_q, value_dim).
         lse: (…, heads, seq_q), of the accumulator's dtype, float32 for fp16 and bf16.
         lse_rest: As lse: what lse loses by rounding, so that L = lse + lse_rest.
@@ -46,22 +48,6 @@ class Operands(NamedTuple):
         dk: Gradient of k, of its broadcast shape, with a head for each head of q.
         dv: Gradient of v, of its broadcast shape, with a head for each head of q.
     """
-
-    q: Any
-    k: Any
-    v: Any
-    mask: Any = None
-    mask_batch: Any = None
-    slopes: Any = None
-    sink: Any = None
-    out: Any = None
-    lse: Any = None
-    lse_rest: Any = None
-    dout: Any = None
-    dlse: Any = None
-    dq: Any = None
-    dk: Any = None
-    dv: Any = None
 
     def having(self, **arrays: Any) -> Operands:
         """Return the record with other arrays."""
@@ -120,7 +106,7 @@ class Operands(NamedTuple):
             len(problem.lead) == 2
             and problem.groups == 1
             and self.mask is None
-            and all(getattr(self, name) is None for name in PER_HEAD)
+            and all(getattr(self, name) is None for name in AXES)
             and self.q.shape == problem.q_shape
             and self.k.shape == problem.k_shape
             and self.v.shape == problem.v_shape
@@ -184,11 +170,13 @@ def view_of(memory: Memory, problem: Problem, name: str, array: Any) -> Any:
     if name in ("lse", "lse_rest", "dlse"):
         if problem.groups == 1 and len(array.shape) == 3:
             return array  # as it is
-        column = _four_dims(memory, problem, memory.column(array))
+        column = _four_dims(memory, problem, memory.expanded(array, len(array.shape)))
         return memory.rows(column)  # (batch, heads, seq_q)
-    if name in PER_HEAD:
-        column = memory.column(memory.column(array))  # (…, heads, 1, 1)
-        return _four_dims(memory, problem, column)  # (batch, heads, 1, 1)
+    if (axes := AXES.get(name)) is not None:
+        for axis, place in (("k", 0), ("q", 1)):  # (…, heads, seq_q or 1, seq_k or 1)
+            if axis not in axes:
+                array = memory.expanded(array, len(array.shape) - place)
+        return _four_dims(memory, problem, array)
     if name in ("dk", "dv"):  # a gradient for each query head, groups apart already
         return memory.four_dims(array, tuple(array.shape))
     return _four_dims(memory, problem, array)

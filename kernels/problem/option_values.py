@@ -72,40 +72,35 @@ def check_mask(mask: Any, given: Given) -> str:
     return "bool" if is_bool else "float"
 
 
-def check_per_head(name: str, array: Any, lead: tuple[int, ...], per_batch: bool = False) -> bool:
-    """Check an option with a number for each head, and return whether it is given.
+def check_numbers(name: str, array: Any, given: Given, axes: str, per_batch: bool) -> bool:
+    """Check the shape of an array of numbers for each head, and return whether it is given.
 
-    Args:
-        name: The name of the option.
-        array: Its value.
-        lead: Leading dimensions (…, heads) of the scores.
-        per_batch: Whether it may have a number for each (batch, head).
+    Arguments are those of ``options.numbers``.
     """
     if array is None:
         return False
     check_array(name, array)
     if not is_floating(np.dtype(array.dtype)):
         raise TypeError(f"{name} must be floating, got {array.dtype}; convert it")
-    heads = lead[-1:] or (1,)
-    if tuple(array.shape) not in ((heads, lead) if per_batch else (heads,)):
-        more = f", or {lead}, one for each (batch, head)" if per_batch else ""
+    heads, sizes = given.lead[-1:] or (1,), {"q": given.seq_q, "k": given.seq_k}
+    each = tuple([sizes[axis] for axis in axes])
+    if tuple(array.shape) not in ((*heads, *each), (*(given.lead if per_batch else heads), *each)):
+        what = {"": "query head", "q": "row", "k": "key", "qk": "score"}[axes]
+        more = f", or {(*given.lead, *each)}, with a batch" if per_batch else ""
         raise ValueError(
-            f"{name} must have shape {heads}, one number for each query head{more}; got "
+            f"{name} must have shape {(*heads, *each)}, one number for each {what}{more}; got "
             f"{tuple(array.shape)}"
         )
     return True
 
 
-def check_slopes(slopes: Any, lead: tuple[int, ...]) -> bool:
-    """Check ``alibi_slopes``, and return whether there are any."""
-    has_slopes = check_per_head("alibi_slopes", slopes, lead, per_batch=True)
-    # Values on a device are not checked, as that would wait for it.
+def check_slopes(slopes: Any) -> None:
+    """Check the values of ``alibi_slopes`` on the host; those on a device would have to be waited for."""
     if isinstance(slopes, np.ndarray) and not (abs(slopes.astype(np.float64)) <= MOST_SLOPE).all():
         raise ValueError(
             f"alibi_slopes must be numbers from -{MOST_SLOPE} to {MOST_SLOPE}, got "
             f"{np.array2string(slopes, threshold=8)}; a slope is usually 2**-1 to 2**-8"
         )
-    return has_slopes
 
 
 def check_offset(offset: Any, given: Given) -> int:

@@ -70,8 +70,11 @@ class Option(NamedTuple):
         default: Its default.
         check: ``(value, given)``: the checked value, where ``given`` is an ``option_values.Given``.
         field: The field of ``Problem`` for the checked value, and of ``Operands`` for an array; the name of
-            the option when "".
-        has_gradient: Whether it is an array that receives a gradient.
+            the option when "", and None if the value only becomes bounds or groups.
+        axes: Of an array of numbers for each head: "q" if it has one for each query row, "k" for each key,
+            "qk" for each score; it repeats along the others.
+        has_gradient: Whether it is an array that receives a gradient: that of an array added to scores,
+            unless ``launch`` names another.
         schema: Its type in the schema of the PyTorch operator; "" for one that is a constant of the graph.
         by_position: Whether it may be given by position, as in PyTorch.
         is_packed: Whether packed sequences support it.
@@ -82,12 +85,37 @@ class Option(NamedTuple):
     kind: OptionType
     default: Any = None
     check: Callable[[Any, values.Given], Any] = lambda value, given: value
-    field: str = ""
+    field: str | None = ""
+    axes: str = ""
     has_gradient: bool = False
     schema: str = ""
     by_position: bool = False
     is_packed: bool = True
     in_2022: bool = False
+
+
+def numbers(
+    name: str, text: str, check: Any = None, axes: str = "", per_batch: bool = False, **more: Any
+) -> Option:
+    """Return an option that is an array: numbers for each head, or each (batch, head) if ``per_batch``.
+
+    Args:
+        name: Its name.
+        text: What it does.
+        check: A further check of ``(value, given)``, or None.
+        axes: See :class:`Option`.
+        per_batch: Whether it may have a batch.
+        more: Other attributes of the option.
+    """
+
+    def check_all(value: Any, given: values.Given) -> bool:
+        is_given = values.check_numbers(name, value, given, axes, per_batch)
+        if is_given and check is not None:
+            check(value)
+        return is_given
+
+    own = {"schema": "Tensor?", "axes": axes, "is_packed": not axes, **more}
+    return Option(text, ARRAY, None, check_all, **own)
 
 
 # fmt: off
@@ -106,39 +134,39 @@ class Options(TypedDict, total=False):
         by_position=True, in_2022=True)]
     is_causal: Annotated[bool, Option(
         "Query i attends to keys 0 to i (top-left aligned, as in PyTorch).",
-        FLAG, False, schema="bool", by_position=True, in_2022=True)]
+        FLAG, False, field=None, schema="bool", by_position=True, in_2022=True)]
     scale: Annotated[float | None, Option(
         "Factor of the scores; 1/sqrt(head_dim) when None.",
         NUMBER, None, values.check_scale, schema="float?", by_position=True, in_2022=True)]
     enable_gqa: Annotated[bool, Option(
         "Let groups of adjacent query heads share one head of k and v; the number of query heads must be "
         "a multiple of the number of heads of k and v.",
-        FLAG, False, schema="bool", by_position=True, in_2022=True)]
+        FLAG, False, field=None, schema="bool", by_position=True, in_2022=True)]
     causal_offset: Annotated[int, Option(
         "Shift of the diagonal: with ``is_causal``, query ``row`` attends to columns up to ``row + "
         "causal_offset``; seq_k - seq_q aligns it bottom-right.",
-        WHOLE, 0, values.check_offset, schema="SymInt", in_2022=True)]
+        WHOLE, 0, values.check_offset, field=None, schema="SymInt", in_2022=True)]
     window_size: Annotated[tuple[int, int] | None, Option(
         "(left, right): query ``row`` attends to columns from ``row + causal_offset - left`` to ``row + "
         "causal_offset + right``, both inclusive; -1 is unbounded.",
-        WINDOW, None, values.check_window, schema="SymInt[]?")]
+        WINDOW, None, values.check_window, field=None, schema="SymInt[]?")]
     chunk_size: Annotated[int | None, Option(  # beyond module 5
         "Query ``row`` attends only to columns of its own chunk: those with ``col // chunk_size == (row +"
         " causal_offset) // chunk_size``, as in Llama 4.",
-        WHOLE, None, values.check_chunk, schema="SymInt?")]
+        WHOLE, None, values.check_chunk, field=None, schema="SymInt?")]
     softcap: Annotated[float, Option(
         "Scores become cap · tanh(score / cap); 0 turns it off.",
         NUMBER, 0.0, values.check_softcap, schema="float")]
-    alibi_slopes: Annotated[Any, Option(  # beyond module 5
+    alibi_slopes: Annotated[Any, numbers(  # beyond module 5
+        "alibi_slopes",
         "(heads,) or (batch, heads): slope · |row + causal_offset - col| is subtracted from each score.  "
         "The slopes are constants and receive no gradient.",
-        ARRAY, None, lambda value, given: values.check_slopes(value, given.lead), "slopes",
-        schema="Tensor?")]
-    sink: Annotated[Any, Option(  # beyond module 5
+        values.check_slopes, per_batch=True, field="slopes")]
+    sink: Annotated[Any, numbers(  # beyond module 5
+        "sink",
         "(heads,), one logit per head, which enters the softmax as the score of an additional key whose "
         "value is zero: P = exp(S) / (exp(sink) + rowsum exp(S)).  lse includes it.",
-        ARRAY, None, lambda value, given: values.check_per_head("sink", value, given.lead),
-        has_gradient=True, schema="Tensor?")]
+        has_gradient=True)]
     block_mask: Annotated[BlockMask | None, Option(
         "A :class:`kernels.BlockMask`; tiles that it masks are skipped.  Must be None for packed "
         "sequences.",
@@ -172,7 +200,7 @@ class Options(TypedDict, total=False):
         FLAG, True, lambda value, given: bool(value), schema="bool", in_2022=True)]
     return_lse: Annotated[bool, Option(
         "Also return lse, on tensors; a forward call on arrays always returns it.",
-        FLAG, False, in_2022=True)]
+        FLAG, False, field=None, in_2022=True)]
     rung: Annotated[str, Option(
         'Name of the kernel.  "auto" selects the one that the environment variable ``MINITORCH_RUNG`` '
         "names or, if it is unset, the fastest one that can run the call.",
@@ -192,6 +220,10 @@ DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
 #: The options that are arrays, in the order of ``Operands``.
 ARRAY_ORDER = tuple(name for name, option in OPTIONS.items() if option.kind is ARRAY)
 ARRAYS = frozenset(ARRAY_ORDER)
+#: Field of ``Problem`` and ``Operands`` → option, of each array.
+OPTION_ARRAYS = {OPTIONS[name].field or name: name for name in ARRAY_ORDER}
+#: Field → axes, of the arrays of numbers for each head: all but the mask.
+AXES = {field: OPTIONS[name].axes for field, name in OPTION_ARRAYS.items() if field != "mask"}
 #: The arrays that receive a gradient.
 WITH_GRADIENT = tuple(name for name in ARRAY_ORDER if OPTIONS[name].has_gradient)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, make_dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,9 +24,7 @@ from kernels.problem.packed_sequences import Sequences  # beyond module 5
 from kernels.problem.shapes import check_dtypes, check_shapes
 from kernels.problem.signature import by_name, takes_attention_options
 from kernels.runtime.dtypes import acc_dtype
-from kernels.scores.mods import ScoreMod  # beyond module 5
 from kernels.scores.program import PLAIN, Features, features_of
-from kernels.sparsity.block_mask import BlockMask
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,11 +50,17 @@ class DropoutOrigin(NamedTuple):
     col: int = 0
 
 
-@dataclass(frozen=True)
-class Problem:
+#: The options with a field of ``Problem``; the others only become bounds and groups.
+_OF_PROBLEM = [name for name, option in OPTIONS.items() if option.field is not None]
+#: Base with these fields.
+_OptionFields: Any = make_dataclass("_OptionFields", map(field_of, _OF_PROBLEM), frozen=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem(_OptionFields):
     """A checked attention call, without its arrays.
 
-    A field that is not described here is what the check of its option returned, see
+    Most options have a field, which is what the check of the option returned, see
     :class:`kernels.problem.options.Options`: "" or False for an absent array.
 
     Attributes:
@@ -81,24 +85,11 @@ class Problem:
     head_dim: int
     value_dim: int
     dtype: np.dtype[Any]
-    scale: float
     lower: int
     upper: int
-    diagonal: int = 0
-    rung: str = "auto"
-    precision: str = "float32"
-    deterministic: bool = True
-    groups: int = 1
-    softcap: float = 0.0
-    mask: str = ""
-    slopes: bool = False
-    sink: bool = False
-    dropout_p: float = 0.0
-    seed: int = 0
+    diagonal: int
+    groups: int
     origin: DropoutOrigin | None = None
-    block_mask: BlockMask | None = None
-    mask_mod: Callable[..., Any] | None = None
-    score_mod: ScoreMod | None = None
     sequences: Sequences | None = None
 
     @cached_property
@@ -271,10 +262,6 @@ def problem_of(
     if (chunk := checked["chunk_size"]) is not None:  # beyond module 5
         found = within_chunks(chunk, offset, found)
     return Problem(**found)
-
-
-#: The options with a field of ``Problem``; the others become bounds and groups.
-_OF_PROBLEM = [name for name in OPTIONS if field_of(name) in Problem.__dataclass_fields__]
 
 
 def check_gradient_operands(

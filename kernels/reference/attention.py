@@ -89,25 +89,26 @@ def attention_backward(problem: Problem, tile: Any, operands: Operands) -> None:
         )
 
 
-def mask_gradient(problem: Problem, operands: Operands, dmask: Array) -> None:
-    """Add up the gradient of a floating mask, one tile of rows at a time.
+def mask_gradient(problem: Problem, operands: Operands, gradient: Array) -> None:
+    """Add up the gradient of an array that is added to scores, one tile of rows at a time.
 
     Args:
         problem: The checked call.
         operands: The operands of the backward pass.
-        dmask: (mask batches, heads or 1, seq_q or 1, seq_k or 1), written.
+        gradient: See ``Target.mask_gradient``, written.
     """
     scores, delta = Scores(problem, operands), _delta(operands)
-    dmask[...] = 0
+    gradient[...] = 0
+    batches = range(len(operands.q)) if len(operands.q) == len(gradient) else operands.mask_batch
     cols = slice(0, problem.seq_k)
     for start in range(0, problem.seq_q, 64):
         rows = slice(start, min(start + 64, problem.seq_q))
         ds = _backward_of(scores, operands, rows, cols, delta).ds  # (batch, heads, rows, seq_k)
-        own = dmask[:, :, rows if dmask.shape[2] > 1 else slice(0, 1)]
+        own = gradient[:, :, rows if gradient.shape[2] > 1 else slice(0, 1)]
         for axis in (1, 2, 3):
             if own.shape[axis] == 1:
                 ds = ds.sum(axis=axis, keepdims=True)
-        for batch, part in zip(operands.mask_batch, ds, strict=True):
+        for batch, part in zip(batches, ds, strict=True):
             own[batch] += part
 
 

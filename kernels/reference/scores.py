@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from kernels.common.geometry import same
 from kernels.common.philox import COLUMNS, HALF, HALF_MASK, PLAIN, attention_threshold, keep_scale
-from kernels.problem.operands import PER_HEAD, Operands
+from kernels.problem.operands import Operands
+from kernels.problem.options import AXES
 from kernels.problem.question import DropoutOrigin, Problem
 from kernels.scores.mods import evaluate  # beyond module 5
 from kernels.scores.program import Place, ScoreTarget, make_score_program
@@ -28,6 +29,16 @@ def _numpy_target(operands: Operands) -> ScoreTarget:
     def mask_at(place: Place, call: Problem) -> Array:
         return operands.mask[:, :, place.row, place.col][operands.mask_batch]
 
+    def element(name: str) -> Any:
+        array, once, axes = getattr(operands, name), np.zeros((1, 1), int), AXES[name]
+
+        def read(place: Place, call: Problem) -> Array:
+            return array[
+                :, :, place.row if "q" in axes else once, place.col if "k" in axes else once
+            ]
+
+        return read
+
     return ScoreTarget(
         compile=same,
         one=dtype.type(1),
@@ -36,7 +47,7 @@ def _numpy_target(operands: Operands) -> ScoreTarget:
             lambda f: lambda score, place, _: evaluate(f, dtype, score, *place[2:])
         ),
         mask_function=lambda f: lambda place, _: evaluate(f, bool, *place[2:]),  # beyond module 5
-        slope=lambda place, call: operands.slopes,
+        element=element,
         distance=lambda place, call: distance(place.row, place.col, call.diagonal).astype(dtype),
         bias=mask_at,
         in_mask=mask_at,
@@ -128,7 +139,7 @@ def packed_parts(problem: Problem, operands: Operands) -> Iterator[tuple[Scores,
         cols = slice(*sequences.cu_seqlens_k[number : number + 2])
 
         def part(name: str, array: Any, rows: slice = rows, cols: slice = cols) -> Any:
-            if array is None or name in PER_HEAD:
+            if array is None or name in AXES:
                 return array
             if name in ("lse", "lse_rest", "dlse"):
                 return array[..., rows]

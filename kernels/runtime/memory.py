@@ -262,9 +262,9 @@ class Memory:
         """View the rows from ``first`` up to ``stop`` of a contiguous array."""
         return array[first:stop]
 
-    def column(self, array: Any) -> Any:
-        """View lse, (…, heads, seq), as (…, heads, seq, 1)."""
-        return array[..., None]
+    def expanded(self, array: Any, place: int) -> Any:
+        """View an array with a further dimension of size 1 at a place."""
+        return np.expand_dims(array, place)
 
     def rows(self, array: Any) -> Any:
         """View (batch, heads, seq, 1) as (batch, heads, seq), the form of lse in kernels."""

@@ -155,7 +155,8 @@ class ScoreTarget(NamedTuple):
         tanh: Hyperbolic tangent of a score.
         score_function: Converts a ``score_mod`` or its derivative to a function ``(score, place, call)``.
         mask_function: Converts a ``mask_mod`` to a function ``(place, call)``.
-        slope: ``(place, call)``: ALiBi's slope of the head.
+        element: Returns the function ``(place, call)`` that reads the element of the array of an option,
+            given the field of ``Operands``.
         distance: ``(place, call)``: |row + diagonal - col| in the dtype of scores.
         bias: ``(place, call)``: the element of a floating mask.
         in_mask: ``(place, call)``: the element of a boolean mask.
@@ -172,7 +173,7 @@ class ScoreTarget(NamedTuple):
     tanh: Callable[..., Any]
     score_function: Callable[..., Any]  # beyond module 5
     mask_function: Callable[..., Any]  # beyond module 5
-    slope: Callable[..., Any]
+    element: Callable[[str], Callable[..., Any]]
     distance: Callable[..., Any]
     bias: Callable[..., Any]
     in_mask: Callable[..., Any]
@@ -204,7 +205,7 @@ def _times(x, y):
 def make_score_program(features: Features, target: ScoreTarget) -> ScoreProgram:
     """Return the score program for the options of a call, compiled for a target."""
     compile_, one, tanh = target.compile, target.one, target.tanh
-    slope, distance, bias = target.slope, target.distance, target.bias
+    distance, bias, slope = target.distance, target.bias, target.element("slopes")
     over_cap, derives = not target.scores_over_cap, target.derives
     times = target.times or compile_(_times)
 

@@ -46,7 +46,7 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Unpa
     if problem.groups > 1:
         k, v = (_repeat_heads(t, problem.groups) for t in (k, v))
     scores = (q @ _transpose(k)) * problem.scale  # (…, seq_q, seq_k)
-    scores = modified(scores, call, options.get("attn_mask"))
+    scores = modified(scores, call, options)
     penalty = masking_penalty(call, scores)
     if penalty is not None:
         scores = scores + penalty

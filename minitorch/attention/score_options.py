@@ -14,6 +14,7 @@ from kernels.common.geometry import same
 from kernels.common.philox import keep_scale
 from kernels.cuda.backend import is_device_array, to_host
 from kernels.problem.option_values import SEEDS
+from kernels.problem.options import AXES, OPTION_ARRAYS
 from kernels.runtime.dtypes import acc_dtype, rounded
 from kernels.scores.mods import ScoreMod, check_derivative, evaluate  # beyond module 5
 from kernels.scores.program import Place, ScoreTarget, make_score_program
@@ -69,15 +70,15 @@ def _penalty(visible: Bools, backend: TensorBackend, dtype: np.dtype[Any]) -> Te
     return tensor(np.where(visible, 0.0, -np.inf), backend, False, dtype)
 
 
-def modified(scores: Tensor, call: AttentionCall, mask: Any) -> Tensor:
+def modified(scores: Tensor, call: AttentionCall, options: Any) -> Tensor:
     """Return the scores after softcap, ``score_mod``, ALiBi and a floating mask.
 
     Args:
         scores: (…, heads, seq_q, seq_k), scale · q · k.
         call: The checked call.
-        mask: The option ``attn_mask``; a floating one is a tensor.
+        options: All options by name; a floating ``attn_mask`` is a tensor.
     """
-    program = make_score_program(call.problem.features, _tensor_target(call, scores, mask))
+    program = make_score_program(call.problem.features, _tensor_target(call, scores, options))
     scores, _ = program.modified(scores, _place(call.problem), call.problem)
     return scores
 
@@ -98,18 +99,14 @@ def _place(problem: Problem) -> Place:
     return Place(None, None, batches, np.arange(heads)[:, None, None], row, col)
 
 
-def _tensor_target(call: AttentionCall, scores: Any = None, mask: Any = None) -> ScoreTarget:
-    """Return the target for tensors: scores and ``mask`` are tensors, and visibility is a NumPy array."""
+def _tensor_target(call: AttentionCall, scores: Any = None, options: Any = None) -> ScoreTarget:
+    """Return the target for tensors: scores are a tensor, and visibility is a NumPy array."""
 
     def by_mod(score: Tensor, place: Place, problem: Problem) -> Tensor:  # beyond module 5
         return ModifiedScore.apply(score, problem.score_mod, place[2:], _visible(call))
 
     def constant(array: npt.NDArray[Any]) -> Tensor:
         return tensor(array, scores.backend, False, scores.dtype)
-
-    def slope(place: Place, problem: Problem) -> Tensor:
-        slopes = _on_host(call.arrays["alibi_slopes"])
-        return constant(slopes.reshape(*slopes.shape, 1, 1) if problem.lead else slopes)
 
     def in_blocks(place: Place, problem: Problem) -> Bools:
         blocks: Any = problem.block_mask
@@ -121,13 +118,27 @@ def _tensor_target(call: AttentionCall, scores: Any = None, mask: Any = None) ->
         tanh=lambda score: score.tanh(),
         score_function=lambda function: by_mod,  # beyond module 5
         mask_function=lambda f: lambda place, _: evaluate(f, bool, *place[2:]),  # beyond module 5
-        slope=slope,
+        element=lambda name: lambda place, problem: numbers_of(call, name, scores, options),
         distance=lambda place, _: constant(distance(place.row, place.col, call.problem.diagonal)),
-        bias=lambda place, problem: mask,
+        bias=lambda place, problem: options["attn_mask"],
         in_mask=lambda place, _: _on_host(call.arrays["attn_mask"]),
         in_blocks=in_blocks,
         derives=False,
     )
+
+
+def numbers_of(call: AttentionCall, field: str, scores: Tensor, options: Any) -> Tensor:
+    """Return an array of ``options.AXES`` as a tensor that broadcasts to the scores; arguments as below."""
+    name, axes = OPTION_ARRAYS[field], AXES[field]
+    array = options[name]
+    if not is_tensor(array):
+        array = tensor(_on_host(call.arrays[name]), scores.backend, False, scores.dtype)
+    shape = [*array.shape]
+    if "k" not in axes:
+        shape.append(1)
+    if "q" not in axes:
+        shape.insert(-1, 1)
+    return array.to(scores.dtype).contiguous().view(*(shape if call.problem.lead else shape[1:]))
 
 
 def row_end(
@@ -140,16 +151,13 @@ def row_end(
         scores: (…, heads, seq_q, seq_k), after all options.
         options: All options by name.
     """
-    has_lse, sink = options.get("return_lse"), options.get("sink")
+    has_lse = options.get("return_lse")
     if not (has_lse or call.problem.sink):
         return None, None
     lse = logsumexp(scores, scores.dims - 1)  # (…, seq_q, 1)
     if not call.problem.sink:
         return None, lse
-    if not is_tensor(sink):
-        sink = tensor(_on_host(call.arrays["sink"]), scores.backend, False, scores.dtype)
-    shape = (*sink.shape, 1, 1) if call.problem.lead else (1, 1)
-    sink = sink.to(scores.dtype).contiguous().view(*shape)
+    sink = numbers_of(call, "sink", scores, options)
     larger = (sink + (lse - sink).relu()).detach()  # so that exp does not overflow
     keys = (lse - larger).exp()
     total = keys + (sink - larger).exp()

@@ -14,8 +14,8 @@ from kernels.common.arguments import flag, is_number
 from kernels.cuda.backend import row_major_copy
 from kernels.operand_types import DESCRIBE, READ, read
 from kernels.problem.float8 import check_float8_gradient  # beyond module 5
-from kernels.problem.operands import OPTION_ARRAYS, Operands, make_operands
-from kernels.problem.options import ARRAYS, WITH_GRADIENT, Options
+from kernels.problem.operands import Operands, make_operands
+from kernels.problem.options import ARRAYS, OPTION_ARRAYS, WITH_GRADIENT, Options
 from kernels.problem.packed_problem import check_packed  # beyond module 5
 from kernels.problem.question import problem_of
 from kernels.scores.mods import check_derivative  # beyond module 5

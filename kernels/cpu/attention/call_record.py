@@ -26,7 +26,8 @@ from kernels.cpu.attention.tile_scores import (
 from kernels.cpu.matmul.tile_product import product_address
 from kernels.cpu.runtime import plain_python
 from kernels.cpu.runtime.function_pointers import run_alone, run_items
-from kernels.problem.operands import PER_HEAD, Operands
+from kernels.problem.operands import Operands
+from kernels.problem.options import AXES
 from kernels.problem.question import DropoutOrigin, Problem
 from kernels.runtime import launch_notes
 from kernels.runtime.jit import JIT_DISABLED, get_num_threads
@@ -86,7 +87,11 @@ class CallOptions:
         o["softcap"], o["diagonal"] = problem.softcap, problem.diagonal
         o["modifies_scores"] = backward and bool(problem.softcap or problem.score_mod)
         o["user_pass"] = mods.pass_address(problem)
-        self.name(**{name: getattr(operands, name) for name in PER_HEAD if getattr(problem, name)})
+        for name in AXES:
+            if getattr(problem, name):
+                array = getattr(operands, name)
+                every = np.broadcast_to(array, (*array.shape[:2], problem.seq_q, problem.seq_k))
+                self.name(**{name: every if by_keys else every.swapaxes(2, 3)})
         hides = problem.mask or problem.block_mask is not None or problem.mask_mod is not None
         if hides:
             self._hiding_options(operands, by_keys, listed)

@@ -1,4 +1,4 @@
-"""The gradient of a floating mask on the CPU: dS, summed over the broadcast dimensions of the mask.
+"""The gradient of an array added to scores, such as a mask: dS, summed over its broadcast dimensions.
 
 Computes   dmask.
 Source     FlashAttention-2, Algorithm 2, lines 8-14: dmask = dS, before the derivatives of the earlier
@@ -139,7 +139,7 @@ def _address(dtype: np.dtype[Any]) -> int:
 
 
 def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
-    """Fill dmask, (mask batches, heads or 1, seq_q or 1, seq_k or 1), a floating mask's gradient."""
+    """Fill dmask, the gradient of an array that is added to scores; see ``Target.mask_gradient``."""
     o = with_scores_by_tiles(problem, operands)
     rows, cols = dmask.shape[2:]
     tiles = PLAIN.ceil_div(rows, TILE[0]) * PLAIN.ceil_div(cols, TILE[1])
@@ -157,4 +157,5 @@ def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
         if dmask.shape[1] == 1:
             filled = filled.sum(axis=1, keepdims=True)
         dmask[...] = 0
-        np.add.at(dmask, o.mask_batch, filled)
+        batches = range(len(filled)) if len(filled) == len(dmask) else o.mask_batch
+        np.add.at(dmask, batches, filled)

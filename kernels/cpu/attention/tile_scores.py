@@ -18,7 +18,7 @@ from numba import float64, from_dtype, int64, njit, types, void
 
 from kernels.cpu.matmul.tile_product import tanh
 from kernels.cpu.runtime.function_pointers import address_of, array_at, call
-from kernels.problem.operands import PER_HEAD
+from kernels.problem.options import AXES
 from kernels.runtime.jit import FASTMATH, njit_cached
 from kernels.scores.program import Features, ScoreTarget, make_score_program
 
@@ -69,8 +69,8 @@ SETTINGS = np.dtype(
         ("heads", "i8"),
         ("softcap", "f8"),
         ("user_pass", "i8"),  # address of the user's functions, or 0
-        # (batch, heads, 1, 1); an address of 0 where the call has none
-        *((name, ARRAY) for name in PER_HEAD),
+        # (batch, heads, lines, lanes), repeated by strides of 0; an address of 0 where the call has none
+        *((name, ARRAY) for name in AXES),
         ("diagonal", "i8"),
         ("mask_kind", "i8"),
         ("mask", ARRAY),  # (mask batches, heads, lines, lanes), as bytes if it is boolean
@@ -178,15 +178,16 @@ def make_target(real):
 
         return at_place
 
+    of_head, of_score = njit(lambda place, call: place.slope), njit(lambda place, call: place)
     return ScoreTarget(
         compile=njit(fastmath=FASTMATH, error_model="numpy"),
         one=real(1),
         tanh=tanh,
         score_function=score_function,
         mask_function=mask_function,
-        slope=njit(lambda place, call: place.slope),
+        element=lambda name: of_head if name == "slopes" else of_score,
         distance=njit(lambda place, call: real(abs(place.distance))),
-        bias=njit(lambda place, call: place),
+        bias=of_score,
         in_mask=njit(lambda place, call: place != 0),
         in_blocks=None,  # a block mask masks rectangles: ``hide_blocks``
     )
@@ -267,6 +268,18 @@ def make_score_pass(real):
     biased = make_score_program(Features(mask="float"), target).modified
     in_mask = make_score_program(Features(mask="bool"), target).is_shown
 
+    @njit(fastmath=FASTMATH)
+    def add_array(tile, array, batch, where):
+        """Add an array of (batches, heads, all lines, all lanes) to a tile, of one batch."""
+        own = view(array, real)[batch, where.head]  # (all lines, all lanes)
+        own = own[where.line : where.line + tile.shape[0], where.lane : where.lane + where.width]
+        bias = np.zeros(tile.shape, tile.dtype)  # (lines, lanes)
+        copy_tile(own, bias)
+        for i in range(tile.shape[0]):
+            s, b = tile[i], bias[i]  # (lanes,)
+            for lane in range(tile.shape[1]):
+                s[lane] = biased(s[lane], b[lane], None)[0]
+
     @njit_cached(fastmath=FASTMATH)
     def score_pass(tile, slope, settings, where):
         """Turn scale · q · k into scores; the kernel itself applies the causal and window bounds.
@@ -279,8 +292,6 @@ def make_score_pass(real):
         """
         o = settings[0]
         lines, lanes = tile.shape
-        own_lines = slice(where.line, where.line + lines)
-        own_lanes = slice(where.lane, where.lane + where.width)
         if o.softcap > 0:
             cap = Cap(real(o.softcap), real(1.0 / o.softcap))
             for i in range(lines):
@@ -311,19 +322,13 @@ def make_score_pass(real):
                     apart = Apart(weight, np.int32(first - i) + np.int32(lane))
                     s[lane] = less_distance(s[lane], apart, None)[0]
         if o.mask_kind == FLOAT_MASK:
-            batch = view(o.mask_batch, np.int64)[where.batch, 0, 0, 0]
-            own = view(o.mask, real)[batch, where.head]  # (all lines, all lanes)
-            bias = np.zeros((lines, lanes), tile.dtype)  # (lines, lanes)
-            copy_tile(own[own_lines, own_lanes], bias)
-            for i in range(lines):
-                s, b = tile[i], bias[i]  # (lanes,)
-                for lane in range(lanes):
-                    s[lane] = biased(s[lane], b[lane], None)[0]
+            add_array(tile, o.mask, view(o.mask_batch, np.int64)[where.batch, 0, 0, 0], where)
         if o.mask_kind == BOOL_MASK:
             batch = view(o.mask_batch, np.int64)[where.batch, 0, 0, 0]
             shown = view(o.mask, np.uint8)[batch, where.head]  # (all lines, all lanes)
             kept = np.ones((lines, lanes), np.uint8)  # (lines, lanes)
-            copy_tile(shown[own_lines, own_lanes], kept)
+            own_lines = slice(where.line, where.line + lines)
+            copy_tile(shown[own_lines, where.lane : where.lane + where.width], kept)
             for i in range(lines):
                 s, keep = tile[i], kept[i]  # (lanes,)
                 for lane in range(lanes):

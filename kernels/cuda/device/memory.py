@@ -191,9 +191,10 @@ class DeviceMemory(Memory):
         shape, strides = tuple(array.shape), element_strides(array)
         return device_view(array, (stop - first, *shape[1:]), strides, first * strides[0])
 
-    def column(self, array: Any) -> Any:
-        """View lse, (…, heads, seq), as (…, heads, seq, 1)."""
-        return device_view(array, (*array.shape, 1), (*element_strides(array), 1))
+    def expanded(self, array: Any, place: int) -> Any:
+        """View an array with a further dimension of size 1; see :meth:`Memory.expanded`."""
+        sizes = zip((array.shape, element_strides(array)), (1, 1), strict=True)
+        return device_view(array, *[(*own[:place], one, *own[place:]) for own, one in sizes])
 
     def rows(self, array: Any) -> Any:
         """View (batch, heads, seq, 1) as (batch, heads, seq), the form of lse in kernels."""

@@ -111,8 +111,8 @@ def _make_block_of(layout: RegisterLayout) -> Callable[..., Any]:
 
 
 @cache
-def dmask_kernel(variant: Variant) -> Kernel:
-    """Return the kernel that fills dmask."""
+def dmask_kernel(variant: Variant, by_mask: bool) -> Kernel:
+    """Return the kernel that fills dmask, whose batches are those of the mask, or else of the call."""
     layout, dtype = variant.layout, variant.dtype
     real, zero, one = scalar_type(dtype), dtype.type(0), dtype.type(1)
     block_q, block_k, lanes = layout.block_q, layout.block_k, layout.lanes
@@ -164,7 +164,7 @@ def dmask_kernel(variant: Variant) -> Kernel:
             b, h = number // own_heads, heads[0] + number % own_heads
             flat = b * q.shape[1] + h
             mod_batch, mod_head = numbers_of_mods(flat, extras)
-            is_read = extras.mask_batch[b] == mask_batch
+            is_read = (extras.mask_batch[b] if by_mask else b) == mask_batch
             for t in range(q_tiles[0], q_tiles[1] if is_read else q_tiles[0]):
                 row = t * block_q
                 start = TilePlace(b, h, mod_batch, mod_head, row, 0, seq_q, seq_k)
@@ -205,9 +205,9 @@ def dmask_kernel(variant: Variant) -> Kernel:
 
 
 def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
-    """Fill the gradient of a floating mask; allocates delta, and an out, lse and lse_rest of its own.
+    """Fill dmask, the gradient of an array that is added to scores; see ``Target.mask_gradient``.
 
-    dmask is (mask batches, heads or 1, seq_q or 1, seq_k or 1).
+    Allocates delta, and an out, lse and lse_rest of its own.
     """
     operands = with_own_rows(problem, operands)
     layout = pick_layout("dq", problem, None)
@@ -216,6 +216,6 @@ def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
     extras = make_extras(problem, operands, layout.block_q, layout.block_k)
     batches, heads, rows, cols = dmask.shape
     tiles = PLAIN.ceil_div(rows, layout.block_q) * PLAIN.ceil_div(cols, layout.block_k)
-    kernel = dmask_kernel(variant_of(problem, layout, *inputs))
+    kernel = dmask_kernel(variant_of(problem, layout, *inputs), batches != len(operands.q))
     launch = kernel[(tiles, batches * heads), layout.threads]
     launch(inputs, values, dmask, problem.scale, extras)

@@ -158,10 +158,11 @@ def score_target(features: Features, cols: int, tanh: Any, derives: bool) -> Sco
     def is_shown(place, extras):
         return has_bit(place.words, place.t, place.i)
 
-    return cuda_target(FLOAT32)._replace(
+    target = cuda_target(FLOAT32)
+    return target._replace(
         tanh=tanh,
         score_function=by_score,
-        slope=slope,
+        element=lambda name: slope if name == "slopes" else target.element(name),
         distance=distance,
         times=mul_rn,
         bias=make_pair_at(kind, cols) if kind in UNPACK else mask_at,

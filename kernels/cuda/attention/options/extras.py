@@ -13,7 +13,8 @@ from kernels.cuda.attention.options.mods import check_places  # beyond module 5
 from kernels.cuda.attention.options.packed_tiles import device_tiles  # beyond module 5
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.device.memory import device_constant, device_list
-from kernels.problem.operands import PER_HEAD, Operands
+from kernels.problem.operands import Operands
+from kernels.problem.options import AXES
 from kernels.problem.question import DropoutOrigin, Problem
 from kernels.runtime.targets import current_device
 from kernels.sparsity.block_mask import BlockMask
@@ -45,7 +46,7 @@ def make_extras(
     if problem.is_plain:
         return numbers
     found: dict[str, Any] = {"seed": problem.seed} if problem.dropout_p else {}
-    found |= {name: getattr(operands, name) for name in PER_HEAD if getattr(problem, name)}
+    found |= {name: getattr(operands, name) for name in AXES if getattr(problem, name)}
     device = current_device()
     if problem.mask:
         batches = operands.mask_batch

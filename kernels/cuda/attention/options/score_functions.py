@@ -18,6 +18,7 @@ from numba import int64, types, uint32, uint64
 from kernels.cuda.attention.options.mods import mask_function, score_function  # beyond module 5
 from kernels.cuda.device.one_source import NEAR_SOFTMAX, PHILOX, SOFTMAX
 from kernels.cuda.runtime.kernel import array_type, device_function, scalar_type
+from kernels.problem.options import AXES
 from kernels.runtime.dtypes import BITS
 from kernels.scores.program import (
     Features,
@@ -248,7 +249,7 @@ def cuda_target(dtype: np.dtype[Any]) -> ScoreTarget:
         tanh=tanh,
         score_function=function_of_score,  # beyond module 5
         mask_function=function_of_place,  # beyond module 5
-        slope=_slope,
+        element=element_of,
         distance=distance,
         bias=_bias,
         in_mask=_in_mask,
@@ -285,9 +286,17 @@ def block_at(place, extras):
     return state, row % rows, col % cols
 
 
-@device_function
-def _slope(place, extras):
-    return extras.slopes[place.b, place.h, 0, 0]
+@cache
+def element_of(name: str) -> Any:
+    """Return ``element(place, extras)``, which reads the array of an option in ``options.AXES``."""
+    index, by_row, by_col = Extras._fields.index(name), "q" in AXES[name], "k" in AXES[name]
+
+    @device_function
+    def element(place, extras):
+        array = extras[index]  # (batch, heads, seq_q or 1, seq_k or 1)
+        return array[place.b, place.h, place.row if by_row else 0, place.col if by_col else 0]
+
+    return element
 
 
 @device_function

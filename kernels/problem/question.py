@@ -105,7 +105,7 @@ class Problem(_OptionFields):
 
         Cached properties are kept, except those that contain a seed.
         """
-        other = object.__new__(Problem)
+        other: Any = object.__new__(Problem)
         vars(other).update(vars(self), seed=seed, unseeded=self.unseeded)
         for name in ("_hash", "sinkless"):
             vars(other).pop(name, None)

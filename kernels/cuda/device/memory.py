@@ -193,8 +193,9 @@ class DeviceMemory(Memory):
 
     def expanded(self, array: Any, place: int) -> Any:
         """View an array with a further dimension of size 1; see :meth:`Memory.expanded`."""
-        sizes = zip((array.shape, element_strides(array)), (1, 1), strict=True)
-        return device_view(array, *[(*own[:place], one, *own[place:]) for own, one in sizes])
+        shape, strides = tuple(array.shape), element_strides(array)
+        sizes = (*shape[:place], 1, *shape[place:])
+        return device_view(array, sizes, (*strides[:place], 1, *strides[place:]))
 
     def rows(self, array: Any) -> Any:
         """View (batch, heads, seq, 1) as (batch, heads, seq), the form of lse in kernels."""

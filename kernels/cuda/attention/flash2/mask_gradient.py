@@ -216,6 +216,7 @@ def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
     extras = make_extras(problem, operands, layout.block_q, layout.block_k)
     batches, heads, rows, cols = dmask.shape
     tiles = PLAIN.ceil_div(rows, layout.block_q) * PLAIN.ceil_div(cols, layout.block_k)
-    kernel = dmask_kernel(variant_of(problem, layout, *inputs), batches != len(operands.q))
+    by_mask = bool(problem.mask) and operands.mask.shape[0] == batches
+    kernel = dmask_kernel(variant_of(problem, layout, *inputs), by_mask)
     launch = kernel[(tiles, batches * heads), layout.threads]
     launch(inputs, values, dmask, problem.scale, extras)

@@ -31,23 +31,14 @@ _calls = KnownCalls()
 
 
 class CallLookup(NamedTuple):
-    """A call that has been looked up.
+    """A call that has been looked up."""
 
-    Attributes:
-        key: The key.
-        arrays: Its arrays, in the order of ``Operands``.
-        starts: Their addresses.
-        seed: The option ``seed``; 0 if it is not given.
-        on_host: Whether the arrays are on the host.
-        call: The bound call, or None for the first call with this key.
-    """
-
-    key: Any
-    arrays: Sequence[Any]
-    starts: list[int]
-    seed: int
-    on_host: bool
-    call: Any
+    key: Any  #: The key.
+    arrays: Sequence[Any]  #: Its arrays, in the order of ``Operands``.
+    starts: list[int]  #: Their addresses.
+    seed: int  #: The option ``seed``; 0 if it is not given.
+    on_host: bool  #: Whether the arrays are on the host.
+    call: Any  #: The bound call, or None for the first call with this key.
 
     def keep(self, call: Any, operands: Operands) -> None:
         """Keep the bound call of this key.

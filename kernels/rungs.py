@@ -49,38 +49,33 @@ def _anything(problem: Problem, tile: Tile | None) -> str | None:
 
 @dataclass(frozen=True)
 class Rung:
-    """One step of the ladder on one target.
+    """One step of the ladder on one target."""
 
-    Attributes:
-        name: The name that selects it, as in ``rung="flash2"``.
-        forward: A function of ``(problem, tile, operands)`` that fills out and lse.  On the CPU it may
-            return a function that binds the call to other arrays; see ``memory.Bind``.
-        backward: A function of ``(problem, tile, operands)`` that fills dq, dk and dv; it returns the same.
-        tile: A function that returns the default tile, (block_q, block_k), for a problem.
-        backward_tile: The same for the backward pass.
-        why_not: A function of ``(problem, tile)`` that returns why the rung cannot run the problem, or
-            None if it can.  If the tile is None, the rung's own tile is meant.
-        dtypes: The dtypes of q, k, v, out, dout and results that the rung supports.  Others are converted
-            before and after the call.  A floating mask, lse and slopes have the accumulator's dtype.
-        reads_masks: Whether the rung reads a floating mask in the mask's own dtype, without conversion.
-        why_no_device: A function that returns why the target's device cannot run the rung, or None.
-        evaluate: A function that converts a ``mask_mod`` to a block mask, once for each kind of call.  If
-            it is None, the kernels evaluate the ``mask_mod`` for each element.
-        forward_float8: Like ``forward``, with float8 products; None if the rung has none.
-        alias: Another name that selects it for calls that the rung of that name cannot run.
-    """
-
-    name: str
+    name: str  #: The name that selects it, as in ``rung="flash2"``.
+    #: A function of ``(problem, tile, operands)`` that fills out and lse.  On the CPU it may return a
+    #: function that binds the call to other arrays; see ``memory.Bind``.
     forward: Callable[..., Any]
+    #: A function of ``(problem, tile, operands)`` that fills dq, dk and dv; it returns the same.
     backward: Callable[..., Any]
+    #: A function that returns the default tile, (block_q, block_k), for a problem.
     tile: Callable[[Problem], Tile]
-    backward_tile: Callable[[Problem], Tile]
+    backward_tile: Callable[[Problem], Tile]  #: The same for the backward pass.
+    #: A function of ``(problem, tile)`` that returns why the rung cannot run the problem, or None if it
+    #: can.  If the tile is None, the rung's own tile is meant.
     why_not: Callable[[Problem, Tile | None], str | None] = _anything
+    #: The dtypes of q, k, v, out, dout and results that the rung supports.  Others are converted before
+    #: and after the call.  A floating mask, lse and slopes have the accumulator's dtype.
     dtypes: tuple[np.dtype[Any], ...] = COMPUTE_DTYPES
+    #: Whether the rung reads a floating mask in the mask's own dtype, without conversion.
     reads_masks: bool = False
+    #: A function that returns why the target's device cannot run the rung, or None.
     why_no_device: Callable[[], str | None] = lambda: None
+    #: A function that converts a ``mask_mod`` to a block mask, once for each kind of call.  If it is
+    #: None, the kernels evaluate the ``mask_mod`` for each element.
     evaluate: Evaluate | None = None  # beyond module 5
+    #: Like ``forward``, with float8 products; None if the rung has none.
     forward_float8: Callable[..., None] | None = None  # beyond module 5
+    #: Another name that selects it for calls that the rung of that name cannot run.
     alias: str = ""
 
     def taken(self, problem: Problem) -> Problem | None:
@@ -120,24 +115,18 @@ class Rung:
 
 @dataclass(frozen=True)
 class Target:
-    """A place where kernels run, such as the CPU or a GPU, with its rungs.
+    """A place where kernels run, such as the CPU or a GPU, with its rungs."""
 
-    Attributes:
-        name: The name used in error messages.
-        memory: The memory of the operands.
-        rungs: The rungs, fastest first.
-        mask_gradient: A function of ``(problem, operands, gradient)`` that fills the gradient of an array
-            that is added to scores, such as a floating mask, in a separate pass, the same for every rung.
-            It is (batches, heads or 1, seq_q or 1, seq_k or 1), with the batches of the call or of the
-            mask.  It supports float32 and float64.
-        sink_gradient: A function of ``(problem, operands, dsink)`` that fills the gradient of the sinks for
-            each (batch, head), the same for every rung.  It supports any dtype.
-    """
-
-    name: str
-    memory: Memory
-    rungs: tuple[Rung, ...]
+    name: str  #: The name used in error messages.
+    memory: Memory  #: The memory of the operands.
+    rungs: tuple[Rung, ...]  #: The rungs, fastest first.
+    #: A function of ``(problem, operands, gradient)`` that fills the gradient of an array that is added
+    #: to scores, such as a floating mask, in a separate pass, the same for every rung. It is (batches,
+    #: heads or 1, seq_q or 1, seq_k or 1), with the batches of the call or of the mask.  It supports
+    #: float32 and float64.
     mask_gradient: Callable[[Problem, Operands, Any], None] = reference.mask_gradient
+    #: A function of ``(problem, operands, dsink)`` that fills the gradient of the sinks for each
+    #: (batch, head), the same for every rung.  It supports any dtype.
     sink_gradient: Callable[[Problem, Operands, Any], None] = reference.sink_gradient
 
     def pick(self, problem: Problem, tile: Tile | None = None) -> Rung:

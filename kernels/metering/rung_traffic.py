@@ -42,15 +42,10 @@ RUNGS: dict[str, dict[str, Any]] = {
 
 
 class PassTraffic(NamedTuple):
-    """The memory traffic of one head of a call, by array.
+    """The memory traffic of one head of a call, by array."""
 
-    Attributes:
-        forward: The forward pass.
-        backward: The backward pass.
-    """
-
-    forward: Counts
-    backward: Counts
+    forward: Counts  #: The forward pass.
+    backward: Counts  #: The backward pass.
 
 
 def head_shape(problem: Problem) -> HeadShape:

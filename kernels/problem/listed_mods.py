@@ -27,35 +27,23 @@ MOST_PATTERNS = 4096
 
 
 class Evaluated(NamedTuple):
-    """The elements of a ``mask_mod`` within the bounds of a call.
+    """The elements of a ``mask_mod`` within the bounds of a call."""
 
-    Attributes:
-        mask: The block mask.
-        is_exact: Whether its patterns contain every element; else it only tells which blocks are hidden.
-    """
-
-    mask: BlockMask
+    mask: BlockMask  #: The block mask.
+    #: Whether its patterns contain every element; else it only tells which blocks are hidden.
     is_exact: bool
 
 
 class Asked(NamedTuple):
-    """What is evaluated: elements for each batch and each head of it.
+    """What is evaluated: elements for each batch and each head of it."""
 
-    Attributes:
-        function: The user function.
-        grid: The blocks.
-        batches: Number of batches, 1 if the function does not use the batch.
-        heads: Number of heads, likewise.
-        bounds: The bounds ``lower`` and ``upper`` of a ``Problem``; elements beyond them are hidden.
-        dtype: The dtype in which the kernels compute scores.
-    """
-
-    function: Callable[..., Any]
-    grid: BlockGrid
-    batches: int
-    heads: int
+    function: Callable[..., Any]  #: The user function.
+    grid: BlockGrid  #: The blocks.
+    batches: int  #: Number of batches, 1 if the function does not use the batch.
+    heads: int  #: Number of heads, likewise.
+    #: The bounds ``lower`` and ``upper`` of a ``Problem``; elements beyond them are hidden.
     bounds: tuple[int, int]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any]  #: The dtype in which the kernels compute scores.
 
 
 #: Evaluates each element; returns the layout and whether it is exact.  It raises if the function does not

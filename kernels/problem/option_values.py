@@ -24,23 +24,14 @@ MOST_SLOPE = 1e28
 
 
 class Given(NamedTuple):
-    """What the checks of options know of a call.
+    """What the checks of options know of a call."""
 
-    Attributes:
-        lead: Leading dimensions of the scores, heads included.
-        seq_q: Query rows.
-        seq_k: Key columns.
-        head_dim: Size of a query and of a key.
-        dtype: Dtype of q, k and v.
-        options: All options by name, of the right types but not checked.
-    """
-
-    lead: tuple[int, ...]
-    seq_q: int
-    seq_k: int
-    head_dim: int
-    dtype: np.dtype[Any]
-    options: Mapping[str, Any]
+    lead: tuple[int, ...]  #: Leading dimensions of the scores, heads included.
+    seq_q: int  #: Query rows.
+    seq_k: int  #: Key columns.
+    head_dim: int  #: Size of a query and of a key.
+    dtype: np.dtype[Any]  #: Dtype of q, k and v.
+    options: Mapping[str, Any]  #: All options by name, of the right types but not checked.
 
 
 def check_mask(mask: Any, given: Given) -> str:

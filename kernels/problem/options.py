@@ -24,17 +24,11 @@ from kernels.sparsity.block_mask import BlockMask
 
 
 class OptionType(NamedTuple):
-    """The types that an option may have, besides a default of None.
+    """The types that an option may have, besides a default of None."""
 
-    Attributes:
-        words: The types in words.
-        fits: Whether a value has one of them.
-        usual: The most common type, which needs no further check.
-    """
-
-    words: str
-    fits: Callable[[Any], bool]
-    usual: type | None = None
+    words: str  #: The types in words.
+    fits: Callable[[Any], bool]  #: Whether a value has one of them.
+    usual: type | None = None  #: The most common type, which needs no further check.
 
 
 def _is_window(value: Any) -> bool:
@@ -62,36 +56,27 @@ ARRAY = OptionType("an array", lambda value: True)
 
 
 class Option(NamedTuple):
-    """One option of attention.
+    """One option of attention."""
 
-    Attributes:
-        text: What it does, for docstrings.
-        kind: Its types.
-        default: Its default.
-        check: ``(value, given)``: the checked value, where ``given`` is an ``option_values.Given``.
-        field: The field of ``Problem`` for the checked value, and of ``Operands`` for an array; the name of
-            the option when "", and None if the value only becomes bounds or groups.
-        axes: Of an array of numbers for each head: "q" if it has one for each query row, "k" for each key,
-            "qk" for each score; it repeats along the others.
-        has_gradient: Whether it is an array that receives a gradient: that of an array added to scores,
-            unless ``launch`` names another.
-        schema: Its type in the schema of the PyTorch operator; "" for one that is a constant of the graph.
-        by_position: Whether it may be given by position, as in PyTorch.
-        is_packed: Whether packed sequences support it.
-        in_2022: Whether the algorithm of 2022, the rung ``flash1``, has it.
-    """
-
-    text: str
-    kind: OptionType
-    default: Any = None
+    text: str  #: What it does, for docstrings.
+    kind: OptionType  #: Its types.
+    default: Any = None  #: Its default.
+    #: ``(value, given)``: the checked value, where ``given`` is an ``option_values.Given``.
     check: Callable[[Any, values.Given], Any] = lambda value, given: value
+    #: The field of ``Problem`` for the checked value, and of ``Operands`` for an array; the name of the
+    #: option when "", and None if the value only becomes bounds or groups.
     field: str | None = ""
+    #: Of an array of numbers for each head: "q" if it has one for each query row, "k" for each key,
+    #: "qk" for each score; it repeats along the others.
     axes: str = ""
+    #: Whether it is an array that receives a gradient: that of an array added to scores, unless
+    #: ``launch`` names another.
     has_gradient: bool = False
+    #: Its type in the schema of the PyTorch operator; "" for one that is a constant of the graph.
     schema: str = ""
-    by_position: bool = False
-    is_packed: bool = True
-    in_2022: bool = False
+    by_position: bool = False  #: Whether it may be given by position, as in PyTorch.
+    is_packed: bool = True  #: Whether packed sequences support it.
+    in_2022: bool = False  #: Whether the algorithm of 2022, the rung ``flash1``, has it.
 
 
 def numbers(

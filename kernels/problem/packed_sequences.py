@@ -14,23 +14,14 @@ Ints = npt.NDArray[np.int64]
 
 
 class Tile(NamedTuple):
-    """The columns of :meth:`Sequences.tiles`.
+    """The columns of :meth:`Sequences.tiles`."""
 
-    Attributes:
-        sequence: Index of the sequence.
-        first_q: Its first query row in the packed array.
-        seq_q: Number of its query rows.
-        first_k: Its first key column in the packed array.
-        seq_k: Number of its key columns.
-        start: First row (or column) of the tile, relative to the start of the sequence.
-    """
-
-    sequence: Any
-    first_q: Any
-    seq_q: Any
-    first_k: Any
-    seq_k: Any
-    start: Any
+    sequence: Any  #: Index of the sequence.
+    first_q: Any  #: Its first query row in the packed array.
+    seq_q: Any  #: Number of its query rows.
+    first_k: Any  #: Its first key column in the packed array.
+    seq_k: Any  #: Number of its key columns.
+    start: Any  #: First row (or column) of the tile, relative to the start of the sequence.
 
 
 class Sequences:

@@ -36,18 +36,12 @@ class DropoutOrigin(NamedTuple):
     Element (batch, head, row, col) of the call takes the dropout bit of batch_head
     ``batch * heads + head + batch_head``, row ``row + self.row`` and column ``col + self.col``.  For packed
     sequences ``batch`` is the index of the sequence.
-
-    Attributes:
-        heads: Number of query heads of the whole attention.
-        batch_head: Flat index, batch * heads + head, of the first head of the call.
-        row: First query row.
-        col: First key column.
     """
 
-    heads: int
-    batch_head: int = 0
-    row: int = 0
-    col: int = 0
+    heads: int  #: Number of query heads of the whole attention.
+    batch_head: int = 0  #: Flat index, batch * heads + head, of the first head of the call.
+    row: int = 0  #: First query row.
+    col: int = 0  #: First key column.
 
 
 #: The options with a field of ``Problem``; the others only become bounds and groups.

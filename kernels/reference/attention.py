@@ -45,17 +45,11 @@ def attention(problem: Problem, tile: Any, operands: Operands) -> None:
 
 
 class _Tile(NamedTuple):
-    """Matrices of one tile for the backward pass, each (…, rows, cols).
+    """Matrices of one tile for the backward pass, each (…, rows, cols)."""
 
-    Attributes:
-        p: Probabilities, after dropout.
-        ds: Gradient of the scores.
-        dqk: Gradient of scale · q · k.
-    """
-
-    p: Array
-    ds: Array
-    dqk: Array
+    p: Array  #: Probabilities, after dropout.
+    ds: Array  #: Gradient of the scores.
+    dqk: Array  #: Gradient of scale · q · k.
 
 
 def _backward_of(scores: Scores, own: Operands, rows: slice, cols: slice, delta: Array) -> _Tile:

@@ -15,17 +15,11 @@ Array = npt.NDArray[Any]
 
 
 class Rows(NamedTuple):
-    """What is known of some rows after a number of key tiles.
+    """What is known of some rows after a number of key tiles."""
 
-    Attributes:
-        row_max: m, (…, rows), the largest score so far.
-        row_sum: ℓ, (…, rows), the sum of e^(s - m) so far.
-        acc: (…, rows, value_dim), the sum of e^(s - m) · z · v so far.
-    """
-
-    row_max: Array
-    row_sum: Array
-    acc: Array
+    row_max: Array  #: m, (…, rows), the largest score so far.
+    row_sum: Array  #: ℓ, (…, rows), the sum of e^(s - m) so far.
+    acc: Array  #: (…, rows, value_dim), the sum of e^(s - m) · z · v so far.
 
 
 def shift_of(row_max: Array) -> Array:

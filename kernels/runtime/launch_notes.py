@@ -9,21 +9,13 @@ from typing import NamedTuple
 
 
 class Launched(NamedTuple):
-    """A launch of a kernel on a GPU.
+    """A launch of a kernel on a GPU."""
 
-    Attributes:
-        kernel: The name of the kernel.
-        grid: Number of blocks, in three dimensions.
-        block: Number of threads, in three dimensions.
-        shared_bytes: Dynamic shared memory of a block, bytes.
-        registers: Registers per thread; None in the simulator.
-    """
-
-    kernel: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_bytes: int
-    registers: int | None
+    kernel: str  #: The name of the kernel.
+    grid: tuple[int, int, int]  #: Number of blocks, in three dimensions.
+    block: tuple[int, int, int]  #: Number of threads, in three dimensions.
+    shared_bytes: int  #: Dynamic shared memory of a block, bytes.
+    registers: int | None  #: Registers per thread; None in the simulator.
 
     def __str__(self) -> str:
         """Return the launch as one line."""
@@ -34,15 +26,10 @@ class Launched(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A compiled loop on the CPU.
+    """A compiled loop on the CPU."""
 
-    Attributes:
-        items: Number of work items, each of which runs on one thread.
-        threads: Number of threads.
-    """
-
-    items: int
-    threads: int
+    items: int  #: Number of work items, each of which runs on one thread.
+    threads: int  #: Number of threads.
 
     def __str__(self) -> str:
         """Return the loop as one line."""

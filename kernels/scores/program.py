@@ -23,37 +23,24 @@ from .visibility import make_masks
 
 
 class Features(NamedTuple):
-    """The options of a call, for which its kernels are compiled.
+    """The options of a call, for which its kernels are compiled."""
 
-    Attributes:
-        softcap: Whether scores are capped.
-        slopes: Whether there are ALiBi slopes.
-        mask: "" without a mask, "bool", "float", or "float16" or "bfloat16" for a floating mask that a rung
-            reads in that dtype.
-        dropout: Whether there is dropout.
-        block_mask: Whether visited tiles come from a list.
-        packed: Whether sequences are packed.
-        mask_mod: The user function, or None.
-        score_mod: The user function, or None.
-        derivative: The derivative of score_mod, or None.
-        sink: Whether there are sinks.
-        moved: Whether the dropout bits are those of a part of a larger attention.
-        whole_tiles: Whether listed tiles are fully visible in the block mask; a rung sets it for its tiles.
-        large_cap: Whether the softcap is large; a rung sets it whose tanh is less accurate otherwise.
-    """
-
-    softcap: bool = False
-    slopes: bool = False
+    softcap: bool = False  #: Whether scores are capped.
+    slopes: bool = False  #: Whether there are ALiBi slopes.
+    #: "" without a mask, "bool", "float", or "float16" or "bfloat16" for a floating mask that a rung
+    #: reads in that dtype.
     mask: str = ""
-    dropout: bool = False
-    block_mask: bool = False
-    packed: bool = False
-    mask_mod: Callable[..., Any] | None = None
-    score_mod: Callable[..., Any] | None = None
-    derivative: Callable[..., Any] | None = None
-    sink: bool = False
-    moved: bool = False
+    dropout: bool = False  #: Whether there is dropout.
+    block_mask: bool = False  #: Whether visited tiles come from a list.
+    packed: bool = False  #: Whether sequences are packed.
+    mask_mod: Callable[..., Any] | None = None  #: The user function, or None.
+    score_mod: Callable[..., Any] | None = None  #: The user function, or None.
+    derivative: Callable[..., Any] | None = None  #: The derivative of score_mod, or None.
+    sink: bool = False  #: Whether there are sinks.
+    moved: bool = False  #: Whether the dropout bits are those of a part of a larger attention.
+    #: Whether listed tiles are fully visible in the block mask; a rung sets it for its tiles.
     whole_tiles: bool = False
+    #: Whether the softcap is large; a rung sets it whose tanh is less accurate otherwise.
     large_cap: bool = False
 
     @property
@@ -124,23 +111,16 @@ class Place(NamedTuple):
     """One element of the scores.
 
     Targets with arrays that broadcast have arrays here; others may have a record with more fields.
-
-    Attributes:
-        b: Batch index in the kernel's operands, which differs from ``batch`` if sequences are packed or
-            heads are grouped.
-        h: Head index in the kernel's operands.
-        batch: The caller's batch index, or the index of the packed sequence.
-        head: The caller's index of the query head.
-        row: Query row, relative to the start of its sequence.
-        col: Key column, relative to the start of its sequence.
     """
 
+    #: Batch index in the kernel's operands, which differs from ``batch`` if sequences are packed or
+    #: heads are grouped.
     b: Any
-    h: Any
-    batch: Any
-    head: Any
-    row: Any
-    col: Any
+    h: Any  #: Head index in the kernel's operands.
+    batch: Any  #: The caller's batch index, or the index of the packed sequence.
+    head: Any  #: The caller's index of the query head.
+    row: Any  #: Query row, relative to the start of its sequence.
+    col: Any  #: Key column, relative to the start of its sequence.
 
 
 class ScoreTarget(NamedTuple):
@@ -148,54 +128,43 @@ class ScoreTarget(NamedTuple):
 
     A function of ``(place, call)`` receives a :class:`Place` and the record of the numbers of a call:
     ``lower``, ``upper``, ``softcap`` and ``over_cap`` (1 / softcap).
-
-    Attributes:
-        compile: Turns a plain function into one that the target's compiler can call.
-        one: 1 in the dtype of scores.
-        tanh: Hyperbolic tangent of a score.
-        score_function: Converts a ``score_mod`` or its derivative to a function ``(score, place, call)``.
-        mask_function: Converts a ``mask_mod`` to a function ``(place, call)``.
-        element: Returns the function ``(place, call)`` that reads the element of the array of an option,
-            given the field of ``Operands``.
-        distance: ``(place, call)``: |row + diagonal - col| in the dtype of scores.
-        bias: ``(place, call)``: the element of a floating mask.
-        in_mask: ``(place, call)``: the element of a boolean mask.
-        in_blocks: ``(place, call)``: whether the element is visible in the block mask; None if the target
-            does not test single elements.
-        scores_over_cap: Whether scores are already divided by the softcap.
-        derives: Whether ``modified`` computes the derivative of scores; otherwise it returns ``one``.
-        times: Product of slope and distance.  A target whose compiler might fuse either this product or the
-            score's own with their difference gives one that is rounded; the usual product when None.
     """
 
+    #: Turns a plain function into one that the target's compiler can call.
     compile: Callable[[Any], Any]
-    one: Any
-    tanh: Callable[..., Any]
+    one: Any  #: 1 in the dtype of scores.
+    tanh: Callable[..., Any]  #: Hyperbolic tangent of a score.
+    #: Converts a ``score_mod`` or its derivative to a function ``(score, place, call)``.
     score_function: Callable[..., Any]  # beyond module 5
+    #: Converts a ``mask_mod`` to a function ``(place, call)``.
     mask_function: Callable[..., Any]  # beyond module 5
+    #: Returns the function ``(place, call)`` that reads the element of the array of an option, given
+    #: the field of ``Operands``.
     element: Callable[[str], Callable[..., Any]]
+    #: ``(place, call)``: |row + diagonal - col| in the dtype of scores.
     distance: Callable[..., Any]
-    bias: Callable[..., Any]
-    in_mask: Callable[..., Any]
+    bias: Callable[..., Any]  #: ``(place, call)``: the element of a floating mask.
+    in_mask: Callable[..., Any]  #: ``(place, call)``: the element of a boolean mask.
+    #: ``(place, call)``: whether the element is visible in the block mask; None if the target does not
+    #: test single elements.
     in_blocks: Callable[..., Any] | None
-    scores_over_cap: bool = False
+    scores_over_cap: bool = False  #: Whether scores are already divided by the softcap.
+    #: Whether ``modified`` computes the derivative of scores; otherwise it returns ``one``.
     derives: bool = True
+    #: Product of slope and distance.  A target whose compiler might fuse either this product or the
+    #: score's own with their difference gives one that is rounded; the usual product when None.
     times: Callable[..., Any] | None = None
 
 
 class ScoreProgram(NamedTuple):
-    """The functions that :func:`make_score_program` returns.
+    """The functions that :func:`make_score_program` returns."""
 
-    Attributes:
-        modified: ``(score, place, call)``: the score after all options but visibility, and its derivative
-            by scale · q · k.
-        is_shown: ``(place, call)``: whether the element is visible in masks and ``mask_mod``.
-        is_visible: ``(place, call)``: the same, and within the bounds.
-    """
-
+    #: ``(score, place, call)``: the score after all options but visibility, and its derivative by scale
+    #: · q · k.
     modified: Callable[..., Any]
+    #: ``(place, call)``: whether the element is visible in masks and ``mask_mod``.
     is_shown: Callable[..., Any]
-    is_visible: Callable[..., Any]
+    is_visible: Callable[..., Any]  #: ``(place, call)``: the same, and within the bounds.
 
 
 def _times(x, y):

@@ -130,16 +130,12 @@ def from_strips(
 
 
 class BlockRow(NamedTuple):
-    """The elements of one row of blocks.
+    """The elements of one row of blocks."""
 
-    Attributes:
-        some: (key blocks,) bool: whether any element is visible.
-        every: (key blocks,) bool: whether all elements are; False is allowed for a short last block.
-        patterns: Returns the packed bits of the blocks with these indices, see ``states.pack``.
-    """
-
-    some: Bools
+    some: Bools  #: (key blocks,) bool: whether any element is visible.
+    #: (key blocks,) bool: whether all elements are; False is allowed for a short last block.
     every: Bools
+    #: Returns the packed bits of the blocks with these indices, see ``states.pack``.
     patterns: Callable[[npt.NDArray[np.intp]], list[bytes]]
 
 

@@ -55,15 +55,10 @@ class BlockGrid(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The arrays of a mask.
+    """The arrays of a mask."""
 
-    Attributes:
-        states: (heads, query blocks, key blocks), see ``HIDDEN``, ``FULL`` and ``PARTIAL``.
-        patterns: (count, block_q, block_k), True keeps; count is 0 if no block is partial.
-    """
-
-    states: Any
-    patterns: Any
+    states: Any  #: (heads, query blocks, key blocks), see ``HIDDEN``, ``FULL`` and ``PARTIAL``.
+    patterns: Any  #: (count, block_q, block_k), True keeps; count is 0 if no block is partial.
 
 
 class Layout(NamedTuple):

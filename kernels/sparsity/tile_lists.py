@@ -16,36 +16,23 @@ _PACKED_TOGETHER = 64
 
 
 class TileList(NamedTuple):
-    """The tiles that each line of tiles visits; the lines of all heads are concatenated.
+    """The tiles that each line of tiles visits; the lines of all heads are concatenated."""
 
-    Attributes:
-        tile_ptr: (heads · lines + 1,) int32: line i has the entries from ``tile_ptr[i]`` up to, but
-            excluding, ``tile_ptr[i + 1]``.
-        tile_ids: (entries,) int32: indices of the tiles, ascending.
-        tile_full: (entries,) bool: whether all elements of the tile are visible.
-    """
-
+    #: (heads · lines + 1,) int32: line i has the entries from ``tile_ptr[i]`` up to, but excluding,
+    #: ``tile_ptr[i + 1]``.
     tile_ptr: Any
-    tile_ids: Any
-    tile_full: Any
+    tile_ids: Any  #: (entries,) int32: indices of the tiles, ascending.
+    tile_full: Any  #: (entries,) bool: whether all elements of the tile are visible.
 
 
 class BlockParts(NamedTuple):
-    """One side of the scores, divided at the beginning of every block and tile.
+    """One side of the scores, divided at the beginning of every block and tile."""
 
-    Attributes:
-        block: (parts,) the block of each part.
-        place: (parts,) the index in ``places`` of its range within that block.
-        places: (distinct places, 2): begin and end of a range within a block.
-        first: (tiles,) first part of each tile.
-        counts: (tiles,) number of parts of each tile.
-    """
-
-    block: Ints
-    place: Ints
-    places: Ints
-    first: Ints
-    counts: Ints
+    block: Ints  #: (parts,) the block of each part.
+    place: Ints  #: (parts,) the index in ``places`` of its range within that block.
+    places: Ints  #: (distinct places, 2): begin and end of a range within a block.
+    first: Ints  #: (tiles,) first part of each tile.
+    counts: Ints  #: (tiles,) number of parts of each tile.
 
 
 def cut(total: int, block: int, tile: int) -> BlockParts:

@@ -67,15 +67,10 @@ def score_matrix_bytes(batch_heads: int, seq_q: int, seq_k: int, itemsize: int) 
 
 
 class Traffic(NamedTuple):
-    """The memory traffic of one array, in elements.
+    """The memory traffic of one array, in elements."""
 
-    Attributes:
-        reads: Elements read from global memory.
-        writes: Elements written to global memory.
-    """
-
-    reads: int
-    writes: int
+    reads: int  #: Elements read from global memory.
+    writes: int  #: Elements written to global memory.
 
     @property
     def moved(self) -> int:
@@ -89,22 +84,14 @@ def total(counts: dict[str, Traffic]) -> Traffic:
 
 
 class HeadShape(NamedTuple):
-    """The sizes of one head, in which columns i + lower to i + upper are visible to row ``i``.
+    """The sizes of one head, in which columns i + lower to i + upper are visible to row ``i``."""
 
-    Attributes:
-        seq_q: Query rows.
-        seq_k: Key columns.
-        head_dim: Size of a query and a key.
-        value_dim: Size of a value.
-        lower: Lower bound of column - row; -seq_q or less means no bound.
-        upper: Upper bound of column - row; seq_k or more means no bound, and 0 is a causal mask.
-    """
-
-    seq_q: int
-    seq_k: int
-    head_dim: int
-    value_dim: int
-    lower: int
+    seq_q: int  #: Query rows.
+    seq_k: int  #: Key columns.
+    head_dim: int  #: Size of a query and a key.
+    value_dim: int  #: Size of a value.
+    lower: int  #: Lower bound of column - row; -seq_q or less means no bound.
+    #: Upper bound of column - row; seq_k or more means no bound, and 0 is a causal mask.
     upper: int
 
     @property  # beyond module 5

@@ -67,19 +67,12 @@ def tile(problem: Problem) -> tuple[int, int]:
 
 
 class Running(NamedTuple):
-    """The state of the online softmax between key tiles; a lane is a query row, each array (lanes,).
+    """The state of the online softmax between key tiles; a lane is a query row, each array (lanes,)."""
 
-    Attributes:
-        row_max: m when the sums were last rescaled.
-        row_sum: l.
-        shift: row_max, or 0 for a row whose keys so far are all masked.
-        rescale: e^(m_old - m), for O.
-    """
-
-    row_max: Any
-    row_sum: Any
-    shift: Any
-    rescale: Any
+    row_max: Any  #: m when the sums were last rescaled.
+    row_sum: Any  #: l.
+    shift: Any  #: row_max, or 0 for a row whose keys so far are all masked.
+    rescale: Any  #: e^(m_old - m), for O.
 
 
 @njit(fastmath=FASTMATH)

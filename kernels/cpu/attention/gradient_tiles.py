@@ -38,21 +38,13 @@ PIECE_ROWS = 32
 
 
 class KeyTile(NamedTuple):
-    """A tile of keys with its gradients; lanes are keys.
+    """A tile of keys with its gradients; lanes are keys."""
 
-    Attributes:
-        k_t: (head_dim, lanes), times the scale.
-        v_t: (value_dim, lanes).
-        k_rows: (cols, columns), times the scale; rows are contiguous.
-        dk: (head_dim, lanes), a sum.
-        dv: (value_dim, lanes), a sum.
-    """
-
-    k_t: Any
-    v_t: Any
-    k_rows: Any
-    dk: Any
-    dv: Any
+    k_t: Any  #: (head_dim, lanes), times the scale.
+    v_t: Any  #: (value_dim, lanes).
+    k_rows: Any  #: (cols, columns), times the scale; rows are contiguous.
+    dk: Any  #: (head_dim, lanes), a sum.
+    dv: Any  #: (value_dim, lanes), a sum.
 
 
 class QueryRows(NamedTuple):
@@ -67,19 +59,12 @@ class QueryRows(NamedTuple):
 
 
 class ScorePiece(NamedTuple):
-    """A piece of a tile of scores, (rows, lanes) each, or flat buffers from which :func:`shaped` makes it.
+    """A piece of a tile of scores, (rows, lanes) each, or buffers from which :func:`shaped` makes it."""
 
-    Attributes:
-        s: S, then P.
-        dp: dP, then dS.
-        slope: Derivatives of the scores by scale · q · k; without rows if they are 1.
-        z: Factors of dropout; without rows if there is none.
-    """
-
-    s: Any
-    dp: Any
-    slope: Any
-    z: Any
+    s: Any  #: S, then P.
+    dp: Any  #: dP, then dS.
+    slope: Any  #: Derivatives of the scores by scale · q · k; without rows if they are 1.
+    z: Any  #: Factors of dropout; without rows if there is none.
 
 
 @njit

@@ -99,27 +99,16 @@ SETTINGS = np.dtype(
 
 
 class TilePosition(NamedTuple):
-    """The position of a tile.
+    """The position of a tile."""
 
-    Attributes:
-        batch: Index of the batch in the kernel's arrays.
-        head: Index of the head.
-        flat: Index of (batch, head), in the kernel's and the caller's order.
-        sequence: Index of the packed sequence.
-        line: First line.
-        lane: First lane.
-        width: Number of valid lanes; a tile may have more, whose values are not used.
-        partial: Whether the block mask masks a part of the tile.
-    """
-
-    batch: Any
-    head: Any
-    flat: Any
-    sequence: Any
-    line: Any
-    lane: Any
-    width: Any
-    partial: Any
+    batch: Any  #: Index of the batch in the kernel's arrays.
+    head: Any  #: Index of the head.
+    flat: Any  #: Index of (batch, head), in the kernel's and the caller's order.
+    sequence: Any  #: Index of the packed sequence.
+    line: Any  #: First line.
+    lane: Any  #: First lane.
+    width: Any  #: Number of valid lanes; a tile may have more, whose values are not used.
+    partial: Any  #: Whether the block mask masks a part of the tile.
 
 
 @njit

@@ -33,27 +33,16 @@ PARALLEL_FROM, PARALLEL_ATTENTION_FROM = 1 << 20, 1 << 18
 
 
 class LayerWeights(NamedTuple):
-    """The parameters of a layer, contiguous and of one dtype; a missing bias has shape (0,).
+    """The parameters of a layer, contiguous and of one dtype; a missing bias has shape (0,)."""
 
-    Attributes:
-        norm_1: Scale and shift, (width,) each.
-        q: Weights (width, width) and bias of the query projection.
-        k: Weights (width, width) and bias of the key projection.
-        v: Weights (width, width) and bias of the value projection.
-        out: Weights (width, width) and bias of the output projection.
-        norm_2: Scale and shift, (width,) each.
-        widen: Weights (width, middle) and bias, before GELU.
-        narrow: Weights (middle, width) and bias, after it.
-    """
-
-    norm_1: tuple[Array, Array]
-    q: tuple[Array, Array]
-    k: tuple[Array, Array]
-    v: tuple[Array, Array]
-    out: tuple[Array, Array]
-    norm_2: tuple[Array, Array]
-    widen: tuple[Array, Array]
-    narrow: tuple[Array, Array]
+    norm_1: tuple[Array, Array]  #: Scale and shift, (width,) each.
+    q: tuple[Array, Array]  #: Weights (width, width) and bias of the query projection.
+    k: tuple[Array, Array]  #: Weights (width, width) and bias of the key projection.
+    v: tuple[Array, Array]  #: Weights (width, width) and bias of the value projection.
+    out: tuple[Array, Array]  #: Weights (width, width) and bias of the output projection.
+    norm_2: tuple[Array, Array]  #: Scale and shift, (width,) each.
+    widen: tuple[Array, Array]  #: Weights (width, middle) and bias, before GELU.
+    narrow: tuple[Array, Array]  #: Weights (middle, width) and bias, after it.
 
 
 @njit(fastmath=FASTMATH)

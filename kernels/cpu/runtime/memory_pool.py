@@ -22,15 +22,10 @@ _unused: dict[int, list[Piece]] = {}
 
 
 class Piece(NamedTuple):
-    """A piece of memory and its NumPy array interface.
+    """A piece of memory and its NumPy array interface."""
 
-    Attributes:
-        memory: Flat bytes.
-        interface: ``__array_interface__`` of the bytes that an array may use.
-    """
-
-    memory: Any
-    interface: dict[str, Any]
+    memory: Any  #: Flat bytes.
+    interface: dict[str, Any]  #: ``__array_interface__`` of the bytes that an array may use.
 
 
 class Owner:

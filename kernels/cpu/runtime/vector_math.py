@@ -27,32 +27,21 @@ intrinsic: Any = extending.intrinsic
 
 
 class FloatFormat(NamedTuple):
-    """The constants of the functions for a dtype.
+    """The constants of the functions for a dtype."""
 
-    Attributes:
-        real: The dtype.
-        whole: The integer dtype of the same size.
-        type: Numba's type of ``real``.
-        bits: Number of bits.
-        mantissa: Number of stored bits of the significand.
-        bias: Bias of the exponent.
-        terms: Powers of the series of an exponential, whose argument is at most ln(2) / 2.  The
-            next one would add less than a tenth of a unit in the last place.
-        log_terms: Powers of the series of the logarithm, whose argument squared is at most 0.0295.
-        ln2: The leading digits of ln 2, so few that a product with an exponent is exact.
-        ln2_rest: The rest of ln 2.
-    """
-
-    real: Any
-    whole: Any
-    type: Any
-    bits: int
-    mantissa: int
-    bias: int
+    real: Any  #: The dtype.
+    whole: Any  #: The integer dtype of the same size.
+    type: Any  #: Numba's type of ``real``.
+    bits: int  #: Number of bits.
+    mantissa: int  #: Number of stored bits of the significand.
+    bias: int  #: Bias of the exponent.
+    #: Powers of the series of an exponential, whose argument is at most ln(2) / 2.  The next one would
+    #: add less than a tenth of a unit in the last place.
     terms: int
+    #: Powers of the series of the logarithm, whose argument squared is at most 0.0295.
     log_terms: int
-    ln2: float
-    ln2_rest: float
+    ln2: float  #: The leading digits of ln 2, so few that a product with an exponent is exact.
+    ln2_rest: float  #: The rest of ln 2.
 
 
 FORMATS = (

@@ -29,21 +29,13 @@ MANAGING, COPYING = "managing device memory", "copying an array to the device"
 
 
 class Block(NamedTuple):
-    """A block of memory; blocks compare by their addresses.
+    """A block of memory; blocks compare by their addresses."""
 
-    Attributes:
-        start: Its address.
-        device: Number of its device.
-        size: Bytes.
-        address: The address in the driver's type.
-        pointer: The address as numba's launches take it.
-    """
-
-    start: int
-    device: int
-    size: int
-    address: Any
-    pointer: c_void_p
+    start: int  #: Its address.
+    device: int  #: Number of its device.
+    size: int  #: Bytes.
+    address: Any  #: The address in the driver's type.
+    pointer: c_void_p  #: The address as numba's launches take it.
 
 
 @lru_cache(maxsize=4096)

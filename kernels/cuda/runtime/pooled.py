@@ -20,17 +20,11 @@ MemoryPointer: Any = getattr(cuda, "MemoryPointer", object)
 
 
 class Pooled(MemoryPointer):
-    """Memory of the pool for numba's arrays; it is freed with the last of them.
+    """Memory of the pool for numba's arrays; it is freed with the last of them."""
 
-    Attributes:
-        source: The pool.
-        block: Its block.
-        device_ctypes_pointer: The address, which numba would compute at each launch.
-    """
-
-    source: Any = None
-    block: Any = None
-    device_ctypes_pointer: Any = None
+    source: Any = None  #: The pool.
+    block: Any = None  #: Its block.
+    device_ctypes_pointer: Any = None  #: The address, which numba would compute at each launch.
 
     def __del__(self) -> None:
         source, block = self.source, self.block

@@ -46,34 +46,25 @@ class Renewed(tuple[Any, ...]):  # beyond module 5
 
 
 class Origin(NamedTuple):  # beyond module 5
-    """The origin of an address.
+    """The origin of an address."""
 
-    Attributes:
-        locations: Where it points; for memory that holds addresses, all places to which these point.
-        remake: Returns such memory for other addresses, and its own address; None for an operand or
-            allocation.
-    """
-
+    #: Where it points; for memory that holds addresses, all places to which these point.
     locations: tuple[Location, ...]
+    #: Returns such memory for other addresses, and its own address; None for an operand or allocation.
     remake: Callable[..., tuple[Any, int]] | None = None
 
 
 class Launch(NamedTuple):  # beyond module 5
-    """A recorded launch.
+    """A recorded launch."""
 
-    Attributes:
-        launcher: The launcher of the kernel.
-        sizes: The driver's arguments after the kernel: three of the grid, three of the block, and so on.
-        buffer: A copy of the packed arguments.
-        addresses: The words that hold addresses of the call's memory, each with its origin.
-        numbers: The words of numbers that later calls replace, each with its :class:`Seed` or the
-            :class:`Renewed` numbers that begin there.
-    """
-
-    launcher: Any
+    launcher: Any  #: The launcher of the kernel.
+    #: The driver's arguments after the kernel: three of the grid, three of the block, and so on.
     sizes: tuple[Any, ...]
-    buffer: Any
+    buffer: Any  #: A copy of the packed arguments.
+    #: The words that hold addresses of the call's memory, each with its origin.
     addresses: list[tuple[int, Origin]]
+    #: The words of numbers that later calls replace, each with its :class:`Seed` or the
+    #: :class:`Renewed` numbers that begin there.
     numbers: list[tuple[int, Any]]
 
 

@@ -41,19 +41,12 @@ def _compile(
 
 
 class Resources(NamedTuple):
-    """The resources of the machine code of a kernel.
+    """The resources of the machine code of a kernel."""
 
-    Attributes:
-        registers: Registers per thread.
-        spilled: Bytes per thread that did not fit in registers and are in local memory.
-        local: Bytes of local memory per thread: spills, function calls, and local arrays.
-        warnings: Messages of ptxas about the kernel's performance.
-    """
-
-    registers: int
-    spilled: int
-    local: int
-    warnings: tuple[str, ...]
+    registers: int  #: Registers per thread.
+    spilled: int  #: Bytes per thread that did not fit in registers and are in local memory.
+    local: int  #: Bytes of local memory per thread: spills, function calls, and local arrays.
+    warnings: tuple[str, ...]  #: Messages of ptxas about the kernel's performance.
 
 
 def ptx_resources(ptx: str, cc: tuple[Any, ...]) -> tuple[int, int]:

@@ -20,23 +20,15 @@ class LayoutSizes(NamedTuple):
 
 
 class ProductTile(NamedTuple):
-    """The tile of one block of the matrix product; see ``product.product_kernel``.
+    """The tile of one block of the matrix product; see ``product.product_kernel``."""
 
-    Attributes:
-        rows: Output rows per block; divides the number of threads of a block.
-        cols: Output columns per block; divides the number of threads of a block.
-        depth: Depth of the sum between two barriers; a multiple of four that divides the number of threads.
-        own_rows: Output rows per thread, in registers; a multiple of four.
-        own_cols: Output columns per thread, in registers; a multiple of four.
-        resident: Blocks that should fit on a multiprocessor at a time.
-    """
-
-    rows: int
-    cols: int
+    rows: int  #: Output rows per block; divides the number of threads of a block.
+    cols: int  #: Output columns per block; divides the number of threads of a block.
+    #: Depth of the sum between two barriers; a multiple of four that divides the number of threads.
     depth: int
-    own_rows: int
-    own_cols: int
-    resident: int = 1
+    own_rows: int  #: Output rows per thread, in registers; a multiple of four.
+    own_cols: int  #: Output columns per thread, in registers; a multiple of four.
+    resident: int = 1  #: Blocks that should fit on a multiprocessor at a time.
 
     @property
     def threads(self) -> int:
@@ -45,17 +37,12 @@ class ProductTile(NamedTuple):
 
 
 class FoldShape(NamedTuple):
-    """The division of a fold of one dimension among threads; see ``minitorch/accelerated/cuda_loops.py``.
+    """How threads share a fold of one dimension; see ``minitorch/accelerated/cuda_loops.py``."""
 
-    Attributes:
-        lanes: Threads that fold one output together.
-        outputs: Outputs per block.
-        along: Whether neighbouring threads fold neighbouring elements of one output, in whole warps; else
-            neighbouring threads have neighbouring outputs.
-    """
-
-    lanes: int
-    outputs: int
+    lanes: int  #: Threads that fold one output together.
+    outputs: int  #: Outputs per block.
+    #: Whether neighbouring threads fold neighbouring elements of one output, in whole warps; else
+    #: neighbouring threads have neighbouring outputs.
     along: bool
 
 
@@ -65,52 +52,35 @@ LayoutTable = dict[tuple[str, int], tuple[tuple[int, LayoutSizes], ...]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes that the rungs use unless the caller passes a tile.
+    """Sizes that the rungs use unless the caller passes a tile."""
 
-    Attributes:
-        flat_threads: Threads of a block that works element by element.
-        flat_items: Elements per thread of the element-wise kernels.
-        fold_short: Threads that fold a short contiguous dimension.
-        fold_long: Threads that fold a long contiguous dimension.
-        fold_across: Threads that fold a dimension that is not contiguous.
-        fold_long_from: The shortest long dimension.
-        fold_blocks: Number of blocks that keeps a large GPU busy, into which a fold of few outputs is
-            divided.
-        fold_items: Minimum number of elements per thread of a divided fold.
-        product_tiles: Bytes of an element → tiles of the matrix product, the largest first.
-        product_blocks: Number of blocks that keeps a large GPU busy.  If there are fewer, the sum is
-            divided among up to twice as many, or a smaller tile is used.
-        product_depth: Minimum length of a part of a divided sum.
-        row_threads: Threads that share one row of scores in the naive rung; whole warps on a GPU.
-        flash1_bytes: Shared memory that flash1 divides into its tiles, the device permitting.
-        flash1_threads: Threads of one block of flash1.
-        split_blocks: Number of blocks that keeps a large GPU busy.  If the forward kernel of flash2 has
-            fewer, the keys are divided among that many.
-        split_tiles: Minimum number of key tiles of such a part.
-        few_rows: Maximum number of query rows for which the forward kernel uses its layout "few".
-        width_step: flash2 kernels are compiled for head_dim and value_dim rounded up to this.
-        flash2: Layouts of the flash2 kernels.
-    """
-
-    flat_threads: int
-    flat_items: int
-    fold_short: FoldShape
-    fold_long: FoldShape
-    fold_across: FoldShape
-    fold_long_from: int
+    flat_threads: int  #: Threads of a block that works element by element.
+    flat_items: int  #: Elements per thread of the element-wise kernels.
+    fold_short: FoldShape  #: Threads that fold a short contiguous dimension.
+    fold_long: FoldShape  #: Threads that fold a long contiguous dimension.
+    fold_across: FoldShape  #: Threads that fold a dimension that is not contiguous.
+    fold_long_from: int  #: The shortest long dimension.
+    #: Number of blocks that keeps a large GPU busy, into which a fold of few outputs is divided.
     fold_blocks: int
-    fold_items: int
+    fold_items: int  #: Minimum number of elements per thread of a divided fold.
+    #: Bytes of an element → tiles of the matrix product, the largest first.
     product_tiles: dict[int, tuple[ProductTile, ...]]
+    #: Number of blocks that keeps a large GPU busy.  If there are fewer, the sum is divided among up to
+    #: twice as many, or a smaller tile is used.
     product_blocks: int
-    product_depth: int
+    product_depth: int  #: Minimum length of a part of a divided sum.
+    #: Threads that share one row of scores in the naive rung; whole warps on a GPU.
     row_threads: int
-    flash1_bytes: int
-    flash1_threads: int
+    flash1_bytes: int  #: Shared memory that flash1 divides into its tiles, the device permitting.
+    flash1_threads: int  #: Threads of one block of flash1.
+    #: Number of blocks that keeps a large GPU busy.  If the forward kernel of flash2 has fewer, the
+    #: keys are divided among that many.
     split_blocks: int
-    split_tiles: int
+    split_tiles: int  #: Minimum number of key tiles of such a part.
+    #: Maximum number of query rows for which the forward kernel uses its layout "few".
     few_rows: int
-    width_step: int
-    flash2: LayoutTable
+    width_step: int  #: flash2 kernels are compiled for head_dim and value_dim rounded up to this.
+    flash2: LayoutTable  #: Layouts of the flash2 kernels.
 
     @property
     def product_tile(self) -> tuple[int, int]:

@@ -138,12 +138,7 @@ class CallOptions:
     def tile_table(self, of_keys: bool, parts: int = 1) -> int:
         """Write the tiles of query rows, or of keys, to the record, those with the most work first.
 
-        Args:
-            of_keys: Tiles of key columns.
-            parts: Number of parts; the tiles ``i``, ``i + parts``, … are part ``i``.
-
-        Returns:
-            The number of tiles.
+        The tiles ``i``, ``i + parts``, … are part ``i``. Returns the number of tiles.
         """
         problem, block, bounds = (
             self.problem,
@@ -163,15 +158,10 @@ class CallOptions:
         return len(table)
 
     def run(self, address: int, items: int, phases: int = 1) -> Bind:
-        """Run a kernel: call the function at an address for each work item, on all threads.
+        """Call the kernel at an address for each work item, on all threads, ``phases`` times.
 
-        Args:
-            address: Address of the kernel.
-            items: Number of work items.
-            phases: How often the kernel runs, for the backward pass.
-
-        Returns:
-            A function that binds the kernel to other arrays of the same layouts; see :data:`Bind`.
+        Returns a function that binds the kernel to other arrays of the same layouts; see
+        :data:`Bind`.
         """
 
         def bind(names: Sequence[str]) -> Run:

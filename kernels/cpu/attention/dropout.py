@@ -29,13 +29,9 @@ mix: Any = make_philox(njit).mix
 
 @njit
 def mix_words(words, seed):
-    """Turn counters into random words in place, as ``philox_7`` does for one counter.
+    """Turn counters, (WORDS, count) uint32, into random words in place, as ``philox_7`` does for one.
 
     The outer loop is over rounds, so that LLVM vectorises the inner one over counters.
-
-    Args:
-        words: (WORDS, count) uint32.
-        seed: Seed of 64 bits.
     """
     w0, w1, w2, w3 = words[0], words[1], words[2], words[3]  # (count,) each
     k0, k1 = seed & MASK, (seed >> 32) & MASK
@@ -48,12 +44,7 @@ def mix_words(words, seed):
 
 @njit_cached(fastmath=FASTMATH)
 def keep_pass(z, settings, place):
-    """Fill the dropout factors of a tile of probabilities: 0 or ``philox.keep_scale``.
-
-    Args:
-        z: (lines, lanes), written up to ``place.width``.
-        settings: (1,) of ``SETTINGS``.
-        place: A ``TilePosition``.
+    """Fill the dropout factors of a tile of probabilities, up to its width: 0 or ``philox.keep_scale``.
 
     One counter, (column / 8, row, batch · heads + head, ATTENTION), gives the words of eight columns.
     """

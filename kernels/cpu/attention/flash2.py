@@ -77,14 +77,10 @@ class Running(NamedTuple):
 
 @njit(fastmath=FASTMATH)
 def softmax_step(s, running):
-    """Fold a tile of scores into the running maximum and sum, and overwrite it with P.
+    """Fold a tile of scores (cols, lanes) into ``Running``, and overwrite it with P = exp(S - m).
 
-    Args:
-        s: (cols, lanes), S on entry and P = exp(S - m) on return.
-        running: ``Running``, read and written.
-
-    Returns:
-        Whether O must be rescaled, as l has been: if some e^m has grown by more than 2**``PATIENCE``.
+    Returns whether O must be rescaled, as l has been: if some e^m has grown by more than
+    2**``PATIENCE``.
     """
     log2_e, least = s.dtype.type(LOG2_E), s.dtype.type(PATIENCE / LOG2_E)
     row_max, row_sum, shift, rescale = running

@@ -48,13 +48,7 @@ PART, BLOCK_K = 512, 64
 
 @njit(fastmath=FASTMATH)
 def scores_of_row(q_row, k, s_row):
-    """Compute S = q_row · k for each key, reading k row by row.
-
-    Args:
-        q_row: (head_dim,), scaled.
-        k: (cols, head_dim), with contiguous rows.
-        s_row: (cols,) or longer, written.
-    """
+    """Write S = q_row · k, q_row scaled, (head_dim,), for each contiguous row of k, (cols, head_dim)."""
     for c in range(k.shape[0]):
         key, total = contiguous(k[c]), q_row[0] * 0  # (head_dim,)
         for d in range(len(q_row)):
@@ -64,13 +58,7 @@ def scores_of_row(q_row, k, s_row):
 
 @njit(fastmath=FASTMATH)
 def add_values(weights, v, acc):
-    """Add weights · v to acc.
-
-    Args:
-        weights: (cols,) or longer.
-        v: (cols, value_dim), with contiguous rows.
-        acc: (value_dim,), read and written.
-    """
+    """Add weights · v to acc, (value_dim,); v is (cols, value_dim), with contiguous rows."""
     for c in range(v.shape[0]):
         weight, value = weights[c], contiguous(v[c])  # (value_dim,)
         for i in range(len(acc)):
@@ -166,9 +154,9 @@ def merge_parts(of_parts, extra, out, lse, rest):
     Args:
         of_parts: Flat: out (parts, rows, value_dim), then lse and its rest, (parts, rows) each.
         extra: (rows,), the score of the additional key; minus infinity if there is none.
-        out: (rows, value_dim), written.
-        lse: (rows,), written.
-        rest: (rows,), written.
+        out: (rows, value_dim), written, and so lse and rest.
+        lse: (rows,).
+        rest: (rows,).
     """
     rows, value_dim = out.shape
     parts = len(of_parts) // (rows * (value_dim + 2))

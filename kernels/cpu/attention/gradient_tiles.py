@@ -99,13 +99,7 @@ def shaped(buffers, rows, lanes):
 
 @njit(fastmath=FASTMATH)
 def load_keys(k, v, scale):
-    """Return a ``KeyTile`` of rows of k and v, with gradients of zero.
-
-    Args:
-        k: (cols, head_dim), any strides.
-        v: (cols, value_dim), any strides.
-        scale: Factor of k.
-    """
+    """Return a ``KeyTile`` of rows of k, times the scale, and v, with gradients of zero."""
     real, (cols, head_dim), value_dim = k.dtype, k.shape, v.shape[1]
     lanes = lanes_for(cols)
     tile = KeyTile(
@@ -121,14 +115,7 @@ def load_keys(k, v, scale):
 
 @njit(fastmath=FASTMATH)
 def add_key_gradients(tile, scale, dk, dv):
-    """Add the gradients of a ``KeyTile`` to dk and dv.
-
-    Args:
-        tile: A ``KeyTile``.
-        scale: Factor of dk.
-        dk: (cols, head_dim), any strides.
-        dv: (cols, value_dim), any strides.
-    """
+    """Add the gradients of a ``KeyTile`` to rows of dk, times the scale, and dv, of any strides."""
     real, lanes = dk.dtype, tile.dk.shape[1]
     dk_t = empty_tile(lanes, dk.shape[1], real)  # (lanes, head_dim)
     dv_t = empty_tile(lanes, dv.shape[1], real)  # (lanes, value_dim)
@@ -149,8 +136,8 @@ def is_bounded(row, last_row, col, last_col, lower, upper):
 def piece_of(row, stop, col, cols, lower, upper):
     """Return the next piece of a tile to compute: rows, lanes, and whether it may be masked.
 
-    Partly masked rows are taken a few at a time, with the lanes that are visible to any of them, because
-    half of a tile on the causal diagonal is masked.  All other rows are one piece.
+    Partly masked rows are taken a few at a time, with the lanes that are visible to any of them,
+    because half of a tile on the causal diagonal is masked. All other rows are one piece.
 
     Args:
         row: The first remaining row.
@@ -176,13 +163,8 @@ def piece_of(row, stop, col, cols, lower, upper):
 def fill_scores(piece, q_tile, k_t, settings, place, bounded):
     """Fill S of a piece, and its derivatives by scale · q · k if they are needed.
 
-    Args:
-        piece: A ``ScorePiece``.
-        q_tile: (rows, head_dim); it or ``k_t`` is scaled.
-        k_t: (head_dim, lanes).
-        settings: (1,) of ``SETTINGS``.
-        place: A ``TilePosition``.
-        bounded: Whether the bounds may mask anything in it.
+    ``q_tile`` (rows, head_dim) or ``k_t`` (head_dim, lanes) is scaled; ``bounded`` tells whether the
+    bounds may mask anything at the ``TilePosition``.
     """
     o, s = settings[0], piece.s
     # 10: S = Q_i K_jᵀ
@@ -231,12 +213,7 @@ def multiply_by_slope(ds, slope):
 def fill_gradient(piece, rows, v_t, settings, place):
     """Turn S of a piece into P ∘ Z, Z the dropout, and fill dS, the gradient of scale · q · k.
 
-    Args:
-        piece: A ``ScorePiece``.
-        rows: Its ``QueryRows``.
-        v_t: (value_dim, lanes).
-        settings: (1,) of ``SETTINGS``.
-        place: A ``TilePosition``.
+    ``rows`` are its ``QueryRows``, and ``v_t`` is (value_dim, lanes).
     """
     (s, dp, slope, z), (_, dout_tile, _, lse, rest, delta) = piece, rows
     o = settings[0]
@@ -269,12 +246,8 @@ def fill_gradient(piece, rows, v_t, settings, place):
 
 @njit(fastmath=FASTMATH)
 def add_row_products(a, b, total):
-    """Add the sums of a ∘ b over each row, a vector of partial sums at a time.
+    """Add the sums of a ∘ b over each row of (rows, dim) to (rows, 1), a vector of partial sums at a time.
 
-    Args:
-        a: (rows, dim), any strides.
-        b: (rows, dim), any strides.
-        total: (rows, 1).
     """
     rows, dim = a.shape
     parts = np.zeros(LANES, a.dtype)
@@ -297,12 +270,8 @@ def add_row_products(a, b, total):
 def add_dq(product, ds, k_rows, buffer, dq):
     """Add dS K to rows of dq, by way of a buffer where they are not whole vectors.
 
-    Args:
-        product: Address of the product.
-        ds: (rows, cols).
-        k_rows: (cols, columns), times the scale.
-        buffer: (rows or more, columns), overwritten.
-        dq: (rows, head_dim), any strides.
+    ``ds`` is (rows, cols), ``k_rows`` (cols, columns) times the scale, and the buffer (rows or more,
+    columns).
     """
     if k_rows.shape[1] == dq.shape[1] and dq.strides[1] == dq.itemsize:
         add_product(product, dq, ds, k_rows)

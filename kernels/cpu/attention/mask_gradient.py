@@ -43,13 +43,7 @@ FEW_TILES = 16
 
 @njit(fastmath=FASTMATH)
 def add_repeated(source, width, target):
-    """Add a tile to (rows or 1, cols or 1) elements, summed where these are one.
-
-    Args:
-        source: (rows, lanes).
-        width: Number of valid lanes.
-        target: (rows or 1, width or 1).
-    """
+    """Add the valid lanes of a tile to (rows or 1, width or 1) elements, summed where these are one."""
     for r in range(source.shape[0]):
         row, own = source[r], target[r if target.shape[0] > 1 else 0]  # (lanes,), (width or 1,)
         if target.shape[1] > 1:

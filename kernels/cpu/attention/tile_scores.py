@@ -184,11 +184,9 @@ def make_target(real):
 
 @njit(fastmath=FASTMATH)
 def copy_tile(source, target):
-    """Copy the elements of a mask for a tile; rows of the mask run along the tile's lines or its lanes.
+    """Copy (lines, width) elements of a mask, of any strides, to a tile of as many lanes or more.
 
-    Args:
-        source: (lines, width), any strides.
-        target: (lines, lanes), lanes >= width; the rest is unchanged.
+    Rows of the mask run along the tile's lines or its lanes.
     """
     if abs(source.strides[0]) < abs(source.strides[1]):  # read in the order of memory
         # One element of each cache line first: a processor waits for many lines at once, but not where

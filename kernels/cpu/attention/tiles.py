@@ -87,9 +87,8 @@ def as_tile(buffer, lines, lanes):
 def transpose(source, target):
     """Write the transpose of a tile: squares in registers, and single elements at the edges.
 
-    Args:
-        source: (rows, dim), any strides.
-        target: (dim, lanes), lanes >= rows; the other lanes are unchanged.
+    The source is (rows, dim) with any strides, the target (dim, lanes) with lanes >= rows; the other
+    lanes are unchanged.
     """
     rows, dim = source.shape
     side = VECTOR_BYTES // source.itemsize
@@ -106,13 +105,7 @@ def transpose(source, target):
 
 @njit(fastmath=FASTMATH)
 def pack_transposed(source, factor, target):
-    """Write factor * sourceᵀ to target and zero the lanes beyond the source's rows.
-
-    Args:
-        source: (rows, dim), any strides.
-        factor: Scalar of the same dtype.
-        target: (dim, lanes), lanes >= rows.
-    """
+    """Write factor * sourceᵀ to target, (dim, lanes), and zero the lanes beyond the source's rows."""
     transpose(source, target)
     rows = source.shape[0]
     for i in range(target.shape[0]):
@@ -124,13 +117,7 @@ def pack_transposed(source, factor, target):
 
 @njit(fastmath=FASTMATH)
 def add_rows(source, factor, target):
-    """Add factor * source to rows of any strides.
-
-    Args:
-        source: (rows, dim) or larger, contiguous.
-        factor: Scalar of the same dtype.
-        target: (rows, dim), any strides.
-    """
+    """Add factor * source, contiguous rows, to (rows, dim) of any strides."""
     rows, dim = target.shape
     if target.strides[1] == target.itemsize:
         for r in range(rows):
@@ -145,13 +132,7 @@ def add_rows(source, factor, target):
 
 @njit(fastmath=FASTMATH)
 def pack_rows(source, factor, target):
-    """Write factor * source to contiguous rows and zero the columns beyond the source's.
-
-    Args:
-        source: (rows, dim), any strides.
-        factor: Scalar of the same dtype.
-        target: (rows, columns), columns >= dim.
-    """
+    """Write factor * source to contiguous rows and zero the columns beyond the source's."""
     dim = source.shape[1]
     for r in range(source.shape[0]):
         row = target[r]  # (columns,)
@@ -173,12 +154,7 @@ def multiply(tile, factors):
 def hide_out_of_bounds(s, line, lane, lower, upper):
     """Set masked scores to minus infinity: only lanes i + lower to i + upper are visible to line i.
 
-    Args:
-        s: (lines, lanes), read and written.
-        line: First line.
-        lane: First lane.
-        lower: ``Problem.lower`` if lines are query rows, else ``-upper``.
-        upper: ``Problem.upper`` if lines are query rows, else ``-lower``.
+    The bounds are those of ``Problem`` if lines are query rows, else ``-upper`` and ``-lower``.
     """
     minus_inf = s.dtype.type(-np.inf)
     for i in range(s.shape[0]):

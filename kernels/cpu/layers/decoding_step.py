@@ -55,16 +55,10 @@ def append(k, v, keys, values):
 
 @njit(fastmath=FASTMATH)
 def attend_head(q, keys, values, factor, b, h, out):
-    """Attend causally with one head of one text.
+    """Attend causally with head ``h`` of text ``b``; q and ``out`` are (batch, count, heads, head_dim).
 
-    Args:
-        q: (batch, count, heads, head_dim).
-        keys: Keys of all positions, (length, batch, heads, head_dim).
-        values: Values of all positions, (length, batch, heads, head_dim).
-        factor: Factor of the scores, log2(e) / sqrt(head_dim).
-        b: The text.
-        h: The head.
-        out: (batch, count, heads, head_dim), written.
+    Keys and values of all positions are (length, batch, heads, head_dim); the factor of the scores is
+    log2(e) / sqrt(head_dim).
     """
     count, dim = q.shape[1], q.shape[3]
     before = len(keys) - count
@@ -144,11 +138,8 @@ def layer_step(x: Array, weights: LayerWeights, keys: Array, values: Array, eps:
         x: (batch, count, width), contiguous, float32 or float64 like all arrays.
         weights: The parameters of the layer.
         keys: Keys of all positions, (length, batch, heads, head_dim), contiguous; those of x are the last.
-        values: Values of all positions, (length, batch, heads, head_dim), contiguous.
+        values: Values of all positions, likewise.
         eps: Added to the variance by the layer norms.
-
-    Returns:
-        (batch, count, width).
     """
     rows = x.reshape(-1, x.shape[-1])  # (batch · count, width)
     real = x.dtype.type
@@ -188,13 +179,9 @@ def _shared_step(
 
 
 def multiply_adds(positions: int, length: int, width: int, middle: int) -> int:
-    """Return the multiply-adds of a step.
+    """Return the multiply-adds of a step of ``positions`` in all texts, which attend to ``length``.
 
-    Args:
-        positions: Number of positions of the step, in all texts.
-        length: Number of positions that they attend to.
-        width: Width of the model.
-        middle: Width of the feed-forward network.
+    ``middle`` is the width of the feed-forward network.
     """
     return positions * width * (4 * width + 2 * middle + 2 * length)
 

@@ -19,14 +19,7 @@ PARTS = 8
 
 @njit(fastmath=FASTMATH)
 def multiply_part(rows, weights, part, out):
-    """Multiply one range of the depth, reading its weights once and in order.
-
-    Args:
-        rows: (rows, in_size).
-        weights: (in_size, out_size).
-        part: Number of the range, below ``PARTS``.
-        out: (rows, out_size), written.
-    """
+    """Write the product of rows and one range of the depth, below ``PARTS``, reading its weights once."""
     depth = len(weights)
     size = (depth + PARTS - 1) // PARTS
     start, stop = min(part * size, depth), min((part + 1) * size, depth)
@@ -59,13 +52,9 @@ def add_parts(parts, out):
 
 @njit_cached(parallel=True, fastmath=FASTMATH)
 def multiply_by_parts(rows, weights, parts, out):
-    """Multiply (rows, in_size) by (in_size, out_size) on all threads.
+    """Multiply (rows, in_size) by contiguous (in_size, out_size) on all threads.
 
-    Args:
-        rows: (rows, in_size).
-        weights: (in_size, out_size), contiguous.
-        parts: (PARTS, rows, out_size), written.
-        out: (rows, out_size), written.
+    ``parts`` is (PARTS, rows, out_size) and ``out`` (rows, out_size); both are written.
     """
     for part in prange(PARTS):
         multiply_part(rows, weights, part, parts[part])
@@ -74,15 +63,9 @@ def multiply_by_parts(rows, weights, parts, out):
 
 @njit_cached(parallel=True, fastmath=FASTMATH)
 def multiply_three(rows, first, second, third, parts, out):
-    """Multiply the same rows by three matrices, waking the threads once.
+    """Multiply the same rows by three contiguous matrices (in_size, out_size), waking the threads once.
 
-    Args:
-        rows: (rows, in_size).
-        first: (in_size, out_size), contiguous, like the other two.
-        second: (in_size, out_size).
-        third: (in_size, out_size).
-        parts: (3, PARTS, rows, out_size), written.
-        out: (3, rows, out_size), written.
+    ``parts`` is (3, PARTS, rows, out_size) and ``out`` (3, rows, out_size); both are written.
     """
     for item in prange(3 * PARTS):
         part = item % PARTS

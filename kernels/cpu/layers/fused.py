@@ -88,29 +88,14 @@ def _softmax_backward(dout, out, dx):
 
 
 def softmax(x: Array) -> Array:
-    """Return softmax over the last dimension.
-
-    Args:
-        x: (…, n).
-
-    Returns:
-        (…, n).
-    """
+    """Return softmax over the last dimension of x, (…, n)."""
     out = np.empty(x.shape, x.dtype)
     _softmax(_rows(x), out.reshape(-1, x.shape[-1]))
     return out
 
 
 def softmax_backward(dout: Array, out: Array) -> Array:
-    """Return the gradient of softmax's input from its output.
-
-    Args:
-        dout: (…, n).
-        out: (…, n), as :func:`softmax` returned it.
-
-    Returns:
-        (…, n).
-    """
+    """Return the gradient of softmax's input from that of its output, (…, n) like both."""
     dx = np.empty(out.shape, out.dtype)
     _softmax_backward(_rows(dout), _rows(out), dx.reshape(-1, out.shape[-1]))
     return dx
@@ -174,16 +159,11 @@ def _layer_norm_backward(dout, x, gamma, mean, rstd, share, dx, parts):
 def layer_norm(
     x: Array, gamma: Array, beta: Array | None, eps: float
 ) -> tuple[Array, Array, Array]:
-    """Normalise the last dimension to mean 0 and variance 1, then scale and shift it.
+    """Normalise the last dimension of x, (…, n), to mean 0 and variance 1, then scale and shift it.
 
-    Args:
-        x: (…, n).
-        gamma: (n,).
-        beta: (n,); None for an RMS norm, which uses a mean of 0 and has no shift.
-        eps: Added to the variance.
-
-    Returns:
-        out (…, n), and the mean and the reciprocal standard deviation of each row, (rows,).
+    Without ``beta`` it is an RMS norm, which uses a mean of 0 and has no shift; ``eps`` is added to
+    the variance. Returns out (…, n), and the mean and the reciprocal standard deviation of each row,
+    (rows,).
     """
     out = np.empty(x.shape, x.dtype)
     rows = _rows(x)
@@ -197,15 +177,9 @@ def layer_norm(
 def layer_norm_backward(
     dout: Array, x: Array, gamma: Array, mean: Array, rstd: Array, centred: bool = True
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of x, gamma and beta.
+    """Return the gradients of x, gamma and beta from dout, x (…, n), gamma (n,) and the rows' statistics.
 
-    Args:
-        dout: Gradient of the result, (…, n).
-        x: (…, n).
-        gamma: (n,).
-        mean: (rows,), of :func:`layer_norm`.
-        rstd: (rows,), of :func:`layer_norm`.
-        centred: False for an RMS norm; the gradient of beta is then meaningless.
+    ``centred`` is False for an RMS norm; the gradient of beta is then meaningless.
     """
     rows = _rows(x)
     n = x.shape[-1]
@@ -240,14 +214,9 @@ def _cross_entropy_backward(probs, targets, dlosses, dlogits):
 
 
 def cross_entropy(logits: Array, targets: Array) -> tuple[Array, Array]:
-    """Return the negative log-likelihood of each row's target.
+    """Return the negative log-likelihood of each row's target, (rows,), and probs for the backward pass.
 
-    Args:
-        logits: (rows, classes).
-        targets: (rows,) integers from 0 to classes - 1, checked by the caller.
-
-    Returns:
-        losses (rows,), and probs (rows, classes) for the backward pass.
+    Logits and probs are (rows, classes); targets are integers below classes, checked by the caller.
     """
     losses, probs = np.empty(len(logits), logits.dtype), np.empty(logits.shape, logits.dtype)
     _cross_entropy(_rows(logits), place_ids(targets), losses, probs)
@@ -267,30 +236,19 @@ def cross_entropy_backward(
 
 
 def embedding(table: Array, placed: Array, shape: tuple[int, ...]) -> Array:
-    """Return rows of a table.
+    """Return rows of a table (num_rows, dim) as (*shape, dim).
 
-    Args:
-        table: (num_rows, dim).
-        placed: (count,) of :func:`place_ids`: integers from 0 to num_rows - 1, checked by the caller.
-        shape: Shape of the ids, which has ``count`` elements.
-
-    Returns:
-        (*shape, dim).
+    The integers of :func:`place_ids` are from 0 to num_rows - 1, checked by the caller; ``shape`` is
+    that of the ids.
     """
     return np.take(table, placed, axis=0).reshape(*shape, table.shape[1])
 
 
 def embedding_backward(dout: Array, ids: Array, placed: Array, num_rows: int) -> Array:
-    """Add up the gradients of the looked-up rows, deterministically.
+    """Add up the gradients of the looked-up rows, deterministically, to (num_rows, dim).
 
-    Args:
-        dout: (…, dim).
-        ids: Integers, as many as dout has rows; a GPU's kernel may need them on the host.
-        placed: (count,) of :func:`place_ids`, the same integers.
-        num_rows: Rows of the table.
-
-    Returns:
-        (num_rows, dim).
+    ``dout`` is (…, dim) and ``placed`` the ids of :func:`place_ids`; a GPU's kernel may need ``ids``
+    on the host.
     """
     dtable = np.zeros((num_rows, dout.shape[-1]), dout.dtype)
     _scatter_add(_rows(dout), placed, dtable)
@@ -349,17 +307,8 @@ def adam_step(
 ) -> Array:
     """Return the next value of a parameter; update its two moments in place.
 
-    Args:
-        value: The parameter, of any shape.
-        grad: Its gradient, of the same shape.
-        m: Running mean of the gradient, of the same shape, contiguous.
-        v: Running mean of its square, of the same shape, contiguous.
-        lr: Learning rate.
-        beta1: Decay of m.
-        beta2: Decay of v.
-        eps: Added to the root of v.
-        step: Number of the step, from 1.
-        weight_decay: Decoupled weight decay, as in AdamW.
+    The moments m and v are contiguous, of the shape of the value; see ``pointwise.adam_constants``
+    for the numbers.
     """
     out = np.empty(value.shape, value.dtype)
     constants = adam_constants(lr, beta1, beta2, eps, step, weight_decay)

@@ -59,15 +59,10 @@ def _cumsum(x, out, exclusive, reverse):
 
 
 def gather(x: Array, index: Array, missing: int = 0) -> Array:
-    """Pick elements along the middle dimension.
+    """Pick elements along the middle dimension of x (outer, n, inner): (outer, m, inner).
 
-    Args:
-        x: (outer, n, inner).
-        index: (outer, m), or (1, m) for every row: int64 below n, checked by the caller.
-        missing: Result for a negative index; must be 0 for 16-bit arrays.
-
-    Returns:
-        (outer, m, inner).
+    The index is (outer, m), or (1, m) for every row: int64 below n, checked by the caller. A negative
+    index gives ``missing``, which must be 0 for 16-bit arrays.
     """
     out = np.empty((len(x), index.shape[1], x.shape[2]), x.dtype)
     # Numba does not know 16 bits; they are only moved.
@@ -77,15 +72,9 @@ def gather(x: Array, index: Array, missing: int = 0) -> Array:
 
 
 def scatter_add(source: Array, index: Array, n: int) -> Array:
-    """Add elements up at the places given by an index.
+    """Add (outer, m, inner) elements up at the places given by an index: (outer, n, inner), 0 elsewhere.
 
-    Args:
-        source: (outer, m, inner).
-        index: (outer, m), or (1, m) for every row: int64 from 0 to n - 1, checked by the caller.
-        n: Middle size of the result.
-
-    Returns:
-        (outer, n, inner), 0 where nothing is added.
+    The index is (outer, m), or (1, m) for every row: int64 from 0 to n - 1, checked by the caller.
     """
     out = np.zeros((len(source), n, source.shape[2]), source.dtype)
     _scatter_add(source, index, out)
@@ -93,13 +82,9 @@ def scatter_add(source: Array, index: Array, n: int) -> Array:
 
 
 def sort(x: Array) -> tuple[Array, Array]:
-    """Sort each row in ascending order; equal elements keep their order, NaN comes last.
+    """Sort each row of (rows, n) in ascending order; equal elements keep their order, NaN comes last.
 
-    Args:
-        x: (rows, n).
-
-    Returns:
-        The sorted rows (rows, n), and the place that each element came from, (rows, n) int64.
+    Returns the rows, and the place that each element came from, (rows, n) int64.
     """
     order = np.argsort(x, axis=1, kind="stable")
     return np.take_along_axis(x, order, 1), order
@@ -113,15 +98,9 @@ def invert(order: Array) -> Array:
 
 
 def cumsum(x: Array, exclusive: bool, reverse: bool) -> Array:
-    """Add up along the middle dimension.
+    """Add up along the middle dimension of (outer, n, inner); ``reverse`` adds up from the end.
 
-    Args:
-        x: (outer, n, inner).
-        exclusive: Leave out the element itself.
-        reverse: Add up from the end.
-
-    Returns:
-        (outer, n, inner).
+    An ``exclusive`` sum leaves out the element itself.
     """
     out = np.empty(x.shape, x.dtype)
     _cumsum(x, out, exclusive, reverse)

@@ -23,14 +23,7 @@ SHARED_FROM = 1 << 19
 
 @njit(fastmath=FASTMATH)
 def finish(before, bias, out, has_gelu):
-    """Add the bias, if there is one, to a block of the product, and write its GELU to ``out``.
-
-    Args:
-        before: (rows, out_size), read and written.
-        bias: (out_size,), or (0,) for none.
-        out: (rows, out_size), written if ``has_gelu``.
-        has_gelu: Apply GELU.
-    """
+    """Add a bias (out_size,), or (0,) for none, to rows of the product; write their GELU to ``out``."""
     constants = gelu_constants(before.dtype.type)
     for row in range(len(before)):
         x, y = before[row], out[row]  # (out_size,)
@@ -56,13 +49,8 @@ def _by_blocks(rows, weights, bias, before, out, has_gelu, blocks):
 def multiply_few(rows, weights, bias, before, out, has_gelu):
     """Compute ``linear`` for a few rows, reading the weights in order once for each row.
 
-    Args:
-        rows: (rows, in_size).
-        weights: (in_size, out_size).
-        bias: (out_size,), or (0,) for none.
-        before: (rows, out_size), written.
-        out: (rows, out_size), written if ``has_gelu``; it may be ``before``.
-        has_gelu: Apply GELU.
+    The bias is (out_size,), or (0,) for none; ``before`` (rows, out_size) is written, and ``out`` too
+    if ``has_gelu``. It may be ``before``.
     """
     depth, pairs = weights.shape[0], weights.shape[0] // 2 * 2
     for row in range(len(rows)):
@@ -113,13 +101,13 @@ def _finish(before, bias, out, has_gelu):
 def linear(
     rows: Array, weights: Array, bias: Array | None, has_gelu: bool
 ) -> tuple[Array, Array | None]:
-    """Return rows @ weights + bias, optionally followed by GELU.
+    """Return rows @ weights + bias, optionally followed by GELU in its tanh form.
 
     Args:
         rows: (n, in_size), contiguous.
         weights: (in_size, out_size), contiguous, of the same dtype, float32 or float64.
         bias: (out_size,), contiguous, or None.
-        has_gelu: Apply GELU in its tanh form.
+        has_gelu: Apply GELU.
 
     Returns:
         The result (n, out_size), and the input of GELU for the gradient, or None.
@@ -145,17 +133,10 @@ def linear(
 def linear_backward(
     grad: Array, rows: Array, weights: Array, before: Array | None
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of rows, weights and bias.
+    """Return the gradients of rows, weights and bias from that of the result, all contiguous.
 
-    Args:
-        grad: Gradient of the result, (n, out_size), contiguous.
-        rows: (n, in_size), contiguous.
-        weights: (in_size, out_size), contiguous.
-        before: The input of GELU that :func:`linear` returned, or None.
-
-    Returns:
-        grad @ weightsᵀ, rowsᵀ @ grad, and the sum of grad over rows, where grad is first taken through GELU
-        if there is one.
+    They are grad @ weightsᵀ, rowsᵀ @ grad, and the sum of grad over rows. If :func:`linear` returned
+    an input of GELU, ``before``, grad is first taken through GELU.
     """
     dx, dweights = np.empty_like(rows), np.empty_like(weights)
     through = grad if before is None else np.empty_like(grad)

@@ -95,12 +95,7 @@ _KERNELS = {"naive": _naive, "safe": _safe, "online": _online}
 
 
 def softmax(step: str, x: Any, out: Any) -> None:
-    """Write softmax of each row of x to out.
-
-    Args:
-        step: One of :data:`kernels.reference.softmax_ladder.READS`.
-        x: (rows, length), contiguous, float32 or float64.
-        out: (rows, length) of the same dtype.
+    """Write softmax of each row of x (rows, length), contiguous, to out by a step of ``READS``.
 
     Raises:
         ValueError: If there is no such step, or x and out differ in shape or dtype.

@@ -138,12 +138,9 @@ def is_for_one_thread(shape: tuple[int, ...], depth: int) -> bool:
 
 
 def matmul(a: Any, b: Any, out: Any) -> None:
-    """Multiply (…, n, k) by (…, k, m) into (…, n, m); batch dimensions broadcast.
+    """Multiply (…, n, k) by (…, k, m) into contiguous (…, n, m); batch dimensions broadcast.
 
-    Args:
-        a: Left operand; BLAS is used only for matrices with contiguous rows or contiguous columns.
-        b: Right operand; BLAS is used only for matrices with contiguous rows or contiguous columns.
-        out: The product, contiguous, written.
+    BLAS is used only for matrices with contiguous rows or contiguous columns.
     """
     if is_for_one_thread(out.shape, a.shape[-1]):
         np.matmul(a, b, out=out)

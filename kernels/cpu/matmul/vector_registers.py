@@ -57,7 +57,7 @@ class _RegistersModel(models.PrimitiveModel):
 
 
 class _Lines:
-    """A range of rows of an array, from a column on, in the compiler's representation.
+    """A range of rows of an array, from a row and column on, in the compiler's representation.
 
     Args:
         compiler: The compiler's context and its instruction builder.
@@ -103,12 +103,7 @@ class _Lines:
 
 @intrinsic
 def zero_block(_context, array, vectors):
-    """Return a block of zeros of an array's dtype.
-
-    Args:
-        array: An array of the dtype.
-        vectors: Number of vectors in each row, a literal.
-    """
+    """Return a block of zeros of an array's dtype, with a literal number of vectors in each row."""
     kind = Registers(array.dtype, vectors.literal_value)
 
     def generate(context, builder, signature, values):
@@ -119,14 +114,7 @@ def zero_block(_context, array, vectors):
 
 @intrinsic
 def load_block(_context, array, row, col, vectors):
-    """Return a block of an array, rows contiguous.
-
-    Args:
-        array: (rows, columns).
-        row: First row.
-        col: First column.
-        vectors: Number of vectors in each row, a literal.
-    """
+    """Return a block of an array, rows contiguous, from a row and column on."""
     kind = Registers(array.dtype, vectors.literal_value)
 
     def generate(context, builder, signature, values):
@@ -142,7 +130,7 @@ def load_block(_context, array, row, col, vectors):
 
 @intrinsic
 def store_block(_context, block, array, row, col):
-    """Write a block to an array, rows contiguous; arguments as above."""
+    """Write a block to an array, rows contiguous, from a row and column on."""
 
     def generate(context, builder, signature, values):
         lines = _Lines((context, builder), array, values[1:])
@@ -158,13 +146,8 @@ def store_block(_context, block, array, row, col):
 def add_outer(_context, block, a, row, b, col, i):
     """Return a block to which column ``i`` of A times row ``i`` of B is added.
 
-    Args:
-        block: A block of C.
-        a: (rows, depth), any strides.
-        row: First row of the block.
-        b: (depth, columns), rows contiguous.
-        col: First column of the block.
-        i: Step of the depth.
+    A is (rows, depth) with any strides, B (depth, columns) with contiguous rows; ``row`` and ``col``
+    are where the block begins.
     """
 
     def generate(context, builder, signature, values):
@@ -194,14 +177,11 @@ def _transpose_square(source: Any, row: int, col: int, target: Any) -> None:
 def transpose_square(_context, source, row, col, target):
     """Write a square of an array to a second array, transposed; its side is the elements of a vector.
 
+    It begins at (row, col) of ``source`` and (col, row) of ``target``; the rows of both are
+    contiguous.
+
     Source: Eklundh, A Fast Computer Method for Matrix Transposing (1972): squares of half the side change
     places, then those within them.
-
-    Args:
-        source: (rows, columns), rows contiguous.
-        row: First row in ``source``, first column in ``target``.
-        col: First column in ``source``, first row in ``target``.
-        target: (columns, rows), rows contiguous.
     """
     side = VECTOR_BYTES * 8 // source.dtype.bitwidth
 

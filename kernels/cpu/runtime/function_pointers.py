@@ -62,11 +62,7 @@ def take(_context, counter):
 def array_at(_context, address, shape, strides, dtype):
     """Return an array at an address; the caller keeps the memory alive.
 
-    Args:
-        address: Address of the first element.
-        shape: A tuple of ints.
-        strides: A tuple of ints, in bytes.
-        dtype: Such as ``np.uint8`` or ``x.dtype``.
+    Shape and strides, in bytes, are tuples; the dtype is one such as ``np.uint8`` or ``x.dtype``.
     """
     kind = types.Array(dtype.dtype, shape.count, "A")
 
@@ -104,10 +100,7 @@ def contiguous(_context, array):
 def run_alone(address, settings, items):
     """Call ``address(settings, item)`` for each work item, one after the other.
 
-    Args:
-        address: Address of a compiled function.
-        settings: First argument of the function: the bytes of a record, or a list with the record.
-        items: Number of work items.
+    ``settings`` are the bytes of a record, or a list with the record.
     """
     for item in range(items):
         call(address, (settings, item))
@@ -117,12 +110,8 @@ def run_alone(address, settings, items):
 def run_items(address, settings, counter, items, threads):
     """Call ``address(settings, item)`` for each work item: the one parallel loop of these kernels.
 
-    Args:
-        address: Address of a compiled function.
-        settings: First argument of the function: the bytes of a record, or a list with the record.
-        counter: (1,) int64, zero: the index of the next work item.
-        items: Number of work items; a thread takes the next one when it has finished its last.
-        threads: Number of threads.
+    The counter, (1,) int64, is the index of the next work item; a thread takes it when it has
+    finished its last.
     """
     for _ in prange(threads):
         item = take(counter)

@@ -42,12 +42,7 @@ class Owner:
 
 
 def empty(size: int, dtype: np.dtype[Any]) -> Any:
-    """Return an uninitialised flat array; a large one reuses the memory of an earlier one.
-
-    Args:
-        size: Number of elements.
-        dtype: Dtype of the elements.
-    """
+    """Return an uninitialised flat array; a large one reuses the memory of an earlier one."""
     count = size * dtype.itemsize
     if count < KEPT_FROM:
         return np.empty(size, dtype)

@@ -22,8 +22,7 @@ _functions: list[Callable[..., None] | None] = [None]
 def intrinsic(plain: Callable[..., Any]) -> Callable[[Any], Any]:
     """Return ``numba.extending.intrinsic`` as a decorator, or one that returns ``plain``.
 
-    Args:
-        plain: A Python function that computes the same.
+    ``plain`` is a Python function that computes the same.
     """
     return lambda emit: plain if JIT_DISABLED else extending.intrinsic(emit)
 

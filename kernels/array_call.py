@@ -111,8 +111,8 @@ def attend(
         count: How many results are returned; None for all.
 
     Returns:
-        out, lse and its rest; or dq, dk and dv in the operands' shapes, and the gradients of the mask and
-        the sinks where they are wanted.  All are arrays of the library of q.
+        out, lse and its rest; or dq, dk and dv in the operands' shapes, and the wanted gradients of options.
+        All are arrays of the library of q.
     """
     library = found = known = None
     if type(operands[0]) is not np.ndarray:  # beyond module 5
@@ -153,12 +153,7 @@ def _check_wanted(problem: Problem, wanted: launch.Wanted) -> None:
 
 
 def results_of(library: Library | None, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return NumPy's or numba's arrays as arrays of a library, without a copy.
-
-    Args:
-        library: The caller's library; None for NumPy and numba.
-        arrays: The results of a call.
-    """
+    """Return NumPy's or numba's arrays as those of a library, or as they are for None, uncopied."""
     return arrays if library is None else tuple(map(library.result, arrays))
 
 
@@ -186,10 +181,7 @@ def _is_array(mask: Any) -> bool:
 
 
 def check_on_host(arrays: dict[str, Any]) -> None:
-    """Check that the option arrays of a call on the host can be read there.
-
-    Args:
-        arrays: NumPy's or numba's arrays, or None, by the name of the option.
+    """Check that the option arrays of a call on the host, by the name of the option, can be read there.
 
     Raises:
         TypeError: If one is on a device, because nothing is copied from a device implicitly.

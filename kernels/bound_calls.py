@@ -41,12 +41,7 @@ class CallLookup(NamedTuple):
     call: Any  #: The bound call, or None for the first call with this key.
 
     def keep(self, call: Any, operands: Operands) -> None:
-        """Keep the bound call of this key.
-
-        Args:
-            call: It has run with these arrays, or with copies of them.
-            operands: The arrays that it received.
-        """
+        """Keep the bound call of this key, which has run with these arrays, or with copies of them."""
         # A gradient of a broadcast operand is still summed.
         shapes = call.problem.q_shape, call.problem.k_shape, call.problem.v_shape
         is_whole = not call.wanted.backward or shapes == tuple([x.shape for x in operands[:3]])
@@ -156,13 +151,7 @@ class BoundLoops:
     def arrays(
         self, starts: Sequence[int], seed: int, arrays: Sequence[Any]
     ) -> Sequence[Any] | None:
-        """Return the results; None if the call has to run in full.
-
-        Args:
-            starts: Addresses of the operands.
-            seed: Dropout seed.
-            arrays: The operands.
-        """
+        """Return the results for operands at these addresses; None if the call has to run in full."""
         found: list[Any] = []
         kept: list[Any] = []
         starts = [*starts]

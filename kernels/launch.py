@@ -86,12 +86,7 @@ class BoundCall:
         self.reads_given = self._is_noted = False  # beyond module 5
 
     def run(self, problem: Problem, operands: Operands) -> Any:
-        """Return the results of :func:`forward` or :func:`backward`; the first call is recorded.
-
-        Args:
-            problem: The problem of the key, with any seed.
-            operands: Arrays with the layouts of the key.
-        """
+        """Return the results of :func:`forward` or :func:`backward`; the first call is recorded."""
         if active() is None:  # beyond module 5
             if self.repeat is not None:
                 starts, arrays = arrays_of(operands)
@@ -174,13 +169,7 @@ def run(
 ) -> Any:
     """Return the results of :func:`forward` or :func:`backward`, and keep how the call runs.
 
-    Args:
-        lookup: The call as ``bound_calls.find`` has looked it up.
-        target: The target of the operands.
-        problem: The checked call.
-        operands: The operands of :func:`forward`, or of :func:`backward`.
-        wanted: What the call computes.
-        tile: (block_q, block_k); the rung's own when None.
+    ``lookup`` is the call as ``bound_calls.find`` has looked it up.
     """
     known = None if lookup is None else lookup.call
     call = known or BoundCall(target, problem, tile, wanted)
@@ -193,19 +182,10 @@ def run(
 def forward(
     target: Target, problem: Problem, operands: Operands, tile: Tile | None = None
 ) -> tuple[Any, Any, Any]:
-    """Compute attention.
+    """Compute attention of operands with any leading dimensions: out, lse and lse_rest; see ``Operands``.
 
-    Args:
-        target: The target of the operands.
-        problem: The checked call.
-        operands: q, k, v, and mask and slopes if the call has them, with any leading dimensions.
-        tile: (block_q, block_k); the rung's own when None.
-
-    Returns:
-        out (…, heads, seq_q, value_dim), lse (…, heads, seq_q), which is float32 for 16-bit operands, and
-        lse_rest, shaped like lse; see ``Operands``.
-        The dimensions of out have the same order in memory as those of q.  If q repeats elements by a
-        stride of 0, or has fewer dimensions, out is row-major.
+    The dimensions of out have the same order in memory as those of q.  If q repeats elements by a
+    stride of 0, or has fewer dimensions, out is row-major.  The tile is the rung's own when None.
 
     Raises:
         TypeError: If the tile is not a pair of integers.
@@ -270,18 +250,11 @@ def backward(
     tile: Tile | None = None,
     *wanted: bool,
 ) -> Gradients:
-    """Compute the gradients of attention.
+    """Compute the gradients of attention from the operands and results of :func:`forward`, dout, and dlse.
 
-    The dimensions of each gradient have the same order in memory as those of its operand, as in
-    :func:`forward`.
-
-    Args:
-        target: The target of the operands.
-        problem: The checked call.
-        operands: The operands of :func:`forward`, its results, of which lse_rest may be missing, dout, and
-            dlse or None.
-        tile: (block_q, block_k); the rung's own when None.
-        wanted: For each option in ``WITH_GRADIENT``, whether to compute its gradient too.
+    lse_rest and dlse may be None.  The dimensions of each gradient have the same order in memory as
+    those of its operand.  ``wanted`` tells for each option in ``WITH_GRADIENT`` whether to compute
+    its gradient too.
 
     Raises:
         TypeError: As in :func:`forward`.
@@ -330,13 +303,9 @@ def _backward(call: BoundCall, problem: Problem, operands: Operands) -> Gradient
 def _of_option(
     target: Target, given: tuple[Problem, Operands], taken: tuple[Problem, Operands], name: str
 ) -> Any:
-    """Return the gradient of an array of an option, of the array's shape.
+    """Return the gradient of the array in a field of ``Operands``, of the array's shape.
 
-    Args:
-        target: The target.
-        given: The problem and its operands.
-        taken: The problem and the operands that the rung received.
-        name: The field of the array.
+    ``given`` are the problem and its operands, ``taken`` those that the rung received.
     """
     (problem, operands), memory, sums = given, target.memory, given[0].acc_dtype
     array, axes = getattr(operands, name), AXES.get(name, "")

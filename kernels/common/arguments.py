@@ -56,13 +56,8 @@ def is_number(value: Any) -> bool:
 def number(name: str, value: Any) -> float:
     """Check that a value is a number, and return it as a float, whose bounds the caller checks.
 
-    NumPy rounds the other side of a comparison to a narrow dtype, in which many bounds are 0 or infinite.
-
-    Returns:
-        The number; infinity for an int that is too large.
-
-    Raises:
-        TypeError: If it is not a number.
+    NumPy rounds the other side of a comparison to a narrow dtype, in which many bounds are 0 or
+    infinite. An int that is too large becomes infinity, and anything else raises a TypeError.
     """
     if not is_number(value):
         raise TypeError(f"{name} must be a number, such as 0.5, got {shown(value)}")
@@ -77,9 +72,7 @@ def not_negative(  # beyond module 3
 ) -> float:
     """Check that a value is a number from 0 up to, but excluding, ``below``, and return it as a float.
 
-    Raises:
-        TypeError: If it is not a number.
-        ValueError: If it is out of this range, with ``hint`` at the end of the message.
+    A ValueError has ``hint`` at the end of its message.
     """
     found = number(name, value)
     if not 0.0 <= found < below:
@@ -88,22 +81,14 @@ def not_negative(  # beyond module 3
 
 
 def flag(name: str, value: Any) -> bool:
-    """Check that a value is True or False, and return it.
-
-    Raises:
-        TypeError: If it is neither.
-    """
+    """Check that a value is True or False, and return it; otherwise raise a TypeError."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, got {shown(value)}")
     return bool(value)
 
 
 def one_of(name: str, value: Any, names: Iterable[str]) -> str:  # beyond module 4
-    """Check that a value is one of some names, and return it.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Check that a value is one of some names, and return it; otherwise raise a ValueError."""
     known = tuple(names)
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {shown(value)}")
@@ -111,11 +96,7 @@ def one_of(name: str, value: Any, names: Iterable[str]) -> str:  # beyond module
 
 
 def listed(name: str, value: Any) -> list[Any]:
-    """Check that a value is a list or another iterable, and return its entries.
-
-    Raises:
-        TypeError: If it is not.
-    """
+    """Return the entries of a list or another iterable; raise a TypeError for anything else."""
     try:
         return list(value)
     except TypeError:
@@ -140,11 +121,7 @@ def as_plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def shape_of(name: str, value: Any) -> tuple[int, ...]:  # beyond module 3
-    """Return the shape of a tensor, an array or nested lists.
-
-    Raises:
-        ValueError: If nested lists have unequal lengths.
-    """
+    """Return the shape of a tensor, an array or nested lists; a ValueError says that lists are ragged."""
     shape = getattr(value, "shape", None)
     return tuple(shape) if isinstance(shape, tuple) else as_host_array(name, value).shape
 

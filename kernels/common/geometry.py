@@ -29,11 +29,7 @@ class Geometry(NamedTuple):
 
 
 def make_geometry(compile_: Callable[[Any], Any]) -> Geometry:
-    """Return the tile arithmetic for one compiler.
-
-    Args:
-        compile_: Turns a plain function into one that the caller's compiler can call.
-    """
+    """Return the tile arithmetic for one compiler, which turns a plain function into one of its own."""
 
     @compile_
     def ceil_div(total, size):

@@ -64,10 +64,8 @@ def make_philox(
 ) -> Philox:
     """Return the generator for one compiler.
 
-    Args:
-        compile_: Turns a plain function into one that the caller's compiler can call.
-        word_: A faster function for the low 32 bits of a number, where the compiler has one.
-        product_: A faster function for the high and the low word of a product, where the compiler has one.
+    ``word_`` and ``product_`` are faster functions for the low 32 bits of a number, and for the high
+    and the low word of a product, where the compiler has them.
     """
     word, product = compile_(word_), compile_(product_)
 
@@ -118,11 +116,7 @@ def make_philox(
 
 
 def drop_threshold(rate: float) -> int:
-    """Return the smallest word with which dropout keeps an element.
-
-    Args:
-        rate: Probability of dropping, from 0 (every word is kept) to 1 (none is).
-    """
+    """Return the smallest word with which dropout at a rate from 0 to 1 keeps an element."""
     return round(rate * 2**32)
 
 
@@ -130,9 +124,6 @@ def attention_threshold(rate: float) -> int:
     """Return the smallest half word with which the dropout of attention keeps a probability.
 
     The actual rate is the nearest multiple of 2⁻¹⁶; a rate of up to 2⁻¹⁷ drops nothing.
-
-    Args:
-        rate: Probability of dropping, from 0 (every half word is kept) to 1 (none is).
     """
     return round(rate * 2**HALF)
 
@@ -141,9 +132,6 @@ def keep_scale(rate: float) -> float:
     """Return the factor by which kept probabilities are multiplied to preserve their mean.
 
     It is 1 / (1 - p), where p is the actual, rounded rate; 1 if all are dropped.
-
-    Args:
-        rate: Probability of dropping, from 0 to 1.
     """
     kept = 2**HALF - attention_threshold(rate)
     return 2**HALF / kept if kept else 1.0

@@ -9,13 +9,7 @@ INK, PALE, BLUE, GREEN, RED, AMBER = "#222", "#eee", "#bcd8f5", "#bfe3c5", "#f3c
 
 
 class Picture:
-    """A picture that grows to the right and downwards; all numbers are pixels.
-
-    Args:
-        width: Width of the picture.
-        height: Height of the picture.
-        title: A description for screen readers.
-    """
+    """A picture in pixels that grows to the right and downwards, with a title for screen readers."""
 
     def __init__(self, width: int, height: int, title: str):
         self.parts = [

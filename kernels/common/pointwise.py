@@ -33,12 +33,7 @@ class Gelu(NamedTuple):
 
 
 def make_gelu(compile_: Callable[[Any], Any], exp2: Callable[[Any], Any]) -> Gelu:
-    """Return GELU in its tanh form, and its gradient, for one compiler.
-
-    Args:
-        compile_: Turns a plain function into one that the caller's compiler can call.
-        exp2: 2**x in the dtype of the elements, for x <= 0.
-    """
+    """Return GELU in its tanh form, and its gradient, for one compiler; ``exp2`` is 2**x for x <= 0."""
 
     @compile_
     def gate(x, constants):
@@ -85,19 +80,10 @@ def make_adam(compile_: Callable[[Any], Any]) -> Callable[..., tuple[Any, Any, A
 def adam_constants(
     lr: float, beta1: float, beta2: float, eps: float, step: int, weight_decay: float
 ) -> tuple[float, ...]:
-    """Return the constants of a step, which are the same for every element.
+    """Return the constants of a step, which are counted from 1; they are the same for every element.
 
-    Args:
-        lr: Learning rate.
-        beta1: Decay of m, the running mean of the gradient.
-        beta2: Decay of v, the running mean of its square.
-        eps: Added to the root of v.
-        step: Number of the step, from 1; it corrects the bias towards the initial zeros.
-        weight_decay: Decoupled, as in AdamW.
-
-    Returns:
-        The step size lr / (1 - beta1^step), beta1, beta2, eps, the factor 1 / sqrt(1 - beta2^step) of
-        the root, and the factor of the value after weight decay.
+    They are the step size lr / (1 - beta1^step), beta1, beta2, eps, the factor 1 / sqrt(1 -
+    beta2^step) of the root, and the factor of the value after decoupled weight decay, as in AdamW.
     """
     size, root = lr / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
     return size, beta1, beta2, eps, root, 1.0 - lr * weight_decay

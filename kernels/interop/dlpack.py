@@ -123,11 +123,7 @@ class Read:
 class _Described:
     """Memory in the form in which NumPy reads it without accessing it, so that it may be on a device.
 
-    Args:
-        like: An array of its shape and strides.
-        address: Address of the first element.
-        dtype: Dtype of the elements; bfloat16 becomes uint16.
-        owner: The object that keeps the memory alive.
+    It has the shape and strides of ``like``, and its owner keeps it alive; bfloat16 becomes uint16.
     """
 
     def __init__(self, like: Any, address: int, dtype: np.dtype[Any], owner: Any):
@@ -244,8 +240,7 @@ def device_of(address: int) -> int:
 def wait_for(stream: int | None) -> None:
     """Make the legacy default stream wait for the current work of another; the host does not wait.
 
-    Args:
-        stream: A CUDA stream; None, 0 and 1 are the legacy default stream itself.
+    None, 0 and 1 are the legacy default stream itself.
     """
     if stream not in (None, 0, LEGACY_STREAM):
         _make_wait(cuda.default_stream(), cuda.external_stream(stream))

@@ -30,11 +30,7 @@ NO_NESTED = (
 
 
 class Lent:
-    """Lend an array of ours to a library that reads DLPack.
-
-    Args:
-        array: A NumPy array, or a numba device array.
-    """
+    """Lend a NumPy array, or a numba device array, to a library that reads DLPack."""
 
     def __init__(self, array: Any):
         self._array = array
@@ -72,14 +68,7 @@ class Library:
         return None
 
     def repeat(self, repeat: Repeat, starts: list[int], seed: int, like: Any) -> list[Any]:
-        """Return the results of a repeated call as arrays of the library.
-
-        Args:
-            repeat: Repeats the launches of an earlier call.
-            starts: Addresses of the operands.
-            seed: Dropout seed.
-            like: An operand, an array of the library.
-        """
+        """Return the results of a repeated call as arrays of the library, given an operand of it."""
         return [None if x is None else self.result(x) for x in repeat.arrays(starts, seed)]
 
 

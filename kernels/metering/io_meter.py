@@ -43,11 +43,7 @@ def _host(array: Any) -> npt.NDArray[Any]:
 
 
 class _Ledger:
-    """The accesses to each element of one allocation.
-
-    Args:
-        owner: The array that owns the memory, kept alive so that its address is not reused.
-    """
+    """The accesses to each element of an allocation, kept alive so that its address is not reused."""
 
     def __init__(self, owner: npt.NDArray[Any]):
         self.owner = owner
@@ -73,14 +69,7 @@ class _Ledger:
 
 
 class Counted:
-    """An array in global memory that counts its accesses by a kernel.
-
-    Args:
-        array: The array.
-        reads: Number of reads of each element so far.
-        writes: Number of writes of each element so far.
-        lock: Serialises the simulator's threads.
-    """
+    """An array in global memory that counts its accesses by a kernel, from given numbers of them on."""
 
     def __init__(self, array: npt.NDArray[Any], reads: _Counts, writes: _Counts, lock: Any):
         self.array, self.reads, self.writes, self._lock = array, reads, writes, lock
@@ -160,13 +149,7 @@ class IOMeter:
         simulated_atomics.add = self._atomic_add
 
     def launch(self, kernel: Kernel, size: Any, args: tuple[Any, ...]) -> None:
-        """Launch a kernel on counting arrays.
-
-        Args:
-            kernel: The kernel.
-            size: (grid, block).
-            args: Its arguments.
-        """
+        """Launch a kernel on a (grid, block), with arrays that count in place of its arguments."""
         names = inspect.signature(kernel.source).parameters
         touched: list[tuple[str, _Ledger, int]] = []
         counted = [self._counted(*pair, touched) for pair in zip(names, args, strict=True)]
@@ -194,24 +177,19 @@ class IOMeter:
             return self._ledgers.setdefault(id(owner), _Ledger(owner))
 
     def elements(self, array: Any) -> tuple[_Counts, _Counts]:
-        """Return how often each element of an array was read, and how often written.
+        """Return how often each element of an array was read, and how often written, as two arrays.
 
-        Args:
-            array: An array argument of a kernel, or any view of it.
-
-        Returns:
-            Two arrays of its shape.
+        It is an array argument of a kernel, or any view of it.
         """
         host = _host(array)
         reads, writes = self._ledger(host).seen_as(host)
         return reads.copy(), writes.copy()
 
     def counts(self, **arrays: Any) -> dict[str, Traffic]:
-        """Return the traffic of each array.
+        """Return the traffic of each array, by name.
 
-        Args:
-            arrays: Arrays by name.  All others, which a rung allocated, are named by the parameter of the
-                kernel that first read them.
+        All others, which a rung allocated, are named by the parameter of the kernel that first
+        read them.
         """
         result: dict[str, Traffic] = {}
         for name, array in arrays.items():

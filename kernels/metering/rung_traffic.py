@@ -57,16 +57,7 @@ def head_shape(problem: Problem) -> HeadShape:
 def problem_of(
     name: str, batch_heads: int, seq_q: int, seq_k: int, head_dim: int, **options: Any
 ) -> Problem:
-    """Return the problem of a call in float32 without its arrays.
-
-    Args:
-        name: One of RUNGS.
-        batch_heads: (batch, heads) of q, k and v.
-        seq_q: Query rows.
-        seq_k: Key columns.
-        head_dim: Size of queries, keys and values.
-        options: Options of ``make_problem``.
-    """
+    """Return the problem of a call of one of RUNGS in float32 for (batch, heads), without its arrays."""
     q, k = (np.broadcast_to(np.float32(0), (batch_heads, n, head_dim)) for n in (seq_q, seq_k))
     return make_problem(q, k, k, **RUNGS[name], **options)
 
@@ -74,10 +65,8 @@ def problem_of(
 def call_traffic(name: str, problem: Problem, tile: Tile | None = None) -> PassTraffic:
     """Return the traffic of one of many heads of a call, where sums are not divided among blocks.
 
-    Args:
-        name: One of RUNGS.
-        problem: The checked call, without a mask, dropout or packed sequences.
-        tile: (block_q, block_k), query rows and keys per tile; None uses the rung's default.
+    The name is one of RUNGS, and the call has no mask, dropout or packed sequences. A tile of None is
+    the rung's default.
 
     Raises:
         ValueError: If there are no formulas for the name.
@@ -131,15 +120,8 @@ def metered(
 ) -> tuple[PassTraffic, PassTraffic]:
     """Run one head forward and backward in the simulator; return its measured and expected traffic.
 
-    Args:
-        name: One of ``traffic.RUNGS``.
-        shape: Sizes of the head; the bounds come from the options.
-        tile: (block_q, block_k), query rows and keys per tile; None uses the rung's default.
-        seed: Seed of the random operands.
-        options: Options of ``make_problem``: is_causal, causal_offset, window_size.
-
-    Returns:
-        The traffic counted by the meter, and that of the formulas.
+    The name is one of RUNGS, and the bounds of the head come from the options: is_causal,
+    causal_offset, window_size.
 
     Raises:
         RuntimeError: Outside the simulator.

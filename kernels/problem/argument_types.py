@@ -42,11 +42,7 @@ def is_whole(value: Any) -> bool:
 
 
 def check_array(name: str, operand: Any) -> None:
-    """Check that an operand is an array or a tensor of any library.
-
-    Raises:
-        TypeError: If it is not.
-    """
+    """Check that an operand is an array or a tensor of any library; otherwise raise a TypeError."""
     shape, dtype = getattr(operand, "shape", None), getattr(operand, "dtype", None)
     if shape is None or dtype is None or isinstance(operand, np.generic):
         raise TypeError(

@@ -19,13 +19,8 @@ BLOCK = (128, 64)
 def within_chunks(chunk: int, offset: int, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a problem whose rows see only the columns of their own chunk.
 
-    Row ``row`` is at the position ``row + offset``, and column ``col`` at ``col``; position p is in chunk
-    p // chunk.
-
-    Args:
-        chunk: Positions of a chunk.
-        offset: The option ``causal_offset``.
-        fields: The fields of a ``Problem`` with all other options.
+    Row ``row`` is at the position ``row + offset``, and column ``col`` at ``col``; position p is in
+    chunk p // chunk.
 
     Raises:
         ValueError: If the call has packed sequences and a ``mask_mod``.

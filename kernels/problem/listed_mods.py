@@ -106,10 +106,7 @@ def _uses(function: Callable[..., Any], place: int) -> bool:
 def _evaluated(evaluate: Evaluate, asked: Asked, repeats: int) -> Evaluated | None:
     """Evaluate a function, or return None if it fails or the result is of no use.
 
-    Args:
-        evaluate: Evaluates the function on a target.
-        asked: What is evaluated.
-        repeats: Number of heads for each one that is evaluated.
+    ``repeats`` is the number of heads for each one that is evaluated.
     """
     grid = asked.grid
     if asked.batches * asked.heads * repeats * math.prod(grid.counts) > MOST_BLOCKS:
@@ -126,11 +123,7 @@ def _evaluated(evaluate: Evaluate, asked: Asked, repeats: int) -> Evaluated | No
 
 
 def on_host(asked: Asked) -> tuple[Layout, bool]:
-    """Evaluate a function in compiled loops on the host; see :data:`Evaluate`.
-
-    Raises:
-        TypeError: If numba cannot compile it.
-    """
+    """Evaluate a function in compiled loops on the host; see :data:`Evaluate`."""
     evaluate = _fill_of(asked.function)
     if evaluate is None:
         raise TypeError("numba cannot compile the function")

@@ -71,8 +71,7 @@ class Operands(namedtuple("Operands", _FIELDS, defaults=[None] * (len(_FIELDS) -
     def extra_logits(self, shape: tuple[int, ...] | None = None) -> Any:
         """Return the scores of an additional key whose value is 0; None without sinks.
 
-        Args:
-            shape: (batch, heads, rows); that of lse when None.
+        The shape is (batch, heads, rows), that of lse when None.
         """
         if self.sink is None:
             return None
@@ -121,15 +120,9 @@ def make_operands(
     v: Any,
     arrays: Mapping[str, Any] | None = None,
 ) -> Operands:
-    """Return the record of a call; option arrays may be on the host for a call on a device.
+    """Return the record of a call; option arrays, by name, may be on the host for a call on a device.
 
-    Args:
-        memory: Memory of the call.
-        problem: The checked call.
-        q: (…, heads, seq_q, head_dim).
-        k: (…, heads, seq_k, head_dim).
-        v: (…, heads, seq_k, value_dim).
-        arrays: The options that are arrays, by name; other names are ignored.
+    The names in ``arrays`` that are not of arrays are ignored.
     """
     if not arrays:
         return Operands(q, k, v)
@@ -149,11 +142,9 @@ def make_operands(
 def own_mask(memory: Memory, problem: Problem, mask: Any) -> tuple[Any, npt.NDArray[np.int64]]:
     """View a mask, or its gradient, as (its own batches, heads or 1, seq_q or 1, seq_k or 1).
 
-    Its leading dimensions may broadcast within the batch, such as one mask per batch if groups of query
-    heads are separate entries of the batch.  No stride describes that, so there is an index instead.
-
-    Returns:
-        The view, and the index of its batch for each batch of the call.
+    Its leading dimensions may broadcast within the batch, such as one mask per batch if groups of
+    query heads are separate entries of the batch.  No stride describes that, so there is also the
+    index of its batch for each batch of the call.
     """
     lead = problem.grouped_lead
     if problem.groups > 1 and len(mask.shape) > 2:

@@ -37,17 +37,10 @@ class PackedMaker:
         return tuple([(sums.dtype, sums.shape, sums.tobytes()) for sums in own])
 
     def __call__(self, q: Any, k: Any, v: Any, options: Options) -> Problem:
-        """Check the call.
-
-        Args:
-            q: (heads, total_q, head_dim), a view.
-            k: (heads, total_k, head_dim).
-            v: (heads, total_k, value_dim).
-            options: Options by name.
+        """Check a call on views (heads, total, dim) of q, k and v.
 
         Raises:
-            TypeError: See :func:`kernels.make_problem`, and
-                :class:`kernels.problem.packed_sequences.Sequences`.
+            TypeError: See :func:`kernels.make_problem`, and :class:`.packed_sequences.Sequences`.
             ValueError: Also for ``attn_mask`` or ``block_mask``.
         """
         for name, option in OPTIONS.items():
@@ -60,7 +53,7 @@ class PackedMaker:
 
 
 def check_packed(name: str, operand: Any) -> None:
-    """Check that an operand has the three dimensions (total, heads, dim).
+    """Check that an operand is an array of the three dimensions (total, heads, dim).
 
     Raises:
         TypeError: If it is not an array.

@@ -80,16 +80,13 @@ class Sequences:
         return np.diff(self.cu_seqlens_q), np.diff(self.cu_seqlens_k)
 
     def tiles(self, block: int, of_keys: bool = False, fixed: bool = False) -> Ints:
-        """Return the tiles of all sequences; no tile spans two sequences.
+        """Return the tiles of all sequences, none of which spans two: (tiles, 6), a :class:`Tile` each.
 
         Args:
             block: Rows (or columns) per tile.
             of_keys: Return tiles of key columns instead of query rows.
             fixed: Append tiles of an empty sequence behind the last one, so that the number of tiles
                 depends on the number of sequences and their total length only.
-
-        Returns:
-            (tiles, 6): the columns are those of :class:`Tile`.
         """
         counts: Ints = -(-self.lengths[of_keys] // block)  # (count,), rounded up
         sequence = np.repeat(np.arange(self.count), counts)

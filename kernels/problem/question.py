@@ -216,13 +216,8 @@ def problem_of(
 ) -> Problem:
     """Return the problem of a call; see :func:`make_problem`.
 
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        options: Options by name.
-        find: Returns the bounds of packed sequences from the rows and columns of all; None if none are
-            packed.
+    ``find`` returns the bounds of packed sequences from the rows and columns of all; None if none are
+    packed.
     """
     dtype = check_dtypes(q, k, v)
     check_types(**options)

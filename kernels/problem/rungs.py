@@ -23,14 +23,7 @@ def unknown_rung(rung: str, names: Sequence[str]) -> ValueError:
 
 
 def unusable_rung(rung: str, why: str, target: str, usable: Sequence[str]) -> ValueError:
-    """Return the error for a rung that cannot run a call.
-
-    Args:
-        rung: The requested rung.
-        why: The reason.
-        target: The target of the operands.
-        usable: The rungs of the target that can run the call.
-    """
+    """Return the error for a requested rung that cannot run a call, given the usable ones of its target."""
     way_out = (
         f"use 'auto' or one of {', '.join(map(repr, usable))}"
         if usable

@@ -29,12 +29,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def by_name(function: str, args: Sequence[Any], options: Options) -> Options:
-    """Return the options of a call by name.
-
-    Args:
-        function: The name of the called function, for error messages.
-        args: Options given by position, in the order of ``make_problem``.
-        options: Options given by name.
+    """Return the options of a call of a function by name, given those by position and those by name.
 
     Raises:
         TypeError: For an unknown option, an option given twice, or too many by position.
@@ -59,11 +54,9 @@ def by_name(function: str, args: Sequence[Any], options: Options) -> Options:
 def takes_attention_options(function: _Function) -> _Function:
     """Add the options of attention to the signature of a function with ``*args, **options``.
 
-    In the docstring, the texts of options replace ``args`` and ``options``.  An option that the function
-    names itself, by keyword only, keeps the default and the text that it has there.
-
-    Args:
-        function: A function whose body passes ``args`` and ``options`` to :func:`by_name`.
+    The function passes ``args`` and ``options`` to :func:`by_name`.  In its docstring, the texts of
+    options replace those two.  An option that it names itself, by keyword only, keeps the default and
+    the text that it has there.
     """
     own = inspect.signature(function)
     lead = [p for p in own.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]

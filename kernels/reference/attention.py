@@ -26,12 +26,7 @@ def _delta(operands: Operands) -> Array:
 
 
 def attention(problem: Problem, tile: Any, operands: Operands) -> None:
-    """Fill out, lse and lse_rest by the textbook formula, with all scores at once.
-
-    Args:
-        problem: The checked call.
-        tile: Not used.
-        operands: q, k, v, and out, lse and lse_rest to be written.
+    """Fill out, lse and lse_rest by the textbook formula, with all scores at once; ``tile`` is not used.
 
     Source: FlashAttention, Algorithm 0.
     """
@@ -66,12 +61,7 @@ def _backward_of(scores: Scores, own: Operands, rows: slice, cols: slice, delta:
 
 
 def attention_backward(problem: Problem, tile: Any, operands: Operands) -> None:
-    """Fill dq, dk and dv by the textbook formula.
-
-    Args:
-        problem: The checked call.
-        tile: Not used.
-        operands: q, k, v, out, lse, lse_rest, dout, dlse or None, and dq, dk and dv to be written.
+    """Fill dq, dk and dv by the textbook formula; ``tile`` is not used.
 
     Source: FlashAttention, Appendix B.2; FlashAttention-2, section 2.3.
     """
@@ -86,10 +76,7 @@ def attention_backward(problem: Problem, tile: Any, operands: Operands) -> None:
 def mask_gradient(problem: Problem, operands: Operands, gradient: Array) -> None:
     """Add up the gradient of an array that is added to scores, one tile of rows at a time.
 
-    Args:
-        problem: The checked call.
-        operands: The operands of the backward pass.
-        gradient: See ``Target.mask_gradient``, written.
+    See ``Target.mask_gradient``.
     """
     scores, delta = Scores(problem, operands), _delta(operands)
     gradient[...] = 0
@@ -107,12 +94,9 @@ def mask_gradient(problem: Problem, operands: Operands, gradient: Array) -> None
 
 
 def sink_gradient(problem: Problem, operands: Operands, dsink: Array) -> None:
-    """Fill the gradient of the sinks: the sum over the rows of dS of a key whose value, so dP, is 0.
+    """Fill the gradient of the sinks, (batch * heads,).
 
-    Args:
-        problem: The checked call.
-        operands: dout, out, lse, lse_rest, the sinks, and dlse or None.
-        dsink: (batch * heads,), written.
+    It is the sum over the rows of dS of a key whose value, and so dP, is 0.
     """
     sums = operands.lse.dtype
     wide = operands.having(dout=operands.dout.astype(sums), out=operands.out.astype(sums))
@@ -122,12 +106,7 @@ def sink_gradient(problem: Problem, operands: Operands, dsink: Array) -> None:
 
 
 def tiled_attention(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out, lse and lse_rest tile by tile.
-
-    Args:
-        problem: The checked call.
-        tile: (block_q, block_k).
-        operands: q, k, v, and out, lse and lse_rest to be written.
+    """Fill out, lse and lse_rest tile by tile, (block_q, block_k).
 
     Source: FlashAttention-2, Algorithm 1, lines 3-15.
     """
@@ -166,11 +145,6 @@ def _forward_tile(
 
 def tiled_attention_backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
     """Fill dq, dk and dv tile by tile, with the outer loop over key tiles.
-
-    Args:
-        problem: The checked call.
-        tile: (block_q, block_k).
-        operands: q, k, v, out, lse, lse_rest, dout, dlse or None, and dq, dk and dv to be written.
 
     Source: FlashAttention-2, Algorithm 2.
     """

@@ -39,8 +39,7 @@ def unit_of(most: Array) -> Array:
 def rotated(x: Array) -> Array:
     """Multiply rows by random signs and a Hadamard matrix, without its factor 1/sqrt(width).
 
-    Args:
-        x: (…, rows, width) float32; the width is a power of two.
+    ``x`` is (…, rows, width) float32; the width is a power of two.
     """
     width = x.shape[-1]
     bits = SIGNS[np.arange(width) // 16] >> (np.arange(width) % 16).astype(np.uint32) & 1
@@ -55,15 +54,10 @@ def rotated(x: Array) -> Array:
 
 
 def quantised(x: Array, has_blocks: bool = False) -> tuple[Array, Array]:
-    """Return numbers rounded to e4m3, and the unit by which each must be multiplied.
+    """Return (…, rows, width) numbers rounded to e4m3, and the unit (…, rows, 1) of each, float32.
 
-    Args:
-        x: (…, rows, width) float32.
-        has_blocks: Use a separate unit for each block of 128 rows instead of one for all rows.
-
-    Returns:
-        The rounded numbers, of the shape of x and NaN where x is not finite, and the units, (…, rows, 1)
-        float32.
+    A number is NaN where x is not finite.  All rows have one unit, or each block of 128 rows with
+    ``has_blocks``.
     """
     rows = x.shape[-2]
     firsts = np.arange(0, rows, BLOCK if has_blocks else rows)
@@ -75,10 +69,9 @@ def quantised(x: Array, has_blocks: bool = False) -> tuple[Array, Array]:
 
 
 def rounding(forward: Callable[..., Any]) -> Callable[..., None]:
-    """Return a function of ``(problem, tile, operands)`` that computes attention on rounded operands.
+    """Return a function that computes attention on rounded operands by ``forward``, in float32 or float64.
 
-    Args:
-        forward: A function with the same arguments that fills out and lse, in float32 or float64.
+    Both are functions of ``(problem, tile, operands)`` that fill out and lse.
     """
 
     def forward_float8(problem: Problem, tile: Any, operands: Operands) -> None:

@@ -19,12 +19,7 @@ READS = {"naive": 2, "safe": 3, "online": 2}
 
 
 def check_rows(step: str, x: Any, out: Any) -> None:
-    """Check the arguments of the softmax kernels of this ladder.
-
-    Args:
-        step: One of :data:`READS`.
-        x: (rows, length), on the device of the kernels.
-        out: (rows, length).
+    """Check the arguments of the softmax kernels of this ladder: a step of READS, x and out (rows, length).
 
     Raises:
         ValueError: If there is no such step, or x and out differ in shape or dtype.

@@ -84,15 +84,10 @@ def _out_of_memory(what: str) -> MemoryError:  # beyond module 4
 def explain(  # beyond module 4
     error: BaseException, doing: str, *, is_culprit: bool = False
 ) -> Exception | None:
-    """Convert an error of numba or CUDA to one that explains it and says what to do.
+    """Convert an error of numba or CUDA to one that explains it and says what to do; None if it is unknown.
 
-    Args:
-        error: The exception.
-        doing: The failed operation, as the subject of a sentence: "the kernel flash2".
-        is_culprit: Whether the kernel named in ``doing`` failed, rather than an earlier one.
-
-    Returns:
-        A MemoryError or RuntimeError, or None if the error is not known here.
+    ``doing`` is the failed operation, as the subject of a sentence: "the kernel flash2".
+    ``is_culprit`` tells whether that kernel failed, rather than an earlier one.
     """
     if type(error).__module__.split(".")[0] not in ("numba", "numba_cuda", "cuda"):
         return None
@@ -149,11 +144,7 @@ def _size(count: int) -> str:  # beyond module 5
 
 
 class explained:  # beyond module 4
-    """Convert exceptions of numba and CUDA inside the ``with`` to errors that say what to do.
-
-    Args:
-        doing: The operation, as the subject of a sentence.
-    """
+    """Convert exceptions of numba and CUDA inside the ``with`` to errors that say what to do."""
 
     __slots__ = ("doing",)
 

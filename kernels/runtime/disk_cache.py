@@ -29,10 +29,8 @@ _REMEDY = "set NUMBA_CACHE_DIR to a folder that only you can write to"
 def keep_on_disk(dispatcher: Any, index_key: Callable[..., Any]) -> None:
     """Have a dispatcher of numba or numba.cuda keep its machine code on disk, where that is possible.
 
-    Args:
-        dispatcher: The dispatcher.
-        index_key: Returns the key of an entry for a signature and a code generator; its ``repr`` tells keys
-            apart.
+    ``index_key`` returns the key of an entry for a signature and a code generator; its ``repr`` tells
+    keys apart.
     """
     without = dispatcher._cache
     if not is_known("numba"):
@@ -73,10 +71,8 @@ _MOST_FILES = 1024
 class _Files:
     """The files of a kernel, one for each entry, named by its key; damaged ones are discarded.
 
-    Args:
-        folder: The folder of the files.
-        numbas: The files of numba or numba-cuda, which knows how to pickle and to replace a file.
-        name: The beginning of their names.
+    ``numbas`` are the files of numba or numba-cuda, which knows how to pickle and to replace a file;
+    ``name`` is the beginning of their names.
     """
 
     def __init__(self, folder: Path, numbas: Any, name: str):
@@ -125,13 +121,10 @@ def _digest(path: Path, content: bytes) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _why_unsafe(folder: str, source: str) -> str | None:
-    """Return why other users could put a file into a folder, or None if they cannot.
+    """Return why other users could put a file into a folder of the cache, or None if they cannot.
 
-    Users who can write to the folder of the source are trusted: they can change the kernels themselves.
-
-    Args:
-        folder: The folder of the cache.
-        source: The folder of the source.
+    Users who can write to the folder of the source are trusted: they can change the kernels
+    themselves.
     """
     if os.name != "posix":
         return None

@@ -49,9 +49,7 @@ def acc_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def rounded(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Return a copy of an array in another dtype, with each number rounded once, to nearest even.
 
-    Args:
-        array: An array of any shape and strides; the copy keeps the order of its dimensions in memory.
-        dtype: The dtype of the result; a number beyond its range becomes infinite.
+    The copy keeps the order of the dimensions in memory; a number beyond the range becomes infinite.
     """
     if dtype == BFLOAT16 and array.dtype == FLOAT64:
         array = _rounded_to_odd(array)

@@ -67,15 +67,12 @@ def _code(code: CodeType) -> str:
 def fingerprint(function: Any, *arguments: Type) -> str:
     """Return a hash of the code and options of a function and of all project functions that it calls.
 
-    Numba's cache checks only the file of the function, so that a change of a helper in another file would
-    have no effect; with this hash the kernel is recompiled.  A function that numba replaces (``overload``)
-    names its ``implementations``; an intrinsic is hashed by the function that emits its instructions; an
-    object by all its attributes, or those that it names in ``made_of``; a captured array by its elements.
-
-    Args:
-        function: A plain function or a dispatcher.
-        arguments: Types of arguments.  Numba's key has their names, but not the order of the fields of
-            named tuples.
+    Numba's cache checks only the file of the function, so that a change of a helper in another file
+    would have no effect; with this hash the kernel is recompiled.  A function that numba replaces
+    (``overload``) names its ``implementations``; an intrinsic is hashed by the function that emits
+    its instructions; an object by all its attributes, or those that it names in ``made_of``; a
+    captured array by its elements. Numba's key has the names of the types of arguments, but not the
+    order of the fields of named tuples, so that these types may be given too.
     """
     seen: set[int] = set()
     parts: list[object] = []
@@ -231,14 +228,10 @@ def at_most(count: int) -> Iterator[None]:
 class Parallel:
     """A kernel whose ``prange`` loops run on numba's threads where possible.
 
-    Numba ends the process in two cases: when a second Python thread uses its ``workqueue`` layer at the
-    same time, and when a forked child uses the OpenMP threads of its parent.  Here the second caller waits,
-    and the child computes on one thread.
-
-    Args:
-        dispatcher: A numba dispatcher, whose attributes are available here too.
-        cache: Whether to cache machine code on disk, as in :func:`njit_cached`.
-        options: Options of ``numba.njit``.
+    Numba ends the process in two cases: when a second Python thread uses its ``workqueue`` layer at
+    the same time, and when a forked child uses the OpenMP threads of its parent.  Here the second
+    caller waits, and the child computes on one thread.  The attributes of the dispatcher are
+    available here too.
     """
 
     def __init__(self, dispatcher: Any, cache: bool, options: dict[str, Any]):
@@ -282,9 +275,7 @@ def serial(loop: Any) -> Any:  # beyond module 5
 class BySize:  # beyond module 5
     """A kernel whose ``prange`` loops are parallel for large operands and serial for small ones.
 
-    Args:
-        function: A kernel; it is chosen by the size of its first argument.
-        options: Options of ``numba.njit``.
+    The size is that of its first argument.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any):
@@ -306,11 +297,7 @@ class BySize:  # beyond module 5
 
 
 def by_size(**options: Any) -> Callable[[Callable[..., Any]], BySize]:  # beyond module 5
-    """Compile the decorated kernel as a :class:`BySize`.
-
-    Args:
-        options: Options of ``numba.njit``.
-    """
+    """Compile the decorated kernel as a :class:`BySize`, with options of ``numba.njit``."""
     return lambda function: BySize(function, **options)
 
 

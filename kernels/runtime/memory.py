@@ -38,13 +38,9 @@ def start_of(array: Any) -> int:
 def join_dims(shape: Ints, *strides: Ints) -> list[Ints]:
     """Join dimensions that are contiguous in every operand, to save index divisions.
 
-    Args:
-        shape: The shape of a result.
-        strides: Strides of the result, then of each operand; 0 where it is broadcast.
-
-    Returns:
-        Shape and strides of the same elements, with at least one dimension, in the result's memory order.
-        Operands of the same layout become vectors.
+    The strides are those of the result, then of each operand; 0 where it is broadcast.  Returns shape
+    and strides of the same elements, with at least one dimension, in the result's memory order.
+    Operands of the same layout become vectors.
     """
     joined: list[Ints] = []  # (size, stride of each operand), the slowest dimension first
     dims = [dim for dim in zip(shape, *strides, strict=True) if dim[0] != 1]
@@ -62,10 +58,9 @@ def join_dims(shape: Ints, *strides: Ints) -> list[Ints]:
 
 @lru_cache(maxsize=4096)
 def joined(*layouts: Ints) -> list[Ints]:
-    """Join the dimensions of a result and its operands; see :func:`join_dims`.
+    """Join the dimensions of a result and its operands, which broadcast to it; see :func:`join_dims`.
 
-    Args:
-        *layouts: Shape and strides of the result, then of each operand, which broadcasts to it.
+    The layouts are the shape and the strides of each in turn.
     """
     shape = layouts[0]
     pairs = zip(layouts[::2], layouts[1::2], strict=True)
@@ -88,10 +83,8 @@ def joined_step(sizes: Ints, steps: Ints) -> int | None:
 def strides_as(strides: Ints, shape: Ints) -> Ints:
     """Return the strides of a dense array whose dimensions have the memory order of another array.
 
-    Args:
-        strides: Strides of the other array, in elements.  If a stride of 0 repeats a dimension, or the
-            number of dimensions differs, the result is row-major.
-        shape: Shape of the array.
+    If a stride of that, in elements, is 0 and repeats a dimension, or the number of dimensions
+    differs, the result is row-major.
     """
     repeats = any(step == 0 and size != 1 for step, size in zip(strides, shape, strict=False))
     if len(strides) != len(shape) or repeats:
@@ -117,13 +110,8 @@ def same_layout(shape: Ints, strides: Ints, other: Ints) -> bool:
 def reordered(shape: Ints, strides: Ints, other: Ints) -> Ints | None:
     """Return the strides that give an array the memory order of another; see :meth:`Memory.laid_as`.
 
-    Args:
-        shape: Shape of the array.
-        strides: Its strides, in elements.
-        other: Strides of the other array.
-
-    Returns:
-        The strides, or None if the array already has that order, or the numbers of dimensions differ.
+    Strides are in elements.  It is None if the array already has that order, or the numbers of
+    dimensions differ.
     """
     wanted = strides_as(other, shape)
     if len(other) != len(shape) or same_layout(shape, strides, wanted):

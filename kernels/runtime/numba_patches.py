@@ -78,12 +78,12 @@ def call_own_copies() -> None:
 
 
 def keep_files(dispatcher: Any, index_key: Callable[..., Any], files: Callable[..., Any]) -> None:
-    """Make the cache of a dispatcher use other keys and files than numba's.
+    """Make the cache of a dispatcher, which is enabled, use other keys and files than numba's.
 
     Gain: numba's keys miss the functions that a kernel calls, and it runs any pickle that lies there.
 
     Args:
-        dispatcher: A dispatcher of numba or numba.cuda, whose cache is enabled.
+        dispatcher: A dispatcher of numba or numba.cuda.
         index_key: Returns the key of an entry for a signature and a code generator.
         files: Returns what loads and saves entries, given numba's files and the beginning of their names.
     """
@@ -93,14 +93,11 @@ def keep_files(dispatcher: Any, index_key: Callable[..., Any], files: Callable[.
 
 
 def share_arrays(shared: Any) -> None:
-    """Make the simulator create each shared array once, although several threads ask for it.
+    """Make the simulator's class ``FakeCUDAShared`` create each shared array once for several threads.
 
     The simulator itself checks whether the array exists and then creates it without a lock.
 
     Gain: without it, two threads of a block can get an array each.
-
-    Args:
-        shared: The simulator's class ``FakeCUDAShared``.
     """
     dynamic, lock = shared.array, Lock()
 
@@ -124,10 +121,8 @@ def share_copies(cuda: Any) -> None:  # beyond module 4
 
     Each copy of a block otherwise includes all variables of the function.
 
-    Gain: kernels compile to PTX in less time, flash2_mma 5 % and flash3_wgmma 43 %, with the same code.
-
-    Args:
-        cuda: The module ``numba.cuda``.
+    Gain: kernels compile to PTX in less time, flash2_mma 5 % and flash3_wgmma 43 %, with the same
+    code.
     """
     scope: Any = None
     memo: dict[int, Any] = {}
@@ -158,12 +153,9 @@ def watching_numba(cuda: Any, refuse: Callable[[str], None]) -> Iterator[None]: 
     """Call a function before numba itself launches a kernel, copies, allocates or waits.
 
     Launches and copies of this library are not affected, because they call the driver directly.
+    ``refuse`` receives a description of what numba is about to do, and may raise an error.
 
     Gain: a captured step refuses work that its graph would miss.
-
-    Args:
-        cuda: The module ``numba.cuda``.
-        refuse: A function of a description of what numba is about to do; it may raise an error.
     """
     kernels, driver = cuda.dispatcher._Kernel, cuda.cudadrv.driver.driver
     numbas = {(driver, name): f"has numba copy, allocate or wait ({name})" for name in _NUMBAS}

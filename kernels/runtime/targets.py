@@ -75,11 +75,7 @@ BLOCKING: bool = any(
 
 
 class launching:  # beyond module 4
-    """Name the kernel that is launched inside the ``with`` in errors of its launch and execution.
-
-    Args:
-        kernel: Its name.
-    """
+    """Name the kernel that is launched inside the ``with`` in errors of its launch and execution."""
 
     __slots__ = ("kernel",)
 
@@ -114,14 +110,9 @@ class EventTimer:  # beyond module 5
             kernels.flash_attention_forward(q, k, v)
         timer.seconds
 
-    The device is idle at the first event, and has finished all work at the second.
-
-    Args:
-        hold: Called between the wait for the device and the first event.  It may occupy the device while
-            the host launches, so that only the device's own time is measured.
-
-    Attributes:
-        seconds: Time between the two events, after the ``with``.
+    The device is idle at the first event, and has finished all work at the second.  The function
+    ``hold`` is called between the wait for the device and the first event.  It may occupy the device
+    while the host launches, so that only the device's own time is measured.
 
     Source: CUDA Runtime API, event management; their resolution is about half a microsecond.
     """

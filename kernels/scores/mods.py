@@ -57,14 +57,10 @@ def is_varying(mask_mod: Function) -> bool:
 
 
 def check_mod(name: str, function: Any, arguments: str) -> None:
-    """Check the arguments of a user function, and its result for indices of 0.
+    """Check the arguments of a user function, if there is one, and its result for indices of 0.
 
-    A compiled function cannot report a missing return statement, and cannot raise.
-
-    Args:
-        name: Name of the option.
-        function: The user function, or None.
-        arguments: Its arguments, in words: "(batch, head, row, col)".
+    A compiled function cannot report a missing return statement, and cannot raise.  ``arguments`` are
+    in words: "(batch, head, row, col)".
 
     Raises:
         TypeError: If it takes other arguments, or returns neither a bool nor a number.
@@ -108,11 +104,7 @@ def check_mod(name: str, function: Any, arguments: str) -> None:
 
 
 class _Same:
-    """A wrapper that compares an object by identity.
-
-    Args:
-        value: The object, kept alive so that its id is not reused.
-    """
+    """A wrapper that compares an object by identity, and keeps it alive so that its id is not reused."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -169,11 +161,7 @@ def _content(function: FunctionType) -> tuple[Any, ...]:
 
 
 class _Kept:
-    """A function that is compared by its content.
-
-    Args:
-        function: A user function.
-    """
+    """A user function that is compared by its content."""
 
     def __init__(self, function: FunctionType):
         self.function, self.content = function, _content(function)
@@ -229,11 +217,7 @@ def as_mask_mod(value: Any) -> Function | None:
 
 
 def as_score_mod(value: Any) -> ScoreMod | None:
-    """Convert the option ``score_mod``, a function or a pair with its derivative, to a ``ScoreMod``.
-
-    Raises:
-        TypeError: If one of them does not take (score, batch, head, row, col).
-    """
+    """Convert the option ``score_mod``, a function or a pair with its derivative, to a ``ScoreMod``."""
     if value is None:
         return None
     mod = ScoreMod(*value) if isinstance(value, (tuple, list)) else ScoreMod(value)
@@ -254,11 +238,7 @@ def with_kept_mods(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_derivative(mod: ScoreMod | None) -> None:
-    """Check that ``score_mod`` has a derivative.
-
-    Raises:
-        ValueError: If there is a ``score_mod`` without its derivative.
-    """
+    """Check that a ``score_mod`` has a derivative; otherwise raise a ValueError."""
     if mod is not None and mod.derivative is None:
         raise ValueError(
             "a gradient through score_mod needs its derivative with respect to the score, got only "
@@ -268,14 +248,6 @@ def check_derivative(mod: ScoreMod | None) -> None:
 
 def evaluate(function: Function, dtype: Any, *arguments: Any) -> Any:
     """Call a function of numbers for each element of arrays that broadcast, in plain Python.
-
-    Args:
-        function: The user function.
-        dtype: Dtype of the result.
-        arguments: Arrays that broadcast.
-
-    Returns:
-        An array of the broadcast shape.
 
     Raises:
         ValueError: If the function raises.

@@ -227,12 +227,8 @@ def make_row_end(
 ) -> Callable[..., Any]:
     """Return ``end_row(row_sum, shift, b, h, call)``: a row's 1 / l, which multiplies O, lse and its rest.
 
-    Args:
-        features: The options of the call.
-        compile_: Turns a plain function into one that the target's compiler can call.
-        softmax: The online softmax, compiled for the target.
-        real: The type of sums.
-        sink_of: ``(b, h, call)``: the sink of a head.
+    ``real`` is the type of sums, and ``sink_of(b, h, call)`` the sink of a head; ``compile_`` and
+    ``softmax`` are the target's.
     """
     shift_of, inverse_sum, log_sum_exp, merge_weight = softmax
     has_sink = features.sink

@@ -198,12 +198,8 @@ class BlockMask:
     ) -> tuple[Any, list[Any]]:
         """Return 0 or 1 + the index of a pattern, for tiles of :meth:`tile_list`, and packed patterns.
 
-        Args:
-            block_q: Query rows of a kernel's tile.
-            block_k: Key columns of a kernel's tile.
-            by_keys: See :meth:`tile_list`.
-            pack: Packs the patterns of tiles, a bool array (count, block_q, block_k), to an array of any
-                form.
+        ``pack`` packs the patterns of tiles, a bool array (count, block_q, block_k), to an array
+        of any form.
         """
         tiles = self.tile_list(block_q, block_k, by_keys)
         size = block_q, block_k

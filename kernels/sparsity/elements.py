@@ -103,12 +103,8 @@ def from_strips(
 ) -> tuple[Layout, bool]:
     """Return the layout of elements that are produced one row of blocks at a time, and whether it is exact.
 
-    Args:
-        grid: The blocks.
-        heads: Number of heads.
-        fill: ``fill(head, row, rows, out)`` writes the visibility of ``rows`` rows from ``row`` on to the
-            beginning of ``out``, (block_q, key blocks · block_k).
-        most_patterns: See :func:`from_lines`.
+    ``fill(head, row, rows, out)`` writes the visibility of ``rows`` rows from ``row`` on to the
+    beginning of ``out``, (block_q, key blocks · block_k); see :func:`from_lines` for the rest.
     """
     strip = np.zeros((grid.block_q, grid.counts[1] * grid.block_k), bool)
     blocks = strip.reshape(grid.block_q, grid.counts[1], grid.block_k)
@@ -147,12 +143,8 @@ def from_lines(
 ) -> tuple[Layout, bool]:
     """Return the layout of rows of blocks, and whether it is exact.
 
-    Args:
-        grid: The blocks.
-        heads: Number of heads.
-        read: ``read(head, i)`` returns row ``i`` of the blocks, in order.
-        most_patterns: Maximum number of patterns; with more, partial blocks are full and the layout is not
-            exact.
+    ``read(head, i)`` returns row ``i`` of the blocks, in order.  With more than ``most_patterns``
+    patterns, partial blocks are full and the layout is not exact.
     """
     is_exact = True
     states = np.zeros((heads, *grid.counts), np.int32)
@@ -198,10 +190,7 @@ def compiled_fill(
 
     It is ``fill(batch, head, row, rows, seq_k, (lower, upper), out)``, which writes the results for
     ``rows`` rows from ``row`` on, for the columns from row + lower to row + upper; others are False.
-
-    Args:
-        mask_mod: The user function.
-        error_model: What a division by zero does: "python" raises, "numpy" does not.
+    A division by zero raises in the error model "python", but not in "numpy".
     """
     mod: Any = mask_mod
     if isinstance(mod, FunctionType):

@@ -21,12 +21,10 @@ LOOKS = {
 
 
 def as_text(states: States, width: int) -> str:
-    """Return one line for each row of blocks, with one character for each block.
+    """Return one line for each row of blocks (query blocks, key blocks), with one character for each block.
 
-    Args:
-        states: (query blocks, key blocks).
-        width: Maximum number of characters in either direction; for larger masks a character stands for a
-            square of blocks, and is partial if they differ.
+    For masks of more than ``width`` blocks in either direction a character stands for a square of
+    blocks, and is partial if they differ.
     """
     shrink = max(ceil_div(max(states.shape), width), 1)
     starts = [np.arange(0, count, shrink) for count in states.shape]
@@ -41,12 +39,7 @@ def as_text(states: States, width: int) -> str:
 
 
 def as_svg(text: str, title: str) -> str:
-    """Return a text of :func:`as_text` as a picture, with a square for each character.
-
-    Args:
-        text: One line for each row of blocks.
-        title: Stands below the picture.
-    """
+    """Return a text of :func:`as_text` as a picture, with a square for each character and a title below."""
     lines = text.splitlines()
     columns, rows = max(map(len, lines), default=1), max(len(lines), 1)
     cell = 320 / max(columns, rows)
@@ -69,13 +62,9 @@ def as_svg(text: str, title: str) -> str:
 def save_png(
     path: str | os.PathLike[str], states: States, seq: tuple[int, int], title: str
 ) -> None:
-    """Write a picture with a panel for each head.
+    """Write a picture with a panel for each head of (heads, query blocks, key blocks).
 
-    Args:
-        path: Path of the file.
-        states: (heads, query blocks, key blocks).
-        seq: Numbers of rows and columns, for the axes.
-        title: Title of the picture.
+    ``seq`` are the numbers of rows and columns, for the axes.
 
     Raises:
         ImportError: Without matplotlib.

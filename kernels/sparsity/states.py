@@ -189,13 +189,10 @@ def unpack(keys: Iterable[bytes], grid: BlockGrid) -> Bools:
 
 
 def combine(a: Blocks, b: Blocks, neutral: int, operation: Any) -> Blocks:
-    """Return the intersection or union of two masks, block by block.
+    """Return the intersection or union of two masks, block by block; one head broadcasts to several.
 
-    Args:
-        a: The first mask; the states of one head broadcast to those of several.
-        b: The second mask; the states of one head broadcast to those of several.
-        neutral: The neutral state, ``FULL`` for ``&``, ``HIDDEN`` for ``|``; the opposite state dominates.
-        operation: The operation on elements, ``np.logical_and`` or ``np.logical_or``.
+    ``neutral`` is the neutral state, ``FULL`` for ``&`` and ``HIDDEN`` for ``|``, and the opposite
+    state dominates; ``operation`` is that on elements, ``np.logical_and`` or ``np.logical_or``.
     """
     shift = len(a.patterns)
     b_states = np.where(b.states >= PARTIAL, b.states + shift, b.states)

@@ -53,12 +53,7 @@ def make_tile_list(
 ) -> TileList:
     """Return the tile list of a mask, without the tiles that have no visible element.
 
-    Args:
-        blocks: The mask.
-        grid: Its blocks.
-        tile_q: Query rows of a tile.
-        tile_k: Key columns of a tile.
-        by_keys: List the query tiles that visit each key tile.
+    With ``by_keys`` it lists the query tiles that visit each key tile.
     """
     rows = cut(grid.seq_q, grid.block_q, tile_q)
     cols = cut(grid.seq_k, grid.block_k, tile_k)
@@ -94,16 +89,10 @@ def make_tile_patterns(
     by_keys: bool,
     pack: Callable[[Bools], Any],
 ) -> tuple[Any, list[Any]]:
-    """Return the pattern of each tile of a list, and the packed patterns.
+    """Return the pattern of each tile of a list of :func:`make_tile_list`, and the packed patterns.
 
-    Args:
-        blocks: The mask.
-        grid: Its blocks.
-        tiles: Query rows and key columns of a tile.
-        listed: The list, from :func:`make_tile_list`.
-        by_keys: See :func:`make_tile_list`.
-        pack: Packs patterns, (count, rows, columns) bool: True where an element of the tile is visible,
-            False beyond the last row and column.
+    ``tiles`` are the rows and columns of a tile.  ``pack`` packs patterns, (count, rows, columns)
+    bool: True where an element of the tile is visible, False beyond the last row and column.
 
     Returns:
         (entries,) int32: 0 for a tile in which every place is visible, otherwise 1 + the index of its

@@ -35,16 +35,10 @@ def training_flops(  # beyond module 5
     """Return the operations of training a causal transformer on one text, forward and backward.
 
     Each weight of a matrix product takes two operations per token in the forward pass and four in the
-    backward pass, and embeddings take none.  The products of attention are counted in the same way, for the
-    causal half of the scores and without recomputation.
-
-    Args:
-        seq: Number of tokens of the text.
-        layers: Number of layers, each of attention with four projections and a feed-forward network.
-        width: Width of the model.
-        middle: Width of the feed-forward network.
-        vocabulary: Number of tokens in the vocabulary.
-        window: Number of tokens that a token attends to; None for all before it.
+    backward pass, and embeddings take none.  The products of attention are counted in the same way,
+    for the causal half of the scores and without recomputation.  Each layer has attention with four
+    projections and a feed-forward network of width ``middle``; a token attends to ``window`` tokens,
+    or None for all before it.
 
     Source: Chowdhery et al. (2022), PaLM, appendix B, which does not halve the count for the causal mask.
     """
@@ -111,12 +105,7 @@ class HeadShape(NamedTuple):
         return max(min(stop + self.upper, self.seq_k) - max(start + self.lower, 0), 0)
 
     def tile_visits(self, block: int, other: int) -> int:
-        """Return the number of keys in the visited tiles, summed over the row tiles.
-
-        Args:
-            block: Number of rows per row tile.
-            other: Number of keys per key tile.
-        """
+        """Return the keys in visited tiles of ``other`` keys, summed over the tiles of ``block`` rows."""
         visited = 0
         for row in range(0, self.seq_q, block):
             stop_row = min(row + block, self.seq_q)
@@ -154,12 +143,8 @@ def _product(
 def naive_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     """Return the traffic of the forward pass of the naive rung (FlashAttention, Algorithm 0), by array.
 
-    The softmax reads S to find the maximum, reads S and writes P, and reads and writes P for the division.
-    A causal call has the same traffic.
-
-    Args:
-        shape: The sizes of the head.
-        tile: Rows and columns of a block of the products.
+    The softmax reads S to find the maximum, reads S and writes P, and reads and writes P for the
+    division. A causal call has the same traffic.  The tile is that of the products.
     """
     seq_q, seq_k, dim, value_dim, *_ = shape
     return summed(
@@ -175,12 +160,8 @@ def naive_backward_traffic(  # beyond module 5
 ) -> Counts:
     """Return the traffic of the backward pass of the naive rung, with S and dP in global memory.
 
-    There are five products, and one pass that reads S and dP and overwrites them with P and dS.
-
-    Args:
-        shape: The sizes of the head.
-        tile: Rows and columns of a block of the products.
-        readers: Number of threads that each read L of a row; 1 counts these reads only once.
+    There are five products, and one pass that reads S and dP and overwrites them with P and dS. Each
+    of ``readers`` threads reads L of a row; 1 counts these reads only once.
 
     Source: FlashAttention, appendix B.2.
     """
@@ -202,12 +183,8 @@ def naive_backward_traffic(  # beyond module 5
 def flash1_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     """Return the traffic of the forward pass of FlashAttention, Algorithm 1, by array.
 
-    For each key tile, every query row that it visits is read with its output, sum and maximum, and these
-    three are written back.
-
-    Args:
-        shape: The sizes of the head.
-        tile: (block_q, block_k).
+    For each key tile, every query row that it visits is read with its output, sum and maximum, and
+    these three are written back.
     """
     # TASK 5.8: A key tile visits rows: q, O, l, m travel for each visit; then 3: zeros, 19: L.
     (block_q, block_k), (seq_q, seq_k, dim, value_dim, *_) = tile, shape
@@ -229,12 +206,8 @@ def flash1_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
 def flash1_backward_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:  # beyond module 5
     """Return the traffic of the backward pass of FlashAttention, Algorithm 4, by array.
 
-    For each key tile, every query row that it visits is read with its output, dO and L, and the dQ of the
-    row is read and written.
-
-    Args:
-        shape: The sizes of the head.
-        tile: (block_q, block_k).
+    For each key tile, every query row that it visits is read with its output, dO and L, and the dQ of
+    the row is read and written.
     """
     (block_q, block_k), (seq_q, seq_k, dim, value_dim, *_) = tile, shape
     visited = shape.transposed.tile_visits(block_k, block_q)
@@ -253,13 +226,10 @@ def flash1_backward_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts: 
 
 
 def flash2_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
-    """Return the traffic of the forward pass of FlashAttention-2, by array.
+    """Return the traffic of the forward pass of FlashAttention-2, by array, without divided keys.
 
-    A query tile reads the key tiles that have a visible key, and its results are written once, at the end.
-
-    Args:
-        shape: The sizes of the head, whose keys are not divided among blocks.
-        tile: (block_q, block_k).
+    A query tile reads the key tiles that have a visible key, and its results are written once, at the
+    end.
     """
     # TASK 5.8: A query tile visits keys: K and V travel for each visit, all else once.
     seq_q, _, dim, value_dim, *_ = shape
@@ -289,15 +259,9 @@ def flash2_backward_traffic(  # beyond module 5
 ) -> Counts:
     """Return the traffic of the deterministic backward pass of FlashAttention-2, with two kernels.
 
-    After D has been computed, one kernel is parallel over query tiles and writes dQ.  The other is parallel
-    over key tiles and writes dK and dV.
-
-    Args:
-        shape: The sizes of the head.
-        tile: (block_q, block_k) of the first kernel.
-        readers: Number of threads of the first kernel that each read L and D of a row; 1 counts these reads
-            only once.
-        key_tile: (block_q, block_k) of the second kernel; that of the first when None.
+    After D has been computed, one kernel is parallel over query tiles and writes dQ; each of its
+    ``readers`` threads reads L and D of a row, and 1 counts these reads only once.  The other is
+    parallel over key tiles, ``key_tile`` or the same, and writes dK and dV.
     """
     seq_q, _, dim, value_dim, *_ = shape
     visited = shape.tile_visits(*tile)
@@ -319,10 +283,6 @@ def flash2_atomic_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:  #
     """Return the traffic of the backward pass of FlashAttention-2 with atomic additions to dQ.
 
     An atomic addition counts as one read and one write.
-
-    Args:
-        shape: The sizes of the head.
-        tile: (block_q, block_k).
     """
     block_q, block_k = tile
     added = shape.transposed.tile_visits(block_k, block_q) * shape.head_dim

@@ -14,15 +14,10 @@ STEP = 4
 
 
 def tile_elements(rung: str, shape: HeadShape, tile: tuple[int, int]) -> int:
-    """Return the number of on-chip elements of a tile, without padding.
+    """Return the number of on-chip elements of a tile, (block_q, block_k), without padding.
 
-    Both rungs keep K_j, V_j, Q_i and the tile of scores there; ``flash1`` keeps O_i too, which ``flash2``
-    has in registers.
-
-    Args:
-        rung: "flash1" or "flash2".
-        shape: The sizes of the head.
-        tile: (block_q, block_k).
+    Both rungs keep K_j, V_j, Q_i and the tile of scores there; ``flash1`` keeps O_i too, which
+    ``flash2`` has in registers.
     """
     block_q, block_k = tile
     of_row = shape.head_dim + (shape.value_dim if rung == "flash1" else 0)
@@ -30,18 +25,10 @@ def tile_elements(rung: str, shape: HeadShape, tile: tuple[int, int]) -> int:
 
 
 def least_traffic_tile(rung: str, shape: HeadShape, elements: int) -> tuple[int, int]:
-    """Return the tile with the least forward traffic among those that fit into a number of elements.
+    """Return the tile of a rung with the least forward traffic that fits into a number of elements.
 
-    Sides are multiples of ``STEP``, up to the length of the sequence, rounded up.  Among tiles with the
-    same traffic the smallest is returned.
-
-    Args:
-        rung: "flash1" or "flash2".
-        shape: The sizes of the head.
-        elements: Number of elements of shared memory.
-
-    Returns:
-        (block_q, block_k).
+    Sides are multiples of ``STEP``, up to the length of the sequence, rounded up.  Among tiles with
+    the same traffic the smallest is returned.
 
     Raises:
         ValueError: If not even the smallest tile fits; it names the number of elements.

@@ -246,9 +246,7 @@ def fill_gradient(piece, rows, v_t, settings, place):
 
 @njit(fastmath=FASTMATH)
 def add_row_products(a, b, total):
-    """Add the sums of a ∘ b over each row of (rows, dim) to (rows, 1), a vector of partial sums at a time.
-
-    """
+    """Add the sums of a ∘ b over each row of (rows, dim) to (rows, 1), by vectors of partial sums."""
     rows, dim = a.shape
     parts = np.zeros(LANES, a.dtype)
     whole = dim // LANES * LANES if a.strides[1] == a.itemsize == b.strides[1] else 0

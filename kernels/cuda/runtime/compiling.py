@@ -40,11 +40,7 @@ def compile_kernel(
     """Compile a kernel for the current device and one signature, or load it from the cache on disk.
 
     The key of an entry covers all code of the kernel; see :func:`kernels.runtime.jit.fingerprint`.
-
-    Args:
-        function: The kernel.
-        signature: Types of its arguments.
-        launch_bounds: Threads of a block, and blocks of a multiprocessor; or None.
+    The launch bounds are threads of a block, and blocks of a multiprocessor; or None.
     """
     if IS_SIMULATOR:
         return cuda.jit(signature)(function)

@@ -67,9 +67,7 @@ class Chain:
 def mark_drawn(first: Recording, second: Recording) -> None:
     """Add the words of drawn numbers to the launches of a recorded call, each with the number's index.
 
-    Args:
-        first: The call before.
-        second: The call, with newly drawn numbers.
+    ``first`` is the call before, and ``second`` the call with newly drawn numbers.
 
     Raises:
         CaptureError: If the two differ in anything else, which a graph could not repeat.

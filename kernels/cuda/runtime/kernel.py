@@ -152,9 +152,7 @@ class Kernel:
 class Adopted:
     """A kernel of numba that is launched like ours, and compiled for the types of its arguments.
 
-    Args:
-        dispatcher: A dispatcher of ``cuda.jit``; its arguments are flat contiguous arrays, numbers and
-            tuples of whole numbers.
+    These are flat contiguous arrays, numbers and tuples of whole numbers.
     """
 
     def __init__(self, dispatcher: Any):
@@ -200,12 +198,9 @@ def array_type(dtype: np.dtype[Any], dims: int) -> Any:
 def why_too_large(
     tile: tuple[int, int] | None, needed: int, limit: int | None = None
 ) -> str | None:
-    """Return why a block cannot have ``needed`` bytes of shared memory, or None if it can.
+    """Return why a block of a tile cannot have ``needed`` bytes of shared memory, or None if it can.
 
-    Args:
-        tile: The tile, for the message.
-        needed: Number of bytes.
-        limit: Maximum number of bytes per block; the limit without a request when None.
+    ``limit`` is the maximum per block, that without a request when None.
     """
     limit = shared_memory_bytes() if limit is None else limit
     if needed <= limit:

@@ -106,10 +106,7 @@ class Pool:
         return True
 
     def allocate(self, *sizes: int) -> list[Block]:
-        """Return a block on the current device for each size; it may have a few bytes more.
-
-        Args:
-            *sizes: Numbers of bytes, at least 1.
+        """Return a block on the current device for each number of bytes; it may have a few bytes more.
 
         Raises:
             MemoryError: If the device has too little memory left.

@@ -79,13 +79,9 @@ _ANY_MEMORY = SimpleNamespace(_cuda_memsize_=0)
 def arrays_from(
     source: Any, sizes: Sequence[int], layouts: Sequence[Layout], starts: list[int]
 ) -> list[Any]:
-    """Return uninitialised arrays, and append their addresses to ``starts``.
+    """Return uninitialised arrays of the pool, and append their addresses to ``starts``.
 
-    Args:
-        source: The pool.
-        sizes: Bytes of each array, at least 1.
-        layouts: The layout of each.
-        starts: A list.
+    ``sizes`` are the bytes of each array, at least 1, and ``layouts`` the layout of each.
 
     Raises:
         MemoryError: If the device has too little memory left.

@@ -136,15 +136,10 @@ class Recording:  # beyond module 5
         return {number: memory for number, memory in found.items() if memory is not None}
 
     def layout(self, elsewhere: Container[int]) -> tuple[dict[int, int], int]:
-        """Lay out allocations in one memory; those that were freed give their place to later ones.
+        """Lay out allocations, but those with a number in ``elsewhere``, in one memory.
 
-        Launches run in order, so that two allocations may share a place unless both were in use at a time.
-
-        Args:
-            elsewhere: The numbers of those that are in other memory.
-
-        Returns:
-            The offset of each by its number, and the bytes of the memory.
+        Launches run in order, so that two allocations may share a place unless both were in use
+        at a time. Returns the offset of each by its number, and the bytes of the memory.
         """
         offsets, used, extent = dict[int, int](), list[tuple[int, int, int]](), 0
         for number in [*self._events]:
@@ -277,12 +272,10 @@ def drawn(draw: Callable[[], int]) -> int:
 
 
 def between_launches(act: Callable[..., None], *arrays: Any) -> None:  # beyond module 5
-    """Do work now that each replay repeats at the same place among the launches.
+    """Do work now, such as a message to another device, that each replay repeats between the same launches.
 
-    Args:
-        act: A function that enqueues work other than our kernels, such as a message to another device.  It
-            takes the addresses of the arrays.
-        *arrays: Arrays on the device that it reads or writes.
+    ``act`` enqueues work other than our kernels; it takes the addresses of the arrays, which it reads
+    or writes.
     """
     act(*[array.device_ctypes_pointer.value or 0 for array in arrays])
     if (recording := thread.recording) is not None:
@@ -305,12 +298,9 @@ def computed(compute: Callable[[], Any], *sources: Any) -> Any:
 
 
 def refuse(what: str, remedy: str, on_host: bool = False) -> None:
-    """Raise an error if this thread records a call for a graph.
+    """Raise an error if this thread records a call for a graph, which says what to do instead.
 
-    Args:
-        what: What the function does, such as "reads numbers of the device".
-        remedy: What to do instead.
-        on_host: Whether this happens on the host, which is allowed in a function without launches.
+    What happens ``on_host`` is allowed in a function without launches.
 
     Raises:
         CaptureError: In a recorded call; for work on the host, in the last of the recorded calls.

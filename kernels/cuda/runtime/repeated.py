@@ -87,11 +87,9 @@ class Repeat:
     def into(self, starts: list[int], scratch: int, seed: int) -> None:
         """Launch with memory of the caller.
 
-        Args:
-            starts: Addresses of the operands and of memory for :attr:`parts`; those of the scratch memory
-                are appended.
-            scratch: Address of :attr:`scratch` bytes, aligned to 512; 0 if there are none.
-            seed: Dropout seed, a signed 64-bit number.
+        ``starts`` are addresses of the operands and of memory for :attr:`parts`; those of the
+        :attr:`scratch` bytes, which begin at an address aligned to 512, are appended.  The seed
+        is a signed 64-bit number.
         """
         if scratch:
             starts += map(scratch.__add__, self._offsets)
@@ -111,13 +109,10 @@ class Repeat:
     def arrays(
         self, starts: Sequence[int], seed: int, operands: Any = None, flat: bool = False
     ) -> list[Any]:
-        """Return the results; None for those that are not computed.
+        """Return the results for operands at these addresses; None for those that are not computed.
 
-        Args:
-            starts: Addresses of the operands.
-            seed: Dropout seed.
-            operands: The operands, which only loops on the CPU read.
-            flat: Return the :attr:`parts` instead, as one dimension.
+        With ``flat`` they are the :attr:`parts` instead, in one dimension.  Only loops on the CPU
+        read the operands.
         """
         source, places = pool(), [*starts]
         layouts = self._flat if flat else self._layouts
@@ -141,10 +136,8 @@ class Repeat:
 def noted(run: Run, args: Sequence[Any], seed: int) -> tuple[Any, Repeat | None]:
     """Run a call and record it; return its result, and a :class:`Repeat` or None if it cannot be repeated.
 
-    Args:
-        run: Runs the call in full; returns an array, a tuple of arrays and None, or None.
-        args: Its device arrays, which later calls replace, and other arguments.
-        seed: Dropout seed.
+    ``run`` runs the call in full; it returns an array, a tuple of arrays and None, or None.  ``args``
+    are its device arrays, which later calls replace, and other arguments.
     """
     if thread.recording is not None or BLOCKING or pool() is None:
         return run(args, seed), None
@@ -185,11 +178,10 @@ def _first(calls: KnownCalls, kind: Any, function: Callable[..., Any], args: Any
 
 
 def bound(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a function whose calls repeat the launches of an earlier one on their device.
+    """Return a function of device arrays whose calls repeat the launches of an earlier one on their device.
 
-    Args:
-        function: A function of device arrays, which it writes to.  Its calls have arrays of the same
-            layouts, and its launches do not depend on their alignment.
+    The function writes to them.  Its calls have arrays of the same layouts, and its launches do not
+    depend on their alignment.
     """
     calls = KnownCalls()
 
@@ -212,10 +204,9 @@ def bound(function: Callable[..., None]) -> Callable[..., None]:
 def repeats(function: _Function) -> _Function:
     """Decorate a function so that its calls repeat the launches of an earlier call of their kind.
 
-    Args:
-        function: A function of device arrays, None, and hashable values that contain no arrays.  It returns
-            an array, a tuple of arrays and None, or None.  Its launches must depend only on the layouts of
-            the arrays and on the other arguments.
+    It is a function of device arrays, None, and hashable values that contain no arrays, and returns
+    an array, a tuple of arrays and None, or None.  Its launches must depend only on the layouts of
+    the arrays and on the other arguments.
     """
     calls = KnownCalls()
 

@@ -50,11 +50,9 @@ class Resources(NamedTuple):
 
 
 def ptx_resources(ptx: str, cc: tuple[Any, ...]) -> tuple[int, int]:
-    """Return the registers and spilled bytes of one kernel compiled by ptxas; this needs no GPU.
+    """Return the registers and spilled bytes of one kernel compiled by ptxas from PTX for a capability.
 
-    Args:
-        ptx: Result of :func:`compile_ptx`.
-        cc: Compute capability that it was compiled for.
+    This needs no GPU.
 
     Raises:
         RuntimeError: If ptxas rejects the PTX, or its output is not as expected.
@@ -70,14 +68,8 @@ def launched_resources(
 ) -> Resources:
     """Return the resources of a kernel that is compiled as for a launch; this needs no GPU.
 
-    A launch compiles NVVM's intermediate code as a whole program.  From PTX the linker makes only a part of
-    a program, in which ``setmaxnreg`` is ignored.
-
-    Args:
-        kernel: See :func:`compile_ptx`, also for the other arguments.
-        signature: Argument types.
-        cc: Compute capability.
-        launch_bounds: Threads of a block, and blocks per multiprocessor.
+    A launch compiles NVVM's intermediate code as a whole program.  From PTX the linker makes only a
+    part of a program, in which ``setmaxnreg`` is ignored.  See :func:`compile_ptx` for the arguments.
 
     Raises:
         RuntimeError: If ptxas rejects the kernel, or its output is not as expected.

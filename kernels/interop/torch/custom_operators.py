@@ -64,10 +64,8 @@ def compiled_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, lse and what lse loses by rounding by the custom operator.
 
-    Args:
-        arrays: q, k, v and the options that are arrays, as the kernels take them.
-        seed: Of dropout; drawn where None.
-        options: The other options of the kernels.
+    ``arrays`` are q, k, v and the options that are arrays, as the kernels take them; a seed of None
+    is drawn.
     """
     given = [x for x in arrays if x is not None]
     if any(x.is_nested for x in given):
@@ -121,12 +119,9 @@ def _parts(mod: Any) -> tuple[Any, Any]:
 
 
 def _guard(value: Any) -> None:
-    """Let torch.compile, which traces this, guard the values that a user function captures.
+    """Let torch.compile, which traces this, guard a user function, or a value that it captures.
 
     By itself it guards only the code of a function.  Globals and attributes are read in each call.
-
-    Args:
-        value: A user function, or a captured value.
     """
     if isinstance(value, FunctionType):
         repr(value)  # a graph break if a compiled function captures what is no constant

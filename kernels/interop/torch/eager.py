@@ -24,8 +24,7 @@ CONSTANTS = [name for name, option in OPTIONS.items() if not option.schema and n
 def eager_attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, lse and what lse loses by rounding, which is a constant.
 
-    Args:
-        *args: q, k, v and the options that are arrays, tensors or None, and the other options.
+    The arguments are q, k, v and the options that are arrays, tensors or None, and the other options.
     """
     if torch._C._are_functorch_transforms_active():
         return _without_dynamo(_Transformed.apply, *args)
@@ -152,11 +151,8 @@ class _Gradient(torch.autograd.Function):
 def in_loop(function: Callable[..., Any], info: Any, in_dims: Any, args: Any) -> Any:
     """Return the stacked results of a function for each index of the dimension of vmap, and where it is.
 
-    Args:
-        function: It returns several tensors.
-        info: Has the size of the dimension.
-        in_dims: Where the dimension is in each tensor of ``args``; None where it is not.
-        args: The arguments, which may contain tensors.
+    The function returns several tensors; ``info`` has the size of the dimension, and ``in_dims``
+    where it is in each tensor of ``args``, or None.
     """
     (leaves, spec), (dims, _) = tree_flatten(args), tree_flatten(in_dims)
     results = []

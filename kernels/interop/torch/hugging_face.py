@@ -210,15 +210,9 @@ def _packed(
     ends: tuple[Tensor, Tensor],
     options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of packed sequences; see :func:`attention`.
+    """Return out and lse of packed sequences, a batch of one; see :func:`attention`.
 
-    Args:
-        query: (1, heads, rows, head_dim).
-        key: (1, key heads, keys, head_dim).
-        value: (1, key heads, keys, value_dim).
-        mask: (1, 1 or heads, rows or 1, keys), or None.
-        ends: Cumulative lengths of the rows and of the keys.
-        options: Of the operator.
+    ``ends`` are the cumulative lengths of the rows and of the keys.
     """
     places = [x.tolist() for x in ends]
     if query.shape[0] != 1 or [p[-1] for p in places] != [query.shape[2], key.shape[2]]:

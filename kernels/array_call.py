@@ -26,16 +26,11 @@ Make = Callable[[Any, Any, Any, Options], Problem]
 
 
 class Call:
-    """A checked call: target, problem and operands.
+    """A checked call on arrays of any library: target, problem and operands.
 
-    Args:
-        q: (…, heads, seq_q, head_dim), an array of any library.
-        k: (…, heads, seq_k, head_dim).
-        v: (…, heads, seq_k, value_dim).
-        options: Options of ``make_problem``, by name.
-        results: For a gradient, out, lse, the rest of lse or None, dout, and dlse or None.
-        make: Builds the problem, as :func:`kernels.problem.question.problem_of` does.
-        known: The bound call, which has been checked.
+    ``results`` are, for a gradient, out, lse, the rest of lse or None, dout, and dlse or None.
+    ``make`` builds the problem, as :func:`kernels.problem.question.problem_of` does; ``known`` is the
+    bound call, which has been checked.
 
     Raises:
         TypeError: Also if operands are not all on the host or all on one device.
@@ -111,8 +106,8 @@ def attend(
         count: How many results are returned; None for all.
 
     Returns:
-        out, lse and its rest; or dq, dk and dv in the operands' shapes, and the wanted gradients of options.
-        All are arrays of the library of q.
+        out, lse and its rest; or dq, dk and dv in the shapes of the operands, and the wanted gradients of
+        options.  All are arrays of the library of q.
     """
     library = found = known = None
     if type(operands[0]) is not np.ndarray:  # beyond module 5

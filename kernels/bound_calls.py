@@ -70,7 +70,7 @@ def find(
         operands: q, k and v, arrays of a type in :data:`DESCRIBE`.
         options: Options by name.
         *rest: Other values that the call depends on, of types that tell equal values apart, or tuples.
-        make: The function that builds the problem, which may have an attribute ``key`` to be looked up by.
+        make: Builds the problem; it may have an attribute ``key`` to be looked up by.
         results: The operands of a backward pass after those of the forward pass.
     """
     given: Any = options
@@ -126,12 +126,9 @@ def find(
 class BoundLoops:
     """The loops of a call on the CPU, to run on other arrays of the same layouts.
 
-    Args:
-        bind: What the rung returned.
-        names: The names of the operands.
-        copies: For each operand that is converted or copied, its index and the function that does this.
-        written: The arrays that the rung wrote, by name.
-        finish: Returns the results from the arrays that the rung wrote; None if they are the results.
+    ``bind`` is what the rung returned, ``copies`` the index of each operand that is converted or
+    copied with the function that does this, and ``written`` the arrays that the rung wrote, by name.
+    ``finish`` returns the results from these; None if they are the results.
     """
 
     def __init__(

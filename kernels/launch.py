@@ -49,21 +49,7 @@ FORWARD = Wanted()
 class BoundCall:
     """How all calls of one key run: by a rung with its tile, and if possible by repeating the first call.
 
-    Args:
-        target: The target of the operands.
-        problem: The checked call.
-        tile: (block_q, block_k); the rung's own when None.
-        wanted: What the call computes.
-
-    Attributes:
-        target: The target, as given.
-        problem: The problem, without its seed.
-        wanted: What the call computes, as given.
-        rung: The rung that runs the calls.
-        tile: (block_q, block_k) of its kernels.
-        repeat: A ``BoundLoops`` or ``Repeat``, which runs the loops or launches of the first call on other
-            arrays; None before it, or if every call runs in full.
-        reads_given: Whether ``repeat`` takes the caller's own arrays, and returns the caller's results.
+    The tile is (block_q, block_k), the rung's own when None.
 
     Raises:
         TypeError: If the tile is not a pair of integers.
@@ -74,7 +60,7 @@ class BoundCall:
     def __init__(
         self, target: Target, problem: Problem, tile: Any = None, wanted: Wanted = FORWARD
     ):
-        tile = None if tile is None else check_tile(tile)
+        tile = check_tile(tile)
         if wanted.backward:  # beyond module 5
             check_derivative(problem.score_mod)
             check_float8_gradient(problem)
@@ -82,7 +68,10 @@ class BoundCall:
         self.rung = target.pick(problem, tile)
         own_tile = self.rung.backward_tile if wanted.backward else self.rung.tile
         self.tile = tile or own_tile(self._taken(problem))
+        # A BoundLoops or Repeat, which runs the loops or launches of the first call on other arrays; None
+        # before it, or if every call runs in full.
         self.repeat: Any = None  # beyond module 5
+        # Whether ``repeat`` takes the caller's own arrays, and returns the caller's results.
         self.reads_given = self._is_noted = False  # beyond module 5
 
     def run(self, problem: Problem, operands: Operands) -> Any:

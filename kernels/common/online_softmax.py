@@ -47,20 +47,16 @@ def make_online_softmax(
 ) -> OnlineSoftmax:
     """Return the scalar steps of the online softmax for one compiler.
 
-    Let m be the running maximum of a row.  After each tile, ``shift = shift_of(m_new)`` and
-    P = exp(S - shift), and the old sum and output are multiplied by exp(m_old - shift).  At the end,
-    O = acc * inverse_sum(sum) and L = log_sum_exp(shift, sum).
+    Let m be the running maximum of a row.  After each tile, ``shift = shift_of(m_new)`` and P = exp(S
+    - shift), and the old sum and output are multiplied by exp(m_old - shift).  At the end, O = acc *
+    inverse_sum(sum) and L = log_sum_exp(shift, sum).
 
-    L is a pair of numbers, lse and the rest that lse loses by rounding: where m is large, log(sum) is less
-    than a unit in its last place, and exp(S - lse) is not a probability.
+    L is a pair of numbers, lse and the rest that lse loses by rounding: where m is large, log(sum) is
+    less than a unit in its last place, and exp(S - lse) is not a probability.
 
-    These three functions test for a fully masked row by equality, so that NaN in a row, from an operand or
-    an overflow, stays NaN; ``>`` would treat such a row as fully masked.
-
-    Args:
-        compile_: Turns a plain function into one that the caller's compiler can call.
-        reciprocal: A compiled reciprocal, which may be approximate.
-        logarithm: A compiled natural logarithm, which may be approximate.
+    These three functions test for a fully masked row by equality, so that NaN in a row, from an
+    operand or an overflow, stays NaN; ``>`` would treat such a row as fully masked.  The compiled
+    reciprocal and natural logarithm may be approximate.
     """
     inverse, log = reciprocal or compile_(_reciprocal), logarithm or compile_(_logarithm)
 

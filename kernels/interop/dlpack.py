@@ -72,16 +72,9 @@ def _head(capsule: Any) -> _Head:
 class Read:
     """A capsule in the form that NumPy reads, which keeps its owner alive and gives it back.
 
-    NumPy refuses memory of a device and bfloat16.  It does not access the memory, so the capsule names them
-    host memory and uint16.
-
-    Args:
-        capsule: A capsule that has not been read.
-
-    Attributes:
-        array: NumPy's array, which must not be accessed if the memory is on a device.
-        typestr: The dtype of the elements.
-        device_type: ``HOST``, ``DEVICE`` or another number of DLPack.
+    NumPy refuses memory of a device and bfloat16.  It does not access the memory, so the capsule,
+    which has not been read, names them host memory and uint16.  ``array`` must not be accessed if the
+    memory is on a device.
 
     Raises:
         TypeError: If the type of the elements is not supported.
@@ -137,13 +130,8 @@ class _Described:
 def as_array(array: Any) -> Any:
     """Convert an array of any library to a NumPy array or a numba device array, without a copy.
 
-    Args:
-        array: On the device, an object that supports ``__cuda_array_interface__`` or DLPack, such as a
-            CuPy array or a PyTorch tensor.  On the host, an object that supports DLPack.
-
-    Returns:
-        A NumPy array, or a numba device array, of the same memory and strides, which keeps the memory
-        alive.  Any other object is returned unchanged.
+    On the device it supports ``__cuda_array_interface__`` or DLPack, on the host DLPack.  The result
+    has the same memory, which it keeps alive, and strides.  Any other object is returned unchanged.
 
     Raises:
         ValueError: If the array is on another device than the current one.
@@ -280,11 +268,9 @@ def dlpack_device(array: Any) -> tuple[int, int]:
 def to_dlpack(array: Any, stream: int | None = None) -> Any:
     """Return a DLPack capsule of an array; its memory lives until the reader is done.
 
-    Args:
-        array: A numba device array, in the simulator one of host memory; or a NumPy array, including
-            bfloat16, which NumPy itself cannot export.
-        stream: The reader's stream: None or 1, the legacy default stream; 2, the per-thread default
-            stream; -1, no synchronisation; otherwise a CUDA stream.
+    It is a numba device array, in the simulator one of host memory, or a NumPy array, including
+    bfloat16, which NumPy itself cannot export.  The reader's stream is None or 1 for the legacy
+    default stream, 2 for that of the thread, -1 for no synchronisation, or a CUDA stream.
 
     Raises:
         BufferError: If the stream is 0, which is ambiguous between the default streams.

@@ -16,10 +16,8 @@ from kernels.problem.question import Problem, problem_of
 class PackedMaker:
     """A function that checks a call on packed sequences and returns its problem.
 
-    Args:
-        cu_seqlens_q: Cumulative query lengths, (count + 1,), starting at 0.
-        cu_seqlens_k: Cumulative key lengths, (count + 1,), starting at 0.
-        find: Returns the bounds of the sequences.
+    The cumulative lengths are (count + 1,), starting at 0; ``find`` returns the bounds of the
+    sequences.
     """
 
     def __init__(

@@ -56,13 +56,7 @@ def _numpy_target(operands: Operands) -> ScoreTarget:
 
 
 class Scores:
-    """The scores of one call, or of one of its packed sequences.
-
-    Args:
-        problem: The checked call.
-        operands: The operands, (batch, heads, seq, dim).
-        sequence: Index of the packed sequence of the operands.
-    """
+    """The scores of one call, or of one of its packed sequences, from operands (batch, heads, seq, dim)."""
 
     def __init__(self, problem: Problem, operands: Operands, sequence: int = 0):
         self.problem = problem

@@ -36,15 +36,9 @@ def check_rows(step: str, x: Any, out: Any) -> None:
 
 
 def naive_softmax(x: Vector) -> Vector:
-    """Return e^x over its sum, with two passes over x.
+    """Return e^x over its sum, with two passes over x, (size,) floating.
 
     It overflows if an element is above 709 (float64) or 88 (float32).
-
-    Args:
-        x: (size,) floating.
-
-    Returns:
-        (size,).
     """
     # TASK 5.1: The exponentials over their sum.
     powers = np.exp(x)  # (size,)
@@ -53,13 +47,9 @@ def naive_softmax(x: Vector) -> Vector:
 
 
 def safe_softmax(x: Vector) -> Vector:
-    """Return softmax after subtracting the largest element, with three passes over x.
+    """Return softmax after subtracting the largest element, with three passes over x, (size,) floating.
 
-    Args:
-        x: (size,) floating, any numbers; not all of them minus infinity.
-
-    Returns:
-        (size,).
+    Any numbers are allowed, but not all of them minus infinity.
 
     Source: Milakov and Gimelshein (2018), Algorithm 2.
     """
@@ -70,14 +60,9 @@ def safe_softmax(x: Vector) -> Vector:
 
 
 def online_softmax(x: Vector, block: int = 4) -> Vector:
-    """Return softmax, finding maximum and sum together, with two passes over x by blocks.
+    """Return softmax of x, (size,) floating, finding maximum and sum together, with two passes by blocks.
 
-    Args:
-        x: (size,) floating, any numbers; not all of them minus infinity.
-        block: Number of elements read at a time.
-
-    Returns:
-        (size,).
+    Any numbers are allowed, but not all of them minus infinity.
 
     Source: Milakov and Gimelshein (2018), Algorithm 3.
     """
@@ -86,14 +71,9 @@ def online_softmax(x: Vector, block: int = 4) -> Vector:
 
 
 def online_statistics(x: Vector, block: int) -> tuple[Any, Any]:
-    """Return the largest element m and Σ e^(x - m) in one pass over x.
+    """Return the largest element m and Σ e^(x - m), of x's dtype, in one pass over blocks of x, (size,).
 
-    Args:
-        x: (size,) floating; may begin with minus infinities.
-        block: Number of elements read at a time.
-
-    Returns:
-        m and the sum, of x's dtype.
+    It may begin with minus infinities.
     """
     # TASK 5.1: When the maximum grows from m to m_new, what is summed so far shrinks by e^(m - m_new).
     maximum, total = x.dtype.type(-np.inf), x.dtype.type(0)

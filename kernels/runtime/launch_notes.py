@@ -53,8 +53,3 @@ def launches_noted() -> Iterator[list[Launched | Loop]]:
         yield thread.noted
     finally:
         thread.noted = before
-
-
-def noted() -> list[Launched | Loop] | None:
-    """Return the launches that this thread records, or None."""
-    return thread.noted

@@ -48,7 +48,7 @@ ITEM_SIGNATURE = void(SETTINGS_TYPE, int64)
 
 
 class CallOptions:
-    """The record of a call, with query rows or key columns as lanes.
+    """The record of a call, ``settings``, (1,) of ``SETTINGS``.
 
     Args:
         problem: The checked call.
@@ -57,9 +57,6 @@ class CallOptions:
         by_keys: Lanes are key columns and lines are query rows; else the reverse.
         backward: Derivatives of the scores are needed.
         listed: Visit only the tiles that the block mask lists.
-
-    Attributes:
-        settings: (1,) of ``SETTINGS``.
     """
 
     def __init__(
@@ -178,7 +175,9 @@ class CallOptions:
             if name in self._arrays
         ]
         constants = [array for name, array in self._arrays.items() if name not in names]
-        threads_wanted = 1 if self._is_small else items
+        problem = self.problem
+        work = math.prod(problem.scores_shape) * (problem.head_dim + problem.value_dim)
+        threads_wanted = 1 if work < ALONE_BELOW else items
         has_user_pass = bool(self._record["user_pass"])
 
         def run(starts: Sequence[int], seed: int, *rest: Any, kept: Any = constants) -> bool:
@@ -207,12 +206,6 @@ class CallOptions:
             return True
 
         return run
-
-    @property
-    def _is_small(self) -> bool:
-        problem = self.problem
-        work = math.prod(problem.scores_shape) * (problem.head_dim + problem.value_dim)
-        return work < ALONE_BELOW
 
 
 def _visible(

@@ -134,22 +134,11 @@ def is_bounded(row, last_row, col, last_col, lower, upper):
 
 @njit(fastmath=FASTMATH)
 def piece_of(row, stop, col, cols, lower, upper):
-    """Return the next piece of a tile to compute: rows, lanes, and whether it may be masked.
+    """Return the next piece of a tile up to the row ``stop``: rows, lanes, and whether it may be masked.
 
     Partly masked rows are taken a few at a time, with the lanes that are visible to any of them,
-    because half of a tile on the causal diagonal is masked. All other rows are one piece.
-
-    Args:
-        row: The first remaining row.
-        stop: One past the last row of the tile.
-        col: First column of the tile.
-        cols: Number of its columns.
-        lower: Lower bound of column - row, see ``Problem``.
-        upper: Upper bound of column - row, see ``Problem``.
-
-    Returns:
-        The number of rows; the first lane, aligned to a vector; one past the last lane; whether the bounds
-        may mask anything.
+    because half of a tile on the causal diagonal is masked.  All other rows are one piece.  The first
+    lane is aligned to a vector, and the second number of the lanes is one past the last.
     """
     bounded = is_bounded(row, stop, col, col + cols, lower, upper)
     if not bounded:

@@ -83,9 +83,6 @@ def pass_address(problem: Problem) -> int:
 
     The pass takes a tile of scores and their derivative, (lines, lanes) each, or (0, lanes) if no
     derivative is needed, and the numbers of :class:`tile_scores.TilePosition`.
-
-    Args:
-        problem: A call for which :func:`why_not_compiled` returns None.
     """
     mods = problem.features.of_users
     return 0 if mods == PLAIN else _compiled(mods, problem.dtype)[1]

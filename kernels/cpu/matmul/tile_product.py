@@ -43,18 +43,12 @@ _pairs, _singles = _make_columns(2), _make_columns(1)
 
 @njit_cached(fastmath=FASTMATH)
 def product(c, a, b, add):
-    """Add A·B to C, or write it there.
+    """Add A·B to C, or write it there; ``add`` is 1 or 0.
 
-    The blocks of C are computed in registers, one after the other.  Blocks that need the same columns of B
-    are consecutive, so that B is read from the first-level cache.
-
-    Args:
-        c: (m, n), rows contiguous.
-        a: (m, k), any strides: it is read element by element, so a transpose costs nothing.
-        b: (k, n), rows contiguous.
-        add: 1 to add, 0 to write.
-
-    n is a multiple of ``LANES``.
+    The blocks of C are computed in registers, one after the other.  Blocks that need the same columns
+    of B are consecutive, so that B is read from the first-level cache.  C is (m, n) and B (k, n),
+    rows contiguous, where n is a multiple of ``LANES``.  A is (m, k) with any strides: it is read
+    element by element, so a transpose costs nothing.
     """
     pair = 2 * (VECTOR_BYTES // c.itemsize)
     stop = b.shape[1] // pair * pair

@@ -129,7 +129,7 @@ def make_functions(form: FloatFormat) -> Functions:
     """
     real, whole = form.real, form.whole
     to_bits, from_bits = _bitcast(form)
-    zero, half, one, two, infinity = (real(number) for number in (0.0, 0.5, 1.0, 2.0, math.inf))
+    zero, half, one, two = (real(number) for number in (0.0, 0.5, 1.0, 2.0))
     log2_e, ln2, ln2_rest = real(1.0 / math.log(2.0)), real(form.ln2), real(form.ln2_rest)
     mantissa, bias = whole(form.mantissa), whole(form.bias)
 
@@ -184,6 +184,14 @@ def make_functions(form: FloatFormat) -> Functions:
         value = value if x > zero else -value
         return x if abs(x) < tanh_tiny else value
 
+    return Functions(exp2, exp, _make_log(form, to_bits, from_bits), tanh)
+
+
+def _make_log(form: FloatFormat, to_bits: Any, from_bits: Any) -> Callable[[Any], Any]:
+    """Return the natural logarithm for one dtype; see :func:`make_functions`."""
+    real, whole, mantissa = form.real, form.whole, form.whole(form.mantissa)
+    zero, half, one, two, infinity = (real(number) for number in (0.0, 0.5, 1.0, 2.0, math.inf))
+    ln2, ln2_rest = real(form.ln2), real(form.ln2_rest)
     # log(1 + f) = 2s + s R, s = f / (2 + f), R = Σ 2 s^2k / (2k + 1), and 2s = f - s f.
     log_series = _polynomial(*(real(2.0 / (2 * k + 1)) for k in range(1, form.log_terms + 1)))
     smallest, raised = np.finfo(real).smallest_normal, form.mantissa + 1
@@ -209,7 +217,7 @@ def make_functions(form: FloatFormat) -> Functions:
         value = value if x != zero else -infinity
         return value if not x < zero else real(math.nan)
 
-    return Functions(exp2, exp, log, tanh)
+    return log
 
 
 FUNCTIONS = tuple(make_functions(form) for form in FORMATS)

@@ -152,15 +152,12 @@ def device_view(
     offset: int = 0,
     dtype: np.dtype[Any] | None = None,
 ) -> Any:
-    """View the memory of a device array with a given shape and strides; nothing is copied.
+    """View the memory of a device array, which it keeps alive, with any shape; nothing is copied.
 
-    Args:
-        array: A device array, whose memory the view keeps alive.
-        shape: Shape with any number of dimensions; the caller must ensure that the view stays inside.
-        strides: Strides in elements; 0 repeats.  They must be derived from those of the array, unless the
-            array is known to be row-major; otherwise use :func:`reshaped` or :func:`flattened`.
-        offset: Start of the view, in elements from the array's first.
-        dtype: A dtype of the same size in which the bits are read; that of the array when None.
+    The caller must ensure that the view stays inside.  Strides and the offset from the first element
+    are in elements, and a stride of 0 repeats.  They must be derived from those of the array, unless
+    the array is known to be row-major; otherwise use :func:`reshaped` or :func:`flattened`.  The bits
+    may be read in another dtype of the same size.
     """
     size = array.dtype.itemsize
     own: np.dtype[Any] = array.dtype if dtype is None else dtype

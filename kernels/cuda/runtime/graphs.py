@@ -115,18 +115,10 @@ def _words(launch: Launch) -> list[Any]:
 
 
 class Graph:
-    """The launches of a function, recorded in two calls, to be replayed.
+    """The launches of a function, recorded in two calls, one after the other, to be replayed.
 
-    Args:
-        first: A recorded call.
-        second: The next recorded call.
-        kept: Its allocations that others read, by number; a replay writes the same memory.
-        scratch: Memory of an earlier graph, which this one may use too; or None.
-
-    Attributes:
-        size: Number of kernels of a call.
-        kept: As given.
-        scratch: An array, the memory of all other allocations.
+    ``kept`` are the allocations that others read, by number; a replay writes the same memory. All
+    others are in ``scratch``, which may be that of an earlier graph.
 
     Raises:
         CaptureError: If the calls differ in more than a replay can change.

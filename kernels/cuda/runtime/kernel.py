@@ -18,7 +18,7 @@ from numba import types
 from kernels.common.geometry import same
 from kernels.cuda.runtime.compiling import allow_shared_memory, compile_kernel
 from kernels.cuda.runtime.launcher import Launcher  # beyond module 5
-from kernels.runtime.launch_notes import Launched, noted  # beyond module 5
+from kernels.runtime.launch_notes import Launched, thread  # beyond module 5
 from kernels.runtime.numba_patches import share_copies
 from kernels.runtime.targets import (
     IS_SIMULATOR,
@@ -71,14 +71,11 @@ WORD = 4
 class Kernel:
     """A kernel and the types of its arguments, compiled or loaded from disk at the first launch.
 
-    Args:
-        source: A plain function.
-        signature: Its argument types.  Arrays are typed with any strides, so that operands are read in
-            place and no layout makes numba compile the kernel again.
-        threads: Maximum number of threads per block, which limits the registers that the compiler may use;
-            0 sets no limit.
-        shared_bytes: Dynamic shared memory of a block.
-        resident: Blocks that should fit on a multiprocessor at a time; bounds the registers further.
+    Arrays are typed with any strides, so that operands are read in place and no layout makes numba
+    compile the kernel again.  ``threads`` is the maximum per block, which limits the registers that
+    the compiler may use (0 sets no limit), ``shared_bytes`` the dynamic shared memory of a block, and
+    ``resident`` the blocks that should fit on a multiprocessor at a time, which bounds the registers
+    further.
     """
 
     def __init__(
@@ -137,7 +134,7 @@ class Kernel:
         def run(*args: Any) -> None:
             with self._launching:
                 self._launch(grid, block, *args)
-            if (launches := noted()) is not None:  # beyond module 5
+            if (launches := thread.noted) is not None:  # beyond module 5
                 launches.append(self._launched(grid, block))
 
         return run

@@ -100,22 +100,15 @@ def _parts(kinds: Sequence[Any], args: Any, word: int = 0) -> Iterator[tuple[int
 
 
 class Buffer:
-    """The numbers of a launch, and an array of pointers to them, as the driver expects.
-
-    Attributes:
-        slots: Eight bytes for each number.
-        words: The same bytes as whole numbers.
-        address: Address of the array of pointers.
-        lock: A lock that is held until the launch returns, when the driver has read the numbers, so that no
-            other thread overwrites them.
-    """
+    """The numbers of a launch, and an array of pointers to them, as the driver expects."""
 
     def __init__(self, size: int):
-        self.slots: Any = np.zeros(size, np.uint8)
-        self.words = memoryview(self.slots).cast("Q")
+        self.slots: Any = np.zeros(size, np.uint8)  #: Eight bytes for each number.
+        self.words = memoryview(self.slots).cast("Q")  #: The same bytes as whole numbers.
         base = self.slots.ctypes.data
         self._pointers = np.arange(base, base + size, 8, dtype=np.uint64)
-        self.address = int(self._pointers.ctypes.data)
+        self.address = int(self._pointers.ctypes.data)  #: Address of the array of pointers.
+        #: Held until the driver has read the numbers, so that no other thread overwrites them.
         self.lock = Lock()
 
     def copy(self) -> Buffer:
@@ -128,17 +121,8 @@ class Buffer:
 class Launcher:
     """A compiled kernel that is launched on the legacy default stream.
 
-    Args:
-        compiled: The kernel that ``cuda.jit`` compiled for a signature.
-        signature: Types of its arguments.
-        shared_bytes: Dynamic shared memory of a block.
-        name: Name for error messages.
-        prepare: A function that is called before the first launch on each device.
-
-    Attributes:
-        shared_bytes: As given.
-        name: As given.
-        enqueue: The driver's function that launches.
+    ``compiled`` is what ``cuda.jit`` compiled for a signature, ``shared_bytes`` the dynamic shared
+    memory of a block, and ``prepare`` is called before the first launch on each device.
     """
 
     def __init__(

@@ -78,22 +78,8 @@ class Message(NamedTuple):  # beyond module 5
 class Recording:  # beyond module 5
     """The work of one call on the device; see :func:`recorded_by`.
 
-    Args:
-        inputs: For a graph, host arrays whose contents change with each call, in the same memory.
-        before: For a graph, the recording of the call before; None if there is none.
-
-    Attributes:
-        steps: The launches in order, and the messages between them.
-        sizes: Bytes of each operand and allocation.
-        kept: Other memory that the launches read or write, which must be kept alive.
-        is_spoilt: Whether the call did what can only be part of a graph, or of nothing.
-        draws: Drawn numbers, each with the function that draws the next one.
-        live: Host arrays that hold inputs, or results computed from them.
-        computations: Functions that compute such results again, in order.
-        uploads: Copies of such arrays to the device: the array, and the one on the device.
-        actions: Other work of the host in each replay, before the first launch.
-        guards: Functions that tell whether the memory of the launches is still at the same addresses.
-        memo: Objects that are made once per call, by key.
+    For a graph, ``inputs`` are host arrays whose contents change with each call, in the same memory,
+    and ``before`` is the recording of the call before, if there is one.
     """
 
     def __init__(
@@ -102,17 +88,25 @@ class Recording:  # beyond module 5
         before: Recording | None = None,
     ):
         self.before, self.is_of_graph = before, inputs is not None
+        #: The launches in order, and the messages between them.
         self.steps: list[Launch | Message] = []
-        self.sizes: list[int] = []
-        self.kept: dict[int, Any] = {}
+        self.sizes: list[int] = []  #: Bytes of each operand and allocation.
+        self.kept: dict[int, Any] = {}  #: Other memory of the launches, which must be kept alive.
+        #: Whether the call did what can only be part of a graph, or of nothing.
         self.is_spoilt = False
+        #: Drawn numbers, each with the function that draws the next one.
         self.draws: dict[int, Callable[[], int]] = {}
+        #: Host arrays that hold inputs, or results computed from them.
         self.live = [*(inputs or ())]
+        #: Functions that compute such results again, in order.
         self.computations: list[Callable[[], None]] = []
+        #: Copies of such arrays to the device: the array, and the one on the device.
         self.uploads: list[tuple[np.ndarray[Any, Any], Any]] = []
+        #: Other work of the host in each replay, before the first launch.
         self.actions: list[Callable[[], None]] = []
+        #: Functions that tell whether the memory of the launches is still at the same addresses.
         self.guards: list[Callable[[], bool]] = []
-        self.memo: dict[Any, Any] = {}
+        self.memo: dict[Any, Any] = {}  #: Objects that are made once per call, by key.
         self._maps: dict[int, tuple[Any, Origin]] = {}
         #: The operands and allocations, and the order in which n was allocated (n) and freed (~n).
         self._memories, self._events = list[Any](), list[int]()

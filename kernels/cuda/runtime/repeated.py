@@ -36,19 +36,11 @@ def address_of(array: Any) -> int:
 
 
 class Repeat:
-    """Repeat a recorded call with other operands of the same layouts.
+    """Repeat a recorded call of ``count`` operands with others of the same layouts.
 
-    Each result has its own allocation; all other memory of the call is one allocation.
-
-    Args:
-        recording: The recorded call.
-        count: Number of its operands.
-        results: The memory of each result in the recording; None for a result that is not computed.
-        layouts: The layout of the result in each of these.
-
-    Attributes:
-        scratch: Bytes of memory that a call needs for intermediate values.
-        parts: Shape, strides in elements, and dtype of each computed result.
+    Each result has its own allocation; all other memory of the call is one allocation. ``results`` is
+    the memory of each result in the recording, None for one that is not computed, and ``layouts`` the
+    layout of the result in each of these.
     """
 
     def __init__(

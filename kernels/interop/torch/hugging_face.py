@@ -146,23 +146,12 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute attention in a layer of a model, as the attention interface of transformers asks for it.
 
-    Args:
-        module: The layer; ``is_causal`` of it is used where the argument is None.
-        query: (batch, heads, seq_q, head_dim).
-        key: (batch, key heads, seq_k, head_dim).
-        value: (batch, key heads, seq_k, value_dim).
-        attention_mask: Of :func:`register_with_transformers`, (batch, 1 or heads, seq_q, seq_k), or None.
-        dropout: Probability of dropping an attention weight.
-        scaling: Factor of the scores.
-        is_causal: Whether the model is causal; it counts where there is no mask and more than one query.
-        softcap: Bound of the scores.
-        s_aux: (heads,), one logit per head in the softmax's denominator.
-        sinks: (batch, heads, seq_q, 1), one logit per row in the softmax's denominator.
-        position_bias: Added to the scores, (batch or 1, heads, seq_q, seq_k).
-        cu_seq_lens_q: Cumulative lengths, (count + 1,), of sequences that are packed into a batch of one.
-            A row attends to keys of its own sequence, and where there is no mask, the diagonal of a causal
-            model ends at the last row and the last key of the sequence.
-        cu_seq_lens_k: The same of the keys.
+    ``is_causal`` of the layer is used where the argument is None; it counts where there is no mask
+    and more than one query.  ``s_aux``, (heads,), and ``sinks``, (batch, heads, seq_q, 1), are logits
+    in the softmax's denominator, and ``position_bias`` is added to the scores. The cumulative
+    lengths, (count + 1,), are of sequences that are packed into a batch of one.  A row attends to
+    keys of its own sequence, and where there is no mask, the diagonal of a causal model ends at the
+    last row and the last key of the sequence.
 
     Returns:
         (batch, seq_q, heads, value_dim), and None in the place of the probabilities.

@@ -15,11 +15,7 @@ NAME = "minitorch"
 
 
 class _Handle:
-    """What PyTorch keeps while the implementation is active.
-
-    Args:
-        library: The replaced operators.
-    """
+    """What PyTorch keeps while the implementation is active: the replaced operators."""
 
     def __init__(self, library: Library):
         self._library: Library | None = library
@@ -85,15 +81,6 @@ def forward(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """Do what ``aten::_scaled_dot_product_flash_attention`` does.
-
-    Args:
-        query: (batch, heads, seq_q, head_dim).
-        key: (batch, key heads, seq_k, head_dim).
-        value: (batch, key heads, seq_k, head_dim).
-        dropout_p: 0.
-        is_causal: Query i attends to keys 0 to i.
-        return_debug_mask: False.
-        scale: Factor of the scores.
 
     Returns:
         out, lse, no cumulative lengths, seq_q, seq_k, two numbers of a random generator that nothing reads,

@@ -151,40 +151,25 @@ class Target:
         raise unusable_rung(problem.rung, why, self.name, [rung.name for rung in usable])
 
 
-def _rung(
-    name: str, forward: Any, backward: Any, tile: Tile, why_not: Any = _anything, **more: Any
-) -> Rung:
+def _rung(name: str, forward: Any, backward: Any, tile: Tile, *why_not: Any, **more: Any) -> Rung:
     """Return a rung with one tile for every problem and both passes."""
-    return Rung(
-        name, forward, backward, lambda problem: tile, lambda problem: tile, why_not, **more
-    )
+    own = [lambda problem: tile] * 2
+    return Rung(name, forward, backward, *own, *why_not, **more)
 
 
-def _numpy_rung(name: str, forward: Any, backward: Any, tile: Tile) -> Rung:
-    """Return a rung of NumPy functions."""
-    return _rung(
-        name,
-        forward,
-        backward,
-        tile,
-        forward_float8=float8.rounding(forward),  # beyond module 5
-    )
+def _numpy_rung(name: str, forward: Any, backward: Any, side: int) -> Rung:
+    """Return a rung of NumPy functions with square tiles."""
+    more: dict[str, Any] = {}
+    more["forward_float8"] = float8.rounding(forward)  # beyond module 5
+    return _rung(name, forward, backward, (side, side), **more)
 
 
 _HOST = Memory()
-_NAIVE = _numpy_rung("naive", reference.attention, reference.attention_backward, (1, 1))
+_NAIVE = _numpy_rung("naive", reference.attention, reference.attention_backward, 1)
+_TILED = _numpy_rung("flash2", reference.tiled_attention, reference.tiled_attention_backward, 64)
 
 #: The readable implementation in NumPy, on the host.
-NUMPY = Target(
-    "numpy",
-    _HOST,
-    (
-        _numpy_rung(
-            "flash2", reference.tiled_attention, reference.tiled_attention_backward, (64, 64)
-        ),
-        _NAIVE,
-    ),
-)
+NUMPY = Target("numpy", _HOST, (_TILED, _NAIVE))
 #: Compiled loops on the host, parallel over heads and tiles.
 CPU = Target(
     "cpu",

@@ -142,12 +142,12 @@ class Options(TypedDict, total=False):
     softcap: Annotated[float, Option(
         "Scores become cap · tanh(score / cap); 0 turns it off.",
         NUMBER, 0.0, values.check_softcap, schema="float")]
-    alibi_slopes: Annotated[Any, numbers(  # beyond module 5
+    alibi_slopes: Annotated[Any, numbers(
         "alibi_slopes",
         "(heads,) or (batch, heads): slope · |row + causal_offset - col| is subtracted from each score.  "
         "The slopes are constants and receive no gradient.",
         values.check_slopes, per_batch=True, field="slopes")]
-    sink: Annotated[Any, numbers(  # beyond module 5
+    sink: Annotated[Any, numbers(
         "sink",
         "(heads,), one logit per head, which enters the softmax as the score of an additional key whose "
         "value is zero: P = exp(S) / (exp(sink) + rowsum exp(S)).  lse includes it.",

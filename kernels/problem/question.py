@@ -83,6 +83,9 @@ class Problem(_OptionFields):
     upper: int
     diagonal: int
     groups: int
+    # The values without these options, which the published parts of the course do not have.
+    mask_mod = score_mod = None
+    precision = "float32"
     origin: DropoutOrigin | None = None
     sequences: Sequences | None = None
 
@@ -243,7 +246,7 @@ def problem_of(
         # Clipping here does not change the visible columns, and keeps kernels' integers small.
         "lower": min(max(lower, -seq_q), seq_k),
         "upper": min(max(upper, -seq_q), seq_k),
-        "diagonal": offset if checked["alibi_slopes"] else 0,  # beyond module 5
+        "diagonal": offset if checked["alibi_slopes"] else 0,
         "groups": groups,
         "sequences": find(seq_q, seq_k) if find is not None else None,
         **{field_of(name): checked[name] for name in _OF_PROBLEM},

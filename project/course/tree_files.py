@@ -127,6 +127,8 @@ def with_holes(text: str, module: int, first: int) -> str:
         found = MARK.match(line)
         is_out = found and (module <= int(found[2] or -1) or first > int(found[3] or module))
         hole = found[1] if found and is_out else None
+        while hole is not None and kept and kept[-1].startswith(f"{hole}#: "):  # what describes it
+            kept.pop()
         if hole is None:
             kept.append(line)
     return "\n".join(kept)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from kernels.cpu.attention.tile_scores import (
 )
 from kernels.cpu.matmul.tile_product import product_address
 from kernels.cpu.runtime import plain_python
-from kernels.cpu.runtime.function_pointers import run_alone, run_items
+from kernels.cpu.runtime.function_pointers import address_of, run_alone, run_items
 from kernels.problem.operands import Operands
 from kernels.problem.options import AXES
 from kernels.problem.question import DropoutOrigin, Problem
@@ -43,8 +43,12 @@ WORD = 8
 #: Offset of each field.
 _OFFSETS = {name: int(SETTINGS.fields[name][1]) for name in SETTINGS.names or ()}  # type: ignore[index]
 _SEED, _PHASE = (_OFFSETS[name] // WORD for name in ("seed", "phase"))
-#: Arguments of every kernel: the record and the index of the work item.
-ITEM_SIGNATURE = void(SETTINGS_TYPE, int64)
+
+
+@cache
+def _address(make: Callable[[Any], Any], dtype: np.dtype[Any]) -> int:
+    """Return the address of a kernel, a function of the record and a work item, for one dtype."""
+    return address_of(make(dtype.type), void(SETTINGS_TYPE, int64))
 
 
 class CallOptions:
@@ -154,12 +158,13 @@ class CallOptions:
         self._record["tiles"] = len(table)
         return len(table)
 
-    def run(self, address: int, items: int, phases: int = 1) -> Bind:
-        """Call the kernel at an address for each work item, on all threads, ``phases`` times.
+    def run(self, make: Callable[[Any], Any], items: int, phases: int = 1) -> Bind:
+        """Call the kernel that a function of the dtype makes for each work item, ``phases`` times.
 
         Returns a function that binds the kernel to other arrays of the same layouts; see
         :data:`Bind`.
         """
+        address = _address(make, self.problem.dtype)
 
         def bind(names: Sequence[str]) -> Run:
             return self._bind(address, items, phases, names)

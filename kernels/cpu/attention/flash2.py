@@ -16,7 +16,6 @@ Options    the bounds of causal masks and windows are applied here; all others a
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from numba import njit
 
 from kernels.common.online_softmax import LARGE, LOG2_E, PATIENCE
 from kernels.cpu.attention import flash_decoding
-from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
+from kernels.cpu.attention.call_record import CallOptions
 from kernels.cpu.attention.mods import why_not_compiled
 from kernels.cpu.attention.tile_scores import TilePosition, rows_of
 from kernels.cpu.attention.tiles import (
@@ -48,7 +47,7 @@ from kernels.cpu.attention.tiles import (
     zero_tile,
 )
 from kernels.cpu.matmul.tile_product import add_product, set_product
-from kernels.cpu.runtime.function_pointers import address_of, call
+from kernels.cpu.runtime.function_pointers import call
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.jit import FASTMATH, njit_cached
@@ -208,12 +207,6 @@ def make_forward(real):
     return forward_item
 
 
-@cache
-def _address(dtype: np.dtype[Any]) -> int:
-    """Return the address of the kernel for one dtype, compiled or loaded from disk."""
-    return address_of(make_forward(dtype.type), ITEM_SIGNATURE)
-
-
 def forward(problem: Problem, size: tuple[int, int], operands: Operands) -> Bind | None:
     """Fill out, lse and lse_rest; return None if no call can be bound to other arrays."""
     if size == tile(problem) and flash_decoding.pays(problem, operands):
@@ -227,7 +220,7 @@ def forward_by_tiles(problem: Problem, size: tuple[int, int], o: Operands) -> Bi
     logs = {"lse": o.lse[..., None], "lse_rest": o.lse_rest[..., None]}
     options.name(q=o.q, k=o.k, v=o.v, out=o.out, **logs)
     items = o.q.shape[0] * o.q.shape[1] * options.tile_table(False)
-    return options.run(_address(problem.dtype), items)
+    return options.run(make_forward, items)
 
 
 def is_large(lse: Any) -> bool:

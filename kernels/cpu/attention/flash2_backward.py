@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from kernels.common.geometry import PLAIN
 from kernels.cpu.attention import flash2, flash_decoding
-from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
+from kernels.cpu.attention.call_record import CallOptions
 from kernels.cpu.attention.gradient_tiles import (
     add_dq,
     add_key_gradients,
@@ -50,7 +49,6 @@ from kernels.cpu.attention.tiles import (
     tiles_stop,
 )
 from kernels.cpu.matmul.tile_product import add_product
-from kernels.cpu.runtime.function_pointers import address_of
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.jit import FASTMATH, njit_cached
@@ -154,12 +152,6 @@ def backward_tile(problem: Problem) -> tuple[int, int]:
     return flash2.tile(problem) if joins or tiles < ITEMS else TILE
 
 
-@cache
-def _address(dtype: np.dtype[Any]) -> int:
-    """Return the address of the kernel for one dtype, compiled or loaded from disk."""
-    return address_of(make_backward(dtype.type), ITEM_SIGNATURE)
-
-
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Bind:
     """Fill dq, dk and dv; the only memory in addition to these is delta."""
     few_rows = flash_decoding.pays(problem, operands)
@@ -176,7 +168,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Bin
         dq=o.dq, dk=o.dk, dv=o.dv,
     )  # fmt: skip
     options.settings["parts"], options.settings["part_rows"] = parts, part_rows
-    bind = options.run(_address(problem.dtype), parts * batch_heads, parts)
+    bind = options.run(make_backward, parts * batch_heads, parts)
     layout, has_dlse = (o.lse.shape, o.lse.dtype), o.dlse is not None
 
     def bind_with_delta(names: Sequence[str]) -> Run:

@@ -12,7 +12,6 @@ Traffic    k and v are read once, in place; nothing is transposed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from numba import njit
 
 from kernels.common.geometry import PLAIN
 from kernels.common.online_softmax import LOG2_E
-from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
+from kernels.cpu.attention.call_record import CallOptions
 from kernels.cpu.attention.tile_scores import TilePosition, blocks_hide, rows_of
 from kernels.cpu.attention.tiles import (
     grown,
@@ -34,7 +33,7 @@ from kernels.cpu.attention.tiles import (
     shift_of,
     tile_in_table,
 )
-from kernels.cpu.runtime.function_pointers import address_of, call, contiguous
+from kernels.cpu.runtime.function_pointers import call, contiguous
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.jit import FASTMATH, njit_cached
@@ -183,12 +182,6 @@ def merge_parts(of_parts, extra, out, lse, rest):
         lse[r], rest[r] = log_sum_exp(shift, total)
 
 
-@cache
-def _address(dtype: np.dtype[Any]) -> int:
-    """Return the address of the kernel for one dtype, compiled or loaded from disk."""
-    return address_of(make_part(dtype.type), ITEM_SIGNATURE)
-
-
 def rows_of_a_sequence(problem: Problem) -> int:
     """Return the query rows of the longest sequence."""
     packed = problem.sequences
@@ -221,7 +214,7 @@ def forward(problem: Problem, operands: Operands) -> Bind | None:
     options.name(q=o.q, k=o.k, v=o.v, out=out, lse=lse[..., None], lse_rest=rest[..., None])
     options.settings["parts"] = parts
     tiles = options.tile_table(False)
-    bind = options.run(_address(problem.dtype), o.q.shape[0] * o.q.shape[1] * tiles * parts)
+    bind = options.run(make_part, o.q.shape[0] * o.q.shape[1] * tiles * parts)
     if not size:
         return bind
     none, extra = np.full(o.lse.shape, -np.inf, o.lse.dtype), o.extra_logits()

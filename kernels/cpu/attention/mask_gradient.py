@@ -12,14 +12,13 @@ Buffers    per work item, in the first- and second-level cache.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import njit
 
 from kernels.common.geometry import PLAIN
-from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
+from kernels.cpu.attention.call_record import CallOptions
 from kernels.cpu.attention.flash2 import with_scores_by_tiles
 from kernels.cpu.attention.gradient_tiles import (
     ScorePiece,
@@ -30,7 +29,6 @@ from kernels.cpu.attention.gradient_tiles import (
 )
 from kernels.cpu.attention.tile_scores import TilePosition, blocks_hide, rows_of, view
 from kernels.cpu.attention.tiles import ceil_div, lanes_for, pack_rows, pack_transposed
-from kernels.cpu.runtime.function_pointers import address_of
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.jit import FASTMATH, njit_cached
@@ -126,12 +124,6 @@ def make_mask_gradient(real):
     return mask_item
 
 
-@cache
-def _address(dtype: np.dtype[Any]) -> int:
-    """Return the address of the kernel for one dtype, compiled or loaded from disk."""
-    return address_of(make_mask_gradient(dtype.type), ITEM_SIGNATURE)
-
-
 def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
     """Fill dmask, the gradient of an array that is added to scores; see ``Target.mask_gradient``."""
     o = with_scores_by_tiles(problem, operands)
@@ -146,7 +138,7 @@ def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
         q=o.q, k=o.k, v=o.v, dout=o.dout, lse=o.lse[..., None], lse_rest=o.lse_rest[..., None],
         delta=delta[..., None], out=filled,
     )  # fmt: skip
-    options.run(_address(problem.dtype), filled.shape[0] * filled.shape[1] * tiles)
+    options.run(make_mask_gradient, filled.shape[0] * filled.shape[1] * tiles)
     if few:
         if dmask.shape[1] == 1:
             filled = filled.sum(axis=1, keepdims=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from kernels.cpu.layers.few_rows import FEW_ROWS, PARTS, multiply_by_parts
 from kernels.cpu.layers.gelu import gelu_constants, gelu_gradient, gelu_value
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 SHARED_FROM = 1 << 19
 
 
-@njit(fastmath=FASTMATH)
+@njit_cached(fastmath=FASTMATH)
 def finish(before, bias, out, has_gelu):
     """Add a bias (out_size,), or (0,) for none, to rows of the product; write their GELU to ``out``."""
     constants = gelu_constants(before.dtype.type)
@@ -45,7 +45,7 @@ def _by_blocks(rows, weights, bias, before, out, has_gelu, blocks):
             finish(before[start:stop], bias, out[start:stop], has_gelu)
 
 
-@njit(fastmath=FASTMATH)
+@njit_cached(fastmath=FASTMATH)
 def multiply_few(rows, weights, bias, before, out, has_gelu):
     """Compute ``linear`` for a few rows, reading the weights in order once for each row.
 
@@ -88,16 +88,6 @@ def _backward_by_blocks(grad, weights_t, before, through, dx, dbias_parts):
             np.dot(through[start:stop], weights_t, dx[start:stop])
 
 
-@njit_cached(fastmath=FASTMATH)
-def _few_rows(rows, weights, bias, before, out, has_gelu):
-    multiply_few(rows, weights, bias, before, out, has_gelu)
-
-
-@njit_cached(fastmath=FASTMATH)
-def _finish(before, bias, out, has_gelu):
-    finish(before, bias, out, has_gelu)
-
-
 def linear(
     rows: Array, weights: Array, bias: Array | None, has_gelu: bool
 ) -> tuple[Array, Array | None]:
@@ -117,11 +107,11 @@ def linear(
     bias = np.empty(0, rows.dtype) if bias is None else bias
     multiply_adds = out.size * weights.shape[0]
     if len(rows) <= FEW_ROWS and multiply_adds < SHARED_FROM:
-        _few_rows(rows, weights, bias, before, out, has_gelu)
+        multiply_few(rows, weights, bias, before, out, has_gelu)
     elif len(rows) <= FEW_ROWS:
         multiply_by_parts(rows, weights, np.empty((PARTS, *out.shape), out.dtype), before)
         if has_gelu or len(bias):
-            _finish(before, bias, out, has_gelu)
+            finish(before, bias, out, has_gelu)
     else:
         blocks = blas.row_blocks(len(rows), multiply_adds)
         run = _by_blocks.parallel if blocks > 1 else _by_blocks.serial

@@ -28,12 +28,8 @@ Make = Callable[[Any, Any, Any, Options], Problem]
 class Call:
     """A checked call on arrays of any library: target, problem and operands.
 
-    ``results`` are, for a gradient, out, lse, the rest of lse or None, dout, and dlse or None.
-    ``make`` builds the problem, as :func:`kernels.problem.question.problem_of` does; ``known`` is the
-    bound call, which has been checked.
-
-    Raises:
-        TypeError: Also if operands are not all on the host or all on one device.
+    ``results`` and ``make`` are those of :func:`attend`; ``known`` is the bound call, which has been
+    checked.  Operands must all be on the host or all on one device; otherwise a TypeError is raised.
     """
 
     def __init__(
@@ -94,20 +90,12 @@ def attend(
     make: Make = problem_of,
     count: int | None = None,
 ) -> tuple[Any, ...]:
-    """Compute attention, or its gradients, on arrays of any library.
+    """Compute attention of q, k and v of any library, or its gradients, as arrays of the library of q.
 
-    Args:
-        operands: q, k and v.
-        options: Options by name.
-        tile: (block_q, block_k); the rung's own when None.
-        wanted: What is computed.
-        results: For a gradient, out, lse, the rest of lse or None, dout, and dlse or None.
-        make: Builds the problem.
-        count: How many results are returned; None for all.
-
-    Returns:
-        out, lse and its rest; or dq, dk and dv in the shapes of the operands, and the wanted gradients of
-        options.  All are arrays of the library of q.
+    For gradients, ``results`` are out, lse, the rest of lse or None, dout, and dlse or None. The tile
+    is the rung's own when None, ``make`` builds the problem, and ``count`` is how many results are
+    returned, all when None: out, lse and its rest, or dq, dk and dv in the shapes of the operands,
+    and the wanted gradients of options.
     """
     library = found = known = None
     if type(operands[0]) is not np.ndarray:  # beyond module 5
@@ -178,8 +166,7 @@ def _is_array(mask: Any) -> bool:
 def check_on_host(arrays: dict[str, Any]) -> None:
     """Check that the option arrays of a call on the host, by the name of the option, can be read there.
 
-    Raises:
-        TypeError: If one is on a device, because nothing is copied from a device implicitly.
+    Nothing is copied from a device implicitly, so one that is there raises a TypeError.
     """
     for name, array in arrays.items():
         if is_device_array(array):

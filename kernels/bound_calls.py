@@ -64,14 +64,11 @@ def find(
     make: Any = None,
     results: Sequence[Any] = (),
 ) -> CallLookup | None:
-    """Look up a call; None if it has to run in full.
+    """Look up a call of q, k and v, arrays of a type in :data:`DESCRIBE`; None if it has to run in full.
 
-    Args:
-        operands: q, k and v, arrays of a type in :data:`DESCRIBE`.
-        options: Options by name.
-        *rest: Other values that the call depends on, of types that tell equal values apart, or tuples.
-        make: Builds the problem; it may have an attribute ``key`` to be looked up by.
-        results: The operands of a backward pass after those of the forward pass.
+    ``rest`` are other values that the call depends on, of types that tell equal values apart, or
+    tuples. ``make`` builds the problem; it may have an attribute ``key`` to be looked up by.
+    ``results`` are the operands of a backward pass after those of the forward pass.
     """
     given: Any = options
     seed, arrays, on_host = 0, operands, True

@@ -111,13 +111,10 @@ class BoundCall:
     ) -> None:
         """Bind later calls to the loops of this one.
 
-        Args:
-            bind: What the rung returned; None if every call has to run in full.
-            taken: The problem that the rung received.
-            given: The operands of the call.
-            viewed: The operands and results that the rung received.
-            written: These results, before they were viewed.
-            finish: Returns the results of the call from these; None if they are the same.
+        ``bind`` is what the rung returned, None if every call has to run in full, ``taken`` and
+        ``viewed`` the problem, the operands and the results that it received, ``given`` the
+        operands of the call, and ``written`` the results before they were viewed.  ``finish``
+        returns the results of the call from these; None if they are the same.
         """
         if bind is None:
             return
@@ -175,10 +172,7 @@ def forward(
 
     The dimensions of out have the same order in memory as those of q.  If q repeats elements by a
     stride of 0, or has fewer dimensions, out is row-major.  The tile is the rung's own when None.
-
-    Raises:
-        TypeError: If the tile is not a pair of integers.
-        ValueError: If the tile is out of range, or no rung can run the call; see ``Target.pick``.
+    Errors are those of :class:`BoundCall`.
     """
     return BoundCall(target, problem, tile).in_full(problem, operands)
 
@@ -243,11 +237,7 @@ def backward(
 
     lse_rest and dlse may be None.  The dimensions of each gradient have the same order in memory as
     those of its operand.  ``wanted`` tells for each option in ``WITH_GRADIENT`` whether to compute
-    its gradient too.
-
-    Raises:
-        TypeError: As in :func:`forward`.
-        ValueError: As in :func:`forward`, or for a ``score_mod`` without its derivative.
+    its gradient too.  Errors are those of :class:`BoundCall`.
     """
     return BoundCall(target, problem, tile, Wanted(True, *wanted)).in_full(problem, operands)
 

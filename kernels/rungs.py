@@ -253,10 +253,6 @@ RUNGS = tuple(dict.fromkeys(rung.name for target in TARGETS.values() for rung in
 
 
 def check_rung(problem: Problem) -> None:
-    """Check that some target has the rung that a problem names.
-
-    Raises:
-        ValueError: If no target has a rung of that name.
-    """
+    """Check that some target has the rung that a problem names; otherwise raise a ValueError."""
     if problem.rung not in ("auto", *RUNGS):
         raise unknown_rung(problem.rung, RUNGS)

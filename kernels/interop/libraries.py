@@ -46,11 +46,7 @@ class Lent:
 
 
 class Library:
-    """A library whose arrays are exchanged by DLPack, such as CuPy.
-
-    Args:
-        module: The library, which has ``from_dlpack``.
-    """
+    """A library whose arrays are exchanged by DLPack, such as CuPy: its module has ``from_dlpack``."""
 
     def __init__(self, module: Any):
         self.module = module
@@ -73,11 +69,7 @@ class Library:
 
 
 class Torch(Library):
-    """PyTorch.  Its tensors are read by address, because DLPack takes longer than launching a kernel.
-
-    Args:
-        module: The module ``torch``.
-    """
+    """PyTorch.  Its tensors are read by address, because DLPack takes longer than launching a kernel."""
 
     def __init__(self, module: Any):
         super().__init__(module)

@@ -16,9 +16,8 @@ MAX_TILE = 4096
 def check_tile(tile: Any) -> tuple[int, int] | None:
     """Return the requested tile as two ints, or None if it is None.
 
-    Raises:
-        TypeError: If it is not a pair of whole numbers.
-        ValueError: If a side is below 1 or beyond ``MAX_TILE``.
+    Anything but a pair of whole numbers raises a TypeError, and a side that is not from 1 to
+    ``MAX_TILE`` a ValueError.
     """
     if tile is None:
         return None

@@ -95,11 +95,7 @@ def why_not_float8(problem: Any) -> str | None:
 
 
 def check_float8_gradient(problem: Any) -> None:
-    """Check that a call with gradients has no float8 products.
-
-    Raises:
-        ValueError: If it has.
-    """
+    """Check that a call with gradients has no float8 products; otherwise raise a ValueError."""
     if problem.precision in FLOAT8:
         raise ValueError(
             f"precision={problem.precision!r} is for the forward pass only, but a gradient is needed; "

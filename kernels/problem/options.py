@@ -84,13 +84,8 @@ def numbers(
 ) -> Option:
     """Return an option that is an array: numbers for each head, or each (batch, head) if ``per_batch``.
 
-    Args:
-        name: Its name.
-        text: What it does.
-        check: A further check of ``(value, given)``, or None.
-        axes: See :class:`Option`.
-        per_batch: Whether it may have a batch.
-        more: Other attributes of the option.
+    ``check`` is a further check of the value, ``axes`` and ``more`` are attributes of
+    :class:`Option`.
     """
 
     def check_all(value: Any, given: values.Given) -> bool:
@@ -226,11 +221,7 @@ def text_of(name: str) -> list[str]:
 
 
 def check_types(**options: Any) -> None:
-    """Check the types of options by name, except those of arrays.
-
-    Raises:
-        TypeError: If an option has the wrong type.
-    """
+    """Check the types of options by name, except those of arrays; otherwise raise a TypeError."""
     for name, value in options.items():
         kind, default = OPTIONS[name].kind, OPTIONS[name].default
         if type(value) is kind.usual or (value is None and default is None):

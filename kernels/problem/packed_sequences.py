@@ -27,14 +27,9 @@ class Tile(NamedTuple):
 class Sequences:
     """The bounds of packed sequences, compared by value.
 
-    Its arrays are read-only copies, so that derived values can be cached.
-
-    Args:
-        cu_seqlens_q: Cumulative query lengths, (count + 1,): sequence i has the query rows from
-            ``cu_seqlens_q[i]`` up to, but excluding, ``cu_seqlens_q[i + 1]``.
-        cu_seqlens_k: Cumulative key lengths, (count + 1,).
-        total_q: Query rows of all sequences.
-        total_k: Key columns of all sequences.
+    Sequence i has the query rows from ``cu_seqlens_q[i]`` up to, but excluding, ``cu_seqlens_q[i +
+    1]``, and likewise key columns.  The arrays, (count + 1,), are read-only copies, so that derived
+    values can be cached.
 
     Raises:
         TypeError: If one of them is not a vector of whole numbers.

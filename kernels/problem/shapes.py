@@ -16,11 +16,7 @@ _NAMES = ", ".join(map(str, FLOAT_DTYPES[:-1])) + f" or {FLOAT_DTYPES[-1]}"
 
 
 def check_dtypes(q: Any, k: Any, v: Any) -> np.dtype[Any]:
-    """Check the dtypes of the operands, and return their common dtype.
-
-    Raises:
-        TypeError: If one is not an array, or their dtype is not supported or not the same.
-    """
+    """Return the common floating dtype of the operands; raise a TypeError if they have none."""
     dtypes: list[Any] = []
     for name, operand in (("q", q), ("k", k), ("v", v)):
         check_array(name, operand)
@@ -45,8 +41,7 @@ def check_shapes(
 ) -> tuple[tuple[int, ...], int, int, int, int, int]:
     """Return the leading dimensions of the scores, groups, seq_q, seq_k, head_dim and value_dim.
 
-    Raises:
-        ValueError: If the shapes do not fit together.
+    Shapes that do not fit together raise a ValueError.
     """
     shapes = f"q {q}, k {k}, v {v}"
     if min(len(q), len(k), len(v)) < 2:

@@ -126,16 +126,11 @@ def fingerprint(function: Any, *arguments: Type) -> str:
 def njit_cached(
     function: Callable[..., Any] | None = None, *, cache: bool = True, **options: Any
 ) -> Any:
-    """Compile ``function`` with ``numba.njit`` and keep the machine code on disk.
+    """Compile a function, also a closure over plain functions and constants, and keep its code on disk.
 
-    Args:
-        function: A plain function, or a closure over plain functions and constants.
-        cache: False for a closure over a dispatcher, which would get a new entry in each process.
-        options: Options of ``numba.njit``.
-
-    Returns:
-        A numba dispatcher, wrapped in :class:`Parallel` for ``parallel=True``; the function itself if
-        :data:`JIT_DISABLED`; without ``function``, a decorator.
+    ``cache`` is False for a closure over a dispatcher, which would get a new entry in each process.
+    Returns a numba dispatcher, wrapped in :class:`Parallel` for ``parallel=True``; the function
+    itself if :data:`JIT_DISABLED`; without ``function``, a decorator.
     """
 
     def compile_(target: Callable[..., Any]) -> Any:

@@ -150,11 +150,7 @@ def repeated_axes(broadcast: tuple[int, ...], shape: tuple[int, ...]) -> tuple[i
 
 
 def check_dense(shape: Ints, strides: Ints) -> None:
-    """Check that an array is dense, so that its memory can be viewed as one dimension.
-
-    Raises:
-        ValueError: If it has gaps, or repeats elements.
-    """
+    """Check that an array is dense, so that one dimension can view it; otherwise raise a ValueError."""
     if not is_dense(shape, strides):
         raise ValueError(
             f"an array of shape {shape} and strides {strides}, in elements, has gaps: its memory cannot be "
@@ -206,11 +202,7 @@ class Memory:
         return out
 
     def flat(self, array: Any) -> tuple[Any, Ints | None]:
-        """Return a dense array as its flat storage and strides in elements, None for row-major.
-
-        Raises:
-            ValueError: If the array has gaps.
-        """
+        """Return the storage of a dense array, flat, and strides in elements, None for row-major."""
         if array.flags.c_contiguous:
             return array.reshape(-1), None
         strides = _element_strides(array)

@@ -165,10 +165,9 @@ def _why_no_cuda() -> str | None:
 
 def device_name() -> str:  # beyond module 4
     """Return the name of the device that kernels run on."""
-    return "numba's simulator" if IS_SIMULATOR else _text(cuda.get_current_device().name)
-
-
-def _text(name: bytes | str) -> str:  # beyond module 4
+    if IS_SIMULATOR:
+        return "numba's simulator"
+    name: bytes | str = cuda.get_current_device().name
     return name.decode() if isinstance(name, bytes) else name
 
 

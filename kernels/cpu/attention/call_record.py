@@ -54,13 +54,9 @@ def _address(make: Callable[[Any], Any], dtype: np.dtype[Any]) -> int:
 class CallOptions:
     """The record of a call, ``settings``, (1,) of ``SETTINGS``.
 
-    Args:
-        problem: The checked call.
-        operands: The operands of the kernels.
-        tile: (block_q, block_k).
-        by_keys: Lanes are key columns and lines are query rows; else the reverse.
-        backward: Derivatives of the scores are needed.
-        listed: Visit only the tiles that the block mask lists.
+    With ``by_keys``, lanes are key columns and lines are query rows; else the reverse.  ``backward``
+    tells whether derivatives of the scores are needed, and ``listed`` whether to visit only the tiles
+    that the block mask lists.
     """
 
     def __init__(

@@ -132,9 +132,8 @@ def make_forward(real):
     def forward_item(settings, item):
         """Fill one query tile of the results: loop over the key tiles that it visits.
 
-        Args:
-            settings: (1,) of ``SETTINGS``.
-            item: Number of (batch, head) times the tiles of the table, plus the number of the tile.
+        The item is the number of (batch, head) times the tiles of the table, plus the number of
+        the tile.
         """
         o = settings[0]
         # a copy: behind a pointer, LLVM must assume that any store to a tile changes it

@@ -69,10 +69,9 @@ def make_backward(real):
     def backward_item(settings, item):
         """Add the contributions of a group of key tiles and a part of the query rows to dq, dk and dv.
 
-        Args:
-            settings: (1,) of ``SETTINGS``.
-            item: Index of the part times the number of (batch, head), plus the index of (batch, head);
-                the last part, which has the most visible keys in a causal call, comes first.
+        The item is the index of the part times the number of (batch, head), plus the index of
+        (batch, head); the last part, which has the most visible keys in a causal call, comes
+        first.
         """
         o = settings[0]
         # a copy: behind a pointer, LLVM must assume that any store to a tile changes it

@@ -72,11 +72,9 @@ def make_part(real):
     def part_item(settings, item):
         """Fill the results of all rows of one head against one part of the keys.
 
-        Args:
-            settings: (1,) of ``SETTINGS``; its out is (parts · batch, heads, seq_q, value_dim), and so
-                lse and its rest.
-            item: Number of (batch, head) times the tiles of the table, plus the number of the tile, times
-                the parts, plus the number of the part.
+        The item is the number of (batch, head) times the tiles of the table, plus the number of
+        the tile, times the parts, plus the number of the part.  Of the record, out is (parts ·
+        batch, heads, seq_q, value_dim), and so lse and its rest.
         """
         o = settings[0]
         part, rest = item % o.parts, item // o.parts

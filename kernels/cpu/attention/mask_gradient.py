@@ -65,12 +65,10 @@ def make_mask_gradient(real):
 
     @njit_cached(fastmath=FASTMATH)
     def mask_item(settings, item):
-        """Fill one tile of dmask.
+        """Fill one tile of dmask; ``item`` numbers its (batch, head, tile of rows, tile of columns).
 
-        Args:
-            settings: (1,) of ``SETTINGS``; its ``out`` is dmask, (batches, heads, rows, columns), each
-                its own number or 1, or with a batch for each of the call's.
-            item: Index of (batch, head, tile of rows, tile of columns) of dmask.
+        dmask is ``out`` of the record: (batches, heads, rows, columns), each its own number or 1,
+        or with a batch for each of the call's.
         """
         o = settings[0]
         size = o.out.shape

@@ -96,8 +96,7 @@ def failures() -> int:
 def check_finished(before: int) -> None:
     """Check that no user function has raised since the count ``before`` of :func:`failures`.
 
-    Raises:
-        ValueError: If one has, in this call or in a simultaneous one on another thread.
+    One that has, in this call or in a simultaneous one on another thread, raises a ValueError.
     """
     if failures() != before:
         raise ValueError(

@@ -269,13 +269,10 @@ def make_score_pass(real):
 
     @njit_cached(fastmath=FASTMATH)
     def score_pass(tile, slope, settings, where):
-        """Turn scale · q · k into scores; the kernel itself applies the causal and window bounds.
+        """Turn scale · q · k, (lines, lanes), into scores, but for the causal and window bounds.
 
-        Args:
-            tile: (lines, lanes), read and written.
-            slope: (lines, lanes), the derivative of a score, written; (0, lanes) if not needed.
-            settings: (1,) of :data:`SETTINGS`.
-            where: A :class:`TilePosition`.
+        The derivative of a score is written to ``slope``, (lines, lanes), or (0, lanes) if not
+        needed.
         """
         o = settings[0]
         lines, lanes = tile.shape

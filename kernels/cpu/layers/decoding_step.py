@@ -134,12 +134,9 @@ def _layer_step(x, w, keys, values, eps, factor, out):
 def layer_step(x: Array, weights: LayerWeights, keys: Array, values: Array, eps: float) -> Array:
     """Return the output of a layer for the newest positions, and append their keys and values to the cache.
 
-    Args:
-        x: (batch, count, width), contiguous, float32 or float64 like all arrays.
-        weights: The parameters of the layer.
-        keys: Keys of all positions, (length, batch, heads, head_dim), contiguous; those of x are the last.
-        values: Values of all positions, likewise.
-        eps: Added to the variance by the layer norms.
+    x is (batch, count, width), float32 or float64 like all arrays, and keys and values are those of
+    all positions, (length, batch, heads, head_dim), of which those of x are the last.  All are
+    contiguous; ``eps`` is added to the variance by the layer norms.
     """
     rows = x.reshape(-1, x.shape[-1])  # (batch · count, width)
     real = x.dtype.type

@@ -91,16 +91,11 @@ def _backward_by_blocks(grad, weights_t, before, through, dx, dbias_parts):
 def linear(
     rows: Array, weights: Array, bias: Array | None, has_gelu: bool
 ) -> tuple[Array, Array | None]:
-    """Return rows @ weights + bias, optionally followed by GELU in its tanh form.
+    """Return rows @ weights + bias, optionally followed by GELU in its tanh form, and the input of GELU.
 
-    Args:
-        rows: (n, in_size), contiguous.
-        weights: (in_size, out_size), contiguous, of the same dtype, float32 or float64.
-        bias: (out_size,), contiguous, or None.
-        has_gelu: Apply GELU.
-
-    Returns:
-        The result (n, out_size), and the input of GELU for the gradient, or None.
+    Rows (n, in_size), weights (in_size, out_size), and the bias (out_size,) or None are contiguous,
+    of one dtype, float32 or float64.  The result is (n, out_size), and so the input of GELU, which
+    the gradient needs, or None.
     """
     out = np.empty((len(rows), weights.shape[1]), rows.dtype)
     before = np.empty_like(out) if has_gelu else out

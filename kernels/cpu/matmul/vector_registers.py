@@ -36,12 +36,7 @@ _INT, _INDEX = ir.IntType(64), ir.IntType(32)
 
 
 class Registers(types.Type):
-    """The type of a block of C.
-
-    Args:
-        scalar: Type of its elements.
-        vectors: Number of vectors in each of ``BLOCK_ROWS`` rows.
-    """
+    """The type of a block of C: ``BLOCK_ROWS`` rows with a number of vectors of scalars each."""
 
     def __init__(self, scalar: Any, vectors: int):
         self.scalar, self.vectors = scalar, vectors
@@ -59,11 +54,8 @@ class _RegistersModel(models.PrimitiveModel):
 class _Lines:
     """A range of rows of an array, from a row and column on, in the compiler's representation.
 
-    Args:
-        compiler: The compiler's context and its instruction builder.
-        kind: Type of the array.
-        place: The array, the first row and the first column.
-        count: Number of rows.
+    ``compiler`` are its context and its instruction builder, and ``place`` the array, the first row
+    and the first column.
     """
 
     def __init__(self, compiler: Any, kind: Any, place: Any, count: int = BLOCK_ROWS):

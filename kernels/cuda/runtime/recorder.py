@@ -292,12 +292,10 @@ def computed(compute: Callable[[], Any], *sources: Any) -> Any:
 
 
 def refuse(what: str, remedy: str, on_host: bool = False) -> None:
-    """Raise an error if this thread records a call for a graph, which says what to do instead.
+    """Raise a CaptureError if this thread records a call for a graph, which says what to do instead.
 
-    What happens ``on_host`` is allowed in a function without launches.
-
-    Raises:
-        CaptureError: In a recorded call; for work on the host, in the last of the recorded calls.
+    What happens ``on_host`` is allowed in a function without launches, and so refused only in the
+    last of the recorded calls.
     """
     if (recording := thread.recording) is not None:  # beyond module 5
         recording.is_spoilt = True

@@ -52,10 +52,7 @@ class Resources(NamedTuple):
 def ptx_resources(ptx: str, cc: tuple[Any, ...]) -> tuple[int, int]:
     """Return the registers and spilled bytes of one kernel compiled by ptxas from PTX for a capability.
 
-    This needs no GPU.
-
-    Raises:
-        RuntimeError: If ptxas rejects the PTX, or its output is not as expected.
+    This needs no GPU.  PTX that ptxas rejects, or an unknown output of it, raises a RuntimeError.
     """
     return _link(ptx.encode(), nvjitlink.InputType.PTX, cc)[:2]
 
@@ -66,13 +63,10 @@ def launched_resources(
     cc: tuple[Any, ...],
     launch_bounds: tuple[int, int] | None = None,
 ) -> Resources:
-    """Return the resources of a kernel that is compiled as for a launch; this needs no GPU.
+    """Return the resources of a kernel that is compiled as for a launch; see :func:`ptx_resources`.
 
     A launch compiles NVVM's intermediate code as a whole program.  From PTX the linker makes only a
-    part of a program, in which ``setmaxnreg`` is ignored.  See :func:`compile_ptx` for the arguments.
-
-    Raises:
-        RuntimeError: If ptxas rejects the kernel, or its output is not as expected.
+    part of a program, in which ``setmaxnreg`` is ignored.
     """
     code = _compile(kernel, signature, cc, launch_bounds, "ltoir")
     return _link(code, nvjitlink.InputType.LTOIR, cc, "-lto")

@@ -75,8 +75,7 @@ def register_with_transformers() -> None:
 def _check_model(model: type) -> None:
     """Check that a class of models computes attention through the interface, in all its bases' files.
 
-    Raises:
-        ValueError: If it does not; the boolean masks of ours would then be added to its own scores.
+    If not, our boolean masks would be added to its own scores, and a ValueError is raised.
     """
     for base in model.__mro__:
         if hasattr(base, "get_correct_attn_implementation") and (why := _why_not(base.__module__)):

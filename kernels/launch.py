@@ -14,11 +14,11 @@ import numpy as np
 from kernels.bound_calls import BoundLoops, CallLookup, arrays_of  # beyond module 5
 from kernels.cuda.runtime.recorder import active  # beyond module 5
 from kernels.cuda.runtime.repeated import noted  # beyond module 5
-from kernels.problem.argument_types import check_tile
 from kernels.problem.float8 import check_float8_gradient  # beyond module 5
 from kernels.problem.operands import Operands, own_mask, view_of
 from kernels.problem.options import AXES, WITH_GRADIENT, field_of
 from kernels.problem.question import Problem
+from kernels.problem.shapes import check_tile
 from kernels.rungs import CPU as CPU
 from kernels.rungs import CUDA as CUDA
 from kernels.rungs import NUMPY as NUMPY

@@ -106,10 +106,8 @@ def listed(name: str, value: Any) -> list[Any]:
 def as_plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return an array of a NumPy subclass as a plain array, in native byte order.
 
-    A ``numpy.matrix`` would keep two dimensions in any reshape.
-
-    Raises:
-        TypeError: For a masked array, whose mask would be lost.
+    A ``numpy.matrix`` would keep two dimensions in any reshape.  The mask of a masked array would be
+    lost, and it raises a TypeError.
     """
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(

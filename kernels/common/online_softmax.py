@@ -93,16 +93,13 @@ def make_softmax_step(
 ) -> tuple[Callable[[Any, Any, Any], Any], Callable[[Any, Any, Any], tuple[Any, Any]]]:
     """Return ``power`` and ``grown``, lines 9 and 10; a kernel adds how its lanes share a row.
 
-    m_new = max(m, rowmax S), P = e^(S - m_new), l = e^(m - m_new) l + rowsum P, and O like l.  In base 2,
-    the maximum is subtracted first: S · log2 e could overflow, and a product less a rounded product is not
-    0 where both factors are the same.  Tensor-core kernels compute 2^(S · unit - shift) by one
-    multiply-add, and large rows apart; ``reference.lines.add_tile`` is the same step in NumPy.
+    m_new = max(m, rowmax S), P = e^(S - m_new), l = e^(m - m_new) l + rowsum P, and O like l.  In
+    base 2, the maximum is subtracted first: S · log2 e could overflow, and a product less a rounded
+    product is not 0 where both factors are the same.  Tensor-core kernels compute 2^(S · unit -
+    shift) by one multiply-add, and large rows apart; ``reference.lines.add_tile`` is the same step in
+    NumPy.
 
-    Args:
-        compile_: Turns a plain function into one that the caller's compiler can call.
-        shift_of: See :func:`make_online_softmax`, in the dtype of scores.
-        exp2: 2**x.
-        minus: The difference of a score and a shift, which no compiler may fuse with a product.
+    ``minus`` is the difference of a score and a shift, which no compiler may fuse with a product.
     """
 
     @compile_

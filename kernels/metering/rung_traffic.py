@@ -65,11 +65,8 @@ def problem_of(
 def call_traffic(name: str, problem: Problem, tile: Tile | None = None) -> PassTraffic:
     """Return the traffic of one of many heads of a call, where sums are not divided among blocks.
 
-    The name is one of RUNGS, and the call has no mask, dropout or packed sequences. A tile of None is
-    the rung's default.
-
-    Raises:
-        ValueError: If there are no formulas for the name.
+    The name is one of RUNGS, or a ValueError is raised, and the call has no mask, dropout or packed
+    sequences.  A tile of None is the rung's default.
     """
     shape = head_shape(problem)
     if name == "naive":
@@ -122,10 +119,6 @@ def metered(
 
     The name is one of RUNGS, and the bounds of the head come from the options: is_causal,
     causal_offset, window_size.
-
-    Raises:
-        RuntimeError: Outside the simulator.
-        ValueError: If the rung cannot run such a call.
     """
     rng = np.random.default_rng(seed)
     keys, values = (shape.seq_k, shape.head_dim), (shape.seq_k, shape.value_dim)

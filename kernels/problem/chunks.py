@@ -20,10 +20,7 @@ def within_chunks(chunk: int, offset: int, fields: dict[str, Any]) -> dict[str, 
     """Return the fields of a problem whose rows see only the columns of their own chunk.
 
     Row ``row`` is at the position ``row + offset``, and column ``col`` at ``col``; position p is in
-    chunk p // chunk.
-
-    Raises:
-        ValueError: If the call has packed sequences and a ``mask_mod``.
+    chunk p // chunk.  Packed sequences with a ``mask_mod`` raise a ValueError.
     """
     seq_q, seq_k, lower, upper = (fields[name] for name in ("seq_q", "seq_k", "lower", "upper"))
     if fields["sequences"] is not None:

@@ -16,11 +16,25 @@ from kernels.problem.question import Problem
 from kernels.runtime.dtypes import acc_dtype, is_floating
 from kernels.runtime.memory import Memory
 
-#: The fields of :class:`Operands`: the arrays of the call, those of its options, and its results.
+#: The fields of :class:`Operands`, with the shapes of the caller's arrays.
 _FIELDS = (
-    *("q", "k", "v", "mask", "mask_batch"), *AXES,
-    *("out", "lse", "lse_rest", "dout", "dlse", "dq", "dk", "dv"),
-)  # fmt: skip
+    "q",  # (…, heads, seq_q, head_dim)
+    "k",  # (…, heads, seq_k, head_dim)
+    "v",  # (…, heads, seq_k, value_dim)
+    # Boolean or floating, broadcasts to (…, heads, seq_q, seq_k).  For kernels it is (its own batches,
+    # heads, seq_q, seq_k), with strides of 0, and a floating one has the dtype of lse.
+    "mask",
+    "mask_batch",  # for kernels, the index of the mask's batch for each, (batch,) int64, on the host
+    *AXES,  # of the dtype of lse; for kernels (batch, heads, seq_q or 1, seq_k or 1)
+    "out",  # (…, heads, seq_q, value_dim)
+    "lse",  # (…, heads, seq_q), of the accumulator's dtype, float32 for fp16 and bf16
+    "lse_rest",  # as lse: what lse loses by rounding, so that L = lse + lse_rest
+    "dout",
+    "dlse",  # or None for zeros
+    "dq",  # of the broadcast shape of q
+    "dk",  # of the broadcast shape of k, with a head for each head of q
+    "dv",
+)
 
 
 class Operands(namedtuple("Operands", _FIELDS, defaults=[None] * (len(_FIELDS) - 3))):
@@ -28,25 +42,6 @@ class Operands(namedtuple("Operands", _FIELDS, defaults=[None] * (len(_FIELDS) -
 
     The caller's arrays have any leading dimensions.  :meth:`viewed` returns them in the form of the
     kernels: (batch, heads, seq, dim), lse and dlse without the last dimension.
-
-    Attributes:
-        q: (…, heads, seq_q, head_dim).
-        k: (…, heads, seq_k, head_dim).
-        v: (…, heads, seq_k, value_dim).
-        mask: Boolean or floating, broadcasts to (…, heads, seq_q, seq_k).  For kernels it is (its own
-            batches, heads, seq_q, seq_k), with strides of 0, and a floating one has the dtype of lse.
-        mask_batch: For kernels, the index of the mask's batch for each batch, (batch,) int64, on the
-            host.
-        slopes, …: The arrays in ``options.AXES``, of the dtype of lse; for kernels (batch, heads, seq_q or
-            1, seq_k or 1).
-        out: (…, heads, seq_q, value_dim).
-        lse: (…, heads, seq_q), of the accumulator's dtype, float32 for fp16 and bf16.
-        lse_rest: As lse: what lse loses by rounding, so that L = lse + lse_rest.
-        dout: Gradient of out.
-        dlse: Gradient of lse, or None for zeros.
-        dq: Gradient of q, of its broadcast shape.
-        dk: Gradient of k, of its broadcast shape, with a head for each head of q.
-        dv: Gradient of v, of its broadcast shape, with a head for each head of q.
     """
 
     def having(self, **arrays: Any) -> Operands:

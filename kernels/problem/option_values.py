@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.common.arguments import not_negative, number, short, whole
-from kernels.problem.argument_types import check_array
+from kernels.problem.shapes import check_array
 from kernels.runtime.dtypes import is_floating
 from kernels.sparsity.block_mask import BlockMask
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from kernels.common.arguments import is_number, number, shown
 from kernels.problem import option_values as values
-from kernels.problem.argument_types import is_whole
 from kernels.problem.float8 import check_precision  # beyond module 5
 from kernels.problem.rungs import rung_of_run
+from kernels.problem.shapes import is_whole
 from kernels.scores.mods import as_mask_mod, as_score_mod  # beyond module 5
 from kernels.sparsity.block_mask import BlockMask
 

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 from kernels.common.arguments import as_host_array
-from kernels.problem.argument_types import check_array
 from kernels.problem.options import OPTIONS, Options
 from kernels.problem.packed_sequences import Sequences, sequences_of
 from kernels.problem.question import Problem, problem_of
+from kernels.problem.shapes import check_array
 
 
 class PackedMaker:
@@ -51,12 +51,7 @@ class PackedMaker:
 
 
 def check_packed(name: str, operand: Any) -> None:
-    """Check that an operand is an array of the three dimensions (total, heads, dim).
-
-    Raises:
-        TypeError: If it is not an array.
-        ValueError: If it does not have three dimensions.
-    """
+    """Check that an operand is an array (total, heads, dim); otherwise raise a TypeError or ValueError."""
     check_array(name, operand)
     if len(operand.shape) != 3:
         raise ValueError(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kernels.problem.argument_types import check_array
 from kernels.problem.chunks import within_chunks  # beyond module 5
 from kernels.problem.option_values import Given
 from kernels.problem.options import (
@@ -21,7 +20,7 @@ from kernels.problem.options import (
     field_of,
 )
 from kernels.problem.packed_sequences import Sequences  # beyond module 5
-from kernels.problem.shapes import check_dtypes, check_shapes
+from kernels.problem.shapes import check_array, check_dtypes, check_shapes
 from kernels.problem.signature import by_name, takes_attention_options
 from kernels.runtime.dtypes import acc_dtype
 from kernels.scores.program import PLAIN, Features, features_of
@@ -261,9 +260,8 @@ def check_gradient_operands(
 ) -> None:
     """Check the further operands of the backward pass.
 
-    Raises:
-        ValueError: If one does not have the shape that the forward pass returned.
-        TypeError: If one is not an array of the dtype that the forward pass returned.
+    One of another shape than the forward pass returned raises a ValueError, of another dtype a
+    TypeError.
     """
     dtype, sums = problem.dtype, problem.acc_dtype
     for name, array, shape, wanted in (

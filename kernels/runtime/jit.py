@@ -150,18 +150,14 @@ def njit_cached(
 
 
 class _Threads:
-    """The state of numba's threads.
-
-    Attributes:
-        shared: Whether several callers may use them at once; unknown before the first parallel kernel.
-        lost: Whether they belong to the parent of this forked process.
-        turn: The lock of the current caller, while ``shared`` is not True.
-        most: The maximum number of threads of a kernel; see :func:`set_num_threads`.
-    """
+    """The state of numba's threads."""
 
     def __init__(self) -> None:
-        self.shared, self.lost, self.turn = False, False, threading.RLock()
-        self.most: int = NUM_THREADS
+        #: Whether several callers may use them at once; unknown before the first parallel kernel.
+        self.shared = False
+        self.lost = False  #: Whether they belong to the parent of this forked process.
+        self.turn = threading.RLock()  #: The lock of the current caller, while not shared.
+        self.most: int = NUM_THREADS  #: The most threads of a kernel; see :func:`set_num_threads`.
 
     def after_fork(self) -> None:
         """Record, in a forked child, whether its parent's threads had been started."""

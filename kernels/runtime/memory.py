@@ -163,13 +163,9 @@ def _element_strides(array: npt.NDArray[Any]) -> Ints:
 
 
 class Memory:
-    """The memory of the host, whose arrays are NumPy's; that of a device is a subclass.
+    """The memory of the host, whose arrays are NumPy's; that of a device is a subclass."""
 
-    Attributes:
-        is_native: Whether all of its arrays are aligned and in native byte order.
-    """
-
-    is_native = False
+    is_native = False  #: Whether all of its arrays are aligned and in native byte order.
 
     def why_not(self) -> str | None:
         """Return why there is no such memory on this machine, or None."""

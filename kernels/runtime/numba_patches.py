@@ -82,10 +82,8 @@ def keep_files(dispatcher: Any, index_key: Callable[..., Any], files: Callable[.
 
     Gain: numba's keys miss the functions that a kernel calls, and it runs any pickle that lies there.
 
-    Args:
-        dispatcher: A dispatcher of numba or numba.cuda.
-        index_key: Returns the key of an entry for a signature and a code generator.
-        files: Returns what loads and saves entries, given numba's files and the beginning of their names.
+    ``index_key`` returns the key of an entry for a signature and a code generator, and ``files`` what
+    loads and saves entries, given numba's files and the beginning of their names.
     """
     own = dispatcher._cache
     own._index_key = index_key

@@ -146,8 +146,7 @@ def _used_of(value: Any, names: tuple[str, ...]) -> Any:
 def _content(function: FunctionType) -> tuple[Any, ...]:
     """Return the key of a plain function: functions with equal keys compile to equal code.
 
-    Raises:
-        ValueError: If a cell is still empty.
+    A cell that is still empty raises a ValueError.
     """
     code, world = function.__code__, function.__globals__
     names = tuple(_names(code))
@@ -249,8 +248,7 @@ def check_derivative(mod: ScoreMod | None) -> None:
 def evaluate(function: Function, dtype: Any, *arguments: Any) -> Any:
     """Call a function of numbers for each element of arrays that broadcast, in plain Python.
 
-    Raises:
-        ValueError: If the function raises.
+    Any error of the function becomes a ValueError.
     """
 
     def result(*values: Any) -> Any:

@@ -71,10 +71,8 @@ class Layout(NamedTuple):
 def check_grid(seq_q: Any, seq_k: Any, block_size: Any, heads: Any = 1) -> BlockGrid:
     """Return lengths and a block size, one number or (rows, columns), as a grid of so many heads.
 
-    Raises:
-        TypeError: If one of them is not a whole number.
-        ValueError: If a length is negative, a side not a positive multiple of ``SIDE``, or the blocks of
-            all heads are too many.
+    What is no whole number raises a TypeError; a negative length, a side that is not a positive
+    multiple of ``SIDE``, or too many blocks of all heads, a ValueError.
     """
     pair = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size,) * 2
     if len(pair) != 2:

@@ -59,10 +59,7 @@ SETTINGS = np.dtype(
         ("scale", "f8"),
         ("lower", "i8"),
         ("upper", "i8"),
-        (
-            "modifies_scores",
-            "i8",
-        ),  # whether the derivative of a score by scale · q · k is needed and not 1
+        ("modifies_scores", "i8"),  # whether a score's derivative by scale · q · k is needed, not 1
         ("score_pass", "i8"),  # addresses; 0 if there is nothing to do
         ("keep_pass", "i8"),
         ("by_keys", "i8"),
@@ -77,10 +74,7 @@ SETTINGS = np.dtype(
         ("mask_batch", ARRAY),  # (batch, 1, 1, 1) int64
         ("states", ARRAY),  # of the block mask: (its heads, 1, line blocks, lane blocks) int32
         ("patterns", ARRAY),  # (count, 1, lines, lanes) bytes
-        (
-            "pattern_heads",
-            "i8",
-        ),  # lists of the block mask: 1, or one for each head or (batch, head)
+        ("pattern_heads", "i8"),  # lists of the block mask: 1, or for each head or (batch, head)
         ("listed", "i8"),  # whether the tiles to visit come from a ``TileList``
         ("tile_ptr", ARRAY),  # (lines + 1, 1, 1, 1) int32, and so the next two
         ("tile_ids", ARRAY),

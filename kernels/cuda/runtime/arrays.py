@@ -32,11 +32,9 @@ def is_device_array(array: Any) -> bool:
 def pool() -> Any:
     """Return the pool of device memory, or None if numba's memory manager is used.
 
-    Numba's manager is used if the user has chosen one (``NUMBA_CUDA_MEMORY_MANAGER``, such as RMM's), or if
-    the device or the package that provides numba.cuda has no stream-ordered allocator.
-
-    Raises:
-        RuntimeError: If there is no device; the message says what to do.
+    Numba's manager is used if the user has chosen one (``NUMBA_CUDA_MEMORY_MANAGER``, such as RMM's),
+    or if the device or the package that provides numba.cuda has no stream-ordered allocator. Without
+    a device, a RuntimeError says what to do.
     """
     if (reason := why_no_cuda()) is not None:
         raise RuntimeError(reason)
@@ -86,11 +84,8 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], source: Any) -> Any:  #
 def to_device(array: np.ndarray[Any, Any]) -> Any:
     """Return a contiguous copy of a NumPy array on the device.
 
-    A small array is copied asynchronously, and may be written to at once.
-
-    Raises:
-        MemoryError: If the device has too little memory left.
-        RuntimeError: If there is no device; the message says what to do.
+    A small array is copied asynchronously, and may be written to at once.  Too little memory raises a
+    MemoryError, and a missing device a RuntimeError that says what to do.
     """
     array = np.asarray(array, order="C")
     if array.dtype == BFLOAT16:  # whose memory NumPy does not lend to anyone
@@ -178,8 +173,7 @@ def is_row_major(array: Any) -> bool:
 def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     """View a row-major device array in a new shape with as many elements; nothing is copied.
 
-    Raises:
-        ValueError: If the array is not row-major, so that its elements would be read in the wrong order.
+    The elements of another array would be read in the wrong order, and it raises a ValueError.
     """
     if not is_row_major(array) or math.prod(shape) != array.size:
         raise ValueError(
@@ -190,10 +184,9 @@ def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def flattened(array: Any) -> Any:
-    """View the memory of a device array without gaps as one dimension, in the order of its strides.
+    """View the memory of a device array as one dimension, in the order of its strides.
 
-    Raises:
-        ValueError: If the array has gaps.
+    An array with gaps raises a ValueError.
     """
     check_dense(tuple(array.shape), element_strides(array))
     return device_view(array, (array.size,), (1,))

@@ -65,12 +65,10 @@ class Chain:
 
 
 def mark_drawn(first: Recording, second: Recording) -> None:
-    """Add the words of drawn numbers to the launches of a recorded call, each with the number's index.
+    """Add the words of drawn numbers to the launches of the second call, each with the number's index.
 
-    ``first`` is the call before, and ``second`` the call with newly drawn numbers.
-
-    Raises:
-        CaptureError: If the two differ in anything else, which a graph could not repeat.
+    If two calls, one after the other, differ in anything else, a CaptureError is raised: a graph
+    could not repeat it.
     """
     done = [
         [*map(_shown, call.steps), f"the end, after {len(call.draws)} drawn numbers"]

@@ -50,25 +50,18 @@ def _rounded(size: int) -> int:
 class Pool:
     """The memory pool that the driver keeps for each device, and a cache of freed blocks.
 
-    An allocation receives the freed block of its size and device with the lowest address.  This needs no
-    call of the driver, and each training step has its tensors at the same addresses.  All work, including
-    the driver's allocations, is ordered by the legacy default stream, so a block may be written to as soon
-    as the last kernel that uses it has been launched.  An array that is used on a different stream must be
-    kept until that stream has finished its work.
+    An allocation receives the freed block of its size and device with the lowest address.  This needs
+    no call of the driver, and each training step has its tensors at the same addresses.  All work,
+    including the driver's allocations, is ordered by the legacy default stream, so a block may be
+    written to as soon as the last kernel that uses it has been launched.  An array that is used on a
+    different stream must be kept until that stream has finished its work.
 
-    The cache is emptied if the device has too little memory, or if the held blocks exceed the peak in use
-    by a half. cuMemAllocAsync then reuses the freed memory for other sizes; it takes 2 µs, and at times
-    milliseconds.
+    The cache is emptied if the device has too little memory, or if the held blocks exceed the peak in
+    use by a half.  cuMemAllocAsync then reuses the freed memory for other sizes; it takes 2 µs, and
+    at times milliseconds.
 
-    The driver is not called before the first allocation.
-
-    Args:
-        driver: ``cuda.bindings.driver``.
-        enter: A function that makes a CUDA context current on the calling thread.
-
-    Attributes:
-        cached: The freed blocks by size and device.
-        is_cached: Whether freed blocks are kept.
+    The driver, ``cuda.bindings.driver``, is not called before the first allocation; ``enter`` makes a
+    CUDA context current on the calling thread.
     """
 
     def __init__(self, driver: Any, enter: Callable[[], Any]):
@@ -79,8 +72,8 @@ class Pool:
         self._success = driver.CUresult.CUDA_SUCCESS
         self._no_context = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
         self._several = False
-        self.cached: dict[tuple[int, int], list[Block]] = {}
-        self.is_cached = True
+        self.cached: dict[tuple[int, int], list[Block]] = {}  #: Freed blocks by size and device.
+        self.is_cached = True  #: Whether freed blocks are kept.
         self._held = self._most_used = self._most_held = (
             0  # bytes, counted where a block is not cached
         )
@@ -108,9 +101,8 @@ class Pool:
     def allocate(self, *sizes: int) -> list[Block]:
         """Return a block on the current device for each number of bytes; it may have a few bytes more.
 
-        Raises:
-            MemoryError: If the device has too little memory left.
-            RuntimeError: If the driver fails, or a kernel has failed before.
+        Too little memory raises a MemoryError, and a failed driver or an earlier kernel a
+        RuntimeError.
         """
         device = self._device() if self._several else 0
         blocks: list[Block] = []
@@ -179,12 +171,10 @@ class Pool:
     def upload(self, address: int, array: np.ndarray[Any, Any]) -> None:
         """Copy a contiguous host array to an address in stream order; the array may be written to at once.
 
-        The driver stages up to :data:`STAGED` bytes of NumPy's own memory without waiting for the device,
-        so an array is copied in such pieces.  For a very large array, or memory of another library, which
-        may be pinned and would be read later, the call waits until it has been read.
-
-        Raises:
-            RuntimeError: If the driver fails, or a kernel has failed before.
+        The driver stages up to :data:`STAGED` bytes of NumPy's own memory without waiting for the
+        device, so an array is copied in such pieces.  For a very large array, or memory of
+        another library, which may be pinned and would be read later, the call waits until it has
+        been read.
 
         Source: CUDA Driver API, API synchronization behavior.
         """

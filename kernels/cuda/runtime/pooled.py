@@ -81,10 +81,8 @@ def arrays_from(
 ) -> list[Any]:
     """Return uninitialised arrays of the pool, and append their addresses to ``starts``.
 
-    ``sizes`` are the bytes of each array, at least 1, and ``layouts`` the layout of each.
-
-    Raises:
-        MemoryError: If the device has too little memory left.
+    ``sizes`` are the bytes of each array, at least 1, and ``layouts`` the layout of each.  Errors are
+    those of ``Pool.allocate``.
     """
     made = []
     for block, size, layout in zip(source.allocate(*sizes), sizes, layouts, strict=True):

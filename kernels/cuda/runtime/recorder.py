@@ -152,8 +152,8 @@ class Recording:  # beyond module 5
     def locate(self, array: Any, reader: str = "a kernel") -> Location | None:
         """Return where an array begins, if it is one; memory that is not the call's is kept.
 
-        Raises:
-            CaptureError: If ``reader`` reads memory of the recorded call before, which is reused.
+        A ``reader`` of memory of the recorded call before, which is reused, raises a
+        CaptureError.
         """
         memory: Any = getattr(array, "gpu_data", None)
         if memory is None:
@@ -206,10 +206,8 @@ class Recording:  # beyond module 5
     ) -> Any:
         """Copy an array to the device by ``copy(array, target)``, and record it if replays repeat it.
 
-        Without a target, ``copy`` makes new memory, which is not the call's.
-
-        Raises:
-            CaptureError: If the array is copied in each call, but is not an input.
+        Without a target, ``copy`` makes new memory, which is not the call's.  An array that is
+        copied in each call, but is not an input, raises a CaptureError.
         """
         before = self.before
         if self.is_live(array):

@@ -166,9 +166,8 @@ class Torch(Library):
     def describe(self, array: Any) -> tuple[Any, tuple[int, int, bool]]:
         """Return the layout of a tensor; its address, unit of alignment, and whether it is on the host.
 
-        Raises:
-            ValueError: If the tensor requires grad where PyTorch records, or its memory holds other numbers
-                than its elements.
+        A tensor that requires grad where PyTorch records, or whose memory holds other numbers
+        than its elements, raises a ValueError.
         """
         if array.requires_grad or self._levels._current_level >= 0:
             self._check_grad(array)

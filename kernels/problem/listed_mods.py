@@ -52,12 +52,12 @@ Evaluate = Callable[[Asked], tuple[Layout, bool]]
 
 
 def listed(problem: Problem, evaluate: Evaluate) -> Problem:
-    """Return a problem with a block mask in the place of its ``mask_mod``.
+    """Return a problem with a block mask in the place of its ``mask_mod``, evaluated on a target.
 
-    The function is evaluated for each element within the bounds, once for all batches and heads if it does
-    not use them.  The block mask has states for all, for each head, or for each (batch, head) in turn,
-    which only kernels know how to read.  A call without a block mask evaluates the function for every
-    (batch, head), which is more work.  The problem is returned as it is:
+    The function is evaluated for each element within the bounds, once for all batches and heads if it
+    does not use them.  The block mask has states for all, for each head, or for each (batch, head) in
+    turn, which only kernels know how to read.  A call without a block mask evaluates the function for
+    every (batch, head), which is more work.  The problem is returned as it is:
 
     - if there is a single row of blocks, as in decoding, where every step has another seq_k;
     - if the function is marked by ``kernels.varying``;
@@ -65,10 +65,6 @@ def listed(problem: Problem, evaluate: Evaluate) -> Problem:
     - if the function does not compile, or raises, which the kernels then report;
     - if there are more blocks than ``MOST_BLOCKS``, or more patterns than ``MOST_PATTERNS`` and nothing to
       skip.
-
-    Args:
-        problem: The checked call.
-        evaluate: Evaluates the function on a target.
     """
     found = evaluated(problem, evaluate)
     if found is None:

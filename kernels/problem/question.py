@@ -201,9 +201,6 @@ def make_problem(q: Any, k: Any, v: Any, *args: Any, **options: Unpack[Options])
         args: Options by position.
         options: Options by name.
 
-    Returns:
-        The problem.
-
     Raises:
         TypeError: If an operand is not a floating-point array, the operands' dtypes differ, or an option
             has the wrong type.

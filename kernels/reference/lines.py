@@ -28,12 +28,7 @@ def shift_of(row_max: Array) -> Array:
 
 
 def divided(acc: Array, row_sum: Array) -> Array:
-    """Return each row of acc divided by its sum, or zeros where that is 0.
-
-    Args:
-        acc: (…, rows, value_dim).
-        row_sum: (…, rows).
-    """
+    """Return each row of acc, (…, rows, value_dim), divided by its sum, or zeros where that is 0."""
     # By equality, so that a NaN stays one.
     return acc / np.where(row_sum == 0, 1, row_sum)[..., None]
 
@@ -45,12 +40,9 @@ def log(row_sum: Array) -> Array:
 
 
 def rest_of(lse: Array, shift: Array, row_sum: Array) -> Array:
-    """Return what lse = shift + log ℓ loses by rounding: much where |m| is large.
+    """Return what lse = shift + log ℓ loses by rounding, (…, rows): much where |m| is large.
 
-    Args:
-        lse: (…, rows).
-        shift: (…, rows), m or another number near it.
-        row_sum: (…, rows), Σ exp(S - shift) of each row.
+    ℓ is ``row_sum``, Σ exp(S - shift) of each row, and shift m or another number near it.
     """
     with np.errstate(invalid="ignore"):
         return np.where(np.isfinite(lse), (shift - lse) + log(row_sum), lse.dtype.type(0))

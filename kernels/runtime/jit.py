@@ -181,11 +181,9 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
 def set_num_threads(count: int) -> None:
     """Set the maximum number of threads that each later call on the CPU uses, from any Python thread.
 
-    It starts at the number of cores, or at the environment variable ``NUMBA_NUM_THREADS``.  Calls on
-    PyTorch's tensors also obey ``torch.set_num_threads``.  No result depends on the number of threads.
-
-    Args:
-        count: From 1 to the number at the start.
+    It starts at the number of cores, or at the environment variable ``NUMBA_NUM_THREADS``, which it
+    may not exceed.  Calls on PyTorch's tensors also obey ``torch.set_num_threads``.  No result
+    depends on the number of threads.
 
     Raises:
         TypeError: If ``count`` is not an integer.

@@ -27,16 +27,11 @@ class ScoreMod(NamedTuple):
 def varying(mask_mod: Any) -> Any:
     """Mark a ``mask_mod`` to be evaluated in every call, for each element that the call computes.
 
-    Without the mark, the first call with given lengths evaluates the function once and stores a block mask,
-    and later calls skip the tiles that it masks.  This does not pay off if the lengths change in every
-    call.  If the function captures a number, it is compiled again whenever that number changes, and
-    compiling a marked function takes longer.
-
-    Args:
-        mask_mod: The function.
-
-    Returns:
-        The same function, so that ``varying`` also works as a decorator.
+    Without the mark, the first call with given lengths evaluates the function once and stores a block
+    mask, and later calls skip the tiles that it masks.  This does not pay off if the lengths change
+    in every call.  If the function captures a number, it is compiled again whenever that number
+    changes, and compiling a marked function takes longer.  The same function is returned, so that
+    ``varying`` also works as a decorator.
 
     Raises:
         TypeError: If it is not a plain function.

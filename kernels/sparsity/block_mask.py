@@ -155,11 +155,6 @@ class BlockMask:
     def shows(self, head: Any, row: Any, col: Any) -> npt.NDArray[np.bool_]:
         """Tell whether elements are visible, for ints or index arrays that broadcast.
 
-        Args:
-            head: Query head.
-            row: Query row.
-            col: Key column.
-
         Raises:
             TypeError: If one of them is not of integers.
             IndexError: If a row or column is out of range.
@@ -173,14 +168,11 @@ class BlockMask:
         return self.visible(0, self.seq_q, 0, self.seq_k)
 
     def tile_list(self, block_q: int, block_k: int, by_keys: bool = False) -> TileList:
-        """Return the list of the key tiles that each query tile visits, or the reverse.
+        """Return the list of the key tiles that each query tile of (block_q, block_k) visits.
 
-        A tile is in the list if any of its elements is visible, and it is full if all are visible.
-
-        Args:
-            block_q: Query rows of a kernel's tile; the tiles need not align with the blocks.
-            block_k: Key columns of a kernel's tile.
-            by_keys: List the query tiles that visit each key tile.
+        A tile is in the list if any of its elements is visible, and it is full if all are
+        visible. Tiles need not align with the blocks.  With ``by_keys``, list the query tiles
+        that visit each key tile.
         """
         key = whole("block_q", block_q, 1), whole("block_k", block_k, 1), bool(by_keys)
         found = self._lists.pop(key, None)

@@ -100,9 +100,8 @@ def check_grid(seq_q: Any, seq_k: Any, block_size: Any, heads: Any = 1) -> Block
 def check_blocks(states: Any, patterns: Any, grid: BlockGrid) -> Blocks:
     """Return states as (heads, query blocks, key blocks) int32, and patterns.
 
-    Raises:
-        TypeError: If states are not whole numbers or patterns not booleans.
-        ValueError: If there is not one state for each block, or a state without its pattern.
+    Other dtypes than whole numbers and booleans raise a TypeError; a missing state of a block, or
+    pattern of a state, a ValueError.
     """
     states = as_host_array("states", states)
     if states.dtype.kind not in "biu":

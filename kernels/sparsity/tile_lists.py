@@ -92,11 +92,9 @@ def make_tile_patterns(
     """Return the pattern of each tile of a list of :func:`make_tile_list`, and the packed patterns.
 
     ``tiles`` are the rows and columns of a tile.  ``pack`` packs patterns, (count, rows, columns)
-    bool: True where an element of the tile is visible, False beyond the last row and column.
-
-    Returns:
-        (entries,) int32: 0 for a tile in which every place is visible, otherwise 1 + the index of its
-        pattern; and a list of what ``pack`` returned.
+    bool: True where an element of the tile is visible, False beyond the last row and column.  The
+    first result is (entries,) int32, 0 for a tile in which every place is visible, otherwise 1 + the
+    index of its pattern; the second is a list of what ``pack`` returned.
     """
     tile_q, tile_k = tiles
     rows, cols = cut(grid.seq_q, grid.block_q, tile_q), cut(grid.seq_k, grid.block_k, tile_k)

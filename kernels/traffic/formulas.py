@@ -217,8 +217,7 @@ def flash1_backward_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts: 
         "v": Traffic(seq_k * value_dim, 0),
         "out": Traffic(visited * value_dim, 0),
         "dout": Traffic(visited * value_dim, 0),
-        "lse": Traffic(visited, 0),
-        "lse_rest": Traffic(visited, 0),
+        **dict.fromkeys(("lse", "lse_rest"), Traffic(visited, 0)),
         "dq": Traffic(visited * dim, (visited + seq_q) * dim),
         "dk": Traffic(0, seq_k * dim),
         "dv": Traffic(0, seq_k * value_dim),
@@ -265,13 +264,10 @@ def flash2_backward_traffic(  # beyond module 5
     """
     seq_q, _, dim, value_dim, *_ = shape
     visited = shape.tile_visits(*tile)
-    statistic = Traffic(readers * seq_q, 0)
     by_queries = {
         "q": Traffic(seq_q * dim, 0),
         "dout": Traffic(seq_q * value_dim, 0),
-        "lse": statistic,
-        "lse_rest": statistic,
-        "delta": statistic,
+        **dict.fromkeys(("lse", "lse_rest", "delta"), Traffic(readers * seq_q, 0)),
         "k": Traffic(visited * dim, 0),
         "v": Traffic(visited * value_dim, 0),
         "dq": Traffic(0, seq_q * dim),
@@ -299,9 +295,7 @@ def _by_keys(shape: HeadShape, tile: tuple[int, int]) -> Counts:  # beyond modul
         "v": Traffic(seq_k * value_dim, 0),
         "q": Traffic(visited * dim, 0),
         "dout": Traffic(visited * value_dim, 0),
-        "lse": Traffic(visited, 0),
-        "lse_rest": Traffic(visited, 0),
-        "delta": Traffic(visited, 0),
+        **dict.fromkeys(("lse", "lse_rest", "delta"), Traffic(visited, 0)),
         "dk": Traffic(0, seq_k * dim),
         "dv": Traffic(0, seq_k * value_dim),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -161,10 +161,7 @@ class CallOptions:
         :data:`Bind`.
         """
         address = _address(make, self.problem.dtype)
-
-        def bind(names: Sequence[str]) -> Run:
-            return self._bind(address, items, phases, names)
-
+        bind: Bind = partial(self._bind, address, items, phases)
         bind(())((), self.problem.seed)
         return bind
 

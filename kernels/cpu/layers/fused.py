@@ -15,7 +15,7 @@ from numba import njit, prange
 
 from kernels.common.online_softmax import LOG2_E
 from kernels.common.pointwise import adam_constants, make_adam
-from kernels.cpu.layers.gelu import CHUNK
+from kernels.cpu.layers.gelu import CHUNK, flat
 from kernels.cpu.layers.gelu import gelu as gelu
 from kernels.cpu.layers.gelu import gelu_backward as gelu_backward
 from kernels.cpu.layers.linear import linear as linear
@@ -37,13 +37,9 @@ def _rows(x: Array) -> Array:
     return np.ascontiguousarray(x).reshape(-1, x.shape[-1])
 
 
-def _flat(x: Array) -> Array:
-    return np.ascontiguousarray(x).reshape(-1)
-
-
 def place_ids(ids: Array) -> Array:
     """Return integers as a flat int64 array for the kernels, without a copy if possible."""
-    return _flat(np.asarray(ids, np.int64))
+    return flat(np.asarray(ids, np.int64))
 
 
 # -- softmax -----------------------------------------------------------------------------------
@@ -170,7 +166,7 @@ def layer_norm(
     mean, rstd = np.empty(len(rows), x.dtype), np.empty(len(rows), x.dtype)
     share = x.dtype.type(beta is not None)
     shift = gamma if beta is None else beta
-    _layer_norm(rows, _flat(gamma), _flat(shift), eps, share, out.reshape(rows.shape), mean, rstd)
+    _layer_norm(rows, flat(gamma), flat(shift), eps, share, out.reshape(rows.shape), mean, rstd)
     return out, mean, rstd
 
 
@@ -187,7 +183,7 @@ def layer_norm_backward(
     parts = np.empty((-(-len(rows) // ROWS), 2, n), x.dtype)  # of dgamma and dbeta
     share, shape = x.dtype.type(centred), rows.shape
     _layer_norm_backward(
-        _rows(dout), rows, _flat(gamma), mean, rstd, share, dx.reshape(shape), parts
+        _rows(dout), rows, flat(gamma), mean, rstd, share, dx.reshape(shape), parts
     )
     dgamma, dbeta = parts.sum(axis=0)
     return dx, dgamma, dbeta
@@ -228,7 +224,7 @@ def cross_entropy_backward(
 ) -> Array:
     """Return the gradient of the logits, overwriting the probabilities if they are no longer needed."""
     dlogits = probs if in_place else np.empty(probs.shape, probs.dtype)
-    _cross_entropy_backward(probs, place_ids(targets), _flat(dlosses), dlogits)
+    _cross_entropy_backward(probs, place_ids(targets), flat(dlosses), dlogits)
     return dlogits
 
 
@@ -277,7 +273,7 @@ def _sgd(p, g, out, lr):
 def sgd_step(value: Array, grad: Array, lr: float) -> Array:
     """Return value - lr * grad."""
     out = np.empty(value.shape, value.dtype)
-    _sgd(_flat(value), _flat(grad), out.reshape(-1), lr)
+    _sgd(flat(value), flat(grad), out.reshape(-1), lr)
     return out
 
 
@@ -312,5 +308,5 @@ def adam_step(
     """
     out = np.empty(value.shape, value.dtype)
     constants = adam_constants(lr, beta1, beta2, eps, step, weight_decay)
-    _adam(_flat(value), _flat(grad), m.reshape(-1), v.reshape(-1), out.reshape(-1), constants)
+    _adam(flat(value), flat(grad), m.reshape(-1), v.reshape(-1), out.reshape(-1), constants)
     return out

@@ -24,7 +24,8 @@ ONE_ORDER = FASTMATH - {"reassoc"}
 gelu_value, gelu_gradient = make_gelu(njit(fastmath=ONE_ORDER), exp2)
 
 
-def _flat(x: Array) -> Array:
+def flat(x: Array) -> Array:
+    """Return the elements of an array in one dimension, copied only if they are not contiguous."""
     return np.ascontiguousarray(x).reshape(-1)
 
 
@@ -58,12 +59,12 @@ def _gelu_backward(dout, x, dx):
 def gelu(x: Array) -> Array:
     """Return GELU in its tanh form, element by element."""
     out = np.empty(x.shape, x.dtype)
-    _gelu(_flat(x), out.reshape(-1))
+    _gelu(flat(x), out.reshape(-1))
     return out
 
 
 def gelu_backward(dout: Array, x: Array) -> Array:
     """Return the gradient of GELU's input."""
     dx = np.empty(x.shape, x.dtype)
-    _gelu_backward(_flat(dout), _flat(x), dx.reshape(-1))
+    _gelu_backward(flat(dout), flat(x), dx.reshape(-1))
     return dx

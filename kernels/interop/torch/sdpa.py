@@ -105,18 +105,12 @@ def backward(
     value: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    cum_seq_q: Any,
-    cum_seq_k: Any,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Any,
-    philox_offset: Any,
-    *,
+    *others: Any,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """Do what ``aten::_scaled_dot_product_flash_attention_backward`` does; see :func:`forward`."""
+    # Before them the cumulative and the maximum lengths, after them the state of a random generator.
+    dropout_p, is_causal = others[4:6]
     _check(dropout_p)
     return kernels.flash_attention_backward(
         grad_out,

@@ -44,7 +44,8 @@ DENIED = "ERR_NVGPUCTRPERM"
 
 def find_ncu() -> str:
     """Return the path of Nsight Compute."""
-    places = sorted(Path("/usr/local").glob("cuda*/**/ncu"))
+    known = ("usr/local/cuda*/bin/ncu", "opt/nvidia/nsight-compute/*/ncu")
+    places = [path for pattern in known for path in sorted(Path("/").glob(pattern))]
     found = shutil.which("ncu") or (str(places[-1]) if places else None)
     if found is None:
         raise Unavailable("there is no ncu; install Nsight Compute, or add it to PATH")

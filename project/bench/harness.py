@@ -13,19 +13,20 @@ A measurement is declared once, in a module of ``project/measurements`` or ``pro
         table=table, draw=draw)
 
 - ``cases`` yields the key of a row and the rest of it, or a function that measures the rest, or that of
-several rows.  The harness calls the function unless the record has the row already (``--resume``).  A
-case that raises is recorded with the reason, ``why_not``, and the next one begins; the exit code is then
-1.  Rows are written as they come, so that Ctrl-C keeps them.  A measurement without rows returns the
-entries of its record. - The *settings* of each device and size are attributes of ``run``, and
-options of the command line, whose types are those of the values.  "normal" is the size of the published
-records; "quick" takes seconds. - ``run.timed(steps)`` times contestants in interleaved rounds on the
-clock of the device, ``run.note`` sets entries of the record beside its rows, and ``run.torch`` is
-PyTorch or None. - ``table`` returns Markdown of a record, and ``draw`` the panels of a figure, which
-has a column for each device that has a record; the site uses the same two.  ``figures`` returns the
-figures that have bounds, and the exit code is 1 if one is missed. - A record holds the command, the
-date, the device, versions, the commit and the settings.  It goes to ``build/measurements``; with
-``--publish`` to ``docs/results`` once it is complete.  ``paths`` names the code that is measured: a
-record is stale if a commit has changed it since.
+  several rows.  The harness calls the function unless the record has the row already (``--resume``).  A
+  case that raises is recorded with the reason, ``why_not``, and the next one begins; the exit code is then
+  1.  Rows are written as they come, so that Ctrl-C keeps them.  A measurement without rows returns the
+  entries of its record.
+- The *settings* of each device and size are attributes of ``run``, and options of the command line, whose
+  types are those of the values.  "normal" is the size of the published records; "quick" takes seconds.
+- ``run.timed(steps)`` times contestants in interleaved rounds on the clock of the device, ``run.note`` sets
+  entries of the record beside its rows, and ``run.torch`` is PyTorch or None.
+- ``table`` returns Markdown of a record, and ``draw`` the panels of a figure, which has a column for each
+  device that has a record; the site uses the same two.  ``figures`` returns the figures that have bounds,
+  and the exit code is 1 if one is missed.
+- A record holds the command, the date, the device, versions, the commit and the settings.  It goes to
+  ``build/measurements``; with ``--publish`` to ``docs/results`` once it is complete.  ``paths`` names the
+  code that is measured: a record is stale if a commit has changed it since.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from bench.measuring import (
 )
 from bench.processes import mpiexec, rank
 from bench.records import ROOT, Record
-from bench.table_cells import cell, markdown
+from bench.table_cells import listed, markdown
 from kernels.runtime.targets import why_no_cuda
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -222,23 +223,6 @@ class Run:
             if not all(row.get("done", True) for row in new):
                 raise KeyboardInterrupt  # a training has kept it, to write what it has
         return failed
-
-
-def listed(record: Record) -> str:
-    """Return a line for each row: its numbers and texts by their names."""
-
-    def leaves(value: Any, name: str = "") -> Iterator[str]:
-        if isinstance(value, dict):
-            for key, one in value.items():
-                yield from leaves(one, f"{name} {key}".strip())
-        elif isinstance(value, float):
-            yield f"{name} {cell(value)}"
-        elif not isinstance(value, list):
-            yield f"{name} {value}"
-
-    skipped = {"experiment", "kind", "settings", "timing", "rows", *records.ORIGIN}
-    beside = {key: value for key, value in record.items() if key not in skipped}
-    return "\n".join("; ".join(leaves(row)) for row in [beside, *record.get("rows", ())] if row)
 
 
 # -- the command line ------------------------------------------------------------------------------------

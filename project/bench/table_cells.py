@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.records import Record
+from bench.records import ORIGIN, Record
 
 #: One colour for a rung, a baseline or a peer in all figures, by the name in the rows.
 COLOURS = {
@@ -66,3 +66,20 @@ def columns(rows: Iterable[Record], shown: Mapping[str, str | Callable[[Record],
     """Return a Markdown table: a title for each column, and a key of the rows or a function of a row."""
     lines = ([row[of] if isinstance(of, str) else of(row) for of in shown.values()] for row in rows)
     return markdown([*shown], lines)
+
+
+def listed(record: Record) -> str:
+    """Return a line for each row: its numbers and texts by their names."""
+
+    def leaves(value: Any, name: str = "") -> Iterator[str]:
+        if isinstance(value, dict):
+            for key, one in value.items():
+                yield from leaves(one, f"{name} {key}".strip())
+        elif isinstance(value, float):
+            yield f"{name} {cell(value)}"
+        elif not isinstance(value, list):
+            yield f"{name} {value}"
+
+    skipped = {"experiment", "kind", "settings", "timing", "rows", *ORIGIN}
+    beside = {key: value for key, value in record.items() if key not in skipped}
+    return "\n".join("; ".join(leaves(row)) for row in [beside, *record.get("rows", ())] if row)

@@ -134,7 +134,7 @@ class Recorder(IOMeter):
             for arg in args:
                 if isinstance(arg, Counted):
                     # A product sees a matrix as a vector: the view of most dimensions is kept.
-                    known = self._globals.get(number := self.number(arg.array))
+                    known = self._globals.get(number := self._number(arg.array))
                     if known is None or known.array.ndim < arg.array.ndim:
                         self._globals[number] = arg
 
@@ -196,11 +196,17 @@ class Recorder(IOMeter):
         written = {
             number: seen.array.copy() for number, seen in self._globals.items() if seen.writes.any()
         }
-        return written, self.traffic()
+        return written, {key: ledger.traffic for key, ledger in self._ledgers.items()}
+
+    def _number(self, array: Any) -> int:
+        """Return the number of the allocation that contains an array."""
+        return id(self._ledger(getattr(array, "_ary", array)).owner)
 
     def named_steps(self, **arrays: Any) -> list[Step]:
-        """Return the steps, with the global arrays under their names; see ``IOMeter.called``."""
-        names, steps = self.called(**arrays), []
+        """Return the steps, with the global arrays under their names; see ``IOMeter.counts``."""
+        names, steps = {key: ledger.name for key, ledger in self._ledgers.items()}, list[Step]()
+        names |= {key: f"{name} copy" for key, name in names.items() if name in arrays}
+        names |= {self._number(array): name for name, array in arrays.items()}
         for step, (written, counts) in zip(self.steps, self._moments, strict=True):
             contents = {names[number]: array for number, array in written.items()}
             moved = {names[number]: traffic for number, traffic in counts.items() if traffic.moved}

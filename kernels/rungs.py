@@ -151,10 +151,9 @@ class Target:
         raise unusable_rung(problem.rung, why, self.name, [rung.name for rung in usable])
 
 
-def _rung(name: str, forward: Any, backward: Any, tile: Tile, *why_not: Any, **more: Any) -> Rung:
+def _rung(name: str, forward: Any, backward: Any, tile: Tile, **more: Any) -> Rung:
     """Return a rung with one tile for every problem and both passes."""
-    own = [lambda problem: tile] * 2
-    return Rung(name, forward, backward, *own, *why_not, **more)
+    return Rung(name, forward, backward, lambda problem: tile, lambda problem: tile, **more)
 
 
 def _numpy_rung(name: str, forward: Any, backward: Any, side: int) -> Rung:
@@ -239,7 +238,11 @@ CUDA = Target(
             flash1.why_not,
         ),
         _rung(
-            "naive", cuda_naive.forward, cuda_naive.backward, SIZES.product_tile, cuda_naive.why_not
+            "naive",
+            cuda_naive.forward,
+            cuda_naive.backward,
+            SIZES.product_tile,
+            why_not=cuda_naive.why_not,
         ),
     ),
     flash2_mask_gradient.mask_gradient,  # beyond module 5

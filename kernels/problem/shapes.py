@@ -13,8 +13,6 @@ from kernels.runtime.dtypes import FLOAT_DTYPES, NAMES
 
 MAX_HEAD_DIM = 256
 _NAMES = ", ".join(map(str, FLOAT_DTYPES[:-1])) + f" or {FLOAT_DTYPES[-1]}"
-
-
 #: Maximum rows or columns of a tile; the scores of a larger one do not fit into fast memory.
 MAX_TILE = 4096
 

@@ -99,9 +99,8 @@ class Sequences:
         if not fixed:
             return found
         ends = int(self.cu_seqlens_q[-1]), int(self.cu_seqlens_k[-1])
-        most = (
-            ends[of_keys] + self.count * (block - 1)
-        ) // block  # lengths of 1 more than whole tiles
+        # As if each length were 1 more than whole tiles.
+        most = (ends[of_keys] + self.count * (block - 1)) // block
         empty = Tile(self.count, ends[0], 0, ends[1], 0, 0)
         return np.concatenate([found, np.tile(np.array(empty), (most - len(found), 1))])
 

@@ -200,9 +200,7 @@ def compiled_fill(
         return None
     fill = partial(_compiled_fill, mod)
     try:
-        fill(
-            0, 0, 0, 0, 0, (0, 0), np.zeros((0, 0), bool)
-        )  # compiles without evaluating an element
+        fill(0, 0, 0, 0, 0, (0, 0), np.zeros((0, 0), bool))  # compiles, and evaluates no element
     except Exception:  # numba may raise any error
         return None
     return fill

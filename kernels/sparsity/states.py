@@ -146,9 +146,7 @@ def canonical(blocks: Blocks, grid: BlockGrid) -> Blocks:
     states, patterns = blocks
     partial = states >= PARTIAL  # (heads, query blocks, key blocks)
     short_q, short_k = grid.seq_q % grid.block_q, grid.seq_k % grid.block_k
-    cut = np.zeros(
-        grid.counts, np.int64
-    )  # for each block, 2: rows are cut off, 1: columns, 3: both
+    cut = np.zeros(grid.counts, np.int64)  # 2: rows of a block are cut off, 1: columns, 3: both
     cut[-1:] += 2 * bool(short_q)
     cut[:, -1:] += bool(short_k)
     code = (states[partial] - PARTIAL) * 4 + np.broadcast_to(cut, states.shape)[partial]
@@ -203,9 +201,7 @@ def combine(a: Blocks, b: Blocks, neutral: int, operation: Any) -> Blocks:
     base = max(len(b.patterns), 1)
     pairs, number = np.unique(one * base + other, return_inverse=True)
     states[both] = PARTIAL + shift + len(b.patterns) + number
-    new = operation(
-        a.patterns[pairs // base], b.patterns[pairs % base]
-    )  # (pairs, block_q, block_k)
+    new = operation(a.patterns[pairs // base], b.patterns[pairs % base])  # (pairs, …)
     return Blocks(states, np.concatenate([a.patterns, b.patterns, new]))
 
 

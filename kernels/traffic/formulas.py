@@ -61,10 +61,10 @@ def score_matrix_bytes(batch_heads: int, seq_q: int, seq_k: int, itemsize: int) 
 
 
 class Traffic(NamedTuple):
-    """The memory traffic of one array, in elements."""
+    """The memory traffic of one array, in elements: ``reads`` from global memory and ``writes`` to it."""
 
-    reads: int  #: Elements read from global memory.
-    writes: int  #: Elements written to global memory.
+    reads: int
+    writes: int
 
     @property
     def moved(self) -> int:
@@ -78,14 +78,17 @@ def total(counts: dict[str, Traffic]) -> Traffic:
 
 
 class HeadShape(NamedTuple):
-    """The sizes of one head, in which columns i + lower to i + upper are visible to row ``i``."""
+    """The sizes of one head: query rows, key columns, head_dim and value_dim, and its bounds.
 
-    seq_q: int  #: Query rows.
-    seq_k: int  #: Key columns.
-    head_dim: int  #: Size of a query and a key.
-    value_dim: int  #: Size of a value.
-    lower: int  #: Lower bound of column - row; -seq_q or less means no bound.
-    #: Upper bound of column - row; seq_k or more means no bound, and 0 is a causal mask.
+    Columns i + lower to i + upper are visible to row ``i``.  A lower bound of -seq_q or less, or an upper
+    bound of seq_k or more, means no bound; an upper one of 0 is a causal mask.
+    """
+
+    seq_q: int
+    seq_k: int
+    head_dim: int
+    value_dim: int
+    lower: int
     upper: int
 
     @property  # beyond module 5

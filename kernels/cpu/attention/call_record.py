@@ -137,11 +137,8 @@ class CallOptions:
 
         The tiles ``i``, ``i + parts``, … are part ``i``. Returns the number of tiles.
         """
-        problem, block, bounds = (
-            self.problem,
-            self.tile[of_keys],
-            (self.problem.lower, self.problem.upper),
-        )
+        problem, block = self.problem, self.tile[of_keys]
+        bounds = problem.lower, problem.upper
         if problem.sequences is not None:
             whole = problem.sequences.tiles(block, of_keys)
             table = _in_order(whole, _visible(whole, block, of_keys, *bounds), parts)

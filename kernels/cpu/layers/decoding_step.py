@@ -141,10 +141,8 @@ def layer_step(x: Array, weights: LayerWeights, keys: Array, values: Array, eps:
     rows = x.reshape(-1, x.shape[-1])  # (batch · count, width)
     real = x.dtype.type
     factor = real(LOG2_E / math.sqrt(keys.shape[-1]))
-    if (
-        multiply_adds(len(rows), len(keys), rows.shape[1], weights.widen[0].shape[1])
-        < PARALLEL_FROM
-    ):
+    sizes = len(rows), len(keys), rows.shape[1], weights.widen[0].shape[1]
+    if multiply_adds(*sizes) < PARALLEL_FROM:
         out = np.empty_like(rows)
         _layer_step(rows, weights, keys, values, real(eps), factor, out)
     else:

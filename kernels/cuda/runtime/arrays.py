@@ -195,7 +195,5 @@ def flattened(array: Any) -> Any:
 def device_pointer(array: Any) -> int:
     """Return the address of the first element of a device array; 0 in the simulator."""
     if (recording := active()) is not None:  # beyond module 5
-        recording.locate(
-            array
-        )  # other memory is kept: a kernel may be given the address as a number
+        recording.locate(array)  # other memory is kept: a kernel may get the address as a number
     return 0 if IS_SIMULATOR else int(array.device_ctypes_pointer.value or 0)

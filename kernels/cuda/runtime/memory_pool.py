@@ -74,9 +74,8 @@ class Pool:
         self._several = False
         self.cached: dict[tuple[int, int], list[Block]] = {}  #: Freed blocks by size and device.
         self.is_cached = True  #: Whether freed blocks are kept.
-        self._held = self._most_used = self._most_held = (
-            0  # bytes, counted where a block is not cached
-        )
+        # Bytes, counted where a block is not cached.
+        self._held = self._most_used = self._most_held = 0
         # What could not be freed where its last reference went; a finaliser runs on any thread.
         self._left: deque[Block] = deque()
 

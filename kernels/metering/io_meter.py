@@ -197,11 +197,26 @@ class IOMeter:
             once = tuple(slice(None) if step else slice(1) for step in host.strides)
             reads, writes = (counts[once] for counts in self.elements(host))
             result[name] = Traffic(int(reads.sum()), int(writes.sum()))
-        given = {id(_owner(_host(array))) for array in arrays.values()}
-        for key, ledger in self._ledgers.items():
-            if key not in given and (more := ledger.traffic).moved:
-                # A temporary with the parameter name of one of the arrays is called a copy of it.
-                name = f"{ledger.name} copy" if ledger.name in arrays else ledger.name
+        called = self.called(**arrays)
+        for key, more in self.traffic().items():
+            name = called[key]
+            if name not in arrays and more.moved:
                 before = result.get(name, Traffic(0, 0))
                 result[name] = Traffic(before.reads + more.reads, before.writes + more.writes)
         return result
+
+    def traffic(self) -> dict[int, Traffic]:
+        """Return the traffic so far by the number of each allocation; see :meth:`called`."""
+        return {key: ledger.traffic for key, ledger in self._ledgers.items()}
+
+    def called(self, **arrays: Any) -> dict[int, str]:
+        """Return the name of each allocation; a temporary named as one of ``arrays`` is a copy of it."""
+        names = {
+            key: f"{ledger.name} copy" if ledger.name in arrays else ledger.name
+            for key, ledger in self._ledgers.items()
+        }
+        return names | {self.number(array): name for name, array in arrays.items()}
+
+    def number(self, array: Any) -> int:
+        """Return the number of the allocation that contains an array."""
+        return id(_owner(_host(array)))

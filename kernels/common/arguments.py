@@ -34,9 +34,8 @@ def short(number: Any) -> str:
 def whole(name: str, value: Any, least: int | None = None) -> int:
     """Check that a value is a whole number of at least ``least``, and return it.
 
-    Raises:
-        TypeError: If it is not a whole number.
-        ValueError: If there is a ``least``, and it is less or has more than 64 bits.
+    Anything else raises a TypeError; if there is a ``least``, a number that is less, or has more than
+    64 bits, a ValueError.
     """
     try:
         number = operator.index(value)
@@ -127,9 +126,7 @@ def shape_of(name: str, value: Any) -> tuple[int, ...]:  # beyond module 3
 def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     """Convert lists or an array to an array on the host.
 
-    Raises:
-        ValueError: If nested lists have unequal lengths.
-        TypeError: If the value is on a device, NumPy cannot read it, or it is a masked array.
+    Ragged lists raise a ValueError, and what NumPy cannot read, or a masked array, a TypeError.
     """
     if isinstance(value, np.ndarray):
         return as_plain(value)

@@ -103,9 +103,8 @@ class Torch(Library):
     def read(self, array: Any) -> Any:
         """Return a tensor as NumPy's or numba's array; see :func:`as_array`.
 
-        Raises:
-            ValueError: If the tensor requires grad where PyTorch records, or is not on the current device.
-            TypeError: If neither NumPy nor CUDA can read it.
+        One that requires grad where PyTorch records, or is on another device, raises a
+        ValueError, and one that neither NumPy nor CUDA can read a TypeError.
         """
         if array.requires_grad or self._levels._current_level >= 0:
             self._check_grad(array)

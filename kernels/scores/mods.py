@@ -55,11 +55,8 @@ def check_mod(name: str, function: Any, arguments: str) -> None:
     """Check the arguments of a user function, if there is one, and its result for indices of 0.
 
     A compiled function cannot report a missing return statement, and cannot raise.  ``arguments`` are
-    in words: "(batch, head, row, col)".
-
-    Raises:
-        TypeError: If it takes other arguments, or returns neither a bool nor a number.
-        ValueError: If it raises.
+    in words: "(batch, head, row, col)".  Others, or a result that is neither a bool nor a number,
+    raise a TypeError, and an error of the function a ValueError.
     """
     if function is None:
         return

@@ -254,10 +254,8 @@ class BlockMask:
     def picture(self, width: int = 64, head: int = 0) -> str:  # beyond module 5
         """Return a string with one character per block of a head: ``█`` full, ``▒`` partial, ``·`` hidden.
 
-        Args:
-            width: Maximum number of characters in either direction; in larger masks a character stands
-                for a square of blocks, and is partial if they differ.
-            head: Index of the head.
+        There are at most ``width`` characters in either direction; in larger masks a character
+        stands for a square of blocks, and is partial if they differ.
 
         Raises:
             ValueError: If the head is out of range, or the width below 1.

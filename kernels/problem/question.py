@@ -43,9 +43,8 @@ class DropoutOrigin(NamedTuple):
     col: int = 0  #: First key column.
 
 
-#: The options with a field of ``Problem``; the others only become bounds and groups.
+#: The options with a field of ``Problem``, and a base with these; the others become bounds and groups.
 _OF_PROBLEM = [name for name, option in OPTIONS.items() if option.field is not None]
-#: Base with these fields.
 _OptionFields: Any = make_dataclass("_OptionFields", map(field_of, _OF_PROBLEM), frozen=True)
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
+import generate
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
-import generate  # noqa: E402
+from minitorch import DecoderLM
 
-from minitorch import DecoderLM  # noqa: E402
-
-from ..support.models.gpt2_folder import write_folder  # noqa: E402
+from ..support.models.gpt2_folder import write_folder
+from ..support.scripts import refused
 
 SPEED = re.compile(
     r"(\d+) tokens of the prompt and the first new one in [\d.]+ s(, then [\d.,]+ tokens/s)?"
@@ -46,15 +43,6 @@ def written(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[str, str]:
     return text, last
 
 
-def refused(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
-    """Run the script; return the one line with which it ends."""
-    with pytest.raises(SystemExit) as ended:
-        generate.main([str(arg) for arg in args])
-    found = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().err
-    assert found.strip().count("\n") == 0
-    return found
-
-
 def test_the_text_is_the_prompt_and_its_continuation(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,19 +63,11 @@ def test_letters_of_several_tokens_are_whole(
     assert text == "a é ß!"  # and nothing after the end token
 
 
-def test_one_token_has_no_speed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, last = written(capsys, folder, "--prompt", "a", "--max-tokens", 1)
-    found = SPEED.fullmatch(last)
-    assert found and found[2] is None
-
-
-def test_what_cannot_be_read_is_one_line(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "not a folder" in refused(capsys, tmp_path / "none", "--prompt", "a")
-    assert "config.json" in refused(capsys, tmp_path, "--prompt", "a")
-    assert "tokenizer.json" in refused(capsys, write_folder(tmp_path), "--prompt", "a")
-    assert "at least one word" in refused(capsys, folder, "--prompt", "")
-    assert "--prompt" in refused(capsys, folder)
-    assert "--top-p" in refused(capsys, folder, "--prompt", "a", "--top-p", 0)
-    assert "--top-k" in refused(capsys, folder, "--prompt", "a", "--top-k", 0)
+def test_what_cannot_be_read_is_one_line(folder: Path, tmp_path: Path) -> None:
+    assert "not a folder" in refused(generate.main, tmp_path / "none", "--prompt", "a")
+    assert "config.json" in refused(generate.main, tmp_path, "--prompt", "a")
+    assert "tokenizer.json" in refused(generate.main, write_folder(tmp_path), "--prompt", "a")
+    assert "at least one word" in refused(generate.main, folder, "--prompt", "")
+    assert "--prompt" in refused(generate.main, folder)
+    assert "--top-p" in refused(generate.main, folder, "--prompt", "a", "--top-p", 0)
+    assert "--top-k" in refused(generate.main, folder, "--prompt", "a", "--top-k", 0)

@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from bench import harness
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measurements import judging
+from training import gpt_files
 
 import minitorch
 from minitorch.training.model_files import save_checkpoint
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
-from bench import harness  # noqa: E402
-from measurements import judging  # noqa: E402
-from training import gpt_files  # noqa: E402
+from ..support.scripts import refused
 
 CONTEXT = 48
 #: A configuration of a small model of bytes, as a checkpoint has it.
@@ -186,16 +184,6 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def refused(capsys: pytest.CaptureFixture[str], name: str, *args: Any) -> str:
-    """Run a measurement; return the one line with which it ends."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        harness.run(harness.load(name), ["--device", "cpu", *(str(arg) for arg in args)])
-    line = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().err
-    assert line.strip().count("\n") == 0, line
-    return line
-
-
 def judged(name: str, folder: Path, *args: Any) -> dict[str, Any]:
     """Run a measurement; return its record."""
     given = [
@@ -239,9 +227,12 @@ def test_chapter_break_writes_a_record(run: Path, tmp_path: Path) -> None:
         assert row["longest_minus_shortest"][score]["mean"] == pytest.approx(more)
 
 
-def test_what_is_wrong_is_one_line(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_is_one_line(run: Path, tmp_path: Path) -> None:
+    def line(name: str, *args: Any) -> str:
+        return refused(
+            lambda given: harness.run(harness.load(name), given), "--device", "cpu", *args
+        )
+
     text = ["--text", tmp_path / "text.py", "--all", "--json", tmp_path / "record.json"]
     (tmp_path / "short.txt").write_text("a")
     cases: list[tuple[str, tuple[Any, ...], str]] = [
@@ -257,13 +248,11 @@ def test_what_is_wrong_is_one_line(
          "no chapter of the text has 40 tokens before it"),
     ]  # fmt: skip
     for name, args, words in cases:
-        assert words in refused(capsys, name, "--runs", *args)
+        assert words in line(name, "--runs", *args)
     model = run / "model.safetensors"
     large = model_of()
     large.ln.weights.update(large.ln.weights.value * 3e38)
     save_checkpoint(run / "large.safetensors", large, {**CONFIG, "precision": "float32"})
-    assert "train it again" in refused(
-        capsys, "perplexity", "--runs", run / "large.safetensors", *text
-    )
+    assert "train it again" in line("perplexity", "--runs", run / "large.safetensors", *text)
     model.write_bytes(model.read_bytes()[:-9])
-    assert "cannot be read" in refused(capsys, "perplexity", "--runs", run, *text)
+    assert "cannot be read" in line("perplexity", "--runs", run, *text)

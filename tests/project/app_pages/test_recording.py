@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from app_pages.recording import Recording, RunSettings, record
+from app_pages.tile_view import Story
+from app_pages.tile_words import sentence
 
 from kernels.traffic.formulas import TRAFFIC, HeadShape, total
-
-PROJECT = Path(__file__).parents[3] / "project"
-sys.path.insert(0, str(PROJECT))  # as for a script that runs there
-from app_pages.recording import Recording, RunSettings, record  # noqa: E402
-from app_pages.tile_view import Story  # noqa: E402
-from app_pages.tile_words import sentence  # noqa: E402
 
 
 def recorded(rung: str, mask: str, seq: int = 14, tile: tuple[int, int] = (4, 8)) -> Recording:

@@ -15,19 +15,17 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "project"))
-
-from course import grader as course_grader  # noqa: E402
-from course import workplace as course_workplace  # noqa: E402
-from course.command import main  # noqa: E402
-from course.confine import has_bubblewrap, landlock_version  # noqa: E402
-from course.grader import Expected, expected_tests, grade_task  # noqa: E402
-from course.kernel_text import KERNELS, fault_of, faults  # noqa: E402
-from course.markers import fill, read_bodies, replaced  # noqa: E402
-from course.starter_trees import start  # noqa: E402
-from course.tasks import MODULES, find_task, tasks_of, tasks_until  # noqa: E402
-from course.verdict import Verdict, judge  # noqa: E402
-from course.workplace import Ending, Workplace, assemble  # noqa: E402
+from course import grader as course_grader
+from course import workplace as course_workplace
+from course.command import main
+from course.confine import has_bubblewrap, landlock_version
+from course.grader import Expected, expected_tests, grade_task
+from course.kernel_text import KERNELS, fault_of, faults
+from course.markers import fill, read_bodies, replaced
+from course.starter_trees import start
+from course.tasks import MODULES, find_task, tasks_of, tasks_until
+from course.verdict import Verdict, judge
+from course.workplace import Ending, Workplace, assemble
 
 pytestmark = pytest.mark.slow
 

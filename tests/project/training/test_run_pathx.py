@@ -5,28 +5,23 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from bench import harness
+from data import sequence_sets
+from data.pathfinder import Pathfinder
 from hypothesis import example, given
 from hypothesis import strategies as st
+from training import lra_loop, saliency
+from training.intervals import wilson_interval
 
 import minitorch
+from minitorch.training.model_files import read_checkpoint
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
-from bench import harness  # noqa: E402
-from data import sequence_sets  # noqa: E402
-from data.pathfinder import Pathfinder, draw_picture  # noqa: E402
-from measurements import long_context  # noqa: E402
-from training import lra_loop, saliency  # noqa: E402
-from training.intervals import wilson_interval  # noqa: E402
-from training.pathfinder_stages import POSITIONS  # noqa: E402
-
-from minitorch.training.model_files import read_checkpoint  # noqa: E402
+from ...support.scripts import refused
 
 pytestmark = pytest.mark.slow
 
@@ -44,12 +39,9 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
     return json.loads((out / "pathx.json").read_text())["rows"]
 
 
-def refused(out: Path, *options: str) -> str:
-    """Run the script in this process; return the one line with which it ends."""
-    with pytest.raises(SystemExit) as ended:
-        run(out, *options)
-    assert isinstance(ended.value.code, str) and "\n" not in ended.value.code
-    return ended.value.code
+def line_of(out: Path, *options: str) -> str:
+    """Return the one line with which a run ends."""
+    return refused(lambda given: run(out, *given), *options)
 
 
 @pytest.fixture(scope="module")
@@ -77,32 +69,6 @@ def test_each_stage_has_an_interval_saliency_and_a_curve(finished: Path) -> None
     pytest.importorskip("matplotlib")
     for name in ("saliency-8", "saliency-16"):
         assert (finished / f"{name}.png").stat().st_size > 1000
-
-
-def test_a_stage_begins_with_the_model_before_it(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[Any] = []
-    training = long_context.Training
-
-    def noted(*args: Any, **options: Any) -> Any:
-        begun.append(options["start"])
-        return training(*args, **options)
-
-    monkeypatch.setattr(long_context, "Training", noted)
-    own = Path(shutil.copytree(finished, tmp_path / "own"))
-    (own / "pathx.json").unlink()
-    run(own)
-    best, _ = read_checkpoint(finished / "pathfinder-8" / lra_loop.BEST)
-    first, second = begun
-    assert first is None
-    start = second()
-    assert start.keys() == best.keys()
-    for name, array in start.items():
-        if name == POSITIONS:
-            assert array.shape == (256, best[name].shape[1])
-        else:
-            np.testing.assert_array_equal(array, best[name])
 
 
 @pytest.mark.parametrize("options", [[], ["--examples", "20"]])
@@ -141,62 +107,56 @@ def test_a_finished_run_is_not_repeated_and_other_options_are_refused(
     assert rows_of(own) == before
     monkeypatch.undo()
     (own / "pathx.json").unlink()
-    assert "had other values of steps than this one; pass the same options" in refused(
-        own, "--steps", "7"
-    )
-    assert "other values of source" in refused(own, "--stages", "16", "--attention", "block-sparse")
+    assert "had other values of steps than this one" in line_of(own, "--steps", "7")
+    assert "values of source" in line_of(own, "--stages", "16", "--attention", "block-sparse")
 
 
 def test_damage_and_a_full_disk_are_one_line(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = own / "pathx.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "rows": rows_of(own)[:1]}))
     (last,) = (own / "pathfinder-16" / "checkpoints").iterdir()
-    last.write_bytes(last.read_bytes()[:99])
-    assert f"{last}: the checkpoint cannot be read" in refused(own)
-    last.unlink()
     best = own / "pathfinder-8" / lra_loop.BEST
-    whole = best.read_bytes()
-    best.write_bytes(whole[:-9])
-    assert f"{best}: the checkpoint cannot be read" in refused(own)
-    best.unlink()
-    (own / "pathx.json").rename(own / "kept.json")
-    assert "finished training is missing; delete" in refused(own)
-    (own / "kept.json").rename(own / "pathx.json")
+    for file in last, best:
+        whole = file.read_bytes()
+        file.write_bytes(whole[:99])
+        assert f"{file}: the checkpoint cannot be read" in line_of(own)
+        file.unlink()
+    record.rename(own / "kept.json")
+    assert "finished training is missing; delete" in line_of(own)
+    (own / "kept.json").rename(record)
     best.write_bytes(whole)
 
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(lra_loop, "save_checkpoint", full)
-    assert "No space left on device); make room and run the same command again" in refused(own)
+    assert "No space left on device); make room and run the same command again" in line_of(own)
     record.write_text("{}")
-    assert "is not a record" in refused(own)
+    assert "is not a record" in line_of(own)
 
 
-def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stages = "must be among 8, 16, 32, 64, 128, half-256, 256, in this order, got 16 8"
-    assert stages in refused(tmp_path, "--stages", "16", "8")
-    steps = "--steps takes one value for all stages or one for each of 2, got 3"
-    assert steps in refused(tmp_path, "--steps", "1", "2", "3")
-    with pytest.raises(SystemExit):
-        run(tmp_path, "--attention", "performer")
-    assert "invalid choice: 'performer'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--stages 16 8", "must be among 8, 16, 32, 64, 128, half-256, 256, in this order"),
+        ("--steps 1 2 3", "one value for all stages or one for each of 2, got 3"),
+    ],
+)
+def test_wrong_options_are_refused(options: str, words: str, tmp_path: Path) -> None:
+    assert words in line_of(tmp_path, *options.split())
 
 
 def test_batches_drawn_ahead_are_those_drawn_on_demand() -> None:
-    def numbers(done: int, processes: int) -> list[Any]:
+    def rows(done: int, processes: int) -> Any:
         batches = sequence_sets.fresh_batches(drawn, 4, 7, done, 5, processes)
-        found = [next(batches) for _ in range(4)]
+        found = [next(batches) for _ in range(4 - done)]
         batches.close()
-        return found
+        return np.concatenate([np.c_[batch.X, batch.y] for batch in found])
 
-    first, later, ahead = numbers(0, 0), numbers(2, 0), numbers(2, 1)
-    for other in (later, ahead):
-        for a, b in zip(first[2:], other, strict=False):
-            np.testing.assert_array_equal(a.X, b.X)
-            np.testing.assert_array_equal(a.y, b.y)
-    rows = np.concatenate([batch.X for batch in first])
-    assert len(np.unique(rows, axis=0)) == len(rows) == 20
+    first = rows(0, 0)
+    for processes in (0, 1):
+        np.testing.assert_array_equal(rows(2, processes), first[10:])
+    assert len(np.unique(first, axis=0)) == len(first) == 20
 
 
 def drawn(random: np.random.Generator) -> tuple[Any, int]:
@@ -212,16 +172,8 @@ def test_the_interval_is_where_the_score_test_accepts(count: int, share: float) 
     assert 0 <= low <= found <= high <= 1
     for end in (low, high):
         if 0 < end < 1:
-            assert abs(found - end) == pytest.approx(
-                1.959964 * (end * (1 - end) / count) ** 0.5, rel=1e-6, abs=1e-9
-            )
-
-
-def test_the_interval_needs_trials() -> None:
-    with pytest.raises(ValueError, match="got 0 of 0"):
-        wilson_interval(0, 0)
-    with pytest.raises(ValueError, match="got 4 of 3"):
-        wilson_interval(4, 3)
+            deviation = (end * (1 - end) / count) ** 0.5
+            assert abs(found - end) == pytest.approx(1.959964 * deviation, rel=1e-6, abs=1e-9)
 
 
 def test_saliency_is_the_slope_of_the_difference_of_the_logits() -> None:
@@ -233,29 +185,19 @@ def test_saliency_is_the_slope_of_the_difference_of_the_logits() -> None:
     found = saliency.saliency(model, ids)
     assert found.shape == (2, 16) and model.training
 
-    def difference(place: int, along: np.ndarray) -> float:
+    def difference(along: np.ndarray) -> float:
         x = model.embed(ids).detach().to_numpy().copy()
-        x[1, place] += along.astype(x.dtype)
+        x[1, 7] += along.astype(x.dtype)
         logits = model.head(model.pool(minitorch.from_numpy(x, minitorch.FastBackend)))
         away, joined = logits.to_numpy()[1]
         return joined - away
 
-    for place in (0, 7):
-        slopes = [
-            (difference(place, step) - difference(place, -step)) / 2e-2
-            for step in 1e-2 * np.eye(8)
-        ]  # fmt: skip
-        assert found[1, place] == pytest.approx(np.linalg.norm(slopes), rel=1e-2)
+    slopes = [(difference(step) - difference(-step)) / 2e-2 for step in 1e-2 * np.eye(8)]
+    assert found[1, 7] == pytest.approx(np.linalg.norm(slopes), rel=1e-2)
 
 
 def test_saliency_on_the_contours_alone_is_counted_as_theirs() -> None:
-    task = Pathfinder()
-    pictures = saliency.held_out(task, 0, 4)
-    assert [picture.label for picture in pictures] == [1, 0, 1, 0]
-    drawn = [p.pixels[saliency.pixels_of(p.contours, 32)] > 0 for p in pictures]
-    assert all(lit.mean() > 0.95 for lit in drawn)
+    pictures = saliency.held_out(Pathfinder(), 0, 4)
     maps = [saliency.pixels_of(p.contours[:2], 32).reshape(-1).astype(float) for p in pictures]
     parts = saliency.shares(pictures, maps)
     assert parts["long_contours"] > 5 and parts["elsewhere"] == 0 and parts["distractors"] < 1
-    other = draw_picture(np.random.default_rng([0, 2, 0]), task)
-    assert not any((other.pixels == picture.pixels).all() for picture in pictures)

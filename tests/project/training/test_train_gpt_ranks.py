@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-from ...support.ranks import ROOT, needs_mpi, python
-
-sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
 from reliability import kills
+
+from ...support.ranks import needs_mpi, python
 
 pytestmark = [pytest.mark.slow, needs_mpi]
 GRID = "--data-parallel", "2", "--ring", "2"

@@ -9,16 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "project"))
-
 import train_gpt
-from bench import harness
 
 from minitorch import DecoderLM
 from minitorch.models.pretrained import read_tokenizer
 
 from ...support.models import gpt2_folder, llama_folder
+from ...support.scripts import refused
 
 tokenizers = pytest.importorskip("tokenizers", reason="pip install tokenizers")
 
@@ -33,12 +30,6 @@ def train(capsys: pytest.CaptureFixture[str], tmp_path: Path, *options: Any) -> 
     text.write_text(TEXT, encoding="utf-8")
     train_gpt.main(["--text", str(text), "--out", str(tmp_path), *map(str, options)])
     return capsys.readouterr().out
-
-
-def refused(*options: Any) -> str:
-    with pytest.raises(SystemExit) as done:
-        train_gpt.main([*map(str, options)])
-    return str(done.value.code)
 
 
 def folder_with_tokenizer(kind: str, folder: Path, vocabulary: int = 300) -> Path:
@@ -68,17 +59,6 @@ def test_byte_pairs_are_learnt_and_kept(tmp_path: Path, capsys: pytest.CaptureFi
         ["--load", str(tmp_path / "model.safetensors"), "--prompt", "the cat", "--sample", "3"]
     )
     assert capsys.readouterr().out.startswith("the cat")
-
-
-def test_byte_pairs_are_those_of_the_run_that_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = [*SMALL, "--tokenizer", "bpe", "--vocab-size", "270", "--max-seconds", "600"]
-    train(capsys, tmp_path / "..", *options, "--out", tmp_path / "a")
-    pair = tmp_path / "a" / "checkpoints"
-    out = train(capsys, tmp_path, "--resume", pair, "--out", tmp_path / "a")
-    assert "going on after step 3" in out
-    assert DecoderLM.from_pretrained(tmp_path / "a" / "pretrained").n_vocab == 270
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
@@ -118,66 +98,24 @@ def test_a_scaling_gives_a_llama_a_longer_context(
     out = train(capsys, tmp_path, *SHORT, "--init", folder, "--window", 3)
     assert "no folder for transformers: a Llama attends to all tokens" in out
     folder = folder_with_tokenizer("gpt2", tmp_path / "other")
-    assert "are learned; leave it out" in refused(*SHORT, "--init", folder, *longer)
-
-
-def test_a_folder_is_judged(tmp_path: Path) -> None:
-    folder = folder_with_tokenizer("gpt2", tmp_path / "there")
-    (tmp_path / "text.txt").write_text("def a():\n    The cat sat\n" * 40, encoding="utf-8")
-    given = [
-        "--runs",
-        str(folder),
-        "--text",
-        str(tmp_path / "text.txt"),
-        "--all",
-        "--device",
-        "cpu",
-    ]
-    given += ["--json", str(tmp_path / "record.json"), "--figure", str(tmp_path / "figure.svg")]
-
-    def judged(name: str, *options: str) -> Any:
-        assert harness.run(harness.load(name), [*given, *options]) == 0
-        (row,) = json.loads((tmp_path / "record.json").read_text())["rows"]
-        return row
-
-    row = judged("perplexity", "--contexts", "5", "11")
-    assert [one["context"] for one in row["by_context"]] == [5, 11] and row["tokens"] > 200
-    row = judged("chapter_break", "--continuation", "3", "--questions", "5", "--contexts", "7")
-    assert row["questions"] == 5
+    assert "are learned; leave it out" in refused(train_gpt.main, *SHORT, "--init", folder, *longer)
 
 
 def test_what_does_not_fit_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folder_with_tokenizer("gpt2", tmp_path / "there", 260)
-    line = refused(*SHORT, "--init", folder)
+    line = refused(train_gpt.main, *SHORT, "--init", folder)
     assert "token 269" in line and "ends at 259" in line
     (folder / "tokenizer.json").unlink()
-    assert "tokenizer.json" in refused(*SHORT, "--init", folder)
-    assert "not a folder" in refused("--init", tmp_path / "nowhere")
+    assert "tokenizer.json" in refused(train_gpt.main, *SHORT, "--init", folder)
+    assert "not a folder" in refused(train_gpt.main, "--init", tmp_path / "nowhere")
     folder = folder_with_tokenizer("gpt2", tmp_path / "there")
-    assert "11 positions" in refused(*SHORT, "--init", folder, "--context", 12)
+    assert "11 positions" in refused(train_gpt.main, *SHORT, "--init", folder, "--context", 12)
     text = tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
     options = ["--text", text, *SMALL, "--tokenizer", "bpe", "--vocab-size", 270]
-    line = refused(*options, "--vocabulary", 260)
+    line = refused(train_gpt.main, *options, "--vocabulary", 260)
     assert "token 269" in line and "--vocabulary" in line
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert "pip install tokenizers" in refused(*options)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("--tokenizer bpe --vocab-size 256", "257 or more"),
-        ("--vocab-size 300", "--tokenizer bpe"),
-        ("--init DIR --width 8", "leave out --width"),
-        ("--init DIR --preset toy", "leave out --preset"),
-        ("--init DIR --load FILE", "take one of them"),
-    ],
-)
-def test_options_that_exclude_each_other(
-    options: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(*options.split())
-    assert words in capsys.readouterr().err
+    assert "pip install tokenizers" in refused(train_gpt.main, *options)

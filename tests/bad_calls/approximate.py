@@ -89,7 +89,6 @@ APPROXIMATE = [
     (attend("block_sparse", pattern="random"), ValueError, "pattern must be one of", "'random'"),
     (attend("block_sparse", block_size=20), ValueError, "multiple of 16", "20"),
     (attend("linear", chunk=0), ValueError, "chunk must be 1 or more", "0"),
-    (attend("linear", scale=0.5), ValueError, "linformer, performer, local, reformer, smyrf"),
     (lambda o: attention.linear(o.heads, o.heads[:, :, 1:], o.heads[:, :, 1:], is_causal=True),
      ValueError, "as many queries as keys", "3 and 2"),
     (attend("reformer", attn_mask=np.ones((3, 3), bool)), ValueError, "local, block_sparse, flash"),

@@ -14,7 +14,6 @@ from kernels import BlockMask
 
 forward, backward = kernels.flash_attention_forward, kernels.flash_attention_backward
 packed = kernels.flash_attention_varlen_forward
-packed_backward = kernels.flash_attention_varlen_backward
 HUGE = 10**400
 
 
@@ -49,11 +48,7 @@ def no_result(*place: int) -> None:
 
 OPERANDS = [
     (lambda o: forward([[1.0]], o.x, o.x), TypeError, "q must be", "got list", "convert"),
-    (lambda o: forward(o.x, None, o.x), TypeError, "k must be", "got NoneType"),
-    (lambda o: forward(o.x, o.x, "v"), TypeError, "v must be", "got str"),
     (lambda o: forward(*[o.x.astype(int)] * 3), TypeError, "float32", "q of int64", "astype"),
-    (lambda o: forward(*[o.x.astype(complex)] * 3), TypeError, "q of complex128", "astype"),
-    (lambda o: forward(*[o.x.astype(np.longdouble)] * 3), TypeError, "q of float128", "astype"),
     (lambda o: forward(o.x, o.wide, o.x), TypeError, "the same dtype", "float32, float64"),
     (lambda o: forward(o.x, np.ma.MaskedArray(o.x), o.x), TypeError, "masked array", "filled"),
     (lambda o: forward(*[np.array(1.0)] * 3), ValueError, "two dimensions or more", "q ()"),
@@ -62,7 +57,6 @@ OPERANDS = [
     (lambda o: forward(o.x[:, :0], o.x, o.x), ValueError, "at least one row", "leave the call out"),
     (lambda o: forward(*[o.x[:0]] * 3), ValueError, "must not be empty", "(0, 5, 4)"),
     (lambda o: forward(*[o.x[..., :0]] * 3), ValueError, "from 1 to 256", "got 0"),
-    (lambda o: forward(*[np.ones((1, 2, 257))] * 3), ValueError, "from 1 to 256", "got 257"),
     (lambda o: forward(o.x, np.ones((3, 5, 4), np.float32), o.x), ValueError, "broadcast"),
     (lambda o: forward(o.x[:1], o.x, o.x, enable_gqa=True), ValueError, "multiple"),
     (lambda o: forward(*[o.x[0]] * 3, enable_gqa=True), ValueError, "enable_gqa needs heads"),
@@ -76,15 +70,11 @@ OPTIONS = [
     (attend(attn_mask=[[True]]), TypeError, "attn_mask must be an array", "got list"),
     (attend(is_causal=np.array([True])), TypeError, "is_causal must be True", "shape (1,)"),
     (attend(attn_mask=np.ones((5, 5), int)), TypeError, "boolean", "int64", "write mask != 0"),
-    (attend(attn_mask=np.ones((5, 5), complex)), TypeError, "boolean", "complex128"),
     (attend(attn_mask=np.zeros((5, 5))), TypeError, "float32", "got float64", "convert"),
     (attend(attn_mask=np.ones((4, 5), bool)), ValueError, "(4, 5)", "(2, 5, 5)"),
-    (attend(attn_mask=np.ma.MaskedArray(np.ones((5, 5), bool))), TypeError, "masked array"),
     (attend(dropout_p=1.0), ValueError, "[0, 1)", "1.0", "0 turns dropout off"),
     (attend(dropout_p=np.nan, seed=1), ValueError, "[0, 1)", "nan"),
-    (attend(dropout_p=HUGE, seed=1), ValueError, "[0, 1)", "401 digits"),
     (attend(dropout_p=True), TypeError, "dropout_p must be a number", "True (bool)"),
-    (attend(dropout_p=np.array(0.1)), TypeError, "dropout_p", "an array of shape ()"),
     (attend(dropout_p=0.1), ValueError, "needs a seed", "pass seed="),
     (attend(seed=-1), ValueError, "from 0 to 2**64 - 1", "-1", "seed % 2**64"),
     (attend(dropout_p=0.1, seed=2**64), ValueError, "2**64 - 1", "18446744073709551616"),
@@ -98,7 +88,6 @@ OPTIONS = [
     (attend(causal_offset=1), ValueError, "is_causal", "without any", "set one"),
     (attend(is_causal=True, causal_offset=1.0), TypeError, "causal_offset must be a whole"),
     (attend(window_size=3), TypeError, "(left, right)", "3 (int)"),
-    (attend(window_size=(1, 1, 1)), TypeError, "two whole numbers", "(1, 1, 1)"),
     (attend(window_size=(True, 1)), TypeError, "two whole numbers", "(True, 1)"),
     (attend(window_size=(-2, 0)), ValueError, "-1 for no bound", "(-2, 0)"),
     (attend(chunk_size=0), ValueError, "chunk_size must be 1 or more", "got 0"),
@@ -124,7 +113,6 @@ OPTIONS = [
     (attend(block_mask=BlockMask.causal(6, 5)), ValueError, "6 rows and 5 columns", "5 and 5"),
     (attend(block_mask=BlockMask.stack([BlockMask.causal(5, 5)] * 3)), ValueError, "3 heads", "2"),
     (lambda o: kernels.varying(None), TypeError, "varying marks a function", "got NoneType"),
-    (lambda o: kernels.varying(int), TypeError, "varying marks a function", "got type"),
     (attend(mask_mod="causal"), TypeError, "mask_mod must be a function", "'causal'"),
     (attend(mask_mod=lambda row, col: True), TypeError, "(batch, head, row, col)", "(row, col)"),
     (attend(mask_mod=no_result), TypeError, "True or False", "None", "is a return missing?"),
@@ -154,8 +142,6 @@ GRADIENTS = [
      "lse must be float32"),
     (back(dlse=1.0), TypeError, "dlse must be an array", "got float", "convert"),
     (back(mask_gradient=True), ValueError, "floating attn_mask", "leave it"),
-    (lambda o: backward(o.out, o.x, o.x, o.x, o.out, o.lse, o.mask, mask_gradient=True),
-     ValueError, "floating attn_mask"),
     (back(mask_gradient="yes"), TypeError, "mask_gradient must be True", "'yes'"),
     (back(score_mod=lambda s, b, h, r, c: s), ValueError, "derivative", "(function, derivative)"),
     (lambda o: backward(o.x, o.x), TypeError, "missing", "'lse'"),
@@ -173,8 +159,4 @@ PACKED = [
     (pack([0, 5], block_mask=BlockMask.causal(5, 5)), ValueError, "not support block_mask"),
     (lambda o: packed(o.rows[None], o.rows, o.rows, [0, 5], [0, 5]), ValueError, "(total, heads, dim)"),
     (lambda o: packed(o.rows.tolist(), o.rows, o.rows, [0, 5], [0, 5]), TypeError, "q must be"),
-    (lambda o: packed(o.rows[:, :1].repeat(3, 1), o.rows, o.rows, [0, 5], [0, 5]), ValueError,
-     "broadcast"),
-    (lambda o: packed_backward(o.rows[:4], o.rows, o.rows, o.rows, o.rows, o.lse, [0, 5], [0, 5]),
-     ValueError, "dout", "(2, 5, 4)"),
 ]  # fmt: skip

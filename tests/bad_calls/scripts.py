@@ -18,8 +18,6 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "project")]  # as for a script t
 import measure  # noqa: E402
 import run_manual  # noqa: E402
 import run_scalar  # noqa: E402
-from data import digits as digits_data  # noqa: E402
-from data import sentiment as sentiment_data  # noqa: E402
 from data import text as text_data  # noqa: E402
 from training import gpt_options  # noqa: E402
 
@@ -68,12 +66,6 @@ FILES = [
     (written(b"\xff\xfe", text_data.read_text), SystemExit, "not UTF-8", "convert it"),
     (lambda o: text_data.Corpus.from_text("abc", 8), SystemExit, "3 characters"),
     (lambda o: text_data.encode("ab", "a"), ValueError, "'b'", "'a'"),
-    (lambda o: digits_data.read_mnist("none"), SystemExit, "--mnist none", "pass a folder"),
-    (written(b"text", digits_data.read_mnist), SystemExit, "--mnist wrong.bin", "not an .npz"),
-    (written(b"\0\0\x08\x01\0\0\0\x05ab", lambda path: digits_data.read_idx(Path(path))),
-     ValueError, "need 5 bytes", "holds 2", "fetch it again"),
-    (lambda o: sentiment_data.read_sentences("none"), SystemExit, "none", "pass the path"),
-    (written(b"good\t1\nbad", sentiment_data.read_sentences), SystemExit, "line 2"),
 ]  # fmt: skip
 
 ARGUMENTS = [

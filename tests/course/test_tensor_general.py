@@ -335,6 +335,3 @@ def test_a_loop_is_compiled_once_for_each_function(
     kernel: Callable[..., Any], fn: Callable[..., float]
 ) -> None:
     assert kernel(fn) is kernel(fn)
-
-
-# --- a backend of one's own ------------------------------------------------------------------

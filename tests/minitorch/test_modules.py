@@ -26,6 +26,7 @@ from minitorch import (
     manual_seed,
 )
 
+from ..support.models.captured_training import step_of
 from ..support.tolerances import assert_close_arrays
 from ..tensor_strategies import Array, on_backends, on_dtypes
 
@@ -189,15 +190,8 @@ TOKENS = np.random.default_rng(2).integers(0, 11, (3, 8))
 
 
 def curve(model: DecoderLM, steps: int) -> Array:
-    optimiser = Adam(model.parameters(), lr=0.01)
-    losses = []
-    for _ in range(steps):
-        optimiser.zero_grad()
-        loss = model.loss(TOKENS[:, :-1], TOKENS[:, 1:])
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    return np.array(losses)
+    step = step_of(model, Adam(model.parameters(), lr=0.01))
+    return np.array([step(TOKENS[:, :-1], TOKENS[:, 1:]).item() for _ in range(steps)])
 
 
 def test_a_model_of_one_text_learns_it_by_heart() -> None:

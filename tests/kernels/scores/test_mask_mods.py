@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import kernels
 
-from ...support.attention.mask_mods import dilated_by_head, elements, mask_mods
+from ...support.attention.mask_mods import elements, mask_mods
 from ...support.examples import at_most
 from ...support.tolerances import assert_close_arrays
 
@@ -81,16 +81,6 @@ def test_a_mask_without_repetition_hides_the_same() -> None:
     expected = kernels.flash_attention_forward(q, k, v, attn_mask=mask)
     assert_close_arrays(out, expected[0], np.float64, "out")
     assert_close_arrays(lse, expected[1], np.float64, "lse")
-
-
-def test_a_varying_mask_mod_hides_the_same() -> None:
-    q = np.random.default_rng(8).standard_normal((1, 2, 300, 4))
-    results = [
-        attention((q, q, q), q, {"mask_mod": mod})
-        for mod in (dilated_by_head(2), kernels.varying(dilated_by_head(2)))
-    ]
-    for result, expected in zip(*results, strict=True):
-        assert_close_arrays(result, expected, np.float64, "varying")
 
 
 def test_a_mask_mod_is_not_called_out_of_bounds() -> None:

@@ -197,9 +197,7 @@ NO_LAYER = _set("parallel", error="ValueError: No threading layer could be loade
 #: What is wrong, what is said, and what to do about it.
 SICK: list[tuple[Change, str, str]] = [
     (_set("python", version="3.9.18"), "Python 3.9.18", "PYTHON=python3.12"),
-    (_set("python", version="3.15.0"), "Python 3.15.0", "PYTHON=python3.12"),
     (_set("packages", "numpy", installed="2.6.0"), "numpy is 2.6.0", '"numpy>=2.1.2,<2.6"'),
-    (_set("packages", "numpy", installed="1.26.4"), "numpy is 1.26.4", '"numpy>=2.1.2,<2.6"'),
     (_set("packages", "tqdm", installed=None, file=None), "not installed: tqdm", '"tqdm>=4.60,<5"'),
     (_set("packages", "numba", error="OSError: libllvmlite.so"),
      "numba 0.68.1 cannot be imported: OSError", '--force-reinstall "numba>=0.61,<0.70"'),

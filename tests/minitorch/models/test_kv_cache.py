@@ -246,8 +246,6 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
         ({"top_k": 0}, ValueError, "top_k"),
         ({"top_k": 1.5}, TypeError, "top_k"),
         ({"top_p": 0.0}, ValueError, "top_p must be above 0"),
-        ({"top_p": 1.1}, ValueError, "top_p"),
-        ({"top_p": "x"}, TypeError, "top_p"),
         ({"temperature": -1.0}, ValueError, "temperature"),
         ({"seed": -1}, ValueError, "seed"),
     ],

@@ -13,6 +13,8 @@ from minitorch import CudaBackend, FastBackend, SimpleBackend, TensorBackend
 from minitorch.accelerated.joined_layers import run_joined
 from minitorch.backends.matmul_precision import PRECISIONS
 
+from ...support.models.captured_training import step_of
+
 IDS = np.array([[1, 4, 1, 2]])
 
 
@@ -69,15 +71,8 @@ def test_bfloat16_learns_as_float32_does() -> None:
             model.parameters(), model_of(dtype=np.float32, n_layer=2).parameters(), strict=True
         ):
             p.update(q.value.detach().to(p.value.dtype))
-        optimizer = minitorch.AdamW(model.parameters(), 1e-2, max_norm=1.0)
-        losses = []
-        for batch in text:
-            optimizer.zero_grad()
-            loss = model.loss(batch[:, :-1], batch[:, 1:])
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        curves[name] = np.array(losses)
+        step = step_of(model, minitorch.AdamW(model.parameters(), 1e-2, max_norm=1.0))
+        curves[name] = np.array([step(x[:, :-1], x[:, 1:]).item() for x in text])
     assert curves["float32"][-5:].mean() < 0.8 * curves["float32"][:5].mean()
     np.testing.assert_allclose(curves["bfloat16"], curves["float32"], atol=0.04)
 

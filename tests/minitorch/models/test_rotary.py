@@ -61,14 +61,11 @@ def test_frequencies_are_those_of_the_definition(scaling: Any) -> None:
     [
         (lambda: Rotary(5, 8), ValueError, "even size, got head_dim 5"),
         (lambda: Rotary(4, 8, theta=0.0), ValueError, "rotary_theta must be positive"),
-        (lambda: Rotary(4, 8, theta="1"), TypeError, "rotary_theta must be a number"),  # type: ignore[arg-type]
         (lambda: Rotary(4, 8, scaling={"rope_type": "yarn"}), ValueError, "'yarn', supported is"),
-        (lambda: Rotary(4, 8, scaling={**LLAMA3, "factor": -1}), ValueError, "factor of a rotary"),
         (lambda: Rotary(4, 8, scaling={**LLAMA3, "low_freq_factor": 9.0}), ValueError, "must be below"),
         (lambda: Rotary(4, 8)(minitorch.rand((1, 3, 1, 4)), 6), ValueError, "8 positions, got 3 after 6"),
         (lambda: lm(rotary_scaling=LLAMA3), ValueError, "pass rotary_theta"),
         (lambda: lm(norm="batch"), ValueError, r"norm must be one of 'layer', 'rms', got 'batch'"),
-        (lambda: lm(feed_forward="relu"), ValueError, "feed_forward must be one of"),
         (lambda: lm(n_kv_head=3), ValueError, "n_kv_head must divide n_head, got 3 and 4"),
         (lambda: lm(n_kv_head=2, attention="local"), ValueError, "groups of heads, window and sinks need"),
     ],

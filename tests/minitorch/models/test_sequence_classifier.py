@@ -107,17 +107,12 @@ def test_packed_sequences_have_the_logits_and_gradients_of_single_ones(recompute
 
 WRONG: dict[str, Any] = {
     r"1 to 40 tokens, got shape \(2, 41\)": lambda: model(pad_id=0)(ids(2, 41)),
-    r"got shape \(5,\)": lambda: model(pad_id=0)(ids(5)),
-    r"got shape \(2, 0\)": lambda: model(pad_id=0)(ids(2, 0)),
-    "token ids must be from 0 to 8": lambda: model(pad_id=0)(ids(2, 5) + 9),
     "targets must be from 0 to 2": lambda: model().loss(ids(2, 5), np.array([0, 3])),
     r"\(batch, 2, seq\), got \(2, 5\)": lambda: model(documents=2)(ids(2, 5)),
     "documents must be 1, or 2": lambda: model(documents=3),
     "determines the dtype": lambda: model(precision="bfloat16", dtype=np.float32),
     r"from 1 to 40 that sum to total, got ids of shape \(7,\)": lambda: model()(ids(7), np.array([3, 3])),
     r"from 1 to 40 that .*and lengths an array of shape \(2,\)": lambda: model()(ids(7), np.array([7, 0])),
-    r"from 1 to 40 that .*\(41,\)": lambda: model()(ids(41), np.array([41])),
-    r"from 1 to 40 that .*\(1, 7\)": lambda: model()(ids(1, 7), np.array([7])),
     "no padding, and this model masks token 0": lambda: model(pad_id=0)(ids(7), np.array([7])),
     "cannot be packed": lambda: model(documents=2)(ids(7), np.array([7])),
     "need flash attention": lambda: model("naive")(ids(7), np.array([7])),

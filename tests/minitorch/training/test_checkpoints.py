@@ -209,19 +209,6 @@ def test_parameters_of_any_shape_and_layout_come_back(
     assert np.array_equal(state.arrays["more"], array.T)
 
 
-def test_a_state_of_another_training_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "t.safetensors"
-    Run(kind="SGD").go(1).save(path)
-    with pytest.raises(
-        CheckpointError, match=r"t\.safetensors: a state of SGD .* does not fit Adam"
-    ):
-        Run(kind="Adam").restore(read_training(path))
-    state = read_training(path)
-    state.random["generators"].clear()
-    with pytest.raises(CheckpointError, match=r"t\.safetensors: .*random numbers.*data"):
-        Run(kind="SGD").restore(state)
-
-
 def damaged(part: str, name: str, value: Any) -> Any:
     """Return a function that puts a value into a part of a training's state; None removes it."""
 
@@ -242,20 +229,14 @@ def damaged(part: str, name: str, value: Any) -> Any:
     [
         damaged("random", "generators/data", None),
         damaged("random", "numpy/state/pos", 10**9),
-        damaged("random", "numpy/state/pos", -1),
-        damaged("random", "numpy/state/key", [1, 2]),
         damaged("random", "numpy/bit_generator", "PCG64"),
-        damaged("random", "numpy", [1]),
         damaged("random", "generators/data/state/inc", "1"),
         damaged("random", "python", [3, [2**32] * 625, "x"]),
         damaged("optimizer", "lr", "0.01"),
-        damaged("optimizer", "lr", -1.0),
         damaged("optimizer", "beta1", 1.5),
-        damaged("optimizer", "eps", float("nan")),
         damaged("optimizer", "steps", 1.5),
         damaged("optimizer", "steps", 10**400),
         damaged("optimizer", "m.0", np.zeros((2, 2), np.float32)),
-        damaged("optimizer", "m.0", np.zeros((5, 4), np.int64)),
         damaged("optimizer", "v.0", np.full((5, 4), np.nan, np.float32)),
         damaged("optimizer", "v.0", None),
         damaged("parameters", "ln.bias", np.full(4, np.nan, np.float32)),
@@ -377,11 +358,10 @@ def test_a_change_of_any_byte_is_refused(
     "payload",
     [
         raw_safetensors({"w": "F8_E4M3"}, format="minitorch-1", config="{}"),
-        raw_safetensors({"w": "F8_E8M0"}, format="minitorch-1", config="{}"),
         *(
             raw_safetensors({}, format="minitorch-1", config="{}", training=text)
             for text in (
-                "[]", "{}", "1", 10**5 * "[", "9" * 5000,
+                "[]", "{}", 10**5 * "[", "9" * 5000,
                 '{"step": "1", "optimizer": {}, "random": {}, "notes": {}}',
                 '{"step": 1, "optimizer": [], "random": {}, "notes": {}}',
                 '{"step": 1, "optimizer": {}, "random": {}, "notes": {}, "parts": 3}',

@@ -123,7 +123,6 @@ def test_the_graph_shows_the_derivatives_of_backward(text: str) -> None:
         ("autodiff", "w + 1", "w is not known here"),
         ("autodiff", "2 + 3", "no variable"),
         ("autodiff", "x / 0", "zero"),
-        ("autodiff", "(x * 1000).exp()", "too large"),
         ("autodiff", "z ** 0.5", "not positive"),
         ("autodiff", "x ** y", "must be a number"),
         ("autodiff", "x.sum(0)", "has no sum"),

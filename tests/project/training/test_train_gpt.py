@@ -99,7 +99,6 @@ def test_the_prompt_is_of_the_text(tmp_path: Path) -> None:
 WRONG = {
     "--temperature nan": "--temperature must 0",
     "--heads 1 --width 512": "--heads --width 256 naive",
-    "--heads 3 --width 16": "--heads --width multiple",
     "--out /dev/null/out": "--out /dev/null/out another",
     "--lr 1000": "loss nan --lr",
     "--lr 1000 --steps 5": "nan --lr",  # in the last step, or in the evaluation after it
@@ -109,8 +108,6 @@ WRONG = {
     "--rotary-theta 500": "--rotary-theta --positions rotary both",
     "--rotary-scaling linear:2": "--rotary-scaling --positions rotary",
     "--positions rotary --rotary-scaling cubic:2": "linear:factor cubic:2",
-    "--positions rotary --rotary-scaling linear": "linear:factor",
-    "--positions rotary --rotary-scaling linear:0": "linear:factor positive",
     "--positions rotary --rotary-scaling llama3:8:1": "llama3:factor:low_freq_factor",
     "--window 0": "--window 1 more",
     "--sinks --ring 2": "--ring --sinks",
@@ -189,20 +186,16 @@ def test_a_missing_gpu_is_one_line(tmp_path: Path) -> None:
     ("change", "word"),
     [
         ([], "expected an object"),
-        (None, "expected an object"),
         ({}, "characters is missing"),
         ({"heads": 0}, "heads must be"),
         ({"heads": 3}, "multiple"),
         ({"width": "x"}, "width must be"),
         ({"width": 512}, "larger model"),
-        ({"layers": 10**9}, "larger model"),
         ({"attention": "flush"}, "attention must be"),
-        ({"attention": ["flash"]}, "attention must be"),
         ({"characters": "aa"}, "characters must be"),
         ({"dropout": None}, "dropout must be"),
         ({"window": 0}, "window must be"),
         ({"sinks": 1}, "sinks must be true"),
-        ({"rotary_theta": -1}, "rotary_theta must be"),
     ],
 )
 def test_a_configuration_of_no_model_is_one_line(

@@ -233,12 +233,12 @@ def test_tiles_stay_in_registers_and_no_product_waits_for_the_last(name: str) ->
         (kernel,) = (
             x for x in launched(name).values() if x.name in ("flash2_mma_dkdv", "flash2_mma_roles")
         )
-        assert "red.global.add.v4.f32" in ptx_of(kernel, (9, 0, "a"))  # type: ignore[arg-type]
+        assert "red.global.add.v4.f32" in ptx_of(kernel, (9, 0, "a"))
 
 
 def _ptx(call: Call, name: str) -> str:
     (kernel,) = (x for x in call.kernels().values() if x.name == name)
-    return ptx_of(kernel, (9, 0, "a"))  # type: ignore[arg-type]
+    return ptx_of(kernel, (9, 0, "a"))
 
 
 @needs_nvvm

@@ -24,6 +24,7 @@ from minitorch import operators
 from minitorch.accelerated import cuda_loop_kernels as cuda_loops
 from minitorch.backends import more_operators
 
+from ...support.device import compiling
 from ...support.device.compiling import (
     FLOAT32,
     FLOAT64,
@@ -45,6 +46,7 @@ def test_sharing_copies_changes_no_code(monkeypatch: pytest.MonkeyPatch) -> None
     own = forward_kernel(layout, *widths, HALVES["float16"], True)
     shared = compile_ptx(own.source, own.signature, (8, 0), own.launch_bounds)
     monkeypatch.setattr(inliner, "copy", copy)
+    compiling._LLVM.clear()
     assert compile_ptx(own.source, own.signature, (8, 0), own.launch_bounds) == shared
 
 

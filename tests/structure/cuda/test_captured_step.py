@@ -25,7 +25,14 @@ from kernels.runtime.targets import IS_SIMULATOR, cuda
 from minitorch.training.captured_step import WARM_UP
 
 from ...support.device.fake_device import FakeDriver, Launched, fake_device
-from ...support.models.captured_training import FIRST, VOCABULARY, Training, idle_device, kinds
+from ...support.models.captured_training import (
+    FIRST,
+    VOCABULARY,
+    Training,
+    idle_device,
+    kinds,
+    step_of,
+)
 
 #: Where the fake device's memory lies, and what is no number of a kernel.
 ADDRESSES = range(1 << 32, 1 << 44)
@@ -106,15 +113,7 @@ def _of_packed_steps(captured: bool, steps: int) -> list[tuple[list[Any], set[by
             20, 128, 2, 64, n_layer=2, attention_dropout=0.1, backend=minitorch.CudaBackend,
             precision="bfloat16",
         )  # fmt: skip
-        optimizer, found = minitorch.AdamW(model.parameters(), max_norm=1.0), []
-
-        def step(*batch: Any) -> minitorch.Tensor:
-            optimizer.zero_grad()
-            loss = model.loss(*batch)
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
+        step, found = step_of(model, minitorch.AdamW(model.parameters(), max_norm=1.0)), []
         take = minitorch.graph_step(step, most_shapes=2) if captured else step
         minitorch.manual_seed(1)
         for number in range(steps):

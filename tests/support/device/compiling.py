@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -44,40 +43,49 @@ on_every_generation = pytest.mark.parametrize(
 REGISTERS = 65536
 
 
-#: Kernels whose LLVM code is kept: a file's tests ask for one kernel on several generations, or for its PTX
-#: and then for its machine code.
-KEPT = 48
-
 _compiler: Any = sys.modules[cuda.compile.__module__] if getattr(cuda, "compile", None) else None
 _from_python: Callable[..., Any] | None = getattr(_compiler, "_compile_pyfunc_with_fixup", None)
-
-
-@lru_cache(KEPT)
-def _once(function: Any, signature: Any, bounds: Any, options: tuple[tuple[str, Any], ...]) -> Any:
-    assert _from_python is not None
-    # Which generation is asked for does not show in LLVM's code, only in what NVVM makes of it.
-    return _from_python(function, signature, launch_bounds=bounds, cc=(8, 0), **dict(options))
+#: What a kernel is made of → its LLVM code, of the last ones; and, by generation, its PTX or resources.
+#: Calls make their kernels anew, and share many.
+_LLVM: dict[Any, Any] = {}
+_COMPILED: dict[Any, Any] = {}
+KEPT = 48
 
 
 def _shared(function: Any, signature: Any, launch_bounds: Any, **options: Any) -> Any:
+    """Stand for the way from Python to LLVM's code, four fifths of the time, which generations share.
+
+    NVVM and ptxas, which differ from generation to generation, run for each.
+    """
+    assert _from_python is not None
     asked = {name: value for name, value in options.items() if name not in ("cc", "lto")}
-    return _once(function, signature, launch_bounds, tuple(sorted(asked.items(), key=repr)))
+    key = fingerprint(function), str(signature), launch_bounds, str(sorted(asked.items(), key=repr))
+    if key not in _LLVM:
+        # Which generation is asked for does not show in LLVM's code, only in what NVVM makes of it.
+        _LLVM[key] = _from_python(
+            function, signature, launch_bounds=launch_bounds, cc=(8, 0), **asked
+        )
+        if len(_LLVM) > KEPT:
+            del _LLVM[next(iter(_LLVM))]
+    return _LLVM[key]
 
 
-# The generations of a kernel share the way from Python to LLVM's code, four fifths of the time; NVVM and
-# ptxas, which differ from generation to generation, run for each.
 if _from_python is not None:
     _compiler._compile_pyfunc_with_fixup = _shared
 
 
-@cache
-def ptx_of(kernel: Kernel, cc: tuple[int, int]) -> str:
-    """Return what the kernel compiles to under its launch bounds; each factory makes it once."""
-    return compile_ptx(kernel.source, kernel.signature, cc, kernel.launch_bounds)
+def _made(make: Callable[..., Any], kernel: Kernel, cc: tuple[Any, ...]) -> Any:
+    """Return what a function makes of a kernel under its launch bounds, made once."""
+    asked = kernel.source, kernel.signature, cc, kernel.launch_bounds
+    key = make, fingerprint(kernel.source), str(kernel.signature), *asked[2:]
+    if key not in _COMPILED:
+        _COMPILED[key] = make(*asked)
+    return _COMPILED[key]
 
 
-#: What a kernel is made of → its PTX and resources: calls share kernels.
-_COMPILED: dict[Any, tuple[str, Any]] = {}
+def ptx_of(kernel: Kernel, cc: tuple[Any, ...]) -> str:
+    """Return what the kernel compiles to."""
+    return _made(compile_ptx, kernel, cc)
 
 
 def assert_in_registers(
@@ -92,11 +100,7 @@ def assert_in_registers(
         local: Bytes of local memory beyond the spilled ones; None when its PTX has no local array.
         most: Registers of a thread; when 0 as many as let a multiprocessor hold the kernel's blocks.
     """
-    known = fingerprint(kernel.source), str(kernel.signature), cc, kernel.launch_bounds
-    if known not in _COMPILED:
-        asked = kernel.source, kernel.signature, cc, kernel.launch_bounds
-        _COMPILED[known] = compile_ptx(*asked), launched_resources(*asked)
-    ptx, found = _COMPILED[known]
+    ptx, found = ptx_of(kernel, cc), _made(launched_resources, kernel, cc)
     assert not found.warnings, found.warnings  # such as that products wait for each other
     assert found.spilled <= spilled
     if local is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -44,18 +44,24 @@ def made_steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-def assert_captured(model: Any, batches: Iterable[Iterable[Any]]) -> None:
-    """Assert that steps of AdamW on ``FIRST`` or more batches of ids and targets are captured."""
-    optimizer = minitorch.AdamW(model.parameters(), max_norm=1.0)
+def step_of(model: Any, optimizer: Any) -> Callable[..., minitorch.Tensor]:
+    """Return what takes a step of training on a batch and returns the loss before it."""
 
-    def step(ids: Any, targets: Any) -> minitorch.Tensor:
+    def step(*batch: Any) -> minitorch.Tensor:
         optimizer.zero_grad()
-        loss = model.loss(ids, targets)
+        loss = model.loss(*batch)
         loss.backward()
         optimizer.step()
         return loss.detach()
 
-    captured = minitorch.graph_step(step)
+    return step
+
+
+def assert_captured(model: Any, batches: Iterable[Iterable[Any]]) -> None:
+    """Assert that steps of AdamW on ``FIRST`` or more batches of ids and targets are captured."""
+    captured = minitorch.graph_step(
+        step_of(model, minitorch.AdamW(model.parameters(), max_norm=1.0))
+    )
     for batch in batches:
         captured(*batch)
     assert captured.is_captured and captured.why_eager is None
@@ -81,18 +87,11 @@ class Training:
             backend=minitorch.CudaBackend, precision=precision, recompute=recompute,
         )  # fmt: skip
         self.optimizer = minitorch.AdamW(self.model.parameters(), max_norm=clip)
+        self.step = step_of(self.model, self.optimizer)
         self.captured: Any = minitorch.graph_step(self.step) if captured else None
         rng = np.random.default_rng(2)
         self.batches = rng.integers(0, VOCABULARY, (STEPS, 2, BATCH, CONTEXT))
         minitorch.manual_seed(6)
-
-    def step(self, ids: Any, targets: Any) -> minitorch.Tensor:
-        """Take a step; return the loss before it."""
-        self.optimizer.zero_grad()
-        loss = self.model.loss(ids, targets)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
 
     def take(self, number: int) -> minitorch.Tensor:
         """Take the step of a number, with a learning rate of its own."""

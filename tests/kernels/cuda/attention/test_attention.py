@@ -71,12 +71,6 @@ def test_every_element_is_written_and_none_beyond_the_last_row(rung: str, causal
         assert np.isnan(host).all(), f"{rung} wrote {name} outside of its shape {blank.shape}"
 
 
-# -- arrays in, arrays out ------------------------------------------------------------------------
-
-
-# -- rungs ----------------------------------------------------------------------------------------
-
-
 def test_every_rung_is_available_here() -> None:
     available = kernels.available_rungs()
     assert all(available[rung] is None for rung in RUNGS)
@@ -97,9 +91,6 @@ def test_a_tile_that_does_not_fit_is_refused(rung: str, reason: str) -> None:
     q, k, v, dout = draw(5, (2, 3), (4, 3), (4, 3), (2, 3))
     with pytest.raises(ValueError, match=reason):
         run(Case(q, k, v, dout, {}, (1, 1)), rung, (512, 512))
-
-
-# -- tensors --------------------------------------------------------------------------------------
 
 
 def test_views_of_tensors_are_read_without_a_copy() -> None:

@@ -35,6 +35,7 @@ MODELS = [
     (lambda o: model(o.backend).hidden(o.tokens, model(o.backend).make_cache(capacity=1)),
      ValueError, "is full", "0 of 1", "larger capacity"),
     (lambda o: model(o.backend).hidden(o.tokens, "a"), TypeError, "KVCache", "'a'"),
+    (lambda o: mt.KVCache(1, 1, 1, 1.5, 1, o.backend), TypeError, "capacity", "1.5"),
     (lambda o: mt.KVCache(1, 1, 1, 1, 1, "fast"), TypeError, "backend", "'fast'"),
     (lambda o: mt.KVCache(1, 1, 1, 1, 1, o.backend, int), TypeError, "floating", "int64"),
     (lambda o: model(o.backend).make_cache().truncate(2), ValueError, "0 positions", "2"),

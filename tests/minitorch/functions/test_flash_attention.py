@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,33 +14,17 @@ from hypothesis import strategies as st
 import minitorch
 from minitorch import CudaBackend, FastBackend, SimpleBackend, Tensor, naive_attention
 
+from ...support.attention.on_cuda import by_tensors
 from ...support.attention.strategies import FEATURES, SCORE_MODS, Case, cases, neighbours
 from ...support.tolerances import assert_close_arrays
 
 BACKENDS = {"simple": SimpleBackend, "fast": FastBackend}
 
 
-def attend(attention: Any, case: Case, backend: Any, **more: Any) -> dict[str, Any]:
+def attend(attention: Any, case: Case, backend: Any) -> dict[str, Any]:
     """Run one attention on tensors, forward and backward; floating masks and sinks have gradients too."""
-    tensors = [minitorch.from_numpy(x, backend, requires_grad=True) for x in case.operands]
-    options = {**case.options, **more}
-    names = ["dq", "dk", "dv"]
-    if case.has_mask_gradient:
-        options["attn_mask"] = minitorch.from_numpy(options["attn_mask"], backend, True)
-        tensors.append(options["attn_mask"])
-        names.append("dmask")
-    if case.has_sink:
-        sink = minitorch.from_numpy(options["sink"], backend, True)
-        options["sink"] = sink
-        tensors.append(sink)
-        names.append("dsink")
-    out, lse = attention(*tensors[:3], return_lse=True, **options)
-    out.backward(minitorch.from_numpy(case.dout, backend))
-    if case.dlse is not None:
-        lse.backward(minitorch.from_numpy(case.dlse, backend))
-    gradients = [t.grad.to_numpy() for t in tensors if t.grad is not None]
-    results = {"out": out.to_numpy(), "lse": lse.to_numpy()}
-    return {**results, **dict(zip(names, gradients, strict=True))}
+    results = by_tensors(case, None, attention, partial(minitorch.from_numpy, backend=backend))
+    return {name: x.to_numpy() for name, x in results.items()}
 
 
 ON = [

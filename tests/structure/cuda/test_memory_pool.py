@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import gc
 from types import SimpleNamespace
 from typing import Any
@@ -16,32 +15,22 @@ from kernels.cuda.runtime import arrays
 from kernels.cuda.runtime.memory_pool import SPARE, Block, Pool
 from kernels.runtime import cuda_errors, targets
 
+from ...support.device.fake_device import FakeDriver, Result
+
 CAPACITY = 1 << 20
 
 
-class Result(enum.IntEnum):
-    """What a driver's function returns first."""
-
-    CUDA_SUCCESS = 0
-    CUDA_ERROR_OUT_OF_MEMORY = 2
-    CUDA_ERROR_INVALID_CONTEXT = 201
-    CUDA_ERROR_ILLEGAL_ADDRESS = 700
-
-
-class Driver:
+class Driver(FakeDriver):
     """A driver of one device, or of several, that counts what is allocated."""
 
-    CUresult = Result
-    CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED=115)
     CUmemPool_attribute = SimpleNamespace(
         CU_MEMPOOL_ATTR_RELEASE_THRESHOLD=4, CU_MEMPOOL_ATTR_USED_MEM_CURRENT=7,
         CU_MEMPOOL_ATTR_USED_MEM_HIGH=8,
     )  # fmt: skip
-    CUstream = staticmethod(int)
-    cuuint64_t = staticmethod(int)
 
     def __init__(self, devices: int = 1, threshold: int = 0, capacity: int = CAPACITY):
-        self.capacity, self.calls, self.high = capacity, 0, 0
+        super().__init__()
+        self.capacity, self.allocations, self.high = capacity, 0, 0
         self.blocks: dict[int, tuple[int, int]] = {}  # address → device, size
         self.thresholds = [threshold] * devices
         self.current: int | None = None
@@ -54,9 +43,6 @@ class Driver:
 
     def cuDeviceGetCount(self) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, len(self.thresholds)
-
-    def cuDeviceGetAttribute(self, attribute: int, device: int) -> tuple[Any, ...]:
-        return Result.CUDA_SUCCESS, 1
 
     def cuDeviceGetMemPool(self, device: int) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, device
@@ -81,9 +67,6 @@ class Driver:
             return Result.CUDA_ERROR_INVALID_CONTEXT, None
         return Result.CUDA_SUCCESS, self.current
 
-    def cuCtxSynchronize(self) -> tuple[Any, ...]:
-        return (Result.CUDA_SUCCESS,)
-
     def cuMemGetInfo(self) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, self.capacity - self.used, self.capacity
 
@@ -92,7 +75,7 @@ class Driver:
         return sum(size for _, size in self.blocks.values())
 
     def cuMemAllocAsync(self, size: int, stream: int) -> tuple[Any, ...]:
-        self.calls += 1
+        self.allocations += 1
         if self.fault is not None:
             return self.fault, None
         if self.current is None:
@@ -149,7 +132,7 @@ def test_a_freed_block_goes_to_the_next_allocation_of_its_size() -> None:
         blocks = pool.allocate(1000, 1024, 5000)
         for block in blocks:
             pool.free(block)
-    assert driver.calls == 3
+    assert driver.allocations == 3
     driver.current = 1
     assert pool.allocate(1000)[0].address not in {block.address for block in blocks}
 

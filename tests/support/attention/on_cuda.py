@@ -173,16 +173,20 @@ def in_layouts(draw: Any, cases: st.SearchStrategy[Any]) -> Any:
     return case
 
 
-def by_tensors(case: Case, put: Any, **more: Any) -> dict[str, Any]:
-    """Return the results of the tensors' method on the memory of arrays."""
+def by_tensors(
+    case: Case,
+    put: Any,
+    attention: Any = minitorch.Tensor.flash_attention,
+    make: Any = minitorch.from_dlpack,
+    **more: Any,
+) -> dict[str, Any]:
+    """Return the results of the tensors' method, or of another function, on the memory of arrays."""
     options, leaves = {**case.options, **more}, {}
 
     def leaf(name: str, array: Any) -> Any:
         if put is None and not array.flags.writeable:
             array.flags.writeable = True  # memory that cannot be written to is not lent
-        leaves[name] = minitorch.from_dlpack(
-            array if put is None else put(array), requires_grad=True
-        )
+        leaves[name] = make(array if put is None else put(array), requires_grad=True)
         return leaves[name]
 
     mask = options.get("attn_mask")
@@ -198,7 +202,7 @@ def by_tensors(case: Case, put: Any, **more: Any) -> dict[str, Any]:
         out, lse = q.flash_attention_varlen(k, v, *case.sums, return_lse=True, **options)
         out = out.permute(1, 0, 2)
     else:
-        out, lse = q.flash_attention(k, v, return_lse=True, **options)
+        out, lse = attention(q, k, v, return_lse=True, **options)
     for result, gradient in ((out, case.dout), (lse, case.dlse)):
         if gradient is not None:
             result.backward(minitorch.from_numpy(np.array(gradient), out.backend))

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parents[3]
 from course import grader as course_grader
 from course import workplace as course_workplace
 from course.command import main
@@ -27,6 +25,7 @@ from course.tasks import MODULES, find_task, tasks_of, tasks_until
 from course.verdict import Verdict, judge
 from course.workplace import Ending, Workplace, assemble
 
+ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.slow
 
 

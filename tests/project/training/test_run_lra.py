@@ -82,8 +82,8 @@ def test_pathfinder_begins_on_smaller_images(
         return made
 
     monkeypatch.setattr(long_range, "Training", noted)
-    small = "--tasks pathfinder --quick --steps 2 --judge-every 2 --device cpu".split()
-    run(tmp_path, "--attentions", "linformer", small=small)
+    small = ["--tasks", "pathfinder", "--quick", "--steps", "2", "--judge-every", "2"]
+    run(tmp_path, "--attentions", "linformer", "--device", "cpu", small=small)
     assert [name for name, _ in begun] == ["pathfinder-8", "pathfinder-16", "pathfinder"]
     assert begun[0][1] is None
     for (_, start), side, before in zip(begun[1:], (16, 32), (8, 16), strict=True):

@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "draws of NumPy": (lambda w, x: w * (2.0 + 0 * np.random.rand()), "draws random numbers on the host"),
     "waits": (lambda w, x: cuda.synchronize() or w * 2.0, "has numba copy, allocate or wait"),
     "keeps": (_keeps, "an earlier call of the function left behind"),
-    "grows": (_grows, "launched 4 and 5 kernels"),
+    "grows": (_grows, "launched 3 and 4 kernels"),
     "lends": (lambda w, x: w.__cuda_array_interface__ and w + w, "shares memory of the device"),
     "returns a number": (lambda w, x: (w * 2.0, 3.0), "return tensors on the device, got float"),
     "moves": (_moves, "moves its parameters by SGD to new memory"),

@@ -120,13 +120,18 @@ def test_the_graph_shows_the_derivatives_of_backward(text: str) -> None:
     [
         ("autodiff", "x +", "no expression"),
         ("autodiff", "x.__class__", "not known here"),
+        ("autodiff", "open('a')", "methods here"),
         ("autodiff", "w + 1", "w is not known here"),
         ("autodiff", "2 + 3", "no variable"),
         ("autodiff", "x / 0", "zero"),
+        ("autodiff", "(x * 1000).exp()", "too large"),
         ("autodiff", "z ** 0.5", "not positive"),
         ("autodiff", "x ** y", "must be a number"),
+        ("autodiff", "x * True", "no number"),
+        ("autodiff", "x.exp(3)", "no argument"),
         ("autodiff", "x.sum(0)", "has no sum"),
         ("gradients", "x.sum(5)", "dim 5 does not exist"),
+        ("gradients", "x.sum(y)", "whole number"),
         ("gradients", "x.sum(0, 1)", "one dimension"),
     ],
 )

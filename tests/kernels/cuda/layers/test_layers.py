@@ -169,7 +169,7 @@ def test_layers_of_16_bits_read_and_write_them_as_they_are(
     assert conversions == []
 
 
-# -- convolution --------------------------------------------------------------------------------
+# -- convolution, pooling, maxima --------------------------------------------------------------
 
 
 @in_one_and_two_dimensions
@@ -188,6 +188,19 @@ def test_convolution(dtype: npt.DTypeLike, conv: Convolution, data: DataObject) 
 @given(data())
 def test_gradients_of_convolution(conv: Convolution, data: DataObject) -> None:
     check_gradients(np.float64, conv, data, CudaBackend, most=3)
+
+
+@pytest.mark.parametrize("name", ["avgpool2d", "maxpool2d", "max", "logsumexp", "softmax"])
+def test_functions_of_module_4_agree_with_the_fast_backend(name: str) -> None:
+    array, results = np.random.default_rng(0).permutation(24).reshape(1, 2, 2, 6) / 10.0, []
+    for backend in (FastBackend, CudaBackend):
+        x = from_numpy(array, backend, True)
+        out = getattr(minitorch, name)(x, (2, 3) if "pool" in name else 1)
+        weights = np.linspace(-1.0, 2.0, out.size).reshape(out.shape)
+        (out * from_numpy(weights, backend)).sum().backward()
+        results.append((out, x.grad))
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert_close_arrays(on_device(found), expected.to_numpy(), np.float64, name, 5.0)
 
 
 # -- optimisers --------------------------------------------------------------------------------
@@ -299,6 +312,13 @@ def test_a_training_step_equals_that_of_the_fast_backend(
         np.testing.assert_allclose(
             moved.to_numpy(), expected.value.to_numpy(), atol=1e-6, err_msg=name
         )
+
+
+def test_generate_reads_one_row_of_logits_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, copies = tiny_model(CudaBackend), _copies_to_the_host(monkeypatch)
+    model.generate([1, 4, 2], 2, 0.0)
+    # Each is noted twice, as a tensor and as an array.
+    assert {int(np.prod(shape)) for shape in copies} == {5} and len(copies) <= 4
 
 
 # -- what only a GPU runs ----------------------------------------------------------------------

@@ -155,6 +155,12 @@ def test_on_the_host_calls_run_the_function() -> None:
     assert not step.is_captured
 
 
+def test_a_function_of_the_host_is_never_captured(device: FakeDriver) -> None:
+    step = minitorch.graph_step(lambda x: float(x.sum()))
+    assert [step(np.full(3, i)) for i in range(FIRST + 2)] == [3.0 * i for i in range(FIRST + 2)]
+    assert step.why_eager is not None and "launches nothing" in step.why_eager
+
+
 @pytest.mark.parametrize("optimizer", [minitorch.AdamW, minitorch.SGD])
 def test_a_model_on_the_host_trains_beside_a_device(device: FakeDriver, optimizer: Any) -> None:
     def trained(wrap: Callable[..., Any]) -> list[float]:

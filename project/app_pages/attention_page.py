@@ -13,7 +13,7 @@ from app_pages.pictures import matrix, new_figure, show
 from app_pages.recording import MASKS, Recording, RunSettings, Step, record
 from app_pages.tile_view import Story, TileView
 from app_pages.tile_words import sentence
-from app_pages.widgets import refuse
+from app_pages.widgets import choose, refuse
 from kernels.traffic.formulas import TRAFFIC, HeadShape, total
 
 #: With the task that a student writes it in.
@@ -39,9 +39,9 @@ def recordings(seq: int, dim: int, block_q: int, block_k: int, mask: str) -> lis
 def controls() -> tuple[str, tuple[int, int, int, int, str]]:
     """Show the sliders; return the rung and the other settings."""
     side = st.sidebar
-    mask = side.selectbox("mask", list(MASKS), 1, key="mask")
+    mask = choose("mask", MASKS, "mask", 1, side)
     rungs = rungs_of(mask)
-    rung = side.selectbox("kernel", rungs, len(rungs) - 1, key="rung")
+    rung = choose("kernel", rungs, "rung", len(rungs) - 1, side)
     seq = side.slider("N, rows and columns", 8, 48, 16, 4, key="N")
     dim = side.slider("d, head_dim", 4, 16, 8, 4, key="d")
     block_q = side.select_slider("B_r, query rows a tile", TILE_SIZES, 4, key="block_q")
@@ -221,7 +221,7 @@ def page(hide_source: bool = False) -> None:
         show(naive_picture(step, recording.settings.seq))
     else:
         view = story.tiles(number)
-        zoom = st.selectbox("numbers of", ["the whole tile", *PARTS], key="zoom")
+        zoom = choose("numbers of", ["the whole tile", *PARTS], "zoom")
         if view is None:
             st.caption("between two visits: nothing is computed")
         elif zoom == "the whole tile":

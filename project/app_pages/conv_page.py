@@ -11,6 +11,7 @@ from matplotlib.patches import Rectangle
 
 import minitorch
 from app_pages.pictures import matrix, show_panels
+from app_pages.widgets import choose
 
 KERNELS: dict[str, list[list[float]]] = {
     "blur": [[1 / 9] * 3] * 3,
@@ -37,8 +38,8 @@ def images() -> dict[str, Any]:
 def page(hide_source: bool = False) -> None:
     """Show the page."""
     found = images()
-    image = found[st.selectbox("image", list(found), key="image")]
-    start = KERNELS[st.selectbox("kernel", list(KERNELS), key="kernel")]
+    image = found[choose("image", found, "image")]
+    start = KERNELS[choose("kernel", KERNELS, "kernel")]
     weight = np.array(start, np.float64)
     weight[1, 1] += st.slider("added to the kernel's middle", -2.0, 2.0, 0.0, 0.1, key="middle")
     row = st.slider("row of the output", 0, SIZE - 1, 3, key="row")

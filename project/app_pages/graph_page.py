@@ -9,7 +9,7 @@ import streamlit as st
 
 import minitorch
 from app_pages.expressions import evaluate
-from app_pages.widgets import refuse
+from app_pages.widgets import choose, refuse
 from minitorch import Scalar
 
 EXAMPLES = (
@@ -132,8 +132,8 @@ def _edges(variable: Any, visit: Visit | None) -> list[str]:
 
 def _show(variables: dict[str, Any], examples: tuple[str, ...], make_one: Any) -> None:
     """Show an expression of some variables."""
-    example = st.selectbox("an expression", [*examples, "my own"], key="example")
-    text = st.text_input("my own", examples[0], key="text") if example == "my own" else example
+    example = choose("an expression", [*examples, "my own"], "example")
+    text = str(st.text_input("my own", examples[0], key="text")) if example == "my own" else example
     try:
         result = evaluate(text, variables)
         if not hasattr(result, "history"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import streamlit as st
 
-from app_pages.widgets import refuse
+from app_pages.widgets import choose, refuse
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 #: Key of a row → its name, and whether more is better.
@@ -49,10 +49,9 @@ def page(hide_source: bool = False) -> None:
         return
     widest = max(found, key=lambda name: len(found[name]["rows"][0]))
     index = list(found).index(widest)
-    result = found[st.selectbox("device", list(found), index, key="device")]
-    quantity = st.selectbox(
-        "quantity", list(QUANTITIES), key="quantity", format_func=lambda key: QUANTITIES[key][0]
-    )
+    result = found[choose("device", found, "device", index)]
+    titles = {title: key for key, (title, _) in QUANTITIES.items()}
+    quantity = titles[choose("quantity", titles, "quantity")]
     name, more_is_better = QUANTITIES[quantity]
     values = [
         {"sequence length": str(row["length"]), "rung": rung, name: own[quantity]}

@@ -9,7 +9,7 @@ import numpy as np
 import streamlit as st
 
 from app_pages.pictures import show_panels
-from app_pages.widgets import refuse
+from app_pages.widgets import choose, refuse
 from minitorch import operators
 from minitorch.module import Module, Parameter
 
@@ -44,7 +44,7 @@ class Network(Module):
 
 def page(hide_source: bool = False) -> None:
     """Show the page."""
-    name = st.selectbox("function", [*ONE, *TWO], 1, key="function")
+    name = choose("function", [*ONE, *TWO], "function", 1)
     low = 0.1 if name in POSITIVE else -5.0
     x = st.slider("x", low, 5.0, 1.0, 0.1, key="x")
     if name in TWO:
@@ -70,7 +70,7 @@ def page(hide_source: bool = False) -> None:
     except ValueError:
         refuse(f"numbers with commas between them are needed, as in 1, 2, 3; got {text!r}")
         return
-    one = ONE[st.selectbox("map", list(ONE), key="map")]
+    one = ONE[choose("map", ONE, "map")]
     safe = [number for number in numbers if one not in (operators.log, operators.inv) or number > 0]
     try:
         results = {

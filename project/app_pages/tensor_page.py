@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 
 import minitorch
 from app_pages.pictures import show_panels
-from app_pages.widgets import refuse
+from app_pages.widgets import choose, refuse
 from minitorch.tensor_data import TensorData, index_to_position
 
 HIGHLIGHT, PALE = "#f59e0b", "#dbeafe"
@@ -41,7 +41,7 @@ def page(hide_source: bool = False) -> None:
         for i, start in enumerate((2, 3, 4))
     ]
     orders = list(itertools.permutations(range(3)))
-    order = st.selectbox("order of the dimensions: permute", orders, key="order")
+    order = choose("order of the dimensions: permute", orders, "order")
     count = sizes[0] * sizes[1] * sizes[2]
     view = TensorData(np.arange(count, dtype=np.float64), tuple(sizes)).permute(*order)
     shape, strides = view.shape, view.strides

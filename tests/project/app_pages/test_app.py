@@ -257,7 +257,7 @@ def test_a_training_learns_and_draws(page: str, hidden: int, least: int) -> None
 def test_the_ladder_shows_what_was_measured() -> None:
     app = opened("ladder")
     before = pictures(app)
-    app.selectbox(key="quantity").set_value("peak_mb")
+    app.selectbox(key="quantity").set_value("peak memory, MiB")
     app.selectbox(key="device").set_value("cpu-2-cores: bench_attention")
     ran(app)
     assert pictures(app) != before

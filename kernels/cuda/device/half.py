@@ -260,8 +260,6 @@ def convert_kernel(source_dtype: np.dtype[Any], dtype: np.dtype[Any]) -> Kernel:
         """Convert element by element, each rounded once, to nearest even.
 
         Computes: out[i] = source[i]
-        Grid: ceil(elements / (8 · threads))
-        Block: any number of threads
         One thread does: eight neighbouring elements, by vectors of 128 bits where both arrays are aligned
             and there are eight
         Registers: eight elements

@@ -45,8 +45,6 @@ def copy_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Copy an array to an array of the same shape, both with any strides.
 
         Computes: out = source
-        Grid: ceil(elements / threads)
-        Block: any number of threads
         One thread does: one element
         Global traffic: each element read once and written once
         """
@@ -70,8 +68,6 @@ def sum_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Sum in order, so that the result is equal from run to run.
 
         Computes: out[i, j] = Σ_n source[i, n, j]
-        Grid: ceil(elements of out / threads)
-        Block: any number of threads
         One thread does: one element of out
         Registers: one sum
         Global traffic: each element of source read once, each of out written once
@@ -95,8 +91,6 @@ def fill_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Set every element.
 
         Computes: out[i] = value
-        Grid: ceil(elements / threads)
-        Block: any number of threads
         One thread does: one element
         Global traffic: each element written once
         """

@@ -42,8 +42,6 @@ def gelu_kernel(dtype: np.dtype[Any]) -> Kernel:
 
         Computes: out = x sigmoid(2u), u = sqrt(2/π) (x + 0.044715 x³)
         Source: Hendrycks and Gimpel, Gaussian Error Linear Units (2016), section 2
-        Grid: ceil(size / (8 · threads))
-        Block: any number of threads
         One thread does: eight neighbouring elements, by vectors of 128 bits where the arrays are aligned
         Registers: eight elements
         Global traffic: one read and one write an element
@@ -73,8 +71,6 @@ def gelu_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
 
         Computes: dx = dout ∘ gelu'(x)
         Source: as gelu
-        Grid: ceil(size / (8 · threads))
-        Block: any number of threads
         One thread does: eight neighbouring elements, by vectors of 128 bits where the arrays are aligned
         Registers: sixteen elements
         Global traffic: two reads and one write an element
@@ -106,8 +102,6 @@ def embedding_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Look up rows of a table.
 
         Computes: out[i] = table[ids[i]]
-        Grid: ceil(count · dim / threads)
-        Block: any number of threads
         One thread does: one element
         Global traffic: one read and one write an element; an id a row
         Needs: ids inside the table
@@ -131,8 +125,6 @@ def embedding_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
         No two threads add to one element: the result is equal from run to run, without atomics.
 
         Computes: dtable[r] = Σ dout[i] over the i with ids[i] = r
-        Grid: ceil(rows · dim / threads)
-        Block: any number of threads
         One thread does: one element of dtable, including rows without lookups
         Registers: one sum
         Global traffic: dout read once; dtable written once; the lists of uses read once a row
@@ -161,8 +153,6 @@ def dropout_kernel(dtype: np.dtype[Any]) -> Kernel:
 
         Computes: out[i] = scale x[i] where random word i reaches the threshold, else 0
         Source: Srivastava et al., Dropout (2014); the words: see ``philox``
-        Grid: ceil(size / 4 threads)
-        Block: any number of threads
         One thread does: four neighbouring elements, for one counter gives four words
         Registers: four words
         Global traffic: one read and one write an element
@@ -189,8 +179,6 @@ def adam_kernel(dtype: np.dtype[Any]) -> Kernel:
 
         Computes: m, v in place, and the next value, as ``pointwise.make_adam``
         Source: Kingma and Ba (2015), Algorithm 1; Loshchilov and Hutter (2019), Algorithm 2
-        Grid: ceil(size / threads)
-        Block: any number of threads
         One thread does: one element
         Global traffic: four reads and three writes an element
         """
@@ -211,8 +199,6 @@ def sgd_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Take a step against the gradient.
 
         Computes: out = value - lr · grad
-        Grid: ceil(size / threads)
-        Block: any number of threads
         One thread does: one element
         Global traffic: two reads and one write an element
         """

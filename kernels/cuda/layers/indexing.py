@@ -39,8 +39,6 @@ def gather_kernel(dtype: np.dtype[Any]) -> Kernel:
 
         Computes: out[o, j, i] = x[o, index[o, j], i], or ``missing`` where the index is negative; an
             index of one row serves every o
-        Grid: ceil(out.size / threads)
-        Block: any number of threads
         One thread does: one element of out
         Global traffic: one read, one write and one index an element
         Needs: indices below x.shape[1]
@@ -66,8 +64,6 @@ def scatter_add_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Add up, for each element of the result, what is sent to it, in the order of the source.
 
         Computes: out[o, t, i] = Σ source[o, order[o, j], i] over the j with targets[o, j] = t
-        Grid: ceil(out.size / threads)
-        Block: any number of threads
         One thread does: one element of out: it finds the first j by bisection and adds from there
         Registers: one sum
         Global traffic: source read once, out written once; log2(count) targets read an element of out
@@ -123,8 +119,6 @@ def put_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Copy rows to the places given by an index.
 
         Computes: out[index[0, j], i] = x[j, i]
-        Grid: ceil(x.size / threads)
-        Block: any number of threads
         One thread does: one element of x
         Global traffic: one read, one write and one index an element
         Needs: indices below out.shape[0], no two alike
@@ -172,8 +166,6 @@ def sort_fill_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Copy rows to a width that is a power of two, each element with its place.
 
         Computes: keys[r, i] = x[r, i], order[r, i] = i; beyond the row the key is of no meaning
-        Grid: ceil(keys.size / threads)
-        Block: any number of threads
         One thread does: one element
         Global traffic: one read and two writes an element
         Needs: rows of one element or more
@@ -246,8 +238,6 @@ def sort_pass_kernel(dtype: np.dtype[Any]) -> Kernel:
 
         Computes: one distance of the bitonic merge of runs of ``size`` elements
         Source: Batcher, Sorting networks and their applications (1968)
-        Grid: ceil(keys.size / 2 / threads)
-        Block: any number of threads
         One thread does: one pair
         Registers: the pair
         Global traffic: each key and place read once, and written if it moves
@@ -274,8 +264,6 @@ def sort_crop_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Copy the first elements of each row.
 
         Computes: values[r, i] = keys[r, i], places[r, i] = order[r, i]
-        Grid: ceil(values.size / threads)
-        Block: any number of threads
         One thread does: one element
         Global traffic: two reads and two writes an element
         """
@@ -329,8 +317,6 @@ def invert_kernel() -> Kernel:
         """Compute the place of each element of a permutation.
 
         Computes: out[r, order[r, i]] = i
-        Grid: ceil(order.size / threads)
-        Block: any number of threads
         One thread does: one element
         Global traffic: one read and one write an element
         Needs: rows that are permutations: no two threads write one element
@@ -358,8 +344,6 @@ def cumsum_kernel(dtype: np.dtype[Any]) -> Kernel:
         """Add up along the middle dimension, in order.
 
         Computes: out[o, j, i] = Σ x[o, k, i] over k <= j; k < j if exclusive; k >= j or k > j in reverse
-        Grid: ceil(outer · inner / threads)
-        Block: any number of threads
         One thread does: one column, from its first element to its last
         Registers: one sum
         Global traffic: one read and one write an element

@@ -12,24 +12,12 @@ from typing import Any
 from kernels.cuda.ptx.inline import F32, U32, instruction
 
 
-@instruction("cvt.rn.f16x2.f32 $result, $high, $low;", U32, is_pure=True, low=F32, high=F32)
-def pack_f16(low, high):
-    """Return two numbers as a pair of float16, rounded to nearest even; cc 8.0."""
+def _make_pack(kind: str) -> Any:
+    @instruction(f"cvt.rn.{kind}x2.f32 $result, $high, $low;", U32, is_pure=True, low=F32, high=F32)
+    def pack(low, high):
+        """Return two numbers as a pair of 16 bits, rounded to nearest even; cc 8.0."""
 
-
-@instruction("cvt.rn.bf16x2.f32 $result, $high, $low;", U32, is_pure=True, low=F32, high=F32)
-def pack_bf16(low, high):
-    """Return two numbers as a pair of bfloat16, rounded to nearest even; cc 8.0."""
-
-
-@instruction("cvt.rn.relu.f16x2.f32 $result, $high, $low;", U32, is_pure=True, low=F32, high=F32)
-def pack_positive_f16(low, high):
-    """Return two numbers as :func:`pack_f16` does, zeros for negative ones; cc 8.0."""
-
-
-@instruction("cvt.rn.relu.bf16x2.f32 $result, $high, $low;", U32, is_pure=True, low=F32, high=F32)
-def pack_positive_bf16(low, high):
-    """Return two numbers as :func:`pack_bf16` does, zeros for negative ones; cc 8.0."""
+    return pack
 
 
 @instruction(
@@ -122,7 +110,7 @@ def tanh(x):
     """Return the hyperbolic tangent with a relative error of at most 2**-11; cc 7.5."""
 
 
-#: ``pack(low, high)`` and ``unpack(pair)`` by dtype.
-PACK: dict[str, Any] = {"float16": pack_f16, "bfloat16": pack_bf16}
-PACK_POSITIVE: dict[str, Any] = {"float16": pack_positive_f16, "bfloat16": pack_positive_bf16}
+#: ``pack(low, high)`` and ``unpack(pair)`` by dtype; ``PACK_POSITIVE`` has zeros for negative numbers.
+PACK = {"float16": _make_pack("f16"), "bfloat16": _make_pack("bf16")}
+PACK_POSITIVE = {"float16": _make_pack("relu.f16"), "bfloat16": _make_pack("relu.bf16")}
 UNPACK: dict[str, Any] = {"float16": unpack_f16, "bfloat16": unpack_bf16}

@@ -197,7 +197,9 @@ class Story:
     def _threads(self, step: Step) -> Any:
         """Return lanes, threads along a column, and tx and ty of each thread."""
         at, own = step.numbers, step.registers
-        return int(at["lanes"]), self.settings.block_q // int(at["own_rows"]), own["tx"], own["ty"]
+        lanes, thread = int(at["lanes"]), own["thread"]
+        height = self.settings.block_q // int(at["own_rows"])
+        return lanes, height, thread % lanes, thread // lanes
 
     def _rows(self, step: Step, values: Array) -> Array:
         """Arrange (threads, own rows) as (block_q, lanes)."""

@@ -49,6 +49,7 @@ FILES = (
     kernels/__init__.py kernels/array_call.py kernels/launch.py kernels/operand_types.py
     kernels/rungs.py kernels/common/geometry.py kernels/common/online_softmax.py
     kernels/common/philox.py kernels/cuda/backend.py kernels/cuda/attention/flash1.py
+    kernels/cuda/attention/flash1_tiles.py
     kernels/cuda/attention/naive.py kernels/cuda/attention/practice.py
     kernels/cuda/attention/register_tiles.py kernels/cuda/attention/split_keys.py
     kernels/cuda/attention/tile_bits.py kernels/cuda/attention/flash2/*.py

@@ -11,12 +11,13 @@ from numba import float32, int64, types, uint32, void
 
 from kernels.common.geometry import PLAIN
 from kernels.cuda.device.half import as_bits
+from kernels.cuda.device.row_folds import make_lane_folds
 from kernels.cuda.device.vector import are_vectors
 from kernels.cuda.ptx.copies import global_address, ld_global_v4, st_global_v4
 from kernels.cuda.ptx.numbers import UNPACK, float_of
 from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.runtime.arrays import device_view, empty_device, reshaped
-from kernels.cuda.runtime.kernel import ALL_LANES, WARP, WORD, Kernel, array_type, device_function
+from kernels.cuda.runtime.kernel import WARP, WORD, Kernel, array_type, device_function
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import BITS, FLOAT32, NAMES
@@ -75,7 +76,7 @@ def make_row_sum(lanes: int, dtype: str, vectors: bool) -> Callable[..., Any]:
         dtype: "float16", "bfloat16" or "float32".
         vectors: Rows are aligned for pieces of 16 bytes and are whole pieces.
     """
-    (add, number), steps = _make_add_products(dtype), lanes.bit_length() - 1
+    (add, number), (_, lane_sum) = _make_add_products(dtype), make_lane_folds(lanes)
     of_piece = CHUNK // _stored(dtype).itemsize
 
     @device_function
@@ -95,9 +96,7 @@ def make_row_sum(lanes: int, dtype: str, vectors: bool) -> Callable[..., Any]:
         elif inside:
             for c in range(lane, dim, lanes):
                 total += number(dout[b, h, row, c]) * number(out[b, h, row, c])
-        for step in range(steps):  # every lane of the warp takes part
-            total += cuda.shfl_xor_sync(ALL_LANES, total, 1 << step)
-        return total
+        return lane_sum(total)  # every lane of the warp takes part
 
     return row_sum
 

@@ -25,9 +25,25 @@ import numpy as np
 from numba import types, void
 
 from kernels.common import geometry
+from kernels.cuda.attention.flash1_tiles import (
+    Statistics,
+    clear,
+    clear_results,
+    clear_tile,
+    dot_columns,
+    dot_row_column,
+    dot_rows,
+    load_tile,
+    load_tiles,
+    row_max_of,
+    row_sum_of,
+    store_tiles,
+    tile_rows,
+)
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.score_functions import extras_type, make_score_functions
-from kernels.cuda.attention.register_tiles import BackwardInputs, HeadRows
+from kernels.cuda.attention.options.visits import HeadRows
+from kernels.cuda.attention.register_tiles import BackwardInputs
 from kernels.cuda.device.one_source import (
     batch_and_head,
     ceil_div,
@@ -42,7 +58,6 @@ from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import (
     Kernel,
     array_type,
-    device_function,
     scalar_type,
     why_too_large,
 )
@@ -115,15 +130,6 @@ def why_not(problem: Problem, requested_tile: Tile | None) -> str | None:
     return None
 
 
-class Statistics(NamedTuple):
-    """The numbers of each row that the forward pass writes: L, its rest, l and m."""
-
-    lse: Any
-    lse_rest: Any
-    row_sum: Any
-    row_max: Any
-
-
 class Saved(NamedTuple):
     """The results of the forward pass, and the gradient of L."""
 
@@ -133,54 +139,13 @@ class Saved(NamedTuple):
     dlse: Any
 
 
-@device_function
-def load_tile(thread, threads, array, rows, dim, tile):
-    """Copy rows of one head to shared memory: a thread copies every threads-th element."""
-    for e in range(thread, (rows.stop - rows.first) * dim, threads):
-        tile[e // dim, e % dim] = array[rows.b, rows.h, rows.first + e // dim, e % dim]
-
-
-@device_function
-def store_tile(thread, threads, tile, array, rows, dim):
-    """Copy rows from shared memory to one head: a thread copies every threads-th element."""
-    for e in range(thread, (rows.stop - rows.first) * dim, threads):
-        array[rows.b, rows.h, rows.first + e // dim, e % dim] = tile[e // dim, e % dim]
-
-
-@device_function
-def dot_rows(a, i, b, j, count):
-    """Return row i of A times row j of B, an element of A Bᵀ."""
-    total = a[i, 0] * b[j, 0]
-    for n in range(1, count):
-        total += a[i, n] * b[j, n]
-    return total
-
-
-@device_function
-def dot_row_column(a, i, b, j, count):
-    """Return row i of A times column j of B, an element of A B."""
-    total = a[i, 0] * b[0, j]
-    for n in range(1, count):
-        total += a[i, n] * b[n, j]
-    return total
-
-
-@device_function
-def dot_columns(a, i, b, j, count):
-    """Return column i of A times column j of B, an element of Aᵀ B."""
-    total = a[0, i] * b[0, j]
-    for n in range(1, count):
-        total += a[n, i] * b[n, j]
-    return total
-
-
 @cache
 def forward_kernel(
     block_q: int, block_k: int, head_dim: int, value_dim: int, threads: int,
     dtype: np.dtype[Any], features: Features = PLAIN,
 ) -> Kernel:  # fmt: skip
     """Return the forward kernel for one tile size, pair of dims, dtype and set of options."""
-    real, zero, minus_inf = scalar_type(dtype), dtype.type(0), dtype.type(-math.inf)
+    real, dims = scalar_type(dtype), (head_dim, value_dim)
     # One column more: threads that walk down a column then meet in different banks.
     key_pitch, value_pitch, score_pitch = head_dim + 1, value_dim + 1, block_k + 1
     (score_of, _, kept, _), has_dropout = make_score_functions(features, dtype), features.dropout
@@ -212,63 +177,45 @@ def forward_kernel(
         (b, h), (batch, head) = batch_and_head(flat, q.shape[1]), numbers_of_mods(flat, extras)
         seq_q, seq_k, num_q_tiles = q.shape[2], k.shape[2], ceil_div(q.shape[2], block_q)
         # 3: O = 0, l = 0, m = -inf in global memory
-        for e in range(thread, seq_q * value_dim, threads):
-            out[b, h, e // value_dim, e % value_dim] = zero
-        for row in range(thread, seq_q, threads):
-            row_sum[b, h, row], row_max[b, h, row] = zero, minus_inf
+        clear_results(thread, threads, out, statistics, HeadRows(b, h, 0, seq_q), value_dim)
         # 6: for 1 <= j <= T_c
         for j in range(ceil_div(seq_k, block_k)):
-            col = j * block_k
-            cols = min(block_k, seq_k - col)  # 4: the last tile may be short
+            keys, col, cols = tile_rows(b, h, j, block_k, seq_k)
             # 7: load K_j, V_j
-            keys = HeadRows(b, h, col, col + cols)
-            load_tile(thread, threads, k, keys, head_dim, k_tile)
-            load_tile(thread, threads, v, keys, value_dim, v_tile)
+            load_tiles(thread, threads, (k, v), keys, dims, (k_tile, v_tile))
             # 8: for 1 <= i <= T_r, but only those that see a column of the tile
             for i in range(first_tile(col, block_q, seq_q, -extras.upper), num_q_tiles):
-                row = i * block_q
-                rows = min(block_q, seq_q - row)
-                queries = HeadRows(b, h, row, row + rows)
+                queries, row, rows = tile_rows(b, h, i, block_q, seq_q)
                 cuda.syncthreads()  # O, l, m are written; Q, O, S of the last tile are used up
                 # 9: load Q_i, O_i; l_i and m_i go to a register of the thread that has the row
-                load_tile(thread, threads, q, queries, head_dim, q_tile)
-                load_tile(thread, threads, out, queries, value_dim, o_tile)
+                load_tiles(thread, threads, (q, out), queries, dims, (q_tile, o_tile))
                 cuda.syncthreads()  # K_j, Q_i are complete before any thread multiplies them
                 # TASK 5.4: Lines 10 to 13 and 16; a barrier wherever another thread reads what was written.
                 for e in range(thread, rows * block_k, threads):
                     r, c = e // block_k, e % block_k
                     if c < cols:
-                        # 10: S = τ Q_i K_jᵀ
+                        # 10: S = τ Q_i K_jᵀ     11: MASK(S)
                         score = scale * dot_rows(q_tile, r, k_tile, c, head_dim)
-                        # 11: MASK(S)
                         place = Place(b, h, batch, head, row + r, col + c)
                         s[r, c] = score_of(score, place, extras)
                 cuda.syncthreads()  # S is complete before a thread reads a whole row of it
-                # 12: m~ = rowmax(S)
+                # 12: m~ = rowmax(S), P~ = exp(S - m~)
                 for r in range(thread, rows, threads):
-                    largest = minus_inf
-                    for c in range(cols):
-                        largest = max(largest, s[r, c])
-                    m_tile[r] = largest
+                    m_tile[r] = row_max_of(s, r, cols)
                 cuda.syncthreads()  # m~ is known before any thread subtracts it
-                # 12: P~ = exp(S - m~)
                 for e in range(thread, rows * block_k, threads):
                     r, c = e // block_k, e % block_k
                     if c < cols:
                         s[r, c] = real(math.exp(s[r, c] - real(shift_of(m_tile[r]))))
                 cuda.syncthreads()  # P~ is complete before a thread adds up a row of it
                 for r in range(thread, rows, threads):
-                    # 12: l~ = rowsum(P~)
-                    tile_sum = zero
-                    for c in range(cols):
-                        tile_sum += s[r, c]
-                    # 13: m_new = max(m, m~), l_new = e^(m - m_new) l + e^(m~ - m_new) l~
+                    # 12: l~ = rowsum(P~)     13: m_new = max(m,m~), l_new = e^(m-m_new) l + e^(m~-m_new) l~
                     old_max, old_sum = row_max[b, h, row + r], row_sum[b, h, row + r]
                     new_max = max(old_max, m_tile[r])
                     shift = real(shift_of(new_max))
                     old_weight[r] = real(math.exp(old_max - shift)) * old_sum
                     new_weight[r] = real(math.exp(m_tile[r] - shift))
-                    new_sum = old_weight[r] + new_weight[r] * tile_sum
+                    new_sum = old_weight[r] + new_weight[r] * row_sum_of(s, r, cols)
                     inverse[r] = real(inverse_sum(new_sum))
                     # 16: write l_i = l_new, m_i = m_new
                     row_sum[b, h, row + r], row_max[b, h, row + r] = new_sum, new_max
@@ -288,8 +235,7 @@ def forward_kernel(
                 for e in range(thread, rows * value_dim, threads):
                     r, d = e // value_dim, e % value_dim
                     total = new_weight[r] * dot_row_column(s, r, v_tile, d, cols)
-                    total += old_weight[r] * o_tile[r, d]
-                    out[b, h, row + r, d] = inverse[r] * total
+                    out[b, h, row + r, d] = inverse[r] * (total + old_weight[r] * o_tile[r, d])
                 # END TASK 5.4
             cuda.syncthreads()  # all have read K_j and V_j before the next tiles replace them
         # 19: return O, and L = m + log l
@@ -308,7 +254,7 @@ def backward_kernel(
     dtype: np.dtype[Any], features: Features = PLAIN, has_dlse: bool = False,
 ) -> Kernel:  # fmt: skip
     """Return the backward kernel for one tile size, pair of dims, dtype and set of options."""
-    real, zero = scalar_type(dtype), dtype.type(0)
+    real, dims = scalar_type(dtype), (head_dim, value_dim)
     key_pitch, value_pitch, score_pitch = head_dim + 1, value_dim + 1, block_k + 1
     (score_of, _, kept, _), minus = make_score_functions(features, dtype), MINUS[dtype]
 
@@ -344,30 +290,21 @@ def backward_kernel(
         (b, h), (batch, head) = batch_and_head(flat, q.shape[1]), numbers_of_mods(flat, extras)
         seq_q, seq_k, num_q_tiles = q.shape[2], k.shape[2], ceil_div(q.shape[2], block_q)
         # 5: dQ = 0 in global memory
-        for e in range(thread, seq_q * head_dim, threads):
-            dq[b, h, e // head_dim, e % head_dim] = zero
+        clear(thread, threads, dq, HeadRows(b, h, 0, seq_q), head_dim)
         # 6: for 1 <= j <= T_c
         for j in range(ceil_div(seq_k, block_k)):
-            col = j * block_k
-            cols = min(block_k, seq_k - col)  # 3: the last tile may be short
+            keys, col, cols = tile_rows(b, h, j, block_k, seq_k)
             # 7: load K_j, V_j
-            keys = HeadRows(b, h, col, col + cols)
-            load_tile(thread, threads, k, keys, head_dim, k_tile)
-            load_tile(thread, threads, v, keys, value_dim, v_tile)
+            load_tiles(thread, threads, (k, v), keys, dims, (k_tile, v_tile))
             # 8: dK_j = 0, dV_j = 0 on chip
-            for e in range(thread, cols * head_dim, threads):
-                dk_acc[e // head_dim, e % head_dim] = zero
-            for e in range(thread, cols * value_dim, threads):
-                dv_acc[e // value_dim, e % value_dim] = zero
+            clear_tile(thread, threads, dk_acc, cols, head_dim)
+            clear_tile(thread, threads, dv_acc, cols, value_dim)
             # 9: for 1 <= i <= T_r, but only those that see a column of the tile
             for i in range(first_tile(col, block_q, seq_q, -extras.upper), num_q_tiles):
-                row = i * block_q
-                rows = min(block_q, seq_q - row)
-                queries = HeadRows(b, h, row, row + rows)
+                queries, row, rows = tile_rows(b, h, i, block_q, seq_q)
                 cuda.syncthreads()  # all have used Q, O, dO, P, dS, L and D of the last tile
                 # 10: load Q_i, O_i, dO_i, L_i; dQ_i goes to a register of the thread that adds to it
-                load_tile(thread, threads, q, queries, head_dim, q_tile)
-                load_tile(thread, threads, out, queries, value_dim, o_tile)
+                load_tiles(thread, threads, (q, out), queries, dims, (q_tile, o_tile))
                 load_tile(thread, threads, dout, queries, value_dim, do_tile)
                 for r in range(thread, rows, threads):
                     shift[r], rest[r] = real(shift_of(lse[b, h, row + r])), lse_rest[b, h, row + r]
@@ -383,9 +320,8 @@ def backward_kernel(
                     r, c = e // block_k, e % block_k
                     if c < cols:
                         # TASK 5.5: Lines 11 to 20: P from L and not from a stored P; then dP and dS.
-                        # 11: S = τ Q_i K_jᵀ
+                        # 11: S = τ Q_i K_jᵀ     12: MASK(S)
                         score = scale * dot_rows(q_tile, r, k_tile, c, head_dim)
-                        # 12: MASK(S)
                         place = Place(b, h, batch, head, row + r, col + c)
                         score = score_of(score, place, extras)
                         # 13: P = diag(l)^-1 exp(S - m) = exp(S - L)
@@ -393,34 +329,28 @@ def backward_kernel(
                         # 14: Z     15: P ∘ Z
                         z = kept(place, extras)
                         p[r, c] = prob * z
-                        # O = (P ∘ Z) V
-                        # 17: dP = dO_i V_jᵀ
+                        # 17: dP = dO_i V_jᵀ, as O = (P ∘ Z) V
                         dp = dot_rows(do_tile, r, v_tile, c, value_dim)
-                        # P = softmax(S)
-                        # 18: dP = dP ∘ Z     20: dS = P ∘ (dP - D_i)
+                        # 18: dP = dP ∘ Z     20: dS = P ∘ (dP - D_i), as P = softmax(S)
                         ds[r, c] = prob * (dp * z - delta[r])
                         # END TASK 5.5
                 cuda.syncthreads()  # P and dS are complete before rows and columns of them are read
                 # TASK 5.5: Lines 16, 21, 22: one thread an element, so += needs no atomics.
-                # O = (P ∘ Z) V
-                # 16: dV_j += (P ∘ Z)ᵀ dO_i
+                # 16: dV_j += (P ∘ Z)ᵀ dO_i, as O = (P ∘ Z) V
                 for e in range(thread, cols * value_dim, threads):
                     c, d = e // value_dim, e % value_dim
                     dv_acc[c, d] += dot_columns(p, c, do_tile, d, rows)
-                # S = τ Q Kᵀ
-                # 21: write dQ_i += τ dS K_j
+                # 21: write dQ_i += τ dS K_j, as S = τ Q Kᵀ
                 for e in range(thread, rows * head_dim, threads):
                     r, d = e // head_dim, e % head_dim
                     dq[b, h, row + r, d] += scale * dot_row_column(ds, r, k_tile, d, cols)
-                # S = τ Q Kᵀ
-                # 22: dK_j += τ dSᵀ Q_i
+                # 22: dK_j += τ dSᵀ Q_i, as S = τ Q Kᵀ
                 for e in range(thread, cols * head_dim, threads):
                     c, d = e // head_dim, e % head_dim
                     dk_acc[c, d] += scale * dot_columns(ds, c, q_tile, d, rows)
                 # END TASK 5.5
             # 24: write dK_j, dV_j; each thread writes the elements that it has summed
-            store_tile(thread, threads, dk_acc, dk, keys, head_dim)
-            store_tile(thread, threads, dv_acc, dv, keys, value_dim)
+            store_tiles(thread, threads, (dk_acc, dv_acc), (dk, dv), keys, dims)
             cuda.syncthreads()  # all have read K_j and V_j before the next tiles replace them
 
     four, three, extras = array_type(dtype, 4), array_type(dtype, 3), extras_type(features, dtype)

@@ -103,15 +103,6 @@ class Lane(NamedTuple):
     ty: Any
 
 
-class HeadRows(NamedTuple):
-    """Rows of head ``h`` in batch ``b`` of an array, from ``first`` up to, but excluding, ``stop``."""
-
-    b: Any
-    h: Any
-    first: Any
-    stop: Any
-
-
 def widths(problem: Problem) -> tuple[int, int]:
     """Return head_dim and value_dim rounded up to the widths for which kernels are compiled.
 
@@ -123,11 +114,6 @@ def widths(problem: Problem) -> tuple[int, int]:
 def widths_in(problem: Problem, step: int) -> tuple[int, int]:
     """Return head_dim and value_dim rounded up to multiples of a step."""
     return round_up(problem.head_dim, step), round_up(problem.value_dim, step)
-
-
-def _largest_power(limit: int, size: int) -> int:
-    """Return the largest power of two up to ``limit`` that divides ``size``."""
-    return min(limit, size & -size)
 
 
 def pick_layout(name: str, problem: Problem, tile: tuple[int, int] | None) -> RegisterLayout:
@@ -147,8 +133,9 @@ def pick_layout(name: str, problem: Problem, tile: tuple[int, int] | None) -> Re
     return RegisterLayout(
         block_q,
         block_k,
-        lanes=_largest_power(sizes.lanes, cols),
-        rows_of_threads=_largest_power(sizes.rows_of_threads, rows),
+        # Powers of two that divide the sides.
+        lanes=min(sizes.lanes, cols & -cols),
+        rows_of_threads=min(sizes.rows_of_threads, rows & -rows),
         # Measured for the table's own tile; another one may need more registers than that leaves.
         resident=sizes.resident if (block_q, block_k) == sizes[:2] else 1,
     )
@@ -201,7 +188,7 @@ def why_not_layout(
 def make_load_tile(variant: Variant, rows: int, width: int) -> Callable[..., None]:
     """Return ``load_tile(thread, source, rows, factor, shared, offset)``.
 
-    It copies ``rows``, a :class:`HeadRows`, times ``factor`` to shared memory, with zeros for rows from
+    It copies ``rows``, a ``visits.HeadRows``, times ``factor`` to shared memory, with zeros for rows from
     ``stop`` on and for columns that the source does not have.  Elements out of bounds are never read.
 
     Args:
@@ -242,13 +229,35 @@ def make_load_tile(variant: Variant, rows: int, width: int) -> Callable[..., Non
     return load_tile
 
 
-def make_load_tiles(variant: Variant) -> tuple[Callable[..., None], ...]:
-    """Return the functions that load tiles of q, dout, k and v, see :func:`make_load_tile`."""
-    return tuple(
-        make_load_tile(variant, rows, width)
-        for rows in (variant.layout.block_q, variant.layout.block_k)
-        for width in (variant.head_width, variant.value_width)
-    )
+@cache
+def make_load_pair(variant: Variant, rows: int, left: int, right: int) -> Callable[..., None]:
+    """Return ``load_pair(thread, arrays, rows, factor, shared)``: load tiles of q and dout, or of k and v.
+
+    The first is multiplied by ``factor``; ``left`` and ``right`` are the offsets of the tiles.
+    """
+    of_head = make_load_tile(variant, rows, variant.head_width)
+    of_value, one = make_load_tile(variant, rows, variant.value_width), variant.dtype.type(1)
+
+    @device_function
+    def load_pair(thread, arrays, rows, factor, shared):
+        of_head(thread, arrays[0], rows, factor, shared, left)
+        of_value(thread, arrays[1], rows, one, shared, right)
+
+    return load_pair
+
+
+def _make_load_fragment(layout: RegisterLayout, rows: int, stride: int) -> Callable[..., None]:
+    """Return ``load_fragment(fragment, shared, tile, ty, col)``: load a vector of each row of a thread."""
+    rows_of_threads = layout.rows_of_threads
+    own_rows = rows // rows_of_threads
+
+    @device_function
+    def load_fragment(fragment, shared, tile, ty, col):
+        for i in range(own_rows):
+            w, x, y, z = load_shared(shared, tile + (ty + i * rows_of_threads) * stride + col)
+            fragment[i, 0], fragment[i, 1], fragment[i, 2], fragment[i, 3] = w, x, y, z
+
+    return load_fragment
 
 
 @cache
@@ -263,7 +272,7 @@ def make_multiply(
     """
     own_rows, own_cols = rows // layout.rows_of_threads, cols // layout.lanes
     stride, depth = layout.row_stride(width), round_up(width, VECTOR)
-    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
+    lanes, load_fragment = layout.lanes, _make_load_fragment(layout, rows, stride)
     zero = scalar_type(dtype)(0)
 
     @device_function
@@ -273,12 +282,7 @@ def make_multiply(
             for j in range(own_cols):
                 s[i, j] = zero
         for d in range(0, depth, VECTOR):
-            for i in range(own_rows):
-                w, x, y, z = load_shared(shared, a + (ty + i * rows_of_threads) * stride + d)
-                fragment[i, 0] = w
-                fragment[i, 1] = x
-                fragment[i, 2] = y
-                fragment[i, 3] = z
+            load_fragment(fragment, shared, a, ty, d)
             for j in range(own_cols):
                 w, x, y, z = load_shared(shared, b + (tx + j * lanes) * stride + d)
                 for i in range(own_rows):
@@ -301,19 +305,14 @@ def make_accumulate(
     """
     own_rows = rows // layout.rows_of_threads
     groups = layout.columns(width) // VECTOR
-    p_stride, stride = depth + VECTOR, layout.row_stride(width)
-    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
+    stride, lanes = layout.row_stride(width), layout.lanes
+    load_fragment = _make_load_fragment(layout, rows, depth + VECTOR)
 
     @device_function
     def accumulate(lane, acc, fragment, shared, p, b):
         tx, ty = lane
         for c in range(0, depth, VECTOR):
-            for i in range(own_rows):
-                w, x, y, z = load_shared(shared, p + (ty + i * rows_of_threads) * p_stride + c)
-                fragment[i, 0] = w
-                fragment[i, 1] = x
-                fragment[i, 2] = y
-                fragment[i, 3] = z
+            load_fragment(fragment, shared, p, ty, c)
             for g in range(groups):
                 for u in range(VECTOR):
                     place = b + (c + u) * stride + (g * lanes + tx) * VECTOR
@@ -331,13 +330,10 @@ def make_accumulate(
 def make_store_tile(
     layout: RegisterLayout, rows: int, width: int, put: Callable[..., None]
 ) -> Callable[..., None]:
-    """Return ``store_tile(lane, acc, target, rows)``: store ``rows``, a :class:`HeadRows`.
+    """Return ``store_tile(lane, acc, target, rows)``: store ``rows``, a ``visits.HeadRows``.
 
-    Args:
-        layout: Layout of the block.
-        rows: Rows of the accumulator.
-        width: Width of the accumulator; columns that the target does not have are not written.
-        put: The function ``put(target, index, value)`` that stores an element.
+    The accumulator is (rows, width); columns that the target does not have are not written.
+    ``put(target, index, value)`` stores an element.
     """
     own_rows = rows // layout.rows_of_threads
     columns = layout.columns(width)
@@ -368,13 +364,9 @@ def assign(target, index, value):
 def make_keep_tile(
     layout: RegisterLayout, rows: int, cols: int, is_turned: bool = False
 ) -> Callable[..., None]:
-    """Return ``keep_tile(lane, s, factor, shared, offset)``: store scores in shared memory.
+    """Return ``keep_tile(lane, s, factor, shared, offset)``: store scores (rows, cols) in shared memory.
 
-    Args:
-        layout: Layout of the block.
-        rows: Rows of the tile in the registers.
-        cols: Columns of the tile in the registers.
-        is_turned: Whether rows of the registers become columns.
+    If ``is_turned``, rows of the registers become columns.
     """
     own_rows, own_cols = rows // layout.rows_of_threads, cols // layout.lanes
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads

@@ -11,6 +11,7 @@ from numba import void
 
 from kernels.common.geometry import PLAIN
 from kernels.cuda.attention.options.score_functions import Extras, extras_type, make_row_end
+from kernels.cuda.attention.options.visits import Visit
 from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.device.one_source import merge_weight, shift_of
 from kernels.cuda.runtime.arrays import empty_device
@@ -41,10 +42,11 @@ def parts_of(problem: Problem, layout: Any, grid: tuple[int, int]) -> int:
 
 
 @device_function
-def own_part(entry, entries_stop, part, parts):
-    """Return the first and one past the last entry of a block, if ``parts`` blocks share the entries."""
-    count = max(entries_stop - entry, 0)
-    return entry + count * part // parts, entry + count * (part + 1) // parts
+def own_part(visit, part, parts):
+    """Return the part of a ``Visit`` that is a block's, if ``parts`` blocks share the entries."""
+    entry, stop, bounds = visit
+    count = max(stop - entry, 0)
+    return Visit(entry + count * part // parts, entry + count * (part + 1) // parts, bounds)
 
 
 @cache

@@ -39,8 +39,7 @@ class TileBits(NamedTuple):
 
     Attributes:
         bytes: Bytes of shared memory.
-        draw: ``(thread, bits, whole, place, extras)``: fill the bytes of the tile whose first element is at
-            ``place``, a ``tile_scores.TilePlace``; ``whole`` means that bounds and lists mask none of it.
+        draw: ``(thread, tile, extras)``: fill the bytes of a ``visits.VisitedTile``.
         kept: ``(bits, r, c, extras)``: the dropout factor of an element of the tile.
         listed: ``(bits, r, c)``: whether it is visible in the block mask and mask_mod.
     """
@@ -68,11 +67,11 @@ def make_tile_bits(
     count_listed, draw_listed, listed = _make_listed(features, layout, dtype, offset + count_kept)
 
     @device_function
-    def draw(thread, bits, whole, place, extras):
+    def draw(thread, tile, extras):
         if drops:
-            draw_kept(thread, bits, place, extras)
+            draw_kept(thread, tile, extras)
         if has_lists:
-            draw_listed(thread, bits, whole, place, extras)
+            draw_listed(thread, tile, extras)
 
     return TileBits(count_kept + count_listed, draw, kept, listed)
 
@@ -104,8 +103,8 @@ def _make_kept(
         )
 
     @device_function
-    def draw(thread, bits, place, extras):
-        flat, row, col = first_bit(place, extras)
+    def draw(thread, tile, extras):
+        bits, (flat, row, col) = tile.bits, first_bit(tile.place, extras)
         for n in range(thread, count, threads):
             own_row, first = row + n // draws, col + n % draws * together
             byte = counter_kept(flat, own_row, first // COLUMNS, extras)
@@ -153,7 +152,8 @@ def _make_listed(
         return four
 
     @device_function
-    def draw(thread, bits, whole, place, extras):
+    def draw(thread, tile, extras):
+        place, whole, bits = tile
         last_row, last_col = place.seq_q - 1, (place.seq_k - 1) // FOUR * FOUR
         for n in range(thread, count, threads):
             # Within the patterns; what is beyond the end is hidden by the bounds.

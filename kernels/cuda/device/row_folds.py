@@ -52,14 +52,6 @@ def make_row_folds(block: RowBlock) -> tuple[Any, Any]:
 
 
 @device_function
-def warp_max(x):
-    """Return the maximum over the lanes of a warp."""
-    for step in range(5):
-        x = max(x, cuda.shfl_xor_sync(ALL_LANES, x, 1 << step))
-    return x
-
-
-@device_function
 def _larger(x, y):
     return max(x, y)
 
@@ -67,6 +59,23 @@ def _larger(x, y):
 @device_function
 def _added(x, y):
     return x + y
+
+
+def make_lane_folds(lanes: int) -> tuple[Any, Any]:
+    """Return maximum and sum over neighbouring lanes of a warp, a power of two; all get the result."""
+    return _make_lane_fold(lanes, _larger), _make_lane_fold(lanes, _added)
+
+
+def _make_lane_fold(lanes: int, combine: Callable[[Any, Any], Any]) -> Any:
+    steps = lanes.bit_length() - 1
+
+    @device_function
+    def fold(value):
+        for i in range(steps):
+            value = combine(value, cuda.shfl_xor_sync(ALL_LANES, value, 1 << i))
+        return value
+
+    return fold
 
 
 def _make_fold(block: RowBlock, combine: Callable[[Any, Any], Any]) -> Any:
@@ -88,20 +97,13 @@ def _make_fold(block: RowBlock, combine: Callable[[Any, Any], Any]) -> Any:
 
         return simulated
 
-    steps, warps = WARP.bit_length() - 1, block.threads // WARP
-
-    @device_function
-    def fold_warp(partial, value):
-        for i in range(steps):
-            value = combine(value, cuda.shfl_xor_sync(ALL_LANES, value, 1 << i))
-        return value
-
-    if warps == 1:
-        return fold_warp
+    fold_warp, warps = _make_lane_fold(WARP, combine), block.threads // WARP
 
     @device_function
     def fold_block(partial, value):
-        value = fold_warp(partial, value)
+        value = fold_warp(value)
+        if warps == 1:
+            return value
         if cuda.threadIdx.x % WARP == 0:
             partial[cuda.threadIdx.x // WARP] = value
         cuda.syncthreads()  # the value of every warp is stored before a thread reads it

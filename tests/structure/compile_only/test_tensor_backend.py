@@ -12,6 +12,7 @@ import pytest
 
 from kernels.cuda.attention.flash2_mma.arithmetic import HALVES
 from kernels.cuda.attention.flash2_mma.forward import forward_kernel
+from kernels.cuda.attention.flash2_mma.pipeline import MmaVariant
 from kernels.cuda.attention.flash2_mma.tiles import MmaLayout
 from kernels.cuda.device import memory
 from kernels.cuda.matmul import cuda_cores
@@ -42,8 +43,8 @@ from ...support.device.compiling import (
 def test_sharing_copies_changes_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     inliner = cuda.core.inline_closurecall
     assert inliner.copy is not copy
-    layout, widths = MmaLayout(32, 32, 2, skips=True), (32, 32)
-    own = forward_kernel(layout, *widths, HALVES["float16"], True)
+    layout = MmaLayout(32, 32, 2, skips=True)
+    own = forward_kernel(MmaVariant(layout, 32, 32, HALVES["float16"], True))
 
     def code() -> str:
         compiling._LLVM.clear()  # or nothing compiles a second time

@@ -185,6 +185,7 @@ import json
 from kernels.runtime.jit import fingerprint
 from kernels.cuda.attention.flash2_mma import forward as flash2_mma
 from kernels.cuda.attention.flash2_mma.arithmetic import HALVES
+from kernels.cuda.attention.flash2_mma.pipeline import MmaVariant
 from kernels.cuda.attention.flash2_mma.tiles import MmaLayout
 from kernels.cuda.attention.flash3_wgmma import layout
 from kernels.cuda.attention.flash3_wgmma.forward import kernel as flash3_wgmma
@@ -193,7 +194,8 @@ widths = layout.Widths(64, 64)
 found = [
     *(flash3_wgmma.forward_kernel(layout.layout_of(widths), widths, dtype)
       for dtype in ("float16", "bfloat16")),
-    *(flash2_mma.forward_kernel(MmaLayout(64, rows, 4), 64, width, HALVES["float16"], vectors)
+    *(flash2_mma.forward_kernel(
+        MmaVariant(MmaLayout(64, rows, 4), 64, width, HALVES["float16"], vectors))
       for rows in (32, 64) for width in (64, 80) for vectors in (False, True)),
 ]
 print(json.dumps([fingerprint(kernel.source) for kernel in found]))

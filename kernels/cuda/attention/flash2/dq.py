@@ -10,16 +10,13 @@ from numba import uint8, void
 
 from kernels.cuda.attention.flash2.register_scores import (
     RowValues,
-    VisitedTile,
     backward_types,
     kernel_of,
     make_load_row_values,
+    make_loop,
     make_steps,
-    make_walk,
-    rows_of,
 )
-from kernels.cuda.attention.options.tile_scores import moved
-from kernels.cuda.attention.options.visits import make_row_bounds
+from kernels.cuda.attention.options.visits import rows_from
 from kernels.cuda.attention.register_tiles import (
     Lane,
     RegisterLayout,
@@ -89,12 +86,11 @@ def dq_kernel(variant: Variant) -> Kernel:
     block_q, block_k, lanes = layout.block_q, layout.block_k, layout.lanes
     own_rows, own_cols = block_q // layout.rows_of_threads, block_k // lanes
     own_width = layout.columns(head_width)
-    tiles = dq_tiles(layout, head_width, variant.value_width)
-    q_tile, dout_tile, k_tile, v_tile, ds_tile = tiles
-    own_tile, entries, tile_of, is_whole, is_within = make_walk(variant)
-    load_q, load_dout, load_k, load_v, draw, *steps = make_steps(variant, tiles)
-    multiply_qk, multiply_dout_v, to_gradients = steps
-    bounds, load_row_values = make_row_bounds(block_q, block_k), make_load_row_values(variant)
+    q_tile, dout_tile, k_tile, v_tile, ds_tile = tiles = dq_tiles(*variant[:3])
+    item_of, bounds_of, begin, advance, tile_at, *_ = make_loop(variant)
+    load_queries, load_keys, draw, *products, to_gradients = make_steps(variant, tiles)
+    multiply_qk, multiply_dout_v = products
+    load_row_values = make_load_row_values(variant)
     keep_ds = make_keep_tile(layout, block_q, block_k)
     accumulate = make_accumulate(layout, block_q, block_k, head_width)
     store_dq = make_store_tile(layout, block_q, head_width, assign)
@@ -116,9 +112,8 @@ def dq_kernel(variant: Variant) -> Kernel:
         Needs: 128-bit loads, for which the simulator has a plain form
         """
         dout, q, k, v = inputs
-        flat, start, first_q, first_k = own_tile(cuda.blockIdx.x, cuda.blockIdx.y, q, k, extras)
-        row, seq_q, seq_k = start.row, start.seq_q, start.seq_k
-        thread, rows = cuda.threadIdx.x, rows_of(start, first_q + row, first_q + seq_q)
+        item = item_of(cuda.blockIdx.x, cuda.blockIdx.y, q, k, extras)
+        thread, rows = cuda.threadIdx.x, rows_from(item.q, item.start.row)
         lane = Lane(thread % lanes, thread // lanes)
         shared = cuda.shared.array(0, real)  # q_tile, dout_tile, k_tile, v_tile, ds
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
@@ -131,33 +126,26 @@ def dq_kernel(variant: Variant) -> Kernel:
         # (own_rows,) each: lse, its rest in base 2, D.  As one array they would not stay in registers.
         lse, rest = cuda.local.array(own_rows, real), cuda.local.array(own_rows, real)
         own = RowValues(lse, rest, cuda.local.array(own_rows, real))
-        load_q(thread, q, rows, real(scale), shared, q_tile)
-        load_dout(thread, dout, rows, one, shared, dout_tile)
+        load_queries(thread, (q, dout), rows, real(scale), shared)
         load_row_values(lane.ty, own, values, rows)
         set_all(acc, zero)
-        first, stop, full, full_stop = bounds(row, seq_q, seq_k, extras)
-        entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
-        for e in range(entry, entries_stop):
-            j = tile_of(e, extras)
-            if is_within(j, first, stop):  # the same for all threads of the block
-                col = j * block_k
-                whole = full <= j < full_stop and is_whole(e, extras)
-                cuda.syncthreads()  # every thread is done with the last key tile
-                keys = rows_of(start, first_k + col, first_k + seq_k)
-                load_k(thread, k, keys, one, shared, k_tile)
-                load_v(thread, v, keys, one, shared, v_tile)
-                tile = VisitedTile(moved(start, 0, col), whole, bits)
-                draw(thread, bits, whole, tile.place, extras)
-                cuda.syncthreads()  # the tiles are whole
-                # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
-                multiply_qk(lane, s, fragment, shared, q_tile, k_tile)
-                multiply_dout_v(lane, dp, fragment, shared, dout_tile, v_tile)
-                # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-                to_gradients(lane, s, dp, own, tile, extras)
-                keep_ds(lane, dp, one, shared, ds_tile)
-                cuda.syncthreads()  # dS is whole
-                # 15: dQ_i += dS K_j
-                accumulate(lane, acc, fragment, shared, ds_tile, k_tile)
+        visit = begin(item, bounds_of(item, extras), extras)
+        while visit.entry < visit.stop:  # the same for all threads of the block
+            tile = tile_at(item, visit, bits, extras)
+            cuda.syncthreads()  # every thread is done with the last key tile
+            load_keys(thread, (k, v), rows_from(item.k, tile.place.col), one, shared)
+            draw(thread, tile, extras)
+            cuda.syncthreads()  # the tiles are whole
+            # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
+            multiply_qk(lane, s, fragment, shared, q_tile, k_tile)
+            multiply_dout_v(lane, dp, fragment, shared, dout_tile, v_tile)
+            # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+            to_gradients(lane, s, dp, own, tile, extras)
+            keep_ds(lane, dp, one, shared, ds_tile)
+            cuda.syncthreads()  # dS is whole
+            # 15: dQ_i += dS K_j
+            accumulate(lane, acc, fragment, shared, ds_tile, k_tile)
+            visit = advance(visit, 1, extras)
         scale_all(acc, real(scale))
         store_dq(lane, acc, dq, rows)
 

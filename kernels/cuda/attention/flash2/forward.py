@@ -18,25 +18,23 @@ from numba import float64, int32, types, uint8, void
 
 from kernels.common.online_softmax import LARGE, LOG2_E
 from kernels.cuda.attention.flash2.register_scores import (
-    VisitedTile,
+    array_types,
     bits_of,
     kernel_of,
+    make_loop,
     make_scores,
-    make_walk,
-    rows_of,
 )
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.score_functions import extras_type, make_row_end
-from kernels.cuda.attention.options.tile_scores import moved
-from kernels.cuda.attention.options.visits import grid_of, make_row_bounds
+from kernels.cuda.attention.options.visits import HeadRows, grid_of, rows_from
 from kernels.cuda.attention.register_tiles import (
-    HeadRows,
     Lane,
     RegisterLayout,
     Variant,
     assign,
     make_accumulate,
-    make_load_tiles,
+    make_load_pair,
+    make_load_tile,
     make_multiply,
     make_store_tile,
     pick_layout,
@@ -46,10 +44,11 @@ from kernels.cuda.attention.register_tiles import (
 from kernels.cuda.attention.split_keys import empty_parts, merge_parts, own_part, parts_of
 from kernels.cuda.attention.tile_bits import TileBits
 from kernels.cuda.device.one_source import shift_of, softmax_step_for
+from kernels.cuda.device.row_folds import make_lane_folds
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.vector import VECTOR
 from kernels.cuda.runtime.arrays import empty_device
-from kernels.cuda.runtime.kernel import ALL_LANES, Kernel, array_type, device_function, scalar_type
+from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.targets import IS_SIMULATOR, cuda
@@ -73,6 +72,15 @@ class Results(NamedTuple):
     lse_rest: Any
 
 
+@device_function
+def clear_rows(state):
+    """Set O and l to 0, and m to minus infinity."""
+    acc, row_max, row_sum, _ = state
+    set_all(acc, 0)
+    for i in range(row_max.shape[0]):
+        row_max[i], row_sum[i] = -math.inf, 0
+
+
 def make_row_reductions(lanes: int) -> tuple[Any, Any]:
     """Return maximum and sum over the ``lanes`` neighbouring threads that share a row.
 
@@ -90,22 +98,11 @@ def make_row_reductions(lanes: int) -> tuple[Any, Any]:
 
         return lambda *args: max(gathered(*args)), lambda *args: sum(gathered(*args))
 
-    steps = lanes.bit_length() - 1
+    def without_scratch(fold: Any) -> Any:
+        return device_function(lambda value, scratch, row, lane: fold(value))
 
-    @device_function
-    def row_max(value, scratch, row, lane):
-        for i in range(steps):
-            other = cuda.shfl_xor_sync(ALL_LANES, value, 1 << i)
-            value = max(value, other)
-        return value
-
-    @device_function
-    def row_sum(value, scratch, row, lane):
-        for i in range(steps):
-            value = value + cuda.shfl_xor_sync(ALL_LANES, value, 1 << i)
-        return value
-
-    return row_max, row_sum
+    largest, total = make_lane_folds(lanes)
+    return without_scratch(largest), without_scratch(total)
 
 
 def forward_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> SharedTiles:
@@ -200,25 +197,23 @@ def forward_kernel(variant: Variant, is_split: bool = False) -> Kernel:
     Args:
         variant: What it is compiled for.
         is_split: Whether the keys are divided along the third dimension of the grid; out, lse and lse_rest
-            then have a batch for each part.
+            then have a batch for each part, which are merged by their own L.
     """
-    layout, dtype, features = variant.layout, variant.dtype, variant.features
-    real, zero, one = scalar_type(dtype), dtype.type(0), dtype.type(1)
+    layout, head_width, value_width, dtype, _, features = variant
+    real, one, own_width = scalar_type(dtype), dtype.type(1), layout.columns(value_width)
     block_q, block_k, lanes = layout.block_q, layout.block_k, layout.lanes
     own_rows, own_cols = block_q // layout.rows_of_threads, block_k // lanes
-    own_width, minus_inf = layout.columns(variant.value_width), dtype.type(-math.inf)
-    tiles = forward_tiles(layout, variant.head_width, variant.value_width)
-    q_tile, k_tile, v_tile, p_tile = tiles
+    q_tile, k_tile, v_tile, p_tile = tiles = forward_tiles(layout, head_width, value_width)
     scratch_shape = (block_q, lanes) if IS_SIMULATOR else (1, 1)
-    own_tile, entries, tile_of, is_whole, is_within = make_walk(variant)
-    bounds, tile_bits = make_row_bounds(block_q, block_k), bits_of(variant, tiles)
+    item_of, bounds_of, begin, advance, tile_at, *_ = make_loop(variant)
+    tile_bits = bits_of(variant, tiles)
     draw, to_scores = tile_bits.draw, make_scores(variant, tile_bits)
-    load_q, _, load_k, load_v = make_load_tiles(variant)
-    multiply = make_multiply(layout, block_q, block_k, variant.head_width, dtype)
-    accumulate = make_accumulate(layout, block_q, block_k, variant.value_width)
-    store_out = make_store_tile(layout, block_q, variant.value_width, assign)
+    load_q = make_load_tile(variant, block_q, head_width)
+    load_keys = make_load_pair(variant, block_k, k_tile, v_tile)
+    multiply = make_multiply(layout, block_q, block_k, head_width, dtype)
+    accumulate = make_accumulate(layout, block_q, block_k, value_width)
+    store_out = make_store_tile(layout, block_q, value_width, assign)
     softmax_step = _make_softmax_step(variant, tile_bits, p_tile)
-    # Parts of the keys are merged by their own L.
     finish_rows = _make_finish_rows(variant, PLAIN if is_split else features)
 
     def flash2_forward(q, k, v, out, lse, lse_rest, scale, extras):
@@ -231,23 +226,19 @@ def forward_kernel(variant: Variant, is_split: bool = False) -> Kernel:
         Block: (lanes * rows_of_threads,)
         One thread does: the scores of own_rows x own_cols pairs, and own_rows x own_width of O
         Shared: q_tile (block_q, head_dim), k_tile (block_k, head_dim), v_tile (block_k, value_dim),
-            p (block_q, block_k); rows padded by one vector; for some options a byte for four
-            columns
+            p (block_q, block_k); rows padded by one vector; for some options a byte for four columns
         Registers: acc (own_rows, own_width), s (own_rows, own_cols), row_max, row_sum (own_rows,)
         Global traffic: reads q once, k and v once per query tile; writes out, lse and lse_rest once
         Needs: warp shuffles and 128-bit loads, for which the simulator has plain forms
         """
         # 3: for 1 <= i <= T_r
-        flat, start, first_q, first_k = own_tile(cuda.blockIdx.x, cuda.blockIdx.y, q, k, extras)
-        row, seq_q, seq_k = start.row, start.seq_q, start.seq_k
-        thread, rows = cuda.threadIdx.x, rows_of(start, first_q + row, first_q + seq_q)
-        tx, ty = thread % lanes, thread // lanes
-        lane = Lane(tx, ty)
+        item = item_of(cuda.blockIdx.x, cuda.blockIdx.y, q, k, extras)
+        thread, row = cuda.threadIdx.x, item.start.row
+        rows = rows_from(item.q, row)
+        lane = Lane(thread % lanes, thread // lanes)
         shared = cuda.shared.array(0, real)  # q_tile, k_tile, v_tile, p
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
         scratch = cuda.shared.array(scratch_shape, real)  # used only in the simulator
-        # A thread owns the rows ty, ty + rows_of_threads, …; of S the columns tx, tx + lanes, …; of O the
-        # four columns from 4 · tx, the four from 4 · (tx + lanes), ….
         acc = cuda.local.array((own_rows, own_width), real)  # (block_q, value_dim) / threads: O
         s = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: S
         fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, or of P
@@ -257,45 +248,36 @@ def forward_kernel(variant: Variant, is_split: bool = False) -> Kernel:
         # 4: load Q_i, scaled
         load_q(thread, q, rows, real(scale), shared, q_tile)
         # 5: O = 0, l = 0, m = -inf
-        for i in range(own_rows):
-            row_max[i], row_sum[i] = minus_inf, zero
-        set_all(acc, zero)
-        first, stop, full, full_stop = bounds(row, seq_q, seq_k, extras)
-        entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
-        out_rows = rows
+        clear_rows(state)
+        visit = begin(item, bounds_of(item, extras), extras)
         if is_split:
             part, parts = cuda.blockIdx.z, cuda.gridDim.z
-            entry, entries_stop = own_part(entry, entries_stop, part, parts)
-            out_rows = HeadRows(rows.b + part * q.shape[0], rows.h, rows.first, rows.stop)
+            visit = advance(own_part(visit, part, parts), 0, extras)
+            rows = HeadRows(rows.b + part * q.shape[0], rows.h, rows.first, rows.stop)
         # 6: for 1 <= j <= T_c
-        for e in range(entry, entries_stop):
-            j = tile_of(e, extras)
-            if is_within(j, first, stop):  # the same for all threads of the block
-                col = j * block_k
-                whole = full <= j < full_stop and is_whole(e, extras)
-                cuda.syncthreads()  # every thread is done with the last key tile
-                # 7: load K_j, V_j
-                keys = rows_of(start, first_k + col, first_k + seq_k)
-                load_k(thread, k, keys, one, shared, k_tile)
-                load_v(thread, v, keys, one, shared, v_tile)
-                tile = VisitedTile(moved(start, 0, col), whole, bits)
-                draw(thread, bits, whole, tile.place, extras)
-                cuda.syncthreads()  # the tiles are whole
-                # 8: S = Q_i K_jᵀ
-                multiply(lane, s, fragment, shared, q_tile, k_tile)
-                to_scores(lane, s, tile, extras)
-                # 9: m, P and l from S     10, first half: O = diag(e^(m - m_new)) O
-                softmax_step(lane, s, state, shared, bits, extras)
-                cuda.syncthreads()  # P is whole
-                # 10, second half: O = O + P V_j
-                accumulate(lane, acc, fragment, shared, p_tile, v_tile)
+        while visit.entry < visit.stop:  # the same for all threads of the block
+            tile = tile_at(item, visit, bits, extras)
+            col = tile.place.col
+            cuda.syncthreads()  # every thread is done with the last key tile
+            # 7: load K_j, V_j
+            load_keys(thread, (k, v), rows_from(item.k, col), one, shared)
+            draw(thread, tile, extras)
+            cuda.syncthreads()  # the tiles are whole
+            # 8: S = Q_i K_jᵀ
+            multiply(lane, s, fragment, shared, q_tile, k_tile)
+            to_scores(lane, s, tile, extras)
+            # 9: m, P and l from S     10, first half: O = diag(e^(m - m_new)) O
+            softmax_step(lane, s, state, shared, bits, extras)
+            cuda.syncthreads()  # P is whole
+            # 10, second half: O = O + P V_j
+            accumulate(lane, acc, fragment, shared, p_tile, v_tile)
+            visit = advance(visit, 1, extras)
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
-        finish_rows(lane, state, lse, lse_rest, out_rows, extras)
+        finish_rows(lane, state, lse, lse_rest, rows, extras)
         # 14: write O_i
-        store_out(lane, acc, out, out_rows)
+        store_out(lane, acc, out, rows)
 
-    four, three = array_type(dtype, 4), array_type(dtype, 3)
-    return kernel_of(variant, flash2_forward, [four] * 4 + [three] * 2, tiles)
+    return kernel_of(variant, flash2_forward, array_types(dtype, 4, 4, 4, 4, 3, 3), tiles)
 
 
 @cache  # beyond module 5
@@ -304,7 +286,7 @@ def own_rows_kernel(variant: Variant) -> Kernel:  # beyond module 5
     forward, layout, dtype = forward_kernel(variant), variant.layout, variant.dtype
     fill_tile: Callable[..., None] = device_function(forward.source)
     block_q, threads, large, inf = layout.block_q, layout.threads, dtype.type(LARGE), math.inf
-    own_tile = make_walk(variant)[0]
+    item_of = make_loop(variant).item_of
 
     def flash2_own_rows(q, k, v, lse, lse_rest, own, scale, extras):
         """Fill one tile of own lse and its rest; ``own`` also has memory for out.
@@ -320,21 +302,18 @@ def own_rows_kernel(variant: Variant) -> Kernel:  # beyond module 5
             the forward kernel reads and writes
         Needs: what the forward kernel needs
         """
-        _, start, first_q, _ = own_tile(cuda.blockIdx.x, cuda.blockIdx.y, q, k, extras)
-        b, h, row, has_large = start.b, start.h, start.row, False
-        for r in range(row + cuda.threadIdx.x, min(row + block_q, start.seq_q), threads):
-            top = lse[b, h, first_q + r]
-            own.lse[b, h, first_q + r] = top
-            own.lse_rest[b, h, first_q + r] = lse_rest[b, h, first_q + r]
+        item = item_of(cuda.blockIdx.x, cuda.blockIdx.y, q, k, extras)
+        (b, h, first, stop), has_large = rows_from(item.q, item.start.row), False
+        for row in range(first + cuda.threadIdx.x, min(first + block_q, stop), threads):
+            top = lse[b, h, row]
+            own.lse[b, h, row], own.lse_rest[b, h, row] = top, lse_rest[b, h, row]
             has_large = has_large or large < abs(top) < inf
         if cuda.syncthreads_or(int32(has_large)) != 0:  # the copies are written
             fill_tile(q, k, v, own.out, own.lse, own.lse_rest, scale, extras)
 
-    four, three = array_type(dtype, 4), array_type(dtype, 3)
-    own_type = types.NamedTuple([four, three, three], Results)
-    signature = void(
-        *[four] * 3, three, three, own_type, float64, extras_type(variant.features, dtype)
-    )
+    arrays, own_type = array_types(dtype, 4, 4, 4, 3, 3), array_types(dtype, 4, 3, 3)
+    rest = types.NamedTuple(own_type, Results), float64, extras_type(variant.features, dtype)
+    signature = void(*arrays, *rest)
     return Kernel(flash2_own_rows, signature, threads, forward.shared_bytes, layout.resident)
 
 

@@ -15,20 +15,18 @@ from kernels.cuda.attention.flash2.dq import dq_tiles
 from kernels.cuda.attention.flash2.forward import with_own_rows
 from kernels.cuda.attention.flash2.register_scores import (
     RowValues,
-    VisitedTile,
     backward_types,
     kernel_of,
     make_load_row_values,
+    make_loop,
     make_steps,
-    make_walk,
 )
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.mods import numbers_of_mods
-from kernels.cuda.attention.options.tile_scores import TilePlace, moved
-from kernels.cuda.attention.options.visits import make_row_bounds
+from kernels.cuda.attention.options.tile_scores import TilePlace
+from kernels.cuda.attention.options.visits import BlockItem, HeadRows, rows_from
 from kernels.cuda.attention.register_tiles import (
     BackwardInputs,
-    HeadRows,
     Lane,
     RegisterLayout,
     Variant,
@@ -111,20 +109,34 @@ def _make_block_of(layout: RegisterLayout) -> Callable[..., Any]:
 
 
 @cache
+def _make_add_rows(layout: RegisterLayout) -> Callable[..., None]:
+    """Return ``add_rows(lane, acc, ds, rows)``: add dS, which is undefined beyond the last of ``rows``."""
+    rows_of_threads = layout.rows_of_threads
+
+    @device_function
+    def add_rows(lane, acc, ds, rows):
+        for i in range(acc.shape[0]):
+            if rows.first + lane.ty + i * rows_of_threads < rows.stop:
+                for c in range(acc.shape[1]):
+                    acc[i, c] += ds[i, c]
+
+    return add_rows
+
+
+@cache
 def dmask_kernel(variant: Variant, by_mask: bool) -> Kernel:
     """Return the kernel that fills dmask, whose batches are those of the mask, or else of the call."""
     layout, dtype = variant.layout, variant.dtype
     real, zero, one = scalar_type(dtype), dtype.type(0), dtype.type(1)
     block_q, block_k, lanes = layout.block_q, layout.block_k, layout.lanes
     own_rows, own_cols = block_q // layout.rows_of_threads, block_k // lanes
-    tiles = dq_tiles(layout, variant.head_width, variant.value_width)
-    q_tile, dout_tile, k_tile, v_tile, ds_tile = tiles
-    _, entries, tile_of, is_whole, is_within = make_walk(variant)
-    load_q, load_dout, load_k, load_v, draw, *steps = make_steps(variant, tiles, of_bias=True)
+    q_tile, dout_tile, k_tile, v_tile, ds_tile = tiles = dq_tiles(*variant[:3])
+    _, bounds_of, begin, advance, tile_at, *_ = make_loop(variant)
+    load_queries, load_keys, draw, *steps = make_steps(variant, tiles, of_bias=True)
     multiply_qk, multiply_dout_v, to_gradients = steps
-    bounds, load_row_values = make_row_bounds(block_q, block_k), make_load_row_values(variant)
+    load_row_values = make_load_row_values(variant)
     keep_ds = make_keep_tile(layout, block_q, block_k)
-    store_sums, rows_of_threads = _make_store_sums(layout, dtype, ds_tile), layout.rows_of_threads
+    store_sums, add_rows = _make_store_sums(layout, dtype, ds_tile), _make_add_rows(layout)
     block_of = _make_block_of(layout)
 
     def flash2_dmask(inputs, values, dmask, scale, extras):
@@ -166,36 +178,27 @@ def dmask_kernel(variant: Variant, by_mask: bool) -> Kernel:
             mod_batch, mod_head = numbers_of_mods(flat, extras)
             is_read = (extras.mask_batch[b] if by_mask else b) == mask_batch
             for t in range(q_tiles[0], q_tiles[1] if is_read else q_tiles[0]):
-                row = t * block_q
-                start = TilePlace(b, h, mod_batch, mod_head, row, 0, seq_q, seq_k)
-                rows = HeadRows(b, h, row, seq_q)
+                start = TilePlace(b, h, mod_batch, mod_head, t * block_q, 0, seq_q, seq_k)
+                item = BlockItem(flat, start, HeadRows(b, h, 0, seq_q), HeadRows(b, h, 0, seq_k))
+                rows = rows_from(item.q, start.row)
                 cuda.syncthreads()  # every thread is done with the last query tile
-                load_q(thread, q, rows, factor, shared, q_tile)
-                load_dout(thread, dout, rows, one, shared, dout_tile)
+                load_queries(thread, (q, dout), rows, factor, shared)
                 load_row_values(lane.ty, own, values, rows)
-                first, stop, full, full_stop = bounds(row, seq_q, seq_k, extras)
-                first, stop = max(first, k_tiles[0]), min(stop, k_tiles[1])
-                entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
-                for e in range(entry, entries_stop):
-                    j = tile_of(e, extras)
-                    if is_within(j, first, stop):
-                        keys = HeadRows(b, h, j * block_k, seq_k)
-                        whole = full <= j < full_stop and is_whole(e, extras)
-                        cuda.syncthreads()  # every thread is done with the last key tile
-                        load_k(thread, k, keys, one, shared, k_tile)
-                        load_v(thread, v, keys, one, shared, v_tile)
-                        tile = VisitedTile(moved(start, 0, keys.first), whole, bits)
-                        draw(thread, bits, whole, tile.place, extras)
-                        cuda.syncthreads()  # the tiles are whole
-                        # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
-                        multiply_qk(lane, s, fragment, shared, q_tile, k_tile)
-                        multiply_dout_v(lane, dp, fragment, shared, dout_tile, v_tile)
-                        to_gradients(lane, s, dp, own, tile, extras)
-                        for i in range(own_rows):
-                            # dS of rows beyond the end is undefined.
-                            if row + lane.ty + i * rows_of_threads < seq_q:
-                                for c in range(own_cols):
-                                    acc[i, c] += dp[i, c]
+                first, stop, full, full_stop = bounds_of(item, extras)
+                bounds = max(first, k_tiles[0]), min(stop, k_tiles[1]), full, full_stop
+                visit = begin(item, bounds, extras)
+                while visit.entry < visit.stop:
+                    tile = tile_at(item, visit, bits, extras)
+                    cuda.syncthreads()  # every thread is done with the last key tile
+                    load_keys(thread, (k, v), rows_from(item.k, tile.place.col), one, shared)
+                    draw(thread, tile, extras)
+                    cuda.syncthreads()  # the tiles are whole
+                    # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
+                    multiply_qk(lane, s, fragment, shared, q_tile, k_tile)
+                    multiply_dout_v(lane, dp, fragment, shared, dout_tile, v_tile)
+                    to_gradients(lane, s, dp, own, tile, extras)
+                    add_rows(lane, acc, dp, rows)
+                    visit = advance(visit, 1, extras)
         keep_ds(lane, acc, one, shared, ds_tile)
         cuda.syncthreads()  # the sums are whole
         place = mask_batch, mask_head, q_tiles[0] * block_q, k_tiles[0] * block_k

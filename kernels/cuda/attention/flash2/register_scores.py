@@ -19,21 +19,19 @@ from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.attention.options.tile_scores import (
     RowTerms,
     TileElement,
-    TilePlace,
     edge_of,
     make_tile_scores,
     moved,
 )
-from kernels.cuda.attention.options.visits import make_visits
+from kernels.cuda.attention.options.visits import TileLoop, make_tile_loop
 from kernels.cuda.attention.register_tiles import (
     BackwardInputs,
-    HeadRows,
     Variant,
-    make_load_tiles,
+    make_load_pair,
     make_multiply,
 )
 from kernels.cuda.attention.tile_bits import TileBits, make_tile_bits
-from kernels.cuda.device.one_source import batch_and_head, numbers_of_mods, shift_of
+from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, scalar_type
 
@@ -44,20 +42,6 @@ class RowValues(NamedTuple):
     lse: Any
     lse_rest: Any
     delta: Any
-
-
-class VisitedTile(NamedTuple):
-    """The tile of scores that a block works on.
-
-    Attributes:
-        place: The ``TilePlace`` of its first element.
-        whole: Whether bounds and lists mask nothing in it.
-        bits: The bytes of ``tile_bits``.
-    """
-
-    place: Any
-    whole: Any
-    bits: Any
 
 
 def bits_of(variant: Variant, tiles: SharedTiles) -> TileBits:
@@ -76,43 +60,23 @@ def kernel_of(
     return Kernel(source, signature, layout.threads, shared_bytes, layout.resident)
 
 
+def array_types(dtype: np.dtype[Any], *dims: int) -> list[Any]:
+    """Return numba's types of arrays."""
+    return [array_type(dtype, one) for one in dims]
+
+
 def backward_types(dtype: np.dtype[Any], results: int) -> list[Any]:
     """Return numba's types of the inputs, the row values and a number of results of a backward kernel."""
     four, three = array_type(dtype, 4), array_type(dtype, 3)
     inputs = types.NamedTuple([four] * len(BackwardInputs._fields), BackwardInputs)
-    return [
-        inputs,
-        types.NamedTuple([three] * len(RowValues._fields), RowValues),
-        *[four] * results,
-    ]
+    values = types.NamedTuple([three] * len(RowValues._fields), RowValues)
+    return [inputs, values, *[four] * results]
 
 
-@cache
-def make_walk(variant: Variant, by_keys: bool = False) -> tuple[Callable[..., Any], ...]:
-    """Return ``own_tile``, and the functions of ``Visits`` after ``place``.
-
-    ``own_tile(x, y, q, k, extras)``, of block (x, y) of the grid, returns the flat index of (batch, head),
-    the ``TilePlace`` of its tile of rows, or ``by_keys`` of columns, and the first row in q and the first
-    column in k of the sequence.
-    """
-    block = variant.layout.block_k if by_keys else variant.layout.block_q
-    place, *visits = make_visits(variant.features, block, by_keys)
-
-    @device_function
-    def own_tile(x, y, q, k, extras):
-        b, h = batch_and_head(y, q.shape[1])
-        flat, start, first_q, seq_q, first_k, seq_k = place(x, y, q.shape[2], k.shape[2], extras)
-        batch, head = numbers_of_mods(flat, extras)
-        row, col = (0, start) if by_keys else (start, 0)
-        return flat, TilePlace(b, h, batch, head, row, col, seq_q, seq_k), first_q, first_k
-
-    return own_tile, *visits
-
-
-@device_function
-def rows_of(place, first, stop):
-    """Return the ``HeadRows`` of an array, for the batch and head of a ``TilePlace``."""
-    return HeadRows(place.b, place.h, first, stop)
+def make_loop(variant: Variant, by_keys: bool = False) -> TileLoop:
+    """Return the loop of a kernel over the tiles that a block visits."""
+    layout = variant.layout
+    return make_tile_loop(variant.features, layout.block_q, layout.block_k, by_keys)
 
 
 @cache
@@ -186,10 +150,8 @@ def make_gradients(
             for j in range(own_cols):
                 along, across = i * rows_of_threads, j * lanes
                 r, c = (across, along) if by_keys else (along, across)
-                keep, is_listed = (
-                    kept(bits, row + r, col + c, extras),
-                    listed(bits, row + r, col + c),
-                )
+                keep = kept(bits, row + r, col + c, extras)
+                is_listed = listed(bits, row + r, col + c)
                 element = TileElement(r, c, whole, is_listed, edge, own)
                 terms = terms_of(values, i, row + r)
                 p, dp[i, j] = gradient_of(s[i, j], dp[i, j], terms, keep, element, extras)
@@ -202,19 +164,21 @@ def make_gradients(
 def make_steps(
     variant: Variant, tiles: SharedTiles, by_keys: bool = False, of_bias: bool = False
 ) -> tuple[Callable[..., Any], ...]:
-    """Return the functions of a backward kernel, which load Q, dO, K and V, and compute S, dP and dS.
+    """Return the functions of a backward kernel, which load Q and dO, K and V, and compute S, dP and dS.
 
-    They are four of ``make_load_tiles``, ``draw`` of ``tile_bits``, two products, which ``by_keys`` are
+    They are two of ``make_load_pair``, ``draw`` of ``tile_bits``, two products, which ``by_keys`` are
     transposed, and ``to_gradients``.
     """
     layout, tile_bits = variant.layout, bits_of(variant, tiles)
+    load_queries = make_load_pair(variant, layout.block_q, tiles["q"], tiles["dout"])
+    load_keys = make_load_pair(variant, layout.block_k, tiles["k"], tiles["v"])
     sides = (layout.block_k, layout.block_q) if by_keys else (layout.block_q, layout.block_k)
     products = [
         make_multiply(layout, *sides, width, variant.dtype)
         for width in (variant.head_width, variant.value_width)
     ]
     to_gradients = make_gradients(variant, tile_bits, of_bias, tiles if by_keys else None)
-    return *make_load_tiles(variant), tile_bits.draw, *products, to_gradients
+    return load_queries, load_keys, tile_bits.draw, *products, to_gradients
 
 
 @cache
@@ -247,7 +211,23 @@ def make_load_row_values(variant: Variant) -> Callable[..., None]:
     @device_function
     def load_row_values(ty, own, values, rows):
         for i in range(own_rows):
-            found = values_of(values, rows, ty + i * rows_of_threads)
-            own.lse[i], own.lse_rest[i], own.delta[i] = found
+            of_row = values_of(values, rows, ty + i * rows_of_threads)
+            own.lse[i], own.lse_rest[i], own.delta[i] = of_row
 
     return load_row_values
+
+
+@cache
+def make_share_row_values(variant: Variant, tiles: SharedTiles) -> Callable[..., None]:
+    """Return ``share_row_values(thread, shared, values, rows)``: load those of a tile to shared memory."""
+    values_of, layout = make_row_values(variant), variant.layout
+    threads, block_q = layout.threads, layout.block_q
+    lse, rest, delta = (tiles[name] for name in ("lse", "rest", "delta"))
+
+    @device_function
+    def share_row_values(thread, shared, values, rows):
+        for r in range(thread, block_q, threads):
+            of_row = values_of(values, rows, r)
+            shared[lse + r], shared[rest + r], shared[delta + r] = of_row
+
+    return share_row_values

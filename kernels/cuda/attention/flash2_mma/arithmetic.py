@@ -26,7 +26,7 @@ from kernels.cuda.attention.flash2_mma.tiles import (
     make_store_sums,
     make_store_tile,
 )
-from kernels.cuda.attention.register_tiles import HeadRows
+from kernels.cuda.attention.options.visits import HeadRows
 from kernels.cuda.runtime.kernel import device_function
 
 

@@ -9,47 +9,29 @@ bits.  Measured on an H200 at N = 16,384, d = 64 in bfloat16, by atomics: 301 TF
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
-from numba import float32, int32, uint8, void
+from numba import float32, int32, uint8
 
 from kernels.common.online_softmax import LOG2_E
-from kernels.cuda.attention.flash2_mma.arithmetic import Arithmetic
-from kernels.cuda.attention.flash2_mma.block_item import (
-    INPUTS_TYPE,
-    LseAndDelta,
-    make_item,
-    make_row_values,
-)
 from kernels.cuda.attention.flash2_mma.dq_atomics import DqSums, make_add_dq
-from kernels.cuda.attention.flash2_mma.fragment_scores import ScoreTile, make_gradients_by_keys
+from kernels.cuda.attention.flash2_mma.fragment_scores import make_gradients_by_keys
 from kernels.cuda.attention.flash2_mma.large_rows import make_subtract_by_keys
-from kernels.cuda.attention.flash2_mma.tiles import (
-    COLS,
-    HALF,
-    ROWS,
-    MmaKeyLayout,
-    WarpLane,
-    rows_from,
-)
-from kernels.cuda.attention.options.score_functions import extras_type
-from kernels.cuda.attention.options.tile_scores import edge_of, moved
-from kernels.cuda.attention.options.visits import make_key_bounds, make_next_entry, make_visits
+from kernels.cuda.attention.flash2_mma.pipeline import INPUTS_TYPE, MmaVariant, make_load_queries
+from kernels.cuda.attention.flash2_mma.tiles import COLS, HALF, ROWS, MmaKeyLayout, WarpLane
+from kernels.cuda.attention.options.tile_scores import moved
+from kernels.cuda.attention.options.visits import VisitedTile, rows_from
 from kernels.cuda.attention.register_tiles import scale_all, set_all
-from kernels.cuda.attention.tile_bits import make_tile_bits
+from kernels.cuda.attention.tile_bits import TileBits
 from kernels.cuda.device.shared_tiles import SharedTiles
-from kernels.cuda.ptx.copies import (
-    cp_async_commit_group,
-    cp_async_wait_all,
-    recomputed,
-    shared_address,
-)
+from kernels.cuda.ptx.copies import cp_async_wait_all, recomputed, shared_address
 from kernels.cuda.ptx.fragments import lane_col, lane_row
-from kernels.cuda.runtime.kernel import WARP, WORD, Kernel, array_type
-from kernels.runtime.dtypes import BITS, FLOAT32
+from kernels.cuda.runtime.kernel import WARP, WORD, Kernel, array_type, device_function
+from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
-from kernels.scores.program import PLAIN, Features
+from kernels.scores.program import PLAIN
 
 
 def dkdv_tiles(
@@ -63,53 +45,81 @@ def dkdv_tiles(
     return SharedTiles(k=k, v=v, q=q, dout=dout, ds=ds, large=rows, shift=rows, delta=rows)
 
 
-@cache
-def dkdv_kernel(
-    layout: MmaKeyLayout,
-    head_width: int,
-    value_width: int,
-    numbers: Arithmetic,
-    vectors: bool,
-    sums: DqSums | None = None,
-    features: Features = PLAIN,
-) -> Kernel:
-    """Return the kernel that fills dk and dv, and with ``sums`` also adds to the sums of dq.
+def _make_add_rows(
+    variant: MmaVariant, tiles: SharedTiles, tile_bits: TileBits, has_sums: bool
+) -> Callable[..., None]:
+    """Return ``add_rows(registers, memory, rows, units, tile, has_large, own, extras)``.
 
-    The widths are head_dim and value_dim rounded up to multiples of 16 · parts, or more.  ``vectors`` tells
-    whether rows of all tensors are aligned for pieces of 16 bytes and are whole pieces.
+    It adds ``step_q`` query rows of a tile to dK and dV.  ``registers`` are dK, dV, S and dP; ``rows`` are
+    the stage, the first of these rows in the tile, and the address of the ``large_lse`` of the lane's first
+    row.  The ``VisitedTile`` begins at the first element of the lane, and ``own.chunk`` is the part of the
+    columns.
     """
-    block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
-    transposed, step_q, widths = layout.transposed, layout.step_q, (head_width, value_width)
-    key_tiles, col_tiles, parts = transposed.row_tiles, step_q // COLS, layout.parts
-    k_own, v_own = head_width // parts, value_width // parts
-    dk_tiles, dv_tiles = key_tiles * k_own // COLS, key_tiles * v_own // COLS
-    s_tiles, warp_keys = key_tiles * col_tiles, ROWS * key_tiles
-    has_sums, is_plain = sums is not None, features.of_elements == PLAIN
-    tiles = dkdv_tiles(layout, *widths, has_sums, numbers.size)
+    layout, head_width, value_width, numbers, _, features = variant
+    block_q, block_k, transposed, parts = (
+        layout.block_q,
+        layout.block_k,
+        layout.transposed,
+        layout.parts,
+    )
+    k_columns, v_columns = head_width // parts, value_width // parts
     k_offset, v_offset, q_offset, dout_offset = (tiles[name] for name in ("k", "v", "q", "dout"))
-    ds_offset, rows_offset = tiles["ds"], tiles["large"]
-    q_bytes, dout_bytes = (numbers.size * block_q * width for width in widths)
-    visits = make_visits(features, block_k, by_keys=True)
-    _, entries, tile_of, is_whole, _ = visits
-    item_of, next_entry = make_item(visits, by_keys=True), make_next_entry(visits)
-    bounds, is_inside = make_key_bounds(block_q, block_k)
-    tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
-    draw, has_bits = tile_bits.draw, tile_bits.bytes
-    to_gradients = make_gradients_by_keys(layout, features, tile_bits)
-    copy_k, copy_v = (numbers.copy(threads, block_k, width, vectors) for width in widths)
-    copy_q, copy_dout = (numbers.copy(threads, block_q, width, vectors) for width in widths)
+    ds_offset, q_row, dout_row = tiles["ds"], HALF * head_width, HALF * value_width
+    q_bytes, dout_bytes = (numbers.size * block_q * width for width in variant.widths)
     multiply_kq = numbers.multiply(transposed, head_width, b_rows=block_q, is_transposed=True)
     multiply_v_dout = numbers.multiply(transposed, value_width, b_rows=block_q)
-    accumulate_dk = numbers.accumulate(transposed, head_width, k_own, b_rows=block_q)
-    accumulate_dv = numbers.accumulate(transposed, value_width, v_own, b_rows=block_q)
+    accumulate_dk = numbers.accumulate(transposed, head_width, k_columns, b_rows=block_q)
+    accumulate_dv = numbers.accumulate(transposed, value_width, v_columns, b_rows=block_q)
     store_ds = numbers.keep(transposed, block_k, block_q)
-    add_dq = make_add_dq(layout, sums, head_width, k_own, numbers)
-    store_dk = numbers.store(transposed, head_width, vectors, k_own)
-    store_dv = numbers.store(transposed, value_width, vectors, v_own)
+    to_gradients = make_gradients_by_keys(layout, features, tile_bits)
+    subtract_lse, is_plain = make_subtract_by_keys(transposed), features.of_elements == PLAIN
+
+    @device_function
+    def add_rows(registers, memory, rows, units, tile, has_large, own, extras):
+        (dk, dv, s, dp), (stage, row, large_row), (lane, key, part) = registers, rows, own
+        k_tile, v_tile = memory + k_offset, memory + v_offset
+        q_rows = memory + q_offset + stage * q_bytes + q_row * row
+        dout_rows = memory + dout_offset + stage * dout_bytes + dout_row * row
+        own = WarpLane(lane, key, 0)
+        # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
+        multiply_kq(s, k_tile, q_rows, own)
+        multiply_v_dout(dp, v_tile, dout_rows, own)
+        # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+        if is_plain and has_large:
+            subtract_lse(s, units[0], large_row + WORD * row)
+        to_gradients(s, dp, (large_row, row), units, tile, own, extras)
+        if has_sums:
+            store_ds(dp, memory + ds_offset, WarpLane(lane, key, row // COLS))
+        # 12: dV_j += (P_ij ∘ Z)ᵀ dO_i
+        accumulate_dv(dv, s, dout_rows, WarpLane(lane, key, part * (v_columns // COLS)))
+        # 16: dK_j += dSᵀ Q_i
+        accumulate_dk(dk, dp, q_rows, WarpLane(lane, key, part * (k_columns // COLS)))
+
+    return add_rows
+
+
+@cache
+def dkdv_kernel(variant: MmaVariant, sums: DqSums | None = None) -> Kernel:
+    """Return the kernel that fills dk and dv, and with ``sums`` also adds to the sums of dq."""
+    layout, head_width, value_width, numbers, vectors, features = variant
+    block_q, block_k, threads, parts = layout.block_q, layout.block_k, layout.threads, layout.parts
+    transposed, step_q, key_tiles = layout.transposed, layout.step_q, layout.transposed.row_tiles
+    k_columns, v_columns = head_width // parts, value_width // parts
+    dk_tiles, dv_tiles = key_tiles * k_columns // COLS, key_tiles * v_columns // COLS
+    s_tiles, warp_keys = key_tiles * step_q // COLS, ROWS * key_tiles
+    has_sums, is_plain = sums is not None, features.of_elements == PLAIN
+    tiles = dkdv_tiles(layout, *variant.widths, has_sums, numbers.size)
+    k_offset, v_offset, ds_offset, large_offset = (tiles[x] for x in ("k", "v", "ds", "large"))
+    item_of, bounds_of, begin, advance, tile_at, *_ = variant.loop(by_keys=True)
+    tile_bits, (copy_k, copy_v) = variant.bits(tiles), variant.copies(block_k)
+    draw, has_bits = tile_bits.draw, tile_bits.bytes
+    load_queries, keep_values = make_load_queries(variant, tiles)
+    add_rows = _make_add_rows(variant, tiles, tile_bits, has_sums)
+    add_dq = make_add_dq(variant, sums, k_columns)
+    store_dk = numbers.store(transposed, head_width, vectors, k_columns)
+    store_dv = numbers.store(transposed, value_width, vectors, v_columns)
     units_of, units_of_gradients = numbers.backward_units, numbers.gradient_units
-    load_values, keep_values = make_row_values(layout, tiles)
-    subtract_lse, zero = make_subtract_by_keys(transposed), np.float32(0)
-    operand_factor = np.float32(LOG2_E if is_plain else 1)
+    zero, operand_factor = np.float32(0), np.float32(LOG2_E if is_plain else 1)
 
     def flash2_mma_dkdv(read, dq_sums, dk, dv, scale, extras):
         """Fill one key tile of dk and dv; with sums, add its part of dq to the sums, which are zero before.
@@ -132,11 +142,7 @@ def dkdv_kernel(
         """
         # 5: for 1 <= j <= T_c
         item = item_of(cuda.blockIdx.x // parts, cuda.blockIdx.y, read.q, read.k, extras)
-        start, queries = item.start, item.q
-        b, h, _, _, _, col, seq_q, seq_k = start
-        part = cuda.blockIdx.x % parts
-        k_chunk, v_chunk = part * (k_own // COLS), part * (v_own // COLS)
-        thread = cuda.threadIdx.x
+        start, part, thread = item.start, cuda.blockIdx.x % parts, cuda.threadIdx.x
         lane, warp = int32(thread % WARP), thread // WARP
         warp_key = warp * warp_keys
         # k, v, two each of q and dout, ds, two each of L and D of rows; then bits
@@ -144,39 +150,29 @@ def dkdv_kernel(
         floats = cuda.shared.array(0, float32)  # the same memory
         memory = shared_address(bits)
         k_tile, v_tile, ds_tile = memory + k_offset, memory + v_offset, memory + ds_offset
-        q_tile, dout_tile = memory + q_offset, memory + dout_offset
         # In a 16 x 8 tile of sums a lane has keys lane / 4 and + 8, and columns 2 (lane % 4) and + 1.
-        dk_acc = cuda.local.array((dk_tiles, 4), float32)  # (warp_keys, k_own) / 32: dK
-        dv_acc = cuda.local.array((dv_tiles, 4), float32)  # (warp_keys, v_own) / 32: dV
+        dk_acc = cuda.local.array((dk_tiles, 4), float32)  # (warp_keys, k_columns) / 32: dK
+        dv_acc = cuda.local.array((dv_tiles, 4), float32)  # (warp_keys, v_columns) / 32: dV
         s = cuda.local.array((s_tiles, 4), float32)  # (warp_keys, step_q) / 32: Sᵀ, then (P ∘ Z)ᵀ
         dp = cuda.local.array((s_tiles, 4), float32)  # (warp_keys, step_q) / 32: dPᵀ, then dSᵀ
+        registers = dk_acc, dv_acc, s, dp
         # 8: for 1 <= i <= T_r, but only those that see a column of the tile
-        first, stop = bounds(col, seq_q, seq_k, extras)
-        entry, entries_stop = entries(item.flat, col, seq_k, first, stop, extras)
-        entry = next_entry(entry, entries_stop, first, stop, extras)
+        visit = begin(item, bounds_of(item, extras), extras)
         # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
-        keys = rows_from(item.k, col)
+        keys = rows_from(item.k, start.col)
         copy_k(thread, read.k, keys, k_tile)
         copy_v(thread, read.v, keys, v_tile)
-        factor, top, dp_unit, delta_unit = units_of(scale, b, h)
-        values = LseAndDelta(zero, zero, zero)
-        if entry < entries_stop:
-            span = rows_from(queries, tile_of(entry, extras) * block_q)
-            copy_q(thread, read.q, span, q_tile)
-            copy_dout(thread, read.dout, span, dout_tile)
-            values = load_values(thread, read, span, top, delta_unit)
-            keep_values(thread, floats, 0, values)
-        cp_async_commit_group()
+        head_units = units_of(scale, start.b, start.h)
+        values = load_queries(thread, read, item, visit, memory, 0, head_units, extras)
+        keep_values(thread, floats, 0, values)
         set_all(dk_acc, zero)
         set_all(dv_acc, zero)
-        factor *= operand_factor
-        units, stage = (factor, dp_unit), 0
-        while entry < entries_stop:
-            t = tile_of(entry, extras)
-            row = t * block_q
-            whole = is_inside(row, col, seq_q, seq_k, extras) and is_whole(entry, extras)
+        units, stage = (head_units[0] * operand_factor, head_units[2]), 0
+        while visit.entry < visit.stop:
+            tile = tile_at(item, visit, bits, extras)
+            row, first_row, first_key = tile.place.row, lane_col(lane), warp_key + lane_row(lane)
             cp_async_wait_all()
-            draw(thread, bits, whole, moved(start, row, 0), extras)
+            draw(thread, tile, extras)
             # The tiles are whole; every warp is done with the other stage and dS.
             has_large = False
             if is_plain:
@@ -184,54 +180,34 @@ def dkdv_kernel(
             else:
                 cuda.syncthreads()
             # 9: load Q_i, dO_i, L_i, D_i: those of the next iteration, while this one computes
-            entry = next_entry(entry + 1, entries_stop, first, stop, extras)
-            other = 1 - stage
-            if entry < entries_stop:
-                span = rows_from(queries, tile_of(entry, extras) * block_q)
-                copy_q(thread, read.q, span, q_tile + other * q_bytes)
-                copy_dout(thread, read.dout, span, dout_tile + other * dout_bytes)
-                # On their way until they are kept below.
-                values = load_values(thread, read, span, top, delta_unit)
-            cp_async_commit_group()
-            large_row = memory + rows_offset + WORD * (stage * block_q + lane_col(lane))
-            place = moved(start, row + lane_col(lane), warp_key + lane_row(lane))
-            tile = ScoreTile(whole, bits, place, edge_of(place, extras))
+            visit = advance(visit, 1, extras)
+            # On their way until they are kept below.
+            values = load_queries(thread, read, item, visit, memory, 1 - stage, head_units, extras)
+            large_row = memory + large_offset + WORD * (stage * block_q + first_row)
+            of_lane = VisitedTile(moved(tile.place, first_row, first_key), tile.whole, bits)
             for step in range(0, block_q, step_q):
                 lane = recomputed(lane)  # addresses of fragments would fill the registers
-                own = WarpLane(lane, warp_key, 0)
-                q_stage = q_tile + stage * q_bytes + HALF * head_width * step
-                dout_stage = dout_tile + stage * dout_bytes + HALF * value_width * step
-                # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
-                multiply_kq(s, k_tile, q_stage, own)
-                multiply_v_dout(dp, v_tile, dout_stage, own)
-                # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-                if is_plain and has_large:
-                    subtract_lse(s, factor, large_row + WORD * step)
-                to_gradients(s, dp, (large_row, step), units, tile, own, extras)
-                if has_sums:
-                    store_ds(dp, ds_tile, WarpLane(lane, warp_key, step // COLS))
-                # 12: dV_j += (P_ij ∘ Z)ᵀ dO_i
-                accumulate_dv(dv_acc, s, dout_stage, WarpLane(lane, warp_key, v_chunk))
-                # 16: dK_j += dSᵀ Q_i
-                accumulate_dk(dk_acc, dp, q_stage, WarpLane(lane, warp_key, k_chunk))
-            keep_values(thread, floats, other, values)
+                rows, own = (stage, step, large_row), WarpLane(lane, warp_key, part)
+                # 10 to 14 and 16: dV_j += Pᵀ dO_i, dK_j += dSᵀ Q_i
+                add_rows(registers, memory, rows, units, of_lane, has_large, own, extras)
+            keep_values(thread, floats, 1 - stage, values)
             if has_sums or has_bits:
                 cuda.syncthreads()  # dS is whole, and the bits have been read
             # 15: dQ_i += dS K_j
             lane = recomputed(lane)
-            add_dq(dq_sums, ds_tile, k_tile, WarpLane(lane, warp, part), item, t, extras)
-            stage = other
+            own = WarpLane(lane, warp, part)
+            add_dq(dq_sums, ds_tile, k_tile, own, item, row // block_q, extras)
+            stage = 1 - stage
         # 18: write dK_j, dV_j
         cp_async_wait_all()
         cuda.syncthreads()  # every warp is done with K, V: what is stored takes their place
-        _, dk_unit, dv_unit = units_of_gradients(scale, b, h)
+        _, dk_unit, dv_unit = units_of_gradients(scale, start.b, start.h)
         scale_all(dk_acc, dk_unit)
         scale_all(dv_acc, dv_unit)
-        store_dk(dk_acc, dk, keys, k_tile, WarpLane(lane, warp_key, k_chunk))
-        store_dv(dv_acc, dv, keys, v_tile, WarpLane(lane, warp_key, v_chunk))
+        store_dk(dk_acc, dk, keys, k_tile, WarpLane(lane, warp_key, part * (k_columns // COLS)))
+        store_dv(dv_acc, dv, keys, v_tile, WarpLane(lane, warp_key, part * (v_columns // COLS)))
 
-    written = array_type(FLOAT32 if numbers.is_wide else BITS, 4)
-    rest = numbers.scale_type(True), extras_type(features, FLOAT32)
-    signature = void(INPUTS_TYPE, array_type(FLOAT32, 3), written, written, *rest)
+    result, sums_type = variant.result_type, array_type(FLOAT32, 3)
+    signature = variant.signature(INPUTS_TYPE, sums_type, result, result)
     shared_bytes = tiles.elements + tile_bits.bytes
     return Kernel(flash2_mma_dkdv, signature, threads, shared_bytes, layout.resident)

@@ -12,10 +12,9 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from numba import float32, uint8, void
+from numba import float32, uint8
 
-from kernels.cuda.attention.flash2_mma.arithmetic import Arithmetic
-from kernels.cuda.attention.flash2_mma.block_item import make_item
+from kernels.cuda.attention.flash2_mma.pipeline import MmaVariant
 from kernels.cuda.attention.flash2_mma.tiles import (
     COLS,
     HALF,
@@ -23,16 +22,13 @@ from kernels.cuda.attention.flash2_mma.tiles import (
     MmaKeyLayout,
     MmaLayout,
     WarpLane,
-    rows_from,
 )
-from kernels.cuda.attention.options.score_functions import extras_type
-from kernels.cuda.attention.options.visits import make_visits
+from kernels.cuda.attention.options.visits import rows_from
 from kernels.cuda.attention.register_tiles import set_all
 from kernels.cuda.ptx.copies import global_address, red_add, red_add_v4, shared_address
 from kernels.cuda.runtime.kernel import WARP, Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
-from kernels.scores.program import PLAIN, Features
 
 
 class DqSums(NamedTuple):
@@ -87,9 +83,7 @@ def _add_nothing(dq_sums, ds_tile, k_tile, own, item, tile, extras):
 
 
 @cache
-def make_add_dq(
-    layout: MmaKeyLayout, sums: DqSums | None, width: int, columns: int, numbers: Arithmetic
-) -> Callable[..., None]:
+def make_add_dq(variant: MmaVariant, sums: DqSums | None, columns: int) -> Callable[..., None]:
     """Return the function that adds dS·K of one key tile and one query tile to the sums of dQ.
 
     ``add_dq(dq_sums, ds_tile, k_tile, own, item, tile, extras)``: dSᵀ is (block_k, block_q) and K
@@ -98,12 +92,12 @@ def make_add_dq(
     """
     if sums is None:
         return _add_nothing
-    q_warps, d_warps, is_wide = sums
+    (layout, width, _, numbers, _, _), (q_warps, d_warps, is_wide) = variant, sums
     row_tiles = layout.block_q // (ROWS * q_warps)
-    own_tiles = columns // (COLS * d_warps)
-    threads, count = layout.threads, row_tiles * own_tiles
+    tiles_across = columns // (COLS * d_warps)
+    threads, count = layout.threads, row_tiles * tiles_across
     slot, zero = _make_slot(layout.block_q), np.float32(0)
-    multiply = numbers.transposed(layout, width, row_tiles, own_tiles)
+    multiply = numbers.transposed(layout, width, row_tiles, tiles_across)
     part_bytes = FLOAT32.itemsize * layout.block_q * columns
 
     @device_function
@@ -112,7 +106,7 @@ def make_add_dq(
         acc = cuda.local.array((count, 4), float32)  # (block_q, columns) / threads: dS·K
         set_all(acc, zero)
         first_row = warp % q_warps * (2 * row_tiles)  # in pieces of eight
-        first_chunk = part * (columns // COLS) + warp // q_warps * own_tiles
+        first_chunk = part * (columns // COLS) + warp // q_warps * tiles_across
         multiply(acc, ds_tile, k_tile, WarpLane(lane, first_row, first_chunk))
         y = cuda.blockIdx.y
         address = global_address(dq_sums) + y * dq_sums.strides[0] + part * part_bytes
@@ -129,23 +123,16 @@ def make_add_dq(
 
 
 @cache
-def dq_end_kernel(
-    layout: MmaKeyLayout,
-    width: int,
-    numbers: Arithmetic,
-    vectors: bool,
-    sums: DqSums,
-    features: Features = PLAIN,
-) -> Kernel:
+def dq_end_kernel(variant: MmaVariant, sums: DqSums) -> Kernel:
     """Return the kernel that converts the sums to dq; its arguments are those of ``dkdv_kernel``."""
+    (layout, width, _, numbers, vectors, _), (q_warps, d_warps, is_wide) = variant, sums
     parts, block_q, threads = layout.parts, layout.block_q, layout.threads
-    own = width // parts
-    q_warps, d_warps, is_wide = sums
-    row_tiles, own_tiles = block_q // (ROWS * q_warps), own // (COLS * d_warps)
-    count, part_size = row_tiles * own_tiles, block_q * own
-    item_of, slot = make_item(make_visits(features, block_q)), _make_slot(block_q)
+    columns = width // parts
+    row_tiles, tiles_across = block_q // (ROWS * q_warps), columns // (COLS * d_warps)
+    count, part_size = row_tiles * tiles_across, block_q * columns
+    item_of, slot = variant.loop().item_of, _make_slot(block_q)
     rows_of_warps, units_of = MmaLayout(block_q, COLS, q_warps), numbers.gradient_units
-    store = numbers.store(rows_of_warps, width, vectors, own // d_warps)
+    store = numbers.store(rows_of_warps, width, vectors, columns // d_warps)
 
     def flash2_mma_dq_end(dq_sums, q, k, dq, scale, extras):
         """Fill one query tile of dq.
@@ -166,7 +153,7 @@ def dq_end_kernel(
         thread = cuda.threadIdx.x
         lane, warp = thread % WARP, thread // WARP
         memory = shared_address(cuda.shared.array(0, uint8))  # the tile
-        acc = cuda.local.array((count, 4), float32)  # (block_q, own) / threads: dQ
+        acc = cuda.local.array((count, 4), float32)  # (block_q, columns) / threads: dQ
         unit, _, _ = units_of(scale, b, h)
         at = slot(item, y, row // block_q, extras)
         for part in range(parts):
@@ -177,11 +164,10 @@ def dq_end_kernel(
                     else:
                         place_of_sum = part * part_size + (4 * n + i) * threads + thread
                     acc[n, i] = dq_sums[y, at, place_of_sum] * unit
-            chunk = part * (own // COLS) + warp // q_warps * own_tiles
+            chunk = part * (columns // COLS) + warp // q_warps * tiles_across
             share = WarpLane(lane, warp % q_warps * (ROWS * row_tiles), chunk)
             store(acc, dq, rows_from(item.q, row), memory, share)
 
-    halves, written = array_type(BITS, 4), array_type(FLOAT32 if numbers.is_wide else BITS, 4)
-    rest = numbers.scale_type(True), extras_type(features, FLOAT32)
-    signature = void(array_type(FLOAT32, 3), halves, halves, written, *rest)
+    halves, result = array_type(BITS, 4), variant.result_type
+    signature = variant.signature(array_type(FLOAT32, 3), halves, halves, result)
     return Kernel(flash2_mma_dq_end, signature, threads, HALF * block_q * width)

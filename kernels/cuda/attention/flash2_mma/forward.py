@@ -11,46 +11,33 @@ without bank conflicts, each fragment of K and V once for all rows of the warp. 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
-from numba import float32, int32, uint8, void
+from numba import float32, int32, uint8
 
 from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash2_mma.arithmetic import Arithmetic
-from kernels.cuda.attention.flash2_mma.block_item import make_item
-from kernels.cuda.attention.flash2_mma.fragment_scores import ScoreTile, make_fragment_scores
+from kernels.cuda.attention.flash2_mma.fragment_scores import make_fragment_scores
+from kernels.cuda.attention.flash2_mma.pipeline import MmaVariant, make_load_keys
 from kernels.cuda.attention.flash2_mma.softmax import (
     SoftmaxRows,
     make_finish_rows,
     make_softmax_step,
 )
-from kernels.cuda.attention.flash2_mma.tiles import (
-    COLS,
-    HALF,
-    ROWS,
-    MmaLayout,
-    WarpLane,
-    rows_from,
-)
-from kernels.cuda.attention.options.score_functions import extras_type
-from kernels.cuda.attention.options.tile_scores import moved
-from kernels.cuda.attention.options.visits import make_next_entry, make_row_bounds, make_visits
-from kernels.cuda.attention.register_tiles import HeadRows, set_all
+from kernels.cuda.attention.flash2_mma.tiles import COLS, HALF, ROWS, MmaLayout, WarpLane
+from kernels.cuda.attention.options.visits import HeadRows
+from kernels.cuda.attention.register_tiles import set_all
 from kernels.cuda.attention.split_keys import own_part
-from kernels.cuda.attention.tile_bits import make_tile_bits
 from kernels.cuda.device.one_source import ceil_div, is_tile_seen
 from kernels.cuda.device.shared_tiles import SharedTiles
-from kernels.cuda.ptx.copies import (
-    cp_async_commit_group,
-    cp_async_wait_all,
-    recomputed,
-    shared_address,
-)
-from kernels.cuda.runtime.kernel import ALL_LANES, WARP, Kernel, array_type
+from kernels.cuda.ptx.copies import cp_async_wait_all, recomputed, shared_address
+from kernels.cuda.runtime.kernel import ALL_LANES, WARP, Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
-from kernels.scores.program import PLAIN, Features
+from kernels.scores.program import PLAIN
 
 #: Tiles of K, and of V, in shared memory: the next are copied while the current ones are multiplied.
 STAGES = 2
@@ -71,52 +58,60 @@ def forward_tiles(
 
 
 @cache
-def forward_kernel(
-    layout: MmaLayout,
-    head_width: int,
-    value_width: int,
-    numbers: Arithmetic,
-    vectors: bool,
-    features: Features = PLAIN,
-    is_positive: bool = True,
-    is_split: bool = False,
-) -> Kernel:
-    """Return the forward kernel for one layout, two widths, one dtype and some options.
+def _make_exponent(numbers: Arithmetic, is_plain: bool, is_positive: bool) -> Callable[..., Any]:
+    """Return ``exponent_of(scale, b, h)``: the factor of products, and (unit, top) of ``softmax``.
 
-    The widths are head_dim and value_dim rounded up to multiples of 16, or more.  ``vectors`` tells whether
-    rows of all tensors are aligned for pieces of 16 bytes and are whole pieces, and ``is_positive`` whether
-    the scale is positive.  Without options, the scale is a factor within the exponent, and a negative one
-    is that of negated products.  If keys ``is_split`` among parts of the grid, out, in float32, lse and
-    lse_rest have a batch for each part.
+    Without options, the scale is a factor within the exponent, and a negative one is that of negated
+    products.
     """
-    block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
-    widths = head_width, value_width
-    row_tiles, col_tiles, own_tiles = layout.row_tiles, block_k // COLS, value_width // COLS
-    warp_rows, own_rows = ROWS * row_tiles, 2 * row_tiles
-    s_tiles, acc_tiles = row_tiles * col_tiles, row_tiles * own_tiles
+    units_of, log2_e, minus_one = numbers.forward_units, np.float32(LOG2_E), np.float32(-1)
+
+    @device_function
+    def exponent_of(scale, b, h):
+        factor, top = units_of(scale, b, h)
+        if not is_plain:
+            return factor, (log2_e, top)
+        if is_positive:
+            return factor, (factor * log2_e, top)
+        return minus_one, (-factor * log2_e, top)
+
+    return exponent_of
+
+
+@cache
+def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool = False) -> Kernel:
+    """Return the forward kernel.
+
+    Args:
+        variant: What it is compiled for.
+        is_positive: Whether the scale is positive.
+        is_split: Whether keys are divided among parts of the grid; out, in float32, lse and lse_rest then
+            have a batch for each part.
+    """
+    layout, head_width, value_width, numbers, vectors, features = variant
+    block_q, block_k, row_tiles = layout.block_q, layout.block_k, layout.row_tiles
+    warp_rows, lane_rows, out_tiles = ROWS * row_tiles, 2 * row_tiles, value_width // COLS
+    s_tiles, acc_tiles = row_tiles * block_k // COLS, row_tiles * out_tiles
     is_plain, is_wide = features.of_elements == PLAIN, is_split or numbers.is_wide
-    tiles = forward_tiles(layout, *widths, numbers.size)
+    tiles = forward_tiles(layout, *variant.widths, numbers.size)
     q_offset, k_offset, v_offset = tiles["q"], tiles["k"], tiles["v"]
-    k_bytes, v_bytes = (numbers.size * block_k * width for width in widths)
-    visits = make_visits(features, block_q)
-    _, entries, tile_of, is_whole, _ = visits
-    item_of, next_entry = make_item(visits), make_next_entry(visits)
-    bounds = make_row_bounds(block_q, block_k)
-    tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
+    k_bytes, v_bytes = (numbers.size * block_k * width for width in variant.widths)
+    item_of, bounds_of, begin, advance, tile_at, *_ = variant.loop()
+    tile_bits = variant.bits(tiles)
     draw, has_bits = tile_bits.draw, tile_bits.bytes
     load_q = numbers.load_q(layout, head_width, vectors)
-    copy_k, copy_v = (numbers.copy(threads, block_k, width, vectors) for width in widths)
+    load_keys = make_load_keys(variant, tiles)
     multiply = numbers.multiply(layout, head_width)
     accumulate = numbers.accumulate(layout, value_width)
     store_out = numbers.store(layout, value_width, vectors, is_wide=is_split)
-    units_of, unit_of_out = numbers.forward_units, numbers.out_unit
+    exponent_of = _make_exponent(numbers, is_plain, is_positive)
     to_scores = make_fragment_scores(layout, features, tile_bits, is_plain and is_positive)
-    softmax_step = make_softmax_step(layout, own_tiles, tile_bits, layout.patience)
-    finish_rows = make_finish_rows(layout, own_tiles, PLAIN if is_split else features, is_wide)
+    softmax_step = make_softmax_step(layout, out_tiles, tile_bits, layout.patience)
+    # Parts of the keys are merged by their own L.
+    finish_rows = make_finish_rows(layout, out_tiles, PLAIN if is_split else features, is_wide)
+    unit_of_out, zero, minus_inf = numbers.out_unit, np.float32(0), np.float32(-math.inf)
     # Where warps meet within a tile, for its bits, none may leave it out.
     skips, has_terms = layout.skips and not has_bits, numbers.size > HALF
-    minus_inf, zero, log2_e = np.float32(-math.inf), np.float32(0), np.float32(LOG2_E)
-    minus_one = np.float32(-1)
 
     def flash2_mma_forward(q, k, v, out, lse, lse_rest, scale, extras):
         """Fill one query tile of out, lse and lse_rest.
@@ -143,66 +138,47 @@ def forward_kernel(
             q_tiles = ceil_div(q.shape[2], block_q)
             x, part, parts = x % q_tiles, x // q_tiles, cuda.gridDim.x // q_tiles
         item = item_of(x, cuda.blockIdx.y, q, k, extras)
-        start, keys = item.start, item.k
-        b, h, _, _, row, _, seq_q, seq_k = start
+        b, h, _, _, row, _, seq_q, _ = item.start
         thread = cuda.threadIdx.x
         lane, warp = thread % WARP, thread // WARP
         if skips:  # from one lane, so that the compiler knows it is uniform in a warp
             warp = int(cuda.shfl_sync(ALL_LANES, int32(warp), 0))
         warp_row = warp * warp_rows
-        own = WarpLane(lane, warp_row, 0)
         bits = cuda.shared.array(0, uint8)  # q, two each of k and v; then bits
         memory = shared_address(bits)
         q_tile, k_tile, v_tile = memory + q_offset, memory + k_offset, memory + v_offset
         # In a 16 x 8 tile of sums a lane has rows lane / 4 and + 8, and columns 2 (lane % 4) and + 1.
         acc = cuda.local.array((acc_tiles, 4), float32)  # (warp_rows, value_dim) / 32: O
         s = cuda.local.array((s_tiles, 4), float32)  # (warp_rows, block_k) / 32: S, then P
-        row_max = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: m, the same in four lanes
-        row_sum = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: l of own columns
-        first, stop, full, full_stop = bounds(row, seq_q, seq_k, extras)
-        entry, entries_stop = entries(item.flat, row, seq_q, first, stop, extras)
+        row_max = cuda.local.array(
+            lane_rows, float32
+        )  # (warp_rows,) / 8: m, the same in four lanes
+        row_sum = cuda.local.array(lane_rows, float32)  # (warp_rows,) / 8: l of own columns
+        visit = begin(item, bounds_of(item, extras), extras)
         if is_split:
-            entry, entries_stop = own_part(entry, entries_stop, part, parts)
-        entry = next_entry(entry, entries_stop, first, stop, extras)
+            visit = advance(own_part(visit, part, parts), 0, extras)
         # 4: load Q_i, and the first K_j and V_j
-        load_q(q, scale, item, q_tile, thread, own, extras)
-        if entry < entries_stop:
-            span = rows_from(keys, tile_of(entry, extras) * block_k)
-            copy_k(thread, k, span, k_tile)
-            copy_v(thread, v, span, v_tile)
-        cp_async_commit_group()
+        load_q(q, scale, item, q_tile, thread, WarpLane(lane, warp_row, 0), extras)
+        load_keys(thread, k, v, item, visit, memory, 0, extras)
         # 5: O = 0, l = 0, m = -inf
-        (factor, top), unit = units_of(scale, b, h), log2_e
-        if is_plain and is_positive:
-            unit = factor * log2_e
-        elif is_plain:
-            unit, factor = -factor * log2_e, minus_one
-        exponent, rows = (unit, top), SoftmaxRows(row_max, row_sum)
-        for i in range(own_rows):
-            row_max[i] = minus_inf
-            row_sum[i] = zero
+        (factor, exponent), rows = exponent_of(scale, b, h), SoftmaxRows(row_max, row_sum)
+        for i in range(lane_rows):
+            row_max[i], row_sum[i] = minus_inf, zero
         set_all(acc, zero)
         has_large, stage = False, 0
         # 6: for 1 <= j <= T_c
-        while entry < entries_stop:
-            j = tile_of(entry, extras)
-            whole = full <= j < full_stop and is_whole(entry, extras)
-            tile = ScoreTile(whole, bits, moved(start, 0, j * block_k), 0)
+        while visit.entry < visit.stop:
+            tile = tile_at(item, visit, bits, extras)
             cp_async_wait_all()
-            draw(thread, bits, whole, tile.place, extras)
+            draw(thread, tile, extras)
             cuda.syncthreads()  # the tiles are whole, and every warp is done with the last ones
             # 7: load K_j, V_j: those of the next iteration, while this one computes
-            entry = next_entry(entry + 1, entries_stop, first, stop, extras)
-            if entry < entries_stop:
-                span, other = rows_from(keys, tile_of(entry, extras) * block_k), 1 - stage
-                copy_k(thread, k, span, k_tile + other * k_bytes)
-                copy_v(thread, v, span, v_tile + other * v_bytes)
-            cp_async_commit_group()
+            visit = advance(visit, 1, extras)
+            load_keys(thread, k, v, item, visit, memory, 1 - stage, extras)
             if skips:
                 this, this_stop = row + warp_row, min(row + warp_row + warp_rows, seq_q)
-                if not is_tile_seen(
-                    this, this_stop, j * block_k, block_k, extras.lower, extras.upper
-                ):
+                col, lower, upper = tile.place.col, extras.lower, extras.upper
+                if not is_tile_seen(this, this_stop, col, block_k, lower, upper):
                     stage = 1 - stage
                     continue  # leaves the tensor cores to the other warps
             if has_terms:
@@ -224,15 +200,15 @@ def forward_kernel(
         own = WarpLane(lane, warp_row, 0)
         span = HeadRows(b + part * q.shape[0], h, item.q.first + row, item.q.stop)
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
-        results, out_unit = (lse, lse_rest), unit_of_out(scale, b, h)
-        finish_rows(acc, rows, exponent, out_unit, results, span, own, extras)
+        finish_rows(
+            acc, rows, exponent, unit_of_out(scale, b, h), (lse, lse_rest), span, own, extras
+        )
         # 14: write O_i
         store_out(acc, out, span, memory, own)
 
     read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
     wide = array_type(FLOAT32, 4)
     of_q, written = (wide if numbers.is_wide else read), (wide if is_wide else read)
-    rest = numbers.scale_type(False), extras_type(features, FLOAT32)
-    signature = void(of_q, read, read, written, rows, rows, *rest)
+    signature = variant.signature(of_q, read, read, written, rows, rows, is_backward=False)
     shared_bytes = tiles.elements + tile_bits.bytes
-    return Kernel(flash2_mma_forward, signature, threads, shared_bytes, layout.resident)
+    return Kernel(flash2_mma_forward, signature, layout.threads, shared_bytes, layout.resident)

@@ -37,18 +37,6 @@ from kernels.runtime.dtypes import FLOAT32
 from kernels.scores.program import PLAIN, Features
 
 
-class ScoreTile(NamedTuple):
-    """A tile of scores: whether nothing in it is masked, its bits, and its first element, a ``TilePlace``.
-
-    By keys, ``place`` is the first element of the lane, and ``edge`` its ``edge_of``, which is 0 by rows.
-    """
-
-    whole: Any
-    bits: Any
-    place: Any
-    edge: Any
-
-
 class LaneRows(NamedTuple):
     """L and D of the rows of a lane, (2 * row_tiles,) float32 each; the large L at ``floats[large_at]``."""
 
@@ -64,7 +52,7 @@ def make_fragment_scores(
 ) -> Callable[..., None]:
     """Return the function that replaces the products of a warp by scores.
 
-    The function is ``to_scores(s, factor, tile, own, extras)``, for a ``ScoreTile`` and a ``WarpLane``.
+    The function is ``to_scores(s, factor, tile, own, extras)``, for a ``VisitedTile`` and a ``WarpLane``.
     """
     row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
     score_of, listed = make_tile_scores(features, FLOAT32).score, tile_bits.listed
@@ -72,7 +60,7 @@ def make_fragment_scores(
 
     @device_function
     def to_scores(s, factor, tile, own, extras):
-        whole, bits, place, _ = tile
+        place, whole, bits = tile
         lane, warp_row = own.lane, own.row
         if not (is_folded and whole):
             first = moved(place, warp_row + lane_row(lane), lane_col(lane))
@@ -124,8 +112,8 @@ def make_gradients_by_rows(
     """Return the function that replaces the products in ``s`` by P, and those in ``dp`` by dS.
 
     The function is ``to_gradients(s, dp, rows, units, tile, own, extras)``, for ``LaneRows``, the factors
-    of s and dp, a ``ScoreTile`` and a ``WarpLane``.  In kernels without options, scores are in base 2, and
-    the ``large_lse`` of rows has been subtracted from the products.
+    of s and dp, a ``VisitedTile`` and a ``WarpLane``.  In kernels without options, scores are in base 2,
+    and the ``large_lse`` of rows has been subtracted from the products.
     """
     row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
     listed, kept, is_plain = tile_bits.listed, tile_bits.kept, features.of_elements == PLAIN
@@ -168,9 +156,9 @@ def make_gradients_by_keys(
 ) -> Callable[..., None]:
     """Return the function that replaces the products in ``s`` by (P ∘ Z)ᵀ, and those in ``dp`` by dSᵀ.
 
-    The function is the same as by rows, but ``rows`` are the address of the ``large_lse`` of the lane's
-    first row, which those of the shift and of D follow, each after two stages, and the first row in the
-    registers.
+    The function is the same as by rows, but the tile begins at the first element of the lane, and ``rows``
+    are the address of the ``large_lse`` of the lane's first row, which those of the shift and of D follow,
+    each after two stages, and the first row in the registers.
     """
     key_tiles, col_tiles = layout.transposed.row_tiles, layout.step_q // COLS
     listed, kept, is_plain = tile_bits.listed, tile_bits.kept, features.of_elements == PLAIN
@@ -184,6 +172,7 @@ def make_gradients_by_keys(
             (large_row, step), (factor, dp_unit) = rows, units
             unit = factor if is_plain else log2_e
             first_row, first_col = lane_col(own.lane), own.row + lane_row(own.lane)
+            edge = edge_of(tile.place, extras)
             for n in range(col_tiles):
                 row_at = large_row + WORD * (step + n * COLS)
                 low, high = ld_shared_v2(row_at + row_bytes)
@@ -203,7 +192,7 @@ def make_gradients_by_keys(
                             else RowTerms(unit, low_lse, low, low_delta)
                         )
                         is_listed = listed(tile.bits, first_row + r, first_col + c)
-                        element = TileElement(r, c, tile.whole, is_listed, tile.edge, tile.place)
+                        element = TileElement(r, c, tile.whole, is_listed, edge, tile.place)
                         p, dp[at, i] = gradient_of(
                             product, dp[at, i] * dp_unit, row, keep, element, extras
                         )

@@ -14,12 +14,12 @@ from kernels.common.online_softmax import PATIENCE
 from kernels.cuda.attention import tensor_cores
 from kernels.cuda.attention.delta import delta_of
 from kernels.cuda.attention.flash2_mma.arithmetic import HALVES, Arithmetic
-from kernels.cuda.attention.flash2_mma.block_item import GradientInputs
 from kernels.cuda.attention.flash2_mma.dkdv import dkdv_kernel, dkdv_tiles
 from kernels.cuda.attention.flash2_mma.dkdv_wide_heads import role_tiles, roles_kernel
 from kernels.cuda.attention.flash2_mma.dq import dq_kernel, dq_tiles
 from kernels.cuda.attention.flash2_mma.dq_atomics import dq_end_kernel, dq_sums, slots_of
 from kernels.cuda.attention.flash2_mma.forward import forward_kernel, forward_tiles
+from kernels.cuda.attention.flash2_mma.pipeline import GradientInputs, MmaVariant
 from kernels.cuda.attention.flash2_mma.tiles import (
     HALF,
     ROWS,
@@ -132,7 +132,7 @@ def _picked(tables: Any, problem: Problem, shared_bytes: Callable[[Any], float])
 
 def widths_of(problem: Problem) -> tuple[int, int]:
     """Return head_dim and value_dim, rounded up for the kernels by query rows."""
-    return widths_in(problem, 16)
+    return widths_in(problem, ROWS)
 
 
 def forward_layout(problem: Problem, layouts: Layouts, size: int) -> MmaLayout:
@@ -192,6 +192,11 @@ class MmaCall(NamedTuple):
         blocks = layout.block_q, layout.block_k
         return make_extras(self.problem, self.operands, *blocks, by_keys=by_keys)
 
+    def variant(self, layout: MmaLayout | MmaKeyLayout, step: int = ROWS) -> MmaVariant:
+        """Return what a kernel is compiled for, with widths that are multiples of a step."""
+        problem, kind = self.problem, (self.numbers, self.vectors)
+        return MmaVariant(layout, *widths_in(problem, step), *kind, problem.features)
+
 
 def tensors_of(operands: Operands) -> tuple[Any, ...]:
     """Return q, k, v, and in the backward pass dout; 16-bit numbers as uint16."""
@@ -217,12 +222,11 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
 
 def launch_forward(call: MmaCall, layout: MmaLayout, out: Any) -> None:
     """Fill out, as the kernel sees it, and lse and lse_rest of a call."""
-    problem, operands, (q, k, v), numbers, vectors, scale, _ = call
+    problem, operands, (q, k, v), _, _, scale, _ = call
     extras = call.extras(layout)
     tiles, lines = grid_of(q, out.shape[2], layout.block_q, extras)
     parts = parts_of(problem, layout, (tiles, lines))
-    kind = numbers, vectors, problem.features, problem.scale > 0.0, parts > 1
-    kernel = forward_kernel(layout, *widths_of(problem), *kind)
+    kernel = forward_kernel(call.variant(layout), problem.scale > 0.0, parts > 1)
     launch, rows = kernel[(tiles * parts, lines), layout.threads], (operands.lse, operands.lse_rest)
     if parts == 1:
         launch(q, k, v, out, *rows, scale, extras)
@@ -249,10 +253,10 @@ def launch_backward(
     layout = _picked(
         layouts.by_keys, problem, lambda one: _bytes_by_keys(one, problem, numbers.size)
     )
-    widths = head, _ = widths_in(problem, layout.step)
     sums, shares = None, None
     if not problem.deterministic:
         sequences = 1 if problem.sequences is None else problem.sequences.count
+        head, _ = widths_in(problem, layout.step)
         slots = slots_of(dq.shape[2], layout.block_q, sequences)
         sums = empty_device((math.prod(dq.shape[:2]), slots, layout.block_q * head), FLOAT32)
         shares = dq_sums(layout, head // layout.parts, compute_capability() >= WIDE_ADDS)
@@ -263,17 +267,14 @@ def launch_backward(
         _launch_by_rows(call, layouts, read, dq)
     extras = call.extras(layout, by_keys=True)
     tiles, lines = grid_of(k, dk.shape[2], layout.block_k, extras)
-    kind = call.numbers, call.vectors, shares, problem.features
-    if isinstance(layout, MmaRoleLayout):
-        kernel = roles_kernel(layout, head, *kind)
-    else:
-        kernel = dkdv_kernel(layout, *widths, *kind)
-    launch = kernel[(tiles * layout.parts, lines), layout.threads]
+    variant = call.variant(layout, layout.step)
+    make_kernel = roles_kernel if isinstance(layout, MmaRoleLayout) else dkdv_kernel
+    launch = make_kernel(variant, shares)[(tiles * layout.parts, lines), layout.threads]
     launch(read, call.delta if sums is None else sums, dk, dv, call.scale, extras)
     if shares is not None:
         extras = call.extras(layout)
         grid = grid_of(q, dq.shape[2], layout.block_q, extras)
-        end = dq_end_kernel(layout, head, *kind)
+        end = dq_end_kernel(variant, shares)
         end[grid, layout.threads](sums, q, k, dq, call.scale, extras)
 
 
@@ -296,5 +297,5 @@ def _launch_by_rows(call: MmaCall, layouts: Layouts, read: GradientInputs, dq: A
     )
     extras = call.extras(layout)
     grid = grid_of(dq, dq.shape[2], layout.block_q, extras)
-    kernel = dq_kernel(layout, *widths, call.numbers, call.vectors, call.problem.features)
+    kernel = dq_kernel(call.variant(layout))
     kernel[grid, layout.threads](read, dq, call.scale, extras)

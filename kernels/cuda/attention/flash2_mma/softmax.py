@@ -18,6 +18,7 @@ from kernels.cuda.attention.flash2_mma.tiles import COLS, ROWS, MmaLayout
 from kernels.cuda.attention.options.score_functions import make_row_end
 from kernels.cuda.attention.tile_bits import TileBits
 from kernels.cuda.device.one_source import shift_of
+from kernels.cuda.device.row_folds import make_lane_folds
 from kernels.cuda.ptx.fragments import lane_col, lane_row
 from kernels.cuda.ptx.numbers import ex2, mul_rn, rcp
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
@@ -33,24 +34,8 @@ class SoftmaxRows(NamedTuple):
     sum: Any
 
 
-#: The four lanes that share a row of scores exchange values in two steps, over distances of 1 and 2.
-QUAD = (1, 2)
-
-
-@device_function
-def row_max_of(value):
-    """Return the maximum over the four lanes that share a row."""
-    for step in QUAD:
-        value = max(value, cuda.shfl_xor_sync(ALL_LANES, value, step))
-    return value
-
-
-@device_function
-def row_sum_of(value):
-    """Return the sum over the four lanes that share a row."""
-    for step in QUAD:
-        value += cuda.shfl_xor_sync(ALL_LANES, value, step)
-    return value
+#: Maximum and sum over the four lanes that share a row of scores.
+row_max_of, row_sum_of = make_lane_folds(4)
 
 
 @cache

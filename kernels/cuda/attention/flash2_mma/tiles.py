@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from numba import int32, int64, uint16, uint32
 
-from kernels.cuda.attention.register_tiles import HeadRows
 from kernels.cuda.ptx.copies import (
     cp_async_16,
     global_address,
@@ -49,12 +48,6 @@ class WarpLane(NamedTuple):
     lane: Any
     row: Any
     chunk: Any
-
-
-@device_function
-def rows_from(rows, count):
-    """Return a ``HeadRows`` without its first rows."""
-    return HeadRows(rows.b, rows.h, rows.first + count, rows.stop)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from kernels.cuda.device.head_maximum import (
     make_note_max,
 )
 from kernels.cuda.device.one_source import batch_and_head, ceil_div
-from kernels.cuda.device.row_folds import warp_max
+from kernels.cuda.device.row_folds import make_lane_folds
 from kernels.cuda.device.vector import are_vectors
 from kernels.cuda.ptx.copies import (
     global_address,
@@ -41,7 +41,7 @@ from kernels.cuda.ptx.copies import (
 from kernels.cuda.ptx.numbers import bits_of, float_of
 from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place
 from kernels.cuda.runtime.arrays import device_view, element_strides, empty_device
-from kernels.cuda.runtime.kernel import ALL_LANES, WARP, WORD, Kernel, array_type, device_function
+from kernels.cuda.runtime.kernel import WARP, WORD, Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
 
@@ -183,8 +183,8 @@ def split_kernel(count: int, splits: int, lanes: int, terms: int, has_norms: boo
     The first ``splits`` are split, the others only get their units.  ``lanes``, a power of two up to 32,
     share a row, one piece each.
     """
-    steps, threads = lanes.bit_length() - 1, THREADS
-    step_rows = threads // lanes
+    (_, lane_sum), (warp_max, _) = make_lane_folds(lanes), make_lane_folds(WARP)
+    threads, step_rows = THREADS, THREADS // lanes
     rows, held = HELD * step_rows, HELD * PIECE
     split_piece, load = _make_split_piece(terms), _make_load(step_rows)
     note_max, head_max = make_note_max(threads), make_head_max(threads)
@@ -247,9 +247,7 @@ def split_kernel(count: int, splits: int, lanes: int, terms: int, has_norms: boo
                         if terms == 2:
                             st_global_v4(address + (seq + own) * target.strides[2], low_pairs)
                     if has_norms:
-                        for step in range(steps):
-                            square += cuda.shfl_xor_sync(ALL_LANES, square, 1 << step)
-                        largest_square = max(largest_square, square)
+                        largest_square = max(largest_square, lane_sum(square))
                 if has_norms:
                     largest_square = warp_max(largest_square)
                     if thread % WARP == 0:

@@ -39,7 +39,8 @@ from kernels.cuda.attention.flash2_mma.tiles import (
     MmaLayout,
     make_copy_tile,
 )
-from kernels.cuda.attention.register_tiles import HeadRows, set_all
+from kernels.cuda.attention.options.visits import HeadRows
+from kernels.cuda.attention.register_tiles import set_all
 from kernels.cuda.ptx.copies import st_shared
 from kernels.cuda.ptx.fragments import lane_col, lane_row
 from kernels.cuda.ptx.mma import MMA
@@ -116,47 +117,49 @@ def make_keep_terms(layout: MmaLayout, rows: int, width: int) -> Callable[..., N
     return keep_terms
 
 
-@cache
-def _make_products(
-    row_tiles: int, stride: int, apart: bool = False, is_transposed: bool = False
-) -> tuple[Any, Any, int]:
-    """Return functions that add products of terms to sums with the accuracy of float32.
+def _make_add_steps(
+    row_tiles: int, stride: int, together: int, load_right: Any, term: int,
+    *, apart: bool = False, is_transposed: bool = False,
+) -> Callable[..., None]:  # fmt: skip
+    """Return ``add_steps(sums, n, a, first, tile, step, own)``: add products of ``together`` steps.
 
-    ``multiply(part, a, first, b)`` adds the products of a step to ``part``, (tiles, 4) float32.
-    ``add(sums, at, part)`` adds it to ``sums[at + m * stride]`` and the next tile, for each tile m of A.
-    The number of tiles is returned, too.
+    The sums are those of the two tiles of pair ``n`` of B: ``sums[2 * n + m * stride]`` and the next one,
+    for each tile m of A.  Term t of tile m of A is ``a[first + t * row_tiles + m]``; later steps follow.
+    ``load_right`` loads B from ``tile``, where the second term begins ``term`` bytes later.
 
     Tensor cores truncate sums towards zero, by up to a unit in the last place.  Over the many products of
     a sum this exceeds float32's own rounding.  Groups of a few products are therefore summed from zero, the
-    smaller ones of a step first, and CUDA cores add these small partial sums, rounding to nearest.
-
-    Term t of tile m of A is ``a[first + t * row_tiles + m]``; those of the two tiles of B are ``b[2 * t]``
-    and ``b[2 * t + 1]``.  If ``apart``, ``part`` has separate tiles for the products of a step, so that
-    none waits for another.  The terms of transposed operands are exchanged, for the same order of sums.
+    smaller ones of a step first, and CUDA cores add these small partial sums, rounding to nearest.  If
+    ``apart``, the products of a step have separate partial sums, so that none waits for another.  The terms
+    of transposed operands are exchanged, for the same order of sums.
     """
     lefts, rights = (RIGHT, LEFT) if is_transposed else (LEFT, RIGHT)
-    products = len(LEFT)
-    own, parts = (2 * row_tiles, products) if apart else (0, 1)
+    products, a_step = len(LEFT), TERMS * row_tiles
+    pair, parts = (2 * row_tiles, products) if apart else (0, 1)
+    part_tiles = parts * 2 * row_tiles
 
     @device_function
-    def multiply(part, a, first, b):
-        for p in range(products):
-            left, right = first + lefts[p] * row_tiles, 2 * rights[p]
-            for m in range(row_tiles):
-                mma(part[p * own + 2 * m], a[left + m], b[right])
-                mma(part[p * own + 2 * m + 1], a[left + m], b[right + 1])
-
-    @device_function
-    def add(sums, at, part):
+    def add_steps(sums, n, a, first, tile, step, own):
+        b = cuda.local.array((B_TILES, 2), uint32)  # of terms (16, 16) / 32
+        part = cuda.local.array((part_tiles, 4), float32)  # (rows, 16) / 32: of few steps
+        set_all(part, _ZERO)
+        for i in range(together):
+            for t in range(TERMS):
+                load_right(b, 2 * t, tile + t * term, step + i, n, own)
+            for p in range(products):
+                left, right = first + i * a_step + lefts[p] * row_tiles, 2 * rights[p]
+                for m in range(row_tiles):
+                    mma(part[p * pair + 2 * m], a[left + m], b[right])
+                    mma(part[p * pair + 2 * m + 1], a[left + m], b[right + 1])
         for m in range(row_tiles):
             for half in range(2):
                 for i in range(4):
-                    found = part[2 * m + half, i]
+                    total = part[2 * m + half, i]
                     for p in range(1, parts):
-                        found += part[p * own + 2 * m + half, i]
-                    sums[at + m * stride + half, i] += found
+                        total += part[p * pair + 2 * m + half, i]
+                    sums[2 * n + m * stride + half, i] += total
 
-    return multiply, add, parts * 2 * row_tiles
+    return add_steps
 
 
 @cache
@@ -168,20 +171,18 @@ def make_multiply_terms(
     load_q, load_k = make_load_left(row_tiles, width), make_load_right(width, is_transposed=True)
     a_term, b_term = HALF * layout.block_q * width, HALF * (b_rows or layout.block_k) * width
     # For wide heads, warps have few tiles of S, and would wait for one product after the other.
-    of_step = _make_products(row_tiles, col_tiles, width > WIDE, is_transposed)
-    multiply_step, add, part_tiles = of_step
+    kind = {"apart": width > WIDE, "is_transposed": is_transposed}
     nothing = np.float32(-0.0)  # what is added to that stays as it is, and the compiler knows
 
     def make_part(group: int) -> Callable[..., None]:
         first = group * TOGETHER
         together = min(TOGETHER, steps - first)
         a_tiles = together * TERMS * row_tiles
+        add_steps = _make_add_steps(row_tiles, col_tiles, together, load_k, b_term, **kind)
 
         @device_function
         def multiply_terms(s, q_tile, k_tile, own):
             a = cuda.local.array((a_tiles, 4), uint32)  # of terms (rows, 16 · together) / 32
-            b = cuda.local.array((B_TILES, 2), uint32)  # of terms (16, 16) / 32
-            part = cuda.local.array((part_tiles, 4), float32)  # (rows, 16) / 32: of few steps
             if first == 0:
                 set_all(s, nothing)
             for i in range(together):
@@ -189,12 +190,7 @@ def make_multiply_terms(
                     at = (i * TERMS + t) * row_tiles
                     load_q(a, at, q_tile + t * a_term, first + i, own)
             for n in range(col_tiles // 2):
-                set_all(part, _ZERO)
-                for i in range(together):
-                    for t in range(TERMS):
-                        load_k(b, 2 * t, k_tile + t * b_term, first + i, n, own)
-                    multiply_step(part, a, i * TERMS * row_tiles, b)
-                add(s, 2 * n, part)
+                add_steps(s, n, a, 0, k_tile, first, own)
 
         return multiply_terms
 
@@ -212,7 +208,7 @@ def _make_add_groups(
     """
     own_tiles, v_term, load_v = columns // COLS, HALF * v_rows * width, make_load_right(width)
     together = math.gcd(steps, TOGETHER)  # in one sum
-    multiply_step, add, part_tiles = _make_products(row_tiles, own_tiles)
+    add_steps = _make_add_steps(row_tiles, own_tiles, together, load_v, v_term)
     in_turn = IN_TURN if row_tiles * own_tiles <= MANY else IN_TURN_OF_MANY
     pairs = max(in_turn // (2 * row_tiles), 1)
     while own_tiles // 2 % pairs:
@@ -221,16 +217,9 @@ def _make_add_groups(
     def make_add_group(group: int) -> Callable[..., None]:
         @device_function
         def add_group(acc, p, v_tile, own):
-            b = cuda.local.array((B_TILES, 2), uint32)  # of terms (16, 16) / 32
-            part = cuda.local.array((part_tiles, 4), float32)  # (rows, 16) / 32: of few steps
             for first in range(0, steps, together):
                 for n in range(group * pairs, (group + 1) * pairs):
-                    set_all(part, _ZERO)
-                    for i in range(first, first + together):
-                        for t in range(TERMS):
-                            load_v(b, 2 * t, v_tile + t * v_term, i, n, own)
-                        multiply_step(part, p, i * TERMS * row_tiles, b)
-                    add(acc, 2 * n, part)
+                    add_steps(acc, n, p, first * TERMS * row_tiles, v_tile, first, own)
 
         return add_group
 
@@ -291,25 +280,18 @@ def make_transposed_terms(
     load_ds = make_load_left(row_tiles, layout.block_q, is_transposed=True)
     load_k, steps = make_load_right(width), layout.block_k // DEPTH
     together = math.gcd(steps, TOGETHER)  # in one sum
-    multiply_step, add, part_tiles = _make_products(row_tiles, own_tiles)
+    add_steps = _make_add_steps(row_tiles, own_tiles, together, load_k, k_term)
     a_tiles = together * TERMS * row_tiles
 
     @device_function
     def transposed_terms(acc, ds_tile, k_tile, own):
         a = cuda.local.array((a_tiles, 4), uint32)  # of terms and steps (16 row_tiles, 16) / 32
-        b = cuda.local.array((B_TILES, 2), uint32)  # of terms (16, 16) / 32
-        part = cuda.local.array((part_tiles, 4), float32)  # (16 row_tiles, 16) / 32: dS·K
         for first in range(0, steps, together):
             for i in range(together):
                 for t in range(TERMS):
                     at = (i * TERMS + t) * row_tiles
                     load_ds(a, at, ds_tile + t * ds_term, first + i, own)
             for n in range(own_tiles // 2):
-                set_all(part, _ZERO)
-                for i in range(together):
-                    for t in range(TERMS):
-                        load_k(b, 2 * t, k_tile + t * k_term, first + i, n, own)
-                    multiply_step(part, a, i * TERMS * row_tiles, b)
-                add(acc, 2 * n, part)
+                add_steps(acc, n, a, 0, k_tile, first, own)
 
     return transposed_terms

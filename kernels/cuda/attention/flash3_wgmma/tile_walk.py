@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from numba import int32, uint64
 
 from kernels.cuda.attention.flash3_wgmma.layout import PADDING, item_of
-from kernels.cuda.attention.options.visits import Visits, make_visits
+from kernels.cuda.attention.options.visits import TileLoop, make_tile_loop
 from kernels.cuda.device.one_source import first_full_tile, first_tile, full_tiles_stop, tiles_stop
 from kernels.cuda.runtime.kernel import device_function
 from kernels.scores.program import Features
@@ -77,8 +77,8 @@ def make_walk(features: Features, block_q: int, block_k: int = 0, by_keys: bool 
     Only ``place`` can do without ``block_k``.
     """
     block = block_k if by_keys else block_q
-    visits = make_visits(features, block, by_keys)
-    packed, tile_of, entries = visits.place, _make_tile_of(visits), _make_entries(features, visits)
+    loop = make_tile_loop(features, block_q, block_k, by_keys)
+    packed, tile_of, entries = loop.place, _make_tile_of(loop), _make_entries(features, loop)
     is_packed, has_patterns = features.packed, features.has_patterns
 
     @device_function
@@ -118,9 +118,9 @@ def make_walk(features: Features, block_q: int, block_k: int = 0, by_keys: bool 
     return Walk(place, item, tile_of, pattern_of)
 
 
-def _make_tile_of(visits: Visits) -> Callable[..., Any]:
+def _make_tile_of(loop: TileLoop) -> Callable[..., Any]:
     """Return ``Walk.tile_of``."""
-    listed_tile = visits.tile_of
+    listed_tile = loop.tile_of
 
     @device_function
     def tile_of(entry, extras):
@@ -129,12 +129,12 @@ def _make_tile_of(visits: Visits) -> Callable[..., Any]:
     return tile_of
 
 
-def _make_entries(features: Features, visits: Visits) -> Callable[..., Any]:
+def _make_entries(features: Features, loop: TileLoop) -> Callable[..., Any]:
     """Return ``entries(flat, start, size, first, stop, extras)``: the first and one past the last visited.
 
     The tiles from ``first`` up to ``stop`` are within the bounds.
     """
-    listed, tile_of, is_listed = visits.entries, _make_tile_of(visits), features.block_mask
+    listed, tile_of, is_listed = loop.entries, _make_tile_of(loop), features.block_mask
 
     @device_function
     def first_from(begin, end, tile, extras):

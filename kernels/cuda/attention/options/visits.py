@@ -13,22 +13,85 @@ from numba import int64, uint64
 
 from kernels.common.geometry import PLAIN
 from kernels.cuda.attention.options.score_functions import Extras
+from kernels.cuda.attention.options.tile_scores import TilePlace, moved
 from kernels.cuda.device.one_source import (
+    batch_and_head,
     ceil_div,
     first_full_tile,
     first_tile,
     full_tiles_stop,
     is_full_tile,
+    numbers_of_mods,
     tiles_stop,
 )
 from kernels.cuda.runtime.kernel import device_function
 from kernels.scores.program import Features
 
 
-class Visits(NamedTuple):
-    """The functions that :func:`make_visits` returns.
+class HeadRows(NamedTuple):
+    """Rows of head ``h`` in batch ``b`` of an array, from ``first`` up to, but excluding, ``stop``."""
+
+    b: Any
+    h: Any
+    first: Any
+    stop: Any
+
+
+@device_function
+def rows_from(rows, count):
+    """Return a ``HeadRows`` without its first rows."""
+    return HeadRows(rows.b, rows.h, rows.first + count, rows.stop)
+
+
+class BlockItem(NamedTuple):
+    """The tile of a block: the flat index of (batch, head), and where the tile and its sequences begin.
+
+    ``start`` is a ``TilePlace``, with 0 on the other side; ``q`` and ``k`` are the :class:`HeadRows` of the
+    sequences.
+    """
+
+    flat: Any
+    start: Any
+    q: Any
+    k: Any
+
+
+class Visit(NamedTuple):
+    """The entry that a block visits, one past its last entry, and the bounds of its tiles.
+
+    ``bounds`` are the first tile that is not fully masked and one past the last, and the same for the tiles
+    that the bounds do not mask, which only blocks of query rows know in advance.
+    """
+
+    entry: Any
+    stop: Any
+    bounds: Any
+
+
+class VisitedTile(NamedTuple):
+    """The tile of scores that a block works on.
 
     Attributes:
+        place: The ``TilePlace`` of its first element.
+        whole: Whether bounds and lists mask nothing in it.
+        bits: The bytes of ``tile_bits``.
+    """
+
+    place: Any
+    whole: Any
+    bits: Any
+
+
+class TileLoop(NamedTuple):
+    """The functions that :func:`make_tile_loop` returns: the loop of a block over the tiles that it visits.
+
+    Attributes:
+        item_of: ``(x, y, q, k, extras)``: the :class:`BlockItem` of block (x, y) of the grid.
+        bounds_of: ``(item, extras)``: the bounds of :class:`Visit`.
+        begin: ``(item, bounds, extras)``: the first :class:`Visit`.
+        advance: ``(visit, steps, extras)``: the visit ``steps`` entries later, or the next one within the
+            bounds.
+        tile_at: ``(item, visit, bits, extras)``: the :class:`VisitedTile`.
         place: ``(x, y, rows, cols, extras)``: the tile of block (x, y) of the grid, where q has ``rows``
             and k has ``cols``: the flat index of (batch, head), the first place of the tile relative to
             its sequence, the first row of the sequence in q, its rows, its first column in k, and its
@@ -37,26 +100,31 @@ class Visits(NamedTuple):
             the tile at ``start`` visits, if the lists are for ``size`` places and the tiles from
             ``first`` up to ``stop`` are within the bounds.
         tile_of: ``(entry, extras)``: the number of the visited tile.
-        is_whole: ``(entry, extras)``: whether the block mask masks none of its elements.
-        is_within: ``(tile, first, stop)``: whether the tile of an entry is within the bounds.
     """
 
+    item_of: Callable[..., BlockItem]
+    bounds_of: Callable[..., Any]
+    begin: Callable[..., Visit]
+    advance: Callable[..., Visit]
+    tile_at: Callable[..., VisitedTile]
     place: Callable[..., Any]
     entries: Callable[..., Any]
     tile_of: Callable[..., Any]
-    is_whole: Callable[..., Any]
-    is_within: Callable[..., Any]
 
 
 @cache
-def make_visits(features: Features, block: int, by_keys: bool = False) -> Visits:
-    """Return the functions for tiles of ``block`` query rows, or of keys.
+def make_tile_loop(
+    features: Features, block_q: int, block_k: int, by_keys: bool = False
+) -> TileLoop:
+    """Return the functions for blocks of query rows, which visit tiles of keys, or for blocks of keys.
 
     Args:
         features: Options of the kernel.
-        block: Rows or columns of a tile on the kernel's own side.
-        by_keys: Whether the kernel's own side is the keys.
+        block_q: Rows of a tile.
+        block_k: Columns of a tile; only ``place`` can do without.
+        by_keys: Whether a block has keys, and visits tiles of query rows.
     """
+    block = block_k if by_keys else block_q
     is_packed, has_list = features.packed, features.block_mask
 
     @device_function
@@ -88,40 +156,18 @@ def make_visits(features: Features, block: int, by_keys: bool = False) -> Visits
         # END TASK 5.9
 
     @device_function
-    def is_whole(entry, extras):
-        return bool(extras.tile_full[uint64(entry)]) if has_list else True
+    def item_of(x, y, q, k, extras):
+        b, h = batch_and_head(y, q.shape[1])
+        flat, first, first_q, seq_q, first_k, seq_k = place(x, y, q.shape[2], k.shape[2], extras)
+        batch, head = numbers_of_mods(flat, extras)
+        row, col = (0, first) if by_keys else (first, 0)
+        start = TilePlace(b, h, batch, head, row, col, seq_q, seq_k)
+        q_rows = HeadRows(b, h, first_q, first_q + seq_q)
+        return BlockItem(flat, start, q_rows, HeadRows(b, h, first_k, first_k + seq_k))
 
     @device_function
-    def is_within(tile, first, stop):
-        return first <= tile < stop if has_list else True
-
-    return Visits(place, entries, tile_of, is_whole, is_within)
-
-
-@cache  # beyond module 5
-def make_next_entry(visits: Visits) -> Callable[..., Any]:  # beyond module 5
-    """Return ``next_entry(entry, entries_stop, first, stop, extras)``: the next entry within the bounds."""
-    tile_of, is_within = visits.tile_of, visits.is_within
-
-    @device_function
-    def next_entry(entry, entries_stop, first, stop, extras):
-        while entry < entries_stop and not is_within(tile_of(entry, extras), first, stop):
-            entry += 1
-        return entry
-
-    return next_entry
-
-
-@cache
-def make_row_bounds(block_q: int, block_k: int) -> Callable[..., tuple[int, int, int, int]]:
-    """Return ``bounds(row, seq_q, seq_k, extras)``, for the query tile at ``row``.
-
-    It returns the first key tile with a visible key and one past the last, then the same for the key tiles
-    in which the bounds mask nothing.
-    """
-
-    @device_function
-    def bounds(row, seq_q, seq_k, extras):
+    def bounds_by_rows(item, extras):
+        row, seq_q, seq_k = item.start.row, item.start.seq_q, item.start.seq_k
         row_stop = min(row + block_q, seq_q)
         return (
             first_tile(row, block_k, seq_k, extras.lower),
@@ -130,33 +176,52 @@ def make_row_bounds(block_q: int, block_k: int) -> Callable[..., tuple[int, int,
             full_tiles_stop(row, block_k, seq_k, extras.upper),
         )
 
-    return bounds
-
-
-@cache
-def make_key_bounds(
-    block_q: int, block_k: int
-) -> tuple[Callable[..., tuple[int, int]], Callable[..., bool]]:
-    """Return two functions of the bounds for tiles of keys: ``bounds`` and ``is_inside``.
-
-    ``bounds(col, seq_q, seq_k, extras)``: the first query tile to which a key of the tile at ``col`` is
-    visible, and one past the last.
-
-    ``is_inside(row, col, seq_q, seq_k, extras)``: whether the bounds mask none of a tile's elements.
-    """
-
     @device_function
-    def bounds(col, seq_q, seq_k, extras):
+    def bounds_by_keys(item, extras):
+        col, seq_q, seq_k = item.start.col, item.start.seq_q, item.start.seq_k
         return (
             first_tile(col, block_q, seq_q, -extras.upper),
             tiles_stop(min(col + block_k, seq_k), block_q, seq_q, -extras.lower),
         )
 
     @device_function
-    def is_inside(row, col, seq_q, seq_k, extras):
-        return is_full_tile(row, block_q, seq_q, col, block_k, seq_k, extras.lower, extras.upper)
+    def advance(visit, steps, extras):
+        entry, stop, bounds = visit
+        entry += steps
+        if has_list:
+            while entry < stop and not bounds[0] <= tile_of(entry, extras) < bounds[1]:
+                entry += 1
+        return Visit(entry, stop, bounds)
 
-    return bounds, is_inside
+    @device_function
+    def begin(item, bounds, extras):
+        _, _, _, _, row, col, seq_q, seq_k = item.start
+        start, size = (col, seq_k) if by_keys else (row, seq_q)
+        entry, stop = entries(item.flat, start, size, bounds[0], bounds[1], extras)
+        return advance(Visit(entry, stop, bounds), 0, extras)
+
+    @device_function
+    def tile_by_rows(item, visit, bits, extras):
+        tile = tile_of(visit.entry, extras)
+        whole = visit.bounds[2] <= tile < visit.bounds[3]
+        if has_list:
+            whole = whole and bool(extras.tile_full[uint64(visit.entry)])
+        return VisitedTile(moved(item.start, 0, tile * block_k), whole, bits)
+
+    @device_function
+    def tile_by_keys(item, visit, bits, extras):
+        row = tile_of(visit.entry, extras) * block_q
+        _, _, _, _, _, col, seq_q, seq_k = item.start
+        lower, upper = extras.lower, extras.upper
+        whole = is_full_tile(row, block_q, seq_q, col, block_k, seq_k, lower, upper)
+        if has_list:
+            whole = whole and bool(extras.tile_full[uint64(visit.entry)])
+        return VisitedTile(moved(item.start, row, 0), whole, bits)
+
+    bounds_of, tile_at = (
+        (bounds_by_keys, tile_by_keys) if by_keys else (bounds_by_rows, tile_by_rows)
+    )
+    return TileLoop(item_of, bounds_of, begin, advance, tile_at, place, entries, tile_of)
 
 
 def tiles_of(seq: int, block: int, extras: Extras) -> int:

@@ -112,19 +112,8 @@ class TileLoop(NamedTuple):
     tile_of: Callable[..., Any]
 
 
-@cache
-def make_tile_loop(
-    features: Features, block_q: int, block_k: int, by_keys: bool = False
-) -> TileLoop:
-    """Return the functions for blocks of query rows, which visit tiles of keys, or for blocks of keys.
-
-    Args:
-        features: Options of the kernel.
-        block_q: Rows of a tile.
-        block_k: Columns of a tile; only ``place`` can do without.
-        by_keys: Whether a block has keys, and visits tiles of query rows.
-    """
-    block = block_k if by_keys else block_q
+def _make_entries(features: Features, block: int, by_keys: bool) -> tuple[Callable[..., Any], ...]:
+    """Return ``place``, ``entries`` and ``tile_of`` of :class:`TileLoop`, for tiles of ``block`` places."""
     is_packed, has_list = features.packed, features.block_mask
 
     @device_function
@@ -154,6 +143,24 @@ def make_tile_loop(
         # TASK 5.9: The number of the tile of an entry, from tile_ids.
         return int64(extras.tile_ids[uint64(entry)])
         # END TASK 5.9
+
+    return place, entries, tile_of
+
+
+@cache
+def make_tile_loop(
+    features: Features, block_q: int, block_k: int, by_keys: bool = False
+) -> TileLoop:
+    """Return the functions for blocks of query rows, which visit tiles of keys, or for blocks of keys.
+
+    Args:
+        features: Options of the kernel.
+        block_q: Rows of a tile.
+        block_k: Columns of a tile; only ``place`` can do without.
+        by_keys: Whether a block has keys, and visits tiles of query rows.
+    """
+    place, entries, tile_of = _make_entries(features, block_k if by_keys else block_q, by_keys)
+    has_list = features.block_mask
 
     @device_function
     def item_of(x, y, q, k, extras):

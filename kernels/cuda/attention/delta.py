@@ -70,11 +70,7 @@ def make_row_sum(lanes: int, dtype: str, vectors: bool) -> Callable[..., Any]:
     """Return ``row_sum(dout, out, b, h, row, lane, inside)``: rowsum(dO ∘ O), in all lanes of a row.
 
     Every lane of a warp must call it.  Lanes of a row out of bounds pass ``inside`` as false and get 0.
-
-    Args:
-        lanes: Number of lanes that share a row; a power of two, up to 32.
-        dtype: "float16", "bfloat16" or "float32".
-        vectors: Rows are aligned for pieces of 16 bytes and are whole pieces.
+    See :func:`delta_kernel`.
     """
     (add, number), (_, lane_sum) = _make_add_products(dtype), make_lane_folds(lanes)
     of_piece = CHUNK // _stored(dtype).itemsize
@@ -107,13 +103,9 @@ def _stored(dtype: str) -> Any:
 
 @device_function
 def zero_sums(sums, thread, threads):
-    """Fill this thread's share of flat float32 sums with zeros, 16 bytes at a time.
+    """Fill a thread's share of flat float32 sums with zeros, 16 bytes at a time.
 
-    Args:
-        sums: A multiple of four elements; a single element means that there are no sums, and stays
-            unchanged.
-        thread: Index of the thread in the grid.
-        threads: Number of threads of the grid.
+    There are a multiple of four elements, or a single one that stays unchanged for no sums.
     """
     zeros = cuda.local.array(4, uint32)  # (4,)
     for w in range(4):
@@ -171,15 +163,9 @@ def delta_kernel(lanes: int, dtype: str, vectors: bool, has_dlse: bool) -> Kerne
 
 
 def delta_of(problem: Problem, operands: Operands, sums: Any = None) -> Any:
-    """Return D = rowsum(dO ∘ O), minus the gradient of lse if there is one.
+    """Return D = rowsum(dO ∘ O), minus the gradient of lse if there is one, in float32.
 
-    Args:
-        problem: The checked call, in 16 or 32 bits.
-        operands: The operands, on the device: dout, out, and dlse or None.
-        sums: Contiguous float32, a multiple of four elements, to fill with zeros by the same launch.
-
-    Returns:
-        (batch, heads, seq_q) float32, contiguous.
+    The same launch fills ``sums`` with zeros: contiguous float32, a multiple of four elements.
     """
     dout, out = as_bits(operands.dout), as_bits(operands.out)
     has_dlse = operands.dlse is not None

@@ -190,11 +190,6 @@ def make_load_tile(variant: Variant, rows: int, width: int) -> Callable[..., Non
 
     It copies ``rows``, a ``visits.HeadRows``, times ``factor`` to shared memory, with zeros for rows from
     ``stop`` on and for columns that the source does not have.  Elements out of bounds are never read.
-
-    Args:
-        variant: What the kernel is compiled for.
-        rows: Rows of the tile.
-        width: Columns of the tile, at least those of the source.
     """
     layout, vectors, height = variant.layout, variant.vectors, rows
     stride, threads = layout.row_stride(width), layout.threads

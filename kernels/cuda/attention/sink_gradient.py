@@ -23,13 +23,7 @@ BLOCK = RowBlock(4, 2) if IS_SIMULATOR else RowBlock(WARP, 16)
 
 @cache
 def sink_kernel(stored: np.dtype[Any], dtype: np.dtype[Any], has_dlse: bool) -> Kernel:
-    """Return the kernel that fills the gradient of the sinks.
-
-    Args:
-        stored: Dtype of dout and out.
-        dtype: Dtype of sums.
-        has_dlse: Whether there is a gradient of lse.
-    """
+    """Return the kernel that fills the gradient of the sinks, for dout and out stored as ``stored``."""
     own, real, zero = form(stored), scalar_type(dtype), dtype.type(0)
     widen, lanes, lines, slots = own.widen, BLOCK.threads, BLOCK.rows, BLOCK.slots
     _, row_sum_of = make_row_folds(BLOCK)

@@ -25,12 +25,8 @@ from kernels.scores.program import Features
 def parts_of(problem: Problem, layout: Any, grid: tuple[int, int]) -> int:
     """Return the number of blocks among which the keys of one query tile are divided.
 
-    It depends only on shapes, so that results are bitwise equal on all devices.
-
-    Args:
-        problem: The checked call.
-        layout: Layout of the forward kernel.
-        grid: Query tiles, and batch · heads.
+    It depends only on shapes, so that results are bitwise equal on all devices.  ``grid`` are the number of
+    query tiles, and batch · heads.
     """
     if problem.sequences is not None:  # their tiles are many, and of unequal length
         return 1
@@ -112,14 +108,9 @@ def merge_parts(
     features: Features,
     extras: Extras,
 ) -> None:
-    """Fill out, lse and lse_rest.
+    """Fill the results of a kernel, out, lse and lse_rest, from those of :func:`empty_parts`.
 
-    Args:
-        of_parts: The results of the parts, as :func:`empty_parts` returns them.
-        results: out (batch, heads, seq_q, value_dim), of a 16-bit dtype or the dtype of the parts, lse and
-            lse_rest (batch, heads, seq_q), written.
-        features: Options of the kernel that computed the parts.
-        extras: Options of that kernel.
+    out has a 16-bit dtype or that of the parts.
     """
     threads, (out, *rows) = SIZES.flat_threads, results
     blocks = PLAIN.ceil_div(math.prod(out.shape), threads)

@@ -10,12 +10,7 @@ from kernels.scores.program import PLAIN, features_of
 
 
 def why_not_here(tile: tuple[int, int] | None, needed: tuple[int, int]) -> str | None:
-    """Return why the device cannot run a tensor-core kernel with a tile, or None.
-
-    Args:
-        tile: The tile that the caller requests, or None.
-        needed: The least compute capability that suffices.
-    """
+    """Return why a device cannot run a kernel that needs a compute capability with a tile, or None."""
     if (missing := per_device.why_no_device(needed)) is not None:
         return missing
     return None if tile is None else f"it takes its own tiles only, got {tile}"
@@ -43,9 +38,7 @@ def is_bounded(problem: Problem) -> bool:
 def lists_whole_tiles(problem: Problem, *tiles: tuple[int, int, bool]) -> bool:
     """Return whether the block mask is the only mask, and masks nothing in the tiles that it lists.
 
-    Args:
-        problem: The checked call.
-        tiles: For each kernel: block_q, block_k, and whether its work items are tiles of keys.
+    ``tiles`` are, for each kernel, block_q, block_k, and whether its work items are tiles of keys.
     """
     mask, features = problem.block_mask, features_of(problem)
     if mask is None or is_bounded(problem) or features._replace(block_mask=False) != PLAIN:

@@ -54,14 +54,7 @@ class TileBits(NamedTuple):
 def make_tile_bits(
     features: Features, layout: RegisterLayout, dtype: np.dtype[Any], offset: int
 ) -> TileBits:
-    """Return the functions for a tile (block_q, block_k).
-
-    Args:
-        features: Options of the kernel.
-        layout: Layout of the block.
-        dtype: Dtype of the probabilities.
-        offset: Offset of the bytes in shared memory.
-    """
+    """Return the functions for the tiles of a layout, whose bytes begin at an offset in shared memory."""
     drops, has_lists = features.dropout, features.has_lists
     count_kept, draw_kept, kept = _make_kept(features, layout, dtype, offset)
     count_listed, draw_listed, listed = _make_listed(features, layout, dtype, offset + count_kept)

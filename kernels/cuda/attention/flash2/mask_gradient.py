@@ -50,12 +50,7 @@ def _make_store_sums(
     """Return ``store_sums(thread, shared, dmask, place, seq_q, seq_k)``.
 
     An element that all rows or all columns of the tile share is the sum over them.  ``place`` is the batch,
-    head, row and column of dmask at which the tile begins.
-
-    Args:
-        layout: Layout of the block.
-        dtype: Dtype of the sums.
-        ds_tile: Offset in shared memory of the tile (block_q, block_k).
+    head, row and column of dmask at which the tile begins, and ``ds_tile`` its offset in shared memory.
     """
     block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
     ds_stride, zero = block_k + VECTOR, dtype.type(0)

@@ -113,14 +113,8 @@ def make_gradients(
     """Return ``to_gradients(lane, s, dp, values, tile, extras)``, which replaces dP by dS.
 
     ``s`` and ``dp`` are the products, and ``values`` the ``RowValues`` that ``load_row_values`` fills.
-    With ``tiles``, ``s`` and ``dp`` are transposed, ``values`` is shared memory, and S becomes P ∘ Z, where
-    Z is the dropout.
-
-    Args:
-        variant: What the kernel is compiled for.
-        tile_bits: The tile bits of the kernel.
-        of_bias: See ``make_tile_scores``.
-        tiles: The offsets of a kernel by keys in shared memory.
+    With ``tiles``, the offsets of a kernel by keys, ``s`` and ``dp`` are transposed, ``values`` is shared
+    memory, and S becomes P ∘ Z, where Z is the dropout.  See ``make_tile_scores`` for ``of_bias``.
     """
     layout, dtype, by_keys = variant.layout, variant.dtype, tiles is not None
     lanes, rows_of_threads, log2_e = layout.lanes, layout.rows_of_threads, dtype.type(LOG2_E)

@@ -30,14 +30,8 @@ def make_extras(
 ) -> Extras:
     """Return the option arguments of a kernel with tiles of (block_q, block_k).
 
-    Args:
-        problem: The checked call.
-        operands: The operands.
-        block_q: Rows of the kernel's tiles.
-        block_k: Columns of the kernel's tiles.
-        by_keys: Whether the kernel's work items are tiles of keys.
-        pack: The function that packs the patterns of tiles to words, see
-            ``tile_lists.make_tile_patterns``; None for a kernel that reads elements.
+    ``by_keys`` tells whether its work items are tiles of keys.  ``pack`` packs the patterns of tiles to
+    words, see ``tile_lists.make_tile_patterns``; it is None for a kernel that reads elements.
 
     Raises:
         ValueError: If a call with a user function has too many rows or columns.

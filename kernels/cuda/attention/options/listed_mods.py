@@ -77,13 +77,7 @@ def _on_device(asked: Asked) -> tuple[Layout, bool]:
 def evaluate_kernel(
     function: Callable[..., Any], block: tuple[int, int], dtype: np.dtype[Any]
 ) -> Kernel:
-    """Return the kernel that evaluates a function for blocks of (rows, columns).
-
-    Args:
-        function: The user function.
-        block: Rows and columns of a block; a multiple of eight columns.
-        dtype: Dtype of the scores.
-    """
+    """Return the kernel that evaluates a function for blocks of rows and a multiple of eight columns."""
     (block_q, block_k), in_mod = block, mask_function(function, dtype)
 
     def evaluate_blocks(batch, head, first, seq, bounds, states, bits):

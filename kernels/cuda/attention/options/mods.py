@@ -77,11 +77,8 @@ def score_function(
 ) -> Any:
     """Return the device function of a score_mod (score, batch, head, row, col), for scores of ``dtype``.
 
-    Args:
-        function: The user function.
-        dtype: Dtype of scores.
-        distance: Numba's type of the last argument of the kernel, after col: None, or float32 if the kernel
-            passes row - col, which takes one instruction per element instead of three.
+    ``distance`` is numba's type of the last argument of the kernel, after col: None, or float32 if the
+    kernel passes row - col, which takes one instruction per element instead of three.
     """
     inner, real = device_callable(function, dtype), scalar_type(dtype)
     if not _has_rules(function, dtype):

@@ -14,9 +14,6 @@ class RecordedSequences(Sequences):
     """Packed sequences whose cumulative lengths are inputs of a recorded call, compared by identity.
 
     A replay checks the lengths and lists the tiles again.
-
-    Args:
-        given: The arguments of :class:`Sequences`.
     """
 
     def __init__(self, *given: Any):
@@ -59,14 +56,7 @@ def sequences_of_call(
 
 
 def device_tiles(sequences: Sequences, block: int, of_keys: bool, device: int) -> Any:
-    """Return the tiles of packed sequences on the current device, (tiles, 6) int64.
-
-    Args:
-        sequences: The sequences.
-        block: Rows, or columns, of a tile.
-        of_keys: Whether they are tiles of key columns.
-        device: Number of the current device.
-    """
+    """Return the tiles of packed sequences on the current device, (tiles, 6) int64."""
     if isinstance(sequences, RecordedSequences):
         return sequences.listed(block, of_keys)
     return _copied(sequences, block, of_keys, device)

@@ -91,12 +91,9 @@ class Extras(NamedTuple):
 
 @cache
 def extras_type(features: Features, dtype: np.dtype[Any], by_words: bool = False) -> Any:
-    """Return numba's type of :class:`Extras` for a kernel.
+    """Return numba's type of :class:`Extras` for a kernel with sums of ``dtype``.
 
-    Args:
-        features: Options of the kernel.
-        dtype: Dtype of its sums.
-        by_words: Whether it reads the partial tiles of a block mask as words.
+    ``by_words`` tells whether it reads the partial tiles of a block mask as words.
     """
     real, listed = scalar_type(dtype), features.block_mask
     by_elements, by_words = listed and not by_words, listed and by_words
@@ -144,9 +141,7 @@ class ScoreFunctions(NamedTuple):
 def make_first_bit(moved: bool) -> Callable[..., tuple[Any, Any, Any]]:
     """Return ``first_bit(place, extras)``: batch_head, row and column of a place in the dropout mask.
 
-    Args:
-        moved: Whether the call is a part of a larger attention; its
-            :class:`kernels.problem.question.DropoutOrigin` is in the extras.
+    If ``moved``, the call is a part of a larger attention, and the extras have its ``DropoutOrigin``.
     """
 
     @device_function
@@ -203,10 +198,7 @@ def make_row_end(
 ) -> Callable[..., Any]:
     """Return ``end_row(row_sum, shift, b, h, extras)``: a row's 1 / l, which multiplies O, and L.
 
-    Args:
-        features: Options of the kernel.
-        dtype: Dtype of sums.
-        near: Whether both may be off by a unit in the last place.
+    If ``near``, both may be off by a unit in the last place.
     """
     softmax = NEAR_SOFTMAX if near else SOFTMAX
     return make_row_end_for(features, device_function, softmax, scalar_type(dtype), _sink)

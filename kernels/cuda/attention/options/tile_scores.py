@@ -146,7 +146,7 @@ def make_tile_scores(
 
     Args:
         features: Options of the kernel.
-        dtype: Dtype of its operands.
+        dtype: Dtype of its scores.
         of_bias: Whether the gradient is that of a floating mask, not of scale · q · k.
         by_keys: Whether keys sum over rows.  A row beyond the end must then not contribute, whatever a user
             function returns for its score.

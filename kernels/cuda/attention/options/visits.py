@@ -151,14 +151,7 @@ def _make_entries(features: Features, block: int, by_keys: bool) -> tuple[Callab
 def make_tile_loop(
     features: Features, block_q: int, block_k: int, by_keys: bool = False
 ) -> TileLoop:
-    """Return the functions for blocks of query rows, which visit tiles of keys, or for blocks of keys.
-
-    Args:
-        features: Options of the kernel.
-        block_q: Rows of a tile.
-        block_k: Columns of a tile; only ``place`` can do without.
-        by_keys: Whether a block has keys, and visits tiles of query rows.
-    """
+    """Return the functions for blocks of query rows, which visit tiles of keys, or for blocks of keys."""
     place, entries, tile_of = _make_entries(features, block_k if by_keys else block_q, by_keys)
     has_list = features.block_mask
 
@@ -237,12 +230,5 @@ def tiles_of(seq: int, block: int, extras: Extras) -> int:
 
 
 def grid_of(array: Any, seq: int, block: int, extras: Extras) -> tuple[int, int]:
-    """Return the grid: the number of tiles of ``seq`` places or of packed sequences, and batch · heads.
-
-    Args:
-        array: (batch, heads, …).
-        seq: Query rows, or keys.
-        block: Rows or columns of a tile.
-        extras: Options of the kernel.
-    """
+    """Return the grid: the number of tiles of ``seq`` places or of packed sequences, and batch · heads."""
     return tiles_of(seq, block, extras), array.shape[0] * array.shape[1]

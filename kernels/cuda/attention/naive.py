@@ -153,8 +153,8 @@ def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
     """Return why this rung cannot run a problem with a tile, or None."""
     if problem.sequences is not None:
         return "it multiplies whole matrices and cannot separate packed sequences"
-    own = _product_tile(tile or SIZES.product_tile)
-    tiles = SIZES.product_tiles[problem.dtype.itemsize] if own is None else (own,)
+    chosen = _product_tile(tile or SIZES.product_tile)
+    tiles = SIZES.product_tiles[problem.dtype.itemsize] if chosen is None else (chosen,)
     threads = max(each.threads for each in tiles)
     if threads > cuda_cores.MAX_THREADS:
         return f"tile {tile} needs {threads} threads a block, the most is {cuda_cores.MAX_THREADS}"
@@ -176,8 +176,8 @@ def _product_tile(tile: tuple[int, int]) -> ProductTile | None:
 
 def product_blocks(tile: tuple[int, int] | None) -> tuple[int, int]:
     """Return the rows and columns of a block of the products, for the caller's tile or None."""
-    own = _product_tile(tile or SIZES.product_tile)
-    return SIZES.product_tile if own is None else (own.rows, own.cols)
+    chosen = _product_tile(tile or SIZES.product_tile)
+    return SIZES.product_tile if chosen is None else (chosen.rows, chosen.cols)
 
 
 def _multiply(tile: tuple[int, int], a: Any, b: Any, out: Any, factor: float) -> None:

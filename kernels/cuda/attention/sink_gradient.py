@@ -24,8 +24,8 @@ BLOCK = RowBlock(4, 2) if IS_SIMULATOR else RowBlock(WARP, 16)
 @cache
 def sink_kernel(stored: np.dtype[Any], dtype: np.dtype[Any], has_dlse: bool) -> Kernel:
     """Return the kernel that fills the gradient of the sinks, for dout and out stored as ``stored``."""
-    own, real, zero = form(stored), scalar_type(dtype), dtype.type(0)
-    widen, lanes, lines, slots = own.widen, BLOCK.threads, BLOCK.rows, BLOCK.slots
+    storage, real, zero = form(stored), scalar_type(dtype), dtype.type(0)
+    widen, lanes, lines, slots = storage.widen, BLOCK.threads, BLOCK.rows, BLOCK.slots
     _, row_sum_of = make_row_folds(BLOCK)
 
     def sink_gradient(dout, out, lse, lse_rest, dlse, sink, dsink):
@@ -67,7 +67,7 @@ def sink_kernel(stored: np.dtype[Any], dtype: np.dtype[Any], has_dlse: bool) -> 
                 total += sums[i]
             dsink[cuda.blockIdx.x] = total
 
-    read, rows = array_type(own.stored, 4), array_type(dtype, 3)
+    read, rows = array_type(storage.stored, 4), array_type(dtype, 3)
     written = array_type(dtype, 1)
     signature = void(read, read, *[rows] * 3, array_type(dtype, 4), written)
     return Kernel(sink_gradient, signature, lanes * lines)

@@ -45,7 +45,7 @@ def tile(problem: Problem) -> tuple[int, int]:
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
     """Fill dq, dk and dv; allocates delta.  The sides of a tile are multiples of four."""
-    dq, own = operands.dq, _own_layout(problem)
+    dq, usual = operands.dq, _own_layout(problem)
     inputs = BackwardInputs(operands.dout, operands.q, operands.k, operands.v)
     values = RowValues(operands.lse, operands.lse_rest, delta_of(problem, operands))
     if problem.deterministic:
@@ -56,7 +56,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
         launch = dq_kernel(variant)[grid, layout.threads]
         launch(inputs, values, dq, problem.scale, extras)
         # dK and dV have a layout of their own, unless the caller asked for a tile.
-        layout = pick_layout("dkdv", problem, None if layout == own else tile)
+        layout = pick_layout("dkdv", problem, None if layout == usual else tile)
     else:
         fill(dq, 0.0)
         layout = pick_layout("atomic", problem, tile)

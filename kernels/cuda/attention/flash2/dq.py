@@ -106,7 +106,7 @@ def dq_kernel(variant: Variant) -> Kernel:
         One thread does: own_rows x own_cols of S, dP and dS, and own_rows x own_width of dQ
         Shared: q_tile, dout_tile, k_tile, v_tile, ds (block_q, block_k); rows padded by one vector;
             for some options a byte for four columns
-        Registers: acc (own_rows, own_width), s and dp (own_rows, own_cols), own 3 · (own_rows,)
+        Registers: acc (own_rows, own_width), s and dp (own_rows, own_cols), row_values 3 · (own_rows,)
         Global traffic: reads q, dout, lse, lse_rest and delta once, k and v once per query tile; writes dq
             once
         Needs: 128-bit loads, for which the simulator has a plain form
@@ -125,9 +125,9 @@ def dq_kernel(variant: Variant) -> Kernel:
         fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, dO or dS
         # (own_rows,) each: lse, its rest in base 2, D.  As one array they would not stay in registers.
         lse, rest = cuda.local.array(own_rows, real), cuda.local.array(own_rows, real)
-        own = RowValues(lse, rest, cuda.local.array(own_rows, real))
+        row_values = RowValues(lse, rest, cuda.local.array(own_rows, real))
         load_queries(thread, (q, dout), rows, real(scale), shared)
-        load_row_values(lane.ty, own, values, rows)
+        load_row_values(lane.ty, row_values, values, rows)
         set_all(acc, zero)
         visit = begin(item, bounds_of(item, extras), extras)
         while visit.entry < visit.stop:  # the same for all threads of the block
@@ -140,7 +140,7 @@ def dq_kernel(variant: Variant) -> Kernel:
             multiply_qk(lane, s, fragment, shared, q_tile, k_tile)
             multiply_dout_v(lane, dp, fragment, shared, dout_tile, v_tile)
             # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-            to_gradients(lane, s, dp, own, tile, extras)
+            to_gradients(lane, s, dp, row_values, tile, extras)
             keep_ds(lane, dp, one, shared, ds_tile)
             cuda.syncthreads()  # dS is whole
             # 15: dQ_i += dS K_j

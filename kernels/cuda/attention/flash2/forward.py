@@ -288,8 +288,8 @@ def own_rows_kernel(variant: Variant) -> Kernel:  # beyond module 5
     block_q, threads, large, inf = layout.block_q, layout.threads, dtype.type(LARGE), math.inf
     item_of = make_loop(variant).item_of
 
-    def flash2_own_rows(q, k, v, lse, lse_rest, own, scale, extras):
-        """Fill one tile of own lse and its rest; ``own`` also has memory for out.
+    def flash2_own_rows(q, k, v, lse, lse_rest, results, scale, extras):
+        """Fill one tile of own lse and its rest; ``results`` also has memory for out.
 
         Computes: a copy of lse and lse_rest, or what forward_kernel computes if a row is large
         Source: none
@@ -306,10 +306,10 @@ def own_rows_kernel(variant: Variant) -> Kernel:  # beyond module 5
         (b, h, first, stop), has_large = rows_from(item.q, item.start.row), False
         for row in range(first + cuda.threadIdx.x, min(first + block_q, stop), threads):
             top = lse[b, h, row]
-            own.lse[b, h, row], own.lse_rest[b, h, row] = top, lse_rest[b, h, row]
+            results.lse[b, h, row], results.lse_rest[b, h, row] = top, lse_rest[b, h, row]
             has_large = has_large or large < abs(top) < inf
         if cuda.syncthreads_or(int32(has_large)) != 0:  # the copies are written
-            fill_tile(q, k, v, own.out, own.lse, own.lse_rest, scale, extras)
+            fill_tile(q, k, v, results.out, results.lse, results.lse_rest, scale, extras)
 
     arrays, own_type = array_types(dtype, 4, 4, 4, 3, 3), array_types(dtype, 4, 3, 3)
     rest = types.NamedTuple(own_type, Results), float64, extras_type(variant.features, dtype)

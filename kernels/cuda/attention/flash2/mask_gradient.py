@@ -144,7 +144,7 @@ def dmask_kernel(variant: Variant, by_mask: bool) -> Kernel:
         One thread does: own_rows x own_cols of S, dP and dS, and of their sum
         Shared: q_tile, dout_tile, k_tile, v_tile, ds (block_q, block_k); rows padded by one vector;
             for some options a byte for four columns
-        Registers: acc, s and dp (own_rows, own_cols), own 3 · (own_rows,)
+        Registers: acc, s and dp (own_rows, own_cols), row_values 3 · (own_rows,)
         Global traffic: reads q, k, v, dout, lse, lse_rest, delta once per (batch, head) and tile; writes
             dmask once
         Needs: 128-bit loads, for which the simulator has a plain form
@@ -164,7 +164,7 @@ def dmask_kernel(variant: Variant, by_mask: bool) -> Kernel:
         fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, or of dO
         # (own_rows,) each: lse, its rest in base 2, D.  As one array they would not stay in registers.
         lse, rest = cuda.local.array(own_rows, real), cuda.local.array(own_rows, real)
-        own = RowValues(lse, rest, cuda.local.array(own_rows, real))
+        row_values = RowValues(lse, rest, cuda.local.array(own_rows, real))
         set_all(acc, zero)
         # Every condition below is the same for all threads of the block.
         for number in range(batch * own_heads):
@@ -178,7 +178,7 @@ def dmask_kernel(variant: Variant, by_mask: bool) -> Kernel:
                 rows = rows_from(item.q, start.row)
                 cuda.syncthreads()  # every thread is done with the last query tile
                 load_queries(thread, (q, dout), rows, factor, shared)
-                load_row_values(lane.ty, own, values, rows)
+                load_row_values(lane.ty, row_values, values, rows)
                 first, stop, full, full_stop = bounds_of(item, extras)
                 bounds = max(first, k_tiles[0]), min(stop, k_tiles[1]), full, full_stop
                 visit = begin(item, bounds, extras)
@@ -191,7 +191,7 @@ def dmask_kernel(variant: Variant, by_mask: bool) -> Kernel:
                     # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
                     multiply_qk(lane, s, fragment, shared, q_tile, k_tile)
                     multiply_dout_v(lane, dp, fragment, shared, dout_tile, v_tile)
-                    to_gradients(lane, s, dp, own, tile, extras)
+                    to_gradients(lane, s, dp, row_values, tile, extras)
                     add_rows(lane, acc, dp, rows)
                     visit = advance(visit, 1, extras)
         keep_ds(lane, acc, one, shared, ds_tile)

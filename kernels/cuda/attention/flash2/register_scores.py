@@ -91,13 +91,13 @@ def make_scores(variant: Variant, tile_bits: TileBits) -> Callable[..., None]:
     @device_function
     def to_scores(lane, s, tile, extras):
         (tx, ty), (place, whole, bits) = lane, tile
-        own = moved(place, ty, tx)
-        edge = edge_of(own, extras)
+        first = moved(place, ty, tx)
+        edge = edge_of(first, extras)
         for i in range(own_rows):
             for j in range(own_cols):
                 r, c = i * rows_of_threads, j * lanes
                 is_listed = listed(bits, ty + r, tx + c)
-                element = TileElement(r, c, whole, is_listed, edge, own)
+                element = TileElement(r, c, whole, is_listed, edge, first)
                 s[i, j] = score_of(s[i, j], element, extras)
 
     return to_scores
@@ -138,15 +138,15 @@ def make_gradients(
     def to_gradients(lane, s, dp, values, tile, extras):
         place, whole, bits = tile
         row, col = (lane.tx, lane.ty) if by_keys else (lane.ty, lane.tx)
-        own = moved(place, row, col)
-        edge = edge_of(own, extras)
+        first = moved(place, row, col)
+        edge = edge_of(first, extras)
         for i in range(own_rows):
             for j in range(own_cols):
                 along, across = i * rows_of_threads, j * lanes
                 r, c = (across, along) if by_keys else (along, across)
                 keep = kept(bits, row + r, col + c, extras)
                 is_listed = listed(bits, row + r, col + c)
-                element = TileElement(r, c, whole, is_listed, edge, own)
+                element = TileElement(r, c, whole, is_listed, edge, first)
                 terms = terms_of(values, i, row + r)
                 p, dp[i, j] = gradient_of(s[i, j], dp[i, j], terms, keep, element, extras)
                 if by_keys:
@@ -198,15 +198,15 @@ def make_row_values(variant: Variant) -> Callable[..., Any]:
 
 @cache
 def make_load_row_values(variant: Variant) -> Callable[..., None]:
-    """Return ``load_row_values(ty, own, values, rows)``: fill (own_rows,) arrays for a thread's rows."""
+    """Return ``load_row_values(ty, row_values, values, rows)``: fill arrays for a thread's rows."""
     rows_of_threads, values_of = variant.layout.rows_of_threads, make_row_values(variant)
     own_rows = variant.layout.block_q // rows_of_threads
 
     @device_function
-    def load_row_values(ty, own, values, rows):
+    def load_row_values(ty, row_values, values, rows):
         for i in range(own_rows):
             of_row = values_of(values, rows, ty + i * rows_of_threads)
-            own.lse[i], own.lse_rest[i], own.delta[i] = of_row
+            row_values.lse[i], row_values.lse_rest[i], row_values.delta[i] = of_row
 
     return load_row_values
 

@@ -45,7 +45,7 @@ class Arithmetic(NamedTuple):
         out_unit: The factor of products of probabilities and v.
         backward_units: Those of the forward pass, and factors of dP and of delta, for the unit of dS.
         gradient_units: The factors of products of dS and k, of dS and q, and of probabilities and dout.
-        load_q: Makes ``load_q(q, scale, item, q_tile, thread, own, extras)``, which loads a query tile.
+        load_q: Makes ``load_q(q, scale, item, q_tile, thread, share, extras)``, which loads a query tile.
         copy: Makes the function that copies a tile.
         keep: Makes the function that stores scores in a tile of a number of rows.
         multiply: Makes the product of scores; ``b_rows`` is the number of rows of the right tile, and
@@ -72,12 +72,12 @@ class Arithmetic(NamedTuple):
     transposed: Callable[..., Any]
 
     def store(
-        self, layout: MmaLayout, width: int, vectors: bool, own: int = 0, is_wide: bool = False
+        self, layout: MmaLayout, width: int, vectors: bool, columns: int = 0, is_wide: bool = False
     ) -> Any:
         """Return the function that writes accumulators to a result."""
         if is_wide or self.is_wide:
-            return make_store_sums(layout, width, vectors, own)
-        return make_store_tile(self.dtype, layout, width, vectors, own)
+            return make_store_sums(layout, width, vectors, columns)
+        return make_store_tile(self.dtype, layout, width, vectors, columns)
 
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -108,7 +108,7 @@ def _make_load_q(layout: MmaLayout, width: int, vectors: bool) -> Callable[..., 
     copy_q = make_copy_tile(layout.threads, layout.block_q, width, vectors)
 
     @device_function
-    def load_q(q, scale, item, q_tile, thread, own, extras):
+    def load_q(q, scale, item, q_tile, thread, share, extras):
         b, h, first, stop = item.q
         copy_q(thread, q, HeadRows(b, h, first + item.start.row, stop), q_tile)
 
@@ -124,7 +124,7 @@ def _halves(dtype: str) -> Arithmetic:
         copy=make_copy_tile,
         keep=lambda layout, rows, width: make_keep_tile(dtype, layout, width),
         multiply=lambda layout, width, **_: make_multiply(dtype, layout, width),
-        accumulate=lambda layout, width, own=0, **_: make_accumulate(dtype, layout, width, own),
+        accumulate=lambda layout, width, cols=0, **_: make_accumulate(dtype, layout, width, cols),
         stored=lambda *args: make_accumulate_stored(dtype, *args),
         transposed=lambda *args: make_accumulate_transposed(dtype, *args),
     )

@@ -48,11 +48,11 @@ def dkdv_tiles(
 def _make_add_rows(
     variant: MmaVariant, tiles: SharedTiles, tile_bits: TileBits, has_sums: bool
 ) -> Callable[..., None]:
-    """Return ``add_rows(registers, memory, rows, units, tile, has_large, own, extras)``.
+    """Return ``add_rows(registers, memory, rows, units, tile, has_large, share, extras)``.
 
     It adds ``step_q`` query rows of a tile to dK and dV.  ``registers`` are dK, dV, S and dP; ``rows`` are
     the stage, the first of these rows in the tile, and the address of the ``large_lse`` of the lane's first
-    row.  The ``VisitedTile`` begins at the first element of the lane, and ``own.chunk`` is the part of the
+    row.  The ``VisitedTile`` begins at the first element of the lane; ``share.chunk`` is the part of the
     columns.
     """
     layout, head_width, value_width, numbers, _, features = variant
@@ -75,19 +75,19 @@ def _make_add_rows(
     subtract_lse, is_plain = make_subtract_by_keys(transposed), features.of_elements == PLAIN
 
     @device_function
-    def add_rows(registers, memory, rows, units, tile, has_large, own, extras):
-        (dk, dv, s, dp), (stage, row, large_row), (lane, key, part) = registers, rows, own
+    def add_rows(registers, memory, rows, units, tile, has_large, share, extras):
+        (dk, dv, s, dp), (stage, row, large_row), (lane, key, part) = registers, rows, share
         k_tile, v_tile = memory + k_offset, memory + v_offset
         q_rows = memory + q_offset + stage * q_bytes + q_row * row
         dout_rows = memory + dout_offset + stage * dout_bytes + dout_row * row
-        own = WarpLane(lane, key, 0)
+        share = WarpLane(lane, key, 0)
         # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
-        multiply_kq(s, k_tile, q_rows, own)
-        multiply_v_dout(dp, v_tile, dout_rows, own)
+        multiply_kq(s, k_tile, q_rows, share)
+        multiply_v_dout(dp, v_tile, dout_rows, share)
         # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
         if is_plain and has_large:
             subtract_lse(s, units[0], large_row + WORD * row)
-        to_gradients(s, dp, (large_row, row), units, tile, own, extras)
+        to_gradients(s, dp, (large_row, row), units, tile, share, extras)
         if has_sums:
             store_ds(dp, memory + ds_offset, WarpLane(lane, key, row // COLS))
         # 12: dV_j += (P_ij ∘ Z)ᵀ dO_i
@@ -187,16 +187,16 @@ def dkdv_kernel(variant: MmaVariant, sums: DqSums | None = None) -> Kernel:
             of_lane = VisitedTile(moved(tile.place, first_row, first_key), tile.whole, bits)
             for step in range(0, block_q, step_q):
                 lane = recomputed(lane)  # addresses of fragments would fill the registers
-                rows, own = (stage, step, large_row), WarpLane(lane, warp_key, part)
+                rows, share = (stage, step, large_row), WarpLane(lane, warp_key, part)
                 # 10 to 14 and 16: dV_j += Pᵀ dO_i, dK_j += dSᵀ Q_i
-                add_rows(registers, memory, rows, units, of_lane, has_large, own, extras)
+                add_rows(registers, memory, rows, units, of_lane, has_large, share, extras)
             keep_values(thread, floats, 1 - stage, values)
             if has_sums or has_bits:
                 cuda.syncthreads()  # dS is whole, and the bits have been read
             # 15: dQ_i += dS K_j
             lane = recomputed(lane)
-            own = WarpLane(lane, warp, part)
-            add_dq(dq_sums, ds_tile, k_tile, own, item, row // block_q, extras)
+            share = WarpLane(lane, warp, part)
+            add_dq(dq_sums, ds_tile, k_tile, share, item, row // block_q, extras)
             stage = 1 - stage
         # 18: write dK_j, dV_j
         cp_async_wait_all()

@@ -96,7 +96,7 @@ def _make_to_p(layout: MmaRoleLayout, is_whole: bool) -> Callable[..., None]:
 def _make_share_p(variant: MmaVariant) -> Callable[..., None]:
     """Return the function that replaces the products of a warp of the first half by Pᵀ, and stores it.
 
-    The function is ``share_p(s, large_row, unit, has_large, tile, own, targets, extras)``.  The
+    The function is ``share_p(s, large_row, unit, has_large, tile, share, targets, extras)``.  The
     ``VisitedTile`` begins at the rows and keys of the ``WarpLane``, ``large_row`` is the address of the
     ``large_lse`` of the lane's first row, and ``targets`` are the tile of Pᵀ and the lane's part of it in
     float32.
@@ -108,18 +108,18 @@ def _make_share_p(variant: MmaVariant) -> Callable[..., None]:
     keep_scores = variant.numbers.keep(transposed, layout.block_k, layout.block_q)
 
     @device_function
-    def share_p(s, large_row, unit, has_large, tile, own, targets, extras):
+    def share_p(s, large_row, unit, has_large, tile, share, targets, extras):
         if has_large:
             subtract_lse(s, unit, large_row)
         if tile.whole:
             to_p_of_whole(s, large_row, unit, 0)
         else:
-            edge = edge_of(moved(tile.place, lane_col(own.lane), lane_row(own.lane)), extras)
+            edge = edge_of(moved(tile.place, lane_col(share.lane), lane_row(share.lane)), extras)
             to_p(s, large_row, unit, edge)
         p_tile, exchange = targets
         for n in range(s_tiles):
             st_shared_v4_f32(exchange + CHUNK * WARP * n, s[n])
-        keep_scores(s, p_tile, own)
+        keep_scores(s, p_tile, share)
         bar_arrive(P_READY, threads)  # its P is there for the other half
         bar_sync(P_WHOLE, threads // 2)  # all of the half have stored their P
 
@@ -129,7 +129,7 @@ def _make_share_p(variant: MmaVariant) -> Callable[..., None]:
 def _make_share_ds(variant: MmaVariant, has_sums: bool) -> Callable[..., None]:
     """Return the function that replaces the products of a warp of the second half by dSᵀ, and stores it.
 
-    In ``share_ds(s, large_row, dp_unit, own, targets)``, ``targets`` are the tile of dSᵀ and the part
+    In ``share_ds(s, large_row, dp_unit, share, targets)``, ``targets`` are the tile of dSᵀ and the part
     of Pᵀ of the lane; the others are as for :func:`_make_share_p`.
     """
     layout, threads, transposed = variant.layout, variant.layout.threads, variant.layout.transposed
@@ -138,7 +138,7 @@ def _make_share_ds(variant: MmaVariant, has_sums: bool) -> Callable[..., None]:
     delta_bytes = 4 * WORD * layout.block_q
 
     @device_function
-    def share_ds(s, large_row, dp_unit, own, targets):
+    def share_ds(s, large_row, dp_unit, share, targets):
         p = cuda.local.array(4, uint32)  # (16, 8) / 32: Pᵀ, as bits of float32
         ds_tile, exchange = targets
         bar_sync(P_READY, threads)  # P is there, in float32
@@ -150,7 +150,7 @@ def _make_share_ds(variant: MmaVariant, has_sums: bool) -> Callable[..., None]:
                 for i in range(4):
                     ds = s[at, i] * dp_unit - (high if i % 2 else low)
                     s[at, i] = float_of(p[i]) * ds
-        keep_scores(s, ds_tile, own)
+        keep_scores(s, ds_tile, share)
         if has_sums:
             bar_arrive(DS_READY, threads)  # its dS is there for the other half
         bar_sync(DS_WHOLE, threads // 2)  # all of the half have stored their dS
@@ -247,7 +247,7 @@ def roles_kernel(variant: MmaVariant, sums: DqSums | None = None) -> Kernel:
             lane = recomputed(lane)  # addresses of fragments would fill the registers
             # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
             multiply(s, left, right + stage * stage_bytes, WarpLane(lane, first_key, 0))
-            own = WarpLane(lane, first_key, first_row // COLS)
+            share = WarpLane(lane, first_key, first_row // COLS)
             large_row = (
                 memory + large_offset + WORD * (stage * block_q + first_row + lane_col(lane))
             )
@@ -255,10 +255,10 @@ def roles_kernel(variant: MmaVariant, sums: DqSums | None = None) -> Kernel:
             if of_scores:
                 # 11: P = exp(S - L_i)
                 part = VisitedTile(moved(tile.place, first_row, first_key), tile.whole, bits)
-                share_p(s, large_row, unit, has_large, part, own, targets, extras)
+                share_p(s, large_row, unit, has_large, part, share, targets, extras)
             else:
                 # 14: dS = P ∘ (dP - D_i)
-                share_ds(s, large_row, dp_unit, own, targets)
+                share_ds(s, large_row, dp_unit, share, targets)
             # 12: dV_j += P_ijᵀ dO_i     16: dK_j += dSᵀ Q_i
             lane = recomputed(lane)
             rows = half_rows + stage * stage_bytes
@@ -275,11 +275,11 @@ def roles_kernel(variant: MmaVariant, sums: DqSums | None = None) -> Kernel:
         cuda.syncthreads()  # every warp is done with K, V: what is stored takes their place
         _, dk_unit, dv_unit = units_of_gradients(scale, start.b, start.h)
         scale_all(acc, dv_unit if of_scores else dk_unit)
-        own = WarpLane(lane, first_key, chunk)
+        share = WarpLane(lane, first_key, chunk)
         if of_scores:
-            store_keys(acc, dv, keys, v_tile, own)
+            store_keys(acc, dv, keys, v_tile, share)
         else:
-            store_keys(acc, dk, keys, k_tile, own)
+            store_keys(acc, dk, keys, k_tile, share)
 
     result, sums_type = variant.result_type, array_type(FLOAT32, 3)
     signature = variant.signature(INPUTS_TYPE, sums_type, result, result)

@@ -42,7 +42,7 @@ def dq_tiles(layout: MmaLayout, head_width: int, value_width: int, size: int = H
 
 
 def _make_load_values(variant: MmaVariant) -> Callable[..., Any]:
-    """Return ``load_values(read, rows, lane_rows, units, own)``: the ``LseAndDelta`` of a lane's rows.
+    """Return ``load_values(read, rows, lane_rows, units, share)``: the ``LseAndDelta`` of a lane's rows.
 
     ``rows`` are those of the tile.  The values go to ``LaneRows``; the result tells whether a row of the
     warp is large.
@@ -50,11 +50,11 @@ def _make_load_values(variant: MmaVariant) -> Callable[..., Any]:
     count, zero = 2 * variant.layout.row_tiles, np.float32(0)
 
     @device_function
-    def load_values(read, rows, lane_rows, units, own):
+    def load_values(read, rows, lane_rows, units, share):
         floats, large_at, shift, delta = lane_rows
         has_large = False
         for i in range(count):
-            values = values_of_row(read, rows, own.row + lane_row(own.lane) + 8 * i, units)
+            values = values_of_row(read, rows, share.row + lane_row(share.lane) + 8 * i, units)
             floats[large_at + 8 * i] = values.large  # read by this lane alone
             shift[i], delta[i] = values.shift, values.delta
             has_large = has_large or values.large != zero
@@ -66,7 +66,7 @@ def _make_load_values(variant: MmaVariant) -> Callable[..., Any]:
 def _make_add_keys(
     variant: MmaVariant, tiles: SharedTiles, tile_bits: TileBits
 ) -> Callable[..., None]:
-    """Return ``add_keys(registers, memory, stage, units, tile, has_large, own, extras)``.
+    """Return ``add_keys(registers, memory, stage, units, tile, has_large, share, extras)``.
 
     It adds the part of a tile of keys to dQ.  ``registers`` are dQ, S, dP and ``LaneRows``, and ``units``
     the factors of S and dP.
@@ -80,18 +80,18 @@ def _make_add_keys(
     accumulate = numbers.accumulate(layout, head_width)
 
     @device_function
-    def add_keys(registers, memory, stage, units, tile, has_large, own, extras):
+    def add_keys(registers, memory, stage, units, tile, has_large, share, extras):
         dq, s, dp, values = registers
         k_tile, v_tile = memory + k_offset + stage * k_bytes, memory + v_offset + stage * v_bytes
         # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
-        multiply_qk(s, memory + q_offset, k_tile, own)
-        multiply_dout_v(dp, memory + dout_offset, v_tile, own)
+        multiply_qk(s, memory + q_offset, k_tile, share)
+        multiply_dout_v(dp, memory + dout_offset, v_tile, share)
         # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
         if is_plain and has_large:
             subtract_lse(s, units[0], values.floats, values.large_at)
-        to_gradients(s, dp, values, units, tile, own, extras)
+        to_gradients(s, dp, values, units, tile, share, extras)
         # 15: dQ_i += dS K_j
-        accumulate(dq, dp, k_tile, own)
+        accumulate(dq, dp, k_tile, share)
 
     return add_keys
 
@@ -135,7 +135,7 @@ def dq_kernel(variant: MmaVariant) -> Kernel:
         """
         item = item_of(cuda.blockIdx.x, cuda.blockIdx.y, read.q, read.k, extras)
         thread, rows = cuda.threadIdx.x, rows_from(item.q, item.start.row)
-        own = WarpLane(thread % WARP, thread // WARP * warp_rows, 0)
+        share = WarpLane(thread % WARP, thread // WARP * warp_rows, 0)
         bits = cuda.shared.array(0, uint8)  # q, dout, two each of k and v, lse; then bits
         floats = cuda.shared.array(0, float32)  # the same memory
         memory = shared_address(bits)
@@ -150,8 +150,8 @@ def dq_kernel(variant: MmaVariant) -> Kernel:
         copy_dout(thread, read.dout, rows, memory + dout_offset)
         load_keys(thread, read.k, read.v, item, visit, memory, 0, extras)
         head_units = units_of(scale, item.start.b, item.start.h)
-        values = LaneRows(floats, large_index + own.row + lane_row(own.lane), shift, delta)
-        has_large = load_values(read, rows, values, head_units, own)
+        values = LaneRows(floats, large_index + share.row + lane_row(share.lane), shift, delta)
+        has_large = load_values(read, rows, values, head_units, share)
         registers, units = (acc, s, dp, values), (head_units[0] * operand_factor, head_units[2])
         set_all(acc, 0)
         stage = 0
@@ -163,7 +163,7 @@ def dq_kernel(variant: MmaVariant) -> Kernel:
             visit = advance(visit, 1, extras)
             load_keys(thread, read.k, read.v, item, visit, memory, 1 - stage, extras)
             # 10 to 15: dQ_i += dS K_j
-            add_keys(registers, memory, stage, units, tile, has_large, own, extras)
+            add_keys(registers, memory, stage, units, tile, has_large, share, extras)
             if has_bits:
                 cuda.syncthreads()  # every warp has read the bits before they are drawn anew
             stage = 1 - stage
@@ -171,7 +171,7 @@ def dq_kernel(variant: MmaVariant) -> Kernel:
         cuda.syncthreads()  # Q has arrived everywhere, for dQ takes its place
         dq_unit, _, _ = units_of_gradients(scale, item.start.b, item.start.h)
         scale_all(acc, dq_unit)
-        store_dq(acc, dq, rows, memory + q_offset, own)
+        store_dq(acc, dq, rows, memory + q_offset, share)
 
     signature = variant.signature(INPUTS_TYPE, variant.result_type)
     shared_bytes = tiles.elements + tile_bits.bytes

@@ -42,9 +42,9 @@ class DqSums(NamedTuple):
     is_wide: bool
 
 
-def dq_sums(layout: MmaKeyLayout, own: int, is_wide: bool) -> DqSums:
-    """Return the division of (block_q, own) with the least shared-memory traffic."""
-    row_tiles, pairs = layout.block_q // ROWS, own // (2 * COLS)
+def dq_sums(layout: MmaKeyLayout, columns: int, is_wide: bool) -> DqSums:
+    """Return the division of (block_q, columns) with the least shared-memory traffic."""
+    row_tiles, pairs = layout.block_q // ROWS, columns // (2 * COLS)
     shares = [
         (row_tiles * d_warps + pairs * q_warps, q_warps, d_warps)
         for q_warps in range(1, layout.warps + 1)
@@ -53,7 +53,8 @@ def dq_sums(layout: MmaKeyLayout, own: int, is_wide: bool) -> DqSums:
         if pairs % d_warps == 0
     ]
     if not shares:
-        raise ValueError(f"{layout.warps} warps cannot share a tile of {layout.block_q} x {own}")
+        tile = f"{layout.block_q} x {columns}"
+        raise ValueError(f"{layout.warps} warps cannot share a tile of {tile}")
     _, q_warps, d_warps = min(shares)
     return DqSums(q_warps, d_warps, is_wide)
 
@@ -78,7 +79,7 @@ def _make_slot(block_q: int) -> Callable[..., int]:
 
 
 @device_function
-def _add_nothing(dq_sums, ds_tile, k_tile, own, item, tile, extras):
+def _add_nothing(dq_sums, ds_tile, k_tile, share, item, tile, extras):
     """Stand in for ``add_dq`` if dq has a separate kernel."""
 
 
@@ -86,9 +87,9 @@ def _add_nothing(dq_sums, ds_tile, k_tile, own, item, tile, extras):
 def make_add_dq(variant: MmaVariant, sums: DqSums | None, columns: int) -> Callable[..., None]:
     """Return the function that adds dS·K of one key tile and one query tile to the sums of dQ.
 
-    ``add_dq(dq_sums, ds_tile, k_tile, own, item, tile, extras)``: dSᵀ is (block_k, block_q) and K
-    (block_k, width) in shared memory; ``columns`` of them are multiplied, the part ``own.chunk`` of all.
-    ``own.row`` is the warp.  Without sums, the function does nothing.
+    ``add_dq(dq_sums, ds_tile, k_tile, share, item, tile, extras)``: dSᵀ is (block_k, block_q) and K
+    (block_k, width) in shared memory; ``columns`` of them are multiplied, the part ``share.chunk`` of all.
+    ``share.row`` is the warp.  Without sums, the function does nothing.
     """
     if sums is None:
         return _add_nothing
@@ -101,8 +102,8 @@ def make_add_dq(variant: MmaVariant, sums: DqSums | None, columns: int) -> Calla
     part_bytes = FLOAT32.itemsize * layout.block_q * columns
 
     @device_function
-    def add_dq(dq_sums, ds_tile, k_tile, own, item, tile, extras):
-        lane, warp, part = own
+    def add_dq(dq_sums, ds_tile, k_tile, share, item, tile, extras):
+        lane, warp, part = share
         acc = cuda.local.array((count, 4), float32)  # (block_q, columns) / threads: dS·K
         set_all(acc, zero)
         first_row = warp % q_warps * (2 * row_tiles)  # in pieces of eight

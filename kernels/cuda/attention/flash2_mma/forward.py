@@ -183,28 +183,28 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
                     continue  # leaves the tensor cores to the other warps
             if has_terms:
                 lane = recomputed(lane)  # addresses of fragments would fill the registers
-            own = WarpLane(lane, warp_row, 0)
+            share = WarpLane(lane, warp_row, 0)
             # 8: S = Q_i K_jᵀ
-            multiply(s, q_tile, k_tile + stage * k_bytes, own)
-            to_scores(s, factor, tile, own, extras)
+            multiply(s, q_tile, k_tile + stage * k_bytes, share)
+            to_scores(s, factor, tile, share, extras)
             # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = l + rowsum P
             # 10, first half: O = diag(e^(m - m_new)) O, and l likewise
-            has_large = softmax_step(s, acc, rows, has_large, exponent, bits, own, extras)
+            has_large = softmax_step(s, acc, rows, has_large, exponent, bits, share, extras)
             # 10, second half: O = O + P V_j
-            accumulate(acc, s, v_tile + stage * v_bytes, own)
+            accumulate(acc, s, v_tile + stage * v_bytes, share)
             if has_bits:
                 cuda.syncthreads()  # every warp has read the bits before they are drawn anew
             stage = 1 - stage
         cp_async_wait_all()
         cuda.syncthreads()  # every warp is done with the tiles, which the output overwrites
-        own = WarpLane(lane, warp_row, 0)
+        share = WarpLane(lane, warp_row, 0)
         span = HeadRows(b + part * q.shape[0], h, item.q.first + row, item.q.stop)
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
         finish_rows(
-            acc, rows, exponent, unit_of_out(scale, b, h), (lse, lse_rest), span, own, extras
+            acc, rows, exponent, unit_of_out(scale, b, h), (lse, lse_rest), span, share, extras
         )
         # 14: write O_i
-        store_out(acc, out, span, memory, own)
+        store_out(acc, out, span, memory, share)
 
     read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
     wide = array_type(FLOAT32, 4)

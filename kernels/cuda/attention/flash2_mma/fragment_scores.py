@@ -52,16 +52,16 @@ def make_fragment_scores(
 ) -> Callable[..., None]:
     """Return the function that replaces the products of a warp by scores.
 
-    The function is ``to_scores(s, factor, tile, own, extras)``, for a ``VisitedTile`` and a ``WarpLane``.
+    The function is ``to_scores(s, factor, tile, share, extras)``, for a ``VisitedTile`` and a ``WarpLane``.
     """
     row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
     score_of, listed = make_tile_scores(features, FLOAT32).score, tile_bits.listed
     rows_of, cols_of = ROW_OF, COL_OF
 
     @device_function
-    def to_scores(s, factor, tile, own, extras):
+    def to_scores(s, factor, tile, share, extras):
         place, whole, bits = tile
-        lane, warp_row = own.lane, own.row
+        lane, warp_row = share.lane, share.row
         if not (is_folded and whole):
             first = moved(place, warp_row + lane_row(lane), lane_col(lane))
             edge = edge_of(first, extras)
@@ -96,11 +96,11 @@ def _make_gradients(
     whole_loop = make_loop(_whole_gradient)
 
     @device_function
-    def to_gradients(s, dp, rows, units, tile, own, extras):
+    def to_gradients(s, dp, rows, units, tile, share, extras):
         if tile.whole:
-            whole_loop(s, dp, rows, units, tile, own, extras)
+            whole_loop(s, dp, rows, units, tile, share, extras)
         else:
-            loop(s, dp, rows, units, tile, own, extras)
+            loop(s, dp, rows, units, tile, share, extras)
 
     return to_gradients
 
@@ -111,7 +111,7 @@ def make_gradients_by_rows(
 ) -> Callable[..., None]:
     """Return the function that replaces the products in ``s`` by P, and those in ``dp`` by dS.
 
-    The function is ``to_gradients(s, dp, rows, units, tile, own, extras)``, for ``LaneRows``, the factors
+    The function is ``to_gradients(s, dp, rows, units, tile, share, extras)``, for ``LaneRows``, the factors
     of s and dp, a ``VisitedTile`` and a ``WarpLane``.  In kernels without options, scores are in base 2,
     and the ``large_lse`` of rows has been subtracted from the products.
     """
@@ -121,11 +121,11 @@ def make_gradients_by_rows(
 
     def make_loop(gradient_of: Any) -> Any:
         @device_function
-        def to_gradients(s, dp, rows, units, tile, own, extras):
+        def to_gradients(s, dp, rows, units, tile, share, extras):
             # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
             factor, dp_unit = units
             unit = factor if is_plain else log2_e
-            first_row, first_col = own.row + lane_row(own.lane), lane_col(own.lane)
+            first_row, first_col = share.row + lane_row(share.lane), lane_col(share.lane)
             first = moved(tile.place, first_row, first_col)
             edge = edge_of(first, extras)
             for m in range(row_tiles):
@@ -167,11 +167,11 @@ def make_gradients_by_keys(
 
     def make_loop(gradient_of: Any) -> Any:
         @device_function
-        def to_gradients(s, dp, rows, units, tile, own, extras):
+        def to_gradients(s, dp, rows, units, tile, share, extras):
             # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
             (large_row, step), (factor, dp_unit) = rows, units
             unit = factor if is_plain else log2_e
-            first_row, first_col = lane_col(own.lane), own.row + lane_row(own.lane)
+            first_row, first_col = lane_col(share.lane), share.row + lane_row(share.lane)
             edge = edge_of(tile.place, extras)
             for n in range(col_tiles):
                 row_at = large_row + WORD * (step + n * COLS)

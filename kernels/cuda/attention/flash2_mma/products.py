@@ -28,25 +28,25 @@ UNROLLED = 8
 
 @cache
 def make_load_left(row_tiles: int, width: int, is_transposed: bool = False) -> Callable[..., None]:
-    """Return ``load_left(a, at, tile, step, own)``: the left operand of a step of 16 columns, to a[at:].
+    """Return ``load_left(a, at, tile, step, share)``: the left operand of a step of 16 columns, to a[at:].
 
-    They are tiles of 16 rows of a tile in shared memory, from the row ``own.row`` on; or of its transpose,
-    from that piece on.
+    They are tiles of 16 rows of a tile in shared memory, from the row ``share.row`` on; or of its
+    transpose, from that piece on.
     """
     place, below = make_tile_place(device_function, HALF * width), ROWS * HALF * width
 
     @device_function
-    def load_left(a, at, tile, step, own):
-        row, chunk = square_place(own.lane)
-        start = tile + place(own.row + row, 2 * step + chunk)
+    def load_left(a, at, tile, step, share):
+        row, chunk = square_place(share.lane)
+        start = tile + place(share.row + row, 2 * step + chunk)
         for m in range(row_tiles):
             ldmatrix_x4(a[at + m], start + m * below)  # the swizzle begins anew after eight rows
 
     @device_function
-    def load_transposed(a, at, tile, step, own):
-        row, chunk = turned_place(own.lane)
+    def load_transposed(a, at, tile, step, share):
+        row, chunk = turned_place(share.lane)
         for m in range(row_tiles):
-            start = tile + place(row, own.row + 2 * m + chunk)
+            start = tile + place(row, share.row + 2 * m + chunk)
             ldmatrix_x4_trans(a[at + m], start + step * below)
 
     return load_transposed if is_transposed else load_left
@@ -54,29 +54,29 @@ def make_load_left(row_tiles: int, width: int, is_transposed: bool = False) -> C
 
 @cache
 def make_load_right(width: int, is_transposed: bool = False) -> Callable[..., None]:
-    """Return ``load_right(b, at, tile, step, n, own)``: two tiles of a right operand, to b[at:].
+    """Return ``load_right(b, at, tile, step, n, share)``: two tiles of a right operand, to b[at:].
 
     They are the rows 16·n of the tile, for a product with its transpose; or else its columns 16·n, from the
-    piece ``own.chunk`` on.
+    piece ``share.chunk`` on.
     """
     place, below = make_tile_place(device_function, HALF * width), DEPTH * HALF * width
 
     @device_function
-    def load_rows(b, at, tile, step, n, own):
-        row, chunk = turned_place(own.lane)
+    def load_rows(b, at, tile, step, n, share):
+        row, chunk = turned_place(share.lane)
         ldmatrix_x4(b[at], tile + place(row, 2 * step + chunk) + n * below)
 
     @device_function
-    def load_right(b, at, tile, step, n, own):
-        row, chunk = square_place(own.lane)
-        ldmatrix_x4_trans(b[at], tile + place(row, own.chunk + 2 * n + chunk) + step * below)
+    def load_right(b, at, tile, step, n, share):
+        row, chunk = square_place(share.lane)
+        ldmatrix_x4_trans(b[at], tile + place(row, share.chunk + 2 * n + chunk) + step * below)
 
     return load_rows if is_transposed else load_right
 
 
 @cache
 def make_multiply(dtype: str, layout: MmaLayout, width: int) -> Callable[..., None]:
-    """Return ``multiply(s, q_tile, k_tile, own)``: s = Q·Kᵀ for the rows of the ``WarpLane`` ``own``.
+    """Return ``multiply(s, q_tile, k_tile, share)``: s = Q·Kᵀ for the rows of the ``WarpLane`` ``share``.
 
     An element is the same number, bit for bit, whatever the layout, and whatever columns of zeros the width
     adds: the backward pass subtracts from it what the forward pass has made of it.
@@ -92,15 +92,15 @@ def make_multiply(dtype: str, layout: MmaLayout, width: int) -> Callable[..., No
         first, stop = part * steps // parts, (part + 1) * steps // parts
 
         @device_function
-        def multiply(s, q_tile, k_tile, own):
+        def multiply(s, q_tile, k_tile, share):
             a = cuda.local.array((row_tiles, 4), uint32)  # (rows, 16) / 32, in pairs: Q
             b = cuda.local.array((2, 2), uint32)  # (16, 16) / 32, in pairs: K
             if first == 0:
                 set_all(s, zero)
             for step in range(first, stop):
-                load_q(a, 0, q_tile, step, own)
+                load_q(a, 0, q_tile, step, share)
                 for n in range(col_tiles // 2):  # a pair of tiles from four matrices
-                    load_k(b, 0, k_tile, step, n, own)
+                    load_k(b, 0, k_tile, step, n, share)
                     for m in range(row_tiles):
                         mma(s[m * col_tiles + 2 * n], a[m], b[0])
                         mma(s[m * col_tiles + 2 * n + 1], a[m], b[1])
@@ -111,15 +111,17 @@ def make_multiply(dtype: str, layout: MmaLayout, width: int) -> Callable[..., No
 
 
 @cache
-def make_accumulate(dtype: str, layout: MmaLayout, width: int, own: int = 0) -> Callable[..., None]:
-    """Return ``accumulate(acc, s, v_tile, own)``: acc += P·V, where P is the rounded s.
+def make_accumulate(
+    dtype: str, layout: MmaLayout, width: int, cols: int = 0
+) -> Callable[..., None]:
+    """Return ``accumulate(acc, s, v_tile, share)``: acc += P·V, where P is the rounded s.
 
-    ``acc`` is (row_tiles * own / 8, 4) float32; the others as for :func:`make_multiply`.
+    ``acc`` is (row_tiles * cols / 8, 4) float32; the others as for :func:`make_multiply`.
     """
     pack, row_tiles, col_tiles = PACK[dtype], layout.row_tiles, layout.block_k // COLS
 
     @device_function
-    def pack_left(a, at, s, step, own):
+    def pack_left(a, at, s, step, share):
         for m in range(row_tiles):
             # Two tiles of accumulators side by side are a tile of A.
             left, right = m * col_tiles + 2 * step, m * col_tiles + 2 * step + 1
@@ -128,14 +130,14 @@ def make_accumulate(dtype: str, layout: MmaLayout, width: int, own: int = 0) -> 
             a[at + m, 2] = pack(s[right, 0], s[right, 1])
             a[at + m, 3] = pack(s[right, 2], s[right, 3])
 
-    tiles = row_tiles, (own or width) // COLS
+    tiles = row_tiles, (cols or width) // COLS
     return _make_accumulate(dtype, pack_left, layout.block_k // DEPTH, width, *tiles)
 
 
 def make_accumulate_stored(
     dtype: str, layout: MmaLayout, depth: int, width: int, columns: int
 ) -> Callable[..., None]:
-    """Return ``accumulate_stored(acc, p_tile, v_tile, own)``: acc += P·V, with P in shared memory."""
+    """Return ``accumulate_stored(acc, p_tile, v_tile, share)``: acc += P·V, with P in shared memory."""
     load_p, tiles = make_load_left(layout.row_tiles, depth), (layout.row_tiles, columns // COLS)
     return _make_accumulate(dtype, load_p, depth // DEPTH, width, *tiles)
 
@@ -143,7 +145,7 @@ def make_accumulate_stored(
 def make_accumulate_transposed(
     dtype: str, layout: MmaKeyLayout, width: int, row_tiles: int, own_tiles: int
 ) -> Callable[..., None]:
-    """Return ``accumulate_transposed(acc, ds_tile, k_tile, own)``: acc += dS·K, with dSᵀ in a tile."""
+    """Return ``accumulate_transposed(acc, ds_tile, k_tile, share)``: acc += dS·K, with dSᵀ in a tile."""
     load_ds = make_load_left(row_tiles, layout.block_q, is_transposed=True)
     return _make_accumulate(dtype, load_ds, layout.block_k // DEPTH, width, row_tiles, own_tiles)
 
@@ -152,17 +154,17 @@ def make_accumulate_transposed(
 def _make_accumulate(
     dtype: str, load_left: Any, steps: int, width: int, row_tiles: int, own_tiles: int
 ) -> Callable[..., None]:
-    """Return ``accumulate(acc, p, v_tile, own)``, where ``load_left`` makes a step of P of ``p``."""
+    """Return ``accumulate(acc, p, v_tile, share)``, where ``load_left`` makes a step of P of ``p``."""
     mma, load_v = MMA[dtype], make_load_right(width)
 
     @device_function
-    def accumulate(acc, p, v_tile, own):
+    def accumulate(acc, p, v_tile, share):
         a = cuda.local.array((row_tiles, 4), uint32)  # (rows, 16) / 32, in pairs: P
         b = cuda.local.array((2, 2), uint32)  # (16, 16) / 32, in pairs: V
         for step in range(steps):
-            load_left(a, 0, p, step, own)
+            load_left(a, 0, p, step, share)
             for n in range(own_tiles // 2):
-                load_v(b, 0, v_tile, step, n, own)
+                load_v(b, 0, v_tile, step, n, share)
                 for m in range(row_tiles):
                     mma(acc[m * own_tiles + 2 * n], a[m], b[0])
                     mma(acc[m * own_tiles + 2 * n + 1], a[m], b[1])
@@ -187,8 +189,8 @@ def one_after_the_other(
     after = one_after_the_other(make_step, count - half, begin + half)
 
     @device_function
-    def both(acc, left, right, own):
-        before(acc, left, right, own)
-        after(acc, left, right, own)
+    def both(acc, left, right, share):
+        before(acc, left, right, share)
+        after(acc, left, right, share)
 
     return both

@@ -44,7 +44,7 @@ def make_softmax_step(
 ) -> Callable[..., None]:
     """Return the function that replaces the scores of a warp by probabilities.
 
-    ``softmax_step(s, acc, rows, has_large, exponent, bits, own, extras)`` updates ``SoftmaxRows``, and
+    ``softmax_step(s, acc, rows, has_large, exponent, bits, share, extras)`` updates ``SoftmaxRows``, and
     returns ``has_large``, whether a row of the warp is large.  ``exponent`` is (unit, top) of
     P = 2^(s · unit - (m · unit - top)); the largest P is 2^top.
     """
@@ -64,7 +64,7 @@ def make_softmax_step(
                     subtract_row(s, i // 2 * col_tiles + n, i % 2, unit, inverse, largest)
 
     @device_function
-    def softmax_step(s, acc, rows, has_large, exponent, bits, own, extras):
+    def softmax_step(s, acc, rows, has_large, exponent, bits, share, extras):
         (row_max, row_sum), (unit, top) = rows, exponent
         new_max = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: m_new, like row_max
         grows = False
@@ -110,8 +110,8 @@ def make_softmax_step(
                         p = ex2(s[at, 2 * half + u] * unit - shift)
                         total += p
                         if has_bits:  # P after dropout; l sums P before it
-                            in_row = own.row + lane_row(own.lane) + m * ROWS + 8 * half
-                            p *= kept(bits, in_row, lane_col(own.lane) + n * COLS + u, extras)
+                            in_row = share.row + lane_row(share.lane) + m * ROWS + 8 * half
+                            p *= kept(bits, in_row, lane_col(share.lane) + n * COLS + u, extras)
                         s[at, 2 * half + u] = p
                 row_sum[i] += total
         return has_large
@@ -125,14 +125,14 @@ def make_finish_rows(
 ) -> Callable[..., None]:
     """Return the function that divides O by l, and writes L.
 
-    ``finish_rows(acc, rows, exponent, out_unit, results, span, own, extras)``, for the tile of ``span``, a
-    ``HeadRows``; ``out_unit`` multiplies out, and ``results`` are lse and lse_rest.
+    ``finish_rows(acc, rows, exponent, out_unit, results, span, share, extras)``, for the ``HeadRows`` of
+    the tile; ``out_unit`` multiplies out, and ``results`` are lse and lse_rest.
     """
     own_rows, one, ln_2 = 2 * layout.row_tiles, np.float32(1), np.float32(LN_2)
     end_row = make_row_end(features, FLOAT32, near=not is_wide)
 
     @device_function
-    def finish_rows(acc, rows, exponent, out_unit, results, span, own, extras):
+    def finish_rows(acc, rows, exponent, out_unit, results, span, share, extras):
         (row_max, row_sum), (unit, top), (lse, lse_rest) = rows, exponent, results
         b, h, first, stop = span
         for i in range(own_rows):
@@ -148,8 +148,8 @@ def make_finish_rows(
                 at = i // 2 * own_tiles + n
                 acc[at, 2 * (i % 2)] *= inverse
                 acc[at, 2 * (i % 2) + 1] *= inverse
-            row = first + own.row + lane_row(own.lane) + i // 2 * ROWS + 8 * (i % 2)
-            if own.lane % 4 == 0 and row < stop:
+            row = first + share.row + lane_row(share.lane) + i // 2 * ROWS + 8 * (i % 2)
+            if share.lane % 4 == 0 and row < stop:
                 lse[b, h, row], lse_rest[b, h, row] = row_lse, row_rest
 
     return finish_rows

@@ -201,49 +201,49 @@ def make_copy_tile(threads: int, rows: int, width: int, vectors: bool) -> Callab
 
 
 @cache
-def make_keep_tile(dtype: str, layout: MmaLayout, width: int, own: int = 0) -> Callable[..., None]:
-    """Return ``keep_tile(s, tile, own)``: round the warp's numbers and store them in the tile at ``tile``.
+def make_keep_tile(dtype: str, layout: MmaLayout, width: int, cols: int = 0) -> Callable[..., None]:
+    """Return ``keep_tile(s, tile, share)``: round the warp's numbers and store them at ``tile``.
 
-    They are (row_tiles * own / 8, 4) float32, for the rows and columns of the ``WarpLane`` ``own``.
+    They are (row_tiles * cols / 8, 4) float32, for the rows and columns of the ``WarpLane`` ``share``.
     """
     pack, place = PACK[dtype], make_tile_place(device_function, HALF * width)
-    row_tiles, col_tiles = layout.row_tiles, (own or layout.block_k) // COLS
+    row_tiles, col_tiles = layout.row_tiles, (cols or layout.block_k) // COLS
 
     @device_function
-    def keep_tile(s, tile, own):
-        own_row, own_byte = own.row + lane_row(own.lane), HALF * lane_col(own.lane)
+    def keep_tile(s, tile, share):
+        own_row, own_byte = share.row + lane_row(share.lane), HALF * lane_col(share.lane)
         for m in range(row_tiles):
             for n in range(col_tiles):
                 i, at = m * col_tiles + n, own_row + m * ROWS
-                st_shared(tile + place(at, own.chunk + n) + own_byte, pack(s[i, 0], s[i, 1]))
-                st_shared(tile + place(at + 8, own.chunk + n) + own_byte, pack(s[i, 2], s[i, 3]))
+                st_shared(tile + place(at, share.chunk + n) + own_byte, pack(s[i, 0], s[i, 1]))
+                st_shared(tile + place(at + 8, share.chunk + n) + own_byte, pack(s[i, 2], s[i, 3]))
 
     return keep_tile
 
 
 @cache
 def make_store_tile(
-    dtype: str, layout: MmaLayout, width: int, vectors: bool, own: int = 0
+    dtype: str, layout: MmaLayout, width: int, vectors: bool, columns: int = 0
 ) -> Callable[..., None]:
-    """Return ``store_tile(acc, target, span, tile, own)``.
+    """Return ``store_tile(acc, target, span, tile, share)``.
 
     It rounds the warp's accumulators, assembles whole rows in shared memory, and writes those of ``span``,
     a ``HeadRows``.  Each warp uses only its own rows and columns of the tile at the address ``tile``.
     """
-    place, columns = make_tile_place(device_function, HALF * width), own or width
+    place, columns = make_tile_place(device_function, HALF * width), columns or width
     keep_tile, chunks = make_keep_tile(dtype, layout, width, columns), columns // PIECE
     pieces = layout.row_tiles * ROWS * chunks
 
     @device_function
-    def store_tile(acc, target, span, tile, own):
+    def store_tile(acc, target, span, tile, share):
         b, h, first, stop = span
-        keep_tile(acc, tile, own)
+        keep_tile(acc, tile, share)
         cuda.syncwarp()  # the warp's rows are whole
         words = cuda.local.array(4, uint32)  # (4,)
         dim = target.shape[3]
         base = global_address(target) + b * target.strides[0] + h * target.strides[1]
-        for n in range(own.lane, pieces, WARP):
-            at, piece = own.row + n // chunks, own.chunk + n % chunks
+        for n in range(share.lane, pieces, WARP):
+            at, piece = share.row + n // chunks, share.chunk + n % chunks
             if first + at < stop and piece * PIECE < dim:
                 ld_shared_v4(words, tile + place(at, piece))
                 if vectors:
@@ -261,19 +261,19 @@ def make_store_tile(
 
 @cache
 def make_store_sums(
-    layout: MmaLayout, width: int, vectors: bool, own: int = 0
+    layout: MmaLayout, width: int, vectors: bool, columns: int = 0
 ) -> Callable[..., None]:
     """Return the float32 variant of :func:`make_store_tile`, without rounding and shared memory."""
-    row_tiles, own_tiles, size = layout.row_tiles, (own or width) // COLS, FLOAT32.itemsize
+    row_tiles, own_tiles, size = layout.row_tiles, (columns or width) // COLS, FLOAT32.itemsize
 
     @device_function
-    def store_sums(acc, target, span, tile, own):
+    def store_sums(acc, target, span, tile, share):
         b, h, first, stop = span
-        dim, first_col = target.shape[3], own.chunk * COLS + lane_col(own.lane)
+        dim, first_col = target.shape[3], share.chunk * COLS + lane_col(share.lane)
         base = global_address(target) + b * target.strides[0] + h * target.strides[1]
         for m in range(row_tiles):
             for half in range(2):
-                at = int64(first + own.row + lane_row(own.lane) + m * ROWS + 8 * half)
+                at = int64(first + share.row + lane_row(share.lane) + m * ROWS + 8 * half)
                 address = base + at * target.strides[2] + size * int64(first_col)
                 left = dim - first_col if at < stop else 0
                 for n in range(own_tiles):

@@ -120,7 +120,7 @@ def _make_split_piece(terms: int) -> Callable[..., None]:
 
 @cache
 def make_load_q(terms: int, layout: MmaLayout, width: int, vectors: bool) -> Callable[..., Any]:
-    """Return ``load_q(q, scale, item, q_tile, thread, own, extras)``: split the query tile of a block.
+    """Return ``load_q(q, scale, item, q_tile, thread, share, extras)``: split the query tile of a block.
 
     Each warp splits its own rows into the tile in shared memory, which has the layout of copied terms,
     multiplied by the scale of the head, as in the backward pass: both compute the same scores.  Rows whose
@@ -133,7 +133,7 @@ def make_load_q(terms: int, layout: MmaLayout, width: int, vectors: bool) -> Cal
     count = batch * PIECE
 
     @device_function
-    def load_q(q, scale, item, q_tile, thread, own, extras):
+    def load_q(q, scale, item, q_tile, thread, share, extras):
         # (batch * PIECE,), and (4,), pairs
         x, words = cuda.local.array(count, float32), cuda.local.array(4, uint32)
         low_words = cuda.local.array(4, uint32)  # (4,)
@@ -143,13 +143,13 @@ def make_load_q(terms: int, layout: MmaLayout, width: int, vectors: bool) -> Cal
         for i in range(0, loads, batch):
             # All loads of a batch are on their way before the first number is needed.
             for k in range(batch):
-                n = own.lane + (i + k) * WARP
-                row = first + own.row + n // chunks
+                n = share.lane + (i + k) * WARP
+                row = first + share.row + n // chunks
                 piece = b, h, item.q.first + row, n % chunks
                 _load(x, k * PIECE, words, q, vectors, piece, start <= row < stop)
             for k in range(batch):
-                n = own.lane + (i + k) * WARP
-                to = q_tile + place(own.row + n // chunks, n % chunks)
+                n = share.lane + (i + k) * WARP
+                to = q_tile + place(share.row + n // chunks, n % chunks)
                 for j in range(PIECE):
                     x[k * PIECE + j] *= factor
                 split_piece(x, k * PIECE, words, low_words)

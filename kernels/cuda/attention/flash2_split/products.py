@@ -103,13 +103,13 @@ def make_keep_terms(layout: MmaLayout, rows: int, width: int) -> Callable[..., N
     row_tiles, col_tiles, term = layout.row_tiles, layout.block_k // COLS, HALF * rows * width
 
     @device_function
-    def keep_terms(s, tile, own):
-        own_row, own_byte = own.row + lane_row(own.lane), HALF * lane_col(own.lane)
+    def keep_terms(s, tile, share):
+        own_row, own_byte = share.row + lane_row(share.lane), HALF * lane_col(share.lane)
         for m in range(row_tiles):
             for n in range(col_tiles):
                 for half in range(2):
                     i, at = m * col_tiles + n, own_row + m * ROWS + 8 * half
-                    to = tile + place(at, own.chunk + n) + own_byte
+                    to = tile + place(at, share.chunk + n) + own_byte
                     high, low = split(s[i, 2 * half], s[i, 2 * half + 1])
                     st_shared(to, high)
                     st_shared(to + term, low)
@@ -121,7 +121,7 @@ def _make_add_steps(
     row_tiles: int, stride: int, together: int, load_right: Any, term: int,
     *, apart: bool = False, is_transposed: bool = False,
 ) -> Callable[..., None]:  # fmt: skip
-    """Return ``add_steps(sums, n, a, first, tile, step, own)``: add products of ``together`` steps.
+    """Return ``add_steps(sums, n, a, first, tile, step, share)``: add products of ``together`` steps.
 
     The sums are those of the two tiles of pair ``n`` of B: ``sums[2 * n + m * stride]`` and the next one,
     for each tile m of A.  Term t of tile m of A is ``a[first + t * row_tiles + m]``; later steps follow.
@@ -139,13 +139,13 @@ def _make_add_steps(
     part_tiles = parts * 2 * row_tiles
 
     @device_function
-    def add_steps(sums, n, a, first, tile, step, own):
+    def add_steps(sums, n, a, first, tile, step, share):
         b = cuda.local.array((B_TILES, 2), uint32)  # of terms (16, 16) / 32
         part = cuda.local.array((part_tiles, 4), float32)  # (rows, 16) / 32: of few steps
         set_all(part, _ZERO)
         for i in range(together):
             for t in range(TERMS):
-                load_right(b, 2 * t, tile + t * term, step + i, n, own)
+                load_right(b, 2 * t, tile + t * term, step + i, n, share)
             for p in range(products):
                 left, right = first + i * a_step + lefts[p] * row_tiles, 2 * rights[p]
                 for m in range(row_tiles):
@@ -181,16 +181,16 @@ def make_multiply_terms(
         add_steps = _make_add_steps(row_tiles, col_tiles, together, load_k, b_term, **kind)
 
         @device_function
-        def multiply_terms(s, q_tile, k_tile, own):
+        def multiply_terms(s, q_tile, k_tile, share):
             a = cuda.local.array((a_tiles, 4), uint32)  # of terms (rows, 16 · together) / 32
             if first == 0:
                 set_all(s, nothing)
             for i in range(together):
                 for t in range(TERMS):
                     at = (i * TERMS + t) * row_tiles
-                    load_q(a, at, q_tile + t * a_term, first + i, own)
+                    load_q(a, at, q_tile + t * a_term, first + i, share)
             for n in range(col_tiles // 2):
-                add_steps(s, n, a, 0, k_tile, first, own)
+                add_steps(s, n, a, 0, k_tile, first, share)
 
         return multiply_terms
 
@@ -200,7 +200,7 @@ def make_multiply_terms(
 def _make_add_groups(
     row_tiles: int, steps: int, width: int, columns: int, v_rows: int
 ) -> Callable[..., None]:
-    """Return ``add_groups(acc, p, v_tile, own)``: acc += P·V.
+    """Return ``add_groups(acc, p, v_tile, share)``: acc += P·V.
 
     ``p`` is (steps * TERMS * row_tiles, 4) uint32, with the terms of a step's tiles one after the other.
     One loop over all columns would not be unrolled, and the sums would be in local memory.  Therefore
@@ -216,10 +216,10 @@ def _make_add_groups(
 
     def make_add_group(group: int) -> Callable[..., None]:
         @device_function
-        def add_group(acc, p, v_tile, own):
+        def add_group(acc, p, v_tile, share):
             for first in range(0, steps, together):
                 for n in range(group * pairs, (group + 1) * pairs):
-                    add_steps(acc, n, p, first * TERMS * row_tiles, v_tile, first, own)
+                    add_steps(acc, n, p, first * TERMS * row_tiles, v_tile, first, share)
 
         return add_group
 
@@ -228,16 +228,16 @@ def _make_add_groups(
 
 @cache
 def make_accumulate_terms(
-    layout: MmaLayout, width: int, own: int = 0, b_rows: int = 0
+    layout: MmaLayout, width: int, columns: int = 0, b_rows: int = 0
 ) -> Callable[..., None]:
     """Return the function of ``flash2_mma.products.make_accumulate`` for terms."""
     row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
     steps, v_rows = col_tiles // 2, b_rows or layout.block_k
-    add_groups = _make_add_groups(row_tiles, steps, width, own or width, v_rows)
+    add_groups = _make_add_groups(row_tiles, steps, width, columns or width, v_rows)
     p_tiles = steps * TERMS * row_tiles
 
     @device_function
-    def accumulate_terms(acc, s, v_tile, own):
+    def accumulate_terms(acc, s, v_tile, share):
         # In the place of s: two tiles of it side by side are a tile of A, of each term.
         p = cuda.local.array((p_tiles, 4), uint32)  # of terms (rows, block_k) / 32, pairs
         for m in range(row_tiles):
@@ -246,7 +246,7 @@ def make_accumulate_terms(
                 for i in range(4):
                     tile, half = m * col_tiles + 2 * step + i // 2, 2 * (i % 2)
                     p[at, i], p[at + row_tiles, i] = split(s[tile, half], s[tile, half + 1])
-        add_groups(acc, p, v_tile, own)
+        add_groups(acc, p, v_tile, share)
 
     return accumulate_terms
 
@@ -261,12 +261,12 @@ def make_stored_terms(
     load_p, p_tiles = make_load_left(row_tiles, depth), steps * TERMS * row_tiles
 
     @device_function
-    def stored_terms(acc, p_tile, v_tile, own):
+    def stored_terms(acc, p_tile, v_tile, share):
         p = cuda.local.array((p_tiles, 4), uint32)  # of terms (rows, depth) / 32, pairs
         for step in range(steps):
             for t in range(TERMS):
-                load_p(p, (step * TERMS + t) * row_tiles, p_tile + t * term, step, own)
-        add_groups(acc, p, v_tile, own)
+                load_p(p, (step * TERMS + t) * row_tiles, p_tile + t * term, step, share)
+        add_groups(acc, p, v_tile, share)
 
     return stored_terms
 
@@ -284,14 +284,14 @@ def make_transposed_terms(
     a_tiles = together * TERMS * row_tiles
 
     @device_function
-    def transposed_terms(acc, ds_tile, k_tile, own):
+    def transposed_terms(acc, ds_tile, k_tile, share):
         a = cuda.local.array((a_tiles, 4), uint32)  # of terms and steps (16 row_tiles, 16) / 32
         for first in range(0, steps, together):
             for i in range(together):
                 for t in range(TERMS):
                     at = (i * TERMS + t) * row_tiles
-                    load_ds(a, at, ds_tile + t * ds_term, first + i, own)
+                    load_ds(a, at, ds_tile + t * ds_term, first + i, share)
             for n in range(own_tiles // 2):
-                add_steps(acc, n, a, 0, k_tile, first, own)
+                add_steps(acc, n, a, 0, k_tile, first, share)
 
     return transposed_terms

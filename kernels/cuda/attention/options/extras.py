@@ -39,21 +39,21 @@ def make_extras(
     numbers = numbers_of(problem.unseeded)
     if problem.is_plain:
         return numbers
-    found: dict[str, Any] = {"seed": problem.seed} if problem.dropout_p else {}
-    found |= {name: getattr(operands, name) for name in AXES if getattr(problem, name)}
+    arrays: dict[str, Any] = {"seed": problem.seed} if problem.dropout_p else {}
+    arrays |= {name: getattr(operands, name) for name in AXES if getattr(problem, name)}
     device = current_device()
     if problem.mask:
         batches = operands.mask_batch
         kind = batches.shape, batches.dtype, device
-        found |= {"mask": operands.mask, "mask_batch": device_constant(batches.tobytes(), *kind)}
+        arrays |= {"mask": operands.mask, "mask_batch": device_constant(batches.tobytes(), *kind)}
     if problem.block_mask is not None:
-        found |= _list_arrays(problem.block_mask, block_q, block_k, by_keys, pack, device)
+        arrays |= _list_arrays(problem.block_mask, block_q, block_k, by_keys, pack, device)
     if problem.features.moved:
-        found["origin"] = _origin(problem.origin, device)
+        arrays["origin"] = _origin(problem.origin, device)
     if problem.sequences is not None:  # beyond module 5
         block = block_k if by_keys else block_q
-        found["tiles"] = device_tiles(problem.sequences, block, by_keys, device)
-    return numbers._replace(**found)
+        arrays["tiles"] = device_tiles(problem.sequences, block, by_keys, device)
+    return numbers._replace(**arrays)
 
 
 @lru_cache(maxsize=1024)
@@ -92,14 +92,14 @@ def _list_arrays(
 ) -> dict[str, Any]:
     """Return a mask on the device, as the tiles that a kernel visits and their patterns."""
     tiles = mask.tile_list(block_q, block_k, by_keys)
-    found = {name: device_list(array) for name, array in tiles._asdict().items()}
-    found["states"] = device_list(mask.states)
+    arrays = {name: device_list(array) for name, array in tiles._asdict().items()}
+    arrays["states"] = device_list(mask.states)
     if pack is None:
-        return found | {"patterns": _patterns(mask, device)}
+        return arrays | {"patterns": _patterns(mask, device)}
     numbers, packed = mask.tile_patterns(block_q, block_k, by_keys, pack)
     words = np.concatenate([x.ravel() for x in packed] or [np.zeros(1, np.uint32)])
     lists = {"tile_patterns": device_list(numbers), "pattern_words": device_list(words)}
-    return found | lists | {"tile_full": 0}
+    return arrays | lists | {"tile_full": 0}
 
 
 @lru_cache(maxsize=256)

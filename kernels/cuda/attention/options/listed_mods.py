@@ -52,22 +52,22 @@ def _on_device(asked: Asked) -> tuple[Layout, bool]:
     kernel = evaluate_kernel(asked.function, grid.block, asked.dtype)
     states = empty_device((step, columns), _BYTES)
     bits = empty_device((step, columns, grid.block_q, row_bytes), _BYTES)
-    found: dict[str, Any] = {}  # of the lines that were evaluated last
+    evaluated: dict[str, Any] = {}  # of the lines that were evaluated last
 
     def read(head: int, i: int) -> BlockRow:
         if i % step == 0:
             launch = kernel[(columns, min(step, lines - i)), THREADS]
             launch(*divmod(head, asked.heads), i, grid.seq, asked.bounds, states, bits)
-            found.update(states=to_host(states), bits=None)
+            evaluated.update(states=to_host(states), bits=None)
 
         def patterns(chosen: Any) -> list[bytes]:
             if not len(chosen):
                 return []
-            if found["bits"] is None:
-                found["bits"] = to_host(bits)
-            return [found["bits"][i % step, j].tobytes() for j in chosen.tolist()]
+            if evaluated["bits"] is None:
+                evaluated["bits"] = to_host(bits)
+            return [evaluated["bits"][i % step, j].tobytes() for j in chosen.tolist()]
 
-        line = found["states"][i % step]  # (key blocks,)
+        line = evaluated["states"][i % step]  # (key blocks,)
         return BlockRow(line != HIDDEN, line == FULL, patterns)
 
     return from_lines(grid, asked.batches * asked.heads, read, MOST_PATTERNS)
@@ -99,20 +99,20 @@ def evaluate_kernel(
         has_any, has_all = False, True
         for r in range(cuda.threadIdx.x, block_q, cuda.blockDim.x):
             for byte in range(block_k // 8):
-                found = 0
+                visible = 0
                 for u in range(8):
                     at_row, at_col = row + r, col + 8 * byte + u
-                    found *= 2
+                    visible *= 2
                     if at_row < seq_q and at_col < seq_k:
                         distance, is_seen = at_col - at_row, False
                         if lower <= distance and distance <= upper:
                             is_seen = in_mod(batch, head, at_row, at_col)
                         if is_seen:
-                            found += 1
+                            visible += 1
                             has_any = True
                         else:
                             has_all = False
-                bits[i, j, r, byte] = uint8(found)
+                bits[i, j, r, byte] = uint8(visible)
         # Of all threads of the block.
         is_some = cuda.syncthreads_or(int32(has_any))
         is_every = cuda.syncthreads_and(int32(has_all))

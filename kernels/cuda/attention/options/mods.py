@@ -168,7 +168,7 @@ class _Operation(NamedTuple):
     target: Any
     known: _Known
     key: tuple[Any, ...]
-    found: Callable[..., Any]
+    default: Callable[..., Any]
 
 
 def _fits(known: _Known, builder: Any, value: Any, spare: int) -> Any:
@@ -222,17 +222,18 @@ def _converted(target: Any, known: _Known, builder: Any, value: Any) -> Any:
 def _absolute(self: _Operation, builder: Any, values: Any, *args: Any) -> Any:
     (number,), known = values, self.known
     if number in known.large:
-        return self.found(builder, values, *args)
+        return self.default(builder, values, *args)
     small = _half(known, builder, number)
     negative = builder.icmp_signed("<", small, small.type(0))
     small = builder.select(negative, builder.neg(small), small)
-    result = _narrowest(known, builder, values, small, self.found(builder, values, *args), False)
+    result = _narrowest(known, builder, values, small, self.default(builder, values, *args), False)
     known.signed[result] = number
     return result
 
 
 def _combined(self: _Operation, builder: Any, values: Any, *args: Any) -> Any:
-    result, known, distances = self.found(builder, values, *args), self.known, self.known.distances
+    result, known = self.default(builder, values, *args), self.known
+    distances = known.distances
     is_product = self.key[0] is operator.mul and not any(map(_constant_of, values))
     if is_product or known.large.intersection(values):
         known.large.add(result)
@@ -243,10 +244,10 @@ def _combined(self: _Operation, builder: Any, values: Any, *args: Any) -> Any:
 
 def _compared(self: _Operation, builder: Any, values: Any, *args: Any) -> Any:
     if self.known.large.intersection(values):
-        return self.found(builder, values, *args)
+        return self.default(builder, values, *args)
     halves = [_half(self.known, builder, value) for value in values]
     small = builder.icmp_signed(_COMPARISONS[self.key[0]], *halves)
-    return _narrowest(self.known, builder, values, small, self.found(builder, values, *args))
+    return _narrowest(self.known, builder, values, small, self.default(builder, values, *args))
 
 
 def _divided(self: _Operation, builder: Any, values: Any, *args: Any) -> Any:
@@ -259,7 +260,7 @@ def _divided(self: _Operation, builder: Any, values: Any, *args: Any) -> Any:
             return builder.and_(number, number.type(constant - 1))
         return builder.ashr(number, number.type(constant.bit_length() - 1))
     if known.large.intersection(values):
-        result = self.found(builder, values, *args)
+        result = self.default(builder, values, *args)
         if not is_signed and constant < MOST_PLACES:
             known.bounded[result] = ir.Constant(ir.IntType(1), 1), _half(known, builder, result)
         return result
@@ -268,7 +269,8 @@ def _divided(self: _Operation, builder: Any, values: Any, *args: Any) -> Any:
     own_half = _half(known, builder, divisor)
     fitting = builder.select(_fits(known, builder, divisor, _SPARE), own_half, own_half.type(1))
     small = narrow(builder, [_half(known, builder, number), fitting])
-    return _narrowest(known, builder, values, small, self.found(builder, values, *args), is_signed)
+    wide = self.default(builder, values, *args)
+    return _narrowest(known, builder, values, small, wide, is_signed)
 
 
 def _without_branch(self: _Operation, builder: Any, values: Any, *args: Any) -> Any:
@@ -294,9 +296,9 @@ _RULES: dict[tuple[Any, ...], Callable[..., Any]] = {
 
 def _with_rules(target: Any) -> Any:
     """Return numba's target context of a kernel with these rules."""
-    own, known = copy(target), _Known({}, {}, {}, set(), {})
-    own.typing_context = _typing_with_rules(target.typing_context)
-    own.distances = known.distances
+    patched, known = copy(target), _Known({}, {}, {}, set(), {})
+    patched.typing_context = _typing_with_rules(target.typing_context)
+    patched.distances = known.distances
 
     def cast(builder: Any, value: Any, kind: Any, wanted: Any) -> Any:
         if (kind, wanted) != (_WHOLE, _FLOAT):
@@ -308,14 +310,14 @@ def _with_rules(target: Any) -> Any:
         return without_sign(builder, [_converted(target, known, builder, known.signed[value])])
 
     def get_function(function: Any, signature: Any, **options: Any) -> Any:
-        found = type(target).get_function(own, function, signature, **options)
+        default = type(target).get_function(patched, function, signature, **options)
         key = getattr(function, "typing_key", None), *signature.args
         rule = _RULES.get(key)
-        return found if rule is None else partial(rule, _Operation(target, known, key, found))
+        return default if rule is None else partial(rule, _Operation(target, known, key, default))
 
-    own.cast, own.get_function = cast, get_function
-    own.make_constant_array = partial(_captured_array, target)
-    return own
+    patched.cast, patched.get_function = cast, get_function
+    patched.make_constant_array = partial(_captured_array, target)
+    return patched
 
 
 def _captured_array(target: Any, builder: Any, kind: Any, array: Any) -> Any:
@@ -350,20 +352,20 @@ def _captured_array(target: Any, builder: Any, kind: Any, array: Any) -> Any:
 
 def _typing_with_rules(typing: Any) -> Any:
     """Return numba's typing context of a kernel with these rules."""
-    own = copy(typing)
+    patched = copy(typing)
 
     def is_narrow(kind: Any) -> bool:
         return kind == _FLOAT or isinstance(kind, (types.Integer, types.Boolean))
 
     def resolve_function_type(function: Any, args: Any, kws: Any) -> Any:
-        found = typing.resolve_function_type(function, args, kws)
-        if found is None or _WIDE not in (found.return_type, *found.args):
-            return found
+        resolved = typing.resolve_function_type(function, args, kws)
+        if resolved is None or _WIDE not in (resolved.return_type, *resolved.args):
+            return resolved
         if not all(map(is_narrow, args)):  # an operand is a float64 itself
-            return found
+            return resolved
         other = typing.resolve_function_type(function, (_FLOAT,) * len(args), kws)
         is_wide = other is None or _WIDE in (other.return_type, *other.args)
-        return found if is_wide else other
+        return resolved if is_wide else other
 
     def unify_pairs(first: Any, second: Any) -> Any:
         if _FLOAT in (first, second) and is_narrow(first) and is_narrow(second):
@@ -374,6 +376,6 @@ def _typing_with_rules(typing: Any) -> Any:
         is_constant = type(getattr(module.pymod, name)) is float  # pi
         return _FLOAT if is_constant else typing.resolve_module_constants(module, name)
 
-    own.resolve_function_type, own.unify_pairs = resolve_function_type, unify_pairs
-    own.resolve_module_constants = resolve_module_constants
-    return own
+    patched.resolve_function_type, patched.unify_pairs = resolve_function_type, unify_pairs
+    patched.resolve_module_constants = resolve_module_constants
+    return patched

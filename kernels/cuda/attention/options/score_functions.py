@@ -214,20 +214,20 @@ def cuda_target(dtype: np.dtype[Any]) -> ScoreTarget:
         return real(math.tanh(score))
 
     def function_of_score(function: Callable[..., Any]) -> Any:  # beyond module 5
-        own = score_function(function, dtype)
+        device_mod = score_function(function, dtype)
 
         @device_function
         def by_function(score, place, extras):
-            return real(own(score, place.batch, place.head, place.row, place.col, None))
+            return real(device_mod(score, place.batch, place.head, place.row, place.col, None))
 
         return by_function
 
     def function_of_place(function: Callable[..., Any]) -> Any:  # beyond module 5
-        own = mask_function(function, dtype)
+        device_mod = mask_function(function, dtype)
 
         @device_function
         def in_mod(place, extras):
-            return bool(own(place.batch, place.head, place.row, place.col))
+            return bool(device_mod(place.batch, place.head, place.row, place.col))
 
         return in_mod
 

@@ -176,8 +176,8 @@ def make_tile_scores(
     if features.of_elements == PLAIN:
         return TileScores(bounded_score, bounded_gradient)
     has_mod = features.score_mod is not None
-    own = features._replace(block_mask=False, mask_mod=None)
-    modified, is_shown, _ = make_score_functions(own, dtype).program
+    of_scores = features._replace(block_mask=False, mask_mod=None)
+    modified, is_shown, _ = make_score_functions(of_scores, dtype).program
 
     @device_function
     def score_and_slope(product, element, extras):

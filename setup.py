@@ -52,8 +52,6 @@ EXTRAS = {
     "course": COURSE,
     "test": [
         *COURSE,
-        # The threads of the emulated GPU (tests/support/emulated/gpu.py).
-        "greenlet>=3.0.1,<4",
         # Run the scripts in a notebook (tests/project/test_notebooks.py).
         "ipykernel>=6.29,<8",
         "nbclient>=0.10,<1",

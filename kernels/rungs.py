@@ -188,7 +188,7 @@ CPU = Target(
     ),
     mask_gradient=cpu_mask_gradient.mask_gradient,  # beyond module 5
 )
-#: Kernels on a GPU, or in numba's simulator.
+#: Kernels on a GPU, or on the emulated one.
 CUDA = Target(
     "cuda",
     DeviceMemory(),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numba import int64
 
-from kernels.runtime.targets import IS_SIMULATOR, cuda
+from kernels.runtime.targets import COURSE_THREADS, cuda
 
 from .backends.compiled_kernels import (
     THREADS_PER_BLOCK,
@@ -36,11 +36,10 @@ from .backends.memory import memories
 from .tensor_data import MAX_DIMS, Storage, TensorData
 from .tensor_ops import TensorBackend, TensorOps
 
-# In the simulator each thread of a block is a Python thread, and a barrier waits for all of them.
 #: Number of threads per block of the reduction, at most.
-REDUCE_THREADS = 32 if IS_SIMULATOR else 256
+REDUCE_THREADS = COURSE_THREADS.reduce
 #: Number of threads per block of map and zip.
-MAP_THREADS = 8 if IS_SIMULATOR else 256
+MAP_THREADS = COURSE_THREADS.map
 #: Largest third size of a grid.
 MOST_BLOCKS = 65535
 #: Maximum number of threads per block, for which the reduce kernel allocates shared memory.

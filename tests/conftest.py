@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest  # beyond module 2
 from hypothesis import HealthCheck, Phase, settings
 
-from kernels.runtime.targets import IS_SIMULATOR, why_no_cuda  # beyond module 2
+from kernels.runtime.targets import EMULATED, why_no_cuda  # beyond module 2
 
 # Scripts import what lies beside them.
 sys.path.insert(0, str(Path(__file__).parents[1] / "project"))
@@ -46,15 +46,6 @@ def _collector_of_a_file() -> None:  # beyond module 2
         gc.freeze()
 
 
-@pytest.fixture(scope="module")  # beyond module 2
-def quick_barriers() -> Iterator[None]:  # beyond module 2
-    """Let the simulator's threads hand over often: a barrier waits for each of them."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield
-    sys.setswitchinterval(before)
-
-
 @pytest.fixture  # beyond module 5
 def ctrl_c() -> Iterator[None]:  # beyond module 5
     """Let SIGINT raise KeyboardInterrupt: a run in the background, or under nohup, ignores it."""
@@ -64,10 +55,10 @@ def ctrl_c() -> Iterator[None]:  # beyond module 5
 
 
 def _why_skipped(mark: str) -> str | None:  # beyond module 2
-    if mark == "cuda" and (IS_SIMULATOR or why_no_cuda() is not None):
-        return "needs a GPU: " + (why_no_cuda() or "this run is in the simulator")
+    if mark == "cuda" and (EMULATED or why_no_cuda() is not None):
+        return "needs a GPU: " + (why_no_cuda() or "this run is on the emulated one")
     if mark == "simulator" and why_no_cuda() is not None:
-        return "runs in the simulator (NUMBA_ENABLE_CUDASIM=1) or on a GPU"
+        return "runs on the emulated GPU (MINITORCH_EMULATE=1) or on a GPU"
     return None
 
 

@@ -1,1 +1,1 @@
-"""Kernels for CUDA, compiled by numba.  All but the tensor-core kernels run in its simulator too."""
+"""Kernels for CUDA, compiled by numba.  ``emulator`` runs them without a GPU."""

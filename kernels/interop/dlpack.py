@@ -23,7 +23,7 @@ from kernels.cuda.runtime.recorder import refuse
 from kernels.runtime.dtypes import BFLOAT16, BITS
 from kernels.runtime.memory import row_major_strides
 from kernels.runtime.targets import (
-    IS_SIMULATOR,
+    DeviceArray,
     cuda,
     current_device,
     driver,
@@ -174,12 +174,16 @@ def _from_host(array: Any) -> Any:
         return read.array.view(BFLOAT16) if read.typestr == BFLOAT16.str else read.array
 
 
+#: Device memory is the host's: the emulated GPU's.
+_ON_HOST = not hasattr(DeviceArray, "__cuda_array_interface__")
+
+
 def wrapped(described: dict[str, Any], owner: Any) -> Any:
     """Return a numba device array of another library's memory, which ``owner`` keeps alive."""
-    if IS_SIMULATOR:
+    if _ON_HOST:
         raise RuntimeError(
-            "kernels run in the simulator and cannot access memory of a device; unset "
-            "NUMBA_ENABLE_CUDASIM, or pass a NumPy array"
+            "kernels run on the emulated GPU and cannot access memory of a device; unset "
+            "MINITORCH_EMULATE, or pass a NumPy array"
         )
     if (reason := why_no_cuda()) is not None:
         raise RuntimeError(reason)
@@ -253,7 +257,7 @@ def cuda_array_interface(array: Any) -> dict[str, Any]:
 
 def dlpack_device(array: Any) -> tuple[int, int]:
     """Return DLPack's (kind of memory, number) for a device array."""
-    if IS_SIMULATOR:
+    if _ON_HOST:
         return HOST, 0
     memory = getattr(array, "gpu_data", None)
     block = getattr(getattr(memory, "whole", memory), "block", None)
@@ -265,14 +269,14 @@ def dlpack_device(array: Any) -> tuple[int, int]:
 def to_dlpack(array: Any, stream: int | None = None) -> Any:
     """Return a DLPack capsule of an array; its memory lives until the reader is done.
 
-    It is a numba device array, in the simulator one of host memory, or a NumPy array, including
+    It is a numba device array, on the emulated GPU one of host memory, or a NumPy array, including
     bfloat16, which NumPy itself cannot export.  The reader's stream is None or 1 for the legacy
     default stream, 2 for that of the thread, -1 for no synchronisation, or a CUDA stream.
 
     Raises:
         BufferError: If the stream is 0, which is ambiguous between the default streams.
     """
-    if IS_SIMULATOR or isinstance(array, np.ndarray):
+    if _ON_HOST or isinstance(array, np.ndarray):
         host = getattr(array, "_ary", array)
         return _capsule(host, host.ctypes.data, (HOST, 0), array)
     refuse(*_WHILE_RECORDING)

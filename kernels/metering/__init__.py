@@ -1,1 +1,1 @@
-"""Run rungs in the simulator, count their memory traffic and compare it with the formulas."""
+"""Run rungs on the emulated GPU, count their memory traffic and compare it with the formulas."""

@@ -1,4 +1,4 @@
-"""Count the elements of each array that kernels read and write in global memory, in numba's simulator.
+"""Count the elements of each array that kernels read and write in global memory, on the emulated GPU.
 
 The FlashAttention papers argue by the number of elements moved.  This module measures the kernels
 themselves instead of a model: while a meter is open, every array argument of a kernel counts each access to
@@ -8,7 +8,7 @@ an element.  ``formulas`` has the expected counts.
 from __future__ import annotations
 
 import inspect
-from threading import Lock
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kernels.cuda.runtime.arrays import is_device_array
 from kernels.cuda.runtime.kernel import Kernel
-from kernels.runtime.targets import IS_SIMULATOR, simulated_atomics
+from kernels.runtime.targets import EMULATED
 from kernels.traffic.formulas import Traffic, total
 
 __all__ = ["Counted", "IOMeter", "Traffic", "total"]
@@ -38,7 +38,7 @@ def _owner(array: Any) -> npt.NDArray[Any]:
 
 
 def _host(array: Any) -> npt.NDArray[Any]:
-    """Return the NumPy array of a simulator array."""
+    """Return the NumPy array of an emulated one."""
     return getattr(array, "_ary", array)
 
 
@@ -71,30 +71,27 @@ class _Ledger:
 class Counted:
     """An array in global memory that counts its accesses by a kernel, from given numbers of them on."""
 
-    def __init__(self, array: npt.NDArray[Any], reads: _Counts, writes: _Counts, lock: Any):
-        self.array, self.reads, self.writes, self._lock = array, reads, writes, lock
+    def __init__(self, array: npt.NDArray[Any], reads: _Counts, writes: _Counts):
+        self.array, self.reads, self.writes = array, reads, writes
         self.shape, self.dtype, self.strides = array.shape, array.dtype, array.strides
 
     def __getitem__(self, key: Any) -> Any:
         value = self.array[key]
         if isinstance(value, np.ndarray):  # a view: no element has been read yet
-            return Counted(value, self.reads[key], self.writes[key], self._lock)
-        with self._lock:
-            self.reads[key] += 1
+            return Counted(value, self.reads[key], self.writes[key])
+        self.reads[key] += 1
         return value
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        with self._lock:
-            self.writes[key] += 1
+        self.writes[key] += 1
         self.array[key] = value
 
-    def add(self, key: Any, value: Any) -> Any:
-        """Add to an element atomically and return its old value, counted as one read and one write."""
-        with self._lock:
-            before = self.array[key]
-            self.reads[key] += 1
-            self.writes[key] += 1
-            self.array[key] = before + value
+    def update(self, key: Any, change: Callable[[Any], Any]) -> Any:
+        """Change an element atomically and return its old value, counted as one read and one write."""
+        before = self.array[key]
+        self.reads[key] += 1
+        self.writes[key] += 1
+        self.array[key] = change(before)
         return before
 
     def __len__(self) -> int:
@@ -110,43 +107,32 @@ class IOMeter:
             out, lse, _ = launch.forward(launch.CUDA, problem, operands)
         meter.counts(q=q, k=k, v=v, out=out, lse=lse)["q"].reads
 
-    It counts the kernels of this package, in the simulator only.
+    It counts the kernels of this package, on the emulated GPU only.
 
     Raises:
-        RuntimeError: On entering, outside of the simulator.
+        RuntimeError: On entering, where no GPU is emulated.
     """
 
     def __init__(self) -> None:
         self._ledgers: dict[int, _Ledger] = {}
-        self._lock = Lock()
         self._unmetered: Any = None
-        self._atomic_add: Any = None
 
     def __enter__(self) -> Any:
-        if not IS_SIMULATOR:
+        if not EMULATED:
             raise RuntimeError(
-                "the IO meter works only in numba's simulator, which is off in this process; set "
-                "NUMBA_ENABLE_CUDASIM=1 before starting Python"
+                "the IO meter works only on the emulated GPU, which is off in this process; set "
+                "MINITORCH_EMULATE=1 before starting Python"
             )
         self._unmetered = Kernel.__getitem__
 
         def metered(kernel: Kernel, size: Any) -> Any:
             return lambda *args: self.launch(kernel, size, args)
 
-        def add(atomics: Any, array: Any, index: Any, value: Any) -> Any:
-            if isinstance(array, Counted):
-                return array.add(index, value)
-            return before(atomics, array, index, value)
-
-        # The simulator's own addition reads the element twice.
-        before = self._atomic_add = simulated_atomics.add
-        simulated_atomics.add = add
         Kernel.__getitem__ = metered  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: object) -> None:
         Kernel.__getitem__ = self._unmetered  # type: ignore[method-assign]
-        simulated_atomics.add = self._atomic_add
 
     def launch(self, kernel: Kernel, size: Any, args: tuple[Any, ...]) -> None:
         """Launch a kernel on a (grid, block), with arrays that count in place of its arguments."""
@@ -169,12 +155,11 @@ class IOMeter:
         array = _host(arg)
         ledger = self._ledger(array)
         touched.append((name, ledger, ledger.traffic.reads))
-        return Counted(array, *ledger.seen_as(array), self._lock)
+        return Counted(array, *ledger.seen_as(array))
 
     def _ledger(self, array: npt.NDArray[Any]) -> _Ledger:
         owner = _owner(array)
-        with self._lock:
-            return self._ledgers.setdefault(id(owner), _Ledger(owner))
+        return self._ledgers.setdefault(id(owner), _Ledger(owner))
 
     def elements(self, array: Any) -> tuple[_Counts, _Counts]:
         """Return how often each element of an array was read, and how often written, as two arrays.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -97,25 +96,20 @@ def _blocks(layout: RegisterLayout) -> Tile:
 
 @contextmanager
 def one_of_many_heads() -> Iterator[None]:
-    """Make kernels compute one head as they compute many, without dividing sums among blocks.
-
-    The simulator's threads also switch often, because barriers wait for every thread of a block.
-    """
-    sizes, merged, interval = cuda_cores.SIZES, split_keys.SIZES, sys.getswitchinterval()
+    """Make kernels compute one head as they compute many, without dividing sums among blocks."""
+    sizes, merged = cuda_cores.SIZES, split_keys.SIZES
     cuda_cores.SIZES = replace(sizes, product_blocks=0)
     split_keys.SIZES = replace(merged, split_blocks=0)
-    sys.setswitchinterval(1e-4)
     try:
         yield
     finally:
         cuda_cores.SIZES, split_keys.SIZES = sizes, merged
-        sys.setswitchinterval(interval)
 
 
 def metered(
     name: str, shape: HeadShape, tile: Tile | None = None, seed: int = 0, **options: Any
 ) -> tuple[PassTraffic, PassTraffic]:
-    """Run one head forward and backward in the simulator; return its measured and expected traffic.
+    """Run one head forward and backward on the emulated GPU; return its measured and expected traffic.
 
     The name is one of RUNGS, and the bounds of the head come from the options: is_causal,
     causal_offset, window_size.

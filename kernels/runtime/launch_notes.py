@@ -15,7 +15,7 @@ class Launched(NamedTuple):
     grid: tuple[int, int, int]  #: Number of blocks, in three dimensions.
     block: tuple[int, int, int]  #: Number of threads, in three dimensions.
     shared_bytes: int  #: Dynamic shared memory of a block, bytes.
-    registers: int | None  #: Registers per thread; None in the simulator.
+    registers: int | None  #: Registers per thread; None on the emulated GPU.
 
     def __str__(self) -> str:
         """Return the launch as one line."""

@@ -7,19 +7,15 @@ are.  Gains were measured with numba 0.68.1 and numba-cuda 0.30.4.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager  # beyond module 5
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from threading import Lock
 from types import SimpleNamespace  # beyond module 4
 from typing import Any
 
 import numpy as np
 from numba.core.codegen import CPUCodeLibrary
-from numba.core.types import Type
-from numba.np.numpy_support import as_dtype
 
 #: The versions that the changes are for: from the first up to, but excluding, the second.
 KNOWN = {"numba": ((0, 61), (0, 70)), "numba-cuda": ((0, 30), (0, 40))}
@@ -88,30 +84,6 @@ def keep_files(dispatcher: Any, index_key: Callable[..., Any], files: Callable[.
     own = dispatcher._cache
     own._index_key = index_key
     own._cache_file = files(own._cache_file, own._impl.filename_base)
-
-
-def share_arrays(shared: Any) -> None:
-    """Make the simulator's class ``FakeCUDAShared`` create each shared array once for several threads.
-
-    The simulator itself checks whether the array exists and then creates it without a lock.
-
-    Gain: without it, two threads of a block can get an array each.
-    """
-    dynamic, lock = shared.array, Lock()
-
-    def array(self: Any, shape: Any, dtype: Any) -> Any:
-        if shape == 0:  # it exists from the beginning
-            return dynamic(self, shape, dtype)
-        frame = sys._getframe(1)
-        place = frame.f_code.co_filename, frame.f_lineno
-        with lock:
-            if place not in self._allocations:
-                kind = as_dtype(dtype) if isinstance(dtype, Type) else dtype
-                self._allocations[place] = np.empty(shape, kind)
-            return self._allocations[place]
-
-    if is_known(provider()):
-        shared.array = array
 
 
 def share_copies(cuda: Any) -> None:  # beyond module 4

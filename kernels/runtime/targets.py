@@ -1,18 +1,18 @@
 """The only file that imports numba.cuda: which package provides it, and what the machine can run.
 
-Three packages may provide it: numba's own deprecated target, ``numba-cuda``, and its successor.  The rest
+Three packages may provide it: numba's own deprecated target, ``numba-cuda``, and its successor; or the
+emulated GPU, ``kernels.cuda.emulator``, which the environment variable MINITORCH_EMULATE chooses.  The rest
 of the project uses ``from kernels.runtime.targets import cuda``, so that a change of package is one line.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba.core.cgutils
 import numba.extending
@@ -27,51 +27,60 @@ from kernels.runtime.cuda_errors import (
     first_line,
 )
 from kernels.runtime.cuda_errors import explained as explained  # beyond module 4
-from kernels.runtime.numba_patches import provide_row_stack, share_arrays
+from kernels.runtime.numba_patches import provide_row_stack
 
 # Students launch small grids, and the warning would bury their own output.  Setting the variable is
 # not enough, because numba reads it when it is imported, which may have been earlier.
 if "NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS" not in os.environ:
     numba.config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # type: ignore[attr-defined]
 
-provide_row_stack()
-#: ``numba.cuda``, from whichever package.
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "0") not in ("", "0")
+
+
+#: True when kernels run on the emulated GPU, in Python on the host (``MINITORCH_EMULATE=1``, or
+#: ``NUMBA_ENABLE_CUDASIM=1``, with which published course code asks for numba's simulator).
+EMULATED: bool = _is_set("MINITORCH_EMULATE") or bool(numba.config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
+#: Whether the emulated GPU checks every access of the library's kernels, too (``MINITORCH_EMULATE=check``).
+CHECKED: bool = os.environ.get("MINITORCH_EMULATE") == "check"
+if EMULATED:
+    import_module("kernels.cuda.emulator.api").install()
+else:
+    provide_row_stack()
+
+
+class CourseThreads(NamedTuple):
+    """Threads per block of the course's kernels: of the reduction at most, and of map and zip."""
+
+    reduce: int
+    map: int
+
+
+COURSE_THREADS = CourseThreads(32, 8) if EMULATED else CourseThreads(256, 256)
+#: ``numba.cuda``, from whichever package; the emulated GPU's names in its place.
 cuda: Any = import_module("numba.cuda")
 
 # The decorator of intrinsics: numba-cuda has its own, numba's deprecated target shares the CPU's.
 cgutils: Any = getattr(cuda, "cgutils", numba.core.cgutils)
 intrinsic: Any = getattr(cuda, "extending", numba.extending).intrinsic
 
-#: True when kernels run as Python threads on the host (``NUMBA_ENABLE_CUDASIM=1``).
-IS_SIMULATOR: bool = bool(numba.config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
-
-#: The CUDA driver of numba-cuda, and its linker; None for the other packages and in the simulator.
+#: The CUDA driver of numba-cuda, and its linker; None for the other packages and the emulated GPU.
 driver: Any = None
 nvjitlink: Any = None
-if "numba_cuda" in str(cuda.__file__) and not IS_SIMULATOR:
+if "numba_cuda" in str(cuda.__file__):
     with suppress(ImportError):
         from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
         from cuda.bindings import nvjitlink as nvjitlink  # pyright: ignore[reportMissingImports]
 
-#: The type of numba's arrays on the device; the type of None in the simulator.
-DeviceArray: Any = getattr(cuda.cudadrv.devicearray, "DeviceNDArray", type(None))  # beyond module 4
+#: The type of numba's arrays on the device.
+DeviceArray: Any = cuda.cudadrv.devicearray.DeviceNDArray  # beyond module 4
 
-#: NVIDIA's libdevice functions; the simulator has none.
-libdevice: Any = None if IS_SIMULATOR else import_module("numba.cuda.libdevice")
-
-
-#: The class of ``cuda.atomic`` in the simulator, for the IO meter; None elsewhere.
-simulated_atomics: Any = None
-if IS_SIMULATOR:
-    _kernel_api = import_module("numba.cuda.simulator.kernelapi")
-    simulated_atomics = _kernel_api.FakeCUDAAtomic
-    share_arrays(_kernel_api.FakeCUDAShared)
+#: NVIDIA's libdevice functions.
+libdevice: Any = cuda.libdevice if EMULATED else import_module("numba.cuda.libdevice")
 
 #: Whether each launch waits for its kernel, so that an error names it.
-BLOCKING: bool = any(
-    os.environ.get(name, "0") not in ("", "0")
-    for name in (BLOCKING_VARIABLE, "CUDA_LAUNCH_BLOCKING")
-)
+BLOCKING: bool = any(map(_is_set, (BLOCKING_VARIABLE, "CUDA_LAUNCH_BLOCKING")))
 
 
 class launching:  # beyond module 4
@@ -121,35 +130,30 @@ class EventTimer:  # beyond module 5
         self.seconds = 0.0
         self._hold = hold
         self._start, self._stop = cuda.event(), cuda.event()
-        self._began = 0.0
 
     def __enter__(self) -> EventTimer:
         cuda.synchronize()
         if self._hold is not None:
             self._hold()
-        self._began = time.perf_counter()
         self._start.record()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stop.record()
         self._stop.synchronize()
-        if IS_SIMULATOR:  # its events have no time, and its launches are synchronous
-            self.seconds = time.perf_counter() - self._began
-        else:
-            self.seconds = 1e-3 * float(self._start.elapsed_time(self._stop))
+        self.seconds = 1e-3 * float(self._start.elapsed_time(self._stop))
 
 
 def why_no_cuda() -> str | None:
     """Return why CUDA kernels cannot run here and what to do, or None when they can."""
-    return None if IS_SIMULATOR else _why_no_cuda()
+    return _why_no_cuda()
 
 
 @cache
 def _why_no_cuda() -> str | None:
     otherwise = (
-        "otherwise use the fast backend, or set NUMBA_ENABLE_CUDASIM=1 before starting Python to run "
-        "the kernels in numba's simulator"
+        "otherwise use the fast backend, or set MINITORCH_EMULATE=1 before starting Python to run the "
+        "kernels on an emulated GPU"
     )
     try:
         if cuda.is_available():
@@ -165,8 +169,6 @@ def _why_no_cuda() -> str | None:
 
 def device_name() -> str:  # beyond module 4
     """Return the name of the device that kernels run on."""
-    if IS_SIMULATOR:
-        return "numba's simulator"
     name: bytes | str = cuda.get_current_device().name
     return name.decode() if isinstance(name, bytes) else name
 
@@ -174,7 +176,7 @@ def device_name() -> str:  # beyond module 4
 @cache  # beyond module 4
 def has_several_devices() -> bool:  # beyond module 4
     """Tell whether this process has more than one CUDA device."""
-    return not IS_SIMULATOR and why_no_cuda() is None and len(cuda.gpus) > 1
+    return why_no_cuda() is None and len(cuda.gpus) > 1
 
 
 def current_device() -> int:  # beyond module 4
@@ -197,8 +199,8 @@ def on_device(number: int) -> Any:  # beyond module 4
 
 
 def compute_capability() -> tuple[int, int]:  # beyond module 4
-    """Return the compute capability of the current device; (0, 0) in the simulator."""
-    return (0, 0) if IS_SIMULATOR else _compute_capability(current_device())
+    """Return the compute capability of the current device."""
+    return _compute_capability(current_device())
 
 
 @cache  # beyond module 4
@@ -209,15 +211,11 @@ def _compute_capability(device: int) -> tuple[int, int]:  # beyond module 4
 
 def shared_memory_bytes() -> int:  # beyond module 4
     """Return the size of static shared memory per block, in bytes."""
-    if IS_SIMULATOR:
-        return 48 * 1024  # the size on every GPU
     return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK)
 
 
 def dynamic_shared_memory_bytes() -> int:  # beyond module 4
     """Return the maximum size of dynamic shared memory per block, in bytes."""
-    if IS_SIMULATOR:
-        return 96 * 1024  # no limit in the simulator; enough for any tile of the tests
     return _dynamic_shared_memory_bytes(current_device())
 
 

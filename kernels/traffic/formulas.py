@@ -1,7 +1,7 @@
 """Formulas for the floating-point operations and the memory traffic of attention and training.
 
 The benchmarks, the experiments, the documentation and the app all use these formulas.  ``io_meter`` counts
-the traffic of the kernels in the simulator, and the two agree exactly.
+the traffic of the kernels on the emulated GPU, and the two agree exactly.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from kernels.cuda.backend import (
     scalar_type,
 )
 from kernels.runtime.dtypes import FLOAT32, FLOAT64, acc_dtype, is_half
-from kernels.runtime.targets import IS_SIMULATOR, cuda
+from kernels.runtime.targets import cuda
 
 
 def _storage(dtype: np.dtype[Any]) -> Any:
@@ -228,7 +228,7 @@ def _make_lanes_fold(fn: Callable[[float, float], float], shape: FoldShape) -> t
         ``active`` lanes to lane 0, and the elements of the shared array ``partial`` that it needs.
     """
     lanes, outputs = shape.lanes, shape.outputs
-    if shape.along and not IS_SIMULATOR:
+    if shape.along and lanes >= WARP:
         warps = lanes // WARP
         warp_fold = _make_warp_fold(fn)
 

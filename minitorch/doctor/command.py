@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BESIDE = ("numba-cuda", "numba-cuda-mlir", "llvmlite", "kernels", "tbb", "icc-rt")
 VARIABLES = (
     "NUMBA_ENABLE_CUDASIM", "NUMBA_DISABLE_JIT", "NUMBA_THREADING_LAYER", "NUMBA_NUM_THREADS",
-    "NUMBA_CACHE_DIR", "NUMBA_CUDA_DRIVER", "MINITORCH_RUNG", "MINITORCH_PUBLISHED", "CUDA_VISIBLE_DEVICES",
-    "CUDA_HOME", "PYTHONPATH",
+    "NUMBA_CACHE_DIR", "NUMBA_CUDA_DRIVER", "MINITORCH_EMULATE", "MINITORCH_RUNG", "MINITORCH_PUBLISHED",
+    "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "PYTHONPATH",
 )  # fmt: skip
 #: Import names of packages that can only be imported where NumPy can.
 _ON_NUMPY = {"numba", "scipy", "ml_dtypes"}
@@ -197,9 +197,9 @@ def table(facts: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((name, f"{state:<12} needs {facts['ranges'].get(name) or 'any version'}"))
     rows += facts["installed"].items()
     if "file" in cuda:
-        switch = "on" if cuda["simulator"] else "off (NUMBA_ENABLE_CUDASIM=1: on)"
-        rows += [("numba.cuda", owner(cuda["file"])), ("simulator", switch)]
-    gpu = launched.get("gpu") or "none, which is no problem: CPU and simulator need none"
+        switch = "on" if cuda["simulator"] else "off (MINITORCH_EMULATE=1: on)"
+        rows += [("numba.cuda", owner(cuda["file"])), ("emulated GPU", switch)]
+    gpu = launched.get("gpu") or "none, which is no problem: the CPU and the emulated GPU need none"
     rows.append(("GPU", launched.get("error", gpu)))
     if "layer" in (used := facts.get("parallel", {})):
         rows.append(("threading layer", f"{used['layer']}, {used['threads']} threads"))

@@ -7,6 +7,7 @@ runs as a script, so nothing of the package is imported but what the probe itsel
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -92,10 +93,16 @@ def _numba_cuda() -> Any:
     return import_module("numba.cuda")
 
 
+def _is_emulated() -> bool:
+    """Tell whether ``kernels/runtime/targets.py`` puts the emulated GPU in the place of ``numba.cuda``."""
+    names = ("MINITORCH_EMULATE", "NUMBA_ENABLE_CUDASIM")
+    return any(os.environ.get(name, "0") not in ("", "0") for name in names)
+
+
 def cuda() -> dict[str, Any]:
     """Import ``numba.cuda``, from whichever package, and compile an empty kernel; this needs no GPU."""
     numba, module = import_module("numba"), _numba_cuda()
-    found: dict[str, Any] = {"file": _file(module), "simulator": bool(numba.config.ENABLE_CUDASIM)}
+    found: dict[str, Any] = {"file": _file(module), "simulator": _is_emulated()}
     if not found["simulator"]:
         try:
             module.compile(_nothing, numba.void(), device=False, abi="numba", cc=(8, 0), output="ptx")  # fmt: skip  # noqa: E501
@@ -107,7 +114,7 @@ def cuda() -> dict[str, Any]:
 def launch() -> dict[str, Any]:
     """Run a kernel on the GPU, if there is one."""
     numpy, module = import_module("numpy"), _numba_cuda()
-    if import_module("numba").config.ENABLE_CUDASIM:
+    if _is_emulated():
         return {"gpu": None}
     try:
         device = module.get_current_device()

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from kernels.interop.dlpack import HOST, cuda_array_interface, dlpack_device, to_dlpack
 from kernels.runtime.dtypes import BFLOAT16
-from kernels.runtime.targets import IS_SIMULATOR
 
 from ..tensor_data import TensorData
 
@@ -48,7 +47,7 @@ class Lending(_Tensor):
         Raises:
             AttributeError: If the elements are not on a device, so that ``hasattr`` is False.
         """
-        if IS_SIMULATOR or not self.backend.cuda:
+        if not self.backend.cuda:
             raise AttributeError(
                 f"a tensor of {self.backend.kind.__name__} is not on a CUDA device; move it with cuda()"
             )

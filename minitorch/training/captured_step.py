@@ -23,7 +23,6 @@ from kernels.runtime.cuda_errors import CaptureError as CaptureError
 from kernels.runtime.numba_patches import watching_numba
 from kernels.runtime.targets import (
     BLOCKING,
-    IS_SIMULATOR,
     cuda,
     current_device,
     driver,
@@ -235,8 +234,6 @@ def graph_step(fn: Callable[..., Any], warm_up: int = WARM_UP, most_shapes: int 
 
 def _why_eager() -> str | None:
     """Return why no call on this machine is captured, or None."""
-    if IS_SIMULATOR:
-        return "the simulator has no graphs"
     if (reason := why_no_cuda()) is not None:
         return reason
     if driver is None or pool() is None:

@@ -30,7 +30,7 @@ def rungs_of(mask: str) -> tuple[str, ...]:
     return tuple(name for name in RUNGS if name != "flash1" or mask in MASKS_OF_FLASH1)
 
 
-@st.cache_resource(show_spinner="the kernels run in the simulator …", max_entries=32)
+@st.cache_resource(show_spinner="the kernels run on the emulated GPU …", max_entries=32)
 def recordings(seq: int, dim: int, block_q: int, block_k: int, mask: str) -> list[Recording]:
     """Record one call with each of the rungs that have the mask."""
     return record(*(RunSettings(rung, seq, dim, block_q, block_k, mask) for rung in rungs_of(mask)))

@@ -1,10 +1,10 @@
-"""Record a CUDA kernel of attention as it runs in numba's simulator, barrier by barrier.
+"""Record a CUDA kernel of attention as it runs on the emulated GPU, barrier by barrier.
 
 At each barrier all threads of a block have arrived and none goes on: the moment to look at shared memory,
 at every thread's registers, and at what has travelled so far.  Nothing here knows the algorithm; what is
 recorded is what the kernels of ``kernels/cuda`` do.
 
-The simulator is chosen before numba is imported, so a recording is made by a process of its own, which
+The emulated GPU is chosen before numba is imported, so a recording is made by a process of its own, which
 :func:`record` starts.
 """
 
@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +25,7 @@ from common.child import in_child
 import kernels
 from kernels import launch
 from kernels.cuda.attention import split_keys
+from kernels.cuda.emulator.device import DEVICE
 from kernels.cuda.matmul import cuda_cores
 from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.cuda.runtime.kernel import Kernel, three
@@ -100,7 +99,6 @@ class Recorder(IOMeter):
         self.sources: dict[str, str] = {}
         self.steps: list[Step] = []
         self._frames: dict[int, FrameType | None] = {}
-        self._arrivals = threading.Lock()
         self._globals: dict[int, Counted] = {}
         self._moments: list[tuple[dict[int, Array], dict[int, Traffic]]] = []
 
@@ -111,59 +109,41 @@ class Recorder(IOMeter):
         recorder, source = self, kernel.source
 
         def watched(*kernel_args: Any) -> None:
-            recorder._watch(kernel, threads)
             recorder._see(kernel_args)
             source(*kernel_args)
             recorder._arrive(kernel, threads, None)
 
-        # The simulator gives a kernel its thread by the name ``cuda`` in the kernel's own file.
-        same_file = FunctionType(
-            watched.__code__, source.__globals__, source.__name__, None, watched.__closure__
-        )
-        same_file.__qualname__ = source.__qualname__
-        same_file.__wrapped__ = source  # type: ignore[attr-defined]  # whose parameters have names
-        reporting = Kernel(same_file, kernel.signature, kernel.threads, kernel.shared_bytes)
-        super().launch(reporting, size, args)
+        def reached(frame: FrameType) -> None:
+            if frame.f_code is source.__code__:  # a barrier within a helper has no picture
+                self._arrive(kernel, threads, frame)
+
+        watched.__qualname__ = source.__qualname__
+        watched.__wrapped__ = source  # type: ignore[attr-defined]  # whose parameters have names
+        reporting = Kernel(watched, kernel.signature, kernel.threads, kernel.shared_bytes)
+        DEVICE.on_barrier = reached
+        try:
+            super().launch(reporting, size, args)
+        finally:
+            DEVICE.on_barrier = None
 
     def _see(self, args: tuple[Any, ...]) -> None:
         """Keep the global arrays of a kernel, to look at those that it writes."""
         for arg in args:
             if isinstance(arg, tuple):
                 self._see(arg)
-        with self._arrivals:
-            for arg in args:
-                if isinstance(arg, Counted):
-                    # A product sees a matrix as a vector: the view of most dimensions is kept.
-                    known = self._globals.get(number := self._number(arg.array))
-                    if known is None or known.array.ndim < arg.array.ndim:
-                        self._globals[number] = arg
-
-    def _watch(self, kernel: Kernel, threads: int) -> None:
-        """Let this thread report before it waits at a barrier."""
-        thread: Any = threading.current_thread()
-        wait, code = thread.syncthreads, kernel.source.__code__
-
-        def reached() -> None:
-            caller: Any = sys._getframe(1)
-            while "simulator" in caller.f_globals["__name__"]:  # its own ways to this method
-                caller = caller.f_back
-            # A barrier within a helper is the simulator's way to shuffle; a GPU has none there.
-            if caller.f_code is code:
-                self._arrive(kernel, threads, caller)
-            wait()
-
-        thread.syncthreads = reached
+            elif isinstance(arg, Counted):
+                # A product sees a matrix as a vector: the view of most dimensions is kept.
+                known = self._globals.get(number := self._number(arg.array))
+                if known is None or known.array.ndim < arg.array.ndim:
+                    self._globals[number] = arg
 
     def _arrive(self, kernel: Kernel, threads: int, frame: FrameType | None) -> None:
-        thread: Any = threading.current_thread()
-        with self._arrivals:
-            self._frames[thread.thread_id] = frame
-            if len(self._frames) == threads:  # the last one looks; the others wait
-                frames = [self._frames[number] for number in sorted(self._frames)]
-                self._frames.clear()
-                step = self._step(kernel, tuple(thread.blockIdx), frames)
-                self.steps.append(step)
-                self._moments.append(self._moment())
+        self._frames[DEVICE.block.turns.now] = frame
+        if len(self._frames) == threads:  # the last one looks; the others wait
+            frames = [self._frames[number] for number in sorted(self._frames)]
+            self._frames.clear()
+            self.steps.append(self._step(kernel, tuple(DEVICE.blockIdx), frames))
+            self._moments.append(self._moment())
 
     def _step(self, kernel: Kernel, block: Any, frames: list[FrameType | None]) -> Step:
         line, comment = None, "the end of the block: its results are in global memory"
@@ -221,7 +201,7 @@ def _same_memory(values: list[Any]) -> bool:
 
 
 def run(settings: RunSettings) -> Recording:
-    """Record one call; this process must be in the simulator."""
+    """Record one call; this process must have the emulated GPU."""
     rng = np.random.default_rng(settings.seed)
     shape = (1, settings.seq, settings.head_dim)
     q, k, v = (to_device(rng.standard_normal(shape).astype(np.float32)) for _ in range(3))
@@ -231,7 +211,7 @@ def run(settings: RunSettings) -> Recording:
     with Recorder() as recorder:
         tile = settings.block_q, settings.block_k
         out, lse, _ = launch.forward(launch.CUDA, problem, operands, tile)
-    # The operands first: the simulator's memory has no other names.
+    # The operands first: other memory has no names.
     arrays = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     host: dict[str, Any] = {name: to_host(array)[0] for name, array in arrays.items()}
     steps = recorder.named_steps(**arrays)
@@ -247,9 +227,7 @@ def record(*settings: RunSettings) -> list[Recording]:
 
 
 def recorded(every: tuple[RunSettings, ...]) -> list[Recording]:
-    """Record calls in this process, which must be in the simulator."""
-    # Barriers wait for each thread of a block, so that they should hand over often.
-    sys.setswitchinterval(1e-4)
+    """Record calls in this process, which must have the emulated GPU."""
     # One head of a large call: on a busy device no sum is divided among blocks.
     cuda_cores.SIZES = replace(cuda_cores.SIZES, product_blocks=0)
     split_keys.SIZES = replace(split_keys.SIZES, split_blocks=0)

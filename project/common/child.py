@@ -1,4 +1,4 @@
-"""Functions in a fresh process: it has a peak of memory of its own, or runs in numba's simulator."""
+"""Functions in a fresh process: it has a peak of memory of its own, or runs in the emulated GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def in_child(
     Args:
         function: At the top level of its module.
         args: Pickled, as the result is.
-        simulator: Run CUDA kernels in numba's simulator there, which is chosen before numba is imported.
+        simulator: Run CUDA kernels on the emulated GPU there, which is chosen before numba is imported.
         seconds: That it may take.
         environment: Variables of its environment.
 
@@ -38,7 +38,7 @@ def in_child(
         RuntimeError: If it fails; the last line that it wrote says why.
     """
     if simulator:
-        environment["NUMBA_ENABLE_CUDASIM"] = "1"
+        environment["MINITORCH_EMULATE"] = "1"
     name, own = f"{function.__name__} of {function.__module__}", os.environ | environment
     given = pickle.dumps(sys.path)
     given += pickle.dumps((function.__module__, function.__name__, args))

@@ -11,9 +11,6 @@ import os
 import re
 import socket
 import sys
-import threading
-import weakref
-from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -52,31 +49,6 @@ def limit(memory_mb: int, seconds: int) -> None:
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             with suppress(ValueError, OSError):  # macOS knows RLIMIT_AS and refuses it
                 resource.setrlimit(kind, (value, value))
-
-
-def free_stacks() -> None:
-    """Let each thread that starts join some that have ended: from Python 3.13 on they keep their stacks.
-
-    The simulator joins none, and an exception of a kernel keeps all threads of its block, up to 1024.
-    """
-    started: deque[weakref.ref[threading.Thread]] = deque()
-    start, lock = threading.Thread.start, threading.Lock()
-
-    def start_and_join(self: threading.Thread) -> None:
-        start(self)
-        with lock:
-            for _ in range(len(started)):
-                known = started.popleft()
-                other = known()
-                if other is None:
-                    continue
-                if other.is_alive():  # its turn comes again
-                    started.append(known)
-                    break
-                other.join()
-            started.append(weakref.ref(self))
-
-    threading.Thread.start = start_and_join
 
 
 # -- what happened -------------------------------------------------------------------------------
@@ -176,10 +148,6 @@ def main() -> None:
             write(collect(job))
         else:
             limit(job["memory_mb"], job["seconds"])
-            # The simulator starts a thread for each of a block, up to 1024: with 8 MB of stack for
-            # each, as Linux gives, there would be no memory left.
-            threading.stack_size(1 << 20)
-            free_stacks()
             landlock(writable, shown, job["gpu"])
             with (
                 socket.socket(fileno=job["channel"]) if job["channel"] else nullcontext() as channel

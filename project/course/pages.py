@@ -111,7 +111,7 @@ def command(task: Task) -> str:
     """Return the command that runs the tests of a task."""
     if task.simulator:
         return (
-            f'NUMBA_ENABLE_CUDASIM=1 python -m pytest -m "{task.mark} and simulator and not cuda"'
+            f'MINITORCH_EMULATE=1 python -m pytest -m "{task.mark} and simulator and not cuda"'
         )
     return f"python -m pytest -m {task.mark}"
 

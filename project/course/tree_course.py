@@ -24,7 +24,7 @@ def environment(tree: Path, simulator: bool) -> dict[str, str]:
     # Numba's cache does not distinguish optimised from unoptimised code.
     cache = str((tree / "build" / "numba").resolve())
     own = {"MINITORCH_SHRINK": "0", "NUMBA_OPT": "0", "NUMBA_CACHE_DIR": cache}
-    return os.environ | own | ({"NUMBA_ENABLE_CUDASIM": "1"} if simulator else {})
+    return os.environ | own | ({"MINITORCH_EMULATE": "check"} if simulator else {})
 
 
 def main() -> int:

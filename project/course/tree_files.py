@@ -38,7 +38,8 @@ FILES = (
     """,
     """
     kernels/runtime/cuda_errors.py kernels/runtime/disk_cache.py kernels/runtime/jit.py
-    kernels/runtime/numba_patches.py kernels/runtime/targets.py minitorch/cuda_ops.py
+    kernels/runtime/numba_patches.py kernels/runtime/targets.py kernels/cuda/emulator/*.py
+    minitorch/cuda_ops.py
     minitorch/fast_ops.py minitorch/backends/compiled_*.py minitorch/backends/device_memory.py
     """,
     """

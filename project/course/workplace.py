@@ -109,7 +109,7 @@ class Workplace:
             "NUMBA_CACHE_DIR": str(cache),
             "NUMBA_DISABLE_JIT": str(int(trusted and not self.gpu)),  # for a few small arrays
             "NUMBA_OPT": "0",
-            "NUMBA_ENABLE_CUDASIM": str(int(simulator)),
+            "MINITORCH_EMULATE": "check" if simulator else "0",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
         }  # fmt: skip

@@ -37,7 +37,7 @@ from reliability.called_functions import BUDGET, FLOORS
 
 FOLDER = ROOT / "build" / "mutations"
 #: How tests run: on the host, and in the simulator.
-MODES = {"host": {}, "simulator": {"NUMBA_ENABLE_CUDASIM": "1"}}
+MODES = {"host": {}, "simulator": {"MINITORCH_EMULATE": "1"}}
 MARKS = {"host": "not slow and not fuzz", "simulator": "simulator and not slow"}
 #: Seconds that tests may take beyond their budget, to start and to compile; after them they hang.
 PATIENCE = 120

@@ -87,7 +87,7 @@ def test_a_rung_that_is_not_to_be_had(
 def test_without_a_gpu_the_way_out_is_named() -> None:
     a = tensor([1.0])
     for call in (a.cuda, lambda: mt.zeros((2,), mt.CudaBackend), lambda: a.to(mt.CudaBackend)):
-        with pytest.raises(RuntimeError, match=r"fast backend, or set NUMBA_ENABLE_CUDASIM=1"):
+        with pytest.raises(RuntimeError, match=r"fast backend, or set MINITORCH_EMULATE=1"):
             call()
     assert a.to_numpy().tolist() == [1.0]
 

@@ -18,7 +18,7 @@ from ..support.mistakes import assert_close_or_explain, filled
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
+pytestmark = pytest.mark.simulator
 
 THREADS = 8
 

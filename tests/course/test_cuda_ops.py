@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minitorch
-from kernels.runtime.targets import IS_SIMULATOR, cuda
+from kernels.runtime.targets import EMULATED, cuda
 from minitorch import CudaBackend, SimpleBackend, SimpleOps, cuda_ops, operators
 
 from ..support.cuda_tensors import DTYPES, assert_equal, draw, on_cuda, permuted
 
-pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
+pytestmark = pytest.mark.simulator
 
 #: A function of one number, and a NumPy function that it must agree with.
 MAPS: list[tuple[Any, Any]] = [
@@ -126,7 +126,7 @@ def test_sum_practice_sums_each_run_of_32_elements(size: int) -> None:
 
 @pytest.mark.task3_4
 @pytest.mark.parametrize(
-    "size", [*range(1, 10), 15, 16, 17, 31, 32] if IS_SIMULATOR else range(1, 33)
+    "size", [*range(1, 10), 15, 16, 17, 31, 32] if EMULATED else range(1, 33)
 )
 def test_mm_practice_multiplies_square_matrices_of_one_block(size: int) -> None:
     x, y = draw((size, size), DTYPES[size % 2]), draw((size, size), DTYPES[size % 2], seed=1)

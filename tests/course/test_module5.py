@@ -52,7 +52,7 @@ ROOT = Path(__file__).parents[2]
 
 Array = npt.NDArray[Any]
 LEARNING_STEPS = 100
-simulated = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
+simulated = pytest.mark.simulator
 
 
 # --- the textbook ------------------------------------------------------------------------------
@@ -340,7 +340,6 @@ def test_dropout_by_tiles(block_k: int) -> None:
     check_dropout(*finished(rows), arrays)
 
 
-@pytest.mark.usefixtures("quick_barriers")
 @pytest.mark.parametrize(
     ("target", "rung", "seq", "tile"),
     [

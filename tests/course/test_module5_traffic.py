@@ -19,15 +19,15 @@ from kernels import launch, make_problem
 from kernels.cuda.attention import split_keys
 from kernels.metering.io_meter import IOMeter
 from kernels.problem.operands import make_operands
-from kernels.runtime.targets import IS_SIMULATOR, cuda
+from kernels.runtime.targets import EMULATED, cuda
 from kernels.traffic.formulas import HeadShape, Traffic, flash1_traffic, flash2_traffic, total
 from kernels.traffic.tile_budget import STEP, least_traffic_tile, tile_elements
 
 pytestmark = [
     pytest.mark.task5_8,
     pytest.mark.simulator,
-    pytest.mark.usefixtures("quick_barriers", "undivided"),
-    pytest.mark.skipif(not IS_SIMULATOR, reason="a meter counts in the simulator only"),
+    pytest.mark.usefixtures("undivided"),
+    pytest.mark.skipif(not EMULATED, reason="a meter counts on the emulated GPU only"),
 ]
 FORMULAS = {"flash1": flash1_traffic, "flash2": flash2_traffic}
 each_rung = pytest.mark.parametrize("rung", FORMULAS)

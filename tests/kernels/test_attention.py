@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import kernels
 from kernels import launch
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 
 from ..support.attention import on_cuda
 from ..support.attention.on_cuda import LATER_OPTIONS, PACKED_FEATURES, Packed, fitting, on_device
@@ -23,8 +23,6 @@ from ..support.attention.strategies import DIMS, FEATURES, LENGTHS, Case, cases,
 from ..support.examples import at_most
 from ..support.layouts import in_order, laid, layouts
 from ..support.tolerances import assert_close_arrays
-
-pytestmark = pytest.mark.usefixtures("quick_barriers")
 
 TARGETS = {"numpy": launch.NUMPY, "cpu": launch.CPU, "cuda": launch.CUDA}
 HOST = [(name, rung.name) for name in ("numpy", "cpu") for rung in TARGETS[name].rungs]
@@ -35,7 +33,7 @@ ON_DEVICE = [
 ]
 EVERY_RUNG = pytest.mark.parametrize(("target", "rung"), [*ON_HOST, *ON_DEVICE])
 #: On a GPU every set of options is a kernel to compile.
-ON_DEVICE_FEATURES = FEATURES if IS_SIMULATOR else ()
+ON_DEVICE_FEATURES = FEATURES if EMULATED else ()
 
 
 def host(results: dict[str, Any]) -> dict[str, Any]:

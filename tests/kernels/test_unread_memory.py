@@ -11,13 +11,11 @@ import pytest
 import kernels
 from kernels import launch
 from kernels.runtime.dtypes import FLOAT16, FLOAT32, FLOAT64
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 
 from ..support.attention.on_cuda import packed
 from ..support.attention.strategies import Case
 from ..support.layouts import on_device
-
-pytestmark = pytest.mark.usefixtures("quick_barriers")
 
 #: NumPy's tiled rung skips tiles by bounds alone, and for all heads at once.
 VISIT_EVERYTHING = ("numpy flash2", "numpy naive", "cpu naive", "cuda naive")
@@ -45,7 +43,7 @@ def run(case: Case, target: launch.Target, rung: launch.Rung) -> dict[str, Any]:
         pytest.skip(reason)
     if target is not launch.CUDA:
         return case.run(target, rung.name)
-    tile = (16, 16) if IS_SIMULATOR else None
+    tile = (16, 16) if EMULATED else None
     results = case.run(target, rung.name, tile, on_device)
     return {name: array.copy_to_host() for name, array in results.items()}
 
@@ -57,7 +55,7 @@ def test_tiles_that_are_skipped_are_not_read(
     target: launch.Target, rung: launch.Rung, rows: str, skip: str
 ) -> None:
     """The rows see the middle block and a few keys of the next; NaN begins two blocks behind it."""
-    small = target is launch.CUDA and IS_SIMULATOR
+    small = target is launch.CUDA and EMULATED
     block, dim = (16, 4) if small else (256, 64)  # no rung has larger tiles
     seq_q, seq_k = 1 if rows == "one row" else block, 7 * block
     options: dict[str, Any] = {
@@ -87,7 +85,7 @@ def test_a_packed_sequence_does_not_read_another(
     target: launch.Target, rung: launch.Rung, options: dict[str, Any]
 ) -> None:
     """No tile divides the lengths: the last tile of a sequence reaches into the next one."""
-    small = target is launch.CUDA and IS_SIMULATOR
+    small = target is launch.CUDA and EMULATED
     lengths, dim = ((5, 7, 3), 4) if small else ((100, 150, 70), 64)
     case = packed(0, lengths, lengths, (dim, dim), options)
     expected = run(case, target, rung)

@@ -21,7 +21,7 @@ from minitorch import SimpleBackend, SimpleOps, cuda_ops, operators
 
 from ..support.cuda_tensors import DTYPES, assert_equal, draw, on_cuda, permuted
 
-pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
+pytestmark = pytest.mark.simulator
 
 ZIPS: list[tuple[Any, Any]] = [
     (operators.add, np.add),

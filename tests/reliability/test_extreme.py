@@ -30,7 +30,7 @@ from ..support.attention.on_cuda import (
 )
 from ..support.attention.strategies import FEATURES, Case
 from ..support.emulated.hopper import FUZZ_ONLY, emulated_hopper_backward
-from ..support.emulated.target import EMULATED
+from ..support.emulated.target import TENSOR_CORES
 from ..support.fuzzing.draws import Notes
 from ..support.fuzzing.extreme import check, extreme_cases, scaled
 
@@ -105,7 +105,7 @@ def emulated(rung: str) -> Any:
     def run(case: Case) -> Any:
         for deterministic in (True, False):
             with emulated_hopper_backward():
-                yield case.run(EMULATED, rung, deterministic=deterministic)
+                yield case.run(TENSOR_CORES, rung, deterministic=deterministic)
 
     return run
 
@@ -129,7 +129,7 @@ TINY = st.sampled_from([1, 5, 17, 35]), st.sampled_from([8, 16, 24]), st.sampled
 #: Gradients of floating masks, and in float32 of a score_mod, are flash2's, which is not emulated.
 EMULATED_FEATURES = [name for name in FEATURES if name != "float mask"]
 OF_TERMS = [name for name in EMULATED_FEATURES if name != "score_mod"]
-TENSOR_CORES = {
+EMULATED_CASES = {
     "flash2_mma in 16 bits": (
         extreme_cases(HALVES, *TINY, features=EMULATED_FEATURES),
         emulated("flash2_mma"),
@@ -163,7 +163,6 @@ def test_extreme_scores_are_right(entrance: str, data: st.DataObject, notes: Not
 
 @pytest.mark.fuzz
 @pytest.mark.simulator
-@pytest.mark.usefixtures("quick_barriers")
 @pytest.mark.parametrize("rung", RUNGS)
 @given(data=st.data())
 @SHORT
@@ -178,10 +177,10 @@ def test_extreme_scores_are_right_on_a_device(rung: str, data: st.DataObject, no
     _check(cases, run, data, notes, rung)
 
 
-@pytest.mark.parametrize("entrance", [pytest.param(name, marks=FUZZ_ONLY) for name in TENSOR_CORES])
+@pytest.mark.parametrize("entrance", [pytest.param(name, marks=FUZZ_ONLY) for name in EMULATED_CASES])
 @given(data=st.data())
 @FEW
 def test_extreme_scores_are_right_on_tensor_cores(
     entrance: str, data: st.DataObject, notes: Notes
 ) -> None:
-    _check(*TENSOR_CORES[entrance], data, notes, entrance)
+    _check(*EMULATED_CASES[entrance], data, notes, entrance)

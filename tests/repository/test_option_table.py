@@ -35,7 +35,6 @@ def test_the_page_has_a_cell_for_every_option_and_rung() -> None:
 
 
 @pytest.mark.simulator
-@pytest.mark.usefixtures("quick_barriers")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize(("target", "rung"), [c for c in COLUMNS if c[0] is launch.CUDA])
 def test_a_cell_of_the_device_is_true(option: str, target: Any, rung: str) -> None:

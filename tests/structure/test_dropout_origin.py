@@ -35,7 +35,6 @@ class Part(Case):
         return replace(super().problem(**more), origin=self.origin)
 
 
-@pytest.mark.usefixtures("quick_barriers")
 @pytest.mark.parametrize(("target", "rung"), RUNGS)
 @at_most(8)
 @given(

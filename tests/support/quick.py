@@ -17,9 +17,9 @@ from pathlib import Path
 
 from .rooms import FLOORS, ROOT, Room, declared, room_of
 
-#: Rooms whose kernels the simulator runs.
+#: Rooms whose kernels the emulated GPU runs.
 SIMULATED = ("kernels/cuda", "minitorch/backends")
-#: Tests that need the simulator or a GPU.
+#: Tests that need the emulated GPU, or a GPU.
 ON_DEVICE = "tests/kernels/cuda/"
 #: Folders of tests that take minutes; ``make test`` runs them.
 SLOW = (
@@ -91,7 +91,7 @@ def main() -> int:
     ]
     if any(path.startswith(SIMULATED) for path in files):
         command = [*pytest, "-m", "simulator", *sorted(tests)]
-        passed.append(run(*command, MINITORCH_EXAMPLES="1", NUMBA_ENABLE_CUDASIM="1"))
+        passed.append(run(*command, MINITORCH_EXAMPLES="1", MINITORCH_EMULATE="1"))
     return int(not all(passed))
 
 

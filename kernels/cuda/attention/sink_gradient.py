@@ -12,13 +12,14 @@ from numba import void
 from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.device.row_folds import RowBlock, make_row_folds
-from kernels.cuda.runtime.kernel import WARP, Kernel, array_type, scalar_type
+from kernels.cuda.runtime.kernel import Kernel, array_type, scalar_type
+from kernels.cuda.runtime.sizes import SIZES
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
-from kernels.runtime.targets import IS_SIMULATOR, cuda
+from kernels.runtime.targets import cuda
 
 #: Shape of a block: one warp per row, and several rows at a time.
-BLOCK = RowBlock(4, 2) if IS_SIMULATOR else RowBlock(WARP, 16)
+BLOCK = RowBlock(SIZES.row_threads_least, SIZES.sink_rows)
 
 
 @cache

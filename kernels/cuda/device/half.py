@@ -1,8 +1,7 @@
 """Conversions between 16-bit numbers and float32 on the device.
 
 Kernels see float16 and bfloat16 storage as uint16, because numba's own types for them would have to be
-linked, and a kernel that is linked cannot be cached on disk.  In the simulator, each function is equivalent
-plain Python.
+linked, and a kernel that is linked cannot be cached on disk.
 """
 
 # An intrinsic's first argument is the compiler's; callers do not pass it.
@@ -30,8 +29,8 @@ from kernels.cuda.device.vector import (
 from kernels.cuda.runtime.arrays import device_pointer, device_view, element_strides
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.cuda.runtime.sizes import launch_each
-from kernels.runtime.dtypes import BFLOAT16, BITS, FLOAT16, FLOAT64, is_half, rounded
-from kernels.runtime.targets import IS_SIMULATOR, cuda, intrinsic
+from kernels.runtime.dtypes import BFLOAT16, BITS, FLOAT16, FLOAT64, is_half
+from kernels.runtime.targets import cuda, intrinsic
 
 #: Elements that one thread converts: 128 bits of the 16-bit array.
 EIGHT = 2 * VECTOR
@@ -95,70 +94,57 @@ def make_bits(compile: Callable[[Any], Any], bits_of: Any, float_of: Any) -> Bit
 #: The same functions in plain Python, on NumPy's numbers.
 PLAIN = make_bits(same, lambda x: np.float32(x).view(np.uint32), lambda x: x.view(np.float32))
 
-if IS_SIMULATOR:
-    _bits = PLAIN
 
-    def _widen_float16(bits: Any) -> Any:
-        return np.float32(np.uint16(bits).view(np.float16))
-
-    def _narrow_float16(x: Any) -> Any:
-        return rounded(np.asarray(x), FLOAT16).view(BITS)[()]
-
-    def _load_words(a: Any, i: int) -> Any:
-        words = np.array([a[i + n] for n in range(EIGHT)], BITS).view(np.uint32)
-        return tuple(int(word) for word in words)
-
-    def _store_words(a: Any, i: int, *words: int) -> None:
-        for n, bits in enumerate(np.array(words, np.uint32).view(BITS)):
-            a[i + n] = bits
-
-else:
-
-    def _reinterpreted(of: Any, to: Any, llvm: Any) -> Any:
-        """Return the intrinsic that reinterprets the bits of type ``of`` as type ``to``."""
-
-        @intrinsic
-        def reinterpret(_context, x):
-            def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-                return builder.bitcast(args[0], llvm)
-
-            return to(of), generate
-
-        return reinterpret
-
-    _bits = make_bits(
-        device_function,
-        _reinterpreted(float32, uint32, ir.IntType(32)),
-        _reinterpreted(uint32, float32, ir.FloatType()),
-    )
+def _reinterpreted(of: Any, to: Any, llvm: Any) -> Any:
+    """Return the intrinsic that reinterprets the bits of type ``of`` as type ``to``."""
 
     @intrinsic
-    def _widen_float16(_context, bits):
-        """Convert the 16 bits of a float16 to float32: one ``cvt.f32.f16``."""
-
+    def reinterpret(_context, x):
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+            return builder.bitcast(args[0], llvm)
 
-        return float32(uint16), generate
+        return to(of), generate
 
-    @intrinsic
-    def _narrow_float16(_context, x):
-        """Return the bits of the nearest float16: one ``cvt.rn.f16.f32``."""
+    return reinterpret
 
-        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
 
-        return uint16(float32), generate
+_bits = make_bits(
+    device_function,
+    _reinterpreted(float32, uint32, ir.IntType(32)),
+    _reinterpreted(uint32, float32, ir.FloatType()),
+)
 
-    @intrinsic
-    def _load_words(_context, a, i):
-        """Return eight neighbours of a flat uint16 array as four words: one ``ld.v4``."""
-        return vector_load(a, i, element=uint32)
 
-    @intrinsic
-    def _store_words(_context, a, i, w, x, y, z):
-        """Write four words as eight neighbours of a flat uint16 array: one ``st.v4``."""
-        return vector_store(a, i, element=uint32)
+@intrinsic
+def _widen_float16(_context, bits):
+    """Convert the 16 bits of a float16 to float32: one ``cvt.f32.f16``."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return float32(uint16), generate
+
+
+@intrinsic
+def _narrow_float16(_context, x):
+    """Return the bits of the nearest float16: one ``cvt.rn.f16.f32``."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return uint16(float32), generate
+
+
+@intrinsic
+def _load_words(_context, a, i):
+    """Return eight neighbours of a flat uint16 array as four words: one ``ld.v4``."""
+    return vector_load(a, i, element=uint32)
+
+
+@intrinsic
+def _store_words(_context, a, i, w, x, y, z):
+    """Write four words as eight neighbours of a flat uint16 array: one ``st.v4``."""
+    return vector_store(a, i, element=uint32)
 
 
 _CONVERSIONS = {

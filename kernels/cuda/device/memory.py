@@ -198,8 +198,7 @@ class DeviceMemory(Memory):
     def flat(self, array: Any) -> tuple[Any, tuple[int, ...] | None]:
         """Return the flat storage and the strides of a dense array; see :meth:`Memory.flat`."""
         flat, strides = _flat(tuple(array.shape), tuple(array.strides), array.dtype)
-        memory = getattr(array, "gpu_data", None)  # the simulator's have none
-        return flattened(array) if memory is None else array_on(memory, flat), strides
+        return array_on(array.gpu_data, flat), strides
 
     def split_heads(self, array: Any, count: int) -> Any:
         """View (…, heads, seq, dim) as (…, count, heads / count, seq, dim)."""

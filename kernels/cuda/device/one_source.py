@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 from numba import int64, uint32
 
-from kernels.common.geometry import make_geometry, same
+from kernels.common.geometry import make_geometry
 from kernels.common.online_softmax import (
     LN_2,
     make_online_softmax,
     make_softmax_step,
 )
-from kernels.common.philox import MASK, Philox, make_philox
+from kernels.common.philox import Philox, make_philox
 from kernels.cuda.device.vector import EXP2, MINUS
 from kernels.cuda.ptx.numbers import lg2, rcp  # beyond module 5
 from kernels.cuda.runtime.kernel import device_function, scalar_type
-from kernels.runtime.targets import IS_SIMULATOR, libdevice
+from kernels.runtime.targets import libdevice
 from kernels.scores.visibility import make_masks
 
 # On the host the same functions are those of ``geometry.PLAIN`` and its like.
@@ -51,8 +51,6 @@ def numbers_of_mods(flat, extras):
 
 def _make_device_philox() -> Philox:
     """Return the generator on 32-bit words, because a 64-bit product takes several instructions."""
-    if IS_SIMULATOR:  # Python's integers, for NumPy's warn of overflow
-        return make_philox(same, lambda x: int(x) & MASK)
 
     def word(x):
         return uint32(x)

@@ -15,7 +15,7 @@ from kernels.cuda.runtime.arrays import (
     to_device,
 )
 from kernels.cuda.runtime.recorder import active, recorded_by
-from kernels.runtime.targets import IS_SIMULATOR, compute_capability, cuda, current_device
+from kernels.runtime.targets import compute_capability, cuda, current_device
 
 #: The compute capability of Hopper.
 HOPPER = (9, 0)
@@ -94,8 +94,6 @@ def why_no_device(needed: tuple[int, int]) -> str | None:
 
     ``needed`` is the least compute capability; only :data:`HOPPER` itself suffices for it.
     """
-    if IS_SIMULATOR:
-        return "numba's simulator has no tensor cores"
     found = compute_capability()
     # The instructions of 9.0a, wgmma among them, exist on no later generation.
     if found < needed or (needed == HOPPER and found[0] > HOPPER[0]):

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from kernels.common.geometry import ceil_div
 from kernels.cuda.runtime.kernel import ALL_LANES, WARP, device_function
-from kernels.runtime.targets import IS_SIMULATOR, cuda
+from kernels.cuda.runtime.sizes import SIZES
+from kernels.runtime.targets import cuda
 
 #: Number of elements per thread from which a further warp shares a row.
 SHARE = 8
-#: Maximum number of threads that share a row, and warps per block if each row has one warp.
-MOST_THREADS, ROWS_OF_WARPS = 512, 4
 
 
 class RowBlock(NamedTuple):
     """The shape of a block: ``threads`` along x share a row, ``rows`` of them along y.
 
-    There are several rows only if a row has a single warp, so that no barrier waits for a different row.
+    There are several rows only if a row has at most a warp, so that no barrier waits for a different row.
     """
 
     threads: int
@@ -27,19 +26,21 @@ class RowBlock(NamedTuple):
     @property
     def slots(self) -> int:
         """Elements of shared memory that the folds need."""
-        if IS_SIMULATOR:
-            return self.threads * self.rows
-        return self.threads // WARP
+        return ceil_div(self.threads, WARP)
 
 
 def row_block(length: int) -> RowBlock:
     """Return the block for rows of one length; the order of sums depends on the length alone."""
-    if IS_SIMULATOR:
-        return RowBlock(4, 2)
-    threads = WARP
-    while threads * SHARE < length and threads < MOST_THREADS:
+    return block_of(length, SHARE)
+
+
+def block_of(length: int, share: int) -> RowBlock:
+    """Return the block whose threads have at most ``share`` elements of a row each, if it may."""
+    least, most, rows = SIZES.row_threads_least, SIZES.row_threads_most, SIZES.row_warps
+    threads = least
+    while threads * share < length and threads < most:
         threads *= 2
-    return RowBlock(threads, ROWS_OF_WARPS if threads == WARP else 1)
+    return RowBlock(threads, rows if threads == least else 1)
 
 
 def make_row_folds(block: RowBlock) -> tuple[Any, Any]:
@@ -80,30 +81,13 @@ def _make_lane_fold(lanes: int, combine: Callable[[Any, Any], Any]) -> Any:
 
 def _make_fold(block: RowBlock, combine: Callable[[Any, Any], Any]) -> Any:
     """Return the fold by one function of two numbers."""
-    if IS_SIMULATOR:
-
-        def simulated(partial, value):
-            # The name ``cuda`` means the running thread in the kernel's own file only; the thread
-            # itself can be asked everywhere.
-            thread: Any = threading.current_thread()
-            first = thread.threadIdx.y * block.threads
-            partial[first + thread.threadIdx.x] = value
-            thread.syncthreads()  # every value is stored before a neighbour reads it
-            result = partial[first]
-            for i in range(first + 1, first + block.threads):
-                result = combine(result, partial[i])
-            thread.syncthreads()  # all have read before another fold overwrites the values
-            return result
-
-        return simulated
-
-    fold_warp, warps = _make_lane_fold(WARP, combine), block.threads // WARP
+    fold_warp, warps = _make_lane_fold(min(WARP, block.threads), combine), block.slots
+    if warps == 1:
+        return device_function(lambda partial, value: fold_warp(value))
 
     @device_function
     def fold_block(partial, value):
         value = fold_warp(value)
-        if warps == 1:
-            return value
         if cuda.threadIdx.x % WARP == 0:
             partial[cuda.threadIdx.x // WARP] = value
         cuda.syncthreads()  # the value of every warp is stored before a thread reads it

@@ -1,7 +1,4 @@
-"""128-bit loads and stores, exp2 and differences, for kernels on plain CUDA cores.
-
-In the simulator, each function is equivalent plain Python.
-"""
+"""128-bit loads and stores, exp2 and differences, for kernels on plain CUDA cores."""
 
 # An intrinsic's first argument is the compiler's; callers do not pass it.
 # pyright: reportCallIssue=false, reportRedeclaration=false
@@ -17,7 +14,7 @@ from numba import types
 
 from kernels.cuda.runtime.arrays import device_pointer
 from kernels.cuda.runtime.kernel import device_function
-from kernels.runtime.targets import IS_SIMULATOR, cgutils, intrinsic, libdevice
+from kernels.runtime.targets import cgutils, intrinsic, libdevice
 
 #: Elements that one vector access moves.
 VECTOR = 4
@@ -104,76 +101,49 @@ def vector_store(array: Any, *index: Any, element: Any = None) -> Any:
     return signature, generate
 
 
-if IS_SIMULATOR:
+@intrinsic
+def load_shared(_context, a, i):
+    """Return four neighbouring elements of a flat shared array: one ``ld.shared.v4``."""
+    return vector_load(a, i)
 
-    def load_shared(a, i):
-        """Return four neighbouring elements of a flat shared array."""
-        return a[i], a[i + 1], a[i + 2], a[i + 3]
 
-    def store_shared(a, i, w, x, y, z):
-        """Write four neighbouring elements of a flat shared array."""
-        a[i], a[i + 1], a[i + 2], a[i + 3] = w, x, y, z
+@intrinsic
+def store_shared(_context, a, i, w, x, y, z):
+    """Write four neighbouring elements of a flat shared array: one ``st.shared.v4``."""
+    return vector_store(a, i)
 
-    def load_global(a, b, h, i, j):
-        """Return four neighbouring elements of a row of a (batch, heads, seq, dim) array."""
-        return a[b, h, i, j], a[b, h, i, j + 1], a[b, h, i, j + 2], a[b, h, i, j + 3]
 
-    def load_row(a, i, j):
-        """Return four neighbouring elements of a row of a matrix."""
-        return a[i, j], a[i, j + 1], a[i, j + 2], a[i, j + 3]
+@intrinsic
+def load_global(_context, a, b, h, i, j):
+    """Return four neighbouring elements of a row of a (batch, heads, seq, dim) array."""
+    return vector_load(a, b, h, i, j)
 
-    def store_row(a, i, j, w, x, y, z):
-        """Write four neighbouring elements of a row of a matrix."""
-        a[i, j], a[i, j + 1], a[i, j + 2], a[i, j + 3] = w, x, y, z
 
-    def _exp2(x):
-        return 2.0**x
+@intrinsic
+def load_row(_context, a, i, j):
+    """Return four neighbouring elements of a row of a matrix."""
+    return vector_load(a, i, j)
 
-    def _minus(x, y):
-        return x - y
 
-    EXP2 = {np.dtype(np.float32): _exp2, np.dtype(np.float64): _exp2}
-    MINUS = {np.dtype(np.float32): _minus, np.dtype(np.float64): _minus}
+@intrinsic
+def store_row(_context, a, i, j, w, x, y, z):
+    """Write four neighbouring elements of a row of a matrix."""
+    return vector_store(a, i, j)
 
-else:
 
-    @intrinsic
-    def load_shared(_context, a, i):
-        """Return four neighbouring elements of a flat shared array: one ``ld.shared.v4``."""
-        return vector_load(a, i)
+@device_function
+def _minus(x, y):
+    return libdevice.dadd_rn(x, -y)
 
-    @intrinsic
-    def store_shared(_context, a, i, w, x, y, z):
-        """Write four neighbouring elements of a flat shared array: one ``st.shared.v4``."""
-        return vector_store(a, i)
 
-    @intrinsic
-    def load_global(_context, a, b, h, i, j):
-        """Return four neighbouring elements of a row of a (batch, heads, seq, dim) array."""
-        return vector_load(a, b, h, i, j)
-
-    @intrinsic
-    def load_row(_context, a, i, j):
-        """Return four neighbouring elements of a row of a matrix."""
-        return vector_load(a, i, j)
-
-    @intrinsic
-    def store_row(_context, a, i, j, w, x, y, z):
-        """Write four neighbouring elements of a row of a matrix."""
-        return vector_store(a, i, j)
-
-    @device_function
-    def _minus(x, y):
-        return libdevice.dadd_rn(x, -y)
-
-    #: 2**x for a dtype; in float32 one instruction, ``ex2.approx``.
-    EXP2 = {
-        np.dtype(np.float32): libdevice.exp2f,
-        np.dtype(np.float64): libdevice.exp2,
-    }
-    #: x - y for a dtype.  A product x is rounded before, as it is where its maximum is sought: the compiler
-    #: would subtract y from the exact product, and the difference of equal numbers would not be 0.
-    MINUS = {np.dtype(np.float32): libdevice.fsub_rn, np.dtype(np.float64): _minus}
+#: 2**x for a dtype; in float32 one instruction, ``ex2.approx``.
+EXP2 = {
+    np.dtype(np.float32): libdevice.exp2f,
+    np.dtype(np.float64): libdevice.exp2,
+}
+#: x - y for a dtype.  A product x is rounded before, as it is where its maximum is sought: the compiler
+#: would subtract y from the exact product, and the difference of equal numbers would not be 0.
+MINUS = {np.dtype(np.float32): libdevice.fsub_rn, np.dtype(np.float64): _minus}
 
 # The compiler finds out by itself in which memory an array lies.
 load_flat, store_flat = load_shared, store_shared

@@ -27,12 +27,13 @@ from kernels.cuda.layers.tensor_lists import (
 from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.cuda.runtime.recorder import Renewed
+from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.dtypes import FLOAT64
-from kernels.runtime.targets import IS_SIMULATOR, cuda
+from kernels.runtime.targets import cuda
 
 _adam = make_adam(device_function)
 #: Threads of the one block that adds up the sums of all parts.
-LAST_THREADS = 4 if IS_SIMULATOR else 512
+LAST_THREADS = SIZES.row_threads_most
 #: Number of elements that a thread has in registers at a time.
 TURNS = 4
 

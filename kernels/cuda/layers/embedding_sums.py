@@ -18,15 +18,16 @@ from kernels.cuda.device.partial_sums import sum_parts
 from kernels.cuda.layers.softmax import matrix_type
 from kernels.cuda.runtime.arrays import empty_device, reshaped
 from kernels.cuda.runtime.kernel import Kernel, scalar_type
+from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.dtypes import acc_dtype
-from kernels.runtime.targets import IS_SIMULATOR, cuda
+from kernels.runtime.targets import cuda
 
 #: Threads of a block, and columns of the table that it adds up.
-COLUMNS = 2 if IS_SIMULATOR else 32
+COLUMNS = SIZES.lookup_columns
 #: Bytes of the table in shared memory.
-TABLE_BYTES = 48 if IS_SIMULATOR else 48 << 10
+TABLE_BYTES = SIZES.lookup_bytes
 #: Minimum number of lookups per part, maximum number of parts, and number of lookups read ahead.
-LEAST_LOOKUPS, MOST_PARTS, AHEAD = (3, 4, 2) if IS_SIMULATOR else (256, 256, 8)
+LEAST_LOOKUPS, MOST_PARTS, AHEAD = SIZES.lookups
 
 
 def _most_rows(dtype: np.dtype[Any]) -> int:

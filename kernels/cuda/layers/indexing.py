@@ -17,12 +17,12 @@ from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.layers.softmax import matrix_type
 from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
-from kernels.cuda.runtime.sizes import launch_each
-from kernels.runtime.targets import IS_SIMULATOR, cuda
+from kernels.cuda.runtime.sizes import SIZES, launch_each
+from kernels.runtime.targets import cuda
 
 INT64 = np.dtype(np.int64)
 #: Elements of a row that one block sorts in shared memory, a power of two.
-SORT_TILE = 4 if IS_SIMULATOR else 1024
+SORT_TILE = SIZES.sort_tile
 
 
 def _cube(dtype: np.dtype[Any]) -> Any:

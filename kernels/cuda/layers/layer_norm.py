@@ -24,12 +24,12 @@ from kernels.cuda.layers.layer_norm_kernels import (
 from kernels.cuda.layers.row_registers import row_tile
 from kernels.cuda.runtime.arrays import device_pointer, empty_device, reshaped
 from kernels.cuda.runtime.repeated import repeats
+from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.dtypes import acc_dtype
-from kernels.runtime.targets import IS_SIMULATOR
 
 #: Maximum number of parts of the sums over rows, and minimum number of rows per part.  They keep a large
 #: GPU busy, and do not depend on the GPU, so that the sums do not either.
-PARTS, ROWS_OF_PART = (2, 3) if IS_SIMULATOR else (1024, 4)
+PARTS, ROWS_OF_PART = SIZES.norm_parts, SIZES.norm_rows
 
 
 class Noise(NamedTuple):

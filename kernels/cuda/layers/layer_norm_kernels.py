@@ -19,11 +19,12 @@ from kernels.cuda.device.row_folds import make_row_folds
 from kernels.cuda.layers.row_registers import RowTile, make_row_access
 from kernels.cuda.layers.softmax import vector_type
 from kernels.cuda.runtime.kernel import Kernel, scalar_type
+from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.dtypes import acc_dtype
-from kernels.runtime.targets import IS_SIMULATOR, cuda
+from kernels.runtime.targets import cuda
 
 #: Columns and lanes of a block that adds up parts.
-SUM_COLS, SUM_LANES = (4, 2) if IS_SIMULATOR else (32, 16)
+SUM_COLS, SUM_LANES = SIZES.part_columns, SIZES.part_lanes
 
 
 class NormNumbers(NamedTuple):

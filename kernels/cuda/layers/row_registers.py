@@ -16,10 +16,9 @@ from kernels.common.geometry import ceil_div
 from kernels.common.philox import WORDS
 from kernels.cuda.device.half import EIGHT, form, make_read_eight, make_write_eight
 from kernels.cuda.device.one_source import PHILOX
-from kernels.cuda.device.row_folds import MOST_THREADS, ROWS_OF_WARPS, RowBlock
-from kernels.cuda.runtime.kernel import WARP, device_function
+from kernels.cuda.device.row_folds import RowBlock, block_of
+from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.dtypes import acc_dtype
-from kernels.runtime.targets import IS_SIMULATOR
 
 #: Number of pieces per thread from which a further warp shares a row.
 PIECES = 2
@@ -47,13 +46,7 @@ def row_tile(length: int, vectors: bool) -> RowTile:
 
     ``vectors`` tells whether rows begin at multiples of 16 bytes and are whole pieces.
     """
-    if IS_SIMULATOR:
-        block = RowBlock(4, 2)
-    else:
-        threads = WARP
-        while threads * PIECES * EIGHT < length and threads < MOST_THREADS:
-            threads *= 2
-        block = RowBlock(threads, ROWS_OF_WARPS if threads == WARP else 1)
+    block = block_of(length, PIECES * EIGHT)
     pieces = ceil_div(max(length, 1), block.threads * EIGHT)
     # Not a kernel for each length.
     return RowTile(block, 1 << (pieces - 1).bit_length(), vectors)

@@ -19,14 +19,13 @@ from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.device.one_source import inverse_sum, shift_of
 from kernels.cuda.device.row_folds import RowBlock, make_row_folds
 from kernels.cuda.device.vector import EXP2, VECTOR, are_vectors, load_row, store_row
-from kernels.cuda.runtime.kernel import WARP, Kernel, device_function, scalar_type
+from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
+from kernels.cuda.runtime.sizes import SIZES
 from kernels.reference.softmax_ladder import check_rows
-from kernels.runtime.targets import IS_SIMULATOR, cuda
+from kernels.runtime.targets import cuda
 
 #: Number of threads per multiprocessor for which the kernels leave registers.
 RESIDENT_THREADS = 1024
-#: Number of bytes that a thread loads at a time.
-AHEAD_BYTES = 64
 
 
 class LadderBlock(NamedTuple):
@@ -45,10 +44,8 @@ class LadderBlock(NamedTuple):
 
 def ladder_block(length: int, itemsize: int) -> LadderBlock:
     """Return the block for rows of one length: the fewest threads that read it in one round."""
-    if IS_SIMULATOR:
-        return LadderBlock(4, 2)
-    threads, ahead = WARP, AHEAD_BYTES // (VECTOR * itemsize)
-    while threads < 512 and threads * ahead * VECTOR < length:
+    threads, ahead = SIZES.row_threads_least, SIZES.ladder_bytes // (VECTOR * itemsize)
+    while threads < SIZES.row_threads_most and threads * ahead * VECTOR < length:
         threads *= 2
     return LadderBlock(threads, ahead)
 

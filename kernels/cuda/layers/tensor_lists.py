@@ -21,10 +21,11 @@ from kernels.cuda.device.half import form
 from kernels.cuda.runtime.arrays import device_pointer, device_view, element_strides, to_device
 from kernels.cuda.runtime.kernel import scalar_type
 from kernels.cuda.runtime.recorder import active, recorded_by
-from kernels.runtime.targets import IS_SIMULATOR, current_device, intrinsic
+from kernels.cuda.runtime.sizes import SIZES
+from kernels.runtime.targets import current_device, intrinsic
 
 #: Number of elements per block, all of one tensor, and number of threads.
-CHUNK, THREADS = (6, 4) if IS_SIMULATOR else (1 << 14, 256)
+CHUNK, THREADS = SIZES.list_chunk, SIZES.list_threads
 #: Numba's type of a table and of the work.
 MATRIX = int64[:, ::1]
 
@@ -41,16 +42,6 @@ class Access(NamedTuple):
 def make_access(dtype: np.dtype[Any]) -> Access:
     """Return the functions for the storage of one dtype."""
     stored = form(dtype).stored
-    if IS_SIMULATOR:
-        kind, size = np.ctypeslib.as_ctypes_type(stored), stored.itemsize
-
-        def load(address: int, i: int) -> Any:
-            return stored.type(kind.from_address(int(address) + int(i) * size).value)
-
-        def store(address: int, i: int, value: Any) -> None:
-            kind.from_address(int(address) + int(i) * size).value = stored.type(value).item()
-
-        return Access(load, store)
     element = scalar_type(stored)
 
     def place(context: Any, builder: Any, args: Any) -> Any:
@@ -108,8 +99,6 @@ def tensor_list(columns: Sequence[Sequence[Any]], sizes: Sequence[int]) -> Tenso
 
     with recorded_by(None):
         work = _work(tuple(sizes), current_device())
-    if IS_SIMULATOR:
-        return TensorList(table_of(*[x._ary.ctypes.data for x in arrays])[0], work)
     recording, (table, _) = active(), table_of(*map(device_pointer, arrays))
     if recording is not None:
         table = device_view(table, table.shape, element_strides(table))

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba import types
 
-from kernels.runtime.targets import IS_SIMULATOR, intrinsic
+from kernels.runtime.targets import intrinsic
 
 
 class Kind(NamedTuple):
@@ -182,8 +182,6 @@ def instruction(
     def make(function: Callable[..., Any]) -> Any:
         signature = inspect.signature(function)
         function.ptx = text  # type: ignore[attr-defined]  # for who would do otherwise what it does
-        if IS_SIMULATOR:
-            return _refusing(function)
 
         @wraps(function)
         def define(_context: Any, *kinds: Any) -> Any:
@@ -214,8 +212,6 @@ def address_of(returns: Any, space: int) -> Callable[[Callable[..., Any]], Any]:
 
     def make(function: Callable[..., Any]) -> Any:
         function.ptx = f"mov, from space {space};"  # type: ignore[attr-defined]  # what is seen of it
-        if IS_SIMULATOR:
-            return _refusing(function)
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -231,16 +227,3 @@ def address_of(returns: Any, space: int) -> Callable[[Callable[..., Any]], Any]:
         return intrinsic(define)
 
     return make
-
-
-def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that raises the error that the simulator has no such instruction."""
-
-    @wraps(function)
-    def refuse(*args: Any) -> Any:
-        raise RuntimeError(
-            f"{function.__name__} is a GPU instruction that numba's simulator does not have; unset "
-            "NUMBA_ENABLE_CUDASIM, or use a rung without tensor cores"
-        )
-
-    return refuse

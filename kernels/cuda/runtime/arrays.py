@@ -14,7 +14,6 @@ from kernels.cuda.runtime.recorder import active, refuse
 from kernels.runtime.dtypes import BFLOAT16, BITS
 from kernels.runtime.memory import Layout, check_dense, row_major_strides, same_layout
 from kernels.runtime.targets import (
-    IS_SIMULATOR,
     DeviceArray,
     cuda,
     driver,
@@ -24,7 +23,7 @@ from kernels.runtime.targets import (
 
 
 def is_device_array(array: Any) -> bool:
-    """Tell whether an array is one of numba's on the device, or the simulator's stand-in for one."""
+    """Tell whether an array is one on the device."""
     return bool(getattr(array, "__cuda_ndarray__", False))
 
 
@@ -39,8 +38,7 @@ def pool() -> Any:
     if (reason := why_no_cuda()) is not None:
         raise RuntimeError(reason)
     if (  # beyond module 5
-        not IS_SIMULATOR
-        and driver is not None
+        driver is not None
         and type(cuda.current_context().memory_manager).__name__ == "NumbaCUDAMemoryManager"
     ):
         found = Pool(driver, cuda.current_context)
@@ -157,9 +155,6 @@ def device_view(
     size = array.dtype.itemsize
     own: np.dtype[Any] = array.dtype if dtype is None else dtype
     steps = _in_bytes(tuple(strides), size)
-    if IS_SIMULATOR:
-        start = np.lib.stride_tricks.as_strided(array._ary, (offset + 1,), (size,))[offset:]
-        return type(array)(np.lib.stride_tricks.as_strided(start, shape, steps).view(own))
     memory = array.gpu_data.view(offset * size) if offset else array.gpu_data
     return array_on(memory, (tuple(shape), steps, own), array.stream)
 
@@ -193,7 +188,7 @@ def flattened(array: Any) -> Any:
 
 
 def device_pointer(array: Any) -> int:
-    """Return the address of the first element of a device array; 0 in the simulator."""
+    """Return the address of the first element of a device array."""
     if (recording := active()) is not None:  # beyond module 5
         recording.locate(array)  # other memory is kept: a kernel may get the address as a number
-    return 0 if IS_SIMULATOR else int(array.device_ctypes_pointer.value or 0)
+    return int(array.device_ctypes_pointer.value or 0)

@@ -9,7 +9,8 @@ from kernels.runtime.disk_cache import keep_on_disk
 from kernels.runtime.jit import fingerprint
 from kernels.runtime.numba_patches import version_of
 from kernels.runtime.targets import (
-    IS_SIMULATOR,
+    CHECKED,
+    EMULATED,
     cuda,
     driver,
     dynamic_shared_memory_bytes,
@@ -19,7 +20,7 @@ from kernels.runtime.targets import (
 
 def allow_shared_memory(kernel: Any, size: int) -> None:
     """Allow a compiled kernel ``size`` bytes of dynamic shared memory; up to 48 KB are always allowed."""
-    if IS_SIMULATOR or size <= shared_memory_bytes():
+    if driver is None or size <= shared_memory_bytes():
         return
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     device = driver.CUdevice(cuda.get_current_device().id)
@@ -42,8 +43,8 @@ def compile_kernel(
     The key of an entry covers all code of the kernel; see :func:`kernels.runtime.jit.fingerprint`.
     The launch bounds are threads of a block, and blocks of a multiprocessor; or None.
     """
-    if IS_SIMULATOR:
-        return cuda.jit(signature)(function)
+    if EMULATED:
+        return cuda.jit(checks=CHECKED)(function)
     dispatcher = cuda.jit(launch_bounds=launch_bounds)(function)
     stamp = f"{fingerprint(dispatcher, *signature.args)} {version_of('numba-cuda')}"
     # Numba's own key is a pickle of what the function closes over, and misses what it names.

@@ -1,8 +1,4 @@
-"""The class of CUDA kernels, compiled at the first launch, and functions that kernels call.
-
-A helper with a barrier or shared memory must be in the file of its kernel, because the simulator replaces
-the name ``cuda`` only in the kernel's own file.
-"""
+"""The class of CUDA kernels, compiled at the first launch, and functions that kernels call."""
 
 from __future__ import annotations
 
@@ -15,13 +11,11 @@ import numba
 import numpy as np
 from numba import types
 
-from kernels.common.geometry import same
 from kernels.cuda.runtime.compiling import allow_shared_memory, compile_kernel
 from kernels.cuda.runtime.launcher import Launcher  # beyond module 5
 from kernels.runtime.launch_notes import Launched, thread  # beyond module 5
 from kernels.runtime.numba_patches import share_copies
 from kernels.runtime.targets import (
-    IS_SIMULATOR,
     cuda,
     driver,
     explained,
@@ -34,7 +28,7 @@ share_copies(cuda)  # before anything is compiled
 
 def device_function(function: Callable[..., Any]) -> Any:
     """Compile a function that kernels call; inlined, which needs no GPU at compile time."""
-    return same(function) if IS_SIMULATOR else cuda.jit(device=True, inline="always")(function)
+    return cuda.jit(device=True, inline="always")(function)
 
 
 @cache
@@ -45,7 +39,7 @@ def device_callable(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
     which is 64 times slower on many GPUs.  The function is therefore compiled with the constants of its
     source, its module and its closure rounded to ``dtype``.
     """
-    if not isinstance(function, FunctionType) or IS_SIMULATOR:
+    if not isinstance(function, FunctionType):
         return function
 
     def rounded(value: Any) -> Any:
@@ -140,7 +134,7 @@ class Kernel:
         return run
 
     def _launched(self, grid: Any, block: Any) -> Launched:  # beyond module 5
-        registers = None if IS_SIMULATOR else self._compiled.get_regs_per_thread()
+        registers = self._compiled.get_regs_per_thread()
         if isinstance(registers, dict):  # by signature, of which there is one
             (registers,) = registers.values()
         return Launched(self.name, grid, block, self.shared_bytes, registers)

@@ -20,7 +20,7 @@ from kernels.cuda.runtime.recorder import Recording, Seed, recorded_by, thread
 from kernels.runtime.cuda_errors import LAUNCHED
 from kernels.runtime.known_calls import KnownCalls
 from kernels.runtime.memory import Layout
-from kernels.runtime.targets import BLOCKING, IS_SIMULATOR, DeviceArray, current_device
+from kernels.runtime.targets import BLOCKING, DeviceArray, current_device, driver
 
 #: Alignment in bytes that vector loads need.
 VECTOR = 16
@@ -190,7 +190,7 @@ def bound(function: Callable[..., None]) -> Callable[..., None]:
             starts.append(x.device_ctypes_pointer.value or 0)  # noqa: PERF401 - without a call
         repeat.arrays(starts, 0) if repeat.scratch else repeat.into(starts, 0, 0)
 
-    return function if IS_SIMULATOR else launch
+    return function if driver is None else launch
 
 
 def repeats(function: _Function) -> _Function:
@@ -224,4 +224,4 @@ def repeats(function: _Function) -> _Function:
         repeat, make = known
         return function(*args) if repeat is None else make(repeat.arrays(starts, 0))
 
-    return function if IS_SIMULATOR else run  # type: ignore[return-value]
+    return function if driver is None else run  # type: ignore[return-value]

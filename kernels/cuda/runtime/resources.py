@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from numba import void
 
 from kernels.runtime.cuda_errors import first_line
-from kernels.runtime.targets import IS_SIMULATOR, cuda, nvjitlink
+from kernels.runtime.targets import cuda, nvjitlink
 
 
 def compile_ptx(
@@ -110,8 +110,6 @@ def why_no_ptx_resources() -> str | None:
 @cache
 def why_no_ptx() -> str | None:
     """Return why kernels cannot be compiled to PTX here and what to do, or None when they can."""
-    if IS_SIMULATOR:
-        return "the simulator compiles nothing; unset NUMBA_ENABLE_CUDASIM"
     # Numba's own deprecated target asks the driver for a device as soon as a kernel calls anything.
     helper = cuda.jit(device=True, inline="always")(_nothing)
     try:

@@ -1,4 +1,4 @@
-"""The table of tile and block sizes of the CUDA rungs, with tiny sizes for the simulator."""
+"""The table of tile and block sizes of the CUDA rungs, with tiny sizes for the emulated GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kernels.common.geometry import ceil_div
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 
 
 class LayoutSizes(NamedTuple):
@@ -81,6 +81,22 @@ class Sizes:
     few_rows: int
     width_step: int  #: flash2 kernels are compiled for head_dim and value_dim rounded up to this.
     flash2: LayoutTable  #: Layouts of the flash2 kernels.
+    row_threads_least: int  #: Minimum number of threads that share a row of a layer; a warp on a GPU.
+    row_threads_most: int  #: Maximum number of threads that share a row.
+    row_warps: int  #: Rows per block if each has the minimum number of threads.
+    ladder_bytes: int  #: Bytes that a thread of the softmax ladder loads ahead.
+    sink_rows: int  #: Rows per block of the gradient of the sinks.
+    lookup_columns: int  #: Threads of a block, and columns, of the gradient of an embedding's table.
+    lookup_bytes: int  #: Bytes of its table in shared memory.
+    #: Minimum number of lookups per part, maximum number of parts, and lookups read ahead.
+    lookups: tuple[int, int, int]
+    list_chunk: int  #: Elements of a part of a list of tensors.
+    list_threads: int  #: Threads of its blocks.
+    sort_tile: int  #: Elements that a block sorts.
+    part_columns: int  #: Columns of a block that adds up parts of a layer norm's gradients.
+    part_lanes: int  #: Threads that share such a column.
+    norm_parts: int  #: Maximum number of these parts.
+    norm_rows: int  #: Minimum number of rows per part.
 
     @property
     def product_tile(self) -> tuple[int, int]:
@@ -150,9 +166,24 @@ GPU = Sizes(
     few_rows=16,
     width_step=16,
     flash2=_FLASH2,
+    row_threads_least=32,
+    row_threads_most=512,
+    row_warps=4,
+    ladder_bytes=64,
+    sink_rows=16,
+    lookup_columns=32,
+    lookup_bytes=48 << 10,
+    lookups=(256, 256, 8),
+    list_chunk=1 << 14,
+    list_threads=256,
+    sort_tile=1024,
+    part_columns=32,
+    part_lanes=16,
+    norm_parts=1024,
+    norm_rows=4,
 )
-#: Sizes for the simulator, where a thread is a Python thread, and a barrier takes 0.1 ms per thread.
-SIMULATOR = Sizes(
+#: Sizes for the emulated GPU, whose threads run in Python, one at a time.
+TINY = Sizes(
     flat_threads=8,
     flat_items=2,
     fold_short=FoldShape(4, 2, True),
@@ -174,9 +205,24 @@ SIMULATOR = Sizes(
     few_rows=3,
     width_step=4,
     flash2=dict.fromkeys(_FLASH2, _TINY),
+    row_threads_least=4,
+    row_threads_most=4,
+    row_warps=2,
+    ladder_bytes=32,
+    sink_rows=2,
+    lookup_columns=2,
+    lookup_bytes=48,
+    lookups=(3, 4, 2),
+    list_chunk=6,
+    list_threads=4,
+    sort_tile=4,
+    part_columns=4,
+    part_lanes=2,
+    norm_parts=2,
+    norm_rows=3,
 )
 
-SIZES = SIMULATOR if IS_SIMULATOR else GPU
+SIZES = TINY if EMULATED else GPU
 
 
 def launch_each(kernel: Any, count: int, *args: Any) -> None:

@@ -17,12 +17,12 @@ import minitorch as mt
 from kernels.cuda.runtime.arrays import device_pointer, to_device, to_host
 from kernels.interop import dlpack
 from kernels.runtime.dtypes import BFLOAT16
-from kernels.runtime.targets import IS_SIMULATOR, cuda, why_no_cuda
+from kernels.runtime.targets import EMULATED, cuda, why_no_cuda
 from minitorch import CudaBackend, FastBackend, Tensor
 from minitorch.tensor_data import DTYPES
 
 simulated = pytest.mark.skipif(
-    not IS_SIMULATOR, reason="the simulator's device memory is the host's"
+    not EMULATED, reason="the simulator's device memory is the host's"
 )
 no_device = pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU, or its simulator")
 
@@ -150,7 +150,7 @@ def test_what_is_lent_lives_until_it_is_given_back() -> None:
 
 @simulated
 def test_simulated_kernels_reach_no_real_device() -> None:
-    with pytest.raises(RuntimeError, match="unset NUMBA_ENABLE_CUDASIM"):
+    with pytest.raises(RuntimeError, match="unset MINITORCH_EMULATE"):
         mt.from_dlpack(OnDevice())
 
 

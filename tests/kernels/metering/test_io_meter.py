@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,19 +14,14 @@ from kernels.cuda.runtime.kernel import Kernel
 from kernels.metering.io_meter import IOMeter
 from kernels.metering.rung_traffic import RUNGS, PassTraffic, head_shape, metered, problem_of
 from kernels.problem.operands import make_operands
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 from kernels.traffic.formulas import HeadShape, Traffic
 
 from ...support.attention.on_cuda import draw, on_device
 
 needs_simulator = pytest.mark.skipif(
-    not IS_SIMULATOR, reason="arrays count in the simulator only: NUMBA_ENABLE_CUDASIM=1"
+    not EMULATED, reason="arrays count on the emulated GPU only: MINITORCH_EMULATE=1"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick(quick_barriers: None) -> Iterator[None]:
-    yield
 
 
 @st.composite
@@ -98,9 +92,9 @@ def test_elements_tell_how_often_each_was_read() -> None:
     assert (reads[0, 4:] == 2).all()
 
 
-@pytest.mark.skipif(IS_SIMULATOR, reason="this process is in the simulator")
+@pytest.mark.skipif(EMULATED, reason="this process is in the simulator")
 def test_outside_of_the_simulator_a_meter_says_what_to_do() -> None:
-    with pytest.raises(RuntimeError, match="NUMBA_ENABLE_CUDASIM=1"), IOMeter():
+    with pytest.raises(RuntimeError, match="MINITORCH_EMULATE=1"), IOMeter():
         pass
 
 

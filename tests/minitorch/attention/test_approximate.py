@@ -29,8 +29,6 @@ from ...support.attention import approximate_oracles as oracles
 from ...support.examples import at_most
 from ...support.tolerances import assert_close_arrays
 
-pytestmark = pytest.mark.usefixtures("quick_barriers")
-
 Array = np.ndarray[Any, Any]
 METHODS = ("linformer", "linear", "performer", "local", "reformer", "smyrf", "block_sparse")
 CAUSAL = ("linear", "performer", "local", "reformer", "block_sparse")

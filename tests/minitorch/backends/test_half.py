@@ -36,7 +36,6 @@ from ...support.half_numbers import Array, beside_the_ties, every_number, on_hal
 from ...support.tolerances import assert_close_arrays
 from ...tensor_strategies import laid_out, lattice, on_every_backend
 
-pytestmark = pytest.mark.usefixtures("quick_barriers")
 on_host = pytest.mark.parametrize(
     "backend", [pytest.param(SimpleBackend, id="simple"), pytest.param(FastBackend, id="fast")]
 )

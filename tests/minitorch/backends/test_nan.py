@@ -15,8 +15,6 @@ from minitorch import operators
 
 from ...tensor_strategies import on_every_backend
 
-pytestmark = pytest.mark.usefixtures("quick_barriers")
-
 
 def with_nan(seed: int, shape: tuple[int, ...], dtype: Any = np.float64) -> Any:
     rng = np.random.default_rng(seed)

@@ -10,7 +10,7 @@ import numba
 import pytest
 
 import minitorch
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 from minitorch import FastBackend, rand
 
 from ...support.busy_threads import busy_threads
@@ -31,7 +31,7 @@ def _restored() -> Iterator[None]:
     minitorch.set_num_threads(MOST)
 
 
-@pytest.mark.skipif(MOST < 2 or IS_SIMULATOR, reason="needs several threads")
+@pytest.mark.skipif(MOST < 2 or EMULATED, reason="needs several threads")
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("from_another_thread", [False, True])
 def test_no_loop_computes_on_more_threads_than_are_set(
@@ -47,7 +47,7 @@ def test_no_loop_computes_on_more_threads_than_are_set(
     assert minitorch.get_num_threads() == 1
 
 
-@pytest.mark.skipif(MOST < 2 or IS_SIMULATOR, reason="needs several threads")
+@pytest.mark.skipif(MOST < 2 or EMULATED, reason="needs several threads")
 def test_the_most_threads_are_used_again_after_they_were_limited() -> None:
     x = rand((1, 4, 512, 32), FastBackend)
     minitorch.set_num_threads(1)

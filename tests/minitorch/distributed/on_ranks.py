@@ -164,7 +164,6 @@ def many_heads() -> None:
 
 def device() -> None:
     """Tensors on a device travel through the host."""
-    sys.setswitchinterval(1e-4)  # the simulator's threads hand over often
     random, seq = np.random.default_rng(2), 4 * GROUP.size
     options = {"is_causal": True, "dropout_p": 0.3, "seed": 5}
     for method, heads, sums, dtype in (

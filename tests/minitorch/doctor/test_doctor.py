@@ -53,7 +53,7 @@ def test_a_healthy_environment_has_no_problem() -> None:
     facts = answer["facts"]
     assert Path(facts["library"]["file"]).samefile(minitorch.__file__)
     said = report(facts, [])
-    for name in ("Python", "numba.cuda", "simulator", "GPU", "threading layer", "cache"):
+    for name in ("Python", "numba.cuda", "emulated GPU", "GPU", "threading layer", "cache"):
         assert re.search(rf"^{name} +\S", said, re.MULTILINE), name
 
 

@@ -18,8 +18,6 @@ from ...support.examples import at_most
 from ...support.tolerances import assert_close_arrays
 from ...tensor_strategies import Array, laid_out, lattice, on_every_backend, shapes
 
-pytestmark = pytest.mark.usefixtures("quick_barriers")
-
 
 @st.composite
 def indices(draw: st.DrawFn, shape: tuple[int, ...], dim: int, count: int | None = None) -> Array:

@@ -14,7 +14,7 @@ import minitorch
 from kernels.cpu.layers import linear as kernel
 from kernels.cpu.matmul import blas
 from kernels.runtime.dtypes import BFLOAT16, FLOAT32, FLOAT64, FLOAT_DTYPES, acc_dtype, rounded
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 from minitorch import (
     CudaBackend,
     FastBackend,
@@ -112,7 +112,6 @@ on_backends = pytest.mark.parametrize(
         pytest.param(CudaBackend, id="cuda", marks=pytest.mark.simulator),
     ],
 )
-pytestmark = pytest.mark.usefixtures("quick_barriers")
 
 
 def textbook(x: Array, weights: Array, bias: Array, targets: Array) -> tuple[Any, ...]:
@@ -139,7 +138,7 @@ def drawn(data: DataObject, dtype: np.dtype[Any]) -> tuple[list[Array], Array]:
 
 @on_backends
 @in_every_storage
-@settings(max_examples=4 if IS_SIMULATOR else 15)
+@settings(max_examples=4 if EMULATED else 15)
 @given(data=data(), has_bias=booleans())
 def test_the_loss_and_its_gradients_are_the_textbooks(
     backend: TensorBackend, dtype: np.dtype[Any], data: DataObject, has_bias: bool

@@ -17,8 +17,6 @@ from ...support.examples import at_most
 from ...support.tolerances import assert_close_arrays
 from ...tensor_strategies import Array, laid_out, lattice, on_every_backend, shapes
 
-pytestmark = pytest.mark.usefixtures("quick_barriers")
-
 
 @st.composite
 def operands(draw: st.DrawFn, backend: TensorBackend) -> tuple[Array, Tensor]:

@@ -15,8 +15,6 @@ from minitorch import Context, CudaBackend, FastBackend, Function, Tensor
 
 from ...tensor_strategies import on_every_backend
 
-pytestmark = pytest.mark.usefixtures("quick_barriers")
-
 
 class Nested(Function):
     """a * a, which saves an array in a list."""

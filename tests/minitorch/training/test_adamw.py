@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, acc_dtype, rounded
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 from minitorch import CudaBackend, Parameter, TensorBackend, from_numpy
 from minitorch.training.adamw import AdamW
 
 from ...support.tolerances import assert_close_arrays
 from ...tensor_strategies import Array, on_every_backend
 
-pytestmark = pytest.mark.usefixtures("quick_barriers")
 #: Several parts, one, and of dimensions that decay and that do not.
 SHAPES = [(3, 7), (5,), (1,), (2, 2, 4)]
 
@@ -63,7 +62,7 @@ def drawn(dtypes: list[Any], seed: int, scale: float = 1.0) -> list[Array]:
     [[FLOAT32], [FLOAT64], [BFLOAT16], [FLOAT16, FLOAT32]],
     ids=["float32", "float64", "bfloat16", "mixed"],
 )
-@settings(max_examples=2 if IS_SIMULATOR else 5)
+@settings(max_examples=2 if EMULATED else 5)
 @given(seed=st.integers(0, 2**32 - 1), max_norm=st.sampled_from([0.5, math.inf]))
 def test_steps_are_the_textbooks(
     backend: TensorBackend, dtypes: list[Any], seed: int, max_norm: float

@@ -17,11 +17,11 @@ from bench import harness, measuring, plots, records
 from bench.harness import Figure, Measurement, Run
 from common import child
 
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 
 ROOT = Path(__file__).parents[3]
 
-pytestmark = pytest.mark.skipif(IS_SIMULATOR, reason="they start the simulator themselves")
+pytestmark = pytest.mark.skipif(EMULATED, reason="they start the simulator themselves")
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_rounds_are_interleaved_and_compilation_is_not_counted() -> None:
 def speaks(number: int) -> tuple[int, str]:
     """Run in a child: print, and return."""
     print("this is no result")
-    return number, os.environ.get("NUMBA_ENABLE_CUDASIM", "")
+    return number, os.environ.get("MINITORCH_EMULATE", "")
 
 
 def breaks() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "project"))  # as for its scripts
 from bench import contestants, harness, plots, records
@@ -24,7 +24,7 @@ from measurements import against_torch, attention, io_table, peers
 from measurements.bench_training import difference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in scalar:RuntimeWarning")
-HERE = pytest.mark.skipif(IS_SIMULATOR, reason="it starts the simulator itself")
+HERE = pytest.mark.skipif(EMULATED, reason="it starts the simulator itself")
 #: Those that a laptop runs within seconds; what is left needs ranks, transformers or long trainings.
 QUICK = (
     "sparsity", "options", "evolution", "float8", "speedup", "peers", "lra_lengths",
@@ -78,10 +78,10 @@ def test_every_measurement_has_settings_for_its_devices_and_a_question() -> None
 
 
 @pytest.mark.simulator
-@pytest.mark.skipif(not IS_SIMULATOR, reason="on a GPU they run by themselves")
+@pytest.mark.skipif(not EMULATED, reason="on a GPU they run by themselves")
 @pytest.mark.parametrize("name", TINY)
-def test_a_measurement_of_a_gpu_runs_in_the_simulator(
-    name: str, monkeypatch: pytest.MonkeyPatch, quick_barriers: None
+def test_a_measurement_of_a_gpu_runs_on_the_emulated_gpu(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = harness.load(name)
     module = sys.modules[one.cases.__module__]
@@ -99,7 +99,7 @@ def test_a_measurement_of_a_gpu_runs_in_the_simulator(
     assert run.rows and all("why_not" not in row for row in run.rows)
 
 
-@pytest.mark.parametrize("name", cases_of(1, 64) if not IS_SIMULATOR else [])
+@pytest.mark.parametrize("name", cases_of(1, 64) if not EMULATED else [])
 def test_a_case_means_the_same_to_all_peers(name: str) -> None:
     length, head = 320, 1
     case = cases_of(2, length)[name]

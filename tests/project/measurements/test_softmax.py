@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from kernels.cpu.layers import softmax_ladder as cpu_ladder
 from kernels.cuda.layers import softmax_ladder as cuda_ladder
 from kernels.metering.io_meter import IOMeter
 from kernels.reference.softmax_ladder import READS
-from kernels.runtime.targets import IS_SIMULATOR, cuda
+from kernels.runtime.targets import EMULATED, cuda
 
 from ...support.tolerances import assert_close_arrays
 
@@ -28,11 +27,6 @@ Array = npt.NDArray[Any]
 SAFE = [step for step in READS if step != "naive"]
 #: From where on e^x is infinite.
 OVERFLOW = {"float32": 89.0, "float64": 710.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick(quick_barriers: None) -> Iterator[None]:
-    yield
 
 
 def on_host(step: str, x: Array) -> Array:
@@ -93,7 +87,7 @@ def test_naive_softmax_is_the_textbook_until_it_overflows(where: Any, dtype: str
 
 
 @pytest.mark.simulator
-@pytest.mark.skipif(not IS_SIMULATOR, reason="arrays count in the simulator only")
+@pytest.mark.skipif(not EMULATED, reason="arrays count on the emulated GPU only")
 @pytest.mark.parametrize("length", [1, 7, 32, 75])
 @pytest.mark.parametrize("step", READS)
 def test_the_kernels_move_what_the_ladder_is_about(step: str, length: int) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minitorch
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 from kernels.traffic.formulas import training_flops
 from minitorch import FastBackend
 from minitorch.training.model_files import read_checkpoint
@@ -174,7 +174,7 @@ def test_a_run_in_bfloat16_goes_on_bit_for_bit_and_writes(
     assert capsys.readouterr().out.startswith("Żół")
 
 
-@pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver")
+@pytest.mark.skipif(EMULATED, reason="the simulator has no driver")
 @pytest.mark.parametrize("more", [[], ["--accumulate", "2", "--dropout", "0.1"], ["--eager"]])
 def test_steps_on_a_device_are_captured_unless_they_are_to_be_eager(
     more: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

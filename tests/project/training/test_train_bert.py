@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import train_bert
 
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 from minitorch.training.model_files import read_checkpoint
 
 from ...support.device.fake_device import fake_device
@@ -47,7 +47,7 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver")
+@pytest.mark.skipif(EMULATED, reason="the simulator has no driver")
 @pytest.mark.parametrize("layout", ["--packed", "--padded"])
 def test_steps_on_a_device_are_captured(
     layout: str, text: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -14,12 +14,12 @@ from kernels.bound_calls import find
 from kernels.cuda.runtime.arrays import device_view, to_device
 from kernels.problem.question import problem_of
 from kernels.runtime.known_calls import KnownCalls
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 
 from ...support.device.fake_device import FakeDriver, fake_device
 from ...support.frames import entered
 
-pytestmark = pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver to record")
+pytestmark = pytest.mark.skipif(EMULATED, reason="the simulator has no driver to record")
 
 SHAPE = (1, 2, 40, 64)
 OPTIONS: list[Any] = [

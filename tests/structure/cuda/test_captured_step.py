@@ -21,7 +21,7 @@ from kernels.problem import listed_mods
 from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.known_calls import KnownCalls
 from kernels.runtime.numba_patches import watching_numba
-from kernels.runtime.targets import IS_SIMULATOR, cuda
+from kernels.runtime.targets import EMULATED, cuda
 from minitorch.training.captured_step import WARM_UP
 
 from ...support.device.fake_device import FakeDriver, Launched, fake_device
@@ -36,7 +36,7 @@ from ...support.models.captured_training import (
 
 #: Where the fake device's memory lies, and what is no number of a kernel.
 ADDRESSES = range(1 << 32, 1 << 44)
-no_simulator = pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver")
+no_simulator = pytest.mark.skipif(EMULATED, reason="the simulator has no driver")
 device = pytest.fixture(idle_device)
 
 
@@ -189,7 +189,7 @@ def test_a_message_in_some_calls_only_is_refused(device: FakeDriver) -> None:
 
 def test_a_kernel_that_numba_launches_is_noticed() -> None:
     seen: list[str] = []
-    before = cuda.dispatcher._Kernel.launch if not IS_SIMULATOR else None
+    before = cuda.dispatcher._Kernel.launch if not EMULATED else None
     if before is None:
         pytest.skip("the simulator launches nothing")
     with fake_device(), watching_numba(cuda, seen.append), pytest.raises(AttributeError):

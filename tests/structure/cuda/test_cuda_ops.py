@@ -22,7 +22,7 @@ from minitorch.attention.score_options import bounds_penalty
 from ...support.cuda_tensors import DTYPES, assert_equal, draw, on_cuda, permuted
 from ...support.tolerances import assert_close_arrays
 
-pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
+pytestmark = pytest.mark.simulator
 
 
 @pytest.mark.parametrize("excess", [-1, 0, 1])

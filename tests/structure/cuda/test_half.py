@@ -12,12 +12,10 @@ from kernels.cuda.device.memory import DeviceMemory, fill
 from kernels.cuda.runtime.arrays import device_view, to_device, to_host
 from kernels.runtime.dtypes import BFLOAT16, BITS, FLOAT32, FLOAT_DTYPES, rounded
 from kernels.runtime.memory import Memory
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 
 from ...support.half_numbers import beside_the_ties, every_number, on_halves, same_bits
 from ...support.tolerances import assert_close_arrays
-
-pytestmark = pytest.mark.usefixtures("quick_barriers")
 
 
 def test_the_arithmetic_of_the_device_is_right_for_every_number() -> None:
@@ -45,7 +43,7 @@ def test_the_arithmetic_of_the_device_is_right_for_every_tie(dtype: Any) -> None
 @on_halves
 @pytest.mark.parametrize("source", FLOAT_DTYPES, ids=str)
 def test_the_device_converts_as_the_host_does(dtype: Any, source: Any) -> None:
-    if IS_SIMULATOR:
+    if EMULATED:
         numbers = np.random.default_rng(1).standard_normal(2 * half.EIGHT + 3)
         numbers[:4] = np.inf, -np.nan, 1e-6, -70000.0
     else:

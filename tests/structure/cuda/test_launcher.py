@@ -11,11 +11,11 @@ from numba import float32, float64, int64, types, uint64, void
 
 from kernels.cuda.runtime.arrays import device_view, to_device
 from kernels.cuda.runtime.kernel import Kernel, three
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 
 from ...support.device.fake_device import fake_device
 
-pytestmark = pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver")
+pytestmark = pytest.mark.skipif(EMULATED, reason="the simulator has no driver")
 
 
 def kernel(*types_of: Any) -> Kernel:

@@ -16,7 +16,7 @@ from kernels.cuda.attention.options import listed_mods
 from kernels.cuda.runtime.recorder import Recording, recorded_by
 from kernels.problem.listed_mods import Asked, on_host
 from kernels.runtime.dtypes import FLOAT32
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 from kernels.sparsity.block_mask import BlockMask
 from kernels.sparsity.states import BlockGrid
 
@@ -26,10 +26,10 @@ from ...support.attention.strategies import Case
 from ...support.examples import at_most
 from ...support.layouts import on_device
 
-pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
+pytestmark = pytest.mark.simulator
 #: Small enough for lists to have several blocks in the simulator.
-BLOCK = (16, 16) if IS_SIMULATOR else (128, 64)
-LONG = 40 if IS_SIMULATOR else 700
+BLOCK = (16, 16) if EMULATED else (128, 64)
+LONG = 40 if EMULATED else 700
 LENGTHS = st.integers(BLOCK[0] + 1, LONG), st.integers(1, LONG)
 
 

@@ -27,11 +27,11 @@ from kernels.cuda.runtime.arrays import (
 from kernels.cuda.runtime.recorder import Recording, drawn
 from kernels.cuda.runtime.repeated import noted
 from kernels.runtime.known_calls import KnownCalls
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 
 from ...support.device.fake_device import FakeDriver, fake_device
 
-pytestmark = pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver to record")
+pytestmark = pytest.mark.skipif(EMULATED, reason="the simulator has no driver to record")
 
 #: The fake device's pieces of memory begin at multiples of this.
 PIECE = 1 << 28

@@ -14,7 +14,7 @@ from kernels.cuda.runtime.arrays import to_device
 from kernels.problem.packed_sequences import Sequences, sequences_of
 from kernels.problem.question import make_problem
 from kernels.runtime.dtypes import FLOAT16
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 
 from ...support.device.fake_device import fake_device
 
@@ -61,7 +61,7 @@ def _expected(option: str, rung: str, deterministic: bool) -> Counter[str]:
     return found
 
 
-@pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver")
+@pytest.mark.skipif(EMULATED, reason="the simulator has no driver")
 @pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "atomic"])
 @pytest.mark.parametrize("rung", ["flash2_mma", "flash3_wgmma"])
 @pytest.mark.parametrize("option", OPTIONS)

@@ -13,12 +13,12 @@ import pytest
 import minitorch
 from kernels.cuda.backend import element_strides, empty_device, merge_rows
 from kernels.runtime.dtypes import BFLOAT16, FLOAT32
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 from minitorch.distributed import ring_attention
 
 from ...support.device.fake_device import FakeDriver, fake_device
 
-pytestmark = pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver to record")
+pytestmark = pytest.mark.skipif(EMULATED, reason="the simulator has no driver to record")
 
 
 def rank_of(rank: int, size: int) -> Any:

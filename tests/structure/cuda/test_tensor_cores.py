@@ -66,7 +66,7 @@ def test_auto_splits_float32_where_that_is_worth_it(precision: str | None) -> No
 def test_older_devices_hand_on_and_a_named_rung_says_what_it_needs() -> None:
     q = np.ones((1, 2, 8, 64), FLOAT16)
     ampere = patch("kernels.cuda.device.per_device.compute_capability", lambda: (8, 0))
-    with ampere, patch("kernels.cuda.device.per_device.IS_SIMULATOR", False):
+    with ampere:
         assert another_device().pick(make_problem(q, q, q)).name == "flash2_mma"
         with pytest.raises(ValueError, match=r"flash3_wgmma.*needs compute capability 9\.0.* 8\.0"):
             another_device().pick(make_problem(q, q, q, rung="flash3_wgmma"))

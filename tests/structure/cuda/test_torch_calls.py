@@ -15,12 +15,12 @@ from kernels.bound_calls import find
 from kernels.cuda.runtime.memory_pool import Pool
 from kernels.interop import dlpack, libraries
 from kernels.operand_types import DESCRIBE, as_operand
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 
 from ...support.device.fake_device import FakeDriver, fake_device
 from ...support.device.fake_torch import FakeTorch, Tensor
 
-pytestmark = pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver to record")
+pytestmark = pytest.mark.skipif(EMULATED, reason="the simulator has no driver to record")
 
 SHAPE = (1, 2, 40, 64)
 #: Bytes of a tensor map.

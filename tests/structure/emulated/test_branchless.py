@@ -9,11 +9,10 @@ import pytest
 from numba import float32, types, void
 
 from kernels.cuda.device.branchless import divide, tanh
+from kernels.cuda.emulator.gpu import launch as emulate
 from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.cuda.runtime.kernel import WARP, Kernel
 from kernels.runtime.targets import cuda
-
-from ...support.emulated.gpu import launch as emulate
 
 VECTOR = types.Array(float32, 1, "C")
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kernels.cuda.attention.flash2_mma.tiles import MmaKeyLayout, MmaLayout, MmaRoleLayout
+from kernels.cuda.emulator.schedule import WARP, held_back
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
 
 from ...support.attention import option_table
@@ -16,10 +17,7 @@ from ...support.attention.large_scores import NAMES, large_case
 from ...support.attention.on_cuda import packed
 from ...support.attention.option_examples import option_examples
 from ...support.attention.strategies import Case
-from ...support.emulated.arrays import longer
-from ...support.emulated.gpu import held_back
-from ...support.emulated.instructions import WARP
-from ...support.emulated.target import EMULATED, emulated_device
+from ...support.emulated.target import TENSOR_CORES, emulated_device, longer
 from ...support.fuzzing.extreme import check as check_extreme
 from ...support.fuzzing.extreme import settled
 
@@ -100,7 +98,7 @@ def _check(call: Call, deterministic: bool) -> None:
     turned = [array.transpose(0, 2, 1, 3) for array in arrays]  # heads beside dim
     case = Case(*turned, call.options, (16, 16))  # type: ignore[arg-type]
     with emulated_device(call.cc, call.rows, call.keys):
-        found = case.run(EMULATED, "flash2_mma", deterministic=deterministic)
+        found = case.run(TENSOR_CORES, "flash2_mma", deterministic=deterministic)
     case.check_halves(found, "on tensor cores")
 
 
@@ -132,14 +130,14 @@ def test_memory_beyond_the_sequences_is_never_read_into_a_result(deterministic: 
     options = {"is_causal": True, "causal_offset": 20, "deterministic": deterministic}
     case = Case(*arrays, options, (4, 4))  # type: ignore[arg-type]
     with emulated_device():
-        case.check(case.run(EMULATED, "flash2_mma"), "longer arrays")
+        case.check(case.run(TENSOR_CORES, "flash2_mma"), "longer arrays")
 
 
 @pytest.mark.parametrize("more", [{}, {"scale": -0.3}], ids=["", "a negative scale"])
 @pytest.mark.parametrize("option", option_table.OPTIONS)
 def test_every_option_is_the_textbooks_through_the_launch(option: str, more: Any) -> None:
     with emulated_device():
-        assert option_table.cell(option, EMULATED, "flash2_mma", **more) == "yes"
+        assert option_table.cell(option, TENSOR_CORES, "flash2_mma", **more) == "yes"
 
 
 @pytest.mark.parametrize("scale", [0.45, -0.45])
@@ -151,7 +149,7 @@ def test_both_passes_compute_the_same_scores(dtype: Any, scale: float) -> None:
     q[:, 5] *= 2.0**20  # the other rows are small beside it
     case = settled(Case(q * 3e4, k * 3e4, v, dout, {"scale": scale}, (16, 16)).in_dtype(dtype))
     with emulated_device():
-        check_extreme(case, case.run(EMULATED, "flash2_mma"), "by both passes")
+        check_extreme(case, case.run(TENSOR_CORES, "flash2_mma"), "by both passes")
 
 
 @pytest.mark.parametrize("precision", ["float16", "tf32", "float32"])
@@ -171,7 +169,7 @@ def test_two_halves_of_a_block_are_the_textbooks_through_the_launch(
     halves = MmaRoleLayout(*sizes, step=64 if has_terms else 32)
     name = "flash2_mma" if is_half else "flash2_split"
     with emulated_device(keys=halves):
-        found = case.run(EMULATED, name, deterministic=deterministic, **own)
+        found = case.run(TENSOR_CORES, name, deterministic=deterministic, **own)
     wanted, tolerance = case.oracle(), 1e-5 if has_terms else 0.01
     for name in ("out", "lse", "dq", "dk", "dv"):
         np.testing.assert_allclose(
@@ -187,7 +185,7 @@ def test_large_scores_are_the_textbooks_through_the_launch(name: str, dtype: Any
     case = large_case(name, dtype, 5, 35)
     with emulated_device():
         for deterministic in (True, False):
-            found = case.run(EMULATED, "flash2_mma", deterministic=deterministic)
+            found = case.run(TENSOR_CORES, "flash2_mma", deterministic=deterministic)
             case.check(found, name)
 
 
@@ -201,7 +199,7 @@ def test_packed_sequences_end_where_tiles_do_not(deterministic: bool) -> None:
     case.q[:, rows] = case.k[:, cols] = case.dout[:, rows] = np.nan  # of the third sequence alone
     case.v[:, cols] = np.inf
     with emulated_device((9, 0) if deterministic else (8, 0)):
-        found = case.run(EMULATED, "flash2_mma", deterministic=deterministic)
+        found = case.run(TENSOR_CORES, "flash2_mma", deterministic=deterministic)
     _, cols, _ = case.alone(1)  # whose keys no row reads
     assert not found["dk"][:, cols].any() and not found["dv"][:, cols].any()
     for number in (0, 3):
@@ -219,4 +217,4 @@ def test_all_options_together_are_the_textbooks_through_the_launch() -> None:
     case = Case(*(rng.standard_normal(shape) for shape in shapes), options, (4, 4))  # type: ignore[arg-type]
     case = replace(case, dlse=rng.standard_normal((1, 4, 37))).in_dtype(FLOAT16)
     with emulated_device():
-        case.check(case.run(EMULATED, "flash2_mma"), "all options")
+        case.check(case.run(TENSOR_CORES, "flash2_mma"), "all options")

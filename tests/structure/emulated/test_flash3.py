@@ -26,23 +26,21 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
 )
 from kernels.cuda.device import per_device
 from kernels.cuda.device.warpgroups import ALIGNMENT, WARPGROUP, block_bytes
+from kernels.cuda.emulator.schedule import held_back
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16
-from kernels.runtime.targets import IS_SIMULATOR
 
 from ...support.attention.large_scores import large_case
 from ...support.attention.mask_mods import mask_mods
 from ...support.attention.on_cuda import packed
 from ...support.attention.option_examples import option_examples
 from ...support.attention.strategies import Case
-from ...support.emulated.arrays import longer
-from ...support.emulated.gpu import held_back
 from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper
-from ...support.emulated.target import EMULATED
+from ...support.emulated.target import TENSOR_CORES, longer
 from ...support.examples import at_most
 
 #: Shared memory that a block of compute capability 9.0 can have, in bytes.
 MOST_SHARED = 227 * 1024
-plain = item_of if IS_SIMULATOR else item_of.py_func  # type: ignore[attr-defined]
+plain = item_of.py_func  # type: ignore[attr-defined]
 
 
 @given(
@@ -157,7 +155,7 @@ OF_OPTIONS = {
 def _check(case: Case, call: Call, exact: Case | None = None) -> None:
     """Compare the forward pass on the emulated GPU with the textbook of the case, or of another."""
     with emulated_hopper(call.layout, call.blocks):
-        found = case.forward(EMULATED, "flash3_wgmma")
+        found = case.forward(TENSOR_CORES, "flash3_wgmma")
     rest, seen = found.pop("lse_rest"), np.isfinite(found["lse"])
     (exact or case).check(found, "on the emulated GPU")
     assert (np.abs(rest[seen]) <= np.spacing(np.abs(found["lse"][seen]))).all()
@@ -261,7 +259,7 @@ def test_packed_sequences_end_where_tiles_do_not_and_do_not_affect_each_other(
     layout = replace(SMALL, items=items, ping_pong=ping_pong)
     # The first consumer is late, and writes the zeros that the other one multiplies by, too.
     with held_back(*range(WARPGROUP, 2 * WARPGROUP)), emulated_hopper(layout, 1):
-        found = case.forward(EMULATED, "flash3_wgmma")
+        found = case.forward(TENSOR_CORES, "flash3_wgmma")
     for number in (0, 3)[: len(lengths_q) - 2]:
         rows, _, alone = case.alone(number)
         alone.check({name: found[name][:, rows] for name in ("out", "lse")}, f"of {number}")
@@ -271,7 +269,7 @@ def test_packed_sequences_end_where_tiles_do_not_and_do_not_affect_each_other(
 def test_rows_are_rescaled_to_larger_maxima_and_lse_with_its_rest_is_exact(patience: int) -> None:
     case = large_case("rows of both kinds", BFLOAT16, 6, 80)
     with emulated_hopper(ForwardLayout(1, 16, 2, 2, False, patience)):
-        found = case.forward(EMULATED, "flash3_wgmma")
+        found = case.forward(TENSOR_CORES, "flash3_wgmma")
     lse = found["lse"].astype(np.float64) + found["lse_rest"]
     np.testing.assert_allclose(lse, case.oracle()["lse"], 0, 1e-5)
     case.check({"out": found["out"]}, "with large scores")

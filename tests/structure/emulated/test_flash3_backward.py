@@ -23,6 +23,7 @@ from kernels.cuda.attention.flash3_wgmma.backward.layout import (
 )
 from kernels.cuda.attention.flash3_wgmma.layout import PADDING, Widths
 from kernels.cuda.device.warpgroups import ALIGNMENT, WARPGROUP, block_bytes
+from kernels.cuda.emulator.schedule import held_back
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16
 
 from ...support.attention.large_scores import NAMES, large_case
@@ -30,10 +31,8 @@ from ...support.attention.mask_mods import mask_mods
 from ...support.attention.on_cuda import packed
 from ...support.attention.option_examples import option_examples
 from ...support.attention.strategies import Case
-from ...support.emulated.arrays import longer
-from ...support.emulated.gpu import held_back
 from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper_backward
-from ...support.emulated.target import EMULATED
+from ...support.emulated.target import TENSOR_CORES, longer
 from ...support.examples import at_most
 
 #: Shared memory that a block of compute capability 9.0 can have, in bytes.
@@ -71,7 +70,7 @@ def _check(case: Case, deterministic: bool, exact: Case | None = None) -> None:
     right, dtype = exact.oracle(), case.q.dtype
     given = {"out": right["out"].astype(dtype), "lse": right["lse"].astype(np.float32)}
     with emulated_hopper_backward():
-        found = case.backward(EMULATED, given, "flash3_wgmma", deterministic=deterministic)
+        found = case.backward(TENSOR_CORES, given, "flash3_wgmma", deterministic=deterministic)
     exact.check_halves({**found, "out": given["out"]}, "on the emulated GPU")
 
 
@@ -226,7 +225,7 @@ def test_packed_sequences_end_where_tiles_do_not(lengths: Any, deterministic: bo
     case.k[:, keys], case.v[:, keys] = np.nan, np.inf
     # The first consumer is late, and writes zeros that the other one multiplies by, too.
     with held_back(*range(WARPGROUP, 2 * WARPGROUP)), emulated_hopper_backward():
-        found = case.backward(EMULATED, given, "flash3_wgmma", deterministic=deterministic)
+        found = case.backward(TENSOR_CORES, given, "flash3_wgmma", deterministic=deterministic)
     assert not found["dk"][:, case.alone(1)[1]].any()
     for number in (0, 3):
         rows, keys, alone = case.alone(number)
@@ -252,7 +251,7 @@ LARGE = ("large queries", "a row of the least number", "rows of both kinds")
 def test_rows_of_large_scores_have_their_probabilities(name: str, deterministic: bool) -> None:
     case = large_case(name, BFLOAT16, 5, 35)
     with emulated_hopper_backward():
-        found = case.run(EMULATED, "flash3_wgmma", deterministic=deterministic)
+        found = case.run(TENSOR_CORES, "flash3_wgmma", deterministic=deterministic)
     case.check(found, name)
 
 

@@ -15,14 +15,13 @@ from kernels.cuda.attention.flash3_wgmma.float8 import launch as flash3_float8
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import SCHEDULER_THREAD
 from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout
 from kernels.cuda.device.warpgroups import WARPGROUP
+from kernels.cuda.emulator.schedule import held_back
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16
 
 from ...support.attention.float8 import PRECISIONS, assert_near, wanted
 from ...support.attention.strategies import Case
-from ...support.emulated.arrays import longer
-from ...support.emulated.gpu import held_back
 from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper
-from ...support.emulated.target import EMULATED
+from ...support.emulated.target import TENSOR_CORES, longer
 
 SMALL = ForwardLayout(2, 32, 2, 2, True, 2)
 
@@ -72,7 +71,7 @@ def _forward(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     ):
         flash3_float8.layout_for.cache_clear()
         try:
-            found = case.forward(EMULATED, "flash3_wgmma")
+            found = case.forward(TENSOR_CORES, "flash3_wgmma")
         finally:
             flash3_float8.layout_for.cache_clear()
     return found["out"], found["lse"]

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numba import float32, uint32, void
 
+from kernels.cuda.emulator.gpu import launch
 from kernels.cuda.ptx import barriers, bulk, copies, inline, numbers, wgmma
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.targets import cuda
 
-from ...support.emulated.gpu import launch
 from ...support.tensor_cores.ptx_kernels import CASES, WORDS, Case, worst_error
 
 WAIT = copies.make_cp_async_wait_group(0)
@@ -24,26 +24,27 @@ def _run(source: Any, *arrays: Any, threads: int = 32) -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_copy_has_arrived_once_it_was_waited_for(waits: bool) -> None:
-    def kernel(x, out):
-        shared = cuda.shared.array(0, uint32)
-        thread = cuda.threadIdx.x
-        target = copies.shared_address(shared) + 16 * thread
-        copies.cp_async_16(target, copies.global_address(x) + 16 * thread, 16)
-        copies.cp_async_commit_group()
-        if waits:
-            WAIT()
-        out[0, thread] = shared[4 * thread]
-        if ends:
-            WAIT()
+    def make(ends):
+        def kernel(x, out):
+            shared = cuda.shared.array(0, uint32)
+            thread = cuda.threadIdx.x
+            target = copies.shared_address(shared) + 16 * thread
+            copies.cp_async_16(target, copies.global_address(x) + 16 * thread, 16)
+            copies.cp_async_commit_group()
+            if waits:
+                WAIT()
+            out[0, thread] = shared[4 * thread]
+            if ends:
+                WAIT()
+
+        return kernel
 
     x, out = np.arange(128, dtype=np.uint32).reshape(32, 4), np.zeros((1, 32), np.uint32)
-    ends = True
-    _run(kernel, x, out)
+    _run(make(True), x, out)
     np.testing.assert_array_equal(out[0], x[:, 0] if waits else np.full(32, 0xFFFFFFFF))
     if not waits:
-        ends = False
         with pytest.raises(RuntimeError, match="has ended before the copies"):
-            _run(kernel, x, out)
+            _run(make(False), x, out)
 
 
 def test_a_barrier_that_not_all_threads_reach_is_an_error() -> None:

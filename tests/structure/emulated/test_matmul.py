@@ -14,16 +14,16 @@ from hypothesis.strategies import integers, sampled_from
 
 import minitorch
 from kernels.cuda.device.warpgroups import block_bytes
+from kernels.cuda.emulator.device import empty
 from kernels.cuda.matmul import dispatch
 from kernels.cuda.matmul.dispatch import Epilogue
 from kernels.cuda.matmul.layout import Order, ProductForm, WarpLayout, place_of, shared_tiles
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32, HALF_DTYPES
-from kernels.runtime.targets import IS_SIMULATOR, compute_capability
+from kernels.runtime.targets import EMULATED, compute_capability
 from minitorch import CudaBackend, TensorBackend, TensorData, from_numpy
 from minitorch.accelerated.linear import Linear, fuses_linear, linear_backward, linear_into
 
 from ...minitorch.functions.test_fused import gelu_of
-from ...support.emulated.arrays import empty
 from ...support.emulated.products import emulated_products
 from ...support.tensor_cores.products import (
     CALLS,
@@ -39,8 +39,8 @@ from ...support.tolerances import assert_close_arrays
 
 #: Shared memory that a block can have, in bytes, by compute capability.
 MOST_SHARED = {(9, 0): 227 * 1024, (8, 6): 99 * 1024}
-plain = place_of if IS_SIMULATOR else place_of.py_func  # type: ignore[attr-defined]
-no_simulator = pytest.mark.skipif(IS_SIMULATOR, reason="the simulator's own kernels are others")
+plain = place_of.py_func  # type: ignore[attr-defined]
+no_simulator = pytest.mark.skipif(EMULATED, reason="the simulator's own kernels are others")
 
 
 @given(

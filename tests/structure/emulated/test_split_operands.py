@@ -19,7 +19,7 @@ from kernels.runtime.dtypes import FLOAT32
 
 from ...support.attention.on_cuda import run as run_on_gpu
 from ...support.attention.strategies import Case
-from ...support.emulated.target import EMULATED, emulated_device
+from ...support.emulated.target import TENSOR_CORES, emulated_device
 from ...support.tensor_cores.sums import cut_sum, sums_cut_off
 from ...support.tolerances import assert_close_arrays
 
@@ -82,9 +82,9 @@ def test_what_tensor_cores_cut_off_costs_a_score_no_more_than_rounding() -> None
     case = Case(q, k, v, q, {}, (4, 4)).in_dtype(FLOAT32)
     q, k = (x[0, 0].astype(np.float64) for x in case.operands[:2])
     problem = case.problem(rung="flash2_split", precision="float32")
-    operands = make_operands(EMULATED.memory, problem, *case.operands)
+    operands = make_operands(TENSOR_CORES.memory, problem, *case.operands)
     with emulated_device(), sums_cut_off():
-        _, lse, _ = launch.forward(EMULATED, problem, operands, None)
+        _, lse, _ = launch.forward(TENSOR_CORES, problem, operands, None)
     exact = (q @ k.T)[:, 0] * scale  # of one key
     unit = 2.0**-23 * exact.max()
     assert np.abs(lse[0, 0] - exact).max() <= 3 * unit
@@ -154,7 +154,9 @@ def _case(options: dict[str, Any], scales: tuple[float, ...] = (1, 1, 1, 1)) -> 
 def test_attention_of_float32_is_the_textbooks(precision: str, deterministic: bool) -> None:
     case = _case({"is_causal": True, "causal_offset": 14})
     with emulated_device():
-        found = case.run(EMULATED, "flash2_split", precision=precision, deterministic=deterministic)
+        found = case.run(
+            TENSOR_CORES, "flash2_split", precision=precision, deterministic=deterministic
+        )
     if precision == "float32":
         case.check(found, "float32")
         return
@@ -167,7 +169,7 @@ def test_attention_of_float32_is_the_textbooks(precision: str, deterministic: bo
 def test_numbers_of_any_size_are_the_textbooks(deterministic: bool) -> None:
     case = _case({"deterministic": deterministic}, (1e-11, 1e12, 1e-16, 1e20))
     with emulated_device():
-        found = case.run(EMULATED, "flash2_split")
+        found = case.run(TENSOR_CORES, "flash2_split")
     for name, wanted in case.oracle().items():
         size = np.abs(wanted).max()
         np.testing.assert_allclose(found[name] / size, wanted / size, 0, 1e-5, err_msg=name)
@@ -187,7 +189,7 @@ def test_options_bend_hide_and_drop_in_float32(deterministic: bool) -> None:
     }
     case = replace(_case(options), dlse=rng.standard_normal((1, 2, 21)).astype(np.float32))
     with emulated_device():
-        case.check(case.run(EMULATED, "flash2_split"), "options")
+        case.check(case.run(TENSOR_CORES, "flash2_split"), "options")
 
 
 def test_keys_beyond_the_bounds_do_not_set_the_scale() -> None:
@@ -196,6 +198,6 @@ def test_keys_beyond_the_bounds_do_not_set_the_scale() -> None:
     for array in (case.k, case.v):  # such as a cache's room for what is to come
         array[..., 25:, :] = 1e30
     with emulated_device():
-        found = case.run(EMULATED, "flash2_split")
+        found = case.run(TENSOR_CORES, "flash2_split")
     for name, wanted in clean.items():
         assert_close_arrays(found[name], wanted, FLOAT32, what=name, size=8.0)

@@ -17,7 +17,7 @@ from kernels.operand_types import as_operand
 from kernels.problem.options import OPTIONS
 from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import FLOAT64
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 
 from ..layouts import laid, layouts, on_device
 from ..tolerances import assert_close_arrays
@@ -31,9 +31,9 @@ LATER_OPTIONS = {name for name, option in OPTIONS.items() if not option.in_2022}
 PACKED_FEATURES = ("softcap", "alibi", "dropout", "mask_mod", "score_mod", "sink")
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 # On a GPU flash1 is compiled for each tile and each pair of dims: there are few of them.
-TILES = ((1, 2), (3, 5), (4, 4), (5, 2)) if IS_SIMULATOR else ((3, 5), (5, 2))
+TILES = ((1, 2), (3, 5), (4, 4), (5, 2)) if EMULATED else ((3, 5), (5, 2))
 LEADS = st.sampled_from([[], [2], [1, 2], [2, 1]])
-DIMS = st.integers(1, 5) if IS_SIMULATOR else st.sampled_from([3, 4])
+DIMS = st.integers(1, 5) if EMULATED else st.sampled_from([3, 4])
 
 
 def tiny(*dtypes: Any, features: Any = ()) -> st.SearchStrategy[Case]:

@@ -25,7 +25,7 @@ import kernels
 from kernels import launch
 from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.runtime.dtypes import FLOAT16, FLOAT32
-from kernels.runtime.targets import IS_SIMULATOR, why_no_cuda
+from kernels.runtime.targets import EMULATED, why_no_cuda
 
 from .on_cuda import packed
 from .strategies import MASK_MODS, SCORE_MODS, Case
@@ -110,7 +110,7 @@ COLUMNS = [
 
 def can_try(target: launch.Target) -> bool:
     """Tell whether this process can run a target; the simulator is for CUDA alone."""
-    return why_no_cuda() is None if target is launch.CUDA else not IS_SIMULATOR
+    return why_no_cuda() is None if target is launch.CUDA else not EMULATED
 
 
 def cell(option: str, target: launch.Target, rung: str, **more: Any) -> str:
@@ -131,7 +131,7 @@ def cell(option: str, target: launch.Target, rung: str, **more: Any) -> str:
         if rung in (*TENSOR_CORES, "flash2_split"):
             dtype, closeness = (FLOAT16, 0.02) if rung in TENSOR_CORES else (FLOAT32, 1e-4)
             case = _of_whole_pieces(case).in_dtype(dtype)
-            if IS_SIMULATOR:
+            if EMULATED:
                 return _claimed(case, rung)
         actual, expected = case.run(target, rung, place=place), case.oracle()
     except ValueError as error:
@@ -179,14 +179,12 @@ def page(cells: dict[str, dict[str, str]]) -> str:
 
 
 def main() -> None:
-    if IS_SIMULATOR:
-        sys.setswitchinterval(1e-4)  # a barrier waits for every thread
     cells = tried()
     if "--write" not in sys.argv:
         print(json.dumps(cells))
         return
     command = [sys.executable, "-m", "tests.support.attention.option_table"]
-    simulator = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
+    simulator = {**os.environ, "MINITORCH_EMULATE": "1"}
     done = subprocess.run(command, env=simulator, capture_output=True, text=True, check=True)
     for option, row in json.loads(done.stdout.splitlines()[-1]).items():
         cells[option] |= row

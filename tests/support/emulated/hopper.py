@@ -15,12 +15,12 @@ from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_wgmma_
 from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_wgmma
 from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout
 from kernels.cuda.device.warpgroups import LINE, PANEL
+from kernels.cuda.emulator.device import empty
+from kernels.cuda.emulator.gpu import launch as emulate
+from kernels.cuda.emulator.tensor_cores.engines import TensorMap
 from kernels.cuda.runtime.kernel import Kernel
 
-from .arrays import as_bits, empty
-from .engines import TensorMap
-from .gpu import launch as emulate
-from .target import emulated_device
+from .target import as_bits, emulated_device
 
 #: Marks of a call that takes seconds and is like others that always run.
 FUZZ_ONLY = [

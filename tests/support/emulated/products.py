@@ -10,13 +10,14 @@ from unittest.mock import patch
 
 import numpy as np
 
+from kernels.cuda.emulator.device import empty
+from kernels.cuda.emulator.gpu import launch as emulate
+from kernels.cuda.emulator.tensor_cores.engines import TensorMap
 from kernels.cuda.matmul import dispatch
 from kernels.cuda.matmul.layout import LINE, ProductLayout, WarpLayout
 from kernels.cuda.runtime.kernel import Kernel
 
-from .arrays import as_bits, empty
-from .engines import TensorMap
-from .gpu import launch as emulate
+from .target import as_bits
 
 _MAPS: dict[int, TensorMap] = {}
 _KEPT: list[Any] = []

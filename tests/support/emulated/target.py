@@ -22,13 +22,26 @@ from kernels.cuda.attention.flash2_split import launch as flash2_split
 from kernels.cuda.attention.flash2_split import operands
 from kernels.cuda.attention.options import extras, packed_tiles
 from kernels.cuda.device import memory
+from kernels.cuda.emulator.device import empty
+from kernels.cuda.emulator.gpu import launch as emulate
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.problem.listed_mods import on_host
+from kernels.runtime.dtypes import BITS, is_half
 from kernels.runtime.memory import Ints, Memory
 from kernels.scores.program import Features
 
-from .arrays import as_bits, empty
-from .gpu import launch as emulate
+
+def as_bits(array: Any) -> Any:
+    """Return numbers of 16 bits as the integers that kernels take."""
+    return array.view(BITS) if is_half(array.dtype) else array
+
+
+def longer(array: Any, rows: int = 40) -> Any:
+    """Return a copy of (…, seq, dim) in longer memory, in which further rows are NaN."""
+    *lead, seq, dim = array.shape
+    whole = np.full((*lead, seq + rows, dim), np.nan, array.dtype)
+    whole[..., :seq, :] = array
+    return whole[..., :seq, :]
 
 
 class _RowMemory(Memory):
@@ -40,7 +53,7 @@ class _RowMemory(Memory):
 
 
 #: The rungs of tensor cores, on the host.
-EMULATED = replace(
+TENSOR_CORES = replace(
     launch.CUDA,
     memory=_RowMemory(),
     rungs=tuple(

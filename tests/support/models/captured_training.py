@@ -10,7 +10,7 @@ import pytest
 
 import minitorch
 from kernels.cuda.runtime.recorder import active
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 from minitorch.training.captured_step import RECORDED, WARM_UP
 
 from ..device.fake_device import FakeDriver, fake_device
@@ -25,7 +25,7 @@ def idle_device() -> Iterator[FakeDriver]:
 
     The body of a fixture: ``device = pytest.fixture(idle_device)``.
     """
-    if IS_SIMULATOR:
+    if EMULATED:
         pytest.skip("the simulator has no driver")
     with fake_device() as own:
         yield own

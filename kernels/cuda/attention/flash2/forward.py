@@ -51,17 +51,16 @@ from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
-from kernels.runtime.targets import IS_SIMULATOR, cuda
+from kernels.runtime.targets import cuda
 from kernels.scores.program import PLAIN, Features
 
 
 class RowState(NamedTuple):
-    """What a thread keeps of its rows: O, m, its part of l, and the simulator's scratch memory."""
+    """What a thread keeps of its rows: O, m, its part of l."""
 
     acc: Any
     row_max: Any
     row_sum: Any
-    scratch: Any
 
 
 class Results(NamedTuple):
@@ -75,34 +74,10 @@ class Results(NamedTuple):
 @device_function
 def clear_rows(state):
     """Set O and l to 0, and m to minus infinity."""
-    acc, row_max, row_sum, _ = state
+    acc, row_max, row_sum = state
     set_all(acc, 0)
     for i in range(row_max.shape[0]):
         row_max[i], row_sum[i] = -math.inf, 0
-
-
-def make_row_reductions(lanes: int) -> tuple[Any, Any]:
-    """Return maximum and sum over the ``lanes`` neighbouring threads that share a row.
-
-    They take ``(value, scratch, row, lane)`` and give every thread the result.  On a GPU the threads are
-    lanes of one warp and exchange registers; in the simulator, which has no warps, they meet in
-    ``scratch``, a shared array (block_q, lanes).
-    """
-    if IS_SIMULATOR:
-
-        def gathered(value, scratch, row, lane):
-            cuda.syncthreads()  # the values of the last reduction have been read
-            scratch[row, lane] = value
-            cuda.syncthreads()  # every value has been written
-            return [scratch[row, i] for i in range(lanes)]
-
-        return lambda *args: max(gathered(*args)), lambda *args: sum(gathered(*args))
-
-    def without_scratch(fold: Any) -> Any:
-        return device_function(lambda value, scratch, row, lane: fold(value))
-
-    largest, total = make_lane_folds(lanes)
-    return without_scratch(largest), without_scratch(total)
 
 
 def forward_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> SharedTiles:
@@ -129,11 +104,11 @@ def _make_softmax_step(variant: Variant, tile_bits: TileBits, p_tile: int) -> Ca
     own_rows, own_cols = layout.block_q // rows_of_threads, layout.block_k // lanes
     own_width = layout.columns(variant.value_width)
     p_stride, kept = layout.block_k + VECTOR, tile_bits.kept
-    row_max_of, _ = make_row_reductions(lanes)
+    row_max_of, _ = make_lane_folds(lanes)
 
     @device_function
     def softmax_step(lane, s, state, shared, bits, extras):
-        (tx, ty), (acc, row_max, row_sum, scratch) = lane, state
+        (tx, ty), (acc, row_max, row_sum) = lane, state
         for i in range(own_rows):
             # TASK 5.7: Lines 9, 10: maximum over the row's threads; P to shared memory.
             # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
@@ -141,7 +116,7 @@ def _make_softmax_step(variant: Variant, tile_bits: TileBits, p_tile: int) -> Ca
             for c in range(1, own_cols):
                 largest = max(largest, s[i, c])
             r = ty + i * rows_of_threads
-            largest = max(row_max[i], row_max_of(largest, scratch, r, tx))
+            largest = max(row_max[i], row_max_of(largest))
             shift, rescale = grown(row_max[i], largest, log2_e)
             row_max[i] = largest
             total = zero
@@ -169,17 +144,17 @@ def _make_finish_rows(variant: Variant, features: Features) -> Callable[..., Non
     """
     layout, own_width = variant.layout, variant.layout.columns(variant.value_width)
     rows_of_threads, own_rows = layout.rows_of_threads, layout.block_q // layout.rows_of_threads
-    _, row_sum_of = make_row_reductions(layout.lanes)
+    _, row_sum_of = make_lane_folds(layout.lanes)
     end_row = make_row_end(features, variant.dtype)
 
     @device_function
     def finish_rows(lane, state, lse, lse_rest, rows, extras):
-        (tx, ty), (acc, row_max, row_sum, scratch), (b, h, first, stop) = lane, state, rows
+        (tx, ty), (acc, row_max, row_sum), (b, h, first, stop) = lane, state, rows
         for i in range(own_rows):
             # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
             r = ty + i * rows_of_threads
             # TASK 5.7: Line 12: the threads of a row add up their sums; one division for the whole row.
-            total = row_sum_of(row_sum[i], scratch, r, tx)
+            total = row_sum_of(row_sum[i])
             inverse, row_lse, row_rest = end_row(total, shift_of(row_max[i]), b, h, extras)
             for c in range(own_width):
                 acc[i, c] *= inverse
@@ -204,7 +179,6 @@ def forward_kernel(variant: Variant, is_split: bool = False) -> Kernel:
     block_q, block_k, lanes = layout.block_q, layout.block_k, layout.lanes
     own_rows, own_cols = block_q // layout.rows_of_threads, block_k // lanes
     q_tile, k_tile, v_tile, p_tile = tiles = forward_tiles(layout, head_width, value_width)
-    scratch_shape = (block_q, lanes) if IS_SIMULATOR else (1, 1)
     item_of, bounds_of, begin, advance, tile_at, *_ = make_loop(variant)
     tile_bits = bits_of(variant, tiles)
     draw, to_scores = tile_bits.draw, make_scores(variant, tile_bits)
@@ -238,13 +212,12 @@ def forward_kernel(variant: Variant, is_split: bool = False) -> Kernel:
         lane = Lane(thread % lanes, thread // lanes)
         shared = cuda.shared.array(0, real)  # q_tile, k_tile, v_tile, p
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
-        scratch = cuda.shared.array(scratch_shape, real)  # used only in the simulator
         acc = cuda.local.array((own_rows, own_width), real)  # (block_q, value_dim) / threads: O
         s = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: S
         fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, or of P
         row_max = cuda.local.array(own_rows, real)  # (own_rows,): m
         row_sum = cuda.local.array(own_rows, real)  # (own_rows,): the part of l from own columns
-        state = RowState(acc, row_max, row_sum, scratch)
+        state = RowState(acc, row_max, row_sum)
         # 4: load Q_i, scaled
         load_q(thread, q, rows, real(scale), shared, q_tile)
         # 5: O = 0, l = 0, m = -inf

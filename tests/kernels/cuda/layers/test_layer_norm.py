@@ -22,7 +22,7 @@ from kernels.runtime.dtypes import (
     acc_dtype,
     rounded,
 )
-from kernels.runtime.targets import IS_SIMULATOR
+from kernels.runtime.targets import EMULATED
 from minitorch import CudaBackend, FastBackend, from_numpy, residual_layer_norm
 from minitorch.layers.rms_norm import rms_norm
 from minitorch.modules_basic import layer_norm
@@ -47,7 +47,7 @@ def composed(
 
 def on_device(test: Any) -> Any:
     """Run a test on a GPU or in the simulator."""
-    return pytest.mark.simulator(pytest.mark.usefixtures("quick_barriers")(test))
+    return pytest.mark.simulator(test)
 
 
 def kept(seed: int, rate: float, shape: tuple[int, ...]) -> Array:
@@ -133,7 +133,7 @@ def check_textbook(arrays: list[Array], rate: float, place: Any, centred: bool =
 @on_device
 @in_every_storage
 @pytest.mark.parametrize("rate", [0.0, 0.4])
-@at_most(5 if IS_SIMULATOR else 25)
+@at_most(5 if EMULATED else 25)
 @given(data=data())
 def test_the_sum_and_its_norm_are_the_textbooks(
     dtype: np.dtype[Any], rate: float, data: DataObject

@@ -22,7 +22,7 @@ from kernels.cuda.layers import fused
 from kernels.cuda.runtime.arrays import empty_device, is_device_array
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.dtypes import FLOAT16, HALF_DTYPES, rounded
-from kernels.runtime.targets import IS_SIMULATOR, cuda
+from kernels.runtime.targets import EMULATED, cuda
 from minitorch import CudaBackend, FastBackend, Parameter, Tensor, TensorData, from_numpy
 from minitorch.accelerated.layers import Gelu, Lookup, SeededDropout
 
@@ -49,9 +49,9 @@ from ....support.examples import at_most
 from ....support.tolerances import assert_close_arrays
 from ....tensor_strategies import Array, laid_out, on_dtypes
 
-pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
+pytestmark = pytest.mark.simulator
 
-few = settings(max_examples=8 if IS_SIMULATOR else 15)
+few = settings(max_examples=8 if EMULATED else 15)
 
 
 def array_class() -> Any:

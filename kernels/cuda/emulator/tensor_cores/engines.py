@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kernels.cuda.emulator.device import GARBAGE, Array, Block
+from kernels.cuda.emulator.schedule import GROUP, WARP, Meeting
 from kernels.cuda.ptx.emulated import warp as emulated
 from kernels.cuda.ptx.emulated import wgmma as emulated_wgmma
 
-from .instructions import DTYPES, GARBAGE, WARP, Array, Instructions, row_of
-
-GROUP = 128
+from .instructions import APART, DTYPES, GLOBAL, INSTRUCTIONS, Instructions, ThreadState, row_of
 
 
 class TensorMap(NamedTuple):
@@ -61,9 +62,33 @@ class Engines(Instructions):
     """The instructions that need compute capability 9.0."""
 
     maps: dict[int, TensorMap]
-    barriers: dict[int, MemoryBarrier]
-    products: list[list[Product]]
-    _meet_group: Callable[..., Any]
+
+    def begin_launch(self, memory: list[Array], maps: dict[int, TensorMap]) -> None:
+        """Begin a launch.
+
+        Args:
+            memory: Global memory: arrays by number.
+            maps: The contents of tensor maps, by the number of their array.
+        """
+        self.memory = memory
+        self.maps = {GLOBAL + i * APART: tensor_map for i, tensor_map in maps.items()}
+
+    def begin_block(self, block: Block) -> None:
+        """Begin a block."""
+        threads = block.threads
+        self.shared, self.turns, self.block = block.shared, block.turns, block
+        self.unfenced = np.zeros(len(block.shared), bool)
+        self.states = [ThreadState() for _ in range(threads)]
+        self.named: dict[int, tuple[int, list[int]]] = {}
+        self.barriers: dict[int, MemoryBarrier] = {}
+        self.products: list[list[Product]] = [[] for _ in range(threads // GROUP)]
+        self.groups = [
+            Meeting(first, GROUP, GROUP, block.turns)
+            for first in range(0, threads - GROUP + 1, GROUP)
+        ]
+
+    def _meet_group(self, value: Any, act: Callable[[list[Any]], list[Any]]) -> Any:
+        return self.groups[self.turns.now // GROUP].hold(value, act)
 
     def _came(self, address: int, count: int, barrier: int) -> None:
         """Tell a barrier of bytes of shared memory that the copy engine wrote."""
@@ -248,3 +273,15 @@ OF_ENGINES = {
     r"wgmma\.commit_group": "wgmma_commit",
     r"wgmma\.wait_group\.sync\.aligned (\d+)": "wgmma_wait",
 }  # fmt: skip
+
+#: What an instruction begins with → the method that does it.
+_METHODS = INSTRUCTIONS | OF_ENGINES
+ENGINES = Engines()
+
+
+def instruction(ptx: str) -> Callable[..., Any]:
+    """Return the function that does what an instruction does."""
+    for pattern, name in _METHODS.items():
+        if (found := re.match(pattern, ptx)) is not None:
+            return partial(getattr(ENGINES, name), *found.groups())
+    raise NotImplementedError(f"the emulated GPU does not know {ptx!r}; add what it does")

@@ -8,16 +8,12 @@ from typing import Any
 import numpy as np
 
 from kernels.common.philox import PLAIN as PHILOX
+from kernels.cuda.emulator.device import GARBAGE, Array, Block
 from kernels.cuda.ptx.emulated import numbers as emulated_numbers
 from kernels.cuda.ptx.emulated import warp as emulated
 
-#: A byte that makes every float16, bfloat16 and float32 of it NaN.
-GARBAGE = 0xFF
 #: Where the first array of global memory lies, and how far apart they do.
 GLOBAL, APART = 1 << 40, 1 << 32
-WARP = 32
-
-Array = np.ndarray[Any, Any]
 
 
 class ThreadState:
@@ -35,7 +31,7 @@ class ThreadState:
 
 
 class Instructions:
-    """The instructions of a thread; what they need of the block is an :class:`EmulatedBlock`'s."""
+    """The instructions of a thread."""
 
     states: list[ThreadState]
     shared: Array
@@ -43,7 +39,10 @@ class Instructions:
     memory: list[Array]
     named: dict[int, tuple[int, list[int]]]
     turns: Any
-    _meet: Callable[..., Any]
+    block: Block
+
+    def _meet(self, value: Any, act: Callable[[list[Any]], list[Any]]) -> Any:
+        return self.block.warps[self.turns.now // 32].hold(value, act)
 
     @property
     def own(self) -> ThreadState:

@@ -1,0 +1,188 @@
+"""Launch a kernel on the emulated GPU.
+
+It does not forgive: memory begins as garbage, copies under way leave garbage where they will arrive, and
+whatever a GPU may do in any order is drawn; see ``schedule``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from threading import RLock
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from .checks import Checks, Race, source_of
+from .device import DEVICE, Array, Index
+from .schedule import OWN, Deadlock, Turns
+from .translation import Translation, translated
+
+#: One launch at a time, whichever thread of the host asks.
+_LOCK = RLock()
+
+
+def leaves(record: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield what a tuple contains, and what tuples in it contain."""
+    for entry in record:
+        yield from leaves(entry) if isinstance(entry, tuple) else (entry,)
+
+
+def _on_host(arg: Any) -> Any:
+    """Return an argument with NumPy's arrays in place of the device's."""
+    if isinstance(arg, tuple):
+        own = map(_on_host, arg)
+        return getattr(arg, "_make", tuple)(own)
+    return getattr(arg, "_ary", arg)
+
+
+def three(size: Any) -> Index:
+    """Return a grid or a block in three dimensions."""
+    sizes = size if isinstance(size, (tuple, list)) else (size,)
+    return Index(*(*map(int, sizes), 1, 1)[:3])
+
+
+def run(
+    source: Callable[..., None], grid: Any, block: Any, shared_bytes: int, args: tuple[Any, ...],
+    maps: dict[int, Any] | None = None, checks: bool = False,
+) -> None:  # fmt: skip
+    """Run a kernel, block after block.
+
+    Args:
+        source: The kernel, a plain function.
+        grid: Number of blocks, along up to three dimensions.
+        block: Number of threads.
+        shared_bytes: Dynamic shared memory.
+        args: Its arguments: arrays, numbers, and tuples of them.
+        maps: The contents of tensor maps, by their position among the arrays of the arguments.
+        checks: Whether to look for races and for shared memory that is read too early.
+    """
+    grid, block = three(grid), three(block)
+    _check_sizes(grid, block)
+    own = tuple(map(_on_host, args))
+    with _LOCK:
+        kernel = translated(source)
+        engines = _engines(own, maps or {}) if kernel.has_instructions else None
+        DEVICE.checks = Checks(DEVICE) if checks else None
+        if DEVICE.checks:
+            names = inspect.signature(source).parameters
+            own = tuple(map(DEVICE.checks.argument, names, own))
+        try:
+            with np.errstate(all="ignore"):
+                for z in range(grid.z):
+                    for y in range(grid.y):
+                        for x in range(grid.x):
+                            state = DEVICE.begin_block(Index(x, y, z), grid, block, shared_bytes)
+                            if engines:
+                                engines.begin_block(state)
+                            _run_block(kernel, own, engines)
+        finally:
+            DEVICE.checks = None
+
+
+def _run_block(kernel: Translation, args: tuple[Any, ...], engines: Any) -> None:
+    function, turns, checks = kernel.kernel, DEVICE.block.turns, DEVICE.checks
+
+    def thread() -> None:
+        function(*args)
+        if engines:
+            engines.check_ended()
+
+    try:
+        turns.take(thread, kernel.meets)
+    except Deadlock as error:
+        raise RuntimeError(f"{error}{_deadlock(turns)}") from None
+    except Race:
+        raise
+    except Exception as error:
+        if checks and checks.early:
+            checks.end_block()
+        raise _with_place(error, function.__name__) from error
+    if checks:
+        checks.end_block()
+
+
+def _engines(args: tuple[Any, ...], maps: dict[int, Any]) -> Any:
+    """Return the engines of tensor cores and copies, with the global memory of a launch."""
+    memory = []
+    # Arrays in tuples come last, for tensor maps count those that are arguments themselves.
+    nested = [array for arg in args if isinstance(arg, tuple) for array in leaves(arg)]
+    for array in (*args, *nested):
+        if isinstance(array, np.ndarray):
+            while isinstance(array.base, np.ndarray):
+                array = array.base
+            memory.append(array.ravel(order="K").view(np.uint8))
+    engines = import_module("kernels.cuda.emulator.tensor_cores.engines").ENGINES
+    engines.begin_launch(memory, maps)
+    return engines
+
+
+def _check_sizes(grid: Index, block: Index) -> None:
+    threads = block.x * block.y * block.z
+    if min(*grid, *block) < 1 or threads > 1024 or block.z > 64:
+        raise ValueError(
+            f"a launch of a grid of {tuple(grid)} blocks of {tuple(block)} threads: each size must be at "
+            f"least 1, and a block has at most 1024 threads, got {threads}"
+        )
+
+
+def _with_place(error: Exception, kernel: str) -> Exception:
+    """Return the error of a thread with its place: the thread, the block and the line."""
+    place = (
+        f"thread {tuple(DEVICE.threadIdx)} of block {tuple(DEVICE.blockIdx)} of the kernel {kernel}"
+    )
+    line = _line(error.__traceback__)
+    text = f"{error} ({place}{', ' + source_of(line) if line else ''})"
+    try:
+        found = type(error)(text)
+    except TypeError:  # an error with other arguments
+        return RuntimeError(f"{type(error).__name__}: {text}")
+    return found
+
+
+def _line(trace: TracebackType | None) -> tuple[str, int] | None:
+    """Return the last line of an error that is not the emulated GPU's own."""
+    found = None
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith(OWN):
+            found = name, trace.tb_lineno
+        trace = trace.tb_next
+    return found
+
+
+def _deadlock(turns: Turns) -> str:
+    """Return which threads wait where, and which have ended."""
+    lines: dict[tuple[str, int], list[int]] = {}
+    for number, line in turns.waiting.items():
+        lines.setdefault(line, []).append(number)
+    shown = [
+        f"thread {tuple(DEVICE.place_of(numbers[0]))}"
+        f"{f' and {len(numbers) - 1} more' if len(numbers) > 1 else ''} in {source_of(line)}"
+        for line, numbers in list(lines.items())[:3]
+    ]
+    ended = sorted(set(range(DEVICE.block.threads)) - set(turns.waiting))
+    text = f": in block {tuple(DEVICE.blockIdx)} there wait {', and '.join(shown)}"
+    if ended:
+        first = tuple(DEVICE.place_of(ended[0]))
+        text += f", and thread {first}{f' and {len(ended) - 1} more have' if ended[1:] else ' has'} ended"
+    return text + "; every thread of a block must reach the same barrier"
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, maps: dict[int, Any] | None = None
+) -> None:
+    """Run a ``device.Kernel`` on NumPy arrays, and tuples and numbers.
+
+    Args:
+        kernel: With its threads and shared memory.
+        grid: Blocks.
+        args: Its arguments.
+        maps: The contents of tensor maps, by their position among the arrays of the arguments.
+    """
+    run(kernel.source, grid, kernel.threads, kernel.shared_bytes, args, maps)
+
+
+__all__ = ["Array", "launch", "leaves", "run"]

@@ -1,0 +1,1 @@
+"""Instructions of tensor cores and copy engines on the emulated GPU."""

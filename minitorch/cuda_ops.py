@@ -69,7 +69,7 @@ def tensor_map(fn: Callable[[float], float]) -> Any:
         Shared: none
         Registers: two indices, which fall into local memory where shapes are arrays
         Global traffic: one read and one write an element, and the shapes and strides
-        Needs: no more than MAX_DIMS dimensions; any device, or the simulator
+        Needs: no more than MAX_DIMS dimensions; any device
         """
         # TASK 3.3: One thread, one element: cuda.grid(1), guarded by out_size; indices in cuda.local.array.
         i = cuda.grid(1)
@@ -111,7 +111,7 @@ def tensor_zip(fn: Callable[[float, float], float]) -> Any:
         Shared: none
         Registers: two indices, which fall into local memory where shapes are arrays
         Global traffic: two reads and one write an element, and the shapes and strides
-        Needs: no more than MAX_DIMS dimensions; any device, or the simulator
+        Needs: no more than MAX_DIMS dimensions; any device
         """
         # TASK 3.3: As _map, with two inputs.
         i = cuda.grid(1)
@@ -158,7 +158,7 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
         Shared: MAX_THREADS partial folds in the dtype of out
         Registers: one fold; one index in local memory, as reduce_dim is known at run time only
         Global traffic: each element read once, one write for each element of out
-        Needs: no more than MAX_DIMS dimensions; any device, or the simulator
+        Needs: no more than MAX_DIMS dimensions; any device
         """
         # TASK 3.3: A block folds one element of out in shared memory: a tree, with a barrier each round.
         partial = cuda.shared.array(MAX_THREADS, out.dtype)  # (threads,)
@@ -217,7 +217,7 @@ def _tensor_matrix_multiply(
     Registers: one sum
     Global traffic: a is read ceil(m / 32) times and b ceil(n / 32) times, each element once
         for a tile of out; each element of out is written once
-    Needs: any device, or the simulator
+    Needs: any device
     """
     # TASK 3.4: Walk along k in tiles: load, barrier, multiply, barrier; write once at the end.
     a_tile = cuda.shared.array((THREADS_PER_BLOCK, THREADS_PER_BLOCK), out.dtype)  # (32, 32)

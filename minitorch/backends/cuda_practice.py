@@ -21,7 +21,7 @@ def _sum_practice(out: Storage, a: Storage, size: int) -> None:
     Shared: THREADS_PER_BLOCK elements
     Registers: none
     Global traffic: each element is read once, and each block writes once
-    Needs: any device, or the simulator
+    Needs: any device
 
     Args:
         out: (blocks or fewer,); a block without elements writes nothing.
@@ -59,7 +59,7 @@ def _mm_practice(out: Storage, a: Storage, b: Storage, size: int) -> None:
     Shared: a and b
     Registers: one sum
     Global traffic: each element of a and b read once, each of out written once
-    Needs: any device, or the simulator
+    Needs: any device
 
     Args:
         out: (size * size,), row-major.

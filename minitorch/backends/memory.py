@@ -72,5 +72,5 @@ memories = Memories()  # beyond module 2
 
 
 def is_device_storage(array: Any) -> bool:
-    """Tell whether a storage lives on a CUDA device (or is the simulator's stand-in for one)."""
+    """Tell whether a storage lives on a CUDA device (or an emulated one)."""
     return bool(getattr(array, "__cuda_ndarray__", False))

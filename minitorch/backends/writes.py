@@ -77,7 +77,7 @@ def _storages(values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
 
 def _span(array: Any) -> tuple[int, int]:
     """Return the address of an array's first byte, and that of the byte after its last."""
-    array = getattr(array, "_ary", array)  # the simulator's
+    array = getattr(array, "_ary", array)  # the emulated GPU's
     if 0 in array.shape:
         return 0, 0
     pointer = getattr(array, "device_ctypes_pointer", None)

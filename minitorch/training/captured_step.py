@@ -190,9 +190,9 @@ def graph_step(fn: Callable[..., Any], warm_up: int = WARM_UP, most_shapes: int 
 
     The first ``warm_up`` calls run eagerly, the next two are recorded while they run, and every later
     call is a replay: it copies the inputs and launches once, without running the function's Python code.
-    Results are those of an eager call, bit for bit if the kernels are deterministic.  Without CUDA, in the
-    simulator, for a model on the host, and under ``MINITORCH_CUDA_SYNC`` or ``detect_anomaly``, all calls
-    run the function.
+    Results are those of an eager call, bit for bit if the kernels are deterministic.  Without CUDA, on the
+    emulated GPU, for a model on the host, and under ``MINITORCH_CUDA_SYNC`` or ``detect_anomaly``, all
+    calls run the function.
 
     A replay updates its inputs and the data that layers derive from them on the host; the seeds of dropout,
     drawn from Python's ``random`` as in an eager call; and the step, the learning rate and the other rates

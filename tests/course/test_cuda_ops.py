@@ -125,9 +125,7 @@ def test_sum_practice_sums_each_run_of_32_elements(size: int) -> None:
 
 
 @pytest.mark.task3_4
-@pytest.mark.parametrize(
-    "size", [*range(1, 10), 15, 16, 17, 31, 32] if EMULATED else range(1, 33)
-)
+@pytest.mark.parametrize("size", [*range(1, 10), 15, 16, 17, 31, 32] if EMULATED else range(1, 33))
 def test_mm_practice_multiplies_square_matrices_of_one_block(size: int) -> None:
     x, y = draw((size, size), DTYPES[size % 2]), draw((size, size), DTYPES[size % 2], seed=1)
     result = minitorch.mm_practice(on_cuda(x), on_cuda(permuted(y)))

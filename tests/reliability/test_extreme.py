@@ -177,7 +177,9 @@ def test_extreme_scores_are_right_on_a_device(rung: str, data: st.DataObject, no
     _check(cases, run, data, notes, rung)
 
 
-@pytest.mark.parametrize("entrance", [pytest.param(name, marks=FUZZ_ONLY) for name in EMULATED_CASES])
+@pytest.mark.parametrize(
+    "entrance", [pytest.param(name, marks=FUZZ_ONLY) for name in EMULATED_CASES]
+)
 @given(data=st.data())
 @FEW
 def test_extreme_scores_are_right_on_tensor_cores(

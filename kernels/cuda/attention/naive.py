@@ -56,7 +56,7 @@ def softmax_kernel(threads: int, dtype: np.dtype[Any], features: Features = PLAI
         Registers: the row's maximum and sum
         Global traffic: reads S three times and writes it twice; reads a mask twice; writes lse and its rest
             once
-        Needs: warp shuffles, for which the simulator has a plain form
+        Needs: warp shuffles
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
         thread = cuda.threadIdx.x
@@ -116,7 +116,7 @@ def softmax_backward_kernel(
         Shared: one element a warp
         Registers: D
         Global traffic: reads and writes S and dP once; reads a mask, O and dO once
-        Needs: warp shuffles, for which the simulator has a plain form
+        Needs: warp shuffles
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
         thread = cuda.threadIdx.x

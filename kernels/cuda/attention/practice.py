@@ -23,7 +23,7 @@ def _algorithm0(q, k, v, s, out, scale):
     Registers: the maximum and the sum of the row
     Global traffic: S is written once, read by the exponentials, written as P, and read for each
         column of O; K and V are read once for each row
-    Needs: any device, or the simulator
+    Needs: any device
 
     Args:
         q: (heads, seq_q, head_dim).

@@ -4,8 +4,7 @@ A block of ``rows_of_threads x lanes`` threads works on two tiles.  Thread (ty, 
 ty + rows_of_threads, … of the first tile and the rows tx, tx + lanes, … of the second.  Neighbouring
 threads then read neighbouring rows, which are in different banks because each row is padded by one vector.
 
-The functions made here take the thread's indices as arguments and have no barriers, because in the
-simulator the name ``cuda`` refers to the running thread only in the file of the kernel.
+The functions made here take the thread's indices as arguments and have no barriers.
 """
 
 # An intrinsic's first argument is the compiler's; callers do not pass it.

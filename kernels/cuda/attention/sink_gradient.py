@@ -40,7 +40,7 @@ def sink_kernel(stored: np.dtype[Any], dtype: np.dtype[Any], has_dlse: bool) -> 
         Shared: one element a warp for D, one for the sums
         Registers: two sums
         Global traffic: reads dout, out, lse, lse_rest once, and dlse if there is one; writes dsink once
-        Needs: warp shuffles, for which the simulator has a plain form
+        Needs: warp shuffles
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
         sums = cuda.shared.array(lines, real)  # (lines,)

@@ -48,7 +48,7 @@ def loss_kernel(tile: RowTile, dtype: np.dtype[Any]) -> Kernel:
         Shared: one element a warp, where a row has several
         Registers: a piece, and the thread's maximum and sum
         Global traffic: logits read once; a target read and three numbers written a row
-        Needs: warp shuffles, for which the simulator has a plain form; targets inside the row
+        Needs: warp shuffles; targets inside the row
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
         own = cuda.local.array(count, real)  # (count,)

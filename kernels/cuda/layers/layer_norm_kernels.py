@@ -77,7 +77,7 @@ def norm_kernel(own_form: NormForm) -> Kernel:
         Shared: one element a warp, where a row has several
         Registers: the thread's elements of the row, and of one operand beside it
         Global traffic: x and residual read once; h, out, μ and r written once
-        Needs: warp shuffles, for which the simulator has a plain form
+        Needs: warp shuffles
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
         own, other = cuda.local.array(count, real), cuda.local.array(count, real)  # (count,)
@@ -147,7 +147,7 @@ def norm_backward_kernel(own_form: NormForm) -> Kernel:
         Registers: the thread's elements of dout and h, and of two sums
         Global traffic: dout, dhidden and h read once; dx and dresidual written once; a part of the sums
             for each line of threads
-        Needs: warp shuffles, for which the simulator has a plain form
+        Needs: warp shuffles
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
         grad, own = cuda.local.array(count, real), cuda.local.array(count, real)  # (count,)

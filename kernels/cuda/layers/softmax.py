@@ -47,7 +47,7 @@ def softmax_kernel(block: RowBlock, dtype: np.dtype[Any]) -> Kernel:
         Shared: one element a warp, where a row has several
         Registers: the row's maximum and sum
         Global traffic: x read three times, twice of it from the cache; out written once
-        Needs: warp shuffles, for which the simulator has a plain form
+        Needs: warp shuffles
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
         row, thread = cuda.blockIdx.x * rows + cuda.threadIdx.y, cuda.threadIdx.x
@@ -90,7 +90,7 @@ def softmax_backward_kernel(block: RowBlock, dtype: np.dtype[Any]) -> Kernel:
         Shared: one element a warp, where a row has several
         Registers: the row's sum
         Global traffic: dout and out read twice, once of it from the cache; dx written once
-        Needs: warp shuffles, for which the simulator has a plain form
+        Needs: warp shuffles
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
         row, thread = cuda.blockIdx.x * rows + cuda.threadIdx.y, cuda.threadIdx.x

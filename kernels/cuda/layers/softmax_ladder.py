@@ -193,7 +193,7 @@ def ladder_kernel(step: str, block: LadderBlock, whole: bool, dtype: np.dtype[An
         Shared: one element a warp
         Registers: block.ahead vectors of four elements, the maximum and the sum
         Global traffic: x read twice, by the safe step three times; out written once
-        Needs: warp shuffles and 128-bit loads, for which the simulator has plain forms
+        Needs: warp shuffles and 128-bit loads
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
         values = cuda.local.array(count, real)  # (count,)

@@ -81,12 +81,16 @@ class Sizes:
     few_rows: int
     width_step: int  #: flash2 kernels are compiled for head_dim and value_dim rounded up to this.
     flash2: LayoutTable  #: Layouts of the flash2 kernels.
-    row_threads_least: int  #: Minimum number of threads that share a row of a layer; a warp on a GPU.
+    row_threads_least: (
+        int  #: Minimum number of threads that share a row of a layer; a warp on a GPU.
+    )
     row_threads_most: int  #: Maximum number of threads that share a row.
     row_warps: int  #: Rows per block if each has the minimum number of threads.
     ladder_bytes: int  #: Bytes that a thread of the softmax ladder loads ahead.
     sink_rows: int  #: Rows per block of the gradient of the sinks.
-    lookup_columns: int  #: Threads of a block, and columns, of the gradient of an embedding's table.
+    lookup_columns: (
+        int  #: Threads of a block, and columns, of the gradient of an embedding's table.
+    )
     lookup_bytes: int  #: Bytes of its table in shared memory.
     #: Minimum number of lookups per part, maximum number of parts, and lookups read ahead.
     lookups: tuple[int, int, int]

@@ -21,9 +21,7 @@ from kernels.runtime.targets import EMULATED, cuda, why_no_cuda
 from minitorch import CudaBackend, FastBackend, Tensor
 from minitorch.tensor_data import DTYPES
 
-simulated = pytest.mark.skipif(
-    not EMULATED, reason="the simulator's device memory is the host's"
-)
+simulated = pytest.mark.skipif(not EMULATED, reason="the simulator's device memory is the host's")
 no_device = pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU, or its simulator")
 
 

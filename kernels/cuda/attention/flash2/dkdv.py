@@ -122,7 +122,7 @@ def dkdv_kernel(variant: Variant, atomics: bool) -> Kernel:
             dp (own_keys, own_rows), with atomics a share of dQ (block_q, head_dim)
         Global traffic: reads k and v once, q, dout, lse, lse_rest and delta once per key tile; writes
             dk and dv once; with atomics adds to dq once per key tile
-        Needs: 128-bit loads, for which the simulator has a plain form
+        Needs: 128-bit loads
         """
         dout, q, k, v = inputs
         # 5: for 1 <= j <= T_c

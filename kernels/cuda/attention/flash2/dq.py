@@ -109,7 +109,7 @@ def dq_kernel(variant: Variant) -> Kernel:
         Registers: acc (own_rows, own_width), s and dp (own_rows, own_cols), row_values 3 · (own_rows,)
         Global traffic: reads q, dout, lse, lse_rest and delta once, k and v once per query tile; writes dq
             once
-        Needs: 128-bit loads, for which the simulator has a plain form
+        Needs: 128-bit loads
         """
         dout, q, k, v = inputs
         item = item_of(cuda.blockIdx.x, cuda.blockIdx.y, q, k, extras)

@@ -203,7 +203,7 @@ def forward_kernel(variant: Variant, is_split: bool = False) -> Kernel:
             p (block_q, block_k); rows padded by one vector; for some options a byte for four columns
         Registers: acc (own_rows, own_width), s (own_rows, own_cols), row_max, row_sum (own_rows,)
         Global traffic: reads q once, k and v once per query tile; writes out, lse and lse_rest once
-        Needs: warp shuffles and 128-bit loads, for which the simulator has plain forms
+        Needs: warp shuffles and 128-bit loads
         """
         # 3: for 1 <= i <= T_r
         item = item_of(cuda.blockIdx.x, cuda.blockIdx.y, q, k, extras)

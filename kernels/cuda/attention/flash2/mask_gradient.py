@@ -147,7 +147,7 @@ def dmask_kernel(variant: Variant, by_mask: bool) -> Kernel:
         Registers: acc, s and dp (own_rows, own_cols), row_values 3 · (own_rows,)
         Global traffic: reads q, k, v, dout, lse, lse_rest, delta once per (batch, head) and tile; writes
             dmask once
-        Needs: 128-bit loads, for which the simulator has a plain form
+        Needs: 128-bit loads
         """
         dout, q, k, v = inputs
         batch, seq_q, seq_k = q.shape[0], q.shape[2], k.shape[2]

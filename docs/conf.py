@@ -23,10 +23,11 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
-    "docstrings",  # these seven stand in docs/extensions
+    "docstrings",  # from here on, extensions of docs/extensions
     "mathml",
     "tasks",
     "algorithm",
+    "glossary_of_records",
     "recorded",
     "record_tables",
     "long_checks",

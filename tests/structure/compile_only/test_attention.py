@@ -6,6 +6,7 @@ the last one, or a load of single elements costs a large part of the speed.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -104,6 +105,10 @@ def _slope(score: float, batch: int, head: int, row: int, col: int) -> float:
     return 1.5
 
 
+def less_logarithm(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return score - 0.3 * math.log(1.0 + abs(row - col))
+
+
 def one(score: float, batch: int, head: int, row: int, col: int) -> float:
     return 1.0
 
@@ -160,12 +165,17 @@ IN_REGISTERS = {
         Call("flash2_mma", BFLOAT16, (128, 128), cc=(8, 0)),
         Call("flash2_mma", FLOAT32), Call("flash2_mma", FLOAT32, options=ATOMIC),
         Call("flash2_mma", FLOAT32, (128, 128), {"precision": "tf32"}),
-        *(Call("flash3_wgmma", FLOAT16, (dim, dim)) for dim in (64, 128)),
-        *(Call("flash3_wgmma", BFLOAT16, dims, ATOMIC) for dims in ((128, 128), (192, 128))),
-        *(Call("flash3_wgmma", BFLOAT16, options={**options, **ATOMIC})
-          for name, options in OPTIONS.items() if name != "floating mask"),
+        *(Call("flash3_wgmma", FLOAT16, (dim, dim)) for dim in (64, 128, 256)),
+        *(Call("flash3_wgmma", BFLOAT16, dims, ATOMIC)
+          for dims in ((64, 64), (128, 128), (192, 128), (256, 256))),
+        *(Call("flash3_wgmma", BFLOAT16, options={**options, **ATOMIC}) for options in OPTIONS.values()),
         *(Call("flash3_wgmma", BFLOAT16, (128, 128), OPTIONS[x] | ATOMIC)
           for x in ("floating mask", "block mask", "dropout")),
+        *(Call("flash3_wgmma", BFLOAT16, (128, 128), options)
+          for options in (OPTIONS["boolean mask"], {"score_mod": (less_logarithm, one)})),
+        Call("flash3_wgmma", BFLOAT16, options={"block_mask": _blocks((128, 128)), **ATOMIC}),
+        *(Call("flash3_wgmma", FLOAT16, (dim, dim), {"precision": f"float8_e4m3{more}"})
+          for dim in (64, 128) for more in ("", "+blocks+hadamard")),
     )
 }  # fmt: skip
 BY_NAME = EVERYWHERE | IN_REGISTERS
@@ -175,12 +185,12 @@ BY_NAME = EVERYWHERE | IN_REGISTERS
 SPILLED = {
     "flash2_dq": 16, "flash2_dkdv": 16, "flash2_mma_forward": 96, "flash2_mma_dq": 64,
     "flash2_mma_dkdv": 64, "flash2_mma_roles": 64, "flash3_forward": 96, "flash3_float8": 96,
-    "flash3_dkdv": 160,
+    "flash3_dkdv": 160, "flash3_dq": 16,
 }  # fmt: skip
 #: Likewise with options.
 SPILLED_WITH_OPTIONS = {
     **SPILLED, "flash2_forward": 192, "flash2_dq": 96, "flash2_dkdv": 144,
-    "flash3_forward": 224, "flash3_dkdv": 288, "flash3_dq": 32,
+    "flash3_forward": 224, "flash3_dkdv": 288, "flash3_dq": 32, "flash2_own_rows": 16, "flash2_dmask": 288,
 }  # fmt: skip
 #: Kernel → what its PTX contains: copies and accesses of whole vectors.
 TEXTS = {

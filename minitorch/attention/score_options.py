@@ -131,7 +131,7 @@ def numbers_of(call: AttentionCall, field: str, scores: Tensor, options: Any) ->
     """Return an array of ``options.AXES`` as a tensor that broadcasts to the scores; arguments as below."""
     name, axes = OPTION_ARRAYS[field], AXES[field]
     array = options[name]
-    if not is_tensor(array):
+    if not (is_tensor(array) and array.requires_grad()):  # on any host backend, or on the device
         array = tensor(_on_host(call.arrays[name]), scores.backend, False, scores.dtype)
     shape = [*array.shape]
     if "k" not in axes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +24,14 @@ def test_numba_is_changed_in_the_versions_that_can_be_installed_alone(
         (found,) = re.findall(rf"\b{package}(?:\[\w+\])?>=(\d+)\.(\d+),<(\d+)\.(\d+)", required)
         assert tuple(map(int, found)) == (*bounds[0], *bounds[1])
         assert is_known(package) or not version_of(package), f"not tried: {package}"
-    own, shared = CPUCodeLibrary._optimize_final_module, SimpleNamespace(array=None)
+    closures = SimpleNamespace(copy=copy)
+    shared = SimpleNamespace(core=SimpleNamespace(inline_closurecall=closures))
+    own = CPUCodeLibrary._optimize_final_module
     assert own.__module__ == numba_patches.__name__
     monkeypatch.setattr(numba_patches, "version_of", lambda package: "0.99.1")
     numba_patches.call_own_copies()
-    numba_patches.share_arrays(shared)
-    assert CPUCodeLibrary._optimize_final_module is own and shared.array is None
+    numba_patches.share_copies(shared)
+    assert CPUCodeLibrary._optimize_final_module is own and closures.copy is copy
     others = version_of, is_known, numba_patches.provider
     for function in vars(numba_patches).values():
         if getattr(function, "__module__", "") == numba_patches.__name__ and function not in others:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from numba import int64, uint64
+from numba import int32, int64, uint64
 
-from kernels.common.geometry import PLAIN
+from kernels.common.geometry import PLAIN, same
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.attention.options.tile_scores import TilePlace, moved
 from kernels.cuda.device.one_source import (
@@ -154,6 +154,8 @@ def make_tile_loop(
     """Return the functions for blocks of query rows, which visit tiles of keys, or for blocks of keys."""
     place, entries, tile_of = _make_entries(features, block_k if by_keys else block_q, by_keys)
     has_list = features.block_mask
+    # With a list the loop keeps its bounds too, for which registers are short.
+    number = int32 if has_list else device_function(same)
 
     @device_function
     def item_of(x, y, q, k, extras):
@@ -170,27 +172,27 @@ def make_tile_loop(
         row, seq_q, seq_k = item.start.row, item.start.seq_q, item.start.seq_k
         row_stop = min(row + block_q, seq_q)
         return (
-            first_tile(row, block_k, seq_k, extras.lower),
-            tiles_stop(row_stop, block_k, seq_k, extras.upper),
-            first_full_tile(row_stop, block_k, extras.lower),
-            full_tiles_stop(row, block_k, seq_k, extras.upper),
+            number(first_tile(row, block_k, seq_k, extras.lower)),
+            number(tiles_stop(row_stop, block_k, seq_k, extras.upper)),
+            number(first_full_tile(row_stop, block_k, extras.lower)),
+            number(full_tiles_stop(row, block_k, seq_k, extras.upper)),
         )
 
     @device_function
     def bounds_by_keys(item, extras):
         col, seq_q, seq_k = item.start.col, item.start.seq_q, item.start.seq_k
         return (
-            first_tile(col, block_q, seq_q, -extras.upper),
-            tiles_stop(min(col + block_k, seq_k), block_q, seq_q, -extras.lower),
+            number(first_tile(col, block_q, seq_q, -extras.upper)),
+            number(tiles_stop(min(col + block_k, seq_k), block_q, seq_q, -extras.lower)),
         )
 
     @device_function
     def advance(visit, steps, extras):
         entry, stop, bounds = visit
-        entry += steps
+        entry = number(entry + steps)
         if has_list:
             while entry < stop and not bounds[0] <= tile_of(entry, extras) < bounds[1]:
-                entry += 1
+                entry = number(entry + 1)
         return Visit(entry, stop, bounds)
 
     @device_function
@@ -198,7 +200,7 @@ def make_tile_loop(
         _, _, _, _, row, col, seq_q, seq_k = item.start
         start, size = (col, seq_k) if by_keys else (row, seq_q)
         entry, stop = entries(item.flat, start, size, bounds[0], bounds[1], extras)
-        return advance(Visit(entry, stop, bounds), 0, extras)
+        return advance(Visit(number(entry), number(stop), bounds), 0, extras)
 
     @device_function
     def tile_by_rows(item, visit, bits, extras):

@@ -21,7 +21,7 @@ TOOL = 4
 
 
 class Touched:
-    """The plug-in; two variables of the environment name its file and its seconds."""
+    """The plug-in; variables of the environment name its file, its seconds and its part of the tests."""
 
     def __init__(self) -> None:
         self.found: dict[int, CodeType] = {}
@@ -38,6 +38,11 @@ class Touched:
 
     def _called(self, frame: Any, event: str, argument: Any) -> None:
         self.found[id(frame.f_code)] = frame.f_code
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Leave out the tests of other parts: "2/8" keeps every eighth, from the third on."""
+        part, _, parts = os.environ.get("MUTATIONS_PART", "0/1").partition("/")
+        items[:] = items[int(part) :: int(parts)]
 
     def pytest_runtest_logstart(self) -> None:
         """Forget what the test before has called."""

@@ -41,6 +41,8 @@ MODES = {"host": {}, "simulator": {"MINITORCH_EMULATE": "1"}}
 MARKS = {"host": "not slow and not fuzz", "simulator": "simulator and not slow"}
 #: Seconds that tests may take beyond their budget, to start and to compile; after them they hang.
 PATIENCE = 120
+#: Tests that compile kernels for minutes, and the number of processes that share those of a file.
+COMPILING, PARTS = "tests/structure/compile_only", 8
 #: Tests of a change at most.
 MOST_TESTS = 200
 OUTCOMES = ("caught", "survived", "not tested")
@@ -179,14 +181,15 @@ def touched(tree: Path, only: list[str], workers: int) -> dict[str, dict[str, li
     files = [name for _, name in found if name.startswith(tuple(only))]
     calls: dict[str, dict[str, list[str]]] = {mode: {} for mode in MODES}
 
-    def one(job: tuple[str, str]) -> None:
-        mode, file = job
-        record = tree.parent / "calls" / f"{mode}.{file.replace('/', '.')}.jsonl"
+    def one(job: tuple[str, str, int, int]) -> None:
+        mode, file, number, parts = job
+        record = tree.parent / "calls" / f"{mode}.{number}.{file.replace('/', '.')}.jsonl"
         part = record.with_suffix(".part")
         if not record.exists():
             part.parent.mkdir(exist_ok=True)
             part.write_text("", encoding="utf-8")
-            own = {"MUTATIONS_RECORD": str(part), "MINITORCH_EXAMPLES": "3"}
+            own = {"MUTATIONS_RECORD": str(part), "MINITORCH_EXAMPLES": "3",
+                   "MUTATIONS_PART": f"{number}/{parts}"}  # fmt: skip
             code, output = run_tests(tree, mode, ["-m", MARKS[mode], file], 600, **own)
             if code not in (0, 5):
                 last = output.strip().splitlines()[-1:] or ["killed"]
@@ -195,7 +198,13 @@ def touched(tree: Path, only: list[str], workers: int) -> dict[str, dict[str, li
         calls[mode] |= dict(map(json.loads, record.read_text(encoding="utf-8").splitlines()))
 
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(one, [(mode, file) for mode in MODES for file in files]))
+        jobs = [(file, PARTS if file.startswith(COMPILING) else 1) for file in files]
+        jobs.sort(key=lambda job: -job[1])  # what takes longest begins first
+        list(
+            pool.map(
+                one, [(mode, file, i, n) for mode in MODES for file, n in jobs for i in range(n)]
+            )
+        )
     return calls
 
 

@@ -54,21 +54,12 @@ def make_softmax_step(
     zero, log2_e, ln_2 = np.float32(0), np.float32(LOG2_E), np.float32(LN_2)
 
     @device_function
-    def rescale_large(row_max, new_max, rescale, unit):
-        """Compute e^(m - m_new) of large rows again, from scores that are apart."""
-        for i in range(own_rows):
-            near = float32(shift_of(new_max[i]))
-            if is_large(near * unit):
-                rescale[i] = ex2(apart(row_max[i], unit, score_in(near, unit)) * log2_e)
-
-    @device_function
-    def lower(s, row_max, shift, unit, top):
-        """Subtract m from the scores of large rows, and from their shift."""
+    def lower(s, row_max, unit):
         inverse = rcp(mul_rn(unit, ln_2))
         for i in range(own_rows):
             near = float32(shift_of(row_max[i]))
             if is_large(near * unit):
-                shift[i], largest = -top, score_in(near, unit)
+                largest = score_in(near, unit)
                 for n in range(col_tiles):
                     subtract_row(s, i // 2 * col_tiles + n, i % 2, unit, inverse, largest)
 
@@ -76,8 +67,6 @@ def make_softmax_step(
     def softmax_step(s, acc, rows, has_large, exponent, bits, share, extras):
         (row_max, row_sum), (unit, top) = rows, exponent
         new_max = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: m_new, like row_max
-        rescale = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: e^(m - m_new)
-        shift = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: m in base 2
         grows = False
         for i in range(own_rows):
             # 9: m_new = max(m, rowmax S)
@@ -88,36 +77,37 @@ def make_softmax_step(
             new_max[i] = row_max_of(largest)
             grows = grows or (new_max[i] - row_max[i]) * unit > least
         if not is_patient or cuda.ballot_sync(ALL_LANES, grows) != 0:
-            largest = zero
+            grows = False
             for i in range(own_rows):
                 # 10, first half: O = diag(e^(m - m_new)) O, and l likewise.  The last shift is what
                 # it was then, bit for bit: what was summed weighs neither more nor less.
-                near = float32(shift_of(new_max[i])) * unit
-                rescale[i] = ex2((row_max[i] * unit - top) - (near - top))
-                largest = max(largest, abs(near))
-            # Only here may a row become large: other tiles test a flag.
-            has_large = cuda.ballot_sync(ALL_LANES, is_large(largest)) != 0
-            if has_large:
-                rescale_large(row_max, new_max, rescale, unit)
-            for i in range(own_rows):
+                near = float32(shift_of(new_max[i]))
+                rescale = ex2((row_max[i] * unit - top) - (near * unit - top))
+                if is_large(near * unit):
+                    rescale = ex2(apart(row_max[i], unit, score_in(near, unit)) * log2_e)
+                    grows = True
                 row_max[i] = new_max[i]
-                row_sum[i] *= rescale[i]
+                row_sum[i] *= rescale
                 for n in range(own_tiles):
                     at = i // 2 * own_tiles + n
-                    acc[at, 2 * (i % 2)] *= rescale[i]
-                    acc[at, 2 * (i % 2) + 1] *= rescale[i]
-        for i in range(own_rows):
-            shift[i] = float32(shift_of(row_max[i])) * unit - top
+                    acc[at, 2 * (i % 2)] *= rescale
+                    acc[at, 2 * (i % 2) + 1] *= rescale
+            # Only here may a row become large: other tiles test a flag.
+            has_large = cuda.ballot_sync(ALL_LANES, grows) != 0
         if has_large:
-            lower(s, row_max, shift, unit, top)
+            lower(s, row_max, unit)
         for m in range(row_tiles):
             for half in range(2):  # the row, and that eight below
                 # 9: P = exp(S - m_new), l = l + rowsum P
-                i, total = 2 * m + half, zero
+                i = 2 * m + half
+                near, total = float32(shift_of(row_max[i])), zero
+                shift = near * unit - top
+                if has_large and is_large(near * unit):
+                    shift = -top
                 for n in range(col_tiles):
                     at = m * col_tiles + n
                     for u in range(2):
-                        p = ex2(s[at, 2 * half + u] * unit - shift[i])
+                        p = ex2(s[at, 2 * half + u] * unit - shift)
                         total += p
                         if has_bits:  # P after dropout; l sums P before it
                             in_row = share.row + lane_row(share.lane) + m * ROWS + 8 * half

@@ -109,7 +109,7 @@ def flash_attention_backward(
         args: Options by position; the same values as in the forward pass.
         dlse: Gradient of lse, (…, heads, seq_q); zeros when None.
         mask_gradient: Also return the gradient of a floating ``attn_mask``, after dv.
-        sink_gradient: Also return the gradient of the sinks, last.
+        sink_gradient: Also return the gradient of the sinks, after the others.
         tile: (block_q, block_k), query rows and keys per tile; None uses the rung's default.
         options: Options by name; the same values as in the forward pass.
 
@@ -127,7 +127,7 @@ def flash_attention_backward(
     Source: FlashAttention-2, Algorithm 2.
     """
     options = by_name("flash_attention_backward", args, options)
-    wanted = launch.Wanted(True, mask_gradient, sink_gradient)
+    wanted = launch.Wanted(True, mask=mask_gradient, sink=sink_gradient)
     return array_call.attend((q, k, v), options, tile, wanted, (out, lse, None, dout, dlse))
 
 

@@ -115,7 +115,7 @@ def flash_attention_varlen_backward(
             _all_heads_first(q, k, v),
             by_name("flash_attention_varlen_backward", args, options),
             tile,
-            Wanted(True, False, sink_gradient),
+            Wanted(True, sink=sink_gradient),
             results,
             PackedMaker(cu_seqlens_q, cu_seqlens_k, sequences_of_call),
         )

@@ -83,7 +83,7 @@ MUTANTS = [
      "pass", "cuda.syncthreads() is missing above line"),
     ("5.4", FLASH1, "old_weight[r] = real(math.exp(old_max - shift)) * old_sum",
      "old_weight[r] = old_sum", "neither the sum nor the accumulator shrinks"),
-    ("5.4", FLASH1, "new_weight[r] * tile_sum", "tile_sum", "factor e^(m~ - m_new) of the tile's sum"),
+    ("5.4", FLASH1, "new_weight[r] * row_sum_of", "row_sum_of", "factor e^(m~ - m_new) of the tile's sum"),
     ("5.4", FLASH1, "head, row + r, col + c)", "head, r, c)",
      "a Place counts from the first row and column"),
     ("5.4", FLASH1, "shift = real(shift_of(new_max))", "shift = new_max", "sees nothing in a tile"),

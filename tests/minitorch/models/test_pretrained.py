@@ -210,7 +210,9 @@ def test_another_configuration_is_refused(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", "\xff", '{"a":' + 10**5 * "["], ids=["empty", "list", "cut", "latin", "deep"]
+    "text",
+    ["", "[]", "{", "\xff", '{"a":' + 10**5 * "["],
+    ids=["empty", "list", "cut", "latin", "deep"],
 )
 def test_a_configuration_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
     (gpt2.write_folder(tmp_path) / "config.json").write_text(text, encoding="latin-1")

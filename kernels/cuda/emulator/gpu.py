@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from operator import index
 from threading import RLock
 from types import TracebackType
 from typing import Any
@@ -41,7 +42,13 @@ def _on_host(arg: Any) -> Any:
 def three(size: Any) -> Index:
     """Return a grid or a block in three dimensions."""
     sizes = size if isinstance(size, (tuple, list)) else (size,)
-    return Index(*(*map(int, sizes), 1, 1)[:3])
+    try:
+        return Index(*(*map(index, sizes), 1, 1)[:3])
+    except TypeError:
+        raise TypeError(
+            f"the sizes of a grid and of a block must be integers, got {size}; divide by //, rounding up: "
+            "(n + threads - 1) // threads"
+        ) from None
 
 
 def run(

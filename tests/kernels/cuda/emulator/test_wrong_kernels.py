@@ -163,5 +163,7 @@ def test_a_launch_that_a_gpu_refuses_is_refused() -> None:
     kernel = cuda.jit(no_guard)
     with pytest.raises(ValueError, match="at most 1024 threads, got 2048"):
         kernel[1, 2048](np.zeros(1), np.zeros(1))
+    with pytest.raises(TypeError, match=r"must be integers, got 2\.5"):
+        kernel[80 / 32, 32](np.zeros(1), np.zeros(1))
     with pytest.raises(ValueError, match=r"no_guard\[blocks, threads\]"):
         kernel(np.zeros(1), np.zeros(1))

@@ -156,12 +156,6 @@ class Engines(Instructions):
         else:
             self.own.stores.append(store)
 
-    def bulk_store(self, target: int, source: int, bytes_: int) -> None:
-        def store() -> None:
-            self._bytes(target, bytes_)[:] = self._as_engines_see()[source : source + bytes_]
-
-        self._store(store)
-
     def bulk_add(self, target: int, source: int, bytes_: int) -> None:
         def store() -> None:
             values = self._as_engines_see()[source : source + bytes_].view(np.float32)
@@ -191,7 +185,7 @@ class Engines(Instructions):
 
         self.turns.copies.append(arrive)
 
-    def tensor_store(self, reduces: str | None, tensor_map: int, start: Any, source: int) -> None:
+    def tensor_store(self, tensor_map: int, start: Any, source: int) -> None:
         tensor, box, swizzle = self.maps[int(tensor_map)]
 
         def store() -> None:
@@ -199,7 +193,7 @@ class Engines(Instructions):
             seen = self._as_engines_see()[places]
             values = np.ascontiguousarray(seen).view(tensor.dtype)[..., 0]
             of_box, there = emulated.inside(box, start, tensor.shape)
-            tensor[there] = values[of_box] + (tensor[there] if reduces else 0)
+            tensor[there] = values[of_box]
 
         self._store(store)
 
@@ -262,12 +256,11 @@ OF_ENGINES = {
     r"mbarrier\.arrive\.shared": "mbarrier_arrive",
     r"\{ \.reg \.pred ended": "mbarrier_try_wait",
     r"cp\.async\.bulk\.shared": "bulk_load",
-    r"cp\.async\.bulk\.global": "bulk_store",
     r"cp\.reduce\.async\.bulk\.global": "bulk_add",
     r"cp\.async\.bulk\.commit_group": "bulk_commit",
     r"cp\.async\.bulk\.wait_group(?:\.read)? (\d+)": "bulk_wait",
     r"cp\.async\.bulk\.tensor\.\dd\.shared": "tensor_load",
-    r"cp\.(reduce\.)?async\.bulk\.tensor\.\dd\.global": "tensor_store",
+    r"cp\.async\.bulk\.tensor\.\dd\.global": "tensor_store",
     r"(?s)\{.*wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k\d+\.f32\.(\w+).*accumulate, 1, 1(.*); \}":
         "wgmma",
     r"wgmma\.commit_group": "wgmma_commit",

@@ -214,10 +214,10 @@ class Instructions:
     def load_word(self, address: int) -> Any:
         return self._bytes(address, 4).view(np.uint32)[0]
 
-    def stmatrix(self, turn: str | None, address: int, fragment: Array) -> None:
+    def stmatrix(self, address: int, fragment: Array) -> None:
         def act(values: list[Any]) -> list[Any]:
             addresses, registers = zip(*values, strict=True)
-            emulated.stmatrix(self.shared, np.array(addresses), np.stack(registers), bool(turn))
+            emulated.stmatrix(self.shared, np.array(addresses), np.stack(registers))
             return values
 
         self._stored(address, 16)
@@ -273,7 +273,7 @@ INSTRUCTIONS = {
     r"cp\.async\.wait_group (\d+)": "wait",
     r"cp\.async\.wait_all": "wait_all",
     r"ldmatrix\.sync\.aligned\.m8n8\.x(\d)(\.trans)?\.": "ldmatrix",
-    r"stmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.": "stmatrix",
+    r"stmatrix\.sync\.aligned\.m8n8\.x4\.": "stmatrix",
     r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.(f16|bf16)": "mma",
     r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32": "mma_tf32",
     r"cvt\.rn\.(f16|bf16)x2\.f32": "pack",

@@ -103,11 +103,10 @@ def ldmatrix(shared: Array, addresses: Array, count: int, is_transposed: bool = 
     return np.stack([_pairs(matrix[row, column]) for matrix in matrices], axis=1)
 
 
-def stmatrix(shared: Array, addresses: Array, fragment: Array, is_transposed: bool = False) -> None:
+def stmatrix(shared: Array, addresses: Array, fragment: Array) -> None:
     """Write registers to shared memory as ``stmatrix`` does."""
     matrices = _matrices(shared, addresses, fragment.shape[1])
     row, column = PLAIN.matrix_element(*_grid(2))
-    row, column = (column, row) if is_transposed else (row, column)
     for i, matrix in enumerate(matrices):
         matrix[row, column] = halves(fragment[:, i])
     _write_matrices(shared, addresses, matrices)
@@ -130,18 +129,6 @@ def _matrices(shared: Array, addresses: Array, count: int) -> Array:
 
 def _write_matrices(shared: Array, addresses: Array, matrices: Array) -> None:
     shared[_places(addresses, len(matrices))] = matrices.view(np.uint8)
-
-
-def cp_async(shared: Array, target: int, memory: Array, source: int, bytes_: int) -> None:
-    """Copy as ``cp_async_16`` does: ``bytes_`` bytes of ``memory``, zeros up to 16."""
-    size = CHUNK
-    if target % size or source % size or not 0 <= bytes_ <= size:
-        raise ValueError(
-            f"a copy of {size} bytes goes from a multiple of them to another and reads no more, got "
-            f"{bytes_} bytes from {source} to {target}"
-        )
-    shared[target : target + size] = 0
-    shared[target : target + bytes_] = memory[source : source + bytes_]
 
 
 def box_places(box: tuple[int, ...], size: int, swizzle: int) -> Array:

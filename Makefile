@@ -119,7 +119,7 @@ run-torch: $(VENV)/.torch
 	  $$(grep -rlE 'importorskip\("(torch|transformers|tokenizers)"' --include='test_*.py' tests)
 	$(BIN)/python -m pytest -m slow -k torch tests/repository/test_docs.py $(ARGS)
 
-# numba-cuda would take the place of numba's own simulator: an environment apart.
+# The other tests run without numba-cuda: an environment apart.
 ptx:
 	@$(MAKE) --no-print-directory compile-ptx VENV=$(VENV)-ptx
 

@@ -93,7 +93,7 @@ PAGES = {
     ),
     "attention": Page(  # beyond module 4
         5, "Attention, tile by tile", ("attention_page", "page"),
-        "A kernel of `kernels/cuda` ran in numba's simulator. At each barrier its shared memory "
+        "A kernel of `kernels/cuda` ran on the emulated GPU. At each barrier its shared memory "
         "and registers were recorded, and its global arrays counted the elements read and "
         "written. Go through the steps. You write these kernels in tasks 5.4 to 5.7 and 5.9.",
         ("module5", "Task 5.3"),

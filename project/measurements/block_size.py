@@ -28,12 +28,12 @@ SWEEPS = {
     "flash2, B_c": ("flash2", lambda size: (64, size)),
     "flash2, B_r": ("flash2", lambda size: (size, 32)),
 }
-#: The metered call: length, head_dim, and tiles of each sweep, small enough for the simulator.
+#: The metered call: length, head_dim, and tiles of each sweep, small enough for the emulated GPU.
 METERED = {"length": 32, "head_dim": 4, "sizes": (4, 8, 16), "other": 8}
 
 
 def meter() -> list[Record]:
-    """Count small calls in the simulator, in which this process must be, beside the formulas."""
+    """Count small calls on the emulated GPU, which this process must use, beside the formulas."""
     length, dim = METERED["length"], METERED["head_dim"]
     shape, found = HeadShape(length, length, dim, dim, 0, 0), []
     for sweep, (rung, tile_of) in SWEEPS.items():

@@ -1,7 +1,7 @@
 """Floating-point operations, global traffic and time of standard attention and of FlashAttention.
 
 Three sources of the traffic must agree: the formulas (``kernels.traffic.formulas``), the IO meter, which
-counts every element that the kernels touch in the simulator on a small call, and the counters of a GPU
+counts every element that the kernels touch on the emulated GPU in a small call, and the counters of a GPU
 (``hardware_counters``), where there is a record of it.  Formulas and meter count what a kernel requests; a
 cache answers a part of it, so that less comes from DRAM.
 
@@ -25,7 +25,7 @@ from kernels.traffic.formulas import PRODUCTS, HeadShape, attention_flops, total
 
 #: GFLOPs, GB and ms as printed.
 PUBLISHED = {"standard": (66.6, 40.3, 41.7), "FlashAttention": (75.2, 4.4, 7.3)}
-#: The metered call: a head that the simulator runs in seconds, with tiles that do not divide it.
+#: The metered call: a head that the emulated GPU runs in seconds, with tiles that do not divide it.
 METERED = {"length": 38, "head_dim": 8, "tile": (16, 12)}
 QUANTITIES = (("gflop", "GFLOP"), ("gb", "global traffic, GB"), ("ms", "runtime, ms"))
 NOTE = (
@@ -43,7 +43,7 @@ CPU_NOTE = (
 
 
 def meter() -> list[Record]:
-    """Count the small call in the simulator, in which this process must be, beside the formulas."""
+    """Count the small call on the emulated GPU, which this process must use, beside the formulas."""
     length, dim = METERED["length"], METERED["head_dim"]
     shape, found = HeadShape(length, length, dim, dim, 0, 0), []
     for name, causal in [(name, causal) for name in RUNGS for causal in (False, True)]:

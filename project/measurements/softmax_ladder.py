@@ -2,8 +2,8 @@
 
 The number of elements is the same for all lengths.  Where the rows do not fit into the cache, each pass
 streams them from memory: naive and online softmax move three elements for each of x (two reads and a
-write), the safe one four, and the online one should take three quarters of its time.  Passes are counted in
-numba's simulator, element by element; the largest element that naive softmax can take is searched for.
+write), the safe one four, and the online one should take three quarters of its time.  Passes are counted on
+the emulated GPU, element by element; the largest element that naive softmax can take is searched for.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kernels.metering.io_meter import IOMeter
 from kernels.reference.softmax_ladder import READS
 from kernels.runtime.targets import cuda
 
-#: Rows and length of what is counted in the simulator; elements that the host draws.
+#: Rows and length of what is counted on the emulated GPU; elements that the host draws.
 COUNTED, DRAWN = (3, 40), 2**20
 SOFTMAX = {"cpu": cpu_ladder.softmax, "cuda": cuda_ladder.softmax}
 
 
 def counted() -> dict[str, tuple[int, int]]:
-    """Return reads and writes of one element by each kernel; to be called in the simulator."""
+    """Return reads and writes of one element by each kernel; to be called on the emulated GPU."""
     found = {}
     x = np.random.default_rng(0).standard_normal(COUNTED, dtype=np.float32)
     for step in READS:

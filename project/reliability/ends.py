@@ -4,8 +4,8 @@
     make ends ARGS="--ends oldest"                   one of them
     make ends OLDEST=/opt/python3.10/bin/python3     a Python that is not on the path
 
-Each end has two environments of its own under build/ends, because numba-cuda takes the place of numba's
-simulator: one runs the tests and the simulator, the other compiles every CUDA kernel without a GPU.  The
+Each end has two environments of its own under build/ends, because the tests run without numba-cuda
+too: one runs them, on the emulated GPU as well, the other compiles every CUDA kernel without a GPU.  The
 oldest end has the lower bound of each range, core and extras, and the first CUDA 13; the newest what pip
 finds today.
 """

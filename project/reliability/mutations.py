@@ -7,9 +7,9 @@ python project/measure.py mutations --count 20 --only kernels/cpu --tests tests/
 
 A change is another operator, constant, comparison or index in minitorch or the kernels, or a statement
 less.  The lines whose hashes with the seed are least are drawn, so that two commits have the changes of
-their common lines in common.  First, the quick tests run in a copy of the tree, on the host and in the
-simulator, and a plug-in records which functions each of them calls.  Then each change runs in a copy of
-its own through the tests of its function, of its file and of the files that import it, beginning with
+their common lines in common.  First, the quick tests run in a copy of the tree, on the host and on the
+emulated GPU, and a plug-in records which functions each of them calls.  Then each change runs in a copy
+of its own through the tests of its function, of its file and of the files that import it, beginning with
 the tests that call the fewest functions.  A change after which the tests hang counts as caught.
 """
 
@@ -36,7 +36,7 @@ from bench.processes import run_for
 from reliability.called_functions import BUDGET, FLOORS
 
 FOLDER = ROOT / "build" / "mutations"
-#: How tests run: on the host, and in the simulator.
+#: How tests run: on the host, and on the emulated GPU.
 MODES = {"host": {}, "simulator": {"MINITORCH_EMULATE": "1"}}
 MARKS = {"host": "not slow and not fuzz", "simulator": "simulator and not slow"}
 #: Seconds that tests may take beyond their budget, to start and to compile; after them they hang.

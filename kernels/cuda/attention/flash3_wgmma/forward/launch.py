@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 
 from kernels.cuda.attention import tensor_cores
+from kernels.cuda.attention.flash_decoding import launch as flash_decoding
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import forward_kernel
 from kernels.cuda.attention.flash3_wgmma.launch_common import (
     read_maps,
@@ -65,6 +66,8 @@ def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
     """Fill out, lse and lse_rest."""
+    if flash_decoding.pays(problem, operands):
+        return flash_decoding.forward(problem, operands)
     problem = within_blocks(problem)
     problem, operands = with_mask_bits(problem, operands)
     # Copies live until the kernel is launched.

@@ -1,0 +1,218 @@
+"""What a decoding kernel is compiled for, its shared memory, and the items that its blocks work on.
+
+The query heads that share a head of the keys, times the query tokens, are the rows of one tile: row r is
+token r % tokens of head r // tokens.  The keys are divided into parts of a fixed number of tiles, counted
+from the first key, so that what is summed together depends on the position of a key alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from numba import float32, float64, int32, types, uint32
+
+from kernels.cuda.attention.flash3_wgmma.layout import Widths
+from kernels.cuda.attention.options.score_functions import extras_type
+from kernels.cuda.device.one_source import (
+    first_full_tile,
+    first_tile,
+    full_tiles_stop,
+    tiles_stop,
+)
+from kernels.cuda.device.pipeline import BARRIER, Barriers, Pipeline
+from kernels.cuda.device.shared_tiles import SharedTiles
+from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, WarpRoles
+from kernels.cuda.ptx.wgmma import ROWS
+from kernels.cuda.runtime.kernel import ALL_LANES, WORD, device_function
+from kernels.runtime.dtypes import FLOAT32
+from kernels.runtime.targets import cuda
+from kernels.scores.program import PLAIN, Features
+
+#: Shared memory of a block on Hopper.
+BLOCK_BYTES = 227 << 10
+#: Bytes for barriers and a flag behind the tiles.
+_SMALL = 256
+
+
+@dataclass(frozen=True)
+class DecodingLayout(WarpRoles):
+    """The warpgroups that share a tile of rows, 64 each, and the tiles in flight."""
+
+    consumers: int
+    block_k: int  # Keys of a tile
+    stages: int  # Tiles of keys, and of values, in shared memory
+    queries: int  # Tiles of q, the next of which is there when the current item ends
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread that copies and of one that multiplies."""
+        return {1: (56, 256), 2: (40, 232)}[self.consumers]
+
+
+def layout_of(widths: Widths, rows: int) -> DecodingLayout:
+    """Return the layout for the widths of the operands and a number of rows, at most 128."""
+    consumers = 1 if rows <= ROWS else 2
+    block_k = 128 if max(widths) <= 128 else 64
+    q_bytes = ROWS * consumers * LINE * widths.head_panels
+    stage = block_k * LINE * (widths.head_panels + widths.value_panels)
+    left = BLOCK_BYTES - ALIGNMENT - _SMALL
+    queries = 2 if left - 2 * q_bytes >= 3 * stage else 1
+    return DecodingLayout(consumers, block_k, min((left - queries * q_bytes) // stage, 6), queries)
+
+
+class DecodingForm(NamedTuple):
+    """The parameters for which a decoding kernel is compiled."""
+
+    layout: DecodingLayout
+    widths: Widths
+    dtype: str  # "float16" or "bfloat16"
+    features: Features  # Options of the call
+    is_paged: bool  # Whether a table names the pages of keys and values
+    has_drafts: bool  # Whether a boolean mask applies to the last ``seq_q`` keys
+    is_positive: bool  # Whether the scale is
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether the scale is a factor within the exponent, for no option needs the scores."""
+        is_plain = self.features.of_elements == PLAIN and not self.has_drafts
+        return is_plain and self.is_positive
+
+
+class DecodingPipelines(NamedTuple):
+    """The pipelines of a block, and a flag behind them."""
+
+    queries: Pipeline
+    keys: Pipeline
+    values: Pipeline
+    flag: int
+
+
+def shared_tiles(form: DecodingForm) -> SharedTiles:
+    """Return the byte offsets of a block's tiles in shared memory."""
+    layout, widths = form.layout, form.widths
+    q_bytes, line = layout.rows * LINE * widths.head_panels, layout.block_k * LINE
+    return SharedTiles(
+        q=layout.queries * q_bytes,
+        k=layout.stages * line * widths.head_panels,
+        v=layout.stages * line * widths.value_panels,
+        barriers=BARRIER * 2 * (layout.queries + 2 * layout.stages),
+        flag=2 * WORD,
+    )
+
+
+def pipelines_of(form: DecodingForm, tiles: SharedTiles) -> tuple[DecodingPipelines, Barriers]:
+    """Return the pipelines of a block, and its barriers."""
+    layout, warps = form.layout, 4 * form.layout.consumers
+    barriers, line = Barriers(tiles["barriers"]), layout.block_k * LINE
+    q_bytes = layout.rows * LINE * form.widths.head_panels
+    return DecodingPipelines(
+        barriers.pipeline(tiles["q"], q_bytes, layout.queries, warps),
+        barriers.pipeline(tiles["k"], line * form.widths.head_panels, layout.stages, warps),
+        barriers.pipeline(tiles["v"], line * form.widths.value_panels, layout.stages, warps),
+        tiles["flag"],
+    ), barriers
+
+
+class DecodingShape(NamedTuple):
+    """The numbers of a call of a decoding kernel, all int32.
+
+    The factors of head and batch indices are 1, or 0 where an operand repeats.
+    """
+
+    seq_q: int  # Query tokens
+    group: int  # Query heads that share a head of the keys
+    key_heads: int  # Heads of the keys
+    tokens: int  # Tokens of a tile of rows
+    row_tiles: int  # Tiles of rows of a (batch, key head)
+    piece: int  # Key tiles of a part
+    parts: int  # Parts of the keys that a tile of rows sees at most
+    items: int  # batch · key_heads · parts · row_tiles
+    page: int  # Keys of a page, or of a tile where there are no pages
+    copied: int  # Keys that one copy brings: a divisor of a page and of a tile
+    by_position: int  # 1 if rows are positions in the sequence, 0 if the first token is row 0
+    q_by_head: int
+    q_by_batch: int
+    k_by_head: int
+    k_by_batch: int
+    v_by_head: int
+    v_by_batch: int
+
+
+class DecodingWork(NamedTuple):
+    """The arguments of a decoding kernel beside its operands and results."""
+
+    shape: Any  # A :class:`DecodingShape`
+    scale: Any  # Factor of the scores
+    lengths: Any  # (batch,) int32: the keys of each sequence
+    table: Any  # (batch, pages) int32: the pages of each sequence; 0 where there are none
+    part_out: Any  # (items · rows · value width,) float32: sums of P V of parts
+    part_rows: Any  # (items · rows · 2,) float32: m in natural logarithms, and l, of parts
+    arrived: Any  # (items / parts,) int32: how many parts have ended; 0 between launches
+    drafts: Any  # (batch, heads, seq_q, seq_q) bool; 0 where there are none
+    extras: Any
+
+
+def work_type(form: DecodingForm) -> Any:
+    """Return numba's type of :class:`DecodingWork`."""
+    shape = types.NamedUniTuple(int32, len(DecodingShape._fields), DecodingShape)
+    ints, floats = types.Array(int32, 1, "C"), types.Array(float32, 1, "C")
+    table = types.Array(int32, 2, "C") if form.is_paged else types.int64
+    drafts = types.Array(types.boolean, 4, "A") if form.has_drafts else types.int64
+    extras = extras_type(form.features, FLOAT32)
+    kinds = shape, float64, ints, table, floats, floats, ints, drafts, extras
+    return types.NamedTuple(kinds, DecodingWork)
+
+
+class DecodingItem(NamedTuple):
+    """A tile of rows against a part of the keys; all numbers are int32."""
+
+    tile: Any  # Number of the tile of rows, over all (batch, key head)
+    part: Any
+    b: Any  # Batch index
+    key_head: Any
+    token: Any  # First token of the tile
+    length: Any  # Keys of the sequence
+    first_row: Any  # Row of the sequence's first token
+    begin: Any  # First visited key tile
+    stop: Any  # One past the last one
+    full: Any  # First key tile that no bound masks
+    full_stop: Any  # One past the last one
+
+
+def make_item_of(block_k: int) -> Any:
+    """Return ``item_of(number, work)``: the :class:`DecodingItem` of a number."""
+
+    @device_function
+    def uniform(number):
+        """Return a number from one lane, so that the compiler knows that it is uniform in a warp."""
+        return int32(cuda.shfl_sync(ALL_LANES, int32(number), 0))
+
+    @device_function
+    def item_of(number, work):
+        shape, extras = work.shape, work.extras
+        # Unsigned, for a division of 64 bits takes several times as long as one of 32.
+        row_tiles, parts, heads = (
+            uint32(shape.row_tiles),
+            uint32(shape.parts),
+            uint32(shape.key_heads),
+        )
+        row_tile, rest = uint32(number) % row_tiles, uint32(uint32(number) // row_tiles)
+        part, line = int32(rest % parts), uint32(rest // parts)
+        b, token = int32(line // heads), int32(row_tile * uint32(shape.tokens))
+        length = int32(work.lengths[b])
+        first_row = int32((length - shape.seq_q) * shape.by_position)
+        row, lower, upper = int32(first_row + token), extras.lower, extras.upper
+        row_stop = int32(first_row + min(token + shape.tokens, shape.seq_q))
+        first = int32(first_tile(row, block_k, length, lower))
+        stop = int32(tiles_stop(row_stop, block_k, length, upper))
+        # Parts begin at the same keys whatever the rows see.
+        start = int32((int32(uint32(first) // uint32(shape.piece)) + part) * shape.piece)
+        return DecodingItem(
+            int32(line * row_tiles + row_tile), part, b, int32(line % heads), token, length, first_row,
+            uniform(max(first, start)), uniform(min(stop, start + shape.piece)),
+            int32(first_full_tile(row_stop, block_k, lower)),
+            int32(full_tiles_stop(row, block_k, length, upper)),
+        )  # fmt: skip
+
+    return item_of

@@ -6,7 +6,6 @@ import math
 from functools import lru_cache
 
 from kernels.cuda.attention import tensor_cores
-from kernels.cuda.attention.flash_decoding import launch as flash_decoding
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import forward_kernel
 from kernels.cuda.attention.flash3_wgmma.launch_common import (
     read_maps,
@@ -18,6 +17,7 @@ from kernels.cuda.attention.flash3_wgmma.launch_common import (
     work_of,
 )
 from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout, Widths, layout_of
+from kernels.cuda.attention.flash_decoding import launch as flash_decoding
 from kernels.cuda.attention.tensor_cores import lists_whole_tiles
 from kernels.cuda.device.half import as_bits
 from kernels.cuda.ptx.wgmma import ROWS

@@ -7,19 +7,22 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import void
+from numba import int64, uint32, uint64, void
 
 from kernels.common.geometry import PLAIN
 from kernels.cuda.attention.options.score_functions import Extras, extras_type, make_row_end
 from kernels.cuda.attention.options.visits import Visit
 from kernels.cuda.device.half import as_bits, form
-from kernels.cuda.device.one_source import merge_weight, shift_of
+from kernels.cuda.device.one_source import ceil_div, merge_weight, shift_of
 from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, scalar_type
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.problem.question import Problem
 from kernels.runtime.targets import cuda
 from kernels.scores.program import Features
+
+#: Elements of a row that a thread merges.
+COLUMNS = 4
 
 
 def parts_of(problem: Problem, layout: Any, grid: tuple[int, int]) -> int:
@@ -46,8 +49,13 @@ def own_part(visit, part, parts):
 
 
 @cache
-def merge_kernel(dtype: np.dtype[Any], stored: np.dtype[Any], features: Features) -> Kernel:
-    """Return the kernel that merges the parts, for the dtype of the parts and that of out."""
+def merge_kernel(
+    dtype: np.dtype[Any], stored: np.dtype[Any], features: Features, at_once: int
+) -> Kernel:
+    """Return the kernel that merges the parts, for the dtype of the parts and that of out.
+
+    A thread reads ``at_once`` parts at a time: more wait together, and fewer threads have the registers.
+    """
     narrow, bits = form(stored).narrow, form(stored).stored
     real, zero, minus_inf = scalar_type(dtype), dtype.type(0), dtype.type(-math.inf)
 
@@ -58,33 +66,49 @@ def merge_kernel(dtype: np.dtype[Any], stored: np.dtype[Any], features: Features
 
         Computes: L = log Σ exp(L_part), O = Σ exp(L_part - L) O_part
         Source: FlashAttention-2, section 3.1; the split of keys as in Flash-Decoding
-        Grid: ceil(batch * heads * seq_q * value_dim / threads)
+        Grid: ceil(batch * heads * seq_q * ceil(value_dim / 4) / threads)
         Block: any number of threads
-        One thread does: one element of out, and L where the element is the first of its row
+        One thread does: four elements of out, a fourth of a row apart, and L with the first of a row
         Shared: none
-        Registers: one sum and one weight
+        Registers: acc (4,), one sum and one weight
         Global traffic: reads part_out and part_rest once, part_lse twice per element; writes out,
             lse and lse_rest once
         Needs: nothing
         """
-        batch, heads, seq_q, dim = out.shape[0], out.shape[1], out.shape[2], out.shape[3]
-        i = cuda.grid(1)
-        if i < batch * heads * seq_q * dim:
-            line, c = i // dim, i % dim
-            b, h, row = line // seq_q // heads, line // seq_q % heads, line % seq_q
-            largest = minus_inf
-            for n in range(b, part_lse.shape[0], batch):
-                largest = max(largest, part_lse[n, h, row])
+        # Unsigned: a division of 64 bits takes several times as long, and a sign would be tested.
+        heads, seq_q, dim = uint32(out.shape[1]), uint32(out.shape[2]), uint32(out.shape[3])
+        i, batch, stop = uint32(cuda.grid(1)), int64(out.shape[0]), int64(part_lse.shape[0])
+        step = uint32(ceil_div(dim, uint32(COLUMNS)))
+        line, first = uint32(i // step), uint32(i % step)
+        row, line = uint64(line % seq_q), uint32(line // seq_q)
+        b, h = int64(uint32(line // heads)), uint64(line % heads)
+        if b < batch:
+            acc = cuda.local.array(COLUMNS, real)  # (COLUMNS,): O
+            for m in range(COLUMNS):
+                acc[m] = zero
+            last, largest, total = stop - batch + b, minus_inf, zero
+            # Several parts at a time, whose loads are under way together.
+            for n in range(b, stop, at_once * batch):
+                for u in range(at_once):
+                    largest = max(largest, part_lse[uint64(min(n + u * batch, last)), h, row])
             shift = real(shift_of(largest))
-            acc = total = zero
-            for n in range(b, part_lse.shape[0], batch):
-                weight = merge_weight(part_lse[n, h, row], part_rest[n, h, row], shift)
-                total += weight
-                acc += weight * part_out[n, h, row, c]
+            for n in range(b, stop, at_once * batch):
+                for u in range(at_once):
+                    at, is_there = uint64(min(n + u * batch, last)), n + u * batch < stop
+                    weight = merge_weight(part_lse[at, h, row], part_rest[at, h, row], shift)
+                    total += weight if is_there else zero
+                    for m in range(COLUMNS):
+                        c = uint64(min(first + uint32(m) * step, dim - uint32(1)))
+                        weighted = weight * part_out[at, h, row, c]
+                        acc[m] += weighted if is_there else zero
             inverse, row_lse, row_rest = end_row(total, shift, b, h, extras)
-            out[b, h, row, c] = narrow(acc * inverse)
-            if c == 0:
-                lse[b, h, row], lse_rest[b, h, row] = row_lse, row_rest
+            at = uint64(b)
+            for m in range(COLUMNS):
+                c = first + uint32(m) * step
+                if c < dim:
+                    out[at, h, row, uint64(c)] = narrow(acc[m] * inverse)
+            if first == 0:
+                lse[at, h, row], lse_rest[at, h, row] = row_lse, row_rest
 
     four, three = array_type(dtype, 4), array_type(dtype, 3)
     written = array_type(bits, 4), three, three
@@ -113,6 +137,8 @@ def merge_parts(
     out has a 16-bit dtype or that of the parts.
     """
     threads, (out, *rows) = SIZES.flat_threads, results
-    blocks = PLAIN.ceil_div(math.prod(out.shape), threads)
-    kernel = merge_kernel(np.dtype(of_parts[0].dtype), np.dtype(out.dtype), features)
+    *lead, dim = out.shape
+    blocks = PLAIN.ceil_div(math.prod(lead) * PLAIN.ceil_div(dim, COLUMNS), threads)
+    dtypes, is_few = (of_parts[0].dtype, out.dtype), len(of_parts[0]) <= 4 * len(out)
+    kernel = merge_kernel(*map(np.dtype, dtypes), features, 2 if is_few else 4)
     kernel[blocks, threads](*of_parts, as_bits(out), *rows, extras)

@@ -53,6 +53,11 @@ def tensor_load(target, tensor_map, barrier, coordinates):
     """Copy a box of a tensor to shared memory; zeros outside of the tensor count as copied bytes."""
 
 
+@instruction("prefetch.tensormap [$tensor_map];", tensor_map=I64)
+def prefetch_map(tensor_map):
+    """Fetch a tensor map, which the first copy would wait for."""
+
+
 @instruction(
     "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [$tensor_map, {$coordinates}], [$source];",
     tensor_map=I64, coordinates=Tuple(I32, 4), source=U32,

@@ -1,4 +1,4 @@
-"""The consumers of the decoding kernel: they multiply, compute the softmax, and merge parts of the keys."""
+"""The consumers of the decoding kernel: they multiply, and compute the softmax."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, int32, int64, uint16, uint32, uint64
+from numba import float32, int32, int64, uint32
 
 from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import make_softmax_step, rescale_rows
@@ -33,10 +33,9 @@ from kernels.cuda.attention.options.tile_scores import (
 )
 from kernels.cuda.device.one_source import numbers_of_mods, shift_of
 from kernels.cuda.device.pipeline import following, placed, release, start, tile_at, wait
-from kernels.cuda.device.warpgroups import LINE, WARPGROUP
-from kernels.cuda.ptx.barriers import bar_sync
-from kernels.cuda.ptx.copies import ld_shared, st_shared
-from kernels.cuda.ptx.numbers import PACK, ex2, mul_rn
+from kernels.cuda.device.warpgroups import LINE
+from kernels.cuda.ptx.copies import global_address, st_global, st_global_v2
+from kernels.cuda.ptx.numbers import PACK, mul_rn
 from kernels.cuda.ptx.wgmma import (
     ROWS,
     descriptor,
@@ -48,11 +47,10 @@ from kernels.cuda.ptx.wgmma import (
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.scores.program import PLAIN
 
 ZERO, ONE, MINUS_INF = np.float32(0), np.float32(1), np.float32(-math.inf)
 LOG2_OF_E = np.float32(LOG2_E)
-#: The named barrier of all consumers; 0 is ``cuda.syncthreads``.
-BARRIER_NUMBER = 1
 
 
 class LaneRow(NamedTuple):
@@ -118,115 +116,39 @@ class RowState(NamedTuple):
     sums: Any
 
 
-def make_parts(form: DecodingForm) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """Return the functions that write a part of the keys, and merge all parts of a tile.
-
-    ``write_part(acc, rows, state, number, has_keys, work)`` writes the ``RowState`` of an item.
-    ``merge_parts(acc, rows, item, work)`` fills ``acc`` and returns the state of all parts.
-    """
-    tiles, width, tile_rows = form.widths.value // 8, form.widths.value, form.layout.rows
-
-    @device_function
-    def write_part(acc, rows, state, number, has_keys, work):
-        lane = int32(cuda.threadIdx.x % 4)
-        for half in range(2):
-            if rows[half].is_there:
-                row = int64(number) * tile_rows + rows[half].number
-                if lane == 0:
-                    work.part_rows[uint64(2 * row)] = state.maxima[half]
-                    work.part_rows[uint64(2 * row + 1)] = state.sums[half]
-                at = row * width + 2 * lane
-                if has_keys:
-                    for t in range(tiles):
-                        work.part_out[uint64(at + 8 * t)] = acc[t, 2 * half]
-                        work.part_out[uint64(at + 8 * t + 1)] = acc[t, 2 * half + 1]
-
-    @device_function
-    def merge_row(acc, half, row, first, work):
-        """Merge the parts of one row of a lane, in the order of the keys; return m and l."""
-        shape, lane = work.shape, int32(cuda.threadIdx.x % 4)
-        step, largest, total = int64(shape.row_tiles) * tile_rows, MINUS_INF, ZERO
-        row_at = int64(first) * tile_rows + row.number
-        for part in range(shape.parts):
-            part_max = work.part_rows[uint64(2 * (row_at + part * step))]
-            largest = max(largest, part_max if row.is_there else MINUS_INF)
-        shift = float32(shift_of(largest))
-        for t in range(tiles):
-            acc[t, 2 * half] = ZERO
-            acc[t, 2 * half + 1] = ZERO
-        # All lanes alike: in a branch that some do not take, products could not use these registers.
-        for part in range(shape.parts):
-            at = row_at + part * step
-            part_max = work.part_rows[uint64(2 * at)]
-            is_there = row.is_there & (part_max != MINUS_INF)  # otherwise nothing was written
-            weight = ex2((part_max - shift) * LOG2_OF_E)
-            total += weight * work.part_rows[uint64(2 * at + 1)] if is_there else ZERO
-            at = at * width + 2 * lane
-            for t in range(tiles):
-                x = work.part_out[uint64(at + 8 * t)]
-                y = work.part_out[uint64(at + 8 * t + 1)]
-                acc[t, 2 * half] += weight * x if is_there else ZERO
-                acc[t, 2 * half + 1] += weight * y if is_there else ZERO
-        return largest, total
-
-    @device_function
-    def merge_parts(acc, rows, item, work):
-        shape = work.shape
-        tile, row_tiles = uint32(item.tile), uint32(shape.row_tiles)
-        first = int32(tile // row_tiles * uint32(shape.parts * shape.row_tiles) + tile % row_tiles)
-        max_0, sum_0 = merge_row(acc, 0, rows[0], first, work)
-        max_1, sum_1 = merge_row(acc, 1, rows[1], first, work)
-        return RowState((max_0, max_1), (sum_0, sum_1))
-
-    return write_part, merge_parts
-
-
-def make_is_last(form: DecodingForm, flag: int) -> Callable[..., bool]:
-    """Return ``is_last(memory, item, work)``: whether all other parts of the tile have ended."""
-    threads = WARPGROUP * form.layout.consumers
-
-    @device_function
-    def is_last(memory, item, work):
-        cuda.threadfence()  # the part is in memory
-        bar_sync(BARRIER_NUMBER, threads)
-        if cuda.threadIdx.x == WARPGROUP:
-            before = cuda.atomic.add(work.arrived, item.tile, 1)
-            ends = before == work.shape.parts - 1
-            if ends:
-                work.arrived[item.tile] = 0  # for the next launch
-            st_shared(memory + flag, int32(ends))
-        bar_sync(BARRIER_NUMBER, threads)
-        cuda.threadfence()
-        return cuda.shfl_sync(ALL_LANES, ld_shared(memory + flag), 0) != 0
-
-    return is_last
-
-
 def make_write_rows(form: DecodingForm) -> Callable[..., None]:
-    """Return ``write_rows(acc, rows, state, item, results, extras)``, which writes a tile."""
-    tiles, pack = form.widths.value // 8, PACK[form.dtype]
-    end_row = make_row_end(form.features, FLOAT32, near=True)
+    """Return ``write_rows(acc, rows, state, item, results, work)``, which writes an item's results.
+
+    Those of a part of the keys are float32, in a batch of their own, and know nothing of sinks.
+    """
+    tiles, pack, is_split = form.widths.value // 8, PACK[form.dtype], form.is_split
+    end_row = make_row_end(PLAIN if is_split else form.features, FLOAT32, near=True)
+    size = 4 if is_split else 2
 
     @device_function
-    def write_rows(acc, rows, state, item, results, extras):
+    def write_rows(acc, rows, state, item, results, work):
         (out, lse, rest), lane = results, int32(cuda.threadIdx.x % 4)
+        b = int32(item.part * work.lengths.shape[0] + item.b)
         for half in range(2):
             row, total = rows[half], state.sums[half]
             if row.is_there:
                 # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
                 shift = float32(shift_of(state.maxima[half]))
-                inverse, row_lse, row_rest = end_row(total, shift, item.b, row.h, extras)
+                inverse, row_lse, row_rest = end_row(total, shift, item.b, row.h, work.extras)
                 if lane == 0:
-                    lse[item.b, row.h, row.token] = row_lse
-                    rest[item.b, row.h, row.token] = row_rest
+                    lse[b, row.h, row.token] = row_lse
+                    rest[b, row.h, row.token] = row_rest
                 # 14: write O_i; without keys the accumulators are no one's
+                at = global_address(out) + b * out.strides[0] + row.h * out.strides[1]
+                at += row.token * out.strides[2] + 2 * size * lane
+                left = int32(out.shape[3] - 2 * lane)
                 for t in range(tiles):
-                    col = 8 * t + 2 * lane
-                    if col < out.shape[3]:
+                    if 8 * t < left:
                         x, y = acc[t, 2 * half] * inverse, acc[t, 2 * half + 1] * inverse
-                        pair = pack(x, y) if total != ZERO else uint32(0)
-                        out[item.b, row.h, row.token, col] = uint16(pair & 0xFFFF)
-                        out[item.b, row.h, row.token, col + 1] = uint16(pair >> 16)
+                        if is_split:
+                            st_global_v2(at + 8 * size * t, x, y)
+                        else:
+                            st_global(at + 8 * size * t, pack(x, y))
 
     return write_rows
 
@@ -243,8 +165,7 @@ def make_consume(form: DecodingForm, pipelines: DecodingPipelines) -> Callable[.
     wait_for_all, wait_for_scores = make_wgmma_wait_group(0), make_wgmma_wait_group(1)
     item_of = make_item_of(block_k)
     clear_values = make_clear_rows(layout.consumers, block_k, widths.value_panels)
-    (write_part, merge_parts), write_rows = make_parts(form), make_write_rows(form)
-    is_last = make_is_last(form, pipelines.flag)
+    write_rows = make_write_rows(form)
     value_tiles, key_tiles, depth_steps = widths.value // 8, block_k // 8, block_k // 16
 
     @device_function
@@ -267,7 +188,6 @@ def make_consume(form: DecodingForm, pipelines: DecodingPipelines) -> Callable[.
         tile_row = int32(me * ROWS + own.warp * 16 + own.lane // 4)
         for number in range(cuda.blockIdx.x, shape.items, cuda.gridDim.x):
             item = item_of(int32(number), work)
-            extras = work.extras
             rows = lane_row(tile_row, item, shape), lane_row(int32(tile_row + 8), item, shape)
             # 5: O = 0, l = 0, m = -inf
             for t in range(value_tiles):
@@ -331,14 +251,6 @@ def make_consume(form: DecodingForm, pipelines: DecodingPipelines) -> Callable[.
                 sum_0 += cuda.shfl_xor_sync(ALL_LANES, sum_0, 1 << step)
                 sum_1 += cuda.shfl_xor_sync(ALL_LANES, sum_1, 1 << step)
             tops = natural(maxima[0], unit), natural(maxima[1], unit)
-            state = RowState(tops, (sum_0, sum_1))
-            is_whole = shape.parts == 1
-            if not is_whole:
-                write_part(acc, rows, state, number, has_keys, work)
-                is_whole = is_last(memory, item, work)
-                if is_whole:
-                    state = merge_parts(acc, rows, item, work)
-            if is_whole:
-                write_rows(acc, rows, state, item, results, extras)
+            write_rows(acc, rows, RowState(tops, (sum_0, sum_1)), item, results, work)
 
     return consume

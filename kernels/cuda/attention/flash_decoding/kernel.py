@@ -2,8 +2,8 @@
 
 What flash3_wgmma left on the table: a token being generated has one query row a head.  A tile of rows then
 is nearly empty, each query head reads the keys of its group again, and there are fewer (batch, head) than
-multiprocessors.  Here the heads of a group, times the query tokens, are the rows of one tile, the keys are
-divided among blocks, and the last block to end merges the parts.  Then only the bandwidth of memory counts.
+multiprocessors.  Here the heads of a group, times the query tokens, are the rows of one tile, and the keys
+are divided among blocks.  Then only the bandwidth of memory counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from kernels.cuda.attention.flash_decoding.producer import make_produce
 from kernels.cuda.device.pipeline import make_prologue, opaque
 from kernels.cuda.device.warpgroups import block_bytes, own_warpgroup
 from kernels.cuda.ptx.barriers import fence_proxy_async
-from kernels.cuda.ptx.copies import st_shared_v4
+from kernels.cuda.ptx.bulk import prefetch_map
+from kernels.cuda.ptx.copies import global_address, st_shared_v4
 from kernels.cuda.runtime.kernel import WARP, Kernel, array_type
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
@@ -37,7 +38,7 @@ def decoding_kernel(form: DecodingForm) -> Kernel:
     pipelines, barriers = pipelines_of(form, tiles)
     enter, give_registers, take_registers = make_prologue(layout, barriers)
     produce, consume = make_produce(form, pipelines), make_consume(form, pipelines)
-    q_bytes, threads = tiles["k"], layout.threads
+    q_bytes, threads, rows = tiles["k"], layout.threads, layout.rows
 
     def flash_decoding(q_map, k_map, v_map, out, lse, rest, work):
         """Fill out, lse and its rest for tiles of rows, against parts of the keys.
@@ -51,17 +52,21 @@ def decoding_kernel(form: DecodingForm) -> Kernel:
         Shared: tiles of q (64 * consumers, head_dim); stages of k_tile (block_k, head_dim) and
             v_tile (block_k, value_dim), in panels of 64 columns, 128-byte swizzle; barriers
         Registers: acc (value_dim / 8, 4), s (block_k / 8, 4), p (block_k / 16, 4) packed pairs
-        Global traffic: reads q, k and v once; writes out and lse once, and where keys are divided
-            a float32 tile of out for each part, which the last block reads
+        Global traffic: reads q, k and v once; writes out and lse once, of each part where keys are
+            divided
         Needs: cc 9.0: wgmma, tensor copies, mbarriers
         """
-        memory = enter()  # q, k, v, barriers, flag
+        if cuda.threadIdx.x == 0:
+            for tensor_map in (q_map, k_map, v_map):
+                prefetch_map(global_address(tensor_map))
+        memory = enter()  # q, k, v, barriers
         zeros = cuda.local.array(4, uint32)  # (4,)
         for i in range(4):
             zeros[i] = 0
-        # Rows beyond those of the group are no one's, and must not be infinite.
-        for n in range(cuda.threadIdx.x * 16, q_bytes, threads * 16):
-            st_shared_v4(memory + n, zeros)
+        if work.shape.group * work.shape.tokens < rows:
+            # The rows beyond those of the group are no one's, and must not be infinite.
+            for n in range(cuda.threadIdx.x * 16, q_bytes, threads * 16):
+                st_shared_v4(memory + n, zeros)
         fence_proxy_async()
         cuda.syncthreads()
         warpgroup = own_warpgroup()
@@ -73,6 +78,7 @@ def decoding_kernel(form: DecodingForm) -> Kernel:
             take_registers()
             consume(int32(warpgroup - 1), opaque(memory), (out, lse, rest), work)
 
-    rows = array_type(FLOAT32, 3)
-    signature = void(MAPS, MAPS, MAPS, array_type(BITS, 4), rows, rows, work_type(form))
+    of_rows = array_type(FLOAT32, 3)
+    written = array_type(FLOAT32 if form.is_split else BITS, 4)
+    signature = void(MAPS, MAPS, MAPS, written, of_rows, of_rows, work_type(form))
     return Kernel(flash_decoding, signature, threads, block_bytes(tiles))

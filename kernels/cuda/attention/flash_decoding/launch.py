@@ -18,11 +18,12 @@ from kernels.cuda.attention.flash_decoding.layout import (
     layout_of,
 )
 from kernels.cuda.attention.options.extras import make_extras
+from kernels.cuda.attention.split_keys import empty_parts, merge_parts
 from kernels.cuda.device.half import as_bits
 from kernels.cuda.device.memory import row_major_copy
 from kernels.cuda.device.per_device import map_of, multiprocessors
 from kernels.cuda.device.warpgroups import LINE, PANEL
-from kernels.cuda.runtime.arrays import empty_device, to_device
+from kernels.cuda.runtime.arrays import to_device
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import FLOAT32, NAMES
@@ -34,8 +35,8 @@ MOST_ROWS = 128
 BLOCKS = 132
 #: Key tiles of a part where a row must not depend on the call that it is in.
 FIXED_PIECE = 16
-#: What an item costs beside its tiles, and what the merge of a row of a part costs, in key tiles.
-ITEM_COST, ROW_COST = 0.5, 1 / 256
+#: What an item costs beside its tiles, and what the kernel that merges parts costs, in key tiles.
+ITEM_COST, MERGE_COST = 0.5, 2.0
 
 
 def pays(problem: Problem, operands: Operands) -> bool:
@@ -54,28 +55,20 @@ def _group_of(operands: Operands) -> int:
     return heads if is_shared else heads // key_heads
 
 
-def _piece(tiles: int, lines: int, rows: int) -> int:
+def _piece(tiles: int, lines: int) -> int:
     """Return the key tiles of a part: the number with which ``BLOCKS`` blocks end first."""
 
     def cost(parts: int) -> float:
         waves = ceil_div(lines * parts, BLOCKS)
-        merge = rows * ROW_COST * parts if parts > 1 else 0.0
-        return waves * (ceil_div(tiles, parts) + ITEM_COST + min(rows * ROW_COST, merge)) + merge
+        return waves * (ceil_div(tiles, parts) + ITEM_COST) + MERGE_COST * (parts > 1)
 
-    best = min(range(1, min(tiles, 2 * BLOCKS) + 1), key=cost)
-    return ceil_div(tiles, best)
+    return ceil_div(tiles, min(range(1, min(tiles, 2 * BLOCKS) + 1), key=cost))
 
 
 @lru_cache(maxsize=64)
 def _full_lengths(batch: int, seq_k: int, device: int) -> Any:
     """Return the lengths of sequences that all have ``seq_k`` keys."""
     return to_device(np.full(batch, seq_k, np.int32))
-
-
-@lru_cache(maxsize=64)
-def _arrivals(count: int, device: int) -> Any:
-    """Return counters, which are 0 between launches."""
-    return to_device(np.zeros(count, np.int32))
 
 
 @lru_cache(maxsize=1024)
@@ -90,7 +83,7 @@ def _plan(
     seen = min(problem.seq_k, problem.upper - problem.lower + tokens)
     tiles = ceil_div(seen, layout.block_k) + (seen < problem.seq_k)
     lines = batch * key_heads * row_tiles
-    piece = FIXED_PIECE if is_fixed else _piece(tiles, lines, group * tokens)
+    piece = FIXED_PIECE if is_fixed else _piece(tiles, lines)
     # A window may begin within a part.
     parts = ceil_div(tiles, piece) + (seen < problem.seq_k and tiles > 1)
     return layout, {
@@ -144,19 +137,19 @@ def forward(
     (k_map, *k_by), (v_map, *v_by) = (tensor_map(x, copied, dtype) for x in (k, v))
     shape = DecodingShape(*numbers.values(), page, copied, lengths is not None, *q_by, *k_by, *v_by)
     widths, device = widths_of(problem), current_device()
+    is_split, has_drafts, features = shape.parts > 1, drafts is not None, problem.features
     form = DecodingForm(
-        layout, widths, dtype, problem.features, is_paged, drafts is not None, problem.scale > 0.0
+        layout, widths, dtype, features, is_paged, has_drafts, problem.scale > 0.0, is_split
     )
-    count = shape.items * layout.rows if shape.parts > 1 else 0
-    part_out = empty_device((max(count * widths.value, 1),), FLOAT32)
-    part_rows = empty_device((max(2 * count, 1),), FLOAT32)
     extras = make_extras(problem, operands, layout.rows, layout.block_k)
     if lengths is None:
         lengths = _full_lengths(len(q), problem.seq_k, device)
     work = DecodingWork(
-        shape, problem.scale, lengths, table if is_paged else 0, part_out, part_rows,
-        _arrivals(max(shape.items // shape.parts, 1), device), drafts if drafts is not None else 0, extras,
-    )  # fmt: skip
-    blocks, kernel = min(multiprocessors(), shape.items), decoding_kernel(form)
-    results = as_bits(operands.out), operands.lse, operands.lse_rest
-    kernel[blocks, layout.threads](q_map, k_map, v_map, *results, work)
+        shape, problem.scale, lengths, table if is_paged else 0, drafts if has_drafts else 0, extras
+    )
+    results = operands.out, operands.lse, operands.lse_rest
+    written = empty_parts(shape.parts, operands.out, FLOAT32) if is_split else results
+    launch = decoding_kernel(form)[min(multiprocessors(), shape.items), layout.threads]
+    launch(q_map, k_map, v_map, as_bits(written[0]), *written[1:], work)
+    if is_split:
+        merge_parts(written, results, features, extras)

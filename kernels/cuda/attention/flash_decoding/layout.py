@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from numba import float32, float64, int32, types, uint32
+from numba import float64, int32, types, uint32
 
 from kernels.cuda.attention.flash3_wgmma.layout import Widths
 from kernels.cuda.attention.options.score_functions import extras_type
@@ -24,14 +24,14 @@ from kernels.cuda.device.pipeline import BARRIER, Barriers, Pipeline
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, WarpRoles
 from kernels.cuda.ptx.wgmma import ROWS
-from kernels.cuda.runtime.kernel import ALL_LANES, WORD, device_function
+from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
 from kernels.scores.program import PLAIN, Features
 
 #: Shared memory of a block on Hopper.
 BLOCK_BYTES = 227 << 10
-#: Bytes for barriers and a flag behind the tiles.
+#: Bytes for barriers behind the tiles.
 _SMALL = 256
 
 
@@ -71,6 +71,7 @@ class DecodingForm(NamedTuple):
     is_paged: bool  # Whether a table names the pages of keys and values
     has_drafts: bool  # Whether a boolean mask applies to the last ``seq_q`` keys
     is_positive: bool  # Whether the scale is
+    is_split: bool  # Whether results are those of parts of the keys, which another kernel merges
 
     @property
     def is_folded(self) -> bool:
@@ -80,12 +81,11 @@ class DecodingForm(NamedTuple):
 
 
 class DecodingPipelines(NamedTuple):
-    """The pipelines of a block, and a flag behind them."""
+    """The pipelines of a block."""
 
     queries: Pipeline
     keys: Pipeline
     values: Pipeline
-    flag: int
 
 
 def shared_tiles(form: DecodingForm) -> SharedTiles:
@@ -97,7 +97,6 @@ def shared_tiles(form: DecodingForm) -> SharedTiles:
         k=layout.stages * line * widths.head_panels,
         v=layout.stages * line * widths.value_panels,
         barriers=BARRIER * 2 * (layout.queries + 2 * layout.stages),
-        flag=2 * WORD,
     )
 
 
@@ -110,7 +109,6 @@ def pipelines_of(form: DecodingForm, tiles: SharedTiles) -> tuple[DecodingPipeli
         barriers.pipeline(tiles["q"], q_bytes, layout.queries, warps),
         barriers.pipeline(tiles["k"], line * form.widths.head_panels, layout.stages, warps),
         barriers.pipeline(tiles["v"], line * form.widths.value_panels, layout.stages, warps),
-        tiles["flag"],
     ), barriers
 
 
@@ -146,9 +144,6 @@ class DecodingWork(NamedTuple):
     scale: Any  # Factor of the scores
     lengths: Any  # (batch,) int32: the keys of each sequence
     table: Any  # (batch, pages) int32: the pages of each sequence; 0 where there are none
-    part_out: Any  # (items · rows · value width,) float32: sums of P V of parts
-    part_rows: Any  # (items · rows · 2,) float32: m in natural logarithms, and l, of parts
-    arrived: Any  # (items / parts,) int32: how many parts have ended; 0 between launches
     drafts: Any  # (batch, heads, seq_q, seq_q) bool; 0 where there are none
     extras: Any
 
@@ -156,18 +151,17 @@ class DecodingWork(NamedTuple):
 def work_type(form: DecodingForm) -> Any:
     """Return numba's type of :class:`DecodingWork`."""
     shape = types.NamedUniTuple(int32, len(DecodingShape._fields), DecodingShape)
-    ints, floats = types.Array(int32, 1, "C"), types.Array(float32, 1, "C")
+    ints = types.Array(int32, 1, "C")
     table = types.Array(int32, 2, "C") if form.is_paged else types.int64
     drafts = types.Array(types.boolean, 4, "A") if form.has_drafts else types.int64
     extras = extras_type(form.features, FLOAT32)
-    kinds = shape, float64, ints, table, floats, floats, ints, drafts, extras
+    kinds = shape, float64, ints, table, drafts, extras
     return types.NamedTuple(kinds, DecodingWork)
 
 
 class DecodingItem(NamedTuple):
     """A tile of rows against a part of the keys; all numbers are int32."""
 
-    tile: Any  # Number of the tile of rows, over all (batch, key head)
     part: Any
     b: Any  # Batch index
     key_head: Any
@@ -209,7 +203,7 @@ def make_item_of(block_k: int) -> Any:
         # Parts begin at the same keys whatever the rows see.
         start = int32((int32(uint32(first) // uint32(shape.piece)) + part) * shape.piece)
         return DecodingItem(
-            int32(line * row_tiles + row_tile), part, b, int32(line % heads), token, length, first_row,
+            part, b, int32(line % heads), token, length, first_row,
             uniform(max(first, start)), uniform(min(stop, start + shape.piece)),
             int32(first_full_tile(row_stop, block_k, lower)),
             int32(full_tiles_stop(row, block_k, length, upper)),

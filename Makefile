@@ -1,6 +1,6 @@
 # make train [TEXT=file.txt]   train a small GPT with flash_attention, on the CPU, in under three minutes
 # make quick [BASE=HEAD]       lint, types and the tests of the rooms that a change touches, in about a minute
-# make test [ONLY=cpu]         the tests, ten minutes on two cores; or one part: cpu, emulated (or simulator), slow, which are the tests
+# make test [ONLY=cpu]         the tests, ten minutes on two cores; or one part: cpu, emulated, slow, which are the tests
 #                              that train, grade or start processes for seconds, left out otherwise, or torch, which
 #                              are those with PyTorch and the models of Hugging Face
 # make fuzz [MINUTES=10]       drawn calls of attention, many of them nonsense: refused in words, or right
@@ -37,7 +37,7 @@ PIP := $(if $(LOCK),PIP_CONSTRAINT=$(LOCK)) $(BIN)/python -m pip --disable-pip-v
 override TEXT := $(value TEXT)
 export TEXT
 
-.PHONY: train quick test test-cpu test-emulated test-simulator test-slow test-torch run-torch ptx compile-ptx fuzz fuzz-options lint docs bench experiments reliability app \
+.PHONY: train quick test test-cpu test-emulated test-slow test-torch run-torch ptx compile-ptx fuzz fuzz-options lint docs bench experiments reliability app \
   install-ci lock ends clean FORCE
 
 # Not empty when the user says which Python.
@@ -99,12 +99,10 @@ test-cpu: $(VENV)/.test
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
-	MINITORCH_EMULATE=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and simulator" $(ARGS)
-
-test-simulator: test-emulated
+	MINITORCH_EMULATE=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and emulated" $(ARGS)
 
 test-emulated: $(VENV)/.test
-	MINITORCH_EMULATE=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "simulator and not slow" $(ARGS)
+	MINITORCH_EMULATE=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "emulated and not slow" $(ARGS)
 
 # PyTorch is no requirement of the other tests: an environment apart.
 test-torch:

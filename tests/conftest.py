@@ -57,7 +57,7 @@ def ctrl_c() -> Iterator[None]:  # beyond module 5
 def _why_skipped(mark: str) -> str | None:  # beyond module 2
     if mark == "cuda" and (EMULATED or why_no_cuda() is not None):
         return "needs a GPU: " + (why_no_cuda() or "this run is on the emulated one")
-    if mark == "simulator" and why_no_cuda() is not None:
+    if mark == "emulated" and why_no_cuda() is not None:
         return "runs on the emulated GPU (MINITORCH_EMULATE=1) or on a GPU"
     return None
 
@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(  # beyond module 2
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Skip what this machine cannot run."""
-    for mark in ("cuda", "simulator"):
+    for mark in ("cuda", "emulated"):
         reason = _why_skipped(mark)
         if reason:
             for item in items:

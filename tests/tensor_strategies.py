@@ -178,7 +178,7 @@ def on_backends(
 
 on_every_backend = pytest.mark.parametrize(
     "backend",
-    [*backends(), pytest.param(CudaBackend, id="cuda", marks=pytest.mark.simulator)],
+    [*backends(), pytest.param(CudaBackend, id="cuda", marks=pytest.mark.emulated)],
 )
 
 

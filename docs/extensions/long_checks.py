@@ -97,7 +97,7 @@ WORDS = {
 VERSIONS = {"python": "Python", "numpy": "NumPy", "numba": "numba", "numba-cuda": "numba-cuda"}
 PARTS = {
     "tests": "tests: passed / failed",
-    "simulator": "in the simulator",
+    "emulated": "on the emulated GPU",
     "compile-only": "compiled CUDA kernels",
 }
 

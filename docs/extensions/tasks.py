@@ -28,12 +28,12 @@ def as_markdown(tasks: list[Task], regions: list[Region]) -> str:
     """Return a description of each task: title, points, hint, where to write, how to test."""
     lines = []
     for task in tasks:
-        simulator = "MINITORCH_EMULATE=1 " if task.simulator else ""
+        emulated = "MINITORCH_EMULATE=1 " if task.emulated else ""
         files = " ".join(task.tests)
         lines += [f"**{task.id} {task.title}** ({task.points} points). {task.hint}", ""]
         places = _places([region for region in regions if region.key.task == task.id])
         lines += [f"- Write: {'; '.join(places)}"] if places else []
-        lines += [f"- Test: `{simulator}python -m pytest -m {task.mark} {files}`", ""]
+        lines += [f"- Test: `{emulated}python -m pytest -m {task.mark} {files}`", ""]
     return "\n".join(lines)
 
 

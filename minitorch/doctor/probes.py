@@ -102,8 +102,8 @@ def _is_emulated() -> bool:
 def cuda() -> dict[str, Any]:
     """Import ``numba.cuda``, from whichever package, and compile an empty kernel; this needs no GPU."""
     numba, module = import_module("numba"), _numba_cuda()
-    found: dict[str, Any] = {"file": _file(module), "simulator": _is_emulated()}
-    if not found["simulator"]:
+    found: dict[str, Any] = {"file": _file(module), "emulated": _is_emulated()}
+    if not found["emulated"]:
         try:
             module.compile(_nothing, numba.void(), device=False, abi="numba", cc=(8, 0), output="ptx")  # fmt: skip  # noqa: E501
         except Exception as error:

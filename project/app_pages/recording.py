@@ -223,7 +223,7 @@ def run(settings: RunSettings) -> Recording:
 
 def record(*settings: RunSettings) -> list[Recording]:
     """Record calls, in a process of its own; a rung that a student has not written yet is left out."""
-    return in_child(recorded, settings, simulator=True, seconds=LIMIT)
+    return in_child(recorded, settings, emulated=True, seconds=LIMIT)
 
 
 def recorded(every: tuple[RunSettings, ...]) -> list[Recording]:

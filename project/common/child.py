@@ -21,7 +21,7 @@ CODE = (
 def in_child(
     function: Callable[..., Any],
     *args: Any,
-    simulator: bool = False,
+    emulated: bool = False,
     seconds: float | None = None,
     **environment: str,
 ) -> Any:
@@ -30,14 +30,14 @@ def in_child(
     Args:
         function: At the top level of its module.
         args: Pickled, as the result is.
-        simulator: Run CUDA kernels on the emulated GPU there, which is chosen before numba is imported.
+        emulated: Run CUDA kernels on the emulated GPU there, which is chosen before numba is imported.
         seconds: That it may take.
         environment: Variables of its environment.
 
     Raises:
         RuntimeError: If it fails; the last line that it wrote says why.
     """
-    if simulator:
+    if emulated:
         environment["MINITORCH_EMULATE"] = "1"
     name, own = f"{function.__name__} of {function.__module__}", os.environ | environment
     given = pickle.dumps(sys.path)

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         "--module", type=int, help="the tasks of this module; that of the tree if not given"
     )
     two.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    two.add_argument("--gpu", action="store_true", help="run CUDA tasks on the GPU, not simulated")
+    two.add_argument("--gpu", action="store_true", help="run CUDA tasks on the GPU, not emulated")
     two.add_argument(
         "--all", type=Path, metavar="DIR", help="grade every submission in this folder; needs --csv"
     )

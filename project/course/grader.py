@@ -59,16 +59,16 @@ def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
     write_tree(max(task.module for task in tasks), place.solved, lambda region: None)
     seeds = {task.id: secrets.randbits(62) for task in tasks}
     expected = Expected({}, None, seeds, {})
-    for simulator, simulated in sorted({_how(task, place) for task in tasks}):
-        own = [task for task in tasks if _how(task, place) == (simulator, simulated)]
+    for device, emulated in sorted({_how(task, place) for task in tasks}):
+        own = [task for task in tasks if _how(task, place) == (device, emulated)]
         files = {file for task in own for file in task.tests}
         own_seeds = {task.id: seeds[task.id] for task in own}
-        (found, *values) = _collected(place, files, own_seeds, simulated)
+        (found, *values) = _collected(place, files, own_seeds, emulated)
         expected = expected._replace(no_gpu=expected.no_gpu or found["no_gpu"])
         expected.values.update((record["task"], record["values"]) for record in values)
         marks = {test: set(its) for test, its in found["tests"].items()}
-        keep = {"simulator"} if simulated else set()
-        drop = {"cuda"} if simulated or not simulator else set()
+        keep = {"emulated"} if emulated else set()
+        drop = {"cuda"} if emulated or not device else set()
         for task in own:
             found = [
                 test
@@ -94,20 +94,20 @@ def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
 
 
 def _lacks_gpu(place: Workplace, task: Task, expected: Expected) -> bool:
-    return task.simulator and not task.is_simulated(place.gpu) and expected.no_gpu is not None
+    return task.emulated and not task.runs_emulated(place.gpu) and expected.no_gpu is not None
 
 
 def _how(task: Task, place: Workplace) -> tuple[bool, bool]:
-    return task.simulator, task.is_simulated(place.gpu)
+    return task.emulated, task.runs_emulated(place.gpu)
 
 
 def _collected(
-    place: Workplace, files: set[str], seeds: dict[str, int], simulator: bool
+    place: Workplace, files: set[str], seeds: dict[str, int], emulated: bool
 ) -> list[dict[str, Any]]:
     """Return the course's tests in some files with their marks, and then the values of probes."""
     arguments = _arguments(place.solved, sorted(files), "")
     job = {"trusted": True, "tree": str(place.solved), "arguments": arguments, "seeds": seeds}
-    records, end = place.run(job, simulator, 180.0)
+    records, end = place.run(job, emulated, 180.0)
     if not records or records[0]["code"] != 0:
         if missing := _missing():
             raise CourseError(missing)
@@ -156,7 +156,7 @@ def grade_task(place: Workplace, task: Task, expected: Expected) -> Verdict:
         "arguments": _arguments(place.tree, [*task.tests], expression(task, place.gpu)),
     }  # fmt: skip
     begin = time.perf_counter()
-    records, end = place.run(job, task.is_simulated(place.gpu), task.seconds)
+    records, end = place.run(job, task.runs_emulated(place.gpu), task.seconds)
     operators.write_bytes(theirs)
     tests, values = expected.tests[task.id], expected.values[task.id]
     try:

@@ -69,7 +69,7 @@ def start(module: int, out: Path, earlier: Path | None = None, here: bool = True
 
     write_tree(module, out, body_of, module)
     write_pages(module, out)
-    tasks = {t.id: [t.title, expression(t, False), t.simulator] for t in tasks_of(module)}
+    tasks = {t.id: [t.title, expression(t, False), t.emulated] for t in tasks_of(module)}
     stamp = {"module": module, "course": str(ROOT) if here else None, "tasks": tasks}
     (out / STAMP).write_text(json.dumps(stamp, indent=1) + "\n", encoding="utf-8")
 

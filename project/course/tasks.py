@@ -21,7 +21,7 @@ class Task:
         hint: The idea that solves it.
         tests: The files whose tests with this task's mark decide.
         needs: Tasks of the same module that it builds on.
-        simulator: The tests run in the CUDA simulator, so that no GPU is needed.
+        emulated: The tests can run on the emulated GPU, so that no GPU is needed.
         metered: They run there even if there is a GPU: only there can traffic be counted.
         own_tests: The student writes tests, which are taken from the student; what they test is the
             course's own.
@@ -35,7 +35,7 @@ class Task:
     hint: str
     tests: tuple[str, ...]
     needs: tuple[str, ...] = ()
-    simulator: bool = False
+    emulated: bool = False
     metered: bool = False
     own_tests: bool = False
     seconds: int = 300
@@ -46,9 +46,9 @@ class Task:
         """Number of the module."""
         return int(self.id.split(".")[0])
 
-    def is_simulated(self, gpu: bool) -> bool:
-        """Tell whether the tests run in the simulator, when there is a GPU to use or there is none."""
-        return self.simulator and (self.metered or not gpu)
+    def runs_emulated(self, gpu: bool) -> bool:
+        """Tell whether the tests run on the emulated GPU, when there is a GPU to use or there is none."""
+        return self.emulated and (self.metered or not gpu)
 
     @property
     def mark(self) -> str:
@@ -217,13 +217,13 @@ TASKS = (
         "3.3", "CUDA map, zip and reduce", 15,
         "In map and zip, each thread computes one element. In a reduction, the threads of a block "
         "share partial results. Put a barrier between one thread's write and another thread's read.",
-        KERNELS, simulator=True,
+        KERNELS, emulated=True,
     ),
     Task(
         "3.4", "CUDA matrix multiplication", 15,
         "Load tiles into shared memory. For each tile of the output, read every input element that the "
         "tile needs from global memory only once, and write each element of the output once.",
-        KERNELS, simulator=True,
+        KERNELS, emulated=True,
     ),
     Task(
         "4.1", "Convolution in one dimension", 10,
@@ -272,39 +272,39 @@ TASKS = (
         "row. In the third, flash1, the threads of a block share a tile; there you write lines 10 to 13, "
         "15 and 16 of Algorithm 1. Put a barrier between one thread's write and another thread's read. "
         "The page on the kernels has a table of the helpers.",
-        FLASH, simulator=True,
+        FLASH, emulated=True,
     ),
     Task(
         "5.5", "The backward pass of Algorithm 1", 15,
         "P is not stored, so recompute S, and P from S and L. Then compute the gradients of 5.2 tile by "
         "tile.",
-        FLASH, needs=("5.4",), simulator=True,
+        FLASH, needs=("5.4",), emulated=True,
     ),
     Task(
         "5.6", "Masks and dropout in the tile", 10,
         "A mask changes a score before the maximum is taken. Dropout acts after the sum. The dropout "
         "bit of a probability is a function of the seed, the head, the row and the column, so the "
         "backward pass draws the same bits again.",
-        FLASH, needs=("5.4", "5.5"), simulator=True,
+        FLASH, needs=("5.4", "5.5"), emulated=True,
     ),
     Task(
         "5.7", "FlashAttention-2", 10,
         "The outer loop runs over query tiles, so O, l and m stay in registers, and O and L are written "
         "only once. Use exp2, since the scale already includes log2(e).",
-        FLASH, simulator=True,
+        FLASH, emulated=True,
     ),
     Task(
         "5.8", "Traffic, and a budget", 10,
         "Go through the loops of a kernel with pencil and paper. How often is each array read and "
-        "written, and in which tiles? Compare your formulas with the traffic that the simulator "
+        "written, and in which tiles? Compare your formulas with the traffic that the emulated GPU "
         "measures. Then use them to choose a tile.",
-        TRAFFIC, needs=("5.4", "5.7"), simulator=True, metered=True,
+        TRAFFIC, needs=("5.4", "5.7"), emulated=True, metered=True,
     ),
     Task(
         "5.9", "Block-sparse attention", 10,
         "The kernel skips fully masked tiles. Each row of tiles has a list of the tiles to visit. The "
         "lists are stored one after the other, with a pointer to the beginning of each list.",
-        FLASH, needs=("5.4", "5.7"), simulator=True,
+        FLASH, needs=("5.4", "5.7"), emulated=True,
     ),
     Task(
         "5.10", "Train the transformer", 10,
@@ -331,9 +331,9 @@ def find_task(name: str) -> Task:
 
 def expression(task: Task, gpu: bool) -> str:
     """Return pytest's ``-m`` for the tests that decide."""
-    if task.is_simulated(gpu):
-        return f"{task.mark} and simulator and not cuda"
-    return task.mark if task.simulator else f"{task.mark} and not cuda"
+    if task.runs_emulated(gpu):
+        return f"{task.mark} and emulated and not cuda"
+    return task.mark if task.emulated else f"{task.mark} and not cuda"
 
 
 def tasks_until(module: int) -> list[Task]:

@@ -19,12 +19,12 @@ import sys
 from pathlib import Path
 
 
-def environment(tree: Path, simulator: bool) -> dict[str, str]:
+def environment(tree: Path, emulated: bool) -> dict[str, str]:
     """Return the environment of tests: compiled without optimisation, the first failing example shown."""
     # Numba's cache does not distinguish optimised from unoptimised code.
     cache = str((tree / "build" / "numba").resolve())
     own = {"MINITORCH_SHRINK": "0", "NUMBA_OPT": "0", "NUMBA_CACHE_DIR": cache}
-    return os.environ | own | ({"MINITORCH_EMULATE": "check"} if simulator else {})
+    return os.environ | own | ({"MINITORCH_EMULATE": "check"} if emulated else {})
 
 
 def main() -> int:
@@ -43,9 +43,9 @@ def main() -> int:
     pytest = [sys.executable, "-m", "pytest"]
     if args.command == "test":
         failed = 0
-        for simulator in (False, True):
-            own = [f"({how[1]})" for how in stamp["tasks"].values() if how[2] == simulator]
-            run, settings = [*pytest, "-m", " or ".join(own)], environment(args.dir, simulator)
+        for emulated in (False, True):
+            own = [f"({how[1]})" for how in stamp["tasks"].values() if how[2] == emulated]
+            run, settings = [*pytest, "-m", " or ".join(own)], environment(args.dir, emulated)
             if own:  # what fails first does not keep the rest from running
                 failed |= subprocess.call([*run, *options], cwd=args.dir, env=settings)
         return failed
@@ -63,9 +63,9 @@ def main() -> int:
     if options or not tasks:
         parser.error(f"without the course, only --task with one of {', '.join(stamp['tasks'])}")
     failed = False
-    for name, (title, marks, simulator) in tasks.items():
+    for name, (title, marks, emulated) in tasks.items():
         run = [*pytest, "-m", marks, "--tb=line", "--disable-warnings"]
-        settings = environment(args.dir, simulator)
+        settings = environment(args.dir, emulated)
         done = subprocess.run(run, cwd=args.dir, env=settings, capture_output=True, text=True)
         print(f"{name:5} {title:32} {'failed' if done.returncode else 'passed'}", flush=True)
         if done.returncode:

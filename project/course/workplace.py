@@ -81,7 +81,7 @@ class Workplace:
         for path in (self.tree, self.private, *self.writable.values()):
             path.mkdir(parents=True)
 
-    def environment(self, simulator: bool, trusted: bool = False) -> dict[str, str]:
+    def environment(self, emulated: bool, trusted: bool = False) -> dict[str, str]:
         """Return the environment of a run: little of ours, and every folder inside this one.
 
         Whether code is right shows without LLVM's optimisation too, and compiling is most of the time
@@ -109,12 +109,12 @@ class Workplace:
             "NUMBA_CACHE_DIR": str(cache),
             "NUMBA_DISABLE_JIT": str(int(trusted and not self.gpu)),  # for a few small arrays
             "NUMBA_OPT": "0",
-            "MINITORCH_EMULATE": "check" if simulator else "0",
+            "MINITORCH_EMULATE": "check" if emulated else "0",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
         }  # fmt: skip
 
-    def run(self, job: dict[str, Any], simulator: bool, seconds: float) -> tuple[list[Any], Ending]:
+    def run(self, job: dict[str, Any], emulated: bool, seconds: float) -> tuple[list[Any], Ending]:
         """Run the child and return its records and its end."""
         trusted = job["trusted"]
         command = [sys.executable, "-I", "-B", str(COURSE / "child.py")]
@@ -139,7 +139,7 @@ class Workplace:
                 before = _adopted()
                 process = self.process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=report, stderr=output, pass_fds=handles,
-                    env=self.environment(simulator, trusted), start_new_session=True,
+                    env=self.environment(emulated, trusted), start_new_session=True,
                 )  # fmt: skip
                 RUNNING.add(process.pid)
             refused: dict[str, None] = {}

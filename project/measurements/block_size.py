@@ -48,7 +48,7 @@ def meter() -> list[Record]:
 
 def cases(run: Run) -> Iterator[Case]:
     run.note(workload=run.chosen("batch_heads", "length", "head_dim"))
-    run.note(metered=METERED, meter=in_child(meter, simulator=True))
+    run.note(metered=METERED, meter=in_child(meter, emulated=True))
     call = run.batch_heads, run.length, run.length
 
     def started(rung: str, tile: Any) -> Any:

@@ -63,7 +63,7 @@ def cases(run: Run) -> Iterator[Case]:
     size, dim = (run.batch_heads, run.length), run.head_dim
     run.note(
         workload=run.chosen("batch_heads", "length", "head_dim"), metered=METERED,
-        note=NOTE + (CPU_NOTE if run.device == "cpu" else ""), meter=in_child(meter, simulator=True),
+        note=NOTE + (CPU_NOTE if run.device == "cpu" else ""), meter=in_child(meter, emulated=True),
     )  # fmt: skip
     times = run.timed(directions(rungs_of(run.device, *size, dim)), 2 * run.seconds)
     flops = attention_flops(size[0], run.length, run.length, dim)

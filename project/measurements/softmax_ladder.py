@@ -77,7 +77,7 @@ def largest_element(device: str, step: str, length: int) -> float | None:
 def cases(run: Run) -> Iterator[Case]:
     device, total = run.device, run.elements
     run.note(
-        elements=total, moved=in_child(counted, simulator=True), searched=run.searched,
+        elements=total, moved=in_child(counted, emulated=True), searched=run.searched,
         largest={step: largest_element(device, step, run.searched) for step in READS},
         expected=math.log(float(np.finfo(np.float32).max)) - math.log(run.searched),
     )  # fmt: skip

@@ -34,7 +34,7 @@ PLACE = ROOT / "build" / "ends"
 #: What each part installs, and how pytest is called.
 PARTS: dict[str, tuple[str, list[str], dict[str, str]]] = {
     "tests": ("app,plot,test", [], {}),
-    "simulator": ("app,plot,test", ["-m", "simulator"], {"MINITORCH_EMULATE": "1"}),
+    "emulated": ("app,plot,test", ["-m", "emulated"], {"MINITORCH_EMULATE": "1"}),
     "compile-only": ("cuda,test", [], {}),
 }
 #: The compiler of CUDA at the oldest end, else the newest of numba-cuda's range: this one lets

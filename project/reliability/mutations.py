@@ -37,8 +37,8 @@ from reliability.called_functions import BUDGET, FLOORS
 
 FOLDER = ROOT / "build" / "mutations"
 #: How tests run: on the host, and on the emulated GPU.
-MODES = {"host": {}, "simulator": {"MINITORCH_EMULATE": "1"}}
-MARKS = {"host": "not slow and not fuzz", "simulator": "simulator and not slow"}
+MODES = {"host": {}, "emulated": {"MINITORCH_EMULATE": "1"}}
+MARKS = {"host": "not slow and not fuzz", "emulated": "emulated and not slow"}
 #: Seconds that tests may take beyond their budget, to start and to compile; after them they hang.
 PATIENCE = 120
 #: Tests that compile kernels for minutes, and the number of processes that share those of a file.

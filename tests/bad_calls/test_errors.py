@@ -29,7 +29,7 @@ def test_adam_writes_nothing_beyond_its_moments() -> None:
         optimiser.step()
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 def test_nothing_moves_between_host_and_device_unseen() -> None:
     host = from_numpy(np.arange(6.0).reshape(2, 3))
     there = from_numpy(np.ones((3, 2)), mt.CudaBackend)
@@ -83,7 +83,7 @@ def test_a_rung_that_is_not_to_be_had(
     assert asked == "warp9" or asked in kernels.available_rungs()
 
 
-@pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU, or its simulator")
+@pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU, or the emulated one")
 def test_without_a_gpu_the_way_out_is_named() -> None:
     a = tensor([1.0])
     for call in (a.cuda, lambda: mt.zeros((2,), mt.CudaBackend), lambda: a.to(mt.CudaBackend)):

@@ -18,7 +18,7 @@ from ..support.mistakes import assert_close_or_explain, filled
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.simulator
+pytestmark = pytest.mark.emulated
 
 THREADS = 8
 

@@ -52,7 +52,7 @@ ROOT = Path(__file__).parents[2]
 
 Array = npt.NDArray[Any]
 LEARNING_STEPS = 100
-simulated = pytest.mark.simulator
+emulated = pytest.mark.emulated
 
 
 # --- the textbook ------------------------------------------------------------------------------
@@ -227,9 +227,7 @@ def test_a_safe_softmax_takes_any_numbers(softmax: Any) -> None:
     [
         pytest.param("5.1", marks=pytest.mark.task5_1),
         *(
-            pytest.param(
-                f"5.{n}", marks=[getattr(pytest.mark, f"task5_{n}"), pytest.mark.simulator]
-            )
+            pytest.param(f"5.{n}", marks=[getattr(pytest.mark, f"task5_{n}"), pytest.mark.emulated])
             for n in (4, 5, 6)
         ),
     ],
@@ -344,8 +342,8 @@ def test_dropout_by_tiles(block_k: int) -> None:
     ("target", "rung", "seq", "tile"),
     [
         pytest.param(launch.NUMPY, "flash2", (6, 8), (2, 3), marks=mark.task5_3),
-        pytest.param(launch.CUDA, "flash1", (4, 5), (2, 2), marks=[mark.simulator, mark.task5_4]),
-        pytest.param(launch.CUDA, "flash2", (4, 9), (4, 4), marks=[mark.simulator, mark.task5_7]),
+        pytest.param(launch.CUDA, "flash1", (4, 5), (2, 2), marks=[mark.emulated, mark.task5_4]),
+        pytest.param(launch.CUDA, "flash2", (4, 9), (4, 4), marks=[mark.emulated, mark.task5_7]),
     ],
     ids=["numpy", "flash1", "flash2"],
 )
@@ -372,7 +370,7 @@ def test_rows_may_see_nothing_in_a_tile_or_at_all(tile: Any) -> None:
 
 
 class TestFlash1:
-    pytestmark = simulated
+    pytestmark = emulated
 
     @pytest.mark.task5_4
     @pytest.mark.parametrize("threads", [1, 4])
@@ -479,7 +477,7 @@ class TestFlash1:
 
 
 @pytest.mark.task5_6
-@pytest.mark.simulator
+@pytest.mark.emulated
 def test_bits_of_dropout_have_their_rate_and_depend_on_every_coordinate() -> None:
     places = np.indices((2, 64, 96)).reshape(3, -1).T.tolist()
     threshold = attention_threshold(0.25)
@@ -501,7 +499,7 @@ def test_bits_of_dropout_have_their_rate_and_depend_on_every_coordinate() -> Non
 
 
 class TestMasks:
-    pytestmark = simulated
+    pytestmark = emulated
 
     @pytest.mark.task5_6
     def test_a_boolean_mask_hides(self) -> None:
@@ -547,7 +545,7 @@ class TestMasks:
 
 
 class TestFlash2:
-    pytestmark = simulated
+    pytestmark = emulated
 
     @pytest.mark.task5_7
     @pytest.mark.parametrize("size", [(1, 1, 1), (9, 4, 5), (5, 9, 3)], ids=str)
@@ -589,7 +587,7 @@ def sparse() -> kernels.BlockMask:
 
 
 @pytest.mark.task5_9
-@pytest.mark.simulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize("tile", [(16, 16), (8, 24), (64, 64)], ids=str)
 def test_a_list_holds_the_tiles_in_which_something_is_seen(tile: Any, by_keys: bool) -> None:
@@ -621,7 +619,7 @@ def test_a_list_holds_the_tiles_in_which_something_is_seen(tile: Any, by_keys: b
 
 
 class TestBlockSparse:
-    pytestmark = simulated
+    pytestmark = emulated
 
     @pytest.mark.task5_9
     def test_what_is_listed_is_attended_to(self) -> None:

@@ -1,6 +1,6 @@
 """Task 5.8: what the kernels of tasks 5.4 and 5.7 move, by formula and by meter, and a budget.
 
-The meter counts each element that a kernel reads from global memory or writes to it, in the simulator.
+The meter counts each element that a kernel reads from global memory or writes to it, on the emulated GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kernels.traffic.tile_budget import STEP, least_traffic_tile, tile_elements
 
 pytestmark = [
     pytest.mark.task5_8,
-    pytest.mark.simulator,
+    pytest.mark.emulated,
     pytest.mark.usefixtures("undivided"),
     pytest.mark.skipif(not EMULATED, reason="a meter counts on the emulated GPU only"),
 ]

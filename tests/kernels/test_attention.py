@@ -28,7 +28,7 @@ TARGETS = {"numpy": launch.NUMPY, "cpu": launch.CPU, "cuda": launch.CUDA}
 HOST = [(name, rung.name) for name in ("numpy", "cpu") for rung in TARGETS[name].rungs]
 ON_HOST = [pytest.param(*one, id=" ".join(one)) for one in HOST]
 ON_DEVICE = [
-    pytest.param("cuda", rung, marks=pytest.mark.simulator, id=f"cuda {rung}")
+    pytest.param("cuda", rung, marks=pytest.mark.emulated, id=f"cuda {rung}")
     for rung in on_cuda.RUNGS
 ]
 EVERY_RUNG = pytest.mark.parametrize(("target", "rung"), [*ON_HOST, *ON_DEVICE])
@@ -131,7 +131,7 @@ def test_attention_is_the_textbook(target: str, rung: str, entrance: str, data: 
     check_entrance(entrance, target, rung, data)
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("rung", "entrance"),
     [(rung, entrance) for rung in on_cuda.RUNGS for entrance in entrances_of("cuda", rung)],

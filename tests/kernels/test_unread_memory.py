@@ -26,7 +26,7 @@ def rungs(*without: str) -> list[Any]:
     params = []
     for target in (launch.NUMPY, launch.CPU, launch.CUDA):
         for rung in target.rungs:
-            mark = pytest.mark.simulator if FLOAT64 in rung.dtypes else pytest.mark.cuda
+            mark = pytest.mark.emulated if FLOAT64 in rung.dtypes else pytest.mark.cuda
             marks = mark if target is launch.CUDA else ()
             params.append(pytest.param(target, rung, id=f"{target.name} {rung.name}", marks=marks))
     return [param for param in params if param.id not in without]

@@ -1,6 +1,6 @@
-"""The CUDA backend against NumPy and the simple backend, in the simulator or on a GPU.
+"""The CUDA backend against NumPy and the simple backend, on the emulated GPU or a real one.
 
-In the simulator a thread of a block is a Python thread: shapes are tiny, and chosen so that they
+On the emulated GPU the threads of a block run one at a time: shapes are tiny, and chosen so that they
 divide no block and no tile. A test has a task's mark if a kernel of the course runs in it: the backend
 multiplies, and folds what lies in order, with kernels of its own.
 """
@@ -21,7 +21,7 @@ from minitorch import SimpleBackend, SimpleOps, cuda_ops, operators
 
 from ..support.cuda_tensors import DTYPES, assert_equal, draw, on_cuda, permuted
 
-pytestmark = pytest.mark.simulator
+pytestmark = pytest.mark.emulated
 
 ZIPS: list[tuple[Any, Any]] = [
     (operators.add, np.add),

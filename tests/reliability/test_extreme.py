@@ -162,7 +162,7 @@ def test_extreme_scores_are_right(entrance: str, data: st.DataObject, notes: Not
 
 
 @pytest.mark.fuzz
-@pytest.mark.simulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("rung", RUNGS)
 @given(data=st.data())
 @SHORT

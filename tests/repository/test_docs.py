@@ -21,8 +21,8 @@ DOCS = ROOT / "docs"
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 #: A page whose blocks launch CUDA kernels says so in a comment; a single block says so as its language.
-SIMULATED = "<!-- blocks: simulator -->"
-PLAIN, ON_DEVICE = "python", "python simulator"
+EMULATED = "<!-- blocks: emulated -->"
+PLAIN, ON_DEVICE = "python", "python emulated"
 #: A block that needs packages beyond the requirements names them.
 WITH_TORCH, WITH_MODELS = "python torch", "python torch transformers"
 #: A cell of a notebook, a page of docs/notebooks.
@@ -95,8 +95,8 @@ def blocks(page: Path, wanted: str = PLAIN) -> list[tuple[int, str]]:
     return [(line, text) for line, language, text in split(page)[1] if language == wanted]
 
 
-def is_simulated(page: Path) -> bool:
-    return SIMULATED in page.read_text(encoding="utf-8")
+def runs_emulated(page: Path) -> bool:
+    return EMULATED in page.read_text(encoding="utf-8")
 
 
 PROGRAMS = [
@@ -104,7 +104,7 @@ PROGRAMS = [
         page,
         language,
         id=name_of(page) + language.removeprefix(PLAIN),
-        marks=[pytest.mark.simulator] * (language == ON_DEVICE or is_simulated(page)),
+        marks=[pytest.mark.emulated] * (language == ON_DEVICE or runs_emulated(page)),
     )
     for page in PAGES
     for language in (PLAIN, ON_DEVICE, WITH_TORCH, WITH_MODELS, CELL)

@@ -34,7 +34,7 @@ def test_the_page_has_a_cell_for_every_option_and_rung() -> None:
     assert all(set(row) == names and all(row.values()) for row in found.values())
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize(("target", "rung"), [c for c in COLUMNS if c[0] is launch.CUDA])
 def test_a_cell_of_the_device_is_true(option: str, target: Any, rung: str) -> None:
@@ -45,5 +45,5 @@ def test_a_cell_of_the_device_is_true(option: str, target: Any, rung: str) -> No
 @pytest.mark.parametrize(("target", "rung"), [c for c in COLUMNS if c[0] is not launch.CUDA])
 def test_a_cell_of_the_host_is_true(option: str, target: Any, rung: str) -> None:
     if not can_try(target):
-        pytest.skip("the simulator run tries the device")
+        pytest.skip("the emulated run tries the device")
     assert cell(option, target, rung) == on_page()[option][f"{target.name} {rung}"]

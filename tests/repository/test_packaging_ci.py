@@ -64,7 +64,7 @@ def test_a_lock_file_reaches_pip_and_no_one_else_gets_one(tmp_path: Path) -> Non
 MAKE = """#!/usr/bin/env bash
 case "$*" in *"$FAILS"*) exit 2 ;; esac
 """
-NAMES = ["install", "lint", "docs", "tests", "slow", "simulator", "torch", "compile-only"]
+NAMES = ["install", "lint", "docs", "tests", "slow", "emulated", "torch", "compile-only"]
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
@@ -75,7 +75,7 @@ NAMES = ["install", "lint", "docs", "tests", "slow", "simulator", "torch", "comp
         ("docs", ["docs"]),
         ("ptx", ["compile-only"]),
         ("ONLY=cpu", ["tests"]),
-        ("ONLY", ["tests", "slow", "simulator", "torch"]),
+        ("ONLY", ["tests", "slow", "emulated", "torch"]),
     ],
 )
 def test_a_part_that_fails_is_named_and_the_others_run(

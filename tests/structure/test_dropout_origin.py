@@ -21,7 +21,7 @@ from ..support.examples import at_most
 RATE, SEED, HEADS = 0.5, 9, 5
 RUNGS = [
     ("cpu", "flash2"), ("cpu", "naive"), ("numpy", "flash2"),
-    *(pytest.param("cuda", x, marks=pytest.mark.simulator) for x in ("naive", "flash1", "flash2")),
+    *(pytest.param("cuda", x, marks=pytest.mark.emulated) for x in ("naive", "flash1", "flash2")),
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from .rooms import FLOORS, ROOT, Room, declared, room_of
 
 #: Rooms whose kernels the emulated GPU runs.
-SIMULATED = ("kernels/cuda", "minitorch/backends")
+EMULATED = ("kernels/cuda", "minitorch/backends")
 #: Tests that need the emulated GPU, or a GPU.
 ON_DEVICE = "tests/kernels/cuda/"
 #: Folders of tests that take minutes; ``make test`` runs them.
@@ -89,8 +89,8 @@ def main() -> int:
         run(str(bin_ / "pyright"), "--pythonpath", python, *files),
         run(*pytest, *on_host, MINITORCH_EXAMPLES="5"),
     ]
-    if any(path.startswith(SIMULATED) for path in files):
-        command = [*pytest, "-m", "simulator", *sorted(tests)]
+    if any(path.startswith(EMULATED) for path in files):
+        command = [*pytest, "-m", "emulated", *sorted(tests)]
         passed.append(run(*command, MINITORCH_EXAMPLES="1", MINITORCH_EMULATE="1"))
     return int(not all(passed))
 

@@ -21,8 +21,8 @@ from kernels.runtime.targets import EMULATED, cuda, why_no_cuda
 from minitorch import CudaBackend, FastBackend, Tensor
 from minitorch.tensor_data import DTYPES
 
-simulated = pytest.mark.skipif(not EMULATED, reason="the simulator's device memory is the host's")
-no_device = pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU, or its simulator")
+emulated = pytest.mark.skipif(not EMULATED, reason="the emulated GPU's device memory is the host's")
+no_device = pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU, or the emulated one")
 
 
 class Lender(np.ndarray):
@@ -110,9 +110,9 @@ def test_the_owner_may_go_first_and_goes_last() -> None:
 # -- a device --------------------------------------------------------------------------------------
 
 
-@simulated
+@emulated
 @given(permuted())
-def test_simulated_device_memory_is_lent(array: np.ndarray[Any, Any]) -> None:
+def test_emulated_device_memory_is_lent(array: np.ndarray[Any, Any]) -> None:
     made = mt.from_numpy(array, CudaBackend)
     assert not hasattr(made, "__cuda_array_interface__")  # it is the host's after all
     # NumPy reads bfloat16 from no other library.
@@ -124,7 +124,7 @@ def test_simulated_device_memory_is_lent(array: np.ndarray[Any, Any]) -> None:
     np.testing.assert_array_equal(read, array)
 
 
-@simulated
+@emulated
 def test_what_is_lent_lives_until_it_is_given_back() -> None:
     made = mt.from_numpy(np.arange(6.0), CudaBackend)
     watched = weakref.ref(made._tensor._storage._ary)  # type: ignore[attr-defined]
@@ -146,8 +146,8 @@ def test_what_is_lent_lives_until_it_is_given_back() -> None:
     assert watched() is None, "nobody can read it any more"
 
 
-@simulated
-def test_simulated_kernels_reach_no_real_device() -> None:
+@emulated
+def test_emulated_kernels_reach_no_real_device() -> None:
     with pytest.raises(RuntimeError, match="unset MINITORCH_EMULATE"):
         mt.from_dlpack(OnDevice())
 

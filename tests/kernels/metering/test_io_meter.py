@@ -1,4 +1,4 @@
-"""The IO meter: what the kernels move, counted in the simulator, is what the formulas say, exactly."""
+"""The IO meter: what the kernels move, counted on the emulated GPU, is what the formulas say, exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.traffic.formulas import HeadShape, Traffic
 
 from ...support.attention.on_cuda import draw, on_device
 
-needs_simulator = pytest.mark.skipif(
+needs_emulation = pytest.mark.skipif(
     not EMULATED, reason="arrays count on the emulated GPU only: MINITORCH_EMULATE=1"
 )
 
@@ -47,8 +47,8 @@ def of_shape(
     return metered(name, HeadShape(*lengths, *dims, lower=0, upper=0), tile, **more)
 
 
-@pytest.mark.simulator
-@needs_simulator
+@pytest.mark.emulated
+@needs_emulation
 @pytest.mark.parametrize("name", RUNGS)
 @settings(max_examples=12)
 @given(
@@ -68,8 +68,8 @@ def test_a_rung_moves_what_its_formulas_say(
         assert actual == wanted, f"{name} {direction}, {lengths} x {dims}, tile {tile}, {bounds}"
 
 
-@pytest.mark.simulator
-@needs_simulator
+@pytest.mark.emulated
+@needs_emulation
 @pytest.mark.parametrize("bounds", [{}, {"is_causal": True}], ids=str)
 @pytest.mark.parametrize("name", RUNGS)
 def test_formulas_hold_where_products_have_several_tiles(name: str, bounds: Any) -> None:
@@ -77,8 +77,8 @@ def test_formulas_hold_where_products_have_several_tiles(name: str, bounds: Any)
     assert [moving(x) for x in counted] == [moving(x) for x in expected]
 
 
-@pytest.mark.simulator
-@needs_simulator
+@pytest.mark.emulated
+@needs_emulation
 def test_elements_tell_how_often_each_was_read() -> None:
     q, k, v = map(on_device, draw(2, *[(1, 8, 4)] * 3, dtype=np.float32))
     problem = make_problem(q, k, v, rung="flash1", is_causal=True)
@@ -92,8 +92,8 @@ def test_elements_tell_how_often_each_was_read() -> None:
     assert (reads[0, 4:] == 2).all()
 
 
-@pytest.mark.skipif(EMULATED, reason="this process is in the simulator")
-def test_outside_of_the_simulator_a_meter_says_what_to_do() -> None:
+@pytest.mark.skipif(EMULATED, reason="this process is on the emulated GPU")
+def test_outside_of_the_emulated_gpu_a_meter_says_what_to_do() -> None:
     with pytest.raises(RuntimeError, match="MINITORCH_EMULATE=1"), IOMeter():
         pass
 
@@ -106,8 +106,8 @@ def test_bounds_of_a_shape_count_as_a_mask_does() -> None:
     assert shape.transposed.seen(5, 8) == seen[:, 5:8].any(1).sum()
 
 
-@pytest.mark.simulator
-@needs_simulator
+@pytest.mark.emulated
+@needs_emulation
 def test_a_meter_leaves_nothing_behind() -> None:
     before = Kernel.__getitem__
     with pytest.raises(ZeroDivisionError), IOMeter() as meter:

@@ -143,7 +143,7 @@ def test_a_method_computes_its_formula_and_its_gradients(method: str, data: st.D
 @on_methods
 @pytest.mark.parametrize(
     "backend",
-    [SimpleBackend, pytest.param(CudaBackend, marks=pytest.mark.simulator)],
+    [SimpleBackend, pytest.param(CudaBackend, marks=pytest.mark.emulated)],
     ids=["simple", "cuda"],
 )
 @at_most(2)

@@ -179,7 +179,7 @@ def test_a_row_of_minus_infinity_has_a_softmax(dtype: Any, backend: TensorBacken
 # --- attention -------------------------------------------------------------------------------
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("rung", CUDA_RUNGS)
 @given(case=tiny(*HALF_DTYPES, features=("float mask", "alibi", "dlse")))
 @settings(max_examples=4)

@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.slow, needs_mpi]
         *((check, size) for check in ("gradients", "curves") for size in (2, 3)), ("state", 3),
         ("other_weights", 3), ("rings", 4),
         # From three ranks on, sums of 16-bit results are stored in float32.
-        pytest.param("device", 2, marks=pytest.mark.simulator),
-        pytest.param("device", 3, marks=pytest.mark.simulator),
+        pytest.param("device", 2, marks=pytest.mark.emulated),
+        pytest.param("device", 3, marks=pytest.mark.emulated),
     ],
 )  # fmt: skip
 def test_ranks_compute_exchange_and_train_as_one_device(check: str, size: int) -> None:

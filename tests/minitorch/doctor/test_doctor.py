@@ -169,7 +169,7 @@ WELL: dict[str, Any] = {
             "safetensors": "0.8.0", "threadpoolctl": "3.8.0", "tqdm": "4.70.1",
         }.items()
     },
-    "cuda": {"file": "/s/numba_cuda/numba/cuda/__init__.py", "simulator": False},
+    "cuda": {"file": "/s/numba_cuda/numba/cuda/__init__.py", "emulated": False},
     "launch": {"gpu": "NVIDIA H200, compute capability 9.0"},
     "parallel": {"layer": "omp", "threads": 2},
     "library": {"file": "/p/minitorch/__init__.py", "seconds": 1.0, "rungs": ["flash2", "naive"]},
@@ -203,7 +203,7 @@ SICK: list[tuple[Change, str, str]] = [
      "numba 0.68.1 cannot be imported: OSError", '--force-reinstall "numba>=0.61,<0.70"'),
     (_set("launch", error="CUDA_ERROR_UNSUPPORTED_PTX_VERSION"),
      "cannot run on the GPU: CUDA_ERROR_UNSUPPORTED_PTX_VERSION", '"numba-cuda[cu12]'),
-    (_set(cuda={"file": NUMBAS, "simulator": False, "compile_error": "NvvmSupportError: libNVVM"}),
+    (_set(cuda={"file": NUMBAS, "emulated": False, "compile_error": "NvvmSupportError: libNVVM"}),
      "NVVM, their compiler, was not found", '"numba-cuda[cu13]'),
     (_set(cuda={"error": "ModuleNotFoundError: No module named 'numba.cuda'"}, installed={}),
      "numba.cuda cannot be imported", '--force-reinstall "numba>=0.61,<0.70"'),
@@ -248,7 +248,7 @@ FINE: list[tuple[Change, str]] = [
     (lambda facts: None, ""),
     (NO_GPU, ""),
     (_both(NO_GPU, _set(installed={}, cuda={
-        "file": "/s/numba/cuda/__init__.py", "simulator": False, "compile_error": "no libnvvm",
+        "file": "/s/numba/cuda/__init__.py", "emulated": False, "compile_error": "no libnvvm",
     })), "CUDA kernels cannot be compiled"),
     (_both(_set("cuda", file="/s/numba/cuda/__init__.py"), _set(installed={})), "no numba-cuda"),
 ]  # fmt: skip

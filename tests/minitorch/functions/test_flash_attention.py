@@ -50,7 +50,7 @@ EVERYTHING: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("attention", [Tensor.flash_attention, naive_attention])
 @pytest.mark.parametrize("kind", [bool, np.float64])
 def test_a_device_does_what_the_host_does(attention: Any, kind: Any) -> None:

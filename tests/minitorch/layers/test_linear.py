@@ -109,7 +109,7 @@ on_backends = pytest.mark.parametrize(
     [
         pytest.param(SimpleBackend, id="simple"),
         pytest.param(FastBackend, id="fast"),
-        pytest.param(CudaBackend, id="cuda", marks=pytest.mark.simulator),
+        pytest.param(CudaBackend, id="cuda", marks=pytest.mark.emulated),
     ],
 )
 

@@ -132,7 +132,7 @@ def test_the_text_is_that_of_recomputing(
         assert model.generate(prompt, count, temperature, seed=4) == expected
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_text_on_a_device_is_that_of_the_host(structure: Any) -> None:
     host, device = (

@@ -109,7 +109,7 @@ def test_joined_layers_are_the_layers(rate: float, recompute: bool) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 def test_on_the_device_the_layers_are_joined_and_equal_those_of_the_host() -> None:
     losses, grads = [], []
     for backend in (FastBackend, CudaBackend):

@@ -111,7 +111,7 @@ def test_a_tensor_that_no_function_saved_may_be_written_to(backend: Any) -> None
     assert x.grad is not None and (x.grad.to_numpy() == 5.0).all()
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 def test_a_step_in_place_is_a_write() -> None:
     box = minitorch.Parameter(leaf(CudaBackend))
     optimizer = minitorch.AdamW([box])

@@ -123,7 +123,7 @@ def test_the_state_goes_on_where_it_was(backend: TensorBackend) -> None:
         made([np.ones(2)]).load_state_dict(whole.state_dict())
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 def test_a_step_is_one_launch_for_each_kind_and_two_for_the_norm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -146,7 +146,7 @@ def test_a_step_is_one_launch_for_each_kind_and_two_for_the_norm(
     assert sorted(names) == ["adam_many"] * 2 + ["norm_end"] + ["squares"] * 2
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30], ids=str)
 def test_a_norm_that_is_no_number_or_huge(value: float) -> None:
     p = Parameter(from_numpy(np.ones(3, np.float32), CudaBackend))

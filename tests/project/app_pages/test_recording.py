@@ -1,4 +1,4 @@
-"""A recording of a kernel in the simulator: what it holds is what the kernel computed, and moved."""
+"""A recording of a kernel on the emulated GPU: what it holds is what the kernel computed, and moved."""
 
 from __future__ import annotations
 

@@ -220,8 +220,8 @@ def test_a_solution_gets_all_points_outside_of_its_process_and_an_empty_tree_non
     place = Workplace(tmp_path / "place", False)
     start(module, tree := tmp_path / "tree")
     expected = expected_tests(place, tasks_of(module))
-    for solved, simulator in ((False, False), (False, True), (True, False), (True, True)):
-        tasks = [task for task in tasks_of(module) if task.simulator == simulator]
+    for solved, emulated in ((False, False), (False, True), (True, False), (True, True)):
+        tasks = [task for task in tasks_of(module) if task.emulated == emulated]
         fill(tree, [task.id for task in tasks if solved], read_bodies(ROOT))
         shutil.rmtree(place.tree)
         assemble(tree, place.tree, module)
@@ -230,7 +230,7 @@ def test_a_solution_gets_all_points_outside_of_its_process_and_an_empty_tree_non
             "seeds": {task.id: expected.seeds[task.id] for task in tasks},
             "arguments": course_grader._arguments(place.tree, ["--collect-only"], ""),
         }  # fmt: skip
-        records, end = place.run(job, simulator, 300.0)
+        records, end = place.run(job, emulated, 300.0)
         for task in tasks:
             own = [r for r in records if "finished" in r or r.get("task") == task.id]
             lacking = faults(place.tree, task.id)

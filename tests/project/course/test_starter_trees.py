@@ -122,13 +122,13 @@ def without_twins(tests: list[str]) -> list[str]:
     return [test for test in one_dtype if test.replace("fast", "simple") not in {*tests} - {test}]
 
 
-def outcomes(place: Workplace, simulated: bool, tests: list[str]) -> dict[str, str]:
-    """Run tests in a tree, all in the simulator or none: test → its error, or ''."""
+def outcomes(place: Workplace, emulated: bool, tests: list[str]) -> dict[str, str]:
+    """Run tests in a tree, all on the emulated GPU or none: test → its error, or ''."""
     job = {
         "trusted": False, "tree": str(place.tree), "memory_mb": 4096, "seconds": 300, "seeds": {},
         "arguments": course_grader._arguments(place.tree, tests, ""),
     }  # fmt: skip
-    records, end = place.run(job, simulated, 300.0)
+    records, end = place.run(job, emulated, 300.0)
     assert any("finished" in record for record in records), (tests[0], end, records[-3:])
     found: dict[str, str] = {}
     for record in records:
@@ -159,14 +159,14 @@ def test_a_starter_tree_fails_task_by_task_until_it_is_solved(
     start(module, tree)
     start(min(module + 1, len(MODULES) - 1), tmp_path / "next")
     for task in tasks:
-        found = outcomes(workplace, task.simulator, without_twins(tests[task.id]))
+        found = outcomes(workplace, task.emulated, without_twins(tests[task.id]))
         failed = {test: error for test, error in found.items() if error}
         assert len(found) - len(failed) <= 2, f"task {task.id}: {set(found) - set(failed)}"
         for test, message in failed.items():
             assert f"Task {task.id}: " in message, f"{test}: {message}"
         fill(tree, [task.id], bodies)
     first = tasks[0]
-    assert not any(outcomes(workplace, first.simulator, tests[first.id]).values())
+    assert not any(outcomes(workplace, first.emulated, tests[first.id]).values())
     assert not {r.key.task for r in marked_regions(tree)} - {r.key.task for r in _solved(tree)} & {
         task.id for task in tasks
     }

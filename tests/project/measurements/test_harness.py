@@ -21,7 +21,7 @@ from kernels.runtime.targets import EMULATED
 
 ROOT = Path(__file__).parents[3]
 
-pytestmark = pytest.mark.skipif(EMULATED, reason="they start the simulator themselves")
+pytestmark = pytest.mark.skipif(EMULATED, reason="they start the emulated GPU themselves")
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def breaks() -> None:
 
 def test_a_function_runs_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
-    assert child.in_child(speaks, 3, simulator=True) == (3, "1")
+    assert child.in_child(speaks, 3, emulated=True) == (3, "1")
     with pytest.raises(
         RuntimeError, match=r"breaks of .*test_harness failed .* ValueError: too small"
     ):

@@ -24,7 +24,7 @@ from measurements import against_torch, attention, io_table, peers
 from measurements.bench_training import difference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in scalar:RuntimeWarning")
-HERE = pytest.mark.skipif(EMULATED, reason="it starts the simulator itself")
+HERE = pytest.mark.skipif(EMULATED, reason="it starts the emulated GPU itself")
 #: Those that a laptop runs within seconds; what is left needs ranks, transformers or long trainings.
 QUICK = (
     "sparsity", "options", "evolution", "float8", "speedup", "peers", "lra_lengths",
@@ -36,7 +36,7 @@ SLOW = (
     "determinism",
 )  # fmt: skip
 NEEDS_TORCH = ("gradient_errors", "torch")
-#: In the simulator: settings so small that a call takes seconds.
+#: On the emulated GPU: settings so small that a call takes seconds.
 TINY: dict[str, dict[str, Any]] = {
     "speedup": {"heads": 1, "lengths": (4, 8), "seconds": 0.0, "baselines": ("composed", "naive")},
     "sparsity": {"heads": 1, "length": 128, "seconds": 0.0},
@@ -77,7 +77,7 @@ def test_every_measurement_has_settings_for_its_devices_and_a_question() -> None
                 assert harness.settings_of(one, device, size, name) is not None
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 @pytest.mark.skipif(not EMULATED, reason="on a GPU they run by themselves")
 @pytest.mark.parametrize("name", TINY)
 def test_a_measurement_of_a_gpu_runs_on_the_emulated_gpu(

@@ -20,7 +20,7 @@ from kernels.runtime.targets import EMULATED, cuda
 
 from ...support.tolerances import assert_close_arrays
 
-# The simulator's threads compute with NumPy's scalars, which warn of what a GPU does in silence.
+# The emulated GPU's threads compute with NumPy's scalars, which warn of what a GPU does in silence.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in scalar:RuntimeWarning")
 
 Array = npt.NDArray[Any]
@@ -68,13 +68,13 @@ def test_softmax_on_the_host_is_the_textbook(x: Array, step: str) -> None:
     assert_close_arrays(on_host(step, x), textbook(x), x.dtype, f"{step} softmax")
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 @given(rows(70), st.sampled_from(SAFE))
 def test_softmax_on_the_device_is_the_textbook(x: Array, step: str) -> None:
     assert_close_arrays(on_device(step, x), textbook(x), x.dtype, f"{step} softmax")
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("where", [on_host, on_device])
 @pytest.mark.parametrize("dtype", OVERFLOW)
 def test_naive_softmax_is_the_textbook_until_it_overflows(where: Any, dtype: str) -> None:
@@ -86,7 +86,7 @@ def test_naive_softmax_is_the_textbook_until_it_overflows(where: Any, dtype: str
     assert np.isfinite(out[[0, 2]]).all(), "a row has spoilt another"
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 @pytest.mark.skipif(not EMULATED, reason="arrays count on the emulated GPU only")
 @pytest.mark.parametrize("length", [1, 7, 32, 75])
 @pytest.mark.parametrize("step", READS)

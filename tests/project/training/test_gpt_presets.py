@@ -174,7 +174,7 @@ def test_a_run_in_bfloat16_goes_on_bit_for_bit_and_writes(
     assert capsys.readouterr().out.startswith("Żół")
 
 
-@pytest.mark.skipif(EMULATED, reason="the simulator has no driver")
+@pytest.mark.skipif(EMULATED, reason="the emulated GPU has no driver")
 @pytest.mark.parametrize("more", [[], ["--accumulate", "2", "--dropout", "0.1"], ["--eager"]])
 def test_steps_on_a_device_are_captured_unless_they_are_to_be_eager(
     more: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

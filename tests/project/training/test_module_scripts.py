@@ -354,7 +354,7 @@ def on(script: ModuleType, gpu: bool) -> list[str]:
     return ["--BACKEND", "gpu" if gpu else "cpu"]
 
 
-@pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU, or the simulator")
+@pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU, or the emulated one")
 @ON_A_GPU
 def test_a_missing_gpu_is_one_line(script: ModuleType, tmp_path: Path) -> None:
     line = refused(script.main, *on(script, True), "--out", tmp_path)

@@ -47,7 +47,7 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.skipif(EMULATED, reason="the simulator has no driver")
+@pytest.mark.skipif(EMULATED, reason="the emulated GPU has no driver")
 @pytest.mark.parametrize("layout", ["--packed", "--padded"])
 def test_steps_on_a_device_are_captured(
     layout: str, text: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

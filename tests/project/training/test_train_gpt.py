@@ -175,7 +175,7 @@ def test_a_run_that_the_clock_shortens_says_so(
     assert (tmp_path / "checkpoints" / f"step-{result['steps']:08d}.safetensors").exists()
 
 
-@pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU, or the simulator")
+@pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU, or the emulated one")
 def test_a_missing_gpu_is_one_line(tmp_path: Path) -> None:
     for more in ((), ("--load", tmp_path / "none")):
         line = refused(train_gpt.main, "--backend", "cuda", *more)

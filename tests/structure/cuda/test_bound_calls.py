@@ -19,7 +19,7 @@ from kernels.runtime.targets import EMULATED
 from ...support.device.fake_device import FakeDriver, fake_device
 from ...support.frames import entered
 
-pytestmark = pytest.mark.skipif(EMULATED, reason="the simulator has no driver to record")
+pytestmark = pytest.mark.skipif(EMULATED, reason="the emulated GPU has no driver to record")
 
 SHAPE = (1, 2, 40, 64)
 OPTIONS: list[Any] = [

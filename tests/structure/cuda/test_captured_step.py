@@ -36,7 +36,7 @@ from ...support.models.captured_training import (
 
 #: Where the fake device's memory lies, and what is no number of a kernel.
 ADDRESSES = range(1 << 32, 1 << 44)
-no_simulator = pytest.mark.skipif(EMULATED, reason="the simulator has no driver")
+not_emulated = pytest.mark.skipif(EMULATED, reason="the emulated GPU has no driver")
 device = pytest.fixture(idle_device)
 
 
@@ -59,7 +59,7 @@ def _of_steps(kind: tuple[Any, ...], captured: bool, steps: int) -> tuple[list[A
         return found, random.getstate(), training.optimizer.steps
 
 
-@no_simulator
+@not_emulated
 @kinds
 def test_a_replay_launches_what_an_eager_step_launches_with_its_numbers(kind: Any) -> None:
     steps = FIRST + 3
@@ -125,7 +125,7 @@ def _of_packed_steps(captured: bool, steps: int) -> list[tuple[list[Any], set[by
         return found
 
 
-@no_simulator
+@not_emulated
 def test_a_replay_of_packed_sequences_lists_their_tiles_as_an_eager_step_does() -> None:
     first, steps = 2 * FIRST, 2 * FIRST + 4
     eager, captured = _of_packed_steps(False, steps), _of_packed_steps(True, steps)
@@ -142,7 +142,7 @@ def test_a_replay_of_packed_sequences_lists_their_tiles_as_an_eager_step_does() 
         assert tiles.tobytes() in copies, number
 
 
-@no_simulator
+@not_emulated
 def test_an_eager_step_neither_reads_nor_waits(device: FakeDriver) -> None:
     training = Training("bfloat16", 0.1, 1.0, False, captured=False)
     for number in range(3):
@@ -191,7 +191,7 @@ def test_a_kernel_that_numba_launches_is_noticed() -> None:
     seen: list[str] = []
     before = cuda.dispatcher._Kernel.launch if not EMULATED else None
     if before is None:
-        pytest.skip("the simulator launches nothing")
+        pytest.skip("the emulated GPU launches nothing")
     with fake_device(), watching_numba(cuda, seen.append), pytest.raises(AttributeError):
         cuda.dispatcher._Kernel.launch(None, (), (1, 1, 1), (1, 1, 1))
     assert seen == ["launches a kernel by numba (cuda.jit)"]

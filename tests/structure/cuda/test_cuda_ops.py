@@ -1,6 +1,6 @@
 """How the CUDA backend maps, folds and multiplies: block sizes, joined dimensions, bounds and copies.
 
-In the simulator a thread of a block is a Python thread, and ``SIZES`` holds small blocks. A test has a
+On the emulated GPU the threads of a block run one at a time, and ``SIZES`` holds small blocks. A test has a
 task's mark if a kernel of the course runs in it.
 """
 
@@ -22,7 +22,7 @@ from minitorch.attention.score_options import bounds_penalty
 from ...support.cuda_tensors import DTYPES, assert_equal, draw, on_cuda, permuted
 from ...support.tolerances import assert_close_arrays
 
-pytestmark = pytest.mark.simulator
+pytestmark = pytest.mark.emulated
 
 
 @pytest.mark.parametrize("excess", [-1, 0, 1])

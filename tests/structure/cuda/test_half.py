@@ -39,7 +39,7 @@ def test_the_arithmetic_of_the_device_is_right_for_every_tie(dtype: Any) -> None
         same_bits(bits.view(BFLOAT16), nearest)
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 @on_halves
 @pytest.mark.parametrize("source", FLOAT_DTYPES, ids=str)
 def test_the_device_converts_as_the_host_does(dtype: Any, source: Any) -> None:
@@ -60,7 +60,7 @@ def test_the_device_converts_as_the_host_does(dtype: Any, source: Any) -> None:
     same_bits(to_host(memory.convert(part, dtype)), rounded(array[3:], dtype))
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 @on_halves
 def test_memory_of_the_device_holds_16_bits(dtype: Any) -> None:
     memory, host = DeviceMemory(), Memory()

@@ -15,7 +15,7 @@ from kernels.runtime.targets import EMULATED
 
 from ...support.device.fake_device import fake_device
 
-pytestmark = pytest.mark.skipif(EMULATED, reason="the simulator has no driver")
+pytestmark = pytest.mark.skipif(EMULATED, reason="the emulated GPU has no driver")
 
 
 def kernel(*types_of: Any) -> Kernel:

@@ -26,8 +26,8 @@ from ...support.attention.strategies import Case
 from ...support.examples import at_most
 from ...support.layouts import on_device
 
-pytestmark = pytest.mark.simulator
-#: Small enough for lists to have several blocks in the simulator.
+pytestmark = pytest.mark.emulated
+#: Small enough for lists to have several blocks on the emulated GPU.
 BLOCK = (16, 16) if EMULATED else (128, 64)
 LONG = 40 if EMULATED else 700
 LENGTHS = st.integers(BLOCK[0] + 1, LONG), st.integers(1, LONG)

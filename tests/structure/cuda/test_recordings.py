@@ -31,7 +31,7 @@ from kernels.runtime.targets import EMULATED
 
 from ...support.device.fake_device import FakeDriver, fake_device
 
-pytestmark = pytest.mark.skipif(EMULATED, reason="the simulator has no driver to record")
+pytestmark = pytest.mark.skipif(EMULATED, reason="the emulated GPU has no driver to record")
 
 #: The fake device's pieces of memory begin at multiples of this.
 PIECE = 1 << 28

@@ -61,7 +61,7 @@ def _expected(option: str, rung: str, deterministic: bool) -> Counter[str]:
     return found
 
 
-@pytest.mark.skipif(EMULATED, reason="the simulator has no driver")
+@pytest.mark.skipif(EMULATED, reason="the emulated GPU has no driver")
 @pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "atomic"])
 @pytest.mark.parametrize("rung", ["flash2_mma", "flash3_wgmma"])
 @pytest.mark.parametrize("option", OPTIONS)

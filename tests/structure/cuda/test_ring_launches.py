@@ -18,7 +18,7 @@ from minitorch.distributed import ring_attention
 
 from ...support.device.fake_device import FakeDriver, fake_device
 
-pytestmark = pytest.mark.skipif(EMULATED, reason="the simulator has no driver to record")
+pytestmark = pytest.mark.skipif(EMULATED, reason="the emulated GPU has no driver to record")
 
 
 def rank_of(rank: int, size: int) -> Any:

@@ -20,7 +20,7 @@ def another_device() -> launch.Target:
 
 
 @pytest.mark.skipif(why_no_cuda() is not None, reason="the ladder of a device")
-@pytest.mark.simulator
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     ("dtype", "dim", "options", "expected"),
     [
@@ -45,7 +45,7 @@ def test_auto_takes_the_fastest_rung_that_can(
 
 
 @pytest.mark.skipif(why_no_cuda() is not None, reason="the ladder of a device")
-@pytest.mark.simulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("precision", [None, "float32", "tf32"])
 def test_auto_splits_float32_where_that_is_worth_it(precision: str | None) -> None:
     q = np.broadcast_to(np.float32(1), (8, 16, 2048, 64))
@@ -61,7 +61,7 @@ def test_auto_splits_float32_where_that_is_worth_it(precision: str | None) -> No
         assert another_device().pick(make_problem(wide, wide, wide)).name == "flash2"
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 @pytest.mark.skipif(why_no_cuda() is not None, reason="the ladder of a device")
 def test_older_devices_hand_on_and_a_named_rung_says_what_it_needs() -> None:
     q = np.ones((1, 2, 8, 64), FLOAT16)

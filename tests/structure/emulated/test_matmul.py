@@ -40,7 +40,7 @@ from ...support.tolerances import assert_close_arrays
 #: Shared memory that a block can have, in bytes, by compute capability.
 MOST_SHARED = {(9, 0): 227 * 1024, (8, 6): 99 * 1024}
 plain = place_of.py_func  # type: ignore[attr-defined]
-no_simulator = pytest.mark.skipif(EMULATED, reason="the simulator's own kernels are others")
+not_emulated = pytest.mark.skipif(EMULATED, reason="plain kernels run there")
 
 
 @given(
@@ -78,7 +78,7 @@ def test_no_part_of_a_sum_is_empty_and_tiles_fit_in_shared_memory(
         assert block_bytes(shared_tiles(layout, form)) <= MOST_SHARED[9, 0]
 
 
-@no_simulator
+@not_emulated
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("cc", [(9, 0), (8, 0)], ids=["wgmma", "mma"])
 def test_the_kernels_own_source_multiplies(cc: tuple[int, int], name: str) -> None:
@@ -90,7 +90,7 @@ def test_the_kernels_own_source_multiplies(cc: tuple[int, int], name: str) -> No
     assert error <= 1, f"{error:.3g} of what is allowed"
 
 
-@no_simulator
+@not_emulated
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "tf32"])
 @pytest.mark.parametrize("cc", [(9, 0), (8, 0)], ids=["wgmma", "mma"])
 def test_bias_and_gelu_are_applied_before_a_number_is_stored(
@@ -121,7 +121,7 @@ def assert_near(found: Any, expected: Any, allowed: float) -> None:
     assert error[worst] <= allowed, f"{found[worst]} at {worst} should be {expected[worst]}"
 
 
-@no_simulator
+@not_emulated
 def test_infinities_and_the_largest_numbers_are_multiplied_as_float32_does() -> None:
     rng = np.random.default_rng(0)
     call = Product("split", (33, 40, 36))
@@ -148,7 +148,7 @@ def _data(array: Any) -> TensorData:
     return TensorData(memory.reshape(-1), array.shape, steps)
 
 
-@no_simulator
+@not_emulated
 def test_the_backends_linear_layer_keeps_what_gelu_is_applied_to() -> None:
     rng = np.random.default_rng(0)
     rows, weights, bias = (
@@ -164,7 +164,7 @@ def test_the_backends_linear_layer_keeps_what_gelu_is_applied_to() -> None:
     assert_near(out.to_array(), gelu_of(expected), 2.0**-7)
 
 
-@no_simulator
+@not_emulated
 def test_the_backends_gradients_of_a_linear_layer_are_two_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -37,7 +37,7 @@ DIMS = st.integers(1, 5) if EMULATED else st.sampled_from([3, 4])
 
 
 def tiny(*dtypes: Any, features: Any = ()) -> st.SearchStrategy[Case]:
-    """Draw what the simulator, a Python thread for each of a GPU, finishes in a second."""
+    """Draw what the emulated GPU finishes in a second."""
     sizes = {"lengths": st.integers(1, 9), "dims": DIMS, "leads": LEADS}
     return cases(dtypes or (np.float32, np.float64), **sizes, tiles=TILES, features=features)
 

@@ -26,7 +26,7 @@ def idle_device() -> Iterator[FakeDriver]:
     The body of a fixture: ``device = pytest.fixture(idle_device)``.
     """
     if EMULATED:
-        pytest.skip("the simulator has no driver")
+        pytest.skip("the emulated GPU has no driver")
     with fake_device() as own:
         yield own
         assert active() is None, "a recording was left behind"

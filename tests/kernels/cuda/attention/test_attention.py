@@ -1,4 +1,4 @@
-"""Attention on the device: every CUDA rung against the float64 textbook, in the simulator or on a GPU."""
+"""Attention on the device: every CUDA rung against the float64 textbook, emulated or real."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ....support.fuzzing.extreme import check as check_extreme
 from ....support.fuzzing.extreme import settled
 from ....support.layouts import on_device
 
-pytestmark = pytest.mark.simulator
+pytestmark = pytest.mark.emulated
 
 
 def framed(array: Any) -> tuple[Any, Any]:

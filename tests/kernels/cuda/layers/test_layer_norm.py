@@ -46,8 +46,8 @@ def composed(
 
 
 def on_device(test: Any) -> Any:
-    """Run a test on a GPU or in the simulator."""
-    return pytest.mark.simulator(test)
+    """Run a test on a GPU or on the emulated one."""
+    return pytest.mark.emulated(test)
 
 
 def kept(seed: int, rate: float, shape: tuple[int, ...]) -> Array:

@@ -1,6 +1,6 @@
-"""The layers of modules 4 and 5 on CUDA, in the simulator or on a GPU: values, gradients, no copies.
+"""The layers of modules 4 and 5 on CUDA, on the emulated GPU or a real one: values, gradients, no copies.
 
-The oracles are those of the CPU's tests.  In the simulator a thread of a block is a Python thread:
+The oracles are those of the CPU's tests.  On the emulated GPU the threads of a block run one at a time:
 shapes are tiny, and divide no block.
 """
 
@@ -49,7 +49,7 @@ from ....support.examples import at_most
 from ....support.tolerances import assert_close_arrays
 from ....tensor_strategies import Array, laid_out, on_dtypes
 
-pytestmark = pytest.mark.simulator
+pytestmark = pytest.mark.emulated
 
 few = settings(max_examples=8 if EMULATED else 15)
 

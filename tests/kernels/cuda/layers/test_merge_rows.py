@@ -23,7 +23,7 @@ from kernels.runtime.dtypes import (
 
 from ....support.tolerances import assert_close_arrays
 
-pytestmark = pytest.mark.simulator
+pytestmark = pytest.mark.emulated
 
 HEADS, SEQ, COUNT = 3, 7, 4
 #: Rows of the sums that are written, and the row of the values that belongs to the first of them.

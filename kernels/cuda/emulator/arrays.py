@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .checks import Uninitialised, is_garbage
 from .device import empty
 
 
@@ -16,14 +17,16 @@ class Memory:
     Args:
         whole: An allocation, as bytes.
         start: Where the part begins.
+        left_out: Notes of kernels that did not write every element, of the whole allocation.
     """
 
-    def __init__(self, whole: Any, start: int = 0):
+    def __init__(self, whole: Any, start: int = 0, left_out: list[str] | None = None):
         self.whole, self.start = whole, start
+        self.left_out = [] if left_out is None else left_out
 
     def view(self, start: int) -> Memory:
         """Return the part that begins later."""
-        return Memory(self.whole, self.start + start)
+        return Memory(self.whole, self.start + start, self.left_out)
 
 
 class DeviceArray:
@@ -55,7 +58,7 @@ class DeviceArray:
         if not array.size:
             return DeviceArray(array.shape, array.strides, array.dtype)
         start = array.ctypes.data - self.gpu_data.whole.ctypes.data
-        memory = Memory(self.gpu_data.whole, start)
+        memory = Memory(self.gpu_data.whole, start, self.gpu_data.left_out)
         return DeviceArray(array.shape, array.strides, array.dtype, 0, memory)
 
     stream = 0
@@ -82,6 +85,12 @@ class DeviceArray:
     setitem = __setitem__
 
     def copy_to_host(self, ary: Any = None, stream: Any = 0) -> Any:
+        if self.gpu_data.left_out and (garbage := is_garbage(self._ary)).any():
+            first = np.argwhere(garbage)[0].tolist()
+            raise Uninitialised(
+                f"element {first} of the copied array of shape {self.shape} has never been written, "
+                f"{self.gpu_data.left_out[-1]}"
+            )
         if ary is None:
             return self._ary.copy()
         ary[...] = self._ary

@@ -1,10 +1,12 @@
-"""Checks of the accesses of a kernel: races, indices out of bounds, and shared memory read too early."""
+"""Checks of the accesses of a kernel: races, indices out of bounds, and memory that nothing has written."""
 
 from __future__ import annotations
 
 import ast
 import linecache
+import re
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -20,7 +22,7 @@ class Race(RuntimeError):
 
 
 class Uninitialised(RuntimeError):
-    """A thread reads shared memory that no thread has written."""
+    """Memory is read that nothing has written."""
 
 
 class Access(NamedTuple):
@@ -67,8 +69,15 @@ def source_of(line: tuple[str, int]) -> str:
     return f"line {line[1]} (`{text}`)" if text else f"line {line[1]}"
 
 
-def _assigned(text: str) -> list[str]:
-    """Return the names to which a line assigns shared arrays, in their order."""
+def is_garbage(values: Any) -> Any:
+    """Tell which floating-point numbers have the bits with which memory begins; no computation has them."""
+    values = np.asarray(values)
+    bits = np.dtype(f"u{values.itemsize}")
+    return (values != values) & (values.view(bits) == np.iinfo(bits).max)
+
+
+def _assigned(text: str, kind: str) -> list[str]:
+    """Return the names to which a line assigns shared or local arrays, in their order."""
     names = []
     with suppress(SyntaxError):
         for node in ast.walk(ast.parse(text.strip())):
@@ -77,9 +86,7 @@ def _assigned(text: str) -> list[str]:
                 pairs = [(target, value)]
                 if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
                     pairs = list(zip(target.elts, value.elts, strict=False))
-                names += [
-                    ast.unparse(name) for name, one in pairs if ".shared." in ast.unparse(one)
-                ]
+                names += [ast.unparse(name) for name, one in pairs if kind in ast.unparse(one)]
     return names
 
 
@@ -94,7 +101,7 @@ class Checks:
         self.device = device
         self.elements: dict[int, _Element] = {}
         self.early: list[tuple[Access, str, Checked, tuple[int, ...]]] = []
-        self.owned: list[Any] = []  # so that no other array gets the address of one that is known
+        self.barriers: set[tuple[str, int]] = set()  # the lines of those that threads have reached
 
     def argument(self, name: str, value: Any) -> Any:
         """Return an argument of the kernel in the form that is checked."""
@@ -103,13 +110,24 @@ class Checks:
     def shared(self, array: Array, frame: FrameType) -> Checked:
         """Return a shared array in the form that is checked, named by the line that asks for it."""
         line = frame.f_code.co_filename, frame.f_lineno
-        names = _assigned(linecache.getline(*line))
+        _refuse_variable_shape(frame)
+        names = _assigned(linecache.getline(*line), ".shared.")
         earlier = sum(
             place[0].co_filename == line[0] and one.line == line
             for place, one in self.device.block.static.items()
         )
         found = Checked(array, names[earlier] if earlier < len(names) else "memory", self, True)
         found.line = line
+        return found
+
+    def local(self, array: Array, frame: FrameType) -> Array:
+        """Return a local array of floating-point numbers, whose garbage cannot be read."""
+        _refuse_variable_shape(frame)
+        if array.dtype.kind != "f":
+            return array
+        found = array.view(_Local)
+        names = _assigned(linecache.getline(frame.f_code.co_filename, frame.f_lineno), ".local.")
+        found.name = names[0] if names else "memory"
         return found
 
     def access(self, array: Checked, key: tuple[int, ...], at: int, kind: str, new: Any) -> None:
@@ -155,8 +173,9 @@ class Checks:
             )
         if does == other or (one.line == two.line and not array.is_shared):
             return f"{text}; give each element to one thread, or use cuda.atomic.add"
-        is_again = (
-            self.elements[array.address(key)].write is not None and one.line[1] >= two.line[1]
+        first, last = sorted([one.line, two.line])
+        is_again = any(first < barrier < last for barrier in self.barriers) or (
+            self.elements[array.address(key)].write is not None and one.line >= two.line
         )
         where = "at the end of the loop" if is_again else "between the two lines"
         return f"{text}, with no barrier in between; call cuda.syncthreads() {where}"
@@ -164,6 +183,22 @@ class Checks:
     def _who(self, access: Access) -> str:
         thread = tuple(self.device.place_of(access.thread))
         return f"thread {thread} of block {tuple(access.block)}"
+
+    def end_launch(self, kernel: str, given: tuple[Any, ...], own: tuple[Any, ...]) -> None:
+        """Note the elements of device arrays that a kernel has left out, for a copy to the host."""
+        for array, checked in zip(given, own, strict=False):
+            if not isinstance(checked, Checked) or not hasattr(array, "gpu_data"):
+                continue
+            lines = {
+                element.write.line for at, element in self.elements.items()
+                if element.write is not None and checked.holds(at)
+            }  # fmt: skip
+            if lines and checked.dtype.kind == "f" and is_garbage(checked.array).any():
+                where = " and in ".join(map(source_of, sorted(lines)))
+                array.gpu_data.left_out.append(
+                    f"of which the kernel {kernel} has written others, in {where}; do the grid and the "
+                    "condition of this line cover every element, and the index each of them once?"
+                )
 
     def end_block(self) -> None:
         """Raise :class:`Uninitialised` if the block has read shared memory that nobody had written."""
@@ -199,6 +234,40 @@ class Checks:
             del self.elements[at]
 
 
+def _refuse_variable_shape(frame: FrameType) -> None:
+    """Raise a TypeError if a line asks for a shared or local array whose shape a compiler cannot know."""
+    code = frame.f_code
+    text = linecache.getline(code.co_filename, frame.f_lineno)
+    for shape in re.findall(r"\b(?:shared|local)\.array\((.+?), *[\w.]+\)", text):
+        words = set(re.findall(r"\w+", shape))
+        arguments = words & {*code.co_varnames[: code.co_argcount]}
+        if arguments or words & {"blockDim", "gridDim", "threadIdx", "blockIdx"}:
+            raise TypeError(
+                f"the shape of a shared or local array must be a constant that the compiler knows, got "
+                f"{shape}; name a constant of the module, such as TILE = 16"
+            )
+
+
+class _Local(np.ndarray):
+    """A thread's own array of floating-point numbers, which begins as garbage."""
+
+    name = "memory"
+
+    def __array_finalize__(self, whole: Any) -> None:
+        self.name = getattr(whole, "name", "memory")
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            value = super().__getitem__(key)
+        except IndexError:
+            raise IndexError(
+                f"index {key} is out of bounds of the local array {self.name} of shape {self.shape}"
+            ) from None
+        if not isinstance(value, np.ndarray) and value != value and is_garbage(value):
+            raise Uninitialised(f"it reads the local array {self.name}[{key}] before it writes it")
+        return value
+
+
 class Checked:
     """An array of a kernel whose accesses are checked.
 
@@ -227,12 +296,20 @@ class Checked:
         if place is None:
             return Checked(self.array[key], self.name, self.checks, self.is_shared)
         self.checks.access(self, *place, "read", None)
-        return self.array[place[0]]
+        value = self.array[place[0]]
+        if value != value and not self.is_shared and is_garbage(value):
+            raise Uninitialised(f"it reads {self.element(place[0])}, which nothing has written")
+        return value
 
     def __setitem__(self, key: Any, value: Any) -> None:
         place = self._place(key)
         if place is not None:
             self.checks.access(self, *place, "write", value)
+        else:
+            part = np.arange(self.size).reshape(self.shape)[key]
+            for at, new in zip(part.flat, np.broadcast_to(value, part.shape).flat, strict=True):
+                one = tuple(map(int, np.unravel_index(at, self.shape)))
+                self.checks.access(self, one, self.address(one), "write", new)
         self.array[key if place is None else place[0]] = value
 
     def update(self, key: Any, change: Callable[[Any], Any]) -> Any:
@@ -258,7 +335,10 @@ class Checked:
                 raise TypeError(
                     f"the array {self.name} has integer indices, got {i!r}; use // for a quotient"
                 )
-            one = int(i) + size if i < 0 else int(i)
+            one = int(i)
+            if one < 0:
+                one += size
+                self._warn_of_the_end(keys)
             if not 0 <= one < size:
                 break
             found.append(one)
@@ -269,6 +349,17 @@ class Checked:
                 f"index ({shown}) is out of bounds of the array {self.name} of shape {self.shape}"
             )
         return tuple(found), at
+
+    def _warn_of_the_end(self, keys: tuple[Any, ...]) -> None:
+        """Warn of a computed index below zero, which numba counts from the end of the array."""
+        frame = sys._getframe(3)
+        line = frame.f_code.co_filename, frame.f_lineno
+        if not re.search(r"[\[,]\s*-\s*\d", linecache.getline(*line)):
+            warnings.warn(
+                f"{self.element(keys)} in {source_of(line)} is an element at the end of the array, because "
+                "the index is negative; test for it if that is not meant",
+                stacklevel=4,
+            )
 
     def address(self, key: tuple[int, ...]) -> int:
         """Return the address of an element."""

@@ -167,10 +167,13 @@ class Shared:
 class Local:
     """``cuda.local``."""
 
-    @staticmethod
-    def array(shape: Any, dtype: Any, alignment: int | None = None) -> Array:
+    def __init__(self, device: Device):
+        self._device = device
+
+    def array(self, shape: Any, dtype: Any, alignment: int | None = None) -> Array:
         """Return a thread's own array of garbage."""
-        return _poisoned(shape, dtype_of(dtype)).copy()
+        found, checks = _poisoned(shape, dtype_of(dtype)).copy(), self._device.checks
+        return found if checks is None else checks.local(found, sys._getframe(1))
 
 
 class Atomic:
@@ -225,7 +228,7 @@ class Device:
     def __init__(self) -> None:
         self.threadIdx = self.blockIdx = Index(0, 0, 0)
         self.blockDim = self.gridDim = Index(1, 1, 1)
-        self.shared, self.local, self.atomic = Shared(self), Local(), Atomic()
+        self.shared, self.local, self.atomic = Shared(self), Local(self), Atomic()
         self._places = [self.threadIdx]
         self.const = SimpleNamespace(array_like=lambda array: array)
 
@@ -266,6 +269,9 @@ class Device:
     def syncthreads(self) -> None:
         if self.on_barrier is not None:
             self.on_barrier(sys._getframe(1))
+        if self.checks is not None:
+            frame = sys._getframe(1)
+            self.checks.barriers.add((frame.f_code.co_filename, frame.f_lineno))
         self.block.everyone.hold(None)
 
     def syncthreads_or(self, value: Any) -> int:

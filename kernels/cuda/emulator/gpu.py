@@ -7,6 +7,7 @@ whatever a GPU may do in any order is drawn; see ``schedule``.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from operator import index
@@ -85,6 +86,8 @@ def run(
                             if engines:
                                 engines.begin_block(state)
                             _run_block(kernel, own, engines)
+            if DEVICE.checks:
+                DEVICE.checks.end_launch(source.__name__, args, own)
         finally:
             DEVICE.checks = None
 
@@ -93,7 +96,8 @@ def _run_block(kernel: Translation, args: tuple[Any, ...], engines: Any) -> None
     function, turns, checks = kernel.kernel, DEVICE.block.turns, DEVICE.checks
 
     def thread() -> None:
-        function(*args)
+        if function(*args) is not None:
+            raise TypeError(_returned(function))
         if engines:
             engines.check_ended()
 
@@ -149,6 +153,14 @@ def _with_place(error: Exception, kernel: str) -> Exception:
     return found
 
 
+def _returned(function: Any) -> str:
+    """Return the message for a kernel that returns a value."""
+    lines, first = inspect.getsourcelines(function)
+    at = next((i for i, text in enumerate(lines) if re.search(r"\breturn [^#]", text)), 0)
+    line = source_of((function.__code__.co_filename, first + at))
+    return f"a kernel returns nothing, and {line} returns a value; write it to an array"
+
+
 def _line(trace: TracebackType | None) -> tuple[str, int] | None:
     """Return the last line of an error that is not the emulated GPU's own."""
     found = None
@@ -175,7 +187,11 @@ def _deadlock(turns: Turns) -> str:
     if ended:
         first = tuple(DEVICE.place_of(ended[0]))
         text += f", and thread {first}{f' and {len(ended) - 1} more have' if ended[1:] else ' has'} ended"
-    return text + "; every thread of a block must reach the same barrier"
+    is_barrier = all("_sync(" not in source_of(line) for line in lines)
+    return text + (
+        "; every thread of a block must reach the same barrier" if is_barrier else
+        "; every thread of a warp that the mask names must reach the same shuffle or vote"
+    )  # fmt: skip
 
 
 def launch(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -101,27 +103,298 @@ def quotient_as_index(out, a):
     out[cuda.threadIdx.x / 2] = a[0]  # wrong
 
 
-CASES: dict[Callable[..., None], tuple[int, str]] = {
-    lost_update: (1, r"a race on out\[0\]: thread .* and thread .*cuda\.atomic\.add"),
+def guard_that_is_off_by_one(out, a):
+    i = cuda.grid(1)
+    if i <= out.size:
+        out[i] = -a[i]  # wrong
+
+
+def index_without_the_block_size(out, a):
+    i = cuda.blockIdx.x + cuda.threadIdx.x
+    if i < out.size:
+        out[i] = a[i]  # wrong
+
+
+def too_few_blocks(out, a):
+    i = cuda.grid(1)
+    if i < out.size:
+        out[i] = a[i]  # wrong
+
+
+def result_of_the_first_thread_of_the_grid(out, a):
+    total, i = cuda.shared.array(1, float32), cuda.grid(1)
+    if cuda.threadIdx.x == 0:
+        total[0] = 0.0
+    cuda.syncthreads()
+    cuda.atomic.add(total, 0, a[i])
+    cuda.syncthreads()
+    if i == 0:
+        out[cuda.blockIdx.x] = total[0]  # wrong
+
+
+def accumulated_in_an_empty_output(out, a):
+    out[cuda.grid(1)] += a[cuda.grid(1)]  # wrong
+
+
+def barrier_without_a_call(out, a):
+    tile, i = cuda.shared.array(SIZE, float32), cuda.threadIdx.x
+    tile[i] = a[i]  # other
+    cuda.syncthreads  # noqa: B018
+    out[i] = tile[i ^ 1]  # wrong
+
+
+def barrier_for_the_lower_half(out, a):
+    partial, i, half = cuda.shared.array(SIZE, float32), cuda.threadIdx.x, SIZE // 2
+    partial[i] = a[i]
+    cuda.syncthreads()
+    while half:
+        if i < half:
+            partial[i] += partial[i + half]
+            cuda.syncthreads()  # wrong
+        half //= 2
+    if i == 0:
+        out[0] = partial[0]
+
+
+def barrier_in_a_loop_up_to_the_own_row(out, a):
+    tile, i, total = cuda.shared.array(SIZE, float32), cuda.threadIdx.x, 0.0
+    for k in range(i + 1):
+        tile[i] = a[i] * k
+        cuda.syncthreads()  # wrong
+        total += tile[k]
+    out[i] = total
+
+
+def barrier_of_a_warp_alone(out, a):
+    tile, i = cuda.shared.array(64, float32), cuda.threadIdx.x
+    tile[i] = a[i]  # other
+    cuda.syncwarp()
+    out[i] = tile[63 - i]  # wrong
+
+
+def shuffle_in_a_branch(out, a):
+    i = cuda.threadIdx.x
+    value = a[i]
+    if i < 4:
+        value += cuda.shfl_down_sync(0xFFFFFFFF, value, 4)  # wrong
+    out[i] = value
+
+
+def tree_from_the_whole_block(out, a):
+    partial, i, half = cuda.shared.array(SIZE, float32), cuda.threadIdx.x, SIZE
+    partial[i] = a[i]
+    while half:
+        cuda.syncthreads()
+        if i < half:
+            partial[i] += partial[i + half]  # wrong
+        half //= 2
+    out[i] = partial[0]
+
+
+def nothing_beyond_the_end(out, a):
+    partial, i, half = cuda.shared.array(SIZE, float32), cuda.threadIdx.x, SIZE // 2
+    if i < a.size:
+        partial[i] = a[i]  # other
+    while half:
+        cuda.syncthreads()
+        if i < half:
+            partial[i] += partial[i + half]  # wrong
+        half //= 2
+    if i == 0:
+        out[0] = partial[0]
+
+
+def blocks_and_threads_exchanged(out, a):
+    tile, i = cuda.shared.array(SIZE, float32), cuda.threadIdx.x
+    tile[i] = a[i]  # other
+    cuda.syncthreads()
+    out[cuda.blockIdx.x] = tile[0] + tile[1]  # wrong
+
+
+def prefix_sum_in_place(out, a):
+    partial, i, step = cuda.shared.array(SIZE, float32), cuda.threadIdx.x, 1
+    partial[i] = a[i]
+    while step < SIZE:
+        cuda.syncthreads()
+        if i >= step:
+            partial[i] += partial[i - step]  # wrong
+        step *= 2
+    out[i] = partial[i]
+
+
+def reversed_in_place(out, a):
+    i = cuda.threadIdx.x
+    out[i] = out[SIZE - 1 - i]  # wrong
+
+
+def barrier_between_blocks(out, a):
+    i = cuda.grid(1)
+    out[i] = a[i]  # other
+    cuda.syncthreads()
+    out[i] = out[(i + 4) % SIZE]  # wrong
+
+
+def row_instead_of_an_element(out, a):
+    i, j = cuda.grid(2)
+    out[i] = a[i, j]  # wrong
+
+
+def product_without_a_barrier_at_the_end(out, a):
+    tile, total = cuda.shared.array((4, 4), float32), 0.0
+    i, j = cuda.threadIdx.x, cuda.threadIdx.y
+    for k in range(0, a.shape[1], 4):
+        tile[i, j] = a[i, k + j]  # wrong
+        cuda.syncthreads()
+        for n in range(4):
+            total += tile[i, n] * tile[j, n]  # other
+    out[i, j] = total
+
+
+def product_without_zeros(out, a):
+    tile, total = cuda.shared.array((4, 4), float32), 0.0
+    i, j = cuda.threadIdx.x, cuda.threadIdx.y
+    if j < a.shape[1]:
+        tile[i, j] = a[i, j]  # other
+    cuda.syncthreads()
+    for n in range(4):
+        total += tile[i, n] * tile[j, n]  # wrong
+    out[i, j] = total
+
+
+def product_with_exchanged_results(out, a):
+    i, j = cuda.grid(2)
+    if i < out.shape[0] and j < out.shape[1]:
+        out[j, i] = a[i, 0] * a[j, 1]  # wrong
+
+
+def product_over_the_other_axis(out, a):
+    i, total = cuda.threadIdx.x, 0.0
+    for k in range(a.shape[0]):
+        total += a[i, k]  # wrong
+    out[i, 0] = total
+
+
+def product_of_a_transposed_tile(out, a):
+    tile, total = cuda.shared.array((4, 4), float32), 0.0
+    i, j = cuda.threadIdx.x, cuda.threadIdx.y
+    tile[j, i] = a[i, j]
+    cuda.syncthreads()
+    for n in range(4):
+        total += tile[i, n]
+    out[i, j] = total
+
+
+def shared_array_of_a_variable_size(out, a):
+    tile, i = cuda.shared.array(cuda.blockDim.x, float32), cuda.threadIdx.x  # wrong
+    tile[i] = a[i]
+    out[i] = tile[i]
+
+
+def register_without_a_zero(out, a):
+    total = cuda.local.array(1, float32)
+    for value in range(3):
+        total[0] += value  # wrong
+    out[cuda.threadIdx.x] = total[0]
+
+
+def left_neighbour_of_the_first(out, a):
+    i = cuda.threadIdx.x
+    out[i] = a[i] - a[i - 1]  # wrong
+
+
+def tree_of_an_odd_block(out, a):
+    partial, i, half = cuda.shared.array(6, float32), cuda.threadIdx.x, 3
+    partial[i] = a[i]
+    while half:
+        cuda.syncthreads()
+        if i < half:
+            partial[i] += partial[i + half]
+        half //= 2
+    out[i] = partial[i]
+
+
+def online_softmax_without_rescaling(out, a):
+    largest, total = a[0], 0.0
+    for k in range(SIZE):
+        largest = max(largest, a[k])
+        total += math.exp(a[k] - largest)
+    out[cuda.threadIdx.x] = total
+
+
+def result_returned(out, a):
+    return a[cuda.threadIdx.x]  # wrong
+
+
+#: What no case names: blocks, threads, the shapes of ``out`` and ``a``, and whether ``out`` is garbage.
+ONE = {"grid": 1, "block": SIZE, "out": SIZE, "a": SIZE, "empty": False}
+SQUARE = {"block": (4, 4), "out": (4, 4)}
+BARRIER = r"a race on .*with no barrier in between; call cuda\.syncthreads\(\)"
+UNREAD = r"which no thread has written; \w+ is written in {other}"
+DIVERGENT = r"there wait thread .* every thread of a block must reach the same barrier"
+#: What a kernel must be told, and how it is launched.  None where only the result is wrong.
+CASES: dict[Callable[..., None], tuple[str | None, dict[str, Any]]] = {
+    lost_update: (r"a race on out\[0\]: thread .* and thread .*cuda\.atomic\.add", {}),
     no_barrier: (
-        1, r"a race on the shared array tile\[\d\]: .*{other}.*, with no barrier .*between the two lines",
+        r"a race on the shared array tile\[\d\]: .*{other}.*, with no barrier .*between the two", {},
     ),
-    no_barrier_in_a_tree: (1, r"a race on the shared array partial\[\d\].*no barrier"),
+    no_barrier_in_a_tree: (r"a race on the shared array partial\[\d\].*no barrier", {}),
     no_barrier_at_the_end_of_a_loop: (
-        1, r"the shared array tile\[\d\]: .* reads it in {other}.* writes it .* end of the loop",
+        r"the shared array tile\[\d\]: .* reads it in {other}.* writes it .* end of the loop", {},
     ),
-    barrier_in_a_branch: (1, r"there wait thread \(\d, 0, 0\) and 2 more .* thread \(3, 0, 0\) and 4 more"),
-    return_before_a_barrier: (1, r"there wait .* and thread \(5, 0, 0\) has ended; every thread"),
-    no_guard: (1, r"index \(8\) is out of bounds of the array a of shape \(8,\) \(thread \(7"),
-    small_shared_array: (1, r"index \(\d\) is out of bounds of the array half of shape \(4,\)"),
-    exchanged_axes: (1, r"out of bounds of the array tile of shape \(2, 4\)"),
-    half_written: (
-        1, r"reads the shared array tile\[\d\] in .*, which no thread has written; tile is written in "
-        r"{other} .* elements \[0\] to \[3\] of it",
+    barrier_in_a_branch: (r"wait thread \(\d, 0, 0\) and 2 more .* thread \(3, 0, 0\) and 4 more", {}),
+    return_before_a_barrier: (r"there wait .* and thread \(5, 0, 0\) has ended; every thread", {}),
+    no_guard: (r"index \(8\) is out of bounds of the array a of shape \(8,\) \(thread \(7", {}),
+    small_shared_array: (r"index \(\d\) is out of bounds of the array half of shape \(4,\)", {}),
+    exchanged_axes: (r"out of bounds of the array tile of shape \(2, 4\)", {}),
+    half_written: (UNREAD + r" .* elements \[0\] to \[3\] of it", {}),
+    accumulated_in_garbage: (r"reads the shared array total\[0\] in .* before .* writes it", {}),
+    index_of_the_thread_alone: (
+        r"a race on out\[\d\]: .* block \(0, .* block \(1, .*any order", {"grid": 2},
     ),
-    accumulated_in_garbage: (1, r"reads the shared array total\[0\] in .* before .* writes it"),
-    index_of_the_thread_alone: (2, r"a race on out\[\d\]: .* block \(0, .* block \(1, .*any order"),
-    quotient_as_index: (1, r"the array out has integer indices, got \d\.\d; use //"),
+    quotient_as_index: (r"the array out has integer indices, got \d\.\d; use //", {}),
+    guard_that_is_off_by_one: (
+        r"index \(8\) is out of bounds of .* a of shape \(8,\) .*thread \(3", {"grid": 3, "block": 5},
+    ),
+    index_without_the_block_size: (
+        r"element \[5\] of .* has never been written, of which", {"grid": 2, "block": 4, "empty": True},
+    ),
+    too_few_blocks: (r"element \[4\] of .* has never been written, of which", {"block": 4, "empty": True}),
+    result_of_the_first_thread_of_the_grid: (
+        r"element \[1\] of .* has never been written", {"grid": 2, "block": 4, "out": 2, "empty": True},
+    ),
+    accumulated_in_an_empty_output: (
+        r"it reads out\[\d\], which nothing has written \(thread", {"empty": True},
+    ),
+    barrier_without_a_call: (BARRIER + ".*between", {}),
+    barrier_for_the_lower_half: (DIVERGENT, {}),
+    barrier_in_a_loop_up_to_the_own_row: (DIVERGENT, {}),
+    barrier_of_a_warp_alone: (BARRIER, {"block": 64, "out": 64, "a": 64}),
+    shuffle_in_a_branch: (r"there wait thread .* every thread of a warp", {}),
+    tree_from_the_whole_block: (r"index \(\d+\) is out of bounds of the array partial of shape \(8,\)", {}),
+    nothing_beyond_the_end: (UNREAD, {"a": 6}),
+    blocks_and_threads_exchanged: (UNREAD, {"grid": SIZE, "block": 1}),
+    prefix_sum_in_place: (r"a race on the shared array partial\[\d\]: .*no barrier.*end of the loop", {}),
+    reversed_in_place: (r"a race on out\[\d\]: .*writes it.*", {}),
+    barrier_between_blocks: (r"a race on out\[\d\].* blocks run in any order", {"grid": 2, "block": 4}),
+    row_instead_of_an_element: (
+        r"a race on out\[\d, \d\].* give each element to one thread", SQUARE | {"a": (4, 4)},
+    ),
+    product_without_a_barrier_at_the_end: (BARRIER + " at the end of the loop", SQUARE | {"a": (4, 8)}),
+    product_without_zeros: (UNREAD, SQUARE | {"a": (4, 3)}),
+    product_with_exchanged_results: (
+        r"index \(.*\) is out of bounds of the array out of shape \(4, 8\)",
+        {"grid": (2, 2), "block": (4, 4), "out": (4, 8), "a": (8, 4)},
+    ),
+    product_over_the_other_axis: (
+        r"index \(\d, 4\) is out of bounds of the array a of shape \(8, 4\)", {"out": (8, 1), "a": (8, 4)},
+    ),
+    product_of_a_transposed_tile: (None, SQUARE | {"a": (4, 4)}),
+    shared_array_of_a_variable_size: (r"cuda\.blockDim\.x.* constant", {}),
+    register_without_a_zero: (r"reads the local array total\[0\] .*before it writes it", {}),
+    left_neighbour_of_the_first: (r"a\[-1\] .* end", {}),
+    tree_of_an_odd_block: (None, {"block": 6}),
+    online_softmax_without_rescaling: (None, {}),
+    result_returned: (r"a kernel returns nothing, and", {}),
 }  # fmt: skip
 
 
@@ -131,14 +404,31 @@ def line_of(kernel: Callable[..., None], mark: str) -> str:
     return next(f"line {first + i}" for i, line in enumerate(lines) if line.endswith(f"# {mark}\n"))
 
 
+def launched(kernel: Callable[..., None], **sizes: Any) -> Any:
+    """Launch a kernel on arrays of its sizes, and return its output."""
+    grid, block, out, a, empty = (ONE | sizes).values()
+    numbers = np.arange(1, np.prod(a) + 1, dtype=np.float32).reshape(a)
+    results = (
+        cuda.device_array(out, np.float32) if empty else cuda.to_device(np.zeros(out, np.float32))
+    )
+    cuda.jit(kernel)[grid, block](results, cuda.to_device(numbers))
+    return results.copy_to_host()
+
+
 @pytest.mark.parametrize("kernel", CASES, ids=lambda kernel: kernel.__name__)
 def test_a_wrong_kernel_is_told_its_mistake_and_its_line(kernel: Callable[..., None]) -> None:
-    blocks, pattern = CASES[kernel]
-    out, a = np.zeros(SIZE, np.float32), np.arange(1, SIZE + 1, dtype=np.float32)
+    pattern, sizes = CASES[kernel]
+    if pattern is None:
+        launched(kernel, **sizes)
+        return
     if "{other}" in pattern:
         pattern = pattern.replace("{other}", line_of(kernel, "other"))
-    with pytest.raises((RuntimeError, IndexError, TypeError)) as error:
-        cuda.jit(kernel)[blocks, SIZE](out, a)
+    with (
+        warnings.catch_warnings(),
+        pytest.raises((RuntimeError, LookupError, TypeError, UserWarning)) as error,
+    ):
+        warnings.simplefilter("error")
+        launched(kernel, **sizes)
     assert re.search(pattern, str(error.value), re.DOTALL), str(error.value)
     assert line_of(kernel, "wrong") in str(error.value)
 

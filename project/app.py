@@ -85,6 +85,13 @@ PAGES = {
         "module 2.",
         ("module3", "Task 3.5"),
     ),
+    "block": Page(  # beyond module 2, until module 3
+        3, "A block, thread by thread", ("block_page", "page"),
+        "Your kernels of tasks 3.3 and 3.4 ran on the emulated GPU, which lets the threads of a block "
+        "run in any order. A step ends where a thread reaches a barrier: what it has written into shared "
+        "memory has a frame. Leave out a barrier, and read which threads then race.",
+        ("module3", "Task 3.3"),
+    ),
     "convolution": Page(  # beyond module 3, until module 4
         4, "Convolution and pooling", ("conv_page", "page"),
         "One element of the output is the sum of a window of the input times the kernel. Move the "

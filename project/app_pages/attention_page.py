@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from app_pages.pictures import matrix, new_figure, show
 from app_pages.recording import MASKS, Recording, RunSettings, Step, record
 from app_pages.tile_view import Story, TileView
 from app_pages.tile_words import sentence
-from app_pages.widgets import choose, refuse
+from app_pages.widgets import choose, choose_step, refuse, show_source
 from kernels.traffic.formulas import TRAFFIC, HeadShape, total
 
 #: With the task that a student writes it in.
@@ -47,29 +46,6 @@ def controls() -> tuple[str, tuple[int, int, int, int, str]]:
     block_q = side.select_slider("B_r, query rows a tile", TILE_SIZES, 4, key="block_q")
     block_k = side.select_slider("B_c, key columns a tile", TILE_SIZES, 4, key="block_k")
     return rung, (seq, dim, block_q, block_k, mask)
-
-
-def choose_step(count: int, jumps: list[int]) -> int:
-    """Show the slider and the buttons of the steps; return the number of the step."""
-    state = st.session_state
-    state["step"] = min(state.get("step", jumps[0] if jumps else 0), count - 1)
-
-    def go(number: int) -> None:
-        state["step"] = min(max(number, 0), count - 1)
-
-    now = state["step"]
-    later, earlier = [n for n in jumps if n > now], [n for n in jumps if n < now]
-    moves = {
-        "first": ("|◀ start", 0),
-        "tile_back": ("◀◀ tile", earlier[-1] if earlier else 0),
-        "back": ("◀ step", now - 1),
-        "next": ("step ▶", now + 1),
-        "tile_next": ("tile ▶▶", later[0] if later else count - 1),
-        "last": ("end ▶|", count - 1),
-    }
-    for column, (key, (label, number)) in zip(st.columns(6), moves.items(), strict=True):
-        column.button(label, key=key, on_click=go, args=(number,))
-    return int(st.slider("step", 0, count - 1, key="step"))
 
 
 def overview(story: Story, number: int) -> list[dict[str, str]]:
@@ -183,18 +159,6 @@ def formula_line(recording: Recording) -> str:
     return f"The whole call: counted {counted:,} {sign} {expected:,} by the formula."
 
 
-def source_around(recording: Recording, step: Step) -> None:
-    """Show the kernel's lines around the barrier at which the threads stand."""
-    lines = textwrap.dedent(recording.sources[step.kernel]).splitlines()
-    if step.line is None:
-        first, last, mark = max(len(lines) - 12, 0), len(lines), None
-    else:
-        first, last, mark = max(step.line - 12, 0), step.line + 4, step.line
-    marks = ["▶ " if n == mark else "  " for n in range(first, last)]
-    shown = textwrap.dedent("\n".join(lines[first:last])).splitlines()
-    st.code("\n".join(map(str.__add__, marks, shown)), language="python")
-
-
 def page(hide_source: bool = False) -> None:
     """Show the page."""
     rung, settings = controls()
@@ -208,7 +172,7 @@ def page(hide_source: bool = False) -> None:
         refuse(f"{rung} is not written yet: it is {RUNGS[rung]}; choose another kernel")
         return
     story = Story(recording)
-    number = choose_step(len(recording.steps), story.last_steps())
+    number = choose_step(len(recording.steps), story.last_steps(), "tile")
     step = recording.steps[number]
     before = recording.steps[number - 1] if number else None
     st.markdown(
@@ -238,4 +202,4 @@ def page(hide_source: bool = False) -> None:
         comparison(recording, found, number)
         st.caption(formula_line(recording))
     if not hide_source:
-        source_around(recording, step)
+        show_source(recording.sources[step.kernel], step.line)

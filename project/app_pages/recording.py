@@ -106,36 +106,27 @@ class Recorder(IOMeter):
         """Launch a kernel whose threads report at barriers."""
         self.sources[kernel.name] = inspect.getsource(kernel.source)
         threads = math.prod(three(size[1]))
-        recorder, source = self, kernel.source
 
-        def watched(*kernel_args: Any) -> None:
-            recorder._see(kernel_args)
-            source(*kernel_args)
-            recorder._arrive(kernel, threads, None)
-
-        def reached(frame: FrameType) -> None:
-            if frame.f_code is source.__code__:  # a barrier within a helper has no picture
+        def reached(frame: FrameType | None) -> None:
+            # A barrier within a helper has no picture.
+            if frame is None or frame.f_code is kernel.source.__code__:
                 self._arrive(kernel, threads, frame)
 
-        watched.__qualname__ = source.__qualname__
-        watched.__wrapped__ = source  # type: ignore[attr-defined]  # whose parameters have names
-        reporting = Kernel(watched, kernel.signature, kernel.threads, kernel.shared_bytes)
         DEVICE.on_barrier = reached
         try:
-            super().launch(reporting, size, args)
+            super().launch(kernel, size, args)
         finally:
             DEVICE.on_barrier = None
 
-    def _see(self, args: tuple[Any, ...]) -> None:
-        """Keep the global arrays of a kernel, to look at those that it writes."""
-        for arg in args:
-            if isinstance(arg, tuple):
-                self._see(arg)
-            elif isinstance(arg, Counted):
-                # A product sees a matrix as a vector: the view of most dimensions is kept.
-                known = self._globals.get(number := self._number(arg.array))
-                if known is None or known.array.ndim < arg.array.ndim:
-                    self._globals[number] = arg
+    def _counted(self, name: str, arg: Any, touched: list[Any]) -> Any:
+        """Return an argument that counts, and keep each array, to look at those that are written."""
+        found = super()._counted(name, arg, touched)
+        if isinstance(found, Counted):
+            # A product sees a matrix as a vector: the view of most dimensions is kept.
+            known = self._globals.get(number := self._number(found.array))
+            if known is None or known.array.ndim < found.array.ndim:
+                self._globals[number] = found
+        return found
 
     def _arrive(self, kernel: Kernel, threads: int, frame: FrameType | None) -> None:
         self._frames[DEVICE.block.turns.now] = frame

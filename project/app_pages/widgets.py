@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -11,9 +12,50 @@ import streamlit as st
 T = TypeVar("T")
 
 
-def choose(label: str, options: Iterable[T], key: str, index: int = 0, where: Any = st) -> T:
+def choose(
+    label: str, options: Iterable[T], key: str, index: int = 0, where: Any = st, show: Any = str
+) -> T:
     """Show a list of which one entry is chosen, and return it."""
-    return where.selectbox(label, list(options), index, key=key)
+    return where.selectbox(label, list(options), index, key=key, format_func=show)
+
+
+def choose_step(count: int, jumps: list[int], unit: str) -> int:
+    """Show the slider and the buttons of the steps; return the number of the step.
+
+    Args:
+        count: Number of steps.
+        jumps: The steps to which two buttons lead.
+        unit: The name of what ends at these.
+    """
+    state = st.session_state
+    state["step"] = min(state.get("step", jumps[0] if jumps else 0), count - 1)
+
+    def go(number: int) -> None:
+        state["step"] = min(max(number, 0), count - 1)
+
+    now = state["step"]
+    later, earlier = [n for n in jumps if n > now], [n for n in jumps if n < now]
+    moves = {
+        "first": ("|◀ start", 0),
+        "jump_back": (f"◀◀ {unit}", earlier[-1] if earlier else 0),
+        "back": ("◀ step", now - 1),
+        "next": ("step ▶", now + 1),
+        "jump_next": (f"{unit} ▶▶", later[0] if later else count - 1),
+        "last": ("end ▶|", count - 1),
+    }
+    for column, (key, (label, number)) in zip(st.columns(6), moves.items(), strict=True):
+        column.button(label, key=key, on_click=go, args=(number,))
+    return int(st.slider("step", 0, count - 1, key="step"))
+
+
+def show_source(text: str, line: int | None) -> None:
+    """Show the lines of a kernel around one, from 0, which gets a mark; its last lines for None."""
+    lines = text.splitlines()
+    first, last = (len(lines) - 12, len(lines)) if line is None else (line - 12, line + 4)
+    first = max(first, 0)
+    shown = textwrap.dedent("\n".join(lines[first:last])).splitlines()
+    marks = ["▶ " if n == line else "  " for n in range(first, first + len(shown))]
+    st.code("\n".join(map(str.__add__, marks, shown)), language="python")
 
 
 def refuse(message: str, where: Any = st) -> None:

@@ -93,11 +93,12 @@ MODULES = (
         (*POINTS, *COMPARED, *DRAWN),
     ),
     Module(
-        3, "Efficiency", ("run_fast_tensor", "parallel_check"), ("training_page",),
+        3, "Efficiency", ("run_fast_tensor", "parallel_check"), ("training_page", "block_page"),
         (
             *POINTS, *COMPARED, *DRAWN, "minitorch/backends/cuda_practice.py",
             "project/run_tensor.py", "tests/course/test_loops.py", "tests/support/cuda_tensors.py",
-            "project/course/kernel_text.py",
+            "project/course/kernel_text.py", "project/app_pages/block_recording.py",
+            "project/common/child.py",
         ),
     ),
     Module(

@@ -217,13 +217,14 @@ class Device:
         threadIdx: Of the running thread; so with the others.
         block: The running block.
         checks: What names races, in a kernel of ``cuda.jit``; None in a kernel of the library.
-        on_barrier: Called with the frame of each thread that reaches ``syncthreads``.
+        on_barrier: Called with the frame of each thread that reaches ``syncthreads``, which skips the
+            barrier if the result is true, and with None when a thread ends.
     """
 
     warpsize = WARP
     block: Block
     checks: Checks | None = None
-    on_barrier: Callable[[FrameType], None] | None = None
+    on_barrier: Callable[[FrameType | None], Any] | None = None
 
     def __init__(self) -> None:
         self.threadIdx = self.blockIdx = Index(0, 0, 0)
@@ -267,8 +268,8 @@ class Device:
     # -- barriers, votes and shuffles --------------------------------------------------------------
 
     def syncthreads(self) -> None:
-        if self.on_barrier is not None:
-            self.on_barrier(sys._getframe(1))
+        if self.on_barrier is not None and self.on_barrier(sys._getframe(1)):
+            return
         if self.checks is not None:
             frame = sys._getframe(1)
             self.checks.barriers.add((frame.f_code.co_filename, frame.f_lineno))

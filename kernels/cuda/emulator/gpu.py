@@ -98,6 +98,8 @@ def _run_block(kernel: Translation, args: tuple[Any, ...], engines: Any) -> None
     def thread() -> None:
         if function(*args) is not None:
             raise TypeError(_returned(function))
+        if DEVICE.on_barrier:
+            DEVICE.on_barrier(None)
         if engines:
             engines.check_ended()
 

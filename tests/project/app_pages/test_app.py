@@ -15,14 +15,14 @@ import minitorch
 streamlit = pytest.importorskip(
     "streamlit", reason='the app is not installed: pip install -e ".[app]"'
 )
-from app_pages import attention_page, graph_page, ladder_page  # noqa: E402
+from app_pages import attention_page, block_recording, graph_page, ladder_page  # noqa: E402
 from streamlit.testing.v1 import AppTest  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 
 PAGES = (
-    "math", "manual", "autodiff", "scalar", "tensor", "gradients", "train", "fast", "convolution",
-    "attention", "ladder",
+    "math", "manual", "autodiff", "scalar", "tensor", "gradients", "train", "fast", "block",
+    "convolution", "attention", "ladder",
 )  # fmt: skip
 
 
@@ -225,6 +225,20 @@ def test_an_index_says_where_in_the_storage() -> None:
     assert (metrics(app)["shape"], metrics(app)["strides"]) == ("(4, 2, 3)", "(1, 12, 4)")
     assert metrics(app)["shape of a + b"] == "(2, 3, 4)"
     assert opened("tensor", shape_a="2, 3", shape_b="4").error
+
+
+@pytest.mark.parametrize("kernel", block_recording.KERNELS)
+def test_a_block_shows_its_threads_and_the_race_without_a_barrier(kernel: str) -> None:
+    app = opened("block", block_kernel=kernel)
+    app.button(key="first").click()
+    before, table = pictures(ran(app)), app.dataframe[0].value
+    assert list(table[""].str.contains("waits")).count(True) == 1
+    app.button(key="jump_next").click()
+    assert pictures(ran(app)) != before and not app.error
+    barriers = app.selectbox(key="without").options[1:]
+    assert len(barriers) == 2
+    app.selectbox(key="without").set_value(int(barriers[0].split()[-1]))
+    assert "a race on the shared array" in ran(app).error[0].value.replace("\\", "")
 
 
 def test_the_window_of_a_convolution_moves() -> None:

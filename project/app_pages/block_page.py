@@ -27,7 +27,8 @@ def threads(found: Recording, number: int) -> tuple[list[dict[str, Any]], dict[s
         last[moment.thread] = moment
         variables[moment.thread] = moment.variables or variables.get(moment.thread, {})
     every = [variables.get(i, {}) for i in range(len(found.places))]
-    names = [key for key in variables[now.thread] if len({str(x.get(key)) for x in every}) > 1]
+    begun = [x for x in every if x]
+    names = [key for key in variables[now.thread] if len({x.get(key) for x in begun}) > 1]
     rows = []
     for i, place in enumerate(found.places):
         moment = last.get(i)
@@ -37,7 +38,7 @@ def threads(found: Recording, number: int) -> tuple[list[dict[str, Any]], dict[s
         elif moment is not None and moment.passed == now.passed:
             where = f"waits in line {moment.line}"
         rows.append({
-            "thread": ", ".join(map(str, place)), "": where + " ◀" * (i == now.thread),
+            "threadIdx": ", ".join(map(str, place)), "": where + " ◀" * (i == now.thread),
             **{name: every[i].get(name) for name in names},
         })  # fmt: skip
     return rows, {key: x for key, x in variables[now.thread].items() if key not in names}
@@ -63,7 +64,7 @@ def shared_picture(found: Recording, number: int) -> None:
         used = np.argwhere(~np.isnan(found.moments[-1].shared[name]))
         part = tuple(slice(0, end + 1) for end in used.max(0, initial=0))
         values, frames = np.atleast_2d(array[part]), np.atleast_2d(writes[name][part])
-        matrix(axes, values, name, "{:.3g}", vmin=-20, vmax=20)
+        matrix(axes, values, name, "{:.3g}")
         for row, col in np.argwhere(frames):
             axes.add_patch(Rectangle((col - 0.5, row - 0.5), 1, 1, fill=False, color="black", lw=2))
     show(figure)

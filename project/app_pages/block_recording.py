@@ -84,7 +84,7 @@ def recorded(name: str, n: int, without: int | None) -> Recording:
             if isinstance(value, (int, float, np.number))
         }  # fmt: skip
         state = DEVICE.block
-        shared = {array.name: np.array(array) for array in state.static.values()}
+        shared = {array.name: array.array.copy() for array in state.static.values()}
         moments.append(Moment(state.turns.now, line, state.everyone.rounds, numbers, shared))
         return False
 

@@ -288,8 +288,8 @@ class Checked:
     def __len__(self) -> int:
         return len(self.array)
 
-    def __array__(self, *args: Any, **options: Any) -> Array:
-        return self.array
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return self.array.astype(dtype or self.dtype, copy=bool(copy))
 
     def __getitem__(self, key: Any) -> Any:
         place = self._place(key)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import minitorch
@@ -229,6 +230,8 @@ def test_an_index_says_where_in_the_storage() -> None:
 
 @pytest.mark.parametrize("kernel", block_recording.KERNELS)
 def test_a_block_shows_its_threads_and_the_race_without_a_barrier(kernel: str) -> None:
+    first = block_recording.record(kernel, 8).moments[0].shared
+    assert all(np.count_nonzero(~np.isnan(array)) == 1 for array in first.values())
     app = opened("block", block_kernel=kernel)
     app.button(key="first").click()
     before, table = pictures(ran(app)), app.dataframe[0].value

@@ -148,8 +148,10 @@ class Checks:
                 self.early.append((now, array.name, array, key))
             elif write is not None and not write.is_before(now):
                 raise Race(self._race(array, key, write, "writes", now, "reads"))
-            if not any(one.thread == number and one.line == now.line for one in element.reads[-2:]):
-                element.reads.append(now)
+            for read in element.reads[-2:]:
+                if read.thread == number and read.line == now.line:
+                    return
+            element.reads.append(now)
             return
         if write is not None and not (write.is_atomic and now.is_atomic):
             is_same = kind == "write" and array.array[key] == new
@@ -327,7 +329,15 @@ class Checked:
     def _place(self, key: Any) -> tuple[tuple[int, ...], int] | None:
         """Return the index of an element and its address; None for a part of the array."""
         keys = key if type(key) is tuple else (key,)
-        if len(keys) < len(self.shape) or any(type(one) is slice for one in keys):
+        if len(keys) == self.ndim:
+            at = self._start
+            for i, size, step in zip(keys, self.shape, self.strides, strict=True):
+                if type(i) is not int or not 0 <= i < size:
+                    break
+                at += i * step
+            else:
+                return keys, at  # as nearly always
+        if len(keys) < self.ndim or any(type(one) is slice for one in keys):
             return None
         at, found = self._start, []
         for i, size, step in zip(keys, self.shape, self.strides, strict=False):

@@ -28,7 +28,7 @@ def as_markdown(tasks: list[Task], regions: list[Region]) -> str:
     """Return a description of each task: title, points, hint, where to write, how to test."""
     lines = []
     for task in tasks:
-        emulated = "MINITORCH_EMULATE=1 " if task.emulated else ""
+        emulated = "MINITORCH_EMULATE=check " if task.emulated else ""
         files = " ".join(task.tests)
         lines += [f"**{task.id} {task.title}** ({task.points} points). {task.hint}", ""]
         places = _places([region for region in regions if region.key.task == task.id])

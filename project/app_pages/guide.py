@@ -11,7 +11,7 @@ GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
 FORMULA = re.compile(r"\$\$\n(.*?)\n\$\$", re.DOTALL)
 #: Pictures, with their captions, and links lead to files that the app does not serve.
 PICTURE = re.compile(r"^!\[.*\n(?:\n\*[^*\n].*\*\n)?", re.MULTILINE)
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]+\)")
+LINK = re.compile(r"(?<![!\w])\[([^\]]+)\]\((?!https?:)[^)]+\)")
 
 
 def section(guide: str, heading: str) -> str:

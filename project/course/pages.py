@@ -111,7 +111,9 @@ def plain(text: str, page: str, known: set[str], module: int) -> tuple[str, set[
 def command(task: Task) -> str:
     """Return the command that runs the tests of a task."""
     if task.emulated:
-        return f'MINITORCH_EMULATE=1 python -m pytest -m "{task.mark} and emulated and not cuda"'
+        return (
+            f'MINITORCH_EMULATE=check python -m pytest -m "{task.mark} and emulated and not cuda"'
+        )
     return f"python -m pytest -m {task.mark}"
 
 

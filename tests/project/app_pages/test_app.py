@@ -78,6 +78,11 @@ def test_every_page_shows(page: str) -> None:
     assert pictures(app) or app.get("graphviz_chart")
 
 
+def test_a_guide_keeps_the_brackets_of_its_code() -> None:
+    app = opened("block")
+    assert any("sum_blocks[2, THREADS](sums, " in text.value for text in app.markdown)
+
+
 def test_a_module_has_its_own_pages_and_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
     def pages(*argv: str) -> list[str]:
         monkeypatch.setattr(sys, "argv", ["app.py", *argv])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import textwrap
+import textwrap  # beyond module 2
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ def choose(
     return where.selectbox(label, list(options), index, key=key, format_func=show)
 
 
-def choose_step(count: int, jumps: list[int], unit: str) -> int:
+def choose_step(count: int, jumps: list[int], unit: str) -> int:  # beyond module 2
     """Show the slider and the buttons of the steps; return the number of the step.
 
     Args:
@@ -48,7 +48,7 @@ def choose_step(count: int, jumps: list[int], unit: str) -> int:
     return int(st.slider("step", 0, count - 1, key="step"))
 
 
-def show_source(text: str, line: int | None) -> None:
+def show_source(text: str, line: int | None) -> None:  # beyond module 2
     """Show the lines of a kernel around one, from 0, which gets a mark; its last lines for None."""
     lines = text.splitlines()
     first, last = (len(lines) - 12, len(lines)) if line is None else (line - 12, line + 4)

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -65,8 +66,8 @@ class _Element:
 
 def source_of(line: tuple[str, int]) -> str:
     """Return a line of a file with its number, for a message."""
-    text = linecache.getline(*line).strip()
-    return f"line {line[1]} (`{text}`)" if text else f"line {line[1]}"
+    text, place = linecache.getline(*line).strip(), f"line {line[1]} of {Path(line[0]).name}"
+    return f"{place} (`{text}`)" if text else place
 
 
 def is_garbage(values: Any) -> Any:
@@ -176,8 +177,9 @@ class Checks:
         if does == other or (one.line == two.line and not array.is_shared):
             return f"{text}; give each element to one thread, or use cuda.atomic.add"
         first, last = sorted([one.line, two.line])
-        is_again = any(first < barrier < last for barrier in self.barriers) or (
-            self.elements[array.address(key)].write is not None and one.line >= two.line
+        is_again = first[0] == last[0] and (  # the lines of two files have no order
+            any(first < barrier < last for barrier in self.barriers)
+            or (self.elements[array.address(key)].write is not None and one.line >= two.line)
         )
         where = "at the end of the loop" if is_again else "between the two lines"
         return f"{text}, with no barrier in between; call cuda.syncthreads() {where}"

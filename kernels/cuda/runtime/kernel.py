@@ -14,7 +14,7 @@ from numba import types
 from kernels.cuda.runtime.compiling import allow_shared_memory, compile_kernel
 from kernels.cuda.runtime.launcher import Launcher  # beyond module 5
 from kernels.runtime.launch_notes import Launched, thread  # beyond module 5
-from kernels.runtime.numba_patches import share_copies
+from kernels.runtime.numba_patches import find_live_variables_in_bits, share_copies
 from kernels.runtime.targets import (
     cuda,
     driver,
@@ -24,6 +24,7 @@ from kernels.runtime.targets import (
 )
 
 share_copies(cuda)  # before anything is compiled
+find_live_variables_in_bits(cuda)
 
 
 def device_function(function: Callable[..., Any]) -> Any:

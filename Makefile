@@ -1,6 +1,6 @@
 # make train [TEXT=file.txt]   train a small GPT with flash_attention, on the CPU, in under three minutes
 # make quick [BASE=HEAD]       lint, types and the tests of the rooms that a change touches, in about a minute
-# make test [ONLY=cpu]         the tests, ten minutes on two cores; or one part: cpu, emulated, slow, which are the tests
+# make test [ONLY=cpu]         the tests, five minutes on two cores; or one part: cpu, emulated, slow, which are the tests
 #                              that train, grade or start processes for seconds, left out otherwise, or torch, which
 #                              are those with PyTorch and the models of Hugging Face
 # make fuzz [MINUTES=10]       drawn calls of attention, many of them nonsense: refused in words, or right
@@ -30,6 +30,7 @@ SCHEDULE := $(or $(SCHEDULE),$(shell date +%s))
 # A file of exact versions to install, as CI does; without it pip takes the newest of each range.
 LOCK ?=
 OLDEST ?= python3.10
+FIRST_CUDA := 'cuda-toolkit==13.0.*' 'cuda-bindings==13.0.*' 'nvidia-nvjitlink==13.0.*'
 NEWEST ?= python3.13
 BIN := $(VENV)/bin
 PIP := $(if $(LOCK),PIP_CONSTRAINT=$(LOCK)) $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -38,7 +39,7 @@ override TEXT := $(value TEXT)
 export TEXT
 
 .PHONY: train quick test test-cpu test-emulated test-slow test-torch run-torch ptx compile-ptx fuzz fuzz-options lint docs bench experiments reliability app \
-  install-ci lock ends clean FORCE
+  install-ci install-others lock ends clean FORCE
 
 # Not empty when the user says which Python.
 CHOSEN := $(filter-out file,$(origin PYTHON))
@@ -156,8 +157,10 @@ reliability: $(VENV)/.test
 app: $(VENV)/.app
 	$(BIN)/python -m streamlit run project/app.py $(ARGS) -- $(MODULE)
 
-# Everything that .ci/run needs, so that its parts only run.
+# Everything that .ci/run needs, so that its parts only run: what lints, builds the site and runs most tests, and the rest.
 install-ci: $(VENV)/.lint $(VENV)/.docs
+
+install-others:
 	@$(MAKE) --no-print-directory $(VENV)-ptx/.ptx VENV=$(VENV)-ptx
 	@$(MAKE) --no-print-directory $(VENV)-torch/.torch VENV=$(VENV)-torch
 
@@ -172,7 +175,7 @@ lock:
 	build/lock/all/bin/python -m pip freeze --all --exclude pip --exclude minitorch-flash > build/lock/all.txt
 	$(PYTHON) -m venv build/lock/cuda
 	PIP_CONSTRAINT=build/lock/all.txt build/lock/cuda/bin/python -m pip install --quiet --upgrade '.[cuda,test]' \
-	  'cuda-toolkit==13.0.*' 'cuda-bindings==13.0.*' 'nvidia-nvjitlink==13.0.*'
+	  $(FIRST_CUDA)
 	build/lock/cuda/bin/python -m pip freeze --all --exclude pip --exclude minitorch-flash > build/lock/cuda.txt
 	$(PYTHON) -m venv build/lock/torch
 	PIP_CONSTRAINT=build/lock/all.txt build/lock/torch/bin/python -m pip install --quiet --upgrade '.[test,tokenizers,torch]'
@@ -182,8 +185,13 @@ lock:
 	    "$$($(PYTHON) -c '$(VERSION)')."; \
 	  cat build/lock/all.txt build/lock/cuda.txt build/lock/torch.txt | LC_ALL=C sort -fu; } > requirements-ci.txt
 
-ends: $(VENV)/.test
-	$(BIN)/python project/measure.py ends --publish --oldest=$(OLDEST) --newest=$(NEWEST) $(ARGS)
+# The lower bound of each range, and CUDA's compiler as in lock; then what pip finds today.
+ends:
+	mkdir -p build/ends
+	{ grep -ohE '[A-Za-z][A-Za-z0-9_-]*(\[cu13\])?>=[0-9.]+' requirements.txt setup.py | sed -E 's/(\[cu13\])?>=/==/' | \
+	  grep -v '^torch='; printf '%s\n' $(FIRST_CUDA); } > build/ends/oldest.txt
+	@$(MAKE) --no-print-directory test ptx VENV=build/ends/oldest PYTHON=$(OLDEST) LOCK=build/ends/oldest.txt
+	@$(MAKE) --no-print-directory test ptx VENV=build/ends/newest PYTHON=$(NEWEST) LOCK=
 
 clean:
 	rm -rf $(VENV) $(VENV)-ptx $(VENV)-torch runs build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

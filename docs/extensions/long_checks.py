@@ -3,8 +3,8 @@
 The directive ``{reliability} NAME`` inserts the figures of the last run of ``project/measure.py NAME``,
 or of another command that it names::
 
-    ```{reliability} ends
-    :command: make ends
+    ```{reliability} fuzz_gpu
+    :command: make fuzz GPU=1
     ```
 
 Where no run is on record it says so.
@@ -93,29 +93,11 @@ WORDS = {
     "attention": "attention with changing options",
     "refused": "calls that raise errors",
 }
-#: The packages and the parts of ``make ends`` that the page shows.
-VERSIONS = {"python": "Python", "numpy": "NumPy", "numba": "numba", "numba-cuda": "numba-cuda"}
-PARTS = {
-    "tests": "tests: passed / failed",
-    "emulated": "on the emulated GPU",
-    "compile-only": "compiled CUDA kernels",
-}
 
 
 def file_of(name: str, folder: Path | None = None) -> Path:
     """Return where the record of a script lies."""
     return (folder or RESULTS / "reliability") / f"{name}.json"
-
-
-def _ends_table(ends: dict[str, Any]) -> str:
-    """Return the versions and counts of each end of the supported ranges."""
-    lines = [
-        [end]
-        + [found["versions"][package] for package in VERSIONS]
-        + [f"{found[part]['passed']:,} / {found[part]['failed']}" for part in PARTS]
-        for end, found in ends.items()
-    ]
-    return markdown(["end", *VERSIONS.values(), *PARTS.values()], lines)
 
 
 def _shown(value: Any) -> str:
@@ -128,8 +110,6 @@ def _shown(value: Any) -> str:
 
 def _tables(name: str, record: dict[str, Any]) -> Iterator[str]:
     """Yield the tables of a record."""
-    if "ends" in record:
-        yield _ends_table(record["ends"])
     if named := FIGURES.get(name, {}):
         lines = [[words, _shown(look_up(record, place))] for place, words in named.items()]
         yield markdown(["figure", "value"], lines)

@@ -11,7 +11,7 @@ from bench.kit import ROOT, Figure, Measurement, Record, Run
 
 COMMAND = ".ci/run"
 #: Minutes that a run may take on two cores.
-MOST = 45
+MOST = 25
 _PART = re.compile(r"^(passed|FAILED) +(\d+) s  (.+)$", re.MULTILINE)
 _TIME = re.compile(r"^(\d+) minutes (\d+) seconds in all$", re.MULTILINE)
 

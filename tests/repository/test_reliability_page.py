@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
-import json
 import re
 from pathlib import Path
 
 import pytest
-from bench import harness
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
@@ -43,29 +41,3 @@ def test_every_record_is_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         (tmp_path / "a.json").write_text(content)
         with pytest.raises(ValueError):
             extension.as_markdown("a", folder=tmp_path)
-
-
-RUN = """[tests] 12 passed in 3 s
-passed     12 s  tests
-
-1 minutes 30 seconds in all
-passed      2 s  lint
-passed     12 s  tests
-passed      0 s  slow
-"""
-
-
-@pytest.mark.parametrize(("change", "code"), [(("", ""), 0), (("passed     12", "FAILED     12"), 1),
-                                              (("1 minutes", "45 minutes"), 1)])  # fmt: skip
-def test_a_run_of_ci_is_a_row_for_each_part(
-    change: tuple[str, str], code: int, tmp_path: Path
-) -> None:
-    log, path = tmp_path / "log.txt", tmp_path / "ci.json"
-    log.write_text(RUN.replace(*change), encoding="utf-8")
-    assert harness.run(harness.load("ci"), ["--log", str(log), "--json", str(path)]) == code
-    record = json.loads(path.read_text(encoding="utf-8"))
-    assert [row["part"] for row in record["rows"]] == ["lint", "tests", "slow"]
-    assert [row["seconds"] for row in record["rows"]] == [2, 12, 0]
-    log.write_text(RUN.split("1 minutes")[0], encoding="utf-8")
-    with pytest.raises(SystemExit, match="no output of a whole run"):
-        harness.run(harness.load("ci"), ["--log", str(log), "--json", str(path)])

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from minitorch.datasets import Graph, datasets, make_pts, spiral
+from minitorch.datasets import Graph, datasets
 
 # The rule of each set, written out a second time as a picture: rows from x2 = 0.94 down to 0.04,
 # columns from x1 = 0.04 up to 0.94, `#` for class 1. No point lies on a border.
@@ -40,20 +40,3 @@ def test_the_classes_lie_where_the_picture_shows(name: str, monkeypatch) -> None
     labels = datasets[name](100).y
     marks = "".join("#" if label else "." for label in labels)
     assert [marks[row : row + 10] for row in range(0, 100, 10)] == PICTURES[name]
-
-
-def test_a_seed_fixes_the_points() -> None:
-    random.seed(7)
-    first = make_pts(5)
-    random.seed(7)
-    assert make_pts(5) == first
-    assert len(set(first)) == 5
-
-
-def test_the_spiral_has_two_arms_that_mirror_each_other() -> None:
-    graph = spiral(20)
-    assert graph == spiral(20), "nothing is random"
-    assert graph.y == [0] * 10 + [1] * 10
-    for (x1, x2), (y1, y2) in zip(graph.X[:10], graph.X[10:], strict=True):
-        # At -t, x = t cos t changes its sign and y = t sin t does not; then they swap places.
-        assert (y1 - 0.5, y2 - 0.5) == pytest.approx((x2 - 0.5, 0.5 - x1))

@@ -4,7 +4,6 @@ import copy
 import pickle
 from typing import Any
 
-import numpy as np
 import pytest
 
 from minitorch import Module, Parameter, Scalar, tensor
@@ -65,30 +64,6 @@ def test_parameters_in_a_list_are_not_seen_but_added_ones_are() -> None:
     assert module.weight_0 is added
     assert (added.name, added.value) == ("weight_0", 2.5)
     assert [name for name, _ in module.named_parameters()] == ["weight_0"]
-
-
-class Sized(Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size, self.label, self._hidden = size, "<a>", 3
-        self.weights = Parameter(np.zeros((size, 2)))
-
-
-def test_repr_shows_numbers_and_the_shapes_of_parameters() -> None:
-    assert repr(Sized(3)) == "Sized(size=3, weights=(3, 2))"
-    outer = Sized(1)
-    outer.child = Sized(2)
-    assert repr(outer) == (
-        "Sized(size=1, weights=(1, 2)\n  (child): Sized(size=2, weights=(2, 2))\n)"
-    )
-
-
-def test_a_notebook_shows_a_module_as_a_tree_that_opens() -> None:
-    outer = Tree()
-    page = outer._repr_html_()
-    assert page.startswith("<details open><summary>Tree()</summary>")
-    assert page.count("<details") == page.count("</details>") == 2
-    assert "<div>first: Leaf()</div>" in page
 
 
 def test_a_parameter_makes_a_computed_scalar_a_leaf() -> None:

@@ -65,10 +65,3 @@ def test_an_index_outside_is_refused(index: tuple[int, ...] | int) -> None:
         layout.get(index)
     with pytest.raises(IndexingError, match=r"\(3, 5\)"):
         layout.set(index, 1.0)
-
-
-@given(numbered)
-def test_to_string_shows_each_number(layout: TensorData) -> None:
-    text = layout.to_string()
-    numbers = text.replace("[", " ").replace("]", " ").split()
-    assert numbers == [f"{layout.get(index):3.2f}".strip() for index in layout.indices()]

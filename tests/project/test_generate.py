@@ -12,7 +12,6 @@ import pytest
 from minitorch import DecoderLM
 
 from ..support.models.gpt2_folder import write_folder
-from ..support.scripts import refused
 
 SPEED = re.compile(
     r"(\d+) tokens of the prompt and the first new one in [\d.]+ s(, then [\d.,]+ tokens/s)?"
@@ -61,13 +60,3 @@ def test_letters_of_several_tokens_are_whole(
     monkeypatch.setattr(DecoderLM, "continuation", lambda *args, **kwargs: iter([*ids, 256, 1]))
     text, _ = written(capsys, folder, "--prompt", "a ")
     assert text == "a é ß!"  # and nothing after the end token
-
-
-def test_what_cannot_be_read_is_one_line(folder: Path, tmp_path: Path) -> None:
-    assert "not a folder" in refused(generate.main, tmp_path / "none", "--prompt", "a")
-    assert "config.json" in refused(generate.main, tmp_path, "--prompt", "a")
-    assert "tokenizer.json" in refused(generate.main, write_folder(tmp_path), "--prompt", "a")
-    assert "at least one word" in refused(generate.main, folder, "--prompt", "")
-    assert "--prompt" in refused(generate.main, folder)
-    assert "--top-p" in refused(generate.main, folder, "--prompt", "a", "--top-p", 0)
-    assert "--top-k" in refused(generate.main, folder, "--prompt", "a", "--top-k", 0)

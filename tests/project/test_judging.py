@@ -19,8 +19,6 @@ from training import gpt_files
 import minitorch
 from minitorch.training.model_files import save_checkpoint
 
-from ..support.scripts import refused
-
 CONTEXT = 48
 #: A configuration of a small model of bytes, as a checkpoint has it.
 CONFIG: dict[str, Any] = {
@@ -159,18 +157,6 @@ def test_questions_begin_where_chapters_do() -> None:
     assert judging.questions_of(*ask, 2000, 10, 99, 0) == []
 
 
-def test_methods_compete_with_methods() -> None:
-    text = (
-        "class A:\n    @x\n    async def a(self): 0\n    def b(self):\n        def c(): 0\n"
-        "@y\ndef d(): 0\n"
-    )
-    found = [
-        (m["indent"], text[m.start() :].split("\n")[0])
-        for m in re.finditer(judging.DEFINITION, text, re.MULTILINE)
-    ]
-    assert found == [("", "class A:"), ("    ", "    @x"), ("    ", "    def b(self):"), ("", "@y")]
-
-
 # -- the scripts -------------------------------------------------------------------------------------
 
 
@@ -225,32 +211,3 @@ def test_chapter_break_writes_a_record(run: Path, tmp_path: Path) -> None:
     for i, score in enumerate(judging.SCORES):
         more = row["by_context"][4 + i]["accuracy"] - row["by_context"][i]["accuracy"]
         assert row["longest_minus_shortest"][score]["mean"] == pytest.approx(more)
-
-
-def test_what_is_wrong_is_one_line(run: Path, tmp_path: Path) -> None:
-    def line(name: str, *args: Any) -> str:
-        return refused(
-            lambda given: harness.run(harness.load(name), given), "--device", "cpu", *args
-        )
-
-    text = ["--text", tmp_path / "text.py", "--all", "--json", tmp_path / "record.json"]
-    (tmp_path / "short.txt").write_text("a")
-    cases: list[tuple[str, tuple[Any, ...], str]] = [
-        ("perplexity", (tmp_path / "none",), "no such checkpoint"),
-        ("perplexity", (run, *text, "--text", tmp_path / "short.txt"), "1 tokens, at least 2"),
-        ("perplexity", (run, *text, "--contexts", 49), "from 1 to 48, the context of the model"),
-        ("perplexity", (run, *text, "--stride", 0), "1 or more"),
-        ("chapter_break", (run, *text), "from 256 to 48, the context of the model"),
-        ("chapter_break", (run, *text, "--chapter", "("), "must be a regular expression"),
-        ("chapter_break", (run, *text, "--chapter", "^CHAPTER ", "--continuation", 8),
-         "no chapter of the text has 40 tokens before it"),
-    ]  # fmt: skip
-    for name, args, words in cases:
-        assert words in line(name, "--runs", *args)
-    model = run / "model.safetensors"
-    large = model_of()
-    large.ln.weights.update(large.ln.weights.value * 3e38)
-    save_checkpoint(run / "large.safetensors", large, {**CONFIG, "precision": "float32"})
-    assert "train it again" in line("perplexity", "--runs", run / "large.safetensors", *text)
-    model.write_bytes(model.read_bytes()[:-9])
-    assert "cannot be read" in line("perplexity", "--runs", run, *text)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numba
 import numpy as np
@@ -416,33 +414,6 @@ def test_long_masks_and_their_lists_are_quick_and_small() -> None:
 
 
 # ---- pictures and words -----------------------------------------------------------------------------
-
-
-def test_a_picture_has_a_sign_for_each_block() -> None:
-    mask = BlockMask.causal(64, 96, 32, causal_offset=32)
-    assert mask.picture() == "█▒·\n██▒"
-    assert str(mask) == (
-        "BlockMask(heads=1, seq_q=64, seq_k=96, block_size=(32, 32), density=0.8333, patterns=1)"
-    )
-    both = BlockMask.stack([mask, BlockMask.band(64, 96, -64, 96, 32)])
-    assert both.picture(head=1) == "███\n███"
-
-
-def test_a_notebook_shows_a_picture_with_the_colour_of_each_block() -> None:
-    mask = BlockMask.causal(48, 48, block_size=16)
-    svg = ElementTree.fromstring(mask._repr_svg_())
-    areas = [node.attrib for node in svg.iter() if "stroke" not in node.attrib]
-    widths = [float(node["width"]) for node in areas if node.get("height") == f"{320 / 3:g}"]
-    # By rows: partial and hidden; full, partial and hidden; full and partial.
-    assert np.allclose(widths, np.array([1, 2, 1, 1, 1, 2, 1]) * 320 / 3, atol=1e-3)
-    assert repr(mask) in mask._repr_svg_()
-
-
-@pytest.mark.parametrize("heads", [1, 5])
-def test_a_picture_is_written_as_png(tmp_path: Path, heads: int) -> None:
-    pytest.importorskip("matplotlib")
-    BlockMask.bigbird(512, 256, 32, heads=heads).save_picture(tmp_path / "mask.png")
-    assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_to_see_is_a_mask_too() -> None:

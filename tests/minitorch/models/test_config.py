@@ -37,14 +37,3 @@ def test_an_encoder_is_bidirectional_whatever_its_config_says() -> None:
     model.eval()
     first, other = (model.hidden(np.array([[1, 2, last]])).to_numpy()[0, 0] for last in (3, 4))
     assert (first != other).any()
-
-
-def test_a_module_names_its_options() -> None:
-    with pytest.raises(
-        TypeError, match=r"FeedForward: .*'width'; its options are n_embd, middle_dim"
-    ):
-        minitorch.FeedForward(8, width=3)
-    with pytest.raises(TypeError, match="DecoderLM: missing a required argument: 'n_positions'"):
-        minitorch.DecoderLM(5, 8, 2)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bias'"):
-        minitorch.TransformerLayer(Config(8, 2), bias=False)

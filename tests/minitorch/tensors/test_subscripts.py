@@ -145,15 +145,6 @@ def test_only_a_single_element_is_true_or_false() -> None:
         0 < x < 1  # noqa: B015  # pyright: ignore[reportUnusedExpression]
 
 
-def test_one_element_is_formatted_as_a_number() -> None:
-    loss = tensor([2.0]).sum() / 3.0
-    assert f"{loss:.3f}" == "0.667"
-    assert float(loss) == loss.item() and int(tensor([[7.9]])) == 7
-    assert f"{loss}" == str(loss)
-    with pytest.raises(TypeError, match=r"shape \(2,\) has 2"):
-        f"{tensor([1.0, 2.0]):.3f}"
-
-
 @on_every_backend
 @at_most(20)
 @given(data=st.data())

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data import long_range, official_files
+from data import official_files
 from data.long_range import load_task
 
 
@@ -102,22 +102,3 @@ def test_stand_ins_say_so_and_a_seed_decides_them(tmp_path: Path) -> None:
         assert X.shape == shape and 0.2 < y.mean() < 0.8
         np.testing.assert_array_equal(X, again.parts["train"].X)
         assert not np.array_equal(X, other.parts["train"].X)
-
-
-def test_the_stand_in_for_image_is_digits_of_1024_pixels(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    task = load_task("image", tmp_path)
-    assert task.is_stand_in and task.length == 1024 and task.classes == 10
-    assert sum(len(examples.y) for examples in task.parts.values()) == 1797
-    image = task.parts["train"].X[0].reshape(32, 32)
-    assert image.max() == 255 and (image == image[::4, ::4].repeat(4, 0).repeat(4, 1)).all()
-
-
-def test_generated_tasks_are_small_when_quick_and_take_no_files(tmp_path: Path) -> None:
-    for name in long_range.GENERATED:
-        task = load_task(name, tmp_path, quick=True)
-        assert len(task.parts["train"].y) == 64 and not task.is_stand_in
-        with pytest.raises(SystemExit, match="reads no files; leave --data out"):
-            load_task(name, tmp_path, data=tmp_path)
-    with pytest.raises(ValueError, match="a task is one of"):
-        load_task("sudoku", tmp_path)

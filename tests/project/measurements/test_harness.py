@@ -174,11 +174,6 @@ def test_several_run_in_processes_of_their_own_and_a_failure_stops_no_other(
     assert "| options | failed with exit code 3 |" in capsys.readouterr().out
 
 
-def test_a_name_that_is_no_measurement_ends_in_one_line() -> None:
-    with pytest.raises(SystemExit, match="there is no measurement 'lung'; there are against_torch"):
-        measure.main(["lung"])
-
-
 def test_rounds_are_interleaved_and_compilation_is_not_counted() -> None:
     done: list[str] = []
     steps = {name: lambda name=name: done.append(name) or time.sleep(3e-3) for name in "ab"}

@@ -14,13 +14,11 @@ import pytest
 from kernels.runtime.targets import EMULATED
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "project"))  # as for its scripts
-from bench import contestants, harness, plots, records
+from bench import contestants, harness, records
 from bench.harness import Run
-from bench.measuring import load_torch
 from bench.peer_cases import cases as cases_of
 from bench.torch_attention import Rivals
 from bench.training_contestants import OURS, THEIRS, Size, Training, our_model
-from measurements import against_torch, attention, io_table, peers
 from measurements.bench_training import difference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in scalar:RuntimeWarning")
@@ -140,49 +138,6 @@ def test_cases_run_in_16_bits(dtype: str, name: str) -> None:
     assert max(errors.values()) < (0.003 if dtype == "float16" else 0.03), errors
 
 
-@HERE
-def test_the_plan_beside_pytorch_names_each_row_once() -> None:
-    settings = harness.settings_of(against_torch.MEASUREMENT, "cuda", "normal")
-    keys = [str(one.key) for one in against_torch.plan(SimpleNamespace(**settings))]
-    assert len(keys) == len(set(keys)) == 148
-    assert {*against_torch.RUNGS} == {
-        "flash2_mma", "flash2_mma, deterministic", "flash3_wgmma", "flash3_wgmma, deterministic",
-    }  # fmt: skip
-
-
-@HERE
-def test_memory_tries_nothing_that_might_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-
-    def in_child(function: Any, device: str, name: str, shape: tuple[int, ...], *_: bool) -> int:
-        tried.append((name, shape[1]))
-        return shape[1] * shape[1]
-
-    monkeypatch.setattr(attention, "in_child", in_child)
-    monkeypatch.setattr(attention, "capacity", lambda device: 1_000_000)
-    settings = {"heads": 1, "lengths": (250, 500, 1000), "naive_to": 10**9}
-    run = Run(harness.load("memory"), "cpu", "normal", settings)
-    run.measure(attention.peaks(run))
-    assert [length for name, length in tried[::2] if name == "naive"] == [250, 500]
-    assert [length for name, length in tried[::2] if name == "flash"] == [250, 500, 1000]
-    # Flash in proportion to the length, naive by its square.
-    assert run.record["longest"]["flash"] == dict.fromkeys(attention.MODES, 1000)
-    assert run.record["longest"]["naive"] == dict.fromkeys(attention.MODES, 1000)
-
-
-@HERE
-def test_the_io_table_reads_the_counters_of_its_own_workload(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row, workload = {"rung": "naive", "pass": "forward", "dram_gb": 2.0}, {"batch_heads": 1}
-    found = plots.Result({"device": "A GPU", "workload": workload, "rows": [row]}, "gpu")
-    monkeypatch.setattr(io_table, "stored", lambda name: [found])
-    own = io_table.counters_of({"device": "A GPU", "workload": workload})
-    assert own == {("naive", "forward"): row}
-    assert io_table.counters_of({"device": "A GPU", "workload": {"batch_heads": 2}}) == {}
-    assert io_table.counters_of({"device": "Another", "workload": workload}) == {}
-
-
 # -- trainings ---------------------------------------------------------------------------------------------
 
 SMALL = Size(2, 16, 2, 96, True, 24, 3, 5e-3)
@@ -220,14 +175,3 @@ def test_naive_attention_and_recomputing_change_no_loss() -> None:
         for kind, recompute in (("flash", False), ("naive", False), ("flash", True))
     )
     assert difference(flash, naive) < 1e-5 and flash == again
-
-
-@HERE
-def test_without_pytorch_its_lines_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "load_torch", lambda: None)
-    settings = harness.settings_of(peers.MEASUREMENT, "cpu", "quick") | {"cases": ("dense",)}
-    run = Run(peers.MEASUREMENT, "cpu", "quick", settings)
-    assert run.measure(peers.all_rows(run)) == 0
-    ours, *others = run.rows
-    assert ours["forward"]["ratio"] == 1.0 and load_torch is not None
-    assert {row["why_not"] for row in others} == {"PyTorch is not installed"}

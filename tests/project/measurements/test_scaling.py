@@ -49,14 +49,6 @@ def test_overlap_hides_at_most_all_of_the_transfer(
     assert alone.total == alone.compute and alone.exposed == 0.0
 
 
-@given(works, machines)
-def test_a_step_of_so_many_rows_takes_as_long_as_its_transfer(work: Any, machine: Any) -> None:
-    machine = machine._replace(latency=0.0, call=0.0, overlaps=False)
-    rows = ring_time.hiding_rows(work, machine)
-    time = ring_time.ring_time(work._replace(tokens=3 * rows), 3, machine, "forward")
-    assert time.compute / 3 == pytest.approx(time.transfer / 2)
-
-
 @given(machines)
 def test_the_fit_finds_the_machine_of_its_rows(machine: Any) -> None:
     # That of cores which compute longer than they send.

@@ -7,7 +7,6 @@ import random
 import re
 import signal
 import struct
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +23,6 @@ import run_sentiment
 import run_tensor
 import train_tasks
 from data import digits as digits_data
-from data import sentiment as sentiment_data
 from hypothesis import given
 from hypothesis import strategies as st
 from training import points
@@ -175,23 +173,6 @@ def test_the_digits_of_scikit_learn_are_learnt(
 # -- what they know of the optimum ---------------------------------------------------------------
 
 
-def test_a_sentence_has_the_sign_of_its_adjectives_after_not_has_turned_one() -> None:
-    """Read with the rule, 95 % of the labels are right."""
-    random.seed(0)
-    right = []
-    for _ in range(2000):
-        text, label = sentiment_data.make_sentence()
-        words, turned, signs = text.split(), False, []
-        for word in words:
-            turned |= word == "not"
-            if word in (*sentiment_data.GOOD, *sentiment_data.BAD):
-                signs.append((word in sentiment_data.GOOD) != turned)
-                turned = False
-        assert len(signs) == 2 and signs[0] == signs[1]
-        right.append(signs[0] == label)
-    assert np.mean(right) == pytest.approx(sentiment_data.BEST_ACCURACY, abs=0.02)
-
-
 @given(st.sampled_from(sorted(train_tasks.TASKS)), st.integers(1, 6), st.integers(0, 99))
 def test_the_answer_of_a_task_is_right(name: str, length: int, seed: int) -> None:
     task = train_tasks.TASKS[name]
@@ -294,32 +275,6 @@ def test_options_that_cannot_work_are_one_line(
     assert all(word in line for word in words.split()), line
 
 
-def test_a_dead_network_is_said_to_be_dead(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    call(run_tensor, tmp_path, *SHORT[run_tensor], "--RATE", "1e30", "--PLOT", "False")
-    assert "no better than that of a guess" in capsys.readouterr().out
-    call(run_fast_tensor, tmp_path, "--EPOCHS", "100", "--PLOT", "False")
-    assert "a guess" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda a: a.pop("y_test"), "y_test is missing"),
-        (lambda a: a.update(y_train=a["y_train"][1:]), "do not fit"),
-        (lambda a: a.update(x_train=np.zeros((64, 9, 9), np.uint8)), "pooled"),
-    ],
-)
-def test_images_that_cannot_be_learnt_are_one_line(
-    change: Callable[[dict[str, Any]], Any], words: str, tmp_path: Path
-) -> None:
-    change(arrays := mnist_arrays())
-    np.savez(tmp_path / "odd.npz", **arrays)  # type: ignore[arg-type]
-    line = refused(run_digits.main, "--mnist", tmp_path / "odd.npz", "--out", tmp_path)
-    assert words in line
-
-
 @pytest.mark.parametrize(
     ("script", "option", "content", "words"),
     [
@@ -336,16 +291,6 @@ def test_a_broken_file_is_one_line(
 ) -> None:
     (tmp_path / "odd").write_bytes(content)
     assert words in refused(script.main, option, tmp_path / "odd", "--out", tmp_path)
-
-
-def test_broken_idx_files_are_one_line(tmp_path: Path) -> None:
-    given, path = ("--mnist", tmp_path, "--out", tmp_path), tmp_path / digits_data.IDX_FILES[0]
-    assert "missing" in refused(run_digits.main, *given)
-    write_idx(tmp_path, mnist_arrays(), False)
-    path.write_bytes(path.read_bytes()[:-1])
-    assert "cut off" in refused(run_digits.main, *given)
-    path.write_bytes(b"P5 not idx")
-    assert "not an idx file" in refused(run_digits.main, *given)
 
 
 def on(script: ModuleType, gpu: bool) -> list[str]:
@@ -373,17 +318,6 @@ def test_a_gpu_gives_the_losses_of_the_cpu(
         losses.append(re.findall(r"loss +([\d.]+)", capsys.readouterr().out))
     cpu, gpu = (np.array(row, float) for row in losses)
     np.testing.assert_allclose(gpu, cpu, atol=2e-3)
-
-
-def test_a_missing_package_is_named_with_what_to_install(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("matplotlib.figure", "sklearn", "sklearn.datasets"):
-        monkeypatch.setitem(sys.modules, name, None)  # its import fails
-    call(run_manual, tmp_path, "--PTS", "5")
-    assert "matplotlib is missing" in capsys.readouterr().out
-    line = refused(run_digits.main, "--out", tmp_path)
-    assert "scikit-learn" in line and "--mnist" in line
 
 
 @pytest.mark.usefixtures("ctrl_c")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,6 @@ from data import documents as corpus
 from hypothesis import given
 from hypothesis import strategies as st
 from training import document_loop
-
-from ...support.scripts import refused
 
 pytestmark = pytest.mark.slow
 
@@ -63,24 +60,6 @@ def test_who_reads_more_knows_more(finished: Path) -> None:
     assert (finished / "documents.png").stat().st_size > 1000
 
 
-def test_folders_that_hold_no_set_are_one_line(folder: Path, tmp_path: Path) -> None:
-    def line(data: Path) -> str:
-        return refused(lambda given: run(tmp_path, *given), "--data", data)
-
-    assert "there are no folders of labels" in line(tmp_path / "no")
-    own = Path(shutil.copytree(folder, tmp_path / "own"))
-    both = next(x.name for x in (own / "cats").iterdir() if (own / "dogs" / x.name).exists())
-    (own / "birds").mkdir()
-    assert "birds: the label has no documents; put .txt files" in line(own)
-    (own / "birds" / both).write_bytes(b"\xff")
-    assert "cannot be read as UTF-8" in line(own)
-    (own / "birds" / both).write_text("another text")
-    assert "the text differs from that of" in line(own)
-    for label in ("cats", "dogs"):
-        shutil.rmtree(own / label)
-    assert "too few for a part to" in line(own)
-
-
 def test_import_statements_are_blanked_wherever_they_stand() -> None:
     source = (
         "import os, xml.dom as d\nif True:\n    from re import (\n        compile,\n    )\n"
@@ -106,16 +85,6 @@ def test_the_corpus_has_the_modules_that_most_files_import(tmp_path: Path) -> No
     found = corpus.python_library(10, tmp_path, 2)
     assert found.labels == ("os", "re") and len(found.texts) == 3
     assert found.targets.tolist() == [[True, False], [True, True], [False, True]]
-
-
-def test_tokens_are_words_numbers_and_signs() -> None:
-    assert corpus.TOKEN.findall("os.path_2 über…\n 12a") == [
-        "os", ".", "path", "_", "2", "über", "…", "12", "a",
-    ]  # fmt: skip
-    ids = corpus.vocabulary(["a a b b c", "a"], 3)
-    assert ids == {"a": 1, "b": 2}
-    assert corpus.encoded("c b a b", ids, 3).tolist() == [0, 2, 1]
-    assert corpus.encoded("", ids, 3).tolist() == [corpus.UNKNOWN]
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 99))

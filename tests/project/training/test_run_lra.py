@@ -21,8 +21,6 @@ from training.lra_methods import QUICK
 from minitorch.models.positions import upsampled_grid
 from minitorch.training.model_files import read_checkpoint
 
-from ...support.scripts import refused
-
 pytestmark = pytest.mark.slow
 
 SMALL = ["--tasks", "listops", "--quick", "--steps", "20", "--judge-every", "5", "--device", "cpu"]
@@ -35,11 +33,6 @@ def run(out: Path, *options: str, small: list[str] = SMALL, code: int = 0) -> No
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
     return json.loads((out / "lra.json").read_text())["rows"]
-
-
-def line_of(out: Path, *options: str) -> str:
-    """Return the one line with which a run ends."""
-    return refused(lambda given: run(out, *given), *options)
 
 
 @pytest.fixture(autouse=True)
@@ -114,17 +107,6 @@ def test_resuming_adds_what_the_record_lacks(
     capsys.readouterr()
     run(own, "--attentions", "flash", "linear", "--resume")
     assert "| linear attention |" in capsys.readouterr().out
-
-
-def test_wrong_options_are_refused_in_one_line(own: Path, tmp_path: Path) -> None:
-    for options, words in (
-        (["--attentions", "flash", "--resume", "--steps", "30"], "had other values of steps"),
-        (["--data", "x"], "add --tasks text, retrieval or image"),
-        (["--tasks", "text", "--data", str(tmp_path / "no")], "train/pos"),
-    ):
-        assert words in line_of(own, *options), options
-    (own / "lra.json").write_text("{}")
-    assert "is not a record" in line_of(own, "--resume")
 
 
 def test_a_crossover_is_the_length_from_which_on_a_method_stays_faster() -> None:

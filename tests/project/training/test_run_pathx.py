@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from bench import harness
 from data import sequence_sets
-from data.pathfinder import Pathfinder
 from hypothesis import example, given
 from hypothesis import strategies as st
 from training import lra_loop, saliency
@@ -135,17 +134,6 @@ def test_damage_and_a_full_disk_are_one_line(own: Path, monkeypatch: pytest.Monk
     assert "is not a record" in line_of(own)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("--stages 16 8", "must be among 8, 16, 32, 64, 128, half-256, 256, in this order"),
-        ("--steps 1 2 3", "one value for all stages or one for each of 2, got 3"),
-    ],
-)
-def test_wrong_options_are_refused(options: str, words: str, tmp_path: Path) -> None:
-    assert words in line_of(tmp_path, *options.split())
-
-
 def test_batches_drawn_ahead_are_those_drawn_on_demand() -> None:
     def rows(done: int, processes: int) -> Any:
         batches = sequence_sets.fresh_batches(drawn, 4, 7, done, 5, processes)
@@ -194,10 +182,3 @@ def test_saliency_is_the_slope_of_the_difference_of_the_logits() -> None:
 
     slopes = [(difference(step) - difference(-step)) / 2e-2 for step in 1e-2 * np.eye(8)]
     assert found[1, 7] == pytest.approx(np.linalg.norm(slopes), rel=1e-2)
-
-
-def test_saliency_on_the_contours_alone_is_counted_as_theirs() -> None:
-    pictures = saliency.held_out(Pathfinder(), 0, 4)
-    maps = [saliency.pixels_of(p.contours[:2], 32).reshape(-1).astype(float) for p in pictures]
-    parts = saliency.shares(pictures, maps)
-    assert parts["long_contours"] > 5 and parts["elsewhere"] == 0 and parts["distractors"] < 1

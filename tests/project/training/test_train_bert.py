@@ -80,25 +80,3 @@ def test_fine_tuning_learns_classes_and_goes_on(
     assert config["classes"] == ["cats", "mats"]
     again = ["--finetune", out / "model.safetensors", "--out", tmp_path / "b"]
     assert "is a classifier already" in refused(train_bert.main, *options, *again)
-
-
-def test_what_is_wrong_is_said_in_one_line(trained: Path, text: Path, tmp_path: Path) -> None:
-    out = ["--out", tmp_path / "out"]
-    short = tmp_path / "short.txt"
-    short.write_text("short")
-    other = tmp_path / "other.txt"
-    other.write_text(text.read_text() + "\n\nand one more paragraph")
-    (tmp_path / "data" / "empty").mkdir(parents=True)
-    (tmp_path / "data" / "full").mkdir()
-    model = trained / "model.safetensors"
-    for options, words in (
-        (["--attention", "naive"], "pass --padded"),
-        (["--data", tmp_path], "--data belongs to --finetune"),
-        (["--vocabulary", "200", "--text", text], "258 or more"),
-        (["--text", short], "too few paragraphs"),
-        (["--finetune", tmp_path / "none"], "no such checkpoint"),
-        (["--finetune", model, "--data", tmp_path / "data"], "the class empty has no .txt file"),
-        (["--resume", trained, "--text", other], "learns another text"),
-        (["--resume", trained, "--lr", "1"], "cannot go on with 1.0"),
-    ):
-        assert words in refused(train_bert.main, *options, *out)

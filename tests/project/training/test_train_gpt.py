@@ -126,19 +126,6 @@ def test_options_that_cannot_work_are_one_line(options: str, tmp_path: Path) -> 
     assert not (tmp_path / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("--init x --sinks", "--init --sinks"),
-        ("--init DIR --preset toy", "leave out --preset"),
-        ("--init DIR --load FILE", "take one of them"),
-    ],
-)
-def test_options_that_exclude_each_other_are_one_line(options: str, words: str) -> None:
-    line = refused(train_gpt.main, *options.split())
-    assert all(word in line for word in words.split()), line
-
-
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_keeps_what_is_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step: Callable[..., Any] = gpt_loop.train_step

@@ -28,6 +28,7 @@ from kernels.runtime.jit import fingerprint
 
 from ...support.attention.strategies import MASK_MODS, SCORE_MODS
 from ...support.device.compiling import (
+    EVERY_GENERATION,
     FLOAT32,
     FLOAT64,
     assert_in_registers,
@@ -35,7 +36,6 @@ from ...support.device.compiling import (
     assert_no_float64,
     needs_nvvm,
     needs_ptxas,
-    on_every_generation,
     ptx_of,
 )
 from ...support.device.fake_device import fake_device, shared_bytes
@@ -149,9 +149,11 @@ EVERYWHERE = {
     for dtype in (FLOAT32, FLOAT64)
     for call in (
         Call("naive", dtype), Call("flash1", dtype), Call("flash2", dtype, (80, 33)),
-        Call("flash2", dtype, options=ATOMIC),
         Call("flash2", dtype, options=EVERYTHING | {"attn_mask": (SCORES, dtype)}),
-        Call("flash2", dtype, options={"sink": SLOPES}, rows=1),
+    )
+} | {
+    call.name: call for call in (
+        Call("flash2", FLOAT32, options=ATOMIC), Call("flash2", FLOAT32, options={"sink": SLOPES}, rows=1)
     )
 }  # fmt: skip
 #: Calls whose kernels keep their tiles in registers.
@@ -209,10 +211,17 @@ PRODUCTS = {
 
 
 @needs_nvvm
-@on_every_generation
-@pytest.mark.parametrize("name", [name for name in EVERYWHERE if "float32" in name])
+@pytest.mark.parametrize(
+    ("name", "dtype", "cc"),
+    [
+        (name, dtype, cc)
+        for name in EVERYWHERE
+        for dtype, cc in EVERY_GENERATION
+        if str(dtype) in name
+    ],
+)
 def test_kernels_compile_for_every_generation(name: str, dtype: Any, cc: tuple[int, int]) -> None:
-    for kernel in launched(name.replace("float32", str(dtype))).values():
+    for kernel in launched(name).values():
         ptx = ptx_of(kernel, cc)
         assert_is_kernel(ptx, cc)
         if "score_mod" not in name:  # with every option, loops are too long to be unrolled

@@ -42,10 +42,6 @@ def reads_beyond(score: float, batch: int, head: int, row: int, col: int) -> flo
     return score * TABLE[col]
 
 
-def no_result(*place: int) -> None:
-    pass
-
-
 OPERANDS = [
     (lambda o: forward([[1.0]], o.x, o.x), TypeError, "q must be", "got list", "convert"),
     (lambda o: forward(*[o.x.astype(int)] * 3), TypeError, "float32", "q of int64", "astype"),
@@ -91,13 +87,11 @@ OPTIONS = [
     (attend(window_size=(True, 1)), TypeError, "two whole numbers", "(True, 1)"),
     (attend(window_size=(-2, 0)), ValueError, "-1 for no bound", "(-2, 0)"),
     (attend(chunk_size=0), ValueError, "chunk_size must be 1 or more", "got 0"),
-    (attend(chunk_size="4"), TypeError, "chunk_size must be a whole number", "'4'"),
     (pack((0, 2, 5), (0, 2, 5), chunk_size=2, mask_mod=raises_late), ValueError, "chunk_size=2"),
     (attend(softcap=-1.0), ValueError, "must be positive", "0 to turn it off", "-1.0"),
     (attend(softcap=np.nan), ValueError, "must be positive", "nan"),
     (attend(softcap=np.inf), ValueError, "1e+30", "inf"),
     (attend(softcap=1e-300), ValueError, "from 1e-30 to 1e+30", "1e-300"),
-    (attend(softcap=None), TypeError, "softcap must be a number", "None"),
     (attend(alibi_slopes=0.5), TypeError, "alibi_slopes must be an array", "float"),
     (attend(alibi_slopes=["a", "b"]), TypeError, "floating", "<U1", "convert"),
     (attend(alibi_slopes=[[1.0], [1.0, 2.0]]), ValueError, "equal lengths", "pad the shorter"),
@@ -105,7 +99,6 @@ OPTIONS = [
     (attend(alibi_slopes=[np.nan, 1.0]), ValueError, "alibi_slopes", "nan", "usually"),
     (attend(alibi_slopes=[1e300, 1.0]), ValueError, "1e+28", "1.e+300"),
     (attend(alibi_slopes=[1.0, 1.0], causal_offset=2**31), ValueError, "2147483648", "-2**31"),
-    (attend(sink=0.5), TypeError, "sink must be an array", "float"),
     (attend(sink=[1, 2]), TypeError, "must be floating", "int64", "convert"),
     (attend(sink=[1.0]), ValueError, "shape (2,)", "query head", "got (1,)"),
     (back(sink_gradient=True), ValueError, "with sink", "leave it"),
@@ -115,7 +108,6 @@ OPTIONS = [
     (lambda o: kernels.varying(None), TypeError, "varying marks a function", "got NoneType"),
     (attend(mask_mod="causal"), TypeError, "mask_mod must be a function", "'causal'"),
     (attend(mask_mod=lambda row, col: True), TypeError, "(batch, head, row, col)", "(row, col)"),
-    (attend(mask_mod=no_result), TypeError, "True or False", "None", "is a return missing?"),
     (attend(mask_mod=lambda b, h, r, c: 1 // r), ValueError, "never raise", "ZeroDivisionError"),
     (attend(mask_mod=raises_late), ValueError, "never raise", "naive"),
     (attend(score_mod=reads_beyond), ValueError, "never raise", "naive"),
@@ -133,7 +125,6 @@ OPTIONS = [
 ]  # fmt: skip
 
 GRADIENTS = [
-    (lambda o: backward(None, o.x, o.x, o.x, o.out, o.lse), TypeError, "dout must be an array"),
     (lambda o: backward(o.out[:1], o.x, o.x, o.x, o.out, o.lse), ValueError, "dout", "(2, 5, 4)"),
     (lambda o: backward(o.wide, o.x, o.x, o.x, o.out, o.lse), TypeError, "dout must be float32"),
     (lambda o: backward(o.out, o.x, o.x, o.x, o.out, o.lse[..., None]), ValueError, "lse"),
@@ -146,7 +137,6 @@ GRADIENTS = [
 ]  # fmt: skip
 
 PACKED = [
-    (pack([0.0, 5.0]), TypeError, "whole numbers", "float64", "numpy.array([0, 2, 5])"),
     (pack([[0], [1, 5]]), ValueError, "cu_seqlens_q", "equal lengths"),
     (pack([0, 4]), ValueError, "end with the 5 query rows", "[0 4]"),
     (pack([1, 5]), ValueError, "begin with 0", "[1 5]"),

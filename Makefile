@@ -152,7 +152,7 @@ experiments: $(VENV)/.train
 	$(BIN)/python project/measure.py figures $(ARGS)
 
 reliability: $(VENV)/.test
-	$(BIN)/python project/measure.py determinism bad_calls leaks kills rank_kills fuzz --publish --device cpu $(ARGS)
+	$(BIN)/python project/measure.py determinism bad_calls leaks fuzz --publish --device cpu $(ARGS)
 
 app: $(VENV)/.app
 	$(BIN)/python -m streamlit run project/app.py $(ARGS) -- $(MODULE)

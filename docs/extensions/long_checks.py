@@ -24,14 +24,6 @@ from recorded import look_up
 
 #: What the page says of a record: the place of each figure in it, and the words for the figure.
 FIGURES = {
-    "kills": {
-        "trainings": "training runs",
-        "kills": "kills",
-        "survived": "kills after which the run was resumed correctly",
-        "losses_equal": "losses compared with those of an uninterrupted run, all equal",
-        "interval": "steps between two checkpoints",
-        "most_steps_lost": "steps lost, at most",
-    },
     "bad_calls": {
         "calls": "wrong calls",
         "processes_dead": "calls that crashed the process",
@@ -69,11 +61,6 @@ FIGURES = {
         "orders_of_threads": "orders of the threads tried for each",
     },
     "ci": {"minutes": "minutes", "all_passed": "all parts passed"},
-}
-FIGURES["rank_kills"] = {
-    "ranks": "ranks",
-    **FIGURES["kills"],
-    "most_seconds_until_all_are_gone": "seconds until all ranks had ended, at most",
 }
 #: The columns of the rows of a record that the page shows, and the words for them.
 COLUMNS = {

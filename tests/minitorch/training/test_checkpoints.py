@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reliability import kills
 
 import minitorch
 from minitorch import SGD, Adam, FastBackend, SimpleBackend
@@ -427,14 +426,6 @@ def test_a_new_training_sets_the_last_one_aside(tmp_path: Path) -> None:
             checkpoints.read()
     with pytest.raises(ValueError, match="keep"):
         Checkpoints(tmp_path, keep=0)
-
-
-@pytest.mark.slow
-def test_a_killed_training_goes_on_as_if_nothing_had_happened() -> None:
-    """The short form of ``project/measure.py kills``, which kills fifty times."""
-    figures = kills.survive(4, seed=1)
-    assert figures["kills"] == 4 and figures["losses_equal"] >= kills.STEPS
-    assert figures["most_steps_lost"] < kills.EVERY + 1
 
 
 # -- random generators -------------------------------------------------------------------------

@@ -30,7 +30,7 @@ QUICK = (
 )  # fmt: skip
 SLOW = (
     "leaks", "bench_attention", "softmax_ladder", "block_size", "io_table", "breakdown", "memory",
-    "training", "bench_training", "bert", "generation", "bench_cpu", "small_calls", "lra_steps", "kills",
+    "training", "bench_training", "bert", "generation", "bench_cpu", "small_calls", "lra_steps",
     "determinism",
 )  # fmt: skip
 NEEDS_TORCH = ("gradient_errors", "torch")

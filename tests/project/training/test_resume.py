@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +73,22 @@ def test_a_resumed_run_gives_the_losses_of_an_unbroken_one(unbroken: Path, step:
     assert curve_of(unbroken) == curve
     assert weights_of(unbroken / "model.safetensors") == weights
     assert json.loads((unbroken / "result.json").read_text())["resumed"] == [step]
+
+
+def test_a_killed_training_goes_on_as_if_nothing_had_happened(
+    finished: Path, tmp_path: Path
+) -> None:
+    out, script = tmp_path / "killed", Path(train_gpt.__file__)
+    environment = {**os.environ, "PYTHONPATH": str(script.parents[1])}
+    command = [sys.executable, str(script), *SMALL, *RANDOM, "--out", str(out)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not [*out.glob("checkpoints/step-*.safetensors")]:
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    train_gpt.main(["--resume", str(out), "--sample", "0"])
+    files = (folder / "model.safetensors" for folder in (out, finished))
+    assert weights_of(next(files)) == weights_of(next(files))
 
 
 def test_a_run_goes_on_with_its_own_options_only(unbroken: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reliability import kills
 
 from ...support.ranks import needs_mpi, python
 
@@ -67,15 +66,6 @@ def test_a_rank_with_other_options_is_refused_in_one_line(tmp_path: Path) -> Non
     (line,) = re.findall(r"^rank \d of 2: .*", done.stderr, re.MULTILINE)
     assert "--lr is 0.005 on rank 0 and 0.5 on rank 1" in line
     assert "Traceback" not in done.stderr
-
-
-def test_a_training_survives_the_kills_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The short form of ``project/measure.py rank_kills``, which kills fifty times."""
-    monkeypatch.setattr(kills, "STEPS", 40)
-    figures = kills.survive(2, seed=3, ranks=2)
-    assert figures["kills"] == 2 and figures["losses_equal"] >= kills.STEPS
-    assert figures["most_steps_lost"] < kills.EVERY
-    assert figures["most_seconds_until_all_are_gone"] < kills.LIMIT
 
 
 def test_several_processes_do_not_train_alone(tmp_path: Path) -> None:

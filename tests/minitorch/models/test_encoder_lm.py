@@ -220,14 +220,10 @@ def test_packed_sequences_keep_windows_sinks_and_groups_of_heads() -> None:
 
 WRONG: dict[str, Any] = {
     "segments must be from 0 to 1": lambda own: own(ROW, None, ROW + np.arange(5) // 2),
-    "segments must have the shape of the ids": lambda own: own(ROW, None, ROW[0]),
     "40 positions, got a sequence of 41": lambda own: own(np.zeros((1, 41), int)),
     "no position is to be predicted": lambda own: own.loss(ROW, ROW - 100),
-    "targets must have the shape": lambda own: own.loss(ROW, ROW[0]),
     "token ids must be from 0 to 18": lambda own: own(ROW + 19),
-    "and no lengths": lambda own: own(ROW[0]),
     "sum to at most 5": lambda own: own(ROW[0], np.array([2, 4])),
-    "at least 1": lambda own: own(ROW[0], np.array([0, 5])),
     "need flash attention": lambda own: model("naive")(ROW[0], np.array([5])),
     "total, n_embd": lambda own: minitorch.TransformerLayer(8, 2, causal=False)(
         minitorch.rand((2, 3, 8)), cu_seqlens=[0, 3, 6]),

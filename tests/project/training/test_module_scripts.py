@@ -260,10 +260,8 @@ def test_a_file_of_sentences_and_one_of_vectors_are_used(
     ("script", "options", "words"),
     [
         (run_scalar, "--DATASET spiral --PTS 1", "spiral --PTS 2"),
-        (run_tensor, "--PLOT perhaps", "--PLOT True False"),
         (run_sentiment, "--embeddings none.txt", "--embeddings none.txt No such"),
         (train_tasks, "--length 18", "--length 17"),
-        (train_tasks, "--width 9 --heads 2", "multiple 9 2"),
         (run_digits, "--mnist MNIST --train 64 --val 20 --RATE 1e30", "loss --RATE"),
         (train_tasks, f"--steps 20 --lr 1e30 {TINY_TASK}", "loss --lr"),
     ],
@@ -280,10 +278,7 @@ def test_options_that_cannot_work_are_one_line(
     [
         (run_digits, "--mnist", b"no archive", "odd"),
         (run_sentiment, "--data", b"a film\t1\nno label here\n", "line 2"),
-        (run_sentiment, "--data", b"\xff\xfe\x00", "UTF-8"),
-        (run_sentiment, "--data", b"a film\t1\n", "at least 2"),
         (run_sentiment, "--embeddings", b"the 1\nwas 1 2\n", "lengths"),
-        (run_sentiment, "--embeddings", b"", "no word"),
     ],
 )
 def test_a_broken_file_is_one_line(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,9 +45,3 @@ def test_it_commutes_with_turning_and_keeps_width_and_dtype(
         upsampled_grid(turned(table, old), new), turned(found, new), atol=1e-5
     )
     np.testing.assert_array_equal(upsampled_grid(table, old), table)
-
-
-@pytest.mark.parametrize(("shape", "side"), [((5, 2), 4), ((4,), 4), ((0, 2), 4), ((4, 2), 0)])
-def test_shapes_that_are_no_grid_are_refused(shape: tuple[int, ...], side: int) -> None:
-    with pytest.raises(ValueError, match=r"side squared, width\), got|side must be 1 or more"):
-        upsampled_grid(np.zeros(shape), side)

@@ -151,13 +151,3 @@ def test_the_loss_is_the_binary_cross_entropy_of_the_logits() -> None:
     z = own(ids, lengths).to_numpy().astype(np.float64)
     expected = np.logaddexp(0.0, np.where(targets == 1, -z, z)).mean()
     assert own.loss(ids, targets, lengths).item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_wrong_calls_of_a_document_classifier_say_what_is_expected() -> None:
-    own = of_documents()
-    with pytest.raises(ValueError, match=r"pass ids of shape \(total,\) and the lengths"):
-        own(np.arange(5))
-    with pytest.raises(ValueError, match=r"shape of the logits, \(1, 3\), got \(3,\)"):
-        own.loss(np.arange(5), np.ones(3), np.array([5]))
-    with pytest.raises(ValueError, match="from 1 to 60 that sum to total"):
-        own(np.arange(5), np.array([4]))

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from data import listops as listops_data
-from data import pathfinder as pathfinder_data
 from data.listops import VOCABULARY, ListOps, draw_expression, listops
-from data.pathfinder import PUBLISHED, Pathfinder, draw_picture, pathfinder
+from data.pathfinder import PUBLISHED, draw_picture
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,15 +106,3 @@ def test_contours_stay_apart_and_markers_tell_the_class(size: int) -> None:
         assert between == pytest.approx(task.seed_distance)
         first, last = (tuple(marker) for marker in picture.markers)
         assert (begins.index(first) == ends.index(last)) == bool(picture.label)
-
-
-def test_images_that_cannot_be_drawn_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pathfinder_data, "IMAGES", 3)
-    with pytest.raises(ValueError, match="do not fit into 32 x 32 pixels"):
-        draw_picture(np.random.default_rng(0), Pathfinder(contour_length=60))
-    with pytest.raises(ValueError, match="size must be one of"):
-        pathfinder("none.npz", 48)
-    with pytest.raises(ValueError, match="continuity must be 1 or more"):
-        Pathfinder(continuity=0.5)
-    with pytest.raises(ValueError, match="a quarter of size"):
-        Pathfinder(seed_distance=9.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -72,24 +71,6 @@ def test_cifar_is_read_in_grey(cifar: Path) -> None:
     test = parts["test"]
     grey = test.X[test.y == 0][0]
     assert (grey == round(0.299 * 100 + 0.587 * 50 + 0.114 * 10)).all()
-
-
-@pytest.mark.parametrize(
-    ("read", "words"),
-    [
-        (lambda path: official_files.imdb(path, 8), "train/pos, train/neg, test/pos and test/neg"),
-        (lambda path: official_files.aan(path, 8), "new_aan_pairs.train.tsv"),
-        (official_files.cifar10, "data_batch_1.bin to data_batch_5.bin and test_batch.bin"),
-    ],
-)
-def test_a_missing_or_foreign_folder_names_the_expected_files(
-    read: Any, words: str, tmp_path: Path
-) -> None:
-    with pytest.raises(SystemExit, match=f"no such folder; expected .*{words}"):
-        read(tmp_path / "none")
-    (tmp_path / "foreign.txt").write_text("foreign")
-    with pytest.raises(SystemExit, match=f"expected .*{words}"):
-        read(tmp_path)
 
 
 def test_stand_ins_say_so_and_a_seed_decides_them(tmp_path: Path) -> None:

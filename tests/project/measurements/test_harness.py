@@ -122,12 +122,6 @@ def test_a_figure_has_a_panel_for_each_device_that_has_a_record(elsewhere: Path)
     assert picture.read_text() == redrawn, "the same rows make the same file"
 
 
-def test_a_file_that_is_not_a_record_is_named(elsewhere: Path) -> None:
-    path = put(elsewhere, "gpu", versions=None)
-    with pytest.raises(SystemExit, match=rf"{path} is not a record"):
-        harness.run(squares(), ["--redraw"])
-
-
 def test_a_record_is_stale_when_the_measured_code_changed_after_it(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,23 +98,3 @@ def test_a_scaling_gives_a_llama_a_longer_context(
     assert "no folder for transformers: a Llama attends to all tokens" in out
     folder = folder_with_tokenizer("gpt2", tmp_path / "other")
     assert "are learned; leave it out" in refused(train_gpt.main, *SHORT, "--init", folder, *longer)
-
-
-def test_what_does_not_fit_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = folder_with_tokenizer("gpt2", tmp_path / "there", 260)
-    line = refused(train_gpt.main, *SHORT, "--init", folder)
-    assert "token 269" in line and "ends at 259" in line
-    (folder / "tokenizer.json").unlink()
-    assert "tokenizer.json" in refused(train_gpt.main, *SHORT, "--init", folder)
-    assert "not a folder" in refused(train_gpt.main, "--init", tmp_path / "nowhere")
-    folder = folder_with_tokenizer("gpt2", tmp_path / "there")
-    assert "11 positions" in refused(train_gpt.main, *SHORT, "--init", folder, "--context", 12)
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT, encoding="utf-8")
-    options = ["--text", text, *SMALL, "--tokenizer", "bpe", "--vocab-size", 270]
-    line = refused(train_gpt.main, *options, "--vocabulary", 260)
-    assert "token 269" in line and "--vocabulary" in line
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert "pip install tokenizers" in refused(train_gpt.main, *options)

@@ -49,10 +49,10 @@ VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 # version.  The file is touched only when the environment is new, so that the rest follows.
 $(VENV)/.python: FORCE
 	@have=$$($(BIN)/python -c 'import pip; $(VERSION)' 2>/dev/null); \
-	case "$(if $(CHOSEN),chosen,$$have)" in 3.10|3.11|3.12|3.13|3.14) ;; *) \
+	case "$(if $(CHOSEN),chosen,$$have)" in 3.10|3.11|3.12|3.13|3.14|3.15) ;; *) \
 	  found=$$($(PYTHON) -c '$(VERSION)' 2>/dev/null); \
-	  case "$$found" in 3.10|3.11|3.12|3.13|3.14) ;; *) \
-	    echo "$(PYTHON) is $${found:+Python }$${found:-no Python}; needed is 3.10 to 3.14: make ... PYTHON=python3.12" >&2; \
+	  case "$$found" in 3.10|3.11|3.12|3.13|3.14|3.15) ;; *) \
+	    echo "$(PYTHON) is $${found:+Python }$${found:-no Python}; needed is 3.10 to 3.15: make ... PYTHON=python3.12" >&2; \
 	    exit 1;; \
 	  esac; \
 	  if test "$$found" != "$$have"; then \

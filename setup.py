@@ -22,8 +22,10 @@ COURSE = ["hypothesis>=6.139,<7", "pytest>=8,<10", "pytest-xdist>=3.5,<4"]
 
 EXTRAS = {
     # CUDA kernels on an NVIDIA GPU. cu13 needs driver 580 or newer; for an older one install
-    # "numba-cuda[cu12]" instead.
-    "cuda": ["numba-cuda[cu13]>=0.30,<0.40; sys_platform != 'darwin'"],
+    # "numba-cuda[cu12]==0.30.4" instead. numba-cuda 0.30 has no builds for Python 3.15.
+    "cuda": [
+        "numba-cuda[cu13]>=0.30.4,<0.31; sys_platform != 'darwin' and python_version < '3.15'"
+    ],
     "plot": [MATPLOTLIB],
     # The digits of project/run_digits.py, which come with the library.
     "digits": [SKLEARN],
@@ -84,7 +86,7 @@ setup(
     packages=find_packages(include=[name for p in PACKAGES for name in (p, f"{p}.*")]),
     package_data={name: ["py.typed"] for name in PACKAGES},
     zip_safe=False,
-    python_requires=">=3.10,<3.15",
+    python_requires=">=3.10,<3.16",
     install_requires=[line for line in LINES if line and not line.startswith("#")],
     extras_require=EXTRAS,
     classifiers=[
@@ -101,6 +103,7 @@ setup(
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
         "Programming Language :: Python :: 3.14",
+        "Programming Language :: Python :: 3.15",
         "Topic :: Education",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",

@@ -35,7 +35,7 @@ def keep_on_disk(dispatcher: Any, index_key: Callable[..., Any]) -> None:
     without = dispatcher._cache
     if not is_known("numba"):
         _warn(
-            "compiled kernels are not kept on disk by this version of numba; install numba 0.61 to 0.69"
+            "compiled kernels are not kept on disk by this version of numba; install numba 0.61 to 0.68"
         )
         return
     try:

@@ -18,7 +18,7 @@ import numpy as np
 from numba.core.codegen import CPUCodeLibrary
 
 #: The versions that the changes are for: from the first up to, but excluding, the second.
-KNOWN = {"numba": ((0, 61), (0, 70)), "numba-cuda": ((0, 30), (0, 40))}
+KNOWN = {"numba": ((0, 61), (0, 69)), "numba-cuda": ((0, 30), (0, 31))}
 
 
 @cache

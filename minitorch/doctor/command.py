@@ -62,6 +62,8 @@ def ranges() -> dict[str, str]:
         match = re.match(r"([\w-]+)(?:\[[\w,]*\])?([^;]*)", line)
         if match and not line.startswith("#"):
             found[match.group(1)] = match.group(2).strip()
+        if pythons := re.search(r"python_version (<) ['\"]([\d.]+)", line):
+            found["numba-cuda's python"] = "".join(pythons.groups())
     return found
 
 
@@ -151,7 +153,7 @@ def examine(seconds: float = 120.0) -> dict[str, Any]:
         "kernels": kernels_package(),
         "cache": cache_folder(),
     }
-    names = [name for name in wanted if name not in ("python", "numba-cuda")]
+    names = [name for name in wanted if name != "python" and not name.startswith("numba-cuda")]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as workers:
 
         def asked(probes: dict[str, tuple[str, ...]]) -> dict[str, Any]:

@@ -146,9 +146,15 @@ def kernels(facts: dict[str, Any]) -> Iterator[Finding]:
 def cuda(facts: dict[str, Any]) -> Iterator[Finding]:
     """Report a ``numba.cuda`` that cannot be imported or cannot compile, and kernels that fail."""
     found, launched = facts.get("cuda", {}), facts.get("launch", {})
-    numba_cuda = needed(facts, "numba-cuda", "[cu13]")
-    if "error" in found:
-        broken = numba_cuda if facts["installed"].get("numba-cuda") else needed(facts, "numba")
+    numba_cuda, installed = (
+        needed(facts, "numba-cuda", "[cu13]"),
+        facts["installed"].get("numba-cuda"),
+    )
+    bounds, version = facts["ranges"].get("numba-cuda", ""), facts["python"]["version"]
+    if installed and not is_within(installed, bounds):
+        yield Finding(f"numba-cuda is {installed}; needed is {bounds}", pip(numba_cuda))
+    elif "error" in found:
+        broken = numba_cuda if installed else needed(facts, "numba")
         named = re.search(r"\b(NUMBA|CUDA)_[A-Z_]+\b", found["error"])
         yield Finding(
             f"numba.cuda cannot be imported: {found['error']}",
@@ -165,15 +171,22 @@ def cuda(facts: dict[str, Any]) -> Iterator[Finding]:
         )
     elif "error" in launched:
         older = pip(needed(facts, "numba-cuda", "[cu12]"))
+        is_old = re.search("UNSUPPORTED_PTX_VERSION|INSUFFICIENT_DRIVER", launched["error"])
+        why = ", because its driver is older than the CUDA toolkit" if is_old else ""
         yield Finding(
-            f"a kernel cannot run on the GPU: {launched['error']}",
-            "check nvidia-smi; numba-cuda[cu13] needs a driver for CUDA 13 and a GPU of compute capability "
+            f"a kernel cannot run on the GPU{why}: {launched['error']}",
+            "check nvidia-smi; numba-cuda[cu13] needs driver 580 or newer and a GPU of compute capability "
             f"7.5 or newer, for others {older}; until it works, compute on the CPU (FastBackend)",
         )
     elif launched.get("gpu") and owner(found["file"]) == OWNERS["numba"]:
+        pythons = facts["ranges"].get("numba-cuda's python", "")
+        has_builds = is_within(version, pythons)
         yield Finding(
             "there is a GPU, and no numba-cuda: kernels for tensor cores cannot run",
-            pip(numba_cuda),
+            pip(numba_cuda)
+            if has_builds
+            else f"numba-cuda has no build for Python {version}: make the environment anew with Python "
+            f"{pythons}, as make test PYTHON=python3.12 does",
             is_problem=False,
         )
 

@@ -191,6 +191,7 @@ def _both(*changes: Change) -> Change:
     return lambda facts: [change(facts) for change in changes]
 
 
+NO_NUMBA_CUDA = _both(_set("cuda", file="/s/numba/cuda/__init__.py"), _set(installed={}))
 NO_GPU = _set(launch={"gpu": None, "reason": "no libcuda.so.1"})
 NUMBAS = "/s/numba_cuda/numba/cuda/__init__.py"
 NO_LAYER = _set("parallel", error="ValueError: No threading layer could be loaded")
@@ -200,13 +201,19 @@ SICK: list[tuple[Change, str, str]] = [
     (_set("packages", "numpy", installed="2.6.0"), "numpy is 2.6.0", '"numpy>=2.1.2,<2.6"'),
     (_set("packages", "tqdm", installed=None, file=None), "not installed: tqdm", '"tqdm>=4.60,<5"'),
     (_set("packages", "numba", error="OSError: libllvmlite.so"),
-     "numba 0.68.1 cannot be imported: OSError", '--force-reinstall "numba>=0.61,<0.70"'),
+     "numba 0.68.1 cannot be imported: OSError", '--force-reinstall "numba>=0.61,<0.69"'),
+    (_set("packages", "numba", installed="0.69.0"), "numba is 0.69.0", '"numba>=0.61,<0.69"'),
+    (_set("packages", "numba", installed="0.61.0", error="ImportError: Numba needs NumPy 2.1 or less"),
+     "numba 0.61.0 cannot be imported: ImportError: Numba needs NumPy 2.1", '--upgrade --force-reinstall'),
+    (_set("packages", "numba", installed=None, file=None), "not installed: numba", '"numba>=0.61'),
+    (_set(installed={"numba-cuda": "0.31.0"}), "numba-cuda is 0.31.0", '"numba-cuda[cu13]>=0.30.4,<0.31"'),
+    (_set("python", version="3.16.0"), "Python 3.16.0; needed is >=3.10,<3.16", "PYTHON=python3.12"),
     (_set("launch", error="CUDA_ERROR_UNSUPPORTED_PTX_VERSION"),
-     "cannot run on the GPU: CUDA_ERROR_UNSUPPORTED_PTX_VERSION", '"numba-cuda[cu12]'),
+     "its driver is older than the CUDA toolkit: CUDA_ERROR_UNSUPPORTED", '"numba-cuda[cu12]'),
     (_set(cuda={"file": NUMBAS, "emulated": False, "compile_error": "NvvmSupportError: libNVVM"}),
      "NVVM, their compiler, was not found", '"numba-cuda[cu13]'),
     (_set(cuda={"error": "ModuleNotFoundError: No module named 'numba.cuda'"}, installed={}),
-     "numba.cuda cannot be imported", '--force-reinstall "numba>=0.61,<0.70"'),
+     "numba.cuda cannot be imported", '--force-reinstall "numba>=0.61,<0.69"'),
     (_set("launch", error="the process crashed"), "on the GPU: the process crashed", "nvidia-smi"),
     (_set("launch", error="no answer after 60 seconds"), "on the GPU: no answer", "--seconds 600"),
     (_set("kernels", is_ours=False, file="/s/kernels/__init__.py", other_installed="0.5.0"),
@@ -244,21 +251,22 @@ def test_each_problem_is_named_with_what_mends_it(change: Change, what: str, rem
 
 
 #: What is worth a word, and no problem.
-FINE: list[tuple[Change, str]] = [
-    (lambda facts: None, ""),
-    (NO_GPU, ""),
+FINE: list[tuple[Change, str, str]] = [
+    (lambda facts: None, "", ""),
+    (NO_GPU, "", ""),
     (_both(NO_GPU, _set(installed={}, cuda={
         "file": "/s/numba/cuda/__init__.py", "emulated": False, "compile_error": "no libnvvm",
-    })), "CUDA kernels cannot be compiled"),
-    (_both(_set("cuda", file="/s/numba/cuda/__init__.py"), _set(installed={})), "no numba-cuda"),
+    })), "CUDA kernels cannot be compiled", "if kernels are to be compiled here"),
+    (NO_NUMBA_CUDA, "no numba-cuda", 'pip install "numba-cuda[cu13]'),
+    (_both(NO_NUMBA_CUDA, _set("python", version="3.15.0")), "no numba-cuda", "anew with Python <3.15"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "said"), FINE)
-def test_what_is_no_problem_is_at_most_said(change: Change, said: str) -> None:
+@pytest.mark.parametrize(("change", "said", "remedy"), FINE)
+def test_what_is_no_problem_is_at_most_said(change: Change, said: str, remedy: str) -> None:
     facts = copy.deepcopy(WELL)
     change(facts)
     found: list[Finding] = diagnose(facts)
     assert not any(finding.is_problem for finding in found)
-    assert [said in finding.what for finding in found] == [True] * bool(said)
+    assert [said in one.what and remedy in one.remedy for one in found] == [True] * bool(said)
     assert report(facts, found).endswith("no problems")

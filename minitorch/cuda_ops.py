@@ -13,9 +13,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import int64
 
 from kernels.runtime.targets import COURSE_THREADS, cuda
+from kernels.runtime.types import int64
 
 from .backends.compiled_kernels import (
     THREADS_PER_BLOCK,

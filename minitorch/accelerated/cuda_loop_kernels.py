@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import int64, types, uint32, uint64, void
 
 from kernels.cuda.backend import (
     ALL_LANES,
@@ -31,6 +30,7 @@ from kernels.cuda.backend import (
 )
 from kernels.runtime.dtypes import FLOAT32, FLOAT64, acc_dtype, is_half
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int64, types, uint32, uint64, void
 
 
 def _storage(dtype: np.dtype[Any]) -> Any:

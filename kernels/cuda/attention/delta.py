@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from numba import float32, int64, types, uint32, void
-
 from kernels.common.geometry import PLAIN
 from kernels.cuda.device.half import as_bits
 from kernels.cuda.device.row_folds import make_lane_folds
@@ -22,6 +20,7 @@ from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import BITS, FLOAT32, NAMES
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, int64, types, uint32, void
 
 THREADS = 256
 #: Elements that a lane loads at a time.

@@ -22,7 +22,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types, void
 
 from kernels.common import geometry
 from kernels.cuda.attention.flash1_tiles import (
@@ -66,6 +65,7 @@ from kernels.problem.operands import Operands
 from kernels.problem.options import OPTIONS, field_of
 from kernels.problem.question import Problem
 from kernels.runtime.targets import cuda, shared_memory_bytes
+from kernels.runtime.types import types, void
 from kernels.scores.program import PLAIN, Features, Place
 
 Tile = tuple[int, int]

@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import void
 
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.score_functions import (
@@ -31,6 +30,7 @@ from kernels.cuda.runtime.sizes import SIZES, ProductTile
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.targets import cuda, dynamic_shared_memory_bytes
+from kernels.runtime.types import void
 from kernels.scores.program import PLAIN, Features, Place
 
 

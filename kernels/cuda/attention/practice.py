@@ -6,9 +6,8 @@ import math
 from functools import cache
 from typing import Any
 
-from numba import types
-
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import types
 
 
 def _algorithm0(q, k, v, s, out, scale):

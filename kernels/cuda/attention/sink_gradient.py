@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import void
 
 from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.device.one_source import shift_of
@@ -17,6 +16,7 @@ from kernels.cuda.runtime.sizes import SIZES
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import void
 
 #: Shape of a block: one warp per row, and several rows at a time.
 BLOCK = RowBlock(SIZES.row_threads_least, SIZES.sink_rows)

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import int64, uint32, uint64, void
 
 from kernels.common.geometry import PLAIN
 from kernels.cuda.attention.options.score_functions import Extras, extras_type, make_row_end
@@ -19,6 +18,7 @@ from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, sca
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.problem.question import Problem
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int64, uint32, uint64, void
 from kernels.scores.program import Features
 
 #: Elements of a row that a thread merges.

@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import uint32, uint64
 
 from kernels.common.philox import COLUMNS, HALF, HALF_MASK
 from kernels.cuda.attention.options.score_functions import (
@@ -26,6 +25,7 @@ from kernels.cuda.attention.options.score_functions import (
 from kernels.cuda.attention.register_tiles import RegisterLayout
 from kernels.cuda.device.one_source import PHILOX
 from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.types import uint32, uint64
 from kernels.scores.program import Features
 from kernels.sparsity.block_mask import FULL, PARTIAL
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import float32
 
 from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.ptx.numbers import ex2, fma, rcp
 from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.types import float32
 
 #: Coefficients of the Taylor series of tanh(x) / x in x², from the last to the first.
 _SERIES = tuple(np.float32(x) for x in (-17 / 315, 2 / 15, -1 / 3, 1.0))

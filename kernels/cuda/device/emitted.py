@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numba import types
-
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cuda, driver, intrinsic
+from kernels.runtime.types import types
 
 #: Whether numba.cuda has a compiler that this module supports; otherwise numba inlines.
 CAN_EMIT = driver is not None

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import float32, float64, int64, types, uint16, uint32, void
 
 from kernels.common.geometry import ceil_div, same
 from kernels.cuda.device.vector import (
@@ -31,6 +30,7 @@ from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.cuda.runtime.sizes import launch_each
 from kernels.runtime.dtypes import BFLOAT16, BITS, FLOAT16, FLOAT64, is_half
 from kernels.runtime.targets import cuda, intrinsic
+from kernels.runtime.types import float32, float64, int64, types, uint16, uint32, void
 
 #: Elements that one thread converts: 128 bits of the 16-bit array.
 EIGHT = 2 * VECTOR

@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import float32
 
 from kernels.common.geometry import ceil_div
 from kernels.cuda.device.memory import fill
@@ -24,6 +23,7 @@ from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import WARP, WORD, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32
 
 #: The sign bit of a part's maximum in memory, set when the maximum has been stored, even if it is 0.
 _STORED = np.uint32(1 << 31)

@@ -7,7 +7,6 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
-from numba import void
 
 from kernels.cuda.device.half import as_bits, convert_flat
 from kernels.cuda.runtime.arrays import (
@@ -35,6 +34,7 @@ from kernels.runtime.memory import (
     strides_as,
 )
 from kernels.runtime.targets import cuda, current_device, why_no_cuda
+from kernels.runtime.types import void
 
 
 @cache

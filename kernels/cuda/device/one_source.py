@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import int64, uint32
 
 from kernels.common.geometry import make_geometry
 from kernels.common.online_softmax import (
@@ -19,6 +18,7 @@ from kernels.cuda.device.vector import EXP2, MINUS
 from kernels.cuda.ptx.numbers import lg2, rcp  # beyond module 5
 from kernels.cuda.runtime.kernel import device_function, scalar_type
 from kernels.runtime.targets import libdevice
+from kernels.runtime.types import int64, uint32
 from kernels.scores.visibility import make_masks
 
 # On the host the same functions are those of ``geometry.PLAIN`` and its like.

@@ -17,8 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba import int32, uint8
-
 from kernels.cuda.device.warpgroups import ALIGNMENT, WarpRoles
 from kernels.cuda.ptx.barriers import (
     fence_mbarrier_init,
@@ -31,6 +29,7 @@ from kernels.cuda.ptx.barriers import (
 from kernels.cuda.ptx.copies import align_up, recomputed, shared_address
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int32, uint8
 
 #: Bytes of a barrier.
 BARRIER = 8

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 
 from kernels.cuda.runtime.arrays import device_pointer
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cgutils, intrinsic, libdevice
+from kernels.runtime.types import types
 
 #: Elements that one vector access moves.
 VECTOR = 4

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from numba import int32
-
 from kernels.cuda.device.shared_tiles import SharedTiles, round_up
 from kernels.cuda.ptx.mma import stmatrix_x4
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int32
 
 #: Columns of a panel: 128 bytes of 16-bit elements, the widest swizzle.
 PANEL = 64

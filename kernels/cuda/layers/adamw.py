@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float64, int64, types, void
 
 from kernels.common.pointwise import adam_constants, make_adam
 from kernels.cuda.device.half import form
@@ -30,6 +29,7 @@ from kernels.cuda.runtime.recorder import Renewed
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.dtypes import FLOAT64
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float64, int64, types, void
 
 _adam = make_adam(device_function)
 #: Threads of the one block that adds up the sums of all parts.

@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import int64, void
 
 from kernels.common.geometry import ceil_div
 from kernels.common.online_softmax import LOG2_E
@@ -24,6 +23,7 @@ from kernels.cuda.runtime.kernel import Kernel, scalar_type
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.dtypes import acc_dtype
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int64, void
 
 
 @cache

@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import int64, types, void
 
 from kernels.common.philox import WORDS
 from kernels.common.pointwise import GELU_CONSTANTS, make_adam, make_gelu
@@ -20,6 +19,7 @@ from kernels.cuda.layers.softmax import matrix_type, vector_type
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.runtime.dtypes import acc_dtype
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int64, types, void
 
 _element_words = PHILOX.element_words
 _adam = make_adam(device_function)

@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import int64, void
 
 from kernels.common.geometry import ceil_div
 from kernels.cuda.device.half import as_bits, form
@@ -21,6 +20,7 @@ from kernels.cuda.runtime.kernel import Kernel, scalar_type
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.dtypes import acc_dtype
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int64, void
 
 #: Threads of a block, and columns of the table that it adds up.
 COLUMNS = SIZES.lookup_columns

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import int64, void
 
 from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.layers.softmax import matrix_type
@@ -19,6 +18,7 @@ from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.cuda.runtime.sizes import SIZES, launch_each
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int64, void
 
 INT64 = np.dtype(np.int64)
 #: Elements of a row that one block sorts in shared memory, a power of two.

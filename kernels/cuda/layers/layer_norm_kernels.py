@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import int64, types, void
 
 from kernels.cuda.device.half import form
 from kernels.cuda.device.row_folds import make_row_folds
@@ -22,6 +21,7 @@ from kernels.cuda.runtime.kernel import Kernel, scalar_type
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.dtypes import acc_dtype
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int64, types, void
 
 #: Columns and lanes of a block that adds up parts.
 SUM_COLS, SUM_LANES = SIZES.part_columns, SIZES.part_lanes

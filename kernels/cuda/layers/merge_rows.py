@@ -7,7 +7,6 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
-from numba import int64, types, void
 
 from kernels.common.geometry import ceil_div
 from kernels.cuda.device.half import EIGHT, as_bits, form, make_read_eight, make_write_eight
@@ -26,6 +25,7 @@ from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.dtypes import acc_dtype
 from kernels.runtime.memory import Ints, joined_step
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int64, types, void
 
 
 @device_function

@@ -10,13 +10,13 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import void
 
 from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.device.row_folds import RowBlock, make_row_folds
 from kernels.cuda.device.vector import EXP2
 from kernels.cuda.runtime.kernel import Kernel, scalar_type
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import void
 
 
 def vector_type(dtype: np.dtype[Any]) -> Any:

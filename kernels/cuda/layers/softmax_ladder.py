@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import void
 
 from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.device.one_source import inverse_sum, shift_of
@@ -23,6 +22,7 @@ from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.reference.softmax_ladder import check_rows
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import void
 
 #: Number of threads per multiprocessor for which the kernels leave registers.
 RESIDENT_THREADS = 1024

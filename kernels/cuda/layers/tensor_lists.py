@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import int64, types
 
 from kernels.common.geometry import ceil_div
 from kernels.cuda.device.half import form
@@ -23,6 +22,7 @@ from kernels.cuda.runtime.kernel import scalar_type
 from kernels.cuda.runtime.recorder import active, recorded_by
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.targets import current_device, intrinsic
+from kernels.runtime.types import int64, types
 
 #: Number of elements per block, all of one tensor, and number of threads.
 CHUNK, THREADS = SIZES.list_chunk, SIZES.list_threads

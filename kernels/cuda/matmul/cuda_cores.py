@@ -11,7 +11,6 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import int64, types, uint64, void
 
 from kernels.common import geometry
 from kernels.cuda.device.memory import sum_kernel
@@ -21,6 +20,7 @@ from kernels.cuda.runtime.arrays import device_view, empty_device, reshaped
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.cuda.runtime.sizes import SIZES, ProductTile, launch_each
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int64, types, uint64, void
 
 #: Maximum number of threads per block, on any device.
 MAX_THREADS = 1024

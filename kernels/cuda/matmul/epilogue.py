@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import int32, int64, uint32
 
 from kernels.common.pointwise import GELU_CONSTANTS
 from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP, store_pairs
@@ -24,6 +23,7 @@ from kernels.cuda.ptx.numbers import PACK, UNPACK, ex2, rcp
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int32, int64, uint32
 
 #: GELU in its tanh form is x / (1 + 2**-z), z = x (inner + cubic x²).
 GELU_INNER = GELU_CONSTANTS[5], GELU_CONSTANTS[5] * GELU_CONSTANTS[3]

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from numba import int32, uint32
-
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.warpgroups import LINE, WarpRoles
 from kernels.cuda.ptx.wgmma import KINDS, ROWS
 from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.types import int32, uint32
 
 #: Number of products per step of the depth, a line of 128 bytes, of which an instruction reads 32.
 STEPS = 4

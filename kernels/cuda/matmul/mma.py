@@ -11,8 +11,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from numba import float32, int32, int64, types, uint8, uint16, uint32, void
-
 from kernels.cuda.device.warpgroups import LINE
 from kernels.cuda.matmul.epilogue import COLS, make_epilogue, make_write_floats
 from kernels.cuda.matmul.layout import STEPS, Order, ProductForm, WarpLayout, make_find
@@ -32,6 +30,7 @@ from kernels.cuda.ptx.numbers import PACK
 from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place
 from kernels.cuda.runtime.kernel import Kernel, device_function
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, int32, int64, types, uint8, uint16, uint32, void
 
 #: Rows of a tile of A, lanes of a warp.
 ROWS, WARP = 16, 32

@@ -8,7 +8,6 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, int32, int64, types, uint16, uint32, uint64, void
 
 from kernels.common.geometry import ceil_div as host_ceil_div
 from kernels.cuda.device.half import as_bits, convert_flat
@@ -21,6 +20,7 @@ from kernels.cuda.runtime.kernel import Kernel, device_function
 from kernels.runtime.dtypes import BFLOAT16, BITS, FLOAT16, FLOAT32
 from kernels.runtime.memory import is_dense
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, int32, int64, types, uint16, uint32, uint64, void
 
 Ints = tuple[int, ...]
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from numba import float32, int32, int64, types, uint8, uint16, void
-
 from kernels.cuda.device.pipeline import (
     Barriers,
     Pipeline,
@@ -55,6 +53,7 @@ from kernels.cuda.ptx.wgmma import (
 )
 from kernels.cuda.runtime.kernel import Kernel, device_function
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, int32, int64, types, uint8, uint16, void
 
 #: rows, cols, steps of the depth, steps per part, parts; heads; the factors (0 if it repeats, else 1) of
 #: the head and batch indices in a and in b; distance of consecutive planes.

@@ -9,10 +9,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import types
-
 from kernels.cuda.ptx.inline import F32, I32, I64, U32, address_of, instruction, reads, writes
 from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.types import types
 
 
 @address_of(types.uint32, space=3)

@@ -25,9 +25,9 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 
 from llvmlite import ir
-from numba import types
 
 from kernels.runtime.targets import intrinsic
+from kernels.runtime.types import types
 
 
 class Kind(NamedTuple):

@@ -23,10 +23,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import int64, uint64
-
 from kernels.cuda.ptx.inline import F32, I64, U32, instruction, reads, updates, writes
 from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.types import int64, uint64
 
 #: Rows of A, and of the accumulators, of a warpgroup.
 ROWS = 64

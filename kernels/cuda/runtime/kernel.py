@@ -9,7 +9,6 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
 
 from kernels.cuda.runtime.compiling import allow_shared_memory, compile_kernel
 from kernels.cuda.runtime.launcher import Launcher  # beyond module 5
@@ -22,6 +21,7 @@ from kernels.runtime.targets import (
     launching,
     shared_memory_bytes,
 )
+from kernels.runtime.types import types
 
 share_copies(cuda)  # before anything is compiled
 find_live_variables_in_bits(cuda)

@@ -14,11 +14,11 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-from numba import types
 
 from kernels.cuda.runtime.recorder import Renewed, active
 from kernels.runtime.cuda_errors import explain_code
 from kernels.runtime.targets import cuda, current_device, driver
+from kernels.runtime.types import types
 
 #: Format of a number in its slot of eight bytes, by type.
 SLOTS = {

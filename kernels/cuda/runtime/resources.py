@@ -6,10 +6,9 @@ import re
 from functools import cache
 from typing import Any, NamedTuple
 
-from numba import void
-
 from kernels.runtime.cuda_errors import first_line
 from kernels.runtime.targets import cuda, nvjitlink
+from kernels.runtime.types import void
 
 
 def compile_ptx(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from numba import uint8
-
 from kernels.cuda.attention.flash2.register_scores import (
     backward_types,
     kernel_of,
@@ -29,6 +27,7 @@ from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.vector import VECTOR
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import uint8
 
 
 def dkdv_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> SharedTiles:

@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import uint8, void
 
 from kernels.cuda.attention.flash2.register_scores import (
     RowValues,
@@ -32,6 +31,7 @@ from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.vector import VECTOR
 from kernels.cuda.runtime.kernel import Kernel, array_type, scalar_type
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import uint8, void
 
 
 def dq_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> SharedTiles:

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from numba import float64, int32, types, uint8, void
-
 from kernels.common.online_softmax import LARGE, LOG2_E
 from kernels.cuda.attention.flash2.register_scores import (
     array_types,
@@ -52,6 +50,7 @@ from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float64, int32, types, uint8, void
 from kernels.scores.program import PLAIN, Features
 
 

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import uint8
 
 from kernels.common.geometry import PLAIN
 from kernels.cuda.attention.flash2.backward import delta_of
@@ -41,6 +40,7 @@ from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import uint8
 
 
 @cache

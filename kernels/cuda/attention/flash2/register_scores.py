@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float64, types, void
 
 from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.options.score_functions import extras_type
@@ -34,6 +33,7 @@ from kernels.cuda.attention.tile_bits import TileBits, make_tile_bits
 from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, scalar_type
+from kernels.runtime.types import float64, types, void
 
 
 class RowValues(NamedTuple):

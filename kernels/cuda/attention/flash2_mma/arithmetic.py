@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, float64
 
 from kernels.cuda.attention.flash2_mma.products import (
     make_accumulate,
@@ -28,6 +27,7 @@ from kernels.cuda.attention.flash2_mma.tiles import (
 )
 from kernels.cuda.attention.options.visits import HeadRows
 from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.types import float32, float64
 
 
 class Arithmetic(NamedTuple):

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import cache
 
 import numpy as np
-from numba import float32, int32, uint8
 
 from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash2_mma.dq_atomics import DqSums, make_add_dq
@@ -31,6 +30,7 @@ from kernels.cuda.ptx.fragments import lane_col, lane_row
 from kernels.cuda.runtime.kernel import WARP, WORD, Kernel, array_type, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, int32, uint8
 from kernels.scores.program import PLAIN
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import cache
 
 import numpy as np
-from numba import float32, int32, uint8, uint32
 
 from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash2_mma.dq_atomics import DqSums, make_add_dq
@@ -49,6 +48,7 @@ from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.runtime.kernel import WARP, WORD, Kernel, array_type, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, int32, uint8, uint32
 
 #: Named barriers: P is ready for the half that computes dS; all warps of a half have stored their P or dS;
 #: dS is ready for the other half.

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import float32, uint8
 
 from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash2_mma.fragment_scores import LaneRows, make_gradients_by_rows
@@ -31,6 +30,7 @@ from kernels.cuda.ptx.copies import cp_async_wait_all, shared_address
 from kernels.cuda.ptx.fragments import lane_row
 from kernels.cuda.runtime.kernel import ALL_LANES, WARP, WORD, Kernel, device_function
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, uint8
 from kernels.scores.program import PLAIN
 
 

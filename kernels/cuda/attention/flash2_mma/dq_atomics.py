@@ -12,7 +12,6 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from numba import float32, uint8
 
 from kernels.cuda.attention.flash2_mma.pipeline import MmaVariant
 from kernels.cuda.attention.flash2_mma.tiles import (
@@ -29,6 +28,7 @@ from kernels.cuda.ptx.copies import global_address, red_add, red_add_v4, shared_
 from kernels.cuda.runtime.kernel import WARP, Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, uint8
 
 
 class DqSums(NamedTuple):

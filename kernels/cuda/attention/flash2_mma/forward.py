@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import float32, int32, uint8
 
 from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash2_mma.arithmetic import Arithmetic
@@ -37,6 +36,7 @@ from kernels.cuda.ptx.copies import cp_async_wait_all, recomputed, shared_addres
 from kernels.cuda.runtime.kernel import ALL_LANES, WARP, Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, int32, uint8
 from kernels.scores.program import PLAIN
 
 #: Tiles of K, and of V, in shared memory: the next are copied while the current ones are multiplied.

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import cache
 
 import numpy as np
-from numba import float32
 
 from kernels.common.online_softmax import LARGE, LN_2, LOG2_E
 from kernels.cuda.attention.flash2_mma.tiles import COLS, MmaLayout
@@ -20,6 +19,7 @@ from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.ptx.copies import ld_shared_v2
 from kernels.cuda.ptx.numbers import mul_rn, rcp, sub_rn
 from kernels.cuda.runtime.kernel import WORD, device_function
+from kernels.runtime.types import float32
 
 _LARGE, _LN_2, _LOG2_E, _ZERO = (np.float32(x) for x in (LARGE, LN_2, LOG2_E, 0))
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types, void
 
 from kernels.cuda.attention.flash2_mma.arithmetic import Arithmetic
 from kernels.cuda.attention.flash2_mma.large_rows import lse_and_shift
@@ -21,6 +20,7 @@ from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.ptx.copies import cp_async_commit_group
 from kernels.cuda.runtime.kernel import WORD, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
+from kernels.runtime.types import types, void
 from kernels.scores.program import PLAIN, Features
 
 

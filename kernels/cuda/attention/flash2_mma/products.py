@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import uint32
 
 from kernels.cuda.attention.flash2_mma.tiles import COLS, DEPTH, HALF, ROWS, MmaKeyLayout, MmaLayout
 from kernels.cuda.attention.register_tiles import set_all
@@ -21,6 +20,7 @@ from kernels.cuda.ptx.numbers import PACK
 from kernels.cuda.ptx.swizzle import make_tile_place
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import uint32
 
 #: Maximum number of steps in one loop; a longer product is several loops, each unrolled by itself.
 UNROLLED = 8

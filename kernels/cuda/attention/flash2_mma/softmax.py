@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32
 
 from kernels.common.online_softmax import LN_2, LOG2_E
 from kernels.cuda.attention.flash2_mma.large_rows import apart, is_large, score_in, subtract_row
@@ -24,6 +23,7 @@ from kernels.cuda.ptx.numbers import ex2, mul_rn, rcp
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32
 from kernels.scores.program import Features
 
 

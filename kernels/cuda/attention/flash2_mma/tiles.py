@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from numba import int32, int64, uint16, uint32
-
 from kernels.cuda.ptx.copies import (
     cp_async_16,
     global_address,
@@ -33,6 +31,7 @@ from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place
 from kernels.cuda.runtime.kernel import WARP, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int32, int64, uint16, uint32
 
 #: Rows of a tile of A, columns of a tile of accumulators, depth of one product.
 ROWS, COLS, DEPTH = 16, 8, 16

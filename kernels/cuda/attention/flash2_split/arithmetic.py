@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, float64, int64, types
 
 from kernels.cuda.attention.flash2_mma.arithmetic import HALVES
 from kernels.cuda.attention.flash2_mma.tiles import HALF, make_copy_tile
@@ -28,6 +27,7 @@ from kernels.cuda.attention.flash2_split.products import (
 from kernels.cuda.ptx.numbers import ex2
 from kernels.cuda.runtime.kernel import array_type, device_function
 from kernels.runtime.dtypes import FLOAT32
+from kernels.runtime.types import float32, float64, int64, types
 
 #: The largest power of two of a scaled number, and so of a probability: float16 overflows at 2**16.
 TOP = 15

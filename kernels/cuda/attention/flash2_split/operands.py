@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, int64, types, uint32, void
 
 from kernels.common.geometry import PLAIN
 from kernels.cuda.attention.delta import lanes_of
@@ -44,6 +43,7 @@ from kernels.cuda.runtime.arrays import device_view, element_strides, empty_devi
 from kernels.cuda.runtime.kernel import WARP, WORD, Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, int64, types, uint32, void
 
 THREADS = 256
 #: Maximum number of pieces that a lane of the forward kernel loads at a time.

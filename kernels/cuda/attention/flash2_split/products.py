@@ -23,7 +23,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import float32, uint32
 
 from kernels.cuda.attention.flash2_mma.products import (
     make_load_left,
@@ -48,6 +47,7 @@ from kernels.cuda.ptx.numbers import PACK, UNPACK
 from kernels.cuda.ptx.swizzle import make_tile_place
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, uint32
 
 mma, pack, unpack = MMA["float16"], PACK["float16"], UNPACK["float16"]
 #: Number of terms, and those of the left and of the right operand whose products are added.  Smaller

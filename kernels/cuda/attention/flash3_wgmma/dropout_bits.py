@@ -15,8 +15,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from numba import int32, uint32
-
 from kernels.common.geometry import PLAIN
 from kernels.common.philox import COLUMNS, MASK
 from kernels.cuda.ptx.inline import U32, instruction
@@ -24,6 +22,7 @@ from kernels.cuda.ptx.numbers import bits_of, float_of
 from kernels.cuda.ptx.philox import Draw, make_draw
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int32, uint32
 
 #: Number of tiles of eight columns per word; a lane has four elements of each tile.
 TILES = 8

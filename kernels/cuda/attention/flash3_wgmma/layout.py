@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from numba import float32, float64, int32, types, uint8, uint32
-
 from kernels.common.geometry import ceil_div
 from kernels.common.online_softmax import PATIENCE
 from kernels.cuda.attention.flash3_wgmma.packed_mask import words_type
@@ -17,6 +15,7 @@ from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP, WarpRoles
 from kernels.cuda.runtime.kernel import WORD, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
+from kernels.runtime.types import float32, float64, int32, types, uint8, uint32
 from kernels.scores.program import PLAIN, Features
 
 #: Named barriers of the forward kernel: the order of the consumers' products, and the output tile of a

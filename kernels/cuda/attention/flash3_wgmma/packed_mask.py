@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import int64, types, uint32, uint64, void
 
 from kernels.common.geometry import PLAIN, same
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import (
@@ -30,6 +29,7 @@ from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import WARP, WORD, Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int64, types, uint32, uint64, void
 from kernels.scores.program import Features
 
 #: Rows of a warp, and threads of a block that packs.

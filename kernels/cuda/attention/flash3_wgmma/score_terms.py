@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba import float32, int32, int64
-
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words, has_bit, offset_of
 from kernels.cuda.attention.flash3_wgmma.packed_mask import QUAD, STEP, make_pair_at
 from kernels.cuda.attention.options.mods import FIRST_PLACE, numbers_of_mods, score_function
@@ -15,6 +13,7 @@ from kernels.cuda.attention.options.tile_scores import edge_from
 from kernels.cuda.ptx.numbers import UNPACK, mul_rn
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.dtypes import FLOAT32
+from kernels.runtime.types import float32, int32, int64
 from kernels.scores.program import Features, ScoreTarget
 
 

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from numba import int32, uint64
-
 from kernels.cuda.attention.flash3_wgmma.layout import PADDING, item_of
 from kernels.cuda.attention.options.visits import TileLoop, make_tile_loop
 from kernels.cuda.device.one_source import first_full_tile, first_tile, full_tiles_stop, tiles_stop
 from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.types import int32, uint64
 from kernels.scores.program import Features
 
 

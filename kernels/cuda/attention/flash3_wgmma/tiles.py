@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import int32, int64, uint32
 
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import offset_of
 from kernels.cuda.attention.flash3_wgmma.layout import CLEAR_BARRIER, WARPGROUP_BARRIER, KernelForm
@@ -36,6 +35,7 @@ from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.ptx.wgmma import KINDS, ROWS, descriptor_layout, make_wgmma
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int32, int64, uint32
 
 ZERO = np.float32(0)
 #: Descriptor layout of tiles whose rows run along the depth of a product.

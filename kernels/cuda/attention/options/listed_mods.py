@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numba import int32, int64, types, uint8, void
 
 from kernels.cuda.attention.options.mods import MOST_PLACES, mask_function
 from kernels.cuda.runtime.arrays import empty_device, to_host
@@ -16,6 +15,7 @@ from kernels.cuda.runtime.recorder import recorded_by
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.problem.listed_mods import MOST_PATTERNS, Asked, on_host
 from kernels.runtime.targets import cuda, why_no_cuda
+from kernels.runtime.types import int32, int64, types, uint8, void
 from kernels.sparsity.elements import BlockRow, from_lines
 from kernels.sparsity.states import FULL, HIDDEN, PARTIAL, Layout
 

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 
 from kernels.cuda.device.branchless import divide, tanh
 from kernels.cuda.device.emitted import CAN_EMIT, Emitted
@@ -36,6 +35,7 @@ from kernels.cuda.runtime.kernel import device_callable, device_function, scalar
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import intrinsic
+from kernels.runtime.types import types
 
 # An intrinsic's first argument is the compiler's; callers do not pass it.
 # pyright: reportCallIssue=false

@@ -13,13 +13,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import int64, types, uint32, uint64
 
 from kernels.cuda.attention.options.mods import mask_function, score_function  # beyond module 5
 from kernels.cuda.device.one_source import NEAR_SOFTMAX, PHILOX, SOFTMAX
 from kernels.cuda.runtime.kernel import array_type, device_function, scalar_type
 from kernels.problem.options import AXES
 from kernels.runtime.dtypes import BITS
+from kernels.runtime.types import int64, types, uint32, uint64
 from kernels.scores.program import (
     Features,
     Place,

@@ -14,11 +14,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import int32
 
 from kernels.cuda.attention.options.score_functions import make_score_functions, place_of
 from kernels.cuda.device.vector import EXP2, MINUS
 from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.types import int32
 from kernels.scores.program import PLAIN, Features
 
 

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from numba import int32, int64, uint64
-
 from kernels.common.geometry import PLAIN, same
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.attention.options.tile_scores import TilePlace, moved
@@ -25,6 +23,7 @@ from kernels.cuda.device.one_source import (
     tiles_stop,
 )
 from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.types import int32, int64, uint64
 from kernels.scores.program import Features
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from numba import float32, int32, types, void
-
 from kernels.cuda.attention.flash3_wgmma.backward.dkdv_consumer import make_consume
 from kernels.cuda.attention.flash3_wgmma.backward.layout import KeyGradients, KeyLayout, key_tiles
 from kernels.cuda.attention.flash3_wgmma.backward.producer import backward_pipelines, make_produce
@@ -27,6 +25,7 @@ from kernels.cuda.device.pipeline import make_prologue, opaque
 from kernels.cuda.device.warpgroups import block_bytes, own_warpgroup
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, int32, types, void
 from kernels.scores.program import PLAIN, Features
 
 

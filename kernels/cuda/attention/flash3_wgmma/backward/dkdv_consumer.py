@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba import float32, int32, int64, uint32
-
 from kernels.cuda.attention.flash3_wgmma.backward.elementwise import make_fetch_bits, make_passes
 from kernels.cuda.attention.flash3_wgmma.backward.layout import dq_bytes, dq_share, tiles_of
 from kernels.cuda.attention.flash3_wgmma.backward.producer import BackwardPipelines
@@ -62,6 +60,7 @@ from kernels.cuda.ptx.wgmma import (
 )
 from kernels.cuda.runtime.kernel import WORD, device_function
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, int32, int64, uint32
 
 
 class KeyRegisters(NamedTuple):

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from numba import float32, int32, uint32, void
-
 from kernels.cuda.attention.flash3_wgmma.backward.elementwise import make_fetch_bits, make_passes
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     QueryLayout,
@@ -64,6 +62,7 @@ from kernels.cuda.ptx.wgmma import (
 )
 from kernels.cuda.runtime.kernel import Kernel, device_function
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, int32, uint32, void
 from kernels.scores.program import PLAIN, Features
 
 

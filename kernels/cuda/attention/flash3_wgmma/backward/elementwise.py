@@ -10,8 +10,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from numba import float32, int32
-
 from kernels.cuda.attention.flash3_wgmma.backward.layout import makes_elements
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import lane_offset_of
@@ -36,6 +34,7 @@ from kernels.cuda.ptx.numbers import ex2, rcp
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import ALL_LANES, WORD, device_function
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, int32
 from kernels.scores.program import PLAIN, Features
 
 

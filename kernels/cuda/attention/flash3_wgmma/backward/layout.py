@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from numba import int32
-
 from kernels.cuda.attention.flash3_wgmma.layout import KernelForm, Widths
 from kernels.cuda.device.shared_tiles import SharedTiles, round_up
 from kernels.cuda.device.warpgroups import LINE, PANEL, WarpRoles
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import WORD, device_function
+from kernels.runtime.types import int32
 from kernels.scores.program import PLAIN, Features
 
 #: The widest heads whose dK and dV one warpgroup keeps in registers together.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from numba import int32, int64
-
 from kernels.cuda.attention.flash3_wgmma.backward.layout import tiles_of
 from kernels.cuda.attention.flash3_wgmma.layout import KernelForm
 from kernels.cuda.attention.flash3_wgmma.tile_walk import make_row_base, make_walk
@@ -30,6 +28,7 @@ from kernels.cuda.device.warpgroups import LINE, WARPGROUP
 from kernels.cuda.ptx.copies import global_address, st_shared
 from kernels.cuda.runtime.kernel import WORD, device_function
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int32, int64
 
 
 class BackwardPipelines(NamedTuple):

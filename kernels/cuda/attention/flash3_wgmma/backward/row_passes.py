@@ -10,7 +10,6 @@ import math
 from functools import cache
 
 import numpy as np
-from numba import float32, float64, int32, int64, types, uint32, void
 
 from kernels.common.online_softmax import LARGE, LOG2_E
 from kernels.cuda.attention.delta import THREADS, lanes_of, make_row_sum, zero_sums
@@ -32,6 +31,7 @@ from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import WORD, Kernel, array_type
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, float64, int32, int64, types, uint32, void
 from kernels.scores.program import Features
 
 _INF, _ZERO = np.float32(math.inf), np.float32(0)

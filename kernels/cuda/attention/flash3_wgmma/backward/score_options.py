@@ -19,7 +19,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, uint32
 
 from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import (
@@ -47,6 +46,7 @@ from kernels.cuda.device.branchless import tanh
 from kernels.cuda.ptx.numbers import PACK, PACK_POSITIVE, UNPACK, ex2, sub_rn
 from kernels.cuda.ptx.numbers import tanh as near_tanh
 from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.types import float32, uint32
 from kernels.scores.program import Features, ScoreTarget, make_score_program
 
 

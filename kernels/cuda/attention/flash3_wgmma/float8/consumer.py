@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import float32, int32, uint32
 
 from kernels.common.online_softmax import LN_2, LOG2_E
 from kernels.cuda.attention.flash3_wgmma.forward.consumer import (
@@ -56,6 +55,7 @@ from kernels.cuda.ptx.wgmma import (
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.problem.float8 import BLOCK
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, int32, uint32
 from kernels.scores.program import PLAIN
 
 E4M3 = "float8_e4m3"

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from numba import int32, types, void
-
 from kernels.cuda.attention.flash3_wgmma.float8.consumer import make_consume
 from kernels.cuda.attention.flash3_wgmma.float8.quantise import Float8Units
 from kernels.cuda.attention.flash3_wgmma.forward.consumer import RowResults
@@ -37,6 +35,7 @@ from kernels.cuda.ptx.bulk import tensor_load
 from kernels.cuda.runtime.kernel import Kernel, array_type, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int32, types, void
 from kernels.scores.program import PLAIN
 
 

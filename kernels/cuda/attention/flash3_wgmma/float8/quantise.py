@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, int64, types, uint8, uint32, void
 
 from kernels.common.geometry import PLAIN
 from kernels.cuda.attention.flash3_wgmma.layout import Widths
@@ -47,6 +46,7 @@ from kernels.cuda.runtime.kernel import (
 from kernels.problem.float8 import BLOCK, SIGNS, Float8
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda, current_device
+from kernels.runtime.types import float32, int64, types, uint8, uint32, void
 
 #: Number of lanes that share a row, and of columns that a lane reads at a time, 32 bytes.
 LANES, PIECE = 4, 16

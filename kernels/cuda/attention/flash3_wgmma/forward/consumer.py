@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, int32, uint32
 
 from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words
@@ -75,6 +74,7 @@ from kernels.cuda.ptx.wgmma import (
 from kernels.cuda.runtime.kernel import ALL_LANES, WORD, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, int32, uint32
 
 LOG2_OF_E, ZERO = np.float32(LOG2_E), np.float32(0)
 

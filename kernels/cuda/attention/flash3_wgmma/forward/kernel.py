@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from numba import int32, void
-
 from kernels.cuda.attention.flash3_wgmma.forward.consumer import RowResults, make_consume
 from kernels.cuda.attention.flash3_wgmma.forward.producer import (
     make_produce_items,
@@ -34,6 +32,7 @@ from kernels.cuda.device.pipeline import make_prologue, opaque
 from kernels.cuda.device.warpgroups import LINE, block_bytes, own_warpgroup
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int32, void
 from kernels.scores.program import PLAIN, Features
 
 #: The producer warpgroup's thread that schedules items; its first thread copies keys and values.

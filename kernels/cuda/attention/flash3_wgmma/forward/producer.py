@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numba import int32
-
 from kernels.cuda.attention.flash3_wgmma.layout import (
     ITEM_NUMBERS,
     LISTED,
@@ -38,6 +36,7 @@ from kernels.cuda.ptx.copies import global_address, ld_shared, st_shared
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import WORD, device_function
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int32
 
 
 @device_function

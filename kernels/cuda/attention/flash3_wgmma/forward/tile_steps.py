@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import float32, uint32
 
 from kernels.common.online_softmax import LARGE, LOG2_E
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words, make_kept, offset_of
@@ -37,6 +36,7 @@ from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.ptx.numbers import UNPACK, ex2, mul_rn, rcp, sub_rn
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, uint32
 from kernels.scores.program import PLAIN, Features, make_score_program
 
 MOST, LOG2_OF_E, ZERO = np.float32(LARGE), np.float32(LOG2_E), np.float32(0)

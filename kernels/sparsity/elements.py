@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 import numba
 import numpy as np
 import numpy.typing as npt
-from numba.core.dispatcher import Dispatcher
 
 from kernels.common.arguments import as_host_array, whole
 from kernels.scores.mods import check_mod
@@ -196,7 +195,7 @@ def compiled_fill(
     if isinstance(mod, FunctionType):
         # An out-of-bounds index into an array is an error, as in Python.
         mod = numba.njit(error_model=error_model, boundscheck=True)(mod)
-    if not isinstance(mod, Dispatcher):
+    if not hasattr(mod, "py_func"):  # no dispatcher
         return None
     fill = partial(_compiled_fill, mod)
     try:

@@ -38,8 +38,8 @@ FILES = (
     """,
     """
     kernels/runtime/cuda_errors.py kernels/runtime/disk_cache.py kernels/runtime/jit.py
-    kernels/runtime/numba_patches.py kernels/runtime/targets.py kernels/cuda/emulator/*.py
-    minitorch/cuda_ops.py
+    kernels/runtime/numba_patches.py kernels/runtime/targets.py kernels/runtime/types.py
+    kernels/cuda/emulator/*.py minitorch/cuda_ops.py
     minitorch/fast_ops.py minitorch/backends/compiled_*.py minitorch/backends/device_memory.py
     """,
     """
@@ -59,7 +59,7 @@ FILES = (
     kernels/cuda/attention/options/visits.py kernels/cuda/device/half.py kernels/cuda/device/memory.py
     kernels/cuda/device/one_source.py kernels/cuda/device/row_folds.py
     kernels/cuda/device/shared_tiles.py kernels/cuda/device/vector.py
-    kernels/cuda/matmul/cuda_cores.py kernels/cuda/runtime/arrays.py kernels/cuda/runtime/compiling.py
+    kernels/cuda/matmul/cuda_cores.py kernels/cuda/ptx/llvm.py kernels/cuda/runtime/arrays.py kernels/cuda/runtime/compiling.py
     kernels/cuda/runtime/kernel.py kernels/cuda/runtime/recorder.py
     kernels/cuda/runtime/sizes.py kernels/metering/io_meter.py
     kernels/problem/*.py -kernels/problem/chunks.py -kernels/problem/listed_mods.py

@@ -7,8 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numba import from_dtype, int64, njit, types, void
-from numba.core.errors import NumbaError
+from numba import NumbaError, from_dtype, int64, njit, types, void
 
 from kernels.cpu.attention.tile_scores import make_target
 from kernels.cpu.runtime.function_pointers import address_of, array_at

@@ -16,7 +16,6 @@ from typing import Any
 
 from llvmlite import binding, ir
 from numba import extending, int64, types
-from numba.core import cgutils
 from numba.extending import models, register_model
 
 from kernels.cpu.runtime import plain_python
@@ -62,7 +61,7 @@ class _Lines:
         context, builder = compiler
         array, row, col = place
         x = context.make_array(kind)(context, builder, array)
-        by_row, by_col = cgutils.unpack_tuple(builder, x.strides)
+        by_row, by_col = (builder.extract_value(x.strides, axis) for axis in (0, 1))
         size = kind.dtype.bitwidth // 8
         if kind.layout == "C":
             by_col = ir.Constant(_INT, size)

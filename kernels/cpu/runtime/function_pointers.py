@@ -9,8 +9,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import prange, types
-from numba.core import cgutils
-from numba.np.arrayobj import populate_array
 
 from kernels.cpu.runtime import plain_python
 from kernels.cpu.runtime.plain_python import intrinsic
@@ -39,7 +37,7 @@ def call(_context, address, args):
 
     def generate(context, builder, signature, values):
         # An index of a prange may be unsigned where the function takes a signed number: the same bits.
-        parts = cgutils.unpack_tuple(builder, values[1])
+        parts = [builder.extract_value(values[1], n) for n in range(args.count)]
         native = ir.FunctionType(ir.VoidType(), [part.type for part in parts])
         builder.call(builder.inttoptr(values[0], native.as_pointer()), parts)
         return context.get_dummy_value()
@@ -69,13 +67,13 @@ def array_at(_context, address, shape, strides, dtype):
     def generate(context, builder, signature, values):
         array = context.make_array(kind)(context, builder)
         scalar = context.get_data_type(kind.dtype)
-        populate_array(
+        context.populate_array(
             array,
-            builder.inttoptr(values[0], scalar.as_pointer()),
-            values[1],
-            values[2],
-            ir.Constant(ir.IntType(64), context.get_abi_sizeof(scalar)),
-            None,
+            data=builder.inttoptr(values[0], scalar.as_pointer()),
+            shape=values[1],
+            strides=values[2],
+            itemsize=ir.Constant(ir.IntType(64), context.get_abi_sizeof(scalar)),
+            meminfo=None,
         )
         return array._getvalue()
 

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.cuda.device.shared_tiles import SharedTiles, round_up
-from kernels.cuda.device.vector import VECTOR, are_vectors, load_global, load_shared, store_shared
+from kernels.cuda.device.vector import VECTOR, are_vectors
+from kernels.cuda.ptx.llvm import load_global, load_shared, store_shared
 from kernels.cuda.runtime.kernel import device_function, scalar_type, why_too_large
 from kernels.cuda.runtime.sizes import SIZES, LayoutSizes
 from kernels.problem.question import Problem

@@ -4,9 +4,6 @@ Kernels see float16 and bfloat16 storage as uint16, because numba's own types fo
 linked, and a kernel that is linked cannot be cached on disk.
 """
 
-# An intrinsic's first argument is the compiler's; callers do not pass it.
-# pyright: reportCallIssue=false, reportRedeclaration=false
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,22 +11,24 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
 
 from kernels.common.geometry import ceil_div, same
-from kernels.cuda.device.vector import (
+from kernels.cuda.ptx.llvm import (
     ALIGNMENT,
     VECTOR,
     load_flat,
+    load_words,
+    narrow_float16,
+    reinterpreted,
     store_flat,
-    vector_load,
-    vector_store,
-)
+    store_words,
+    widen_float16,
+)  # fmt: skip
 from kernels.cuda.runtime.arrays import device_pointer, device_view, element_strides
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.cuda.runtime.sizes import launch_each
 from kernels.runtime.dtypes import BFLOAT16, BITS, FLOAT16, FLOAT64, is_half
-from kernels.runtime.targets import cuda, intrinsic
+from kernels.runtime.targets import cuda
 from kernels.runtime.types import float32, float64, int64, types, uint16, uint32, void
 
 #: Elements that one thread converts: 128 bits of the 16-bit array.
@@ -95,60 +94,15 @@ def make_bits(compile: Callable[[Any], Any], bits_of: Any, float_of: Any) -> Bit
 PLAIN = make_bits(same, lambda x: np.float32(x).view(np.uint32), lambda x: x.view(np.float32))
 
 
-def _reinterpreted(of: Any, to: Any, llvm: Any) -> Any:
-    """Return the intrinsic that reinterprets the bits of type ``of`` as type ``to``."""
-
-    @intrinsic
-    def reinterpret(_context, x):
-        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return builder.bitcast(args[0], llvm)
-
-        return to(of), generate
-
-    return reinterpret
-
-
 _bits = make_bits(
     device_function,
-    _reinterpreted(float32, uint32, ir.IntType(32)),
-    _reinterpreted(uint32, float32, ir.FloatType()),
+    reinterpreted(float32, uint32),
+    reinterpreted(uint32, float32),
 )
 
 
-@intrinsic
-def _widen_float16(_context, bits):
-    """Convert the 16 bits of a float16 to float32: one ``cvt.f32.f16``."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return float32(uint16), generate
-
-
-@intrinsic
-def _narrow_float16(_context, x):
-    """Return the bits of the nearest float16: one ``cvt.rn.f16.f32``."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-    return uint16(float32), generate
-
-
-@intrinsic
-def _load_words(_context, a, i):
-    """Return eight neighbours of a flat uint16 array as four words: one ``ld.v4``."""
-    return vector_load(a, i, element=uint32)
-
-
-@intrinsic
-def _store_words(_context, a, i, w, x, y, z):
-    """Write four words as eight neighbours of a flat uint16 array: one ``st.v4``."""
-    return vector_store(a, i, element=uint32)
-
-
 _CONVERSIONS = {
-    FLOAT16: (_widen_float16, _narrow_float16),
+    FLOAT16: (widen_float16, narrow_float16),
     BFLOAT16: (_bits.widen_bfloat16, _bits.narrow_bfloat16),
 }
 
@@ -203,7 +157,7 @@ def make_read_eight(dtype: np.dtype[Any]) -> Any:
 
     @device_function
     def read_eight_halves(a, i):
-        w, x, y, z = _load_words(a, i)
+        w, x, y, z = load_words(a, i)
         return low(w), high(w), low(x), high(x), low(y), high(y), low(z), high(z)
 
     return read_eight_halves
@@ -226,7 +180,7 @@ def make_write_eight(dtype: np.dtype[Any], narrow: Any) -> Any:
 
     @device_function
     def write_eight_halves(a, i, values):
-        _store_words(
+        store_words(
             a, i, pair(values[0], values[1]), pair(values[2], values[3]),
             pair(values[4], values[5]), pair(values[6], values[7]),
         )  # fmt: skip

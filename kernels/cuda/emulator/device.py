@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
-from numba.np.numpy_support import as_dtype
 
 from .checks import Checks
 from .schedule import WARP, Meeting, Turns
@@ -36,7 +35,7 @@ class Index(NamedTuple):
 def dtype_of(kind: Any) -> np.dtype[Any]:
     """Return NumPy's dtype of a type that a kernel names."""
     if isinstance(kind, types.Type):
-        return as_dtype(kind)
+        return np.dtype(str(kind))
     return np.dtype(kind if isinstance(kind, type) else getattr(kind, "dtype", kind))
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.np.numpy_support import as_dtype
+
+from .device import dtype_of
 
 
 def _load(a: Any, *index: Any) -> tuple[Any, ...]:
@@ -40,9 +41,9 @@ def _store_words(a: Any, i: int, *words: Any) -> None:
 INTRINSICS: dict[str, Callable[..., Any]] = {
     "load_shared": _load, "load_global": _load, "load_row": _load,
     "store_shared": _store, "store_row": _store,
-    "_load_words": _load_words, "_store_words": _store_words,
-    "_widen_float16": lambda bits: np.float32(np.uint16(bits).view(np.float16)),
-    "_narrow_float16": lambda x: np.float16(x).view(np.uint16),
+    "load_words": _load_words, "store_words": _store_words,
+    "widen_float16": lambda bits: np.float32(np.uint16(bits).view(np.float16)),
+    "narrow_float16": lambda x: np.float16(x).view(np.uint16),
 }  # fmt: skip
 
 
@@ -84,7 +85,7 @@ def known_intrinsic(define: Callable[..., Any]) -> Any:
         return INTRINSICS.get(define.__name__)
     signature, _ = define(*[None] * len(inspect.signature(define).parameters))
     kinds = signature.return_type, *signature.args
-    return make(*(None if kind == types.void else as_dtype(kind) for kind in kinds))
+    return make(*(None if kind == types.void else dtype_of(kind) for kind in kinds))
 
 
 #: The functions of libdevice.

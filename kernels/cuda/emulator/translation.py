@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.np.numpy_support import as_dtype
 
-from .device import DEVICE, MEETING
+from .device import DEVICE, MEETING, dtype_of
 from .intrinsics import LIBDEVICE, known_intrinsic
 
 #: Packages whose functions run as they are.
@@ -116,7 +115,7 @@ class Translation:
         if isinstance(value, ModuleType):
             return self._module(value)
         if isinstance(value, types.Number):
-            return self._type(as_dtype(value))
+            return self._type(dtype_of(value))
         if hasattr(value, "ptx"):
             self.meets = self.has_instructions = True
             engines = import_module("kernels.cuda.emulator.tensor_cores.engines")

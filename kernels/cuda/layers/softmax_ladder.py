@@ -17,7 +17,8 @@ import numpy as np
 from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.device.one_source import inverse_sum, shift_of
 from kernels.cuda.device.row_folds import RowBlock, make_row_folds
-from kernels.cuda.device.vector import EXP2, VECTOR, are_vectors, load_row, store_row
+from kernels.cuda.device.vector import EXP2, VECTOR, are_vectors
+from kernels.cuda.ptx.llvm import load_row, store_row
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.reference.softmax_ladder import check_rows

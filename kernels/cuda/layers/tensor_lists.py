@@ -3,9 +3,6 @@
 A training step updates hundreds of small tensors, for which separate launches take longer than the work.
 """
 
-# An intrinsic's first argument is the compiler's; callers do not pass it.
-# pyright: reportCallIssue=false
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -13,16 +10,16 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
 
 from kernels.common.geometry import ceil_div
 from kernels.cuda.device.half import form
+from kernels.cuda.ptx.llvm import at_address
 from kernels.cuda.runtime.arrays import device_pointer, device_view, element_strides, to_device
 from kernels.cuda.runtime.kernel import scalar_type
 from kernels.cuda.runtime.recorder import active, recorded_by
 from kernels.cuda.runtime.sizes import SIZES
-from kernels.runtime.targets import current_device, intrinsic
-from kernels.runtime.types import int64, types
+from kernels.runtime.targets import current_device
+from kernels.runtime.types import int64
 
 #: Number of elements per block, all of one tensor, and number of threads.
 CHUNK, THREADS = SIZES.list_chunk, SIZES.list_threads
@@ -41,29 +38,7 @@ class Access(NamedTuple):
 @cache
 def make_access(dtype: np.dtype[Any]) -> Access:
     """Return the functions for the storage of one dtype."""
-    stored = form(dtype).stored
-    element = scalar_type(stored)
-
-    def place(context: Any, builder: Any, args: Any) -> Any:
-        pointer = ir.PointerType(context.get_data_type(element), 1)  # global memory
-        return builder.gep(builder.inttoptr(args[0], pointer), [args[1]])
-
-    @intrinsic
-    def load_at(_context, address, i):
-        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return builder.load(place(context, builder, args))
-
-        return element(int64, int64), generate
-
-    @intrinsic
-    def store_at(_context, address, i, value):
-        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            builder.store(args[2], place(context, builder, args))
-            return context.get_dummy_value()
-
-        return types.void(int64, int64, element), generate
-
-    return Access(load_at, store_at)
+    return Access(*at_address(scalar_type(form(dtype).stored)))
 
 
 class TensorList(NamedTuple):

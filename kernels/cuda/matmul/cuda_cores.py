@@ -15,7 +15,8 @@ import numpy as np
 from kernels.common import geometry
 from kernels.cuda.device.memory import sum_kernel
 from kernels.cuda.device.one_source import ceil_div
-from kernels.cuda.device.vector import VECTOR, load_shared
+from kernels.cuda.device.vector import VECTOR
+from kernels.cuda.ptx.llvm import load_shared
 from kernels.cuda.runtime.arrays import device_view, empty_device, reshaped
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.cuda.runtime.sizes import SIZES, ProductTile, launch_each

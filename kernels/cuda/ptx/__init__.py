@@ -2,6 +2,8 @@
 
 ======================  ===========================================================================
 ``inline``              turns an instruction into a function that kernels call
+``llvm``                functions that emit LLVM's own instructions: vectors, conversions
+``emitted``             functions that numba compiles once and LLVM inlines
 ``fragments``           the element of a tile that a lane's register holds, as plain functions
 ``swizzle``             places of a tile's elements in shared memory, without bank conflicts
 ``numbers``             conversions between float32 and packed pairs of 16 bits; powers of two

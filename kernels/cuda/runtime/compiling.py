@@ -18,21 +18,27 @@ from kernels.runtime.targets import (
 )
 
 
+def handle_of(kernel: Any) -> int:
+    """Return the driver's handle of a kernel that ``cuda.jit`` has compiled for one signature."""
+    (overload,) = kernel.overloads.values()
+    return int(overload._codelibrary.get_cufunc().handle)
+
+
 def allow_shared_memory(kernel: Any, size: int) -> None:
     """Allow a compiled kernel ``size`` bytes of dynamic shared memory; up to 48 KB are always allowed."""
     if driver is None or size <= shared_memory_bytes():
         return
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     device = driver.CUdevice(cuda.get_current_device().id)
-    for overload in kernel.overloads.values():
-        handle = driver.CUkernel(int(overload._codelibrary.get_cufunc().handle))
-        (error,) = driver.cuKernelSetAttribute(attribute, size, handle, device)
-        if int(error):
-            limit = dynamic_shared_memory_bytes()
-            raise RuntimeError(
-                f"the device refused {size:,} bytes of shared memory ({error}); a block may have {limit:,} "
-                "here, so take a smaller tile, or another rung"
-            )
+    (error,) = driver.cuKernelSetAttribute(
+        attribute, size, driver.CUkernel(handle_of(kernel)), device
+    )
+    if int(error):
+        limit = dynamic_shared_memory_bytes()
+        raise RuntimeError(
+            f"the device refused {size:,} bytes of shared memory ({error}); a block may have {limit:,} "
+            "here, so take a smaller tile, or another rung"
+        )
 
 
 def compile_kernel(

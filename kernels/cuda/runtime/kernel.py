@@ -7,7 +7,6 @@ from functools import cache, cached_property
 from types import CellType, FunctionType
 from typing import Any
 
-import numba
 import numpy as np
 
 from kernels.cuda.runtime.compiling import allow_shared_memory, compile_kernel
@@ -21,7 +20,7 @@ from kernels.runtime.targets import (
     launching,
     shared_memory_bytes,
 )
-from kernels.runtime.types import types
+from kernels.runtime.types import from_dtype, types
 
 share_copies(cuda)  # before anything is compiled
 find_live_variables_in_bits(cuda)
@@ -179,7 +178,7 @@ def three(size: Any) -> tuple[int, int, int]:
 
 def scalar_type(dtype: np.dtype[Any]) -> Any:
     """Return numba's type of a dtype, for shared arrays and for rounding a number to the dtype."""
-    return numba.from_dtype(dtype)
+    return from_dtype(dtype)
 
 
 def array_type(dtype: np.dtype[Any], dims: int) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from kernels.cuda.runtime.compiling import handle_of
 from kernels.cuda.runtime.recorder import Renewed, active
 from kernels.runtime.cuda_errors import explain_code
 from kernels.runtime.targets import cuda, current_device, driver
@@ -133,8 +134,7 @@ class Launcher:
         name: str,
         prepare: Callable[[], None] = lambda: None,
     ):
-        (overload,) = compiled.overloads.values()
-        self._library = overload._codelibrary
+        self._compiled = compiled
         self._functions: dict[int, Any] = {}
         self.shared_bytes = shared_bytes
         self.name = name
@@ -209,6 +209,5 @@ class Launcher:
         if number not in self._functions:
             cuda.current_context()
             self._prepare()
-            handle = self._library.get_cufunc().handle
-            self._functions[number] = driver.CUfunction(int(handle))
+            self._functions[number] = driver.CUfunction(handle_of(self._compiled))
         return self._functions[number]

@@ -26,11 +26,11 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
 
 from kernels.cuda.device.branchless import divide, tanh
-from kernels.cuda.device.emitted import CAN_EMIT, Emitted
 from kernels.cuda.device.one_source import numbers_of_mods as numbers_of_mods
+from kernels.cuda.ptx.emitted import CAN_EMIT, Emitted, captured_array
+from kernels.cuda.ptx.inline import I32
 from kernels.cuda.runtime.kernel import device_callable, device_function, scalar_type
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import FLOAT32
@@ -46,8 +46,6 @@ MOST_PLACES = 1 << 26
 FIRST_PLACE, _PLACE = MOST_PLACES - 1, 2 * MOST_PLACES - 1
 #: Number of upper bits that a 32-bit number leaves unused in 64 bits.
 _SPARE = 32
-#: LLVM's number of the address space.
-_GLOBAL_MEMORY = 1
 #: Comparisons of whole numbers → the symbols of the compiler.
 _COMPARISONS = {
     operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==",
@@ -188,7 +186,7 @@ def _constant_of(value: Any) -> int:
 def _half(known: _Known, builder: Any, value: Any) -> Any:
     if value in known.bounded:
         return known.bounded[value][1]
-    return builder.trunc(value, ir.IntType(32))
+    return builder.trunc(value, I32.llvm)
 
 
 def _narrowest(
@@ -262,7 +260,8 @@ def _divided(self: _Operation, builder: Any, values: Any, *args: Any) -> Any:
     if known.large.intersection(values):
         result = self.default(builder, values, *args)
         if not is_signed and constant < MOST_PLACES:
-            known.bounded[result] = ir.Constant(ir.IntType(1), 1), _half(known, builder, result)
+            fits = self.target.get_constant(types.boolean, True)
+            known.bounded[result] = fits, _half(known, builder, result)
         return result
     narrow = self.target.get_function(self.key[0], types.int32(types.int32, types.int32))
     # The lower half of a divisor that is not 0 may be.
@@ -316,38 +315,8 @@ def _with_rules(target: Any) -> Any:
         return default if rule is None else partial(rule, _Operation(target, known, key, default))
 
     patched.cast, patched.get_function = cast, get_function
-    patched.make_constant_array = partial(_captured_array, target)
+    patched.make_constant_array = partial(captured_array, target)
     return patched
-
-
-def _captured_array(target: Any, builder: Any, kind: Any, array: Any) -> Any:
-    """Return an array that a function captures, in global memory.
-
-    Numba would put it into constant memory, which is limited to 64 KB, and which serves lanes that read
-    different elements one after the other.
-    """
-    array = np.ascontiguousarray(array)
-    content = bytearray(array.tobytes())
-    data = ir.Constant(ir.ArrayType(ir.IntType(8), len(content)), content)
-    name = builder.module.get_unique_name("captured")
-    held: Any = ir.GlobalVariable(builder.module, data.type, name, addrspace=_GLOBAL_MEMORY)
-    held.linkage, held.global_constant, held.initializer, held.align = "internal", True, data, 16
-    result = target.make_array(kind)(target, builder)
-    pointer = builder.addrspacecast(held, ir.PointerType(data.type))
-    shape, strides = (
-        [target.get_constant(types.intp, number) for number in numbers]
-        for numbers in (array.shape, array.strides)
-    )
-    target.populate_array(
-        result,
-        data=builder.bitcast(pointer, result.data.type),
-        shape=shape,
-        strides=strides,
-        itemsize=target.get_constant(types.intp, array.itemsize),
-        parent=None,
-        meminfo=None,
-    )
-    return result._getvalue()
 
 
 def _typing_with_rules(typing: Any) -> Any:

@@ -28,8 +28,8 @@ from kernels.cuda.attention.flash3_wgmma.tiles import (
     make_hide_pairs,
     make_pack,
 )
-from kernels.cuda.device.emitted import unrolled
 from kernels.cuda.ptx.copies import ld_shared_v2
+from kernels.cuda.ptx.emitted import unrolled
 from kernels.cuda.ptx.numbers import ex2, rcp
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import ALL_LANES, WORD, device_function

@@ -31,8 +31,8 @@ from kernels.cuda.attention.flash3_wgmma.score_terms import (
 from kernels.cuda.attention.flash3_wgmma.tiles import lowered
 from kernels.cuda.attention.options.tile_scores import is_inside_columns
 from kernels.cuda.device.branchless import tanh
-from kernels.cuda.device.emitted import unrolled
 from kernels.cuda.device.one_source import shift_of
+from kernels.cuda.ptx.emitted import unrolled
 from kernels.cuda.ptx.numbers import UNPACK, ex2, mul_rn, rcp, sub_rn
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda

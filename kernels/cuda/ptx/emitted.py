@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from llvmlite import ir
+
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cuda, driver, intrinsic
 from kernels.runtime.types import types
@@ -90,3 +93,33 @@ def unrolled(count: int, body: Callable[..., None]) -> Any:
 
     for_each.py_func = in_turn
     return for_each
+
+
+def captured_array(target: Any, builder: Any, kind: Any, array: Any) -> Any:
+    """Return an array that a function captures, in global memory.
+
+    Numba would put it into constant memory, which is limited to 64 KB, and which serves lanes that read
+    different elements one after the other.
+    """
+    array = np.ascontiguousarray(array)
+    content = bytearray(array.tobytes())
+    data = ir.Constant(ir.ArrayType(ir.IntType(8), len(content)), content)
+    name = builder.module.get_unique_name("captured")
+    held: Any = ir.GlobalVariable(builder.module, data.type, name, addrspace=1)  # global memory
+    held.linkage, held.global_constant, held.initializer, held.align = "internal", True, data, 16
+    result = target.make_array(kind)(target, builder)
+    pointer = builder.addrspacecast(held, ir.PointerType(data.type))
+    shape, strides = (
+        [target.get_constant(types.intp, number) for number in numbers]
+        for numbers in (array.shape, array.strides)
+    )
+    target.populate_array(
+        result,
+        data=builder.bitcast(pointer, result.data.type),
+        shape=shape,
+        strides=strides,
+        itemsize=target.get_constant(types.intp, array.itemsize),
+        parent=None,
+        meminfo=None,
+    )
+    return result._getvalue()

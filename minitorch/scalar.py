@@ -110,7 +110,7 @@ class Scalar:
         # END TASK 1.2
 
     def __eq__(self, b: object) -> Scalar:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # TASK 1.2: Apply EQ; for what is no number return NotImplemented.
+        # TASK 1.2: Apply EQ; return NotImplemented for other types than numbers.
         if not isinstance(b, (Scalar, Real)):
             return NotImplemented  # Python answers False, as for `scalar == None`
         return EQ.apply(self, b)

@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     replace_unprintable()
     check_backend(f"--backend {args.backend}", BACKENDS[args.backend])
     try:
-        with np.errstate(all="ignore"):  # what is no number ends the run with a line of its own
+        with np.errstate(all="ignore"):  # NaN or infinity ends the run with a line of its own
             if args.load:
                 write(*load_run(args.load, args.backend, args.attention), args)
             elif args.resume is not None:

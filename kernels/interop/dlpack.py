@@ -74,8 +74,8 @@ class Read:
 
     NumPy refuses memory of a device and bfloat16.  It does not access the memory, so the capsule,
     which has not been read, names them host memory and uint16.  ``array`` must not be accessed if the
-    memory is on a device.  Other types of elements raise a TypeError, and what is no such capsule a
-    ValueError.
+    memory is on a device.  Other types of elements raise a TypeError, and an object without
+    such a capsule a ValueError.
     """
 
     def __init__(self, capsule: Any):

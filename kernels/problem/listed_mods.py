@@ -40,7 +40,7 @@ class Asked(NamedTuple):
     function: Callable[..., Any]  #: The user function.
     grid: BlockGrid  #: The blocks.
     batches: int  #: Number of batches, 1 if the function does not use the batch.
-    heads: int  #: Number of heads, likewise.
+    heads: int  #: Number of heads, 1 if the function does not use the head.
     #: The bounds ``lower`` and ``upper`` of a ``Problem``; elements beyond them are hidden.
     bounds: tuple[int, int]
     dtype: np.dtype[Any]  #: The dtype in which the kernels compute scores.

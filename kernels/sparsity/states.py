@@ -71,7 +71,7 @@ class Layout(NamedTuple):
 def check_grid(seq_q: Any, seq_k: Any, block_size: Any, heads: Any = 1) -> BlockGrid:
     """Return lengths and a block size, one number or (rows, columns), as a grid of so many heads.
 
-    What is no whole number raises a TypeError; a negative length, a side that is not a positive
+    A number that is not whole raises a TypeError; a negative length, a side that is not a positive
     multiple of ``SIDE``, or too many blocks of all heads, a ValueError.
     """
     pair = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size,) * 2

@@ -135,7 +135,7 @@ def attend_packed(  # beyond module 5
     views: list[Any] = []
     for name, operand in (("q", q), ("k", k), ("v", v)):
         check_packed(name, operand)
-        # What is no tensor is refused where all operands are checked.
+        # Other types are refused where all operands are checked.
         views.append(Permute.apply(operand, (1, 0, 2)) if is_tensor(operand) else operand)
     make = PackedMaker(cu_q, cu_k, sequences_of_call)
     several = "return_lse" in options and flag("return_lse", options["return_lse"])

@@ -36,7 +36,7 @@ apt-get update && apt-get install --yes python3 python3-venv python3-pip
 python3 -m venv /autograder/venv
 /autograder/venv/bin/python -m pip install --editable '/autograder/source/course[course]'
 """
-#: Likewise: grades a submission.
+#: The script by which Gradescope grades a submission.
 RUN = """#!/autograder/venv/bin/python
 import json, subprocess, sys
 from pathlib import Path

@@ -59,8 +59,8 @@ FILES = (
     kernels/cuda/attention/options/visits.py kernels/cuda/device/half.py kernels/cuda/device/memory.py
     kernels/cuda/device/one_source.py kernels/cuda/device/row_folds.py
     kernels/cuda/device/shared_tiles.py kernels/cuda/device/vector.py
-    kernels/cuda/matmul/cuda_cores.py kernels/cuda/ptx/llvm.py kernels/cuda/runtime/arrays.py kernels/cuda/runtime/compiling.py
-    kernels/cuda/runtime/kernel.py kernels/cuda/runtime/recorder.py
+    kernels/cuda/matmul/cuda_cores.py kernels/cuda/ptx/llvm.py kernels/cuda/runtime/arrays.py
+    kernels/cuda/runtime/compiling.py kernels/cuda/runtime/kernel.py kernels/cuda/runtime/recorder.py
     kernels/cuda/runtime/sizes.py kernels/metering/io_meter.py
     kernels/problem/*.py -kernels/problem/chunks.py -kernels/problem/listed_mods.py
     -kernels/problem/packed_problem.py -kernels/problem/packed_sequences.py -kernels/problem/float8.py

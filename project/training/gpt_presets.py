@@ -46,7 +46,7 @@ def characters_of(vocabulary: int) -> str:
 
 
 def spelled(text: str, characters: str) -> str:
-    """Return a text in the characters of a vocabulary: bytes of UTF-8, or ``?`` for what is no ASCII."""
+    """Return a text in the characters of a vocabulary: bytes of UTF-8, or ASCII with ``?`` for the rest."""
     if characters == BYTES:
         return text.encode("utf-8", "surrogatepass").decode("latin-1")
     if characters == ASCII:

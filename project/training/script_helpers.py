@@ -197,7 +197,7 @@ def ends_in_one_line(smaller: str) -> Iterator[None]:
         smaller: The options that decide how much memory is needed.
     """
     try:
-        with np.errstate(all="ignore"):  # what is no number ends the run with a line of its own
+        with np.errstate(all="ignore"):  # NaN or infinity ends the run with a line of its own
             yield
     except KeyboardInterrupt:
         sys.exit("stopped by Ctrl-C")

@@ -205,7 +205,7 @@ class Checks:
                 )
 
     def end_block(self) -> None:
-        """Raise :class:`Uninitialised` if the block has read shared memory that nobody had written."""
+        """Raise :class:`Uninitialised` if the block has read shared memory that no thread had written."""
         if not self.early:
             self._forget()
             return

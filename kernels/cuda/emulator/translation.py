@@ -47,7 +47,7 @@ class Integer:
 
 
 class _Math:
-    """The module ``math`` of a kernel: float32 stays float32, and what is no error on a GPU is none."""
+    """The module ``math`` of a kernel: float32 stays float32, and nothing raises, as on a GPU."""
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(math, name)

@@ -124,7 +124,7 @@ def _guard(value: Any) -> None:
     By itself it guards only the code of a function.  Globals and attributes are read in each call.
     """
     if isinstance(value, FunctionType):
-        repr(value)  # a graph break if a compiled function captures what is no constant
+        repr(value)  # a graph break if a compiled function captures a variable
         try:
             cells = value.__closure__ or ()
         except AttributeError:  # a function of the compiled code, before PyTorch 2.14

@@ -163,7 +163,7 @@ def test_scalars_are_looked_at() -> None:
     assert (error.operation, error.phase, error.value) == ("SGD", "step", np.inf)
 
 
-# -- what is no fault ----------------------------------------------------------------------------
+# -- not a fault ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("attention", ["flash", "naive"])

@@ -34,7 +34,7 @@ from ...support.models.captured_training import (
     step_of,
 )
 
-#: Where the fake device's memory lies, and what is no number of a kernel.
+#: Where the fake device's memory lies, outside of the numbers that kernels take.
 ADDRESSES = range(1 << 32, 1 << 44)
 not_emulated = pytest.mark.skipif(EMULATED, reason="the emulated GPU has no driver")
 device = pytest.fixture(idle_device)

@@ -21,7 +21,9 @@ def test_numba_is_changed_in_the_versions_that_can_be_installed_alone(
 ) -> None:
     required = (ROOT / "requirements.txt").read_text() + (ROOT / "setup.py").read_text()
     for package, bounds in KNOWN.items():
-        (found,) = re.findall(rf"\b{package}(?:\[\w+\])?>=(\d+)\.(\d+)[.\d]*,<(\d+)\.(\d+)", required)
+        (found,) = re.findall(
+            rf"\b{package}(?:\[\w+\])?>=(\d+)\.(\d+)[.\d]*,<(\d+)\.(\d+)", required
+        )
         assert tuple(map(int, found)) == (*bounds[0], *bounds[1])
         assert is_known(package) or not version_of(package), f"not tried: {package}"
     closures = SimpleNamespace(copy=copy)

@@ -47,7 +47,7 @@ class Untouched:
     """All bytes of some arrays and of the memory around them, as they were.
 
     Args:
-        arrays: By name; what is no array is left out.
+        arrays: By name; other values are left out.
     """
 
     def __init__(self, arrays: dict[str, Any]):

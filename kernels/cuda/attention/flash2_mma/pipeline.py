@@ -30,7 +30,7 @@ class MmaVariant(NamedTuple):
     Attributes:
         layout: Tiles and warps, an ``MmaLayout`` or an ``MmaKeyLayout``.
         head_width: head_dim rounded up to a multiple of 16 · parts, or more.
-        value_width: value_dim, likewise.
+        value_width: value_dim, rounded up in the same way.
         numbers: The representation of operands.
         vectors: Whether rows of all tensors are aligned for pieces of 16 bytes and are whole pieces.
         features: Options of the call.

@@ -7,6 +7,7 @@
 # make fuzz GPU=1 [MINUTES=6]  drawn calls on a GPU, with PyTorch's, CuPy's and numba's arrays in any layout
 # make fuzz-options [EXAMPLES=2500]   more than 20,000 drawn combinations of attention's options
 # make ptx                     every CUDA kernel compiled for every generation, without a GPU
+# make next-compiler           the same with numba-cuda-mlir, numba-cuda's successor: lists what fails
 # make lint                    style and types
 # make app [MODULE=2]          the app in a browser: every page, or those of the modules up to one
 # make docs                    the site: build/docs/index.html
@@ -38,7 +39,7 @@ PIP := $(if $(LOCK),PIP_CONSTRAINT=$(LOCK)) $(BIN)/python -m pip --disable-pip-v
 override TEXT := $(value TEXT)
 export TEXT
 
-.PHONY: train quick test test-cpu test-emulated test-slow test-torch run-torch ptx compile-ptx fuzz fuzz-options lint docs bench experiments reliability app \
+.PHONY: train quick test test-cpu test-emulated test-slow test-torch run-torch ptx next-compiler fuzz fuzz-options lint docs bench experiments reliability app \
   install-ci install-others lock ends clean FORCE
 
 # Not empty when the user says which Python.
@@ -118,16 +119,15 @@ run-torch: $(VENV)/.torch
 	  $$(grep -rlE 'importorskip\("(torch|transformers|tokenizers)"' --include='test_*.py' tests)
 	$(BIN)/python -m pytest -m slow -k torch tests/repository/test_docs.py $(ARGS)
 
-# The other tests run without numba-cuda: an environment apart.
-ptx:
-	@$(MAKE) --no-print-directory compile-ptx VENV=$(VENV)-ptx
-
-$(VENV)/.ptx: $(VENV)/.python setup.py requirements.txt $(LOCK)
-	$(PIP) --editable '.[test,cuda]'
+$(VENV)/.ptx: $(VENV)/.test
+	$(PIP) --editable '.[app,plot,test,cuda]'
 	@touch $@
 
-compile-ptx: $(VENV)/.ptx
+ptx: $(VENV)/.ptx
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/structure/compile_only $(ARGS)
+
+next-compiler: $(VENV)/.python
+	PYTHONPATH=project $(BIN)/python -m reliability.next_compiler $(ARGS)
 
 fuzz: $(VENV)/.test
 	$(BIN)/python project/measure.py $(if $(GPU),fuzz_gpu,fuzz) --minutes $(MINUTES) $(ARGS)
@@ -158,10 +158,9 @@ app: $(VENV)/.app
 	$(BIN)/python -m streamlit run project/app.py $(ARGS) -- $(MODULE)
 
 # Everything that .ci/run needs, so that its parts only run: what lints, builds the site and runs most tests, and the rest.
-install-ci: $(VENV)/.lint $(VENV)/.docs
+install-ci: $(VENV)/.lint $(VENV)/.docs $(VENV)/.ptx
 
 install-others:
-	@$(MAKE) --no-print-directory $(VENV)-ptx/.ptx VENV=$(VENV)-ptx
 	@$(MAKE) --no-print-directory $(VENV)-torch/.torch VENV=$(VENV)-torch
 
 # All of CI's environments, the newest of each range, and what they have in common the same version.
@@ -171,19 +170,16 @@ install-others:
 lock:
 	rm -rf build/lock
 	$(PYTHON) -m venv build/lock/all
-	build/lock/all/bin/python -m pip install --quiet --upgrade '.[app,docs,lint,plot,test]'
-	build/lock/all/bin/python -m pip freeze --all --exclude pip --exclude minitorch-flash > build/lock/all.txt
-	$(PYTHON) -m venv build/lock/cuda
-	PIP_CONSTRAINT=build/lock/all.txt build/lock/cuda/bin/python -m pip install --quiet --upgrade '.[cuda,test]' \
+	build/lock/all/bin/python -m pip install --quiet --upgrade '.[app,cuda,docs,lint,plot,test]' \
 	  $(FIRST_CUDA)
-	build/lock/cuda/bin/python -m pip freeze --all --exclude pip --exclude minitorch-flash > build/lock/cuda.txt
+	build/lock/all/bin/python -m pip freeze --all --exclude pip --exclude minitorch-flash > build/lock/all.txt
 	$(PYTHON) -m venv build/lock/torch
 	PIP_CONSTRAINT=build/lock/all.txt build/lock/torch/bin/python -m pip install --quiet --upgrade '.[test,tokenizers,torch]'
 	build/lock/torch/bin/python -m pip freeze --all --exclude pip --exclude minitorch-flash | sed 's/+.*//' \
 	  > build/lock/torch.txt
 	{ echo "# What CI installs, of the ranges in setup.py and requirements.txt: made by make lock, on Python" \
 	    "$$($(PYTHON) -c '$(VERSION)')."; \
-	  cat build/lock/all.txt build/lock/cuda.txt build/lock/torch.txt | LC_ALL=C sort -fu; } > requirements-ci.txt
+	  cat build/lock/all.txt build/lock/torch.txt | LC_ALL=C sort -fu; } > requirements-ci.txt
 
 # The lower bound of each range, and CUDA's compiler as in lock; then what pip finds today.
 ends:
@@ -194,5 +190,5 @@ ends:
 	@$(MAKE) --no-print-directory test ptx VENV=build/ends/newest PYTHON=$(NEWEST) LOCK=
 
 clean:
-	rm -rf $(VENV) $(VENV)-ptx $(VENV)-torch runs build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) $(VENV)-torch runs build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

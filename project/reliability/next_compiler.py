@@ -45,7 +45,7 @@ def pytest_load_initial_conftests() -> None:
 def error_of(text: str) -> str:
     """Return the line of a failure that names the error, without what differs from test to test."""
     lines = re.findall(r"^E +(\S.*)", text, re.MULTILINE) or [text.strip()]
-    found = next((line for line in lines if line.startswith("Untyped")), lines[0])
+    found = next((line for line in lines if "Failed in" not in line), lines[0])
     return re.sub(r"'\w+'|0x\w+|\d{3,}", "…", found)[:160]
 
 

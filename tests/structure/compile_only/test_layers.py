@@ -11,7 +11,6 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import numba
 import pytest
 
 from kernels.cuda.device.half import convert_kernel
@@ -34,6 +33,7 @@ from kernels.cuda.runtime.resources import compile_ptx, ptx_resources
 from kernels.cuda.runtime.sizes import GPU
 from kernels.reference.softmax_ladder import READS
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT_DTYPES, HALF_DTYPES, is_half
+from kernels.runtime.types import types
 from minitorch import fast_conv, operators
 from minitorch.accelerated import cuda_loop_kernels as cuda_loops
 
@@ -117,9 +117,9 @@ def test_a_layer_computes_in_registers_and_in_its_own_dtype(name: str, cc: tuple
 def test_convolution_computes_in_registers_and_in_its_own_dtype(
     kernel: Any, dims: int, cc: tuple[int, int]
 ) -> None:
-    ints = numba.types.UniTuple(numba.int64, dims)
-    triple = (numba.float32[::1], ints, ints)
-    signature = numba.void(*triple, numba.int64, *triple, *triple, numba.boolean)
+    ints = types.UniTuple(types.int64, dims)
+    triple = (types.float32[::1], ints, ints)
+    signature = types.void(*triple, types.int64, *triple, *triple, types.boolean)
     check_float32(compile_ptx(kernel, signature, cc))
 
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import pytest
 from numba.core import analysis as numba_analysis
 
@@ -22,6 +21,7 @@ from kernels.cuda.runtime.resources import compile_ptx
 from kernels.cuda.runtime.sizes import GPU, ProductTile
 from kernels.runtime.numba_patches import share_copies
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import from_dtype, types
 from minitorch import cuda_ops as course_kernels
 from minitorch import operators
 from minitorch.accelerated import cuda_loop_kernels as cuda_loops
@@ -67,10 +67,10 @@ FOLDS = ["add", "mul", "max"]
 
 # -- the course ---------------------------------------------------------------------------------
 
-SIZE = numba.int64
+SIZE = types.int64
 #: Shapes and strides as the backend passes them, and as the published launch protocol does.
-TUPLE = numba.types.UniTuple(numba.int64, 3)
-ARRAY = numba.int64[::1]
+TUPLE = types.UniTuple(types.int64, 3)
+ARRAY = types.int64[::1]
 
 #: How to make each kernel, by name.
 KERNELS: dict[str, Callable[[], Any]] = {
@@ -84,17 +84,17 @@ KERNELS: dict[str, Callable[[], Any]] = {
 
 
 def _ptx(name: str, dtype: Any, cc: tuple[int, int], shape: Any = TUPLE) -> str:
-    storage = numba.from_dtype(dtype)[::1]
+    storage = from_dtype(dtype)[::1]
     triple = (storage, shape, shape)
     arguments = {
         "map": (*triple, SIZE, *triple),
         "zip": (*triple, SIZE, *triple, *triple),
-        "reduce": (*triple, SIZE, *triple, SIZE, numba.float64),
+        "reduce": (*triple, SIZE, *triple, SIZE, types.float64),
         "matmul": (*triple, SIZE, *triple, *triple),
         "sum_practice": (storage, storage, SIZE),
         "mm_practice": (storage, storage, storage, SIZE),
     }
-    return compile_ptx(KERNELS[name](), numba.void(*arguments[name.split()[0]]), cc)
+    return compile_ptx(KERNELS[name](), types.void(*arguments[name.split()[0]]), cc)
 
 
 @needs_nvvm

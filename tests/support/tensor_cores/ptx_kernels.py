@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, uint32, void
 
 from kernels.cuda.ptx import barriers, copies, mma, wgmma
 from kernels.cuda.ptx.emulated import warp as emulated
@@ -16,6 +15,7 @@ from kernels.cuda.ptx.emulated.wgmma import wgmma as emulated_wgmma
 from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, uint32, void
 
 WORDS, FLOATS = uint32[:, ::1], float32[:, ::1]
 WARP, GROUP = 32, 128

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, int32, int64, uint32
 
 from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import make_softmax_step, rescale_rows
@@ -47,6 +46,7 @@ from kernels.cuda.ptx.wgmma import (
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, int32, int64, uint32
 from kernels.scores.program import PLAIN
 
 ZERO, ONE, MINUS_INF = np.float32(0), np.float32(1), np.float32(-math.inf)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from numba import int32, uint32, void
-
 from kernels.cuda.attention.flash3_wgmma.layout import MAPS
 from kernels.cuda.attention.flash_decoding.consumer import make_consume
 from kernels.cuda.attention.flash_decoding.layout import (
@@ -29,6 +27,7 @@ from kernels.cuda.ptx.copies import global_address, st_shared_v4
 from kernels.cuda.runtime.kernel import WARP, Kernel, array_type
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int32, uint32, void
 
 
 @cache

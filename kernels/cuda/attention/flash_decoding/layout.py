@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from numba import float64, int32, types, uint32
-
 from kernels.cuda.attention.flash3_wgmma.layout import Widths
 from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.device.one_source import (
@@ -27,6 +25,7 @@ from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import float64, int32, types, uint32
 from kernels.scores.program import PLAIN, Features
 
 #: Shared memory of a block on Hopper.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numba import int32
-
 from kernels.cuda.attention.flash3_wgmma.tiles import Source
 from kernels.cuda.attention.flash_decoding.layout import (
     DecodingForm,
@@ -20,6 +18,7 @@ from kernels.cuda.ptx.bulk import tensor_load
 from kernels.cuda.ptx.copies import global_address
 from kernels.cuda.runtime.kernel import WARP, device_function
 from kernels.runtime.targets import cuda
+from kernels.runtime.types import int32
 
 
 def make_produce(form: DecodingForm, pipelines: DecodingPipelines) -> Callable[..., None]:

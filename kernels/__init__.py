@@ -12,6 +12,7 @@ from kernels import array_call, launch
 from kernels.array_call import Call
 from kernels.call_plan import CallPlan  # beyond module 5
 from kernels.common.arguments import shown, whole
+from kernels.decoding import flash_attention_with_cache  # beyond module 5
 from kernels.problem.option_values import check_dropout
 from kernels.problem.options import Options, check_types
 from kernels.problem.question import Problem, make_problem
@@ -37,6 +38,7 @@ __all__ = [
     "flash_attention_forward",
     "flash_attention_varlen_backward",  # beyond module 5
     "flash_attention_varlen_forward",  # beyond module 5
+    "flash_attention_with_cache",  # beyond module 5
     "make_problem",
     "plan",  # beyond module 5
     "takes_attention_options",

@@ -56,7 +56,7 @@ class Call:
                 names = "dout", "out", "lse", "dlse"
                 check_gradient_operands(self.problem, *[given[name] for name in names])
             places += [array for array in given.values() if array is not None]
-        self.target = _target(places)
+        self.target = target_of(places)
         if arrays and self.target is launch.CPU:
             check_on_host(arrays)
         operands = make_operands(self.target.memory, self.problem, q, k, v, arrays)
@@ -183,7 +183,8 @@ def heads_first(array: Any) -> Any:  # beyond module 5
     return device_view(array, (heads, rows, dim), (head_step, row_step, step))
 
 
-def _target(operands: Sequence[Any]) -> launch.Target:
+def target_of(operands: Sequence[Any]) -> launch.Target:
+    """Return the target of arrays; a TypeError says that they are in different places."""
     if {type(operand) for operand in operands} == {np.ndarray}:  # as of most calls
         return launch.CPU
     if all(map(is_device_array, operands)):

@@ -1,17 +1,20 @@
 """Flash-Decoding on the CPU, for few query rows and many keys: the keys are split, and the parts merged.
 
 Computes   out, lse and lse_rest.
-Source     Dao et al., Flash-Decoding (2023): FlashAttention-2, Algorithm 1, on each part of the keys, and
-           the same rescaling once more over the parts.
-Work item  the rows of one head against one part of the keys.
-One lane   one key of a tile for the scores, S is (rows, lanes); one element of out for the rest.
+Source     Dao et al., Flash-Decoding (2023): the softmax of each part of the keys, and FlashAttention-2's
+           rescaling, Algorithm 1, line 10, over the parts; Kwon et al., PagedAttention (2023).
+Work item  the rows of all heads that share a head of k, against one part of the keys.
+One lane   a part of a product for the scores, S is (rows, keys); one element of out for the rest.
 Buffers    the results of each part: linear in seq_k / ``PART``.
 Traffic    k and v are read once, in place; nothing is transposed.
+Bits       a row's result depends on its own keys and their positions alone: sums of one row are in the
+           same order whatever else the call holds, and a masked key adds 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,164 +23,369 @@ from numba import njit
 from kernels.common.geometry import PLAIN
 from kernels.common.online_softmax import LOG2_E
 from kernels.cpu.attention.call_record import CallOptions
-from kernels.cpu.attention.tile_scores import TilePosition, blocks_hide, rows_of
+from kernels.cpu.attention.tile_scores import (
+    BOOL_MASK,
+    FLOAT_MASK,
+    TilePosition,
+    blocks_hide,
+    copy_tile,
+    rows_of,
+    view,
+)
 from kernels.cpu.attention.tiles import (
+    ceil_div,
     grown,
-    inverse_sum,
     is_visible,
-    log_sum_exp,
     make_end_row,
-    merge_weight,
+    multiply,
     pack_rows,
     power,
     shift_of,
     tile_in_table,
 )
-from kernels.cpu.runtime.function_pointers import call, contiguous
-from kernels.problem.operands import Operands
+from kernels.cpu.matmul.vector_registers import (
+    LANES,
+    VECTOR_BYTES,
+    add_dots,
+    add_outer,
+    load_block,
+    store_block,
+    store_sums,
+    zero_block,
+)
+from kernels.cpu.runtime import plain_python
+from kernels.cpu.runtime.function_pointers import call, contiguous, take
+from kernels.problem.cached_keys import Cached
+from kernels.problem.operands import Operands, make_operands
+from kernels.problem.options import AXES
 from kernels.problem.question import Problem
+from kernels.runtime import dtypes
+from kernels.runtime.dtypes import is_half
 from kernels.runtime.jit import FASTMATH, njit_cached
-from kernels.runtime.memory import Bind, Run, start_of
+from kernels.runtime.memory import Bind, Memory, Run, start_of
 
 #: Maximum number of rows for which this is faster: more rows fill the lanes of the other kernel.
 MOST_ROWS = 8
 #: Keys of a part, fixed so that sums do not depend on the number of threads; and keys of a tile.
 PART, BLOCK_K = 512, 64
+#: Keys whose scores are computed together.  More at a time are faster in cache, but the processor does not
+#: recognise the order in which they are read, and does not load ahead: docs/notes-cpu.md.
+KEYS = 2
+#: About how many rows a work item of a cache has, of all heads that share a key head.
+MOST_LINES = 32
+#: Forms of a cache: rows that are read in place, rows to be copied, and 16-bit numbers to be converted.
+IN_PLACE, STRIDED, BFLOAT16, FLOAT16 = range(4)
+_OF_PARTS = "of_parts", "finished"
+
+
+def _make_dots(vectors):
+    """Return a function that adds to a block the products of keys and a query, some vectors at a time."""
+
+    @njit
+    def dots(block, k, c, q, row, start):
+        width, d = vectors * (VECTOR_BYTES // k.itemsize), start
+        while d + width <= k.shape[1]:
+            block = add_dots(block, k, c, q, row, d, vectors)
+            d += width
+        return block, d
+
+    return dots
+
+
+_dots_of_eight, _dots_of_two, _dots_of_one = map(_make_dots, (8, 2, 1))
+
+
+def _scores(q, row, k, s, first):
+    s[row, first : first + len(k)] = k @ q[row]
+
+
+@plain_python.instead(_scores)
+@njit
+def scores_of_row(q, row, k, s, first):
+    """Write the products of a row of q, scaled, and the rows of k to s[row], from the column ``first`` on.
+
+    q is (rows, head_dim), k (cols, head_dim) and s (rows, ``KEYS`` columns more); the
+    elements of a row are adjacent.  The sum of a product does not depend on the other rows or keys.
+    """
+    for c in range(0, len(k), KEYS):
+        block, d = _dots_of_eight(zero_block(k, KEYS, 1), k, c, q, row, 0)
+        block, d = _dots_of_two(block, k, c, q, row, d)
+        block, d = _dots_of_one(block, k, c, q, row, d)
+        store_sums(block, s, row, first + c)
+        for i in range(d, k.shape[1]):
+            for r in range(min(KEYS, len(k) - c)):
+                s[row, first + c + r] += q[row, i] * k[c + r, i]
+
+
+def _make_add_vectors(vectors):
+    """Return a function that adds weights[row, first:] · v to a number of vectors of acc[row]."""
+
+    @njit
+    def add_vectors(weights, row, first, v, acc, start):
+        own = weights[row : row + 1, first:]  # (1, columns)
+        width, i = vectors * (VECTOR_BYTES // v.itemsize), start
+        while i + width <= v.shape[1]:
+            block = load_block(acc, row, i, 1, vectors)
+            for c in range(len(v)):
+                block = add_outer(block, own, 0, v, i, c)
+            store_block(block, acc, row, i)
+            i += width
+        return i
+
+    return add_vectors
+
+
+def _values(weights, row, first, v, acc):
+    acc[row] += weights[row, first : first + len(v)] @ v
+
+
+_eight, _four, _single = map(_make_add_vectors, (8, 4, 1))
+
+
+@plain_python.instead(_values)
+@njit
+def add_values(weights, row, first, v, acc):
+    """Add weights[row, first:] · v, one row of v after the other, to acc[row].
+
+    v is (cols, value_dim), weights (rows, columns) and acc (rows, value_dim); the elements of a row are
+    adjacent.
+    """
+    i = _eight(weights, row, first, v, acc, 0)
+    i = _four(weights, row, first, v, acc, i)
+    i = _single(weights, row, first, v, acc, i)
+    for c in range(len(v) if i < v.shape[1] else 0):
+        for e in range(i, v.shape[1]):
+            acc[row, e] += weights[row, first + c] * v[c, e]
 
 
 @njit(fastmath=FASTMATH)
-def scores_of_row(q_row, k, s_row):
-    """Write S = q_row · k, q_row scaled, (head_dim,), for each contiguous row of k, (cols, head_dim)."""
-    for c in range(k.shape[0]):
-        key, total = contiguous(k[c]), q_row[0] * 0  # (head_dim,)
-        for d in range(len(q_row)):
-            total += q_row[d] * key[d]
-        s_row[c] = total
+def load_tile(form, array, page, head, place, target):
+    """Load rows of a cache that cannot be read in place to a tile, (count, dim)."""
+    count = target.shape[0]
+    if form == STRIDED:
+        copy_tile(rows_of(array, page, head, place, count, target.dtype), target)
+        return
+    bits = rows_of(array, page, head, place, count, np.uint16)
+    for r in range(count):
+        own, row = bits[r], contiguous(target[r]).view(np.uint32)  # (dim,)
+        if form == BFLOAT16:
+            for i in range(len(row)):
+                row[i] = np.uint32(own[i]) << np.uint32(16)
+        else:
+            for i in range(len(row)):
+                number = np.uint32(own[i])
+                own_bits = (number & np.uint32(0x7FFF)) << np.uint32(13)
+                # the largest exponent, of infinities and NaN, remains the largest
+                is_last = (number & np.uint32(0x7C00)) == np.uint32(0x7C00)
+                own_bits |= np.uint32(0x7F800000) if is_last else np.uint32(0)
+                row[i] = own_bits | ((number & np.uint32(0x8000)) << np.uint32(16))
+    if form == FLOAT16:
+        factor = target.dtype.type(2.0**112)  # the bias of an exponent is 127 instead of 15
+        for r in range(count):
+            row = target[r]
+            for i in range(len(row)):
+                row[i] *= factor
 
 
 @njit(fastmath=FASTMATH)
-def add_values(weights, v, acc):
-    """Add weights · v to acc, (value_dim,); v is (cols, value_dim), with contiguous rows."""
-    for c in range(v.shape[0]):
-        weight, value = weights[c], contiguous(v[c])  # (value_dim,)
-        for i in range(len(acc)):
-            acc[i] += weight * value[i]
+def mask_tile(o, tile, where, first):
+    """Apply the mask of a call on a cache: a boolean one is for the keys from position ``first`` on."""
+    for r in range(tile.shape[0]):
+        row = where.line + r - first
+        if o.cache_mask == FLOAT_MASK:
+            added = view(o.mask, tile.dtype)[where.batch, where.head, row]  # (capacity,)
+            for c in range(where.width):
+                tile[r, c] += added[where.lane + c]
+        else:
+            shown = view(o.mask, np.uint8)[where.batch, where.head, row]  # (seq_q,)
+            for c in range(max(first - where.lane, 0), where.width):
+                if shown[where.lane + c - first] == 0:
+                    tile[r, c] = -np.inf
 
 
 def make_part(real):
     """Return the kernel of one part of the keys for one dtype."""
     end_row = make_end_row(real)
 
+    @njit(fastmath=FASTMATH)
+    def keys_at(o, form, array, b, head, place, count, buffer):
+        """Return rows of k or v from a place in the sequence on, (at most ``count``, dim): of one page."""
+        page = b
+        if o.pages.address != 0:
+            size = o.k.shape[2]
+            page = np.int64(view(o.pages, np.int32)[b, place // size, 0, 0])
+            place %= size
+            count = min(count, size - place)
+        if form == IN_PLACE:
+            return rows_of(array, page, head, place, count, real)
+        load_tile(form, array, page, head, place, buffer[:count])
+        return buffer[:count]
+
+    @njit(fastmath=FASTMATH)
+    def largest_of(s, line, tops):
+        """Return the maximum of a line of (tiles, lines, BLOCK_K) scores."""
+        # Lane by lane, because LLVM does not vectorise a maximum.
+        tops[:] = -np.inf
+        for t in range(len(s)):
+            s_row = s[t, line]  # (BLOCK_K,)
+            for c in range(0, BLOCK_K, LANES):
+                for lane in range(LANES):
+                    tops[lane] = max(tops[lane], s_row[c + lane])
+        found = real(-np.inf)
+        for lane in range(LANES):
+            found = max(found, tops[lane])
+        return found
+
+    @njit(fastmath=FASTMATH)
+    def exponentials(s, line, shift):
+        """Overwrite a line of (tiles, lines, BLOCK_K) scores with P = exp(S - m), and return their sum."""
+        total = real(0)
+        for t in range(len(s)):
+            s_row, own = s[t, line], real(0)  # (BLOCK_K,)
+            for c in range(BLOCK_K):
+                s_row[c] = power(s_row[c], shift, real(LOG2_E))
+                own += s_row[c]
+            total += own  # a tile whose keys are all masked changes nothing
+        return total
+
+    @njit(fastmath=FASTMATH)
+    def merge(of_parts, first, stop, acc, row_max, row_sum):
+        """Merge the parts of a group, (parts, lines, value_dim + 2), in order, by maximum and sum."""
+        lines, value_dim = acc.shape
+        log2_e = real(LOG2_E)
+        for line in range(lines):
+            largest = real(-np.inf)
+            for part in range(first, stop):
+                largest = max(largest, of_parts[part, line, value_dim])
+            total, acc_row = real(0), acc[line]  # (value_dim,)
+            acc_row[:] = 0
+            for part in range(first, stop):
+                own = contiguous(of_parts[part, line])  # (value_dim + 2,)
+                _, weight = grown(own[value_dim], largest, log2_e)
+                total += weight * own[value_dim + 1]
+                for i in range(value_dim):
+                    acc_row[i] += weight * own[i]
+            row_max[line], row_sum[line] = largest, total
+
     @njit_cached(fastmath=FASTMATH)
     def part_item(settings, item):
-        """Fill the results of all rows of one head against one part of the keys.
+        """Fold one part of the keys into all rows of the heads that share a head of k, for one tile.
 
-        The item is the number of (batch, head) times the tiles of the table, plus the number of
-        the tile, times the parts, plus the number of the part.  Of the record, out is (parts ·
-        batch, heads, seq_q, value_dim), and so lse and its rest.
+        The item is the number of (batch, key head), times the tiles of the table, plus the number of the
+        tile, times the parts, plus the number of the part.  The last part of a group to be finished
+        merges all of them and fills the results.
         """
         o = settings[0]
-        part, rest = item % o.parts, item // o.parts
-        flat = rest // o.tiles
-        b, h = flat // o.q.shape[1], flat % o.q.shape[1]
-        own = part * o.q.shape[0] + b
-        sequence, first_q, seq_q, first_k, seq_k, row = tile_in_table(o, rest % o.tiles)
-        rows, value_dim = min(o.block_q, seq_q - row), o.v.shape[3]
-        lower, upper, log2_e, minus_inf = o.lower, o.upper, real(LOG2_E), real(-np.inf)
-        q = rows_of(o.q, b, h, first_q + row, rows, real)  # (rows, head_dim)
-        q_scaled = np.empty(q.shape, real)  # (rows, head_dim)
-        pack_rows(q, real(o.scale), q_scaled)
-        # 5: O = 0, l = 0, m = -inf
-        acc, row_sum = np.zeros((rows, value_dim), real), np.zeros(rows, real)
-        row_max = np.full(rows, -np.inf, real)  # (rows,)
-        s, p_row = np.empty((rows, o.block_k), real), np.empty(o.block_k, real)
-        slope = np.empty((0, o.block_k), real)  # (0, block_k)
-        z = np.ones((rows if o.keep_pass != 0 else 0, o.block_k), real)  # (rows, block_k)
-        begin = max(part * PART, (row + lower) // o.block_k * o.block_k)
-        stop = min(min((part + 1) * PART, seq_k), row + rows + upper)
-        # 6: for 1 <= j <= T_c
-        for col in range(begin, stop, o.block_k):
-            cols = min(o.block_k, seq_k - col)
-            here = TilePosition(b, h, flat, sequence, row, col, cols, np.int64(1))
-            if blocks_hide(o, here, rows):
+        part, group = item % o.parts, item // o.parts
+        key_heads, value_dim, lower, upper = o.k.shape[1], o.v.shape[3], o.lower, o.upper
+        b, key_head = group // o.tiles // key_heads, group // o.tiles % key_heads
+        sequence, first_q, seq_q, first_k, seq_k, row = tile_in_table(o, group % o.tiles)
+        before = np.int64(0)  # the position of the first query
+        if o.lengths.address != 0:
+            seq_k = view(o.lengths, np.int64)[b, 0, 0, 0]
+            before = seq_k - seq_q
+        rows, position = min(o.block_q, seq_q - row), before + row
+        # The parts with keys that some row sees; the first one if there is none.
+        stop = max(min(seq_k, position + rows + upper), 0)
+        begin = max(position + lower, 0)
+        first_part, parts_stop = begin // PART, ceil_div(stop, PART)
+        if parts_stop <= first_part:
+            first_part, parts_stop = np.int64(0), np.int64(1)
+        if part < first_part or part >= parts_stop:
+            return
+        heads = o.q.shape[1] // key_heads
+        first_head, lines = key_head * heads, heads * rows
+        q_scaled = np.empty((lines, o.q.shape[3]), real)  # (lines, head_dim)
+        for h in range(heads):
+            q = rows_of(o.q, b, first_head + h, first_q + row, rows, real)  # (rows, head_dim)
+            pack_rows(q, real(o.scale), q_scaled[h * rows : (h + 1) * rows])
+        begin = max(part * PART, begin // BLOCK_K * BLOCK_K)
+        stop = min((part + 1) * PART, stop)
+        tiles = max(ceil_div(stop - begin, BLOCK_K), 0)
+        s, is_hidden = np.empty((tiles, lines, BLOCK_K), real), np.zeros(tiles, np.uint8)
+        slope = np.empty((0, BLOCK_K), real)  # (0, BLOCK_K)
+        buffer = np.empty((BLOCK_K if o.is_loaded else 0, max(value_dim, o.q.shape[3])), real)
+        flat = b * o.q.shape[1] + first_head
+        for t in range(tiles):
+            col = begin + t * BLOCK_K
+            cols = min(BLOCK_K, seq_k - col)
+            here = TilePosition(b, first_head, flat, sequence, position, col, cols, np.int64(1))
+            if heads == 1 and blocks_hide(o, here, rows):
+                s[t], is_hidden[t] = real(-np.inf), 1
                 continue
-            # 7: load K_j, V_j
-            k = rows_of(o.k, b, h, first_k + col, cols, real)  # (cols, head_dim)
-            v = rows_of(o.v, b, h, first_k + col, cols, real)  # (cols, value_dim)
-            # 8: S = Q_i K_jᵀ
-            for r in range(rows):
-                scores_of_row(q_scaled[r], k, s[r])
-            if o.score_pass != 0:
-                call(o.score_pass, (s, slope, settings, here))
-            if o.keep_pass != 0:
+            # 7: load K_j     8: S = Q_i K_jᵀ
+            done = 0
+            while done < cols:
+                k = keys_at(
+                    o, o.k_form, o.k, b, key_head, first_k + col + done, cols - done,
+                    buffer[:, : o.q.shape[3]],
+                )  # fmt: skip
+                for line in range(lines):
+                    scores_of_row(q_scaled, line, k, s[t], done)
+                done += len(k)
+            for h in range(heads):
+                own = s[t, h * rows : (h + 1) * rows]  # (rows, BLOCK_K)
+                here = TilePosition(
+                    b, first_head + h, flat + h, sequence, position, col, cols, np.int64(1)
+                )
+                if o.score_pass != 0:
+                    call(o.score_pass, (own, slope, settings, here))
+                if o.cache_mask != 0:
+                    mask_tile(o, own, here, before)
+                for r in range(rows):
+                    at = position + r
+                    if cols < BLOCK_K or at + lower > col or at + upper < col + BLOCK_K - 1:
+                        for c in range(BLOCK_K):
+                            visible = c < cols and is_visible(at, col + c, lower, upper)
+                            own[r, c] = own[r, c] if visible else real(-np.inf)
+        # m = rowmax S, P = exp(S - m), l = rowsum P
+        row_max, row_sum = np.empty(lines, real), np.empty(lines, real)
+        tops = np.empty(LANES, real)
+        for line in range(lines):
+            row_max[line] = largest_of(s, line, tops)
+            row_sum[line] = exponentials(s, line, real(shift_of(row_max[line])))
+        # O = (P ∘ Z) V, Z the dropout
+        acc = np.zeros((lines, value_dim), real)
+        z = np.ones((rows if o.keep_pass != 0 else 0, BLOCK_K), real)  # (rows, BLOCK_K)
+        for t in range(tiles):
+            if is_hidden[t] != 0:
+                continue
+            col = begin + t * BLOCK_K
+            cols = min(BLOCK_K, seq_k - col)
+            for h in range(heads if o.keep_pass != 0 else 0):
+                here = TilePosition(
+                    b, first_head + h, flat + h, sequence, position, col, cols, np.int64(1)
+                )
                 call(o.keep_pass, (z, settings, here))
-            for r in range(rows):
-                s_row, new_max = s[r], row_max[r]  # (block_k,)
-                for c in range(cols):
-                    visible = is_visible(row + r, col + c, lower, upper)
-                    s_row[c] = s_row[c] if visible else minus_inf
-                    new_max = max(new_max, s_row[c])
-                # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
-                total, (shift, rescale) = real(0), grown(row_max[r], new_max, log2_e)
-                for c in range(cols):
-                    p_row[c] = power(s_row[c], shift, log2_e)
-                    total += p_row[c]
-                row_sum[r] = rescale * row_sum[r] + total
-                row_max[r] = new_max
-                # 10: O = e^(m - m_new) O + (P ∘ Z) V_j, Z the dropout
-                if o.keep_pass != 0:
-                    for c in range(cols):
-                        p_row[c] *= z[r, c]
-                for i in range(value_dim):
-                    acc[r, i] *= rescale
-                add_values(p_row, v, acc[r])
+                multiply(s[t, h * rows : (h + 1) * rows], z)
+            done = 0
+            while done < cols:
+                v = keys_at(
+                    o, o.v_form, o.v, b, key_head, first_k + col + done, cols - done,
+                    buffer[:, :value_dim],
+                )  # fmt: skip
+                for line in range(lines):
+                    add_values(s[t], line, done, v, acc)
+                done += len(v)
+        if parts_stop - first_part > 1:
+            of_group = view(o.of_parts, real)[group]  # (parts, lines, value_dim + 2)
+            own = of_group[part]
+            for line in range(lines):
+                own[line, :value_dim] = acc[line]
+                own[line, value_dim], own[line, value_dim + 1] = row_max[line], row_sum[line]
+            if take(view(o.finished, np.int64)[group, :, 0, 0]) != parts_stop - first_part - 1:
+                return
+            merge(of_group, first_part, parts_stop, acc, row_max, row_sum)
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
-        out = rows_of(o.out, own, h, first_q + row, rows, real)  # (rows, value_dim)
-        lse = rows_of(o.lse, own, h, first_q + row, rows, real)  # (rows, 1)
-        rest = rows_of(o.lse_rest, own, h, first_q + row, rows, real)  # (rows, 1)
-        for r in range(rows):
-            row_end = end_row(row_sum[r], real(shift_of(row_max[r])), b, h, o)
-            inverse, lse[r, 0], rest[r, 0] = row_end
+        for line in range(lines):
+            h, r = first_head + line // rows, first_q + row + line % rows
+            end = end_row(row_sum[line], real(shift_of(row_max[line])), b, h, o)
+            inverse, view(o.lse, real)[b, h, r, 0], view(o.lse_rest, real)[b, h, r, 0] = end
+            out = view(o.out, real)[b, h, r]  # (value_dim,)
             for i in range(value_dim):
-                out[r, i] = acc[r, i] * inverse
+                out[i] = acc[line, i] * inverse
 
     return part_item
-
-
-@njit_cached(fastmath=FASTMATH)
-def merge_parts(of_parts, extra, out, lse, rest):
-    """Merge the parts by their sums, together with an additional key in each row, whose value is 0.
-
-    Args:
-        of_parts: Flat: out (parts, rows, value_dim), then lse and its rest, (parts, rows) each.
-        extra: (rows,), the score of the additional key; minus infinity if there is none.
-        out: (rows, value_dim), written, and so lse and rest.
-        lse: (rows,).
-        rest: (rows,).
-    """
-    rows, value_dim = out.shape
-    parts = len(of_parts) // (rows * (value_dim + 2))
-    end = parts * rows * value_dim
-    out_parts = of_parts[:end].reshape(parts, rows, value_dim)
-    logs = of_parts[end:].reshape(2, parts, rows)
-    lse_parts, rest_parts = logs[0], logs[1]
-    for r in range(rows):
-        largest = extra[r]
-        for part in range(parts):
-            largest = max(largest, lse_parts[part, r])
-        shift = out.dtype.type(shift_of(largest))
-        total = out.dtype.type(merge_weight(extra[r], 0, shift))
-        for part in range(parts):
-            total += merge_weight(lse_parts[part, r], rest_parts[part, r], shift)
-        inverse = out.dtype.type(inverse_sum(total))
-        row = out[r]  # (value_dim,)
-        row[:] = 0
-        for part in range(parts):
-            weight = merge_weight(lse_parts[part, r], rest_parts[part, r], shift) * inverse
-            own = out_parts[part, r]  # (value_dim,)
-            for i in range(value_dim):
-                row[i] += weight * own[i]
-        lse[r], rest[r] = log_sum_exp(shift, total)
 
 
 def rows_of_a_sequence(problem: Problem) -> int:
@@ -192,54 +400,84 @@ def pays(problem: Problem, operands: Operands) -> bool:
     return 0 < rows_of_a_sequence(problem) <= MOST_ROWS and in_rows
 
 
-def forward(problem: Problem, operands: Operands) -> Bind | None:
+def forward(problem: Problem, operands: Operands) -> Bind:
     """Fill out, lse and lse_rest for contiguous rows of k and v; see ``flash2.forward``."""
-    o = operands
-    packed = problem.sequences
+    o, packed = operands, problem.sequences
+    options = CallOptions(problem, o, (rows_of_a_sequence(problem), BLOCK_K), True, listed=False)
+    k, v = o.k, o.v
+    if k.strides[1] == v.strides[1] == 0:  # one head for all
+        k, v = k[:, :1], v[:, :1]
+    options.name(k=k, v=v)
     longest = problem.seq_k if packed is None else int(packed.lengths[1].max(initial=0))
-    parts = max(PLAIN.ceil_div(longest, PART), 1)
-    block_q = rows_of_a_sequence(problem)
-    own = problem.sinkless if parts > 1 else problem
-    options = CallOptions(own, o, (block_q, BLOCK_K), by_keys=True, listed=False)
-    results, rows, dim = (o.out, o.lse, o.lse_rest), o.lse.size, o.out.shape[-1]
-    logs = parts * rows * dim, parts * rows * (dim + 1)  # where lse and its rest begin
-    size = parts * rows * (dim + 2) if parts > 1 else 0
-    memory = np.empty(size, o.lse.dtype)
-    of_parts = np.split(memory, logs) if size else results
-    out, lse, rest = (
-        x.reshape(-1, *own.shape[1:]) for x, own in zip(of_parts, results, strict=True)
-    )
-    options.name(q=o.q, k=o.k, v=o.v, out=out, lse=lse[..., None], lse_rest=rest[..., None])
-    options.settings["parts"] = parts
-    tiles = options.tile_table(False)
-    bind = options.run(make_part, o.q.shape[0] * o.q.shape[1] * tiles * parts)
-    if not size:
-        return bind
-    none, extra = np.full(o.lse.shape, -np.inf, o.lse.dtype), o.extra_logits()
-    _merge(memory, none if extra is None else extra, *results)
-    if extra is not None:
-        return None
-    layout, dtype = (o.out.shape, o.out.strides), o.lse.dtype
-    offsets = [place * dtype.itemsize for place in (0, *logs)]
+    return _run(options, (o.q, o.out, o.lse, o.lse_rest), k.shape[1], longest)
+
+
+def _run(options: CallOptions, arrays: tuple[Any, ...], key_heads: int, longest: int) -> Bind:
+    """Run the kernel on q, out, lse and its rest; ``longest`` is the number of keys of a sequence."""
+    q, out, lse, rest = arrays
+    options.name(q=q, out=out, lse=lse[..., None], lse_rest=rest[..., None])
+    options.settings["parts"] = parts = max(PLAIN.ceil_div(longest, PART), 1)
+    groups = q.shape[0] * key_heads * options.tile_table(False)
+    if parts == 1:
+        return options.run(make_part, groups)
+    lines = q.shape[1] // key_heads * options.tile[0]
+    shape, dtype = (groups, parts, lines, out.shape[3] + 2), out.dtype
+
+    def made() -> list[Any]:
+        return [np.empty(shape, dtype), np.zeros((groups, 1, 1, 1), np.int64)]
+
+    options.name(**dict(zip(_OF_PARTS, made(), strict=True)))
+    bind = options.run(make_part, groups * parts)
 
     def bind_parts(names: Sequence[str]) -> Run:
-        run = bind(names)
+        run = bind((*names, *_OF_PARTS))
 
-        def run_parts(starts: Sequence[int], seed: int, results: Sequence[Any], *_: Any) -> bool:
-            memory, (shape, strides), (out, *logs) = np.empty(size, dtype), layout, results
-            start = start_of(memory)
-            run([*starts[:-3], start + offsets[0], start + offsets[1], start + offsets[2]], seed)
-            _merge(memory, none, np.ndarray(shape, dtype, out, 0, strides), *logs)
-            return True
+        def run_parts(starts: Sequence[int], seed: int, *_: Any) -> bool:
+            own = made()
+            return run([*starts, *map(start_of, own)], seed, kept=own)
 
         return run_parts
 
     return bind_parts
 
 
-def _merge(of_parts: Any, extra: Any, out: Any, lse: Any, rest: Any) -> None:
-    """Fill out, lse and its rest from those of all parts; see :func:`merge_parts`."""
-    merged = out.reshape(-1, out.shape[-1])  # a copy if out is not contiguous
-    merge_parts(of_parts, extra.reshape(-1), merged, lse.reshape(-1), rest.reshape(-1))
-    if not out.flags.c_contiguous:
-        out[...] = merged.reshape(out.shape)
+def form_of(array: Any) -> int:
+    """Return how the kernel loads the rows of a cache."""
+    if is_half(array.dtype):
+        return BFLOAT16 if array.dtype == dtypes.BFLOAT16 else FLOAT16
+    return IN_PLACE if array.strides[3] == array.itemsize or array.shape[3] == 1 else STRIDED
+
+
+def forward_cached(call: Cached, q: Any, lengths: Any) -> tuple[Any, Any]:
+    """Return out and lse of a call on a cache; q is rotated.
+
+    The lengths, (batch,) int64, include the new keys.  A work item has so few rows that the tiles of all
+    heads that share a key head stay in cache.
+    """
+    problem, heads = call.problem, call.k_cache.shape[1]
+    sums, shape = problem.acc_dtype, q.shape[:3]
+    longest = int(lengths.max())
+    rows = min(problem.seq_q, max(MOST_LINES * heads // problem.heads, 1))
+    arrays = {**call.arrays, "attn_mask": None}
+    # The number of keys here only tells how many threads are worth it.
+    own = replace(problem, dtype=sums, mask="", seq_k=max(longest, 1))
+    operands = make_operands(Memory(), own, q.astype(sums, copy=False), q, q, arrays)
+    of_heads = {name: x for name in AXES if (x := getattr(operands, name)) is not None}
+    for name, x in of_heads.items():
+        of_heads[name] = np.broadcast_to(x[..., None, None], (*shape[:2], 1, 1))
+    operands = operands.having(**of_heads)
+    options = CallOptions(own, operands, (rows, BLOCK_K), by_keys=True, listed=False)
+    options.name(k=call.k_cache, v=call.v_cache, lengths=lengths[:, None, None, None])
+    forms = options.settings["k_form"], options.settings["v_form"] = [*map(form_of, call[2:4])]
+    options.settings["is_loaded"] = any(forms)
+    if call.table is not None:
+        options.name(pages=call.table[:, :, None, None])
+    if (mask := call.arrays.get("attn_mask")) is not None:
+        is_bool = problem.mask == "bool"
+        options.settings["cache_mask"] = BOOL_MASK if is_bool else FLOAT_MASK
+        mask = mask if is_bool else Memory().convert(mask, sums)
+        options.name(mask=np.broadcast_to(mask, (*shape, mask.shape[-1])))
+    out = np.empty((*shape, problem.value_dim), sums)
+    lse, rest = np.empty(shape, sums), np.empty(shape, sums)
+    _run(options, (operands.q, out, lse, rest), heads, longest)
+    return Memory().convert(out, problem.dtype), lse

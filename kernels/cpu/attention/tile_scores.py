@@ -53,6 +53,16 @@ SETTINGS = np.dtype(
         ("tiles", "i8"),
         ("parts", "i8"),
         ("part_rows", "i8"),
+        # of ``flash_decoding``: lines and sums of parts, and how many are finished
+        ("of_parts", ARRAY),  # (groups, parts, lines, value_dim + 2)
+        ("finished", ARRAY),  # (groups, 1, 1, 1) int64
+        # of a cache; an address of 0 where the keys are those of the call
+        ("lengths", ARRAY),  # (batch, 1, 1, 1) int64
+        ("pages", ARRAY),  # (batch, pages of a sequence, 1, 1) int32
+        ("k_form", "i8"),  # how k and v are loaded, see ``flash_decoding.form_of``
+        ("v_form", "i8"),
+        ("is_loaded", "i8"),  # whether one of them is not read in place
+        ("cache_mask", "i8"),  # the kind of ``mask``, which the score pass does not apply
         ("phase", "i8"),
         ("block_q", "i8"),
         ("block_k", "i8"),

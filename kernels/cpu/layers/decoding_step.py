@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit, prange
 
 from kernels.common.online_softmax import LOG2_E
-from kernels.cpu.attention.flash_decoding import add_values, scores_of_row
+from kernels.cpu.attention.flash_decoding import KEYS, add_values, scores_of_row
 from kernels.cpu.attention.tiles import inverse_sum, shift_of
 from kernels.cpu.layers.few_rows import FEW_ROWS, PARTS, multiply_three
 from kernels.cpu.layers.fused import layer_norm, norm_row
@@ -62,16 +62,16 @@ def attend_head(q, keys, values, factor, b, h, out):
     """
     count, dim = q.shape[1], q.shape[3]
     before = len(keys) - count
-    scores = np.empty(len(keys), q.dtype)  # (length,)
-    probs = np.empty(len(keys), q.dtype)  # (length,)
-    row = np.empty(dim, q.dtype)  # (head_dim,)
+    scores = np.empty((1, len(keys) + KEYS), q.dtype)
+    probs = np.empty((1, len(keys)), q.dtype)
+    row = np.empty((1, dim), q.dtype)
     for i in range(count):
         seen = before + i + 1
-        s, p = scores[:seen], probs[:seen]
+        s, p = scores[0], probs[0]  # (length,)
         # S = q · K, in base 2; P = exp(S - max S); O = P · V / sum P
         for d in range(dim):
-            row[d] = q[b, i, h, d] * factor
-        scores_of_row(row, keys[:seen, b, h], s)
+            row[0, d] = q[b, i, h, d] * factor
+        scores_of_row(row, 0, keys[:seen, b, h], scores, 0)
         largest = s[0]
         for c in range(seen):
             largest = max(largest, s[c])
@@ -81,7 +81,7 @@ def attend_head(q, keys, values, factor, b, h, out):
             total += p[c]
         acc = out[b, i, h]  # (head_dim,)
         acc[:] = 0
-        add_values(p, values[:seen, b, h], acc)
+        add_values(probs, 0, 0, values[:seen, b, h], out[b, i, h : h + 1])
         inverse = q.dtype.type(inverse_sum(total))
         for d in range(dim):
             acc[d] *= inverse

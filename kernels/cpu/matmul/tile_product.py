@@ -30,7 +30,11 @@ def _make_columns(vectors):
     def columns(c, a, b, add, start, stop):
         for col in range(start, stop, vectors * (VECTOR_BYTES // c.itemsize)):
             for row in range(0, c.shape[0], BLOCK_ROWS):
-                block = load_block(c, row, col, vectors) if add else zero_block(c, vectors)
+                block = (
+                    load_block(c, row, col, BLOCK_ROWS, vectors)
+                    if add
+                    else zero_block(c, BLOCK_ROWS, vectors)
+                )
                 for i in range(a.shape[1]):
                     block = add_outer(block, a, row, b, col, i)
                 store_block(block, c, row, col)

@@ -47,11 +47,14 @@ def call(_context, address, args):
 
 @intrinsic(plain_python.take)
 def take(_context, counter):
-    """Return the number in a one-element int64 array and count it up, in one step for all threads."""
+    """Return the number in a one-element int64 array and count it up, in one step for all threads.
+
+    A thread that reads a number sees all that other threads wrote before they took theirs.
+    """
 
     def generate(context, builder, signature, values):
         place = context.make_array(signature.args[0])(context, builder, values[0]).data
-        return builder.atomic_rmw("add", place, ir.Constant(ir.IntType(64), 1), "monotonic")
+        return builder.atomic_rmw("add", place, ir.Constant(ir.IntType(64), 1), "acq_rel")
 
     return types.int64(counter), generate
 

@@ -27,6 +27,11 @@ def intrinsic(plain: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda emit: plain if JIT_DISABLED else extending.intrinsic(emit)
 
 
+def instead(plain: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return a decorator that keeps a compiled function, or returns ``plain`` in its place."""
+    return lambda compiled: plain if JIT_DISABLED else compiled
+
+
 class Record:
     """A NumPy record with its fields as attributes, including ``shape``, which NumPy itself uses."""
 

@@ -1,0 +1,184 @@
+"""Attention on keys and values in a cache, contiguous or in pages, for decoding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kernels import launch
+from kernels.array_call import check_on_host, results_of, target_of, with_arrays
+from kernels.common.arguments import flag
+from kernels.common.geometry import ceil_div
+from kernels.cpu.attention import flash_decoding
+from kernels.cpu.attention.key_cache import append
+from kernels.cuda.runtime.arrays import is_device_array
+from kernels.interop.libraries import context_of, library_of
+from kernels.operand_types import as_operand
+from kernels.problem.cached_keys import Cached, check_operands, check_options, host_integers
+from kernels.problem.operands import Operands, make_operands
+from kernels.problem.question import Problem
+
+
+def flash_attention_with_cache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = None,
+    v: Any = None,
+    *,
+    cache_seqlens: Any = None,
+    block_table: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    rotary_interleaved: bool = False,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    """Attend to the keys and values of a cache, each sequence to its own length, and append new ones first.
+
+    Names mean what they mean in FlashAttention's ``flash_attn_with_kvcache``; the dimensions are those of
+    this library, heads before positions.  Strides are free: pass a transposed view of a cache in another
+    order.  There is no backward pass.
+
+    Args:
+        q: Queries of the last positions, (batch, heads, seq_q, head_dim), of any type and dtype that
+            :func:`flash_attention_forward` accepts.  Query ``i`` has the position ``length - seq_q + i``
+            in its sequence, where the length includes the new keys.  ``heads`` is a multiple of the key
+            heads, and adjacent ones share one.
+        k_cache: Keys, (batch, key heads, capacity, head_dim), or with a ``block_table`` the pool of all
+            pages, (pages, key heads, page size, head_dim).  A page holds 16 to 256 keys, a multiple of 16.
+        v_cache: Values, as ``k_cache``, with value_dim in place of head_dim.
+        k: New keys, (batch, key heads, new, head_dim), which are written to the cache at positions
+            ``cache_seqlens`` and after, in place.  The caller adds ``new`` to ``cache_seqlens`` itself.
+        v: New values, (batch, key heads, new, value_dim).
+        cache_seqlens: Number of keys of each sequence before the call, (batch,) int32, or one number for
+            all; None means the whole capacity.  What the cache holds beyond a length is never read.
+        block_table: Pages of each sequence, (batch, most pages) int32: position ``p`` is in page
+            ``block_table[b, p // page_size]``.  Entries beyond a length may be anything.  Sequences may
+            share pages that are only read; a page that new keys are written to must belong to one
+            sequence, which is not checked.
+        rotary_cos: Cosines, (positions, pairs), pairs at most head_dim / 2: the new keys, and the queries,
+            are rotated by the angle of their position before they are used.
+        rotary_sin: Sines, like ``rotary_cos``.
+        rotary_interleaved: Rotate elements (2i, 2i + 1) together, instead of (i, i + pairs).
+        batch_invariant: Make the results of a query the same bits in every batch, for every number of
+            queries in the call, and for every layout of pages: a prompt that is processed in one call, in
+            chunks, or one token at a time gives the same results.
+        return_lse: Also return lse.
+        options: ``is_causal``, ``scale``, ``window_size``, ``softcap``, ``alibi_slopes``, ``sink``,
+            ``score_mod`` and ``attn_mask`` of :func:`make_problem`.  Rows and columns are positions, so
+            ``is_causal``, which is False unless given, as in both libraries, is aligned to the lower
+            right, and a ``score_mod`` receives positions.  A boolean ``attn_mask`` is (…, seq_q, seq_q)
+            and applies to the last seq_q keys of each sequence, such as a tree of drafts; a floating one
+            is (…, seq_q, capacity), or (…, seq_q, most pages · page size).
+
+    Returns:
+        out (batch, heads, seq_q, value_dim), and with ``return_lse`` also lse (batch, heads, seq_q), the
+        natural logarithm of the sum of the exponentials of each row's scores.  A query that sees no key
+        has zeros and minus infinity.
+
+    Raises:
+        TypeError: If an array or an option has the wrong dtype or type.
+        ValueError: If a shape, a length, an entry of the table or the value of an option is invalid, or
+            an option is not supported.  Lengths and tables on a device are not checked.
+
+    Source: Dao et al., Flash-Decoding (2023); Kwon et al., PagedAttention (2023).
+    """
+    check_options(options)  # type: ignore[arg-type]
+    flags = {"rotary_interleaved": rotary_interleaved, "batch_invariant": batch_invariant}
+    flags = {name: flag(name, value) for name, value in flags.items()}
+    with context_of(q):
+        operands = [as_operand(x) for x in (q, k_cache, v_cache, k, v)]
+        target = target_of([x for x in operands if x is not None])
+        if isinstance(cache_seqlens, (int, np.integer)):
+            cache_seqlens = np.full(len(operands[0]), cache_seqlens, np.int64)
+        integers = [
+            _integers(name, x)
+            for name, x in (("cache_seqlens", cache_seqlens), ("block_table", block_table))
+        ]
+        angles = [as_operand(x) for x in (rotary_cos, rotary_sin)]
+        options, arrays = with_arrays(options)  # type: ignore[arg-type]
+        if target is launch.CPU:
+            names = "cache_seqlens", "block_table", "rotary_cos", "rotary_sin"
+            check_on_host({**arrays, **dict(zip(names, (*integers, *angles), strict=True))})
+        call = Cached(None, *operands, *integers, *angles, *flags.values(), arrays)  # type: ignore[arg-type]
+        call = call._replace(problem=check_operands(call, options))  # type: ignore[arg-type]
+        out, lse = _run(target, call)
+        results = results_of(library_of(q), (out, lse))
+        return results if flag("return_lse", return_lse) else results[0]
+
+
+def _integers(name: str, values: Any) -> Any:
+    """Return lengths or a table as an array on the host, or on the device that it is on; None for None."""
+    if values is None or is_device_array(values):
+        return values
+    operand = as_operand(values) if hasattr(values, "dtype") else values
+    return operand if is_device_array(operand) else host_integers(name, operand)
+
+
+def _run(target: launch.Target, call: Cached) -> tuple[Any, Any]:
+    """Return out and lse of a checked call."""
+    if target is launch.CPU:
+        return _on_host(call)
+    # Copies on the host, until the device has a kernel for it.
+    memory = target.memory
+    brought = {name: _brought(x) for name, x in call._asdict().items() if name != "problem"}
+    brought["arrays"] = {name: _brought(x) for name, x in call.arrays.items()}
+    own = call._replace(**brought)
+    out, lse = _on_host(own)
+    if call.k is not None:
+        for cache, written in ((call.k_cache, own.k_cache), (call.v_cache, own.v_cache)):
+            cache[:] = written
+    return memory.bring(out), memory.bring(lse)
+
+
+def _brought(value: Any) -> Any:
+    return value.copy_to_host() if is_device_array(value) else value
+
+
+def _on_host(call: Cached) -> tuple[Any, Any]:
+    q, lengths = append(call)
+    problem = call.problem
+    has_few_rows = problem.seq_q <= flash_decoding.MOST_ROWS or problem.score_mod
+    if q.size and (has_few_rows or call.batch_invariant):
+        return flash_decoding.forward_cached(call, q, lengths)
+    out = np.zeros((*q.shape[:3], problem.value_dim), problem.dtype)
+    lse = np.full(q.shape[:3], -np.inf, problem.acc_dtype)
+    for b, length in enumerate(lengths.tolist()):
+        if length:
+            own, operands = _of_sequence(call, q, b, length)
+            out[b : b + 1], lse[b : b + 1], _ = launch.forward(launch.CPU, own, operands)
+        elif call.arrays.get("sink") is not None:
+            lse[b] = call.arrays["sink"][:, None]
+    return out, lse
+
+
+def _of_sequence(call: Cached, q: Any, b: int, length: int) -> tuple[Problem, Operands]:
+    """Return the call of one sequence on a contiguous copy of its keys and values."""
+    problem, size = call.problem, call.k_cache.shape[2]
+    pages = [b] if call.table is None else call.table[b, : ceil_div(length, size)]
+    k, v = (x[pages].swapaxes(0, 1) for x in (call.k_cache, call.v_cache))
+    k, v = (x.reshape(1, len(x), -1, x.shape[-1])[:, :, :length] for x in (k, v))
+    arrays = dict(call.arrays)
+    if (mask := arrays.get("attn_mask")) is not None:
+        own = mask[b if len(mask) > 1 else 0] if mask.ndim == 4 else mask
+        if problem.mask == "bool":
+            own = own[..., -length:]
+            before = np.ones((*own.shape[:-1], length - own.shape[-1]), bool)
+            arrays["attn_mask"] = np.concatenate([before, own], -1)
+        else:
+            arrays["attn_mask"] = own[..., :length]
+    if (slopes := arrays.get("alibi_slopes")) is not None and slopes.ndim == 2:
+        arrays["alibi_slopes"] = slopes[b]
+    first = length - problem.seq_q  # the position of the first query
+    bounds = {
+        name: min(max(getattr(problem, name) + first, -problem.seq_q), length)
+        for name in ("lower", "upper")
+    }
+    diagonal = first if problem.slopes else 0
+    lead = (1, problem.heads)
+    own = replace(problem, lead=lead, seq_k=length, diagonal=diagonal, **bounds)
+    return own, make_operands(launch.CPU.memory, own, q[b : b + 1], k, v, arrays)

@@ -192,7 +192,30 @@ def softmax_shift() -> Picture:
     return p
 
 
+def split_keys() -> Picture:
+    """Draw the keys of a sequence, split into parts that are merged."""
+    p = Picture(560, 210, "The keys of one query, split into parts at fixed positions, and merged")
+    p.text(20, 30, "pages of the cache", 13, "start")
+    for at, page in enumerate((7, 2, 9, 0, 4, 5)):
+        p.box(20 + 85 * at, 40, 85, 26, f"page {page}", "white" if at < 5 else PALE)
+    for part in range(3):
+        x = 20 + 170 * part
+        p.box(x, 84, 170 if part < 2 else 110, 28, f"part {part}", AMBER)
+        p.arrow(x + 85 if part < 2 else x + 55, 112, 170 + 85 * part, 142)
+    p.text(478, 103, "never read", 12, "start")
+    p.box(120, 144, 270, 30, "merge by (maximum, sum), in order", GREEN)
+    p.text(
+        20,
+        200,
+        "A part begins at a fixed position of the sequence, whatever the batch.",
+        12,
+        "start",
+    )
+    return p
+
+
 PICTURES = {
+    "split-keys": split_keys,
     "parallel-loop": parallel_loop,
     "thread-blocks": thread_blocks,
     "memory-levels": memory_levels,

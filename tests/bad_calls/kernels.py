@@ -29,6 +29,17 @@ def pack(cu_q: Any, cu_k: Any = (0, 5), **options: Any) -> Any:
     return lambda o: packed(o.rows, o.rows, o.rows, cu_q, cu_k, **options)
 
 
+def cached(pages: Any = ((0, 1),), lengths: Any = (20,), page_size: int = 16, **more: Any) -> Any:
+    """Call attention on a cache of 3 pages, one sequence of which has up to two."""
+    cache = np.ones((3, 1, page_size, 4), np.float32)
+    call: dict[str, Any] = {"cache_seqlens": lengths, "block_table": pages, "v_cache": cache}
+    call |= {"q": np.ones((1, 2, 1, 4), np.float32), "k_cache": cache, **more}
+    return lambda o: kernels.flash_attention_with_cache(**call)
+
+
+NEW = np.ones((1, 1, 2, 4), np.float32)
+
+
 def raises_late(batch: int, head: int, row: int, col: int) -> bool:
     if row > 2:
         raise ValueError("no such row")
@@ -147,4 +158,25 @@ PACKED = [
     (pack([0, 5], block_mask=BlockMask.causal(5, 5)), ValueError, "not support block_mask"),
     (lambda o: packed(o.rows[None], o.rows, o.rows, [0, 5], [0, 5]), ValueError, "(total, heads, dim)"),
     (lambda o: packed(o.rows.tolist(), o.rows, o.rows, [0, 5], [0, 5]), TypeError, "q must be"),
+    (cached(page_size=24), ValueError, "a multiple of 16 keys, up to 256", "got 24"),
+    (cached(pages=[[0, 3]]), ValueError, "block_table[0, 1] is 3", "pages 0 to 2"),
+    (cached(pages=[[0, -1]]), ValueError, "block_table[0, 1] is -1"),
+    (cached(pages=[0, 1]), ValueError, "one row for each of 1 sequences"),
+    (cached(pages=[[0.0, 1.0]]), TypeError, "block_table must be whole numbers"),
+    (cached(lengths=[33]), ValueError, "cache_seqlens[0] is 33", "from 0 to 32"),
+    (cached(lengths=[-1]), ValueError, "cache_seqlens[0] is -1"),
+    (cached(lengths=[31], k=NEW, v=NEW), ValueError, "is 31", "appends 2 keys"),
+    (cached(lengths=[1, 2]), ValueError, "a length for each of 1 sequences"),
+    (cached(lengths=None, k=NEW, v=NEW), ValueError, "needs cache_seqlens"),
+    (cached(k=NEW), ValueError, "pass both, or neither"),
+    (cached(k=NEW[:, :, :, :3], v=NEW), ValueError, "with the heads and sizes of the cache"),
+    (cached(q=np.ones((1, 2, 4), np.float32)), ValueError, "needs q (batch, heads, seq_q, head_dim)"),
+    (cached(q=np.ones((1, 2, 1, 4))), TypeError, "the same dtype", "float64"),
+    (cached(v_cache=np.ones((3, 2, 16, 4), np.float32)), ValueError, "agree in all sizes but the last"),
+    (cached(dropout_p=0.5), ValueError, "does not support dropout_p"),
+    (cached(causl=True), TypeError, "no option 'causl'"),
+    (cached(attn_mask=np.ones((1, 32), bool)), ValueError, "boolean (…, 1, 1)", "floating (…, 1, 32)"),
+    (cached(rotary_cos=np.ones((32, 2), np.float32)), ValueError, "rotary_cos and rotary_sin"),
+    (cached(rotary_cos=np.ones((9, 2)), rotary_sin=np.ones((9, 2))), ValueError, "has 9 positions"),
+    (cached(batch_invariant=1), TypeError, "batch_invariant must be True or False"),
 ]  # fmt: skip

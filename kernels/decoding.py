@@ -13,6 +13,7 @@ from kernels.common.arguments import flag
 from kernels.common.geometry import ceil_div
 from kernels.cpu.attention import flash_decoding
 from kernels.cpu.attention.key_cache import append
+from kernels.cuda.attention.flash_decoding import cached as cuda_decoding
 from kernels.cuda.runtime.arrays import is_device_array
 from kernels.interop.libraries import context_of, library_of
 from kernels.operand_types import as_operand
@@ -123,7 +124,9 @@ def _run(target: launch.Target, call: Cached) -> tuple[Any, Any]:
     """Return out and lse of a checked call."""
     if target is launch.CPU:
         return _on_host(call)
-    # Copies on the host, until the device has a kernel for it.
+    if cuda_decoding.why_not(call) is None:
+        return cuda_decoding.forward(call)
+    # Copies on the host where the device has no kernel for it.
     memory = target.memory
     brought = {name: _brought(x) for name, x in call._asdict().items() if name != "problem"}
     brought["arrays"] = {name: _brought(x) for name, x in call.arrays.items()}

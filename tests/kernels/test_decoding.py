@@ -21,7 +21,7 @@ TARGETS = pytest.mark.parametrize(
     "place",
     [
         pytest.param(np.asarray, id="cpu"),
-        pytest.param(on_device, id="cuda", marks=pytest.mark.simulator),
+        pytest.param(on_device, id="cuda", marks=pytest.mark.emulated),
     ],
 )
 OPTIONS = (

@@ -1,0 +1,135 @@
+"""Calls on a cache of keys and values: rotate and append new rows, then decode, all on the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from kernels.cuda.attention.flash_decoding import launch
+from kernels.cuda.device.half import as_bits, form
+from kernels.cuda.device.memory import DeviceMemory
+from kernels.cuda.device.per_device import HOPPER, why_no_device
+from kernels.cuda.device.vector import are_vectors
+from kernels.cuda.runtime.arrays import empty_device
+from kernels.cuda.runtime.kernel import Kernel, array_type
+from kernels.cuda.runtime.sizes import launch_each
+from kernels.problem.cached_keys import Cached
+from kernels.problem.operands import make_operands, view_of
+from kernels.problem.options import AXES
+from kernels.runtime.dtypes import FLOAT32, is_half
+from kernels.runtime.targets import cuda
+from kernels.runtime.types import float32, int32, types, void
+
+MEMORY = DeviceMemory()
+
+
+def why_not(call: Cached) -> str | None:
+    """Return why no kernel of the device runs a call, or None if one does."""
+    problem, (dim, value_dim) = call.problem, (call.q.shape[3], call.v_cache.shape[3])
+    if (missing := why_no_device(HOPPER)) is not None:
+        return missing
+    if not is_half(problem.dtype) or problem.mask not in ("", "bool"):
+        return f"it takes 16 bits and no floating mask, got {problem.dtype}, mask {problem.mask!r}"
+    if dim % 8 or value_dim % 8 or not are_vectors(call.k_cache, call.v_cache):
+        return "its copies need rows of whole 16 bytes"
+    if call.q.shape[1] // call.k_cache.shape[1] > launch.MOST_ROWS:
+        return f"at most {launch.MOST_ROWS} query heads may share a key head"
+    return None
+
+
+@cache
+def place_kernel(dtype: np.dtype[Any], is_rotated: bool, is_cache: bool, is_paged: bool) -> Kernel:
+    """Return the kernel that rotates the last rows of sequences, and writes them to a cache or an array."""
+    stored, widen, narrow, _ = form(dtype)
+
+    def place_rows(source, cos, sin, lengths, added, table, is_interleaved, target, totals):
+        """Rotate rows by their positions and write them where these are.
+
+        Computes: target = R(position) source, for the last rows of each sequence
+        Grid: ceil(batch * heads * rows * dim / threads)
+        One thread does: one element
+        Global traffic: reads source twice, cos and sin once per element; writes target once
+        """
+        batch, heads, rows, dim = source.shape
+        i = cuda.grid(1)
+        if i < batch * heads * rows * dim:
+            line, c = i // dim, i % dim
+            b, h, row = line // rows // heads, line // rows % heads, line % rows
+            length = int32(lengths[b] + added)
+            position = max(length - rows + row, 0)
+            x = widen(source[b, h, row, c])
+            if is_rotated and c < 2 * cos.shape[1]:
+                pairs = cos.shape[1]
+                pair = c // 2 if is_interleaved else c % pairs
+                is_first = c % 2 == 0 if is_interleaved else c < pairs
+                step = 1 if is_interleaved else pairs
+                other = widen(source[b, h, row, c + step if is_first else c - step])
+                turned = other * sin[position, pair]
+                x = x * cos[position, pair] + (-turned if is_first else turned)
+            value = narrow(float32(x))
+            if is_cache:
+                size = target.shape[2]
+                page = table[b, position // size] if is_paged else b
+                target[page, h, position % size, c] = value
+            else:
+                target[b, h, row, c] = value
+            if h == 0 and row == 0 and c == 0:
+                totals[b] = length
+
+    four, ints = array_type(stored, 4), types.Array(int32, 1, "C")
+    angles = array_type(FLOAT32, 2) if is_rotated else types.int64
+    pages = types.Array(int32, 2, "C") if is_paged else types.int64
+    numbers = ints, types.int64, pages, types.int64
+    return Kernel(place_rows, void(four, angles, angles, *numbers, four, ints))
+
+
+def _place(call: Cached, source: Any, lengths: Any, target: Any, is_rotated: bool) -> Any:
+    """Write rows, to the cache if it is the target; return the lengths with the new keys."""
+    is_cache, is_paged = target is call.k_cache or target is call.v_cache, call.table is not None
+    is_rotated = is_rotated and call.cos is not None
+    angles = [MEMORY.convert(x, FLOAT32) if is_rotated else 0 for x in (call.cos, call.sin)]
+    totals = empty_device((len(call.q),), np.dtype(np.int32))
+    kernel = place_kernel(np.dtype(source.dtype), is_rotated, is_cache, is_cache and is_paged)
+    table = call.table if is_cache and is_paged else 0
+    arguments = lengths, call.new, table, int(call.is_interleaved), as_bits(target), totals
+    launch_each(kernel, int(np.prod(source.shape)), as_bits(source), *angles, *arguments)
+    return totals
+
+
+def forward(call: Cached) -> tuple[Any, Any]:
+    """Return out and lse of a call whose arrays are on the device, except for lengths and tables."""
+    problem, (batch, heads, seq_q, _) = call.problem, call.q.shape
+    lengths = call.lengths
+    if lengths is None:
+        lengths = np.full(batch, problem.seq_k, np.int32)
+    call = call._replace(**{
+        name: x if x is None else MEMORY.bring(np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x)
+        for name, x in (("lengths", lengths), ("table", call.table), ("cos", call.cos), ("sin", call.sin))
+    })  # fmt: skip
+    q, totals = call.q, call.lengths
+    if call.new:
+        _place(call, call.k, call.lengths, call.k_cache, True)
+        totals = _place(call, call.v, call.lengths, call.v_cache, False)
+    if call.cos is not None:
+        q = empty_device(tuple(call.q.shape), call.q.dtype)
+        totals = _place(call, call.q, call.lengths, q, True)
+    out = empty_device((batch, heads, seq_q, problem.value_dim), problem.dtype)
+    lse, rest = (empty_device((batch, heads, seq_q), FLOAT32) for _ in range(2))
+    arrays = dict(call.arrays)
+    drafts = arrays.pop("attn_mask", None)
+    if drafts is not None:
+        drafts = MEMORY.four_dims(MEMORY.bring(drafts), (batch, heads, seq_q, seq_q))
+    plain = replace(problem, mask="", groups=1)
+    operands = make_operands(MEMORY, plain, q, call.k_cache, call.v_cache, arrays)
+    views = {
+        name: view_of(MEMORY, plain, name, x)
+        for name in AXES
+        if (x := getattr(operands, name)) is not None
+    }
+    operands = operands.having(out=out, lse=lse, lse_rest=rest, **views)
+    if batch:
+        launch.forward(plain, operands, totals, call.table, drafts, call.batch_invariant)
+    return out, lse

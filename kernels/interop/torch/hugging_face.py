@@ -33,8 +33,8 @@ def register_with_transformers() -> None:
     Masks are those of ``sdpa``: none for a causal model without padding, else a boolean one.  A model
     that supports ``eager`` attention alone gets the additive masks of that.  Groups of heads read shared
     keys and values without a copy.  Key/value caches, sliding windows, soft caps, attention sinks and
-    dropout work as in the model's own attention.  A model that does not use the attention interface is
-    refused when it is made.
+    dropout work as in the model's own attention, and so does ``generate_batch``.  A model that does not
+    use the attention interface is refused when it is made.
 
     Raises:
         ImportError: If transformers is not installed, or is older than 4.57.
@@ -49,6 +49,7 @@ def register_with_transformers() -> None:
             f"transformers 4.57 or newer is needed ({error}); run pip install -U transformers"
         ) from error
     _need_no_package()
+    _serve_generate_batch()
     for name in (NAME, OLD_NAME):
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, sdpa_mask)
@@ -99,7 +100,7 @@ def _why_not(name: str) -> str | None:
     if own_table or (has_layers and "ALL_ATTENTION_FUNCTIONS" not in code):
         return "does not use the attention interface of transformers"
     eager = getattr(module, "eager_attention_forward", None)
-    known = {*inspect.signature(attention).parameters, "kwargs", "sliding_window"}
+    known = {*inspect.signature(attention).parameters, "kwargs"}
     unknown = [] if eager is None else sorted({*inspect.signature(eager).parameters} - known)
     return f"passes {', '.join(unknown)} to its attention" if unknown else None
 
@@ -126,6 +127,31 @@ def _need_no_package() -> None:
     theirs._lazy_imports = lazy_imports  # type: ignore[attr-defined]
 
 
+def _serve_generate_batch() -> None:
+    """Let continuous batching keep our attention, which it knows neither as flash nor as a paged one.
+
+    It then gathers the keys of each request from its pages, and passes cumulative lengths.
+    """
+    try:
+        from transformers.generation.continuous_batching.continuous_api import (
+            ContinuousBatchingManager as Manager,
+        )
+
+        switch = Manager.switch_to_cb_friendly_attn
+    except (AttributeError, ImportError):  # of other versions
+        return
+    if hasattr(switch, "keeps"):
+        return
+
+    @wraps(switch)
+    def switch_others(self: Any, model: Any, *args: Any, **options: Any) -> None:
+        if model.config._attn_implementation not in (NAME, OLD_NAME):
+            switch(self, model, *args, **options)
+
+    switch_others.keeps = NAME  # type: ignore[attr-defined]
+    Manager.switch_to_cb_friendly_attn = switch_others  # type: ignore[method-assign]
+
+
 def attention(
     module: Any,
     query: Tensor,
@@ -141,6 +167,7 @@ def attention(
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention in a layer of a model, as the attention interface of transformers asks for it.
@@ -150,7 +177,7 @@ def attention(
     in the softmax's denominator, and ``position_bias`` is added to the scores. The cumulative
     lengths, (count + 1,), are of sequences that are packed into a batch of one.  A row attends to
     keys of its own sequence, and where there is no mask, the diagonal of a causal model ends at the
-    last row and the last key of the sequence.
+    last row and the last key of the sequence, and the layer's ``sliding_window`` counts.
 
     Returns:
         (batch, seq_q, heads, value_dim), and None in the place of the probabilities.
@@ -183,6 +210,8 @@ def attention(
         out, lse = flash_attention(query, key, value, attention_mask, **options)
     else:
         options["is_causal"] = causal
+        if causal and sliding_window is not None:
+            options["window_size"] = sliding_window - 1, 0
         ends = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         out, lse = _packed(query, key, value, attention_mask, ends, options)
     if sinks is not None:

@@ -83,6 +83,32 @@ def test_generated_tokens_are_those_of_sdpa(cache: str | None, device: str) -> N
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_generate_batch_writes_what_generate_writes(name: str) -> None:
+    if not hasattr(transformers, "ContinuousBatchingConfig"):
+        pytest.skip("this version of transformers has no such continuous batching")
+    generator = torch.Generator().manual_seed(4)
+    prompts = [
+        torch.randint(architectures.VOCABULARY, (n,), generator=generator).tolist()
+        for n in (3, 17, 1)
+    ]
+    model = model_of(name, "minitorch", "cpu")
+    greedy = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0)
+    greedy.eos_token_id = -1
+    small = transformers.ContinuousBatchingConfig(
+        num_blocks=16, block_size=32, max_batch_tokens=16, default_compile_level=0
+    )
+    found = model.generate_batch(
+        prompts, generation_config=greedy, continuous_batching_config=small, progress_bar=False
+    )
+    texts = [found[key].generated_tokens for key in sorted(found, key=lambda k: int(k[4:]))]
+    own = model_of(name, "eager", "cpu")
+    for prompt, text in zip(prompts, texts, strict=True):
+        expected = own.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
+        assert text == expected[0, len(prompt) :].tolist()
+
+
 def test_a_model_compiles_without_a_graph_break() -> None:
     model = model_of("llama", "minitorch", "cpu")
     ids = torch.arange(11)[None] % architectures.VOCABULARY

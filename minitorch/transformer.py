@@ -17,7 +17,7 @@ from kernels.common.arguments import flag
 from .attention.naive import naive_attention
 from .backends.matmul_precision import in_own_precision  # beyond module 5
 from .backends.operations import operation  # beyond module 5
-from .layers.checks import check_hidden
+from .layers.checks import check_hidden, check_ids
 from .layers.indices import kept_range
 from .layers.linear_cross_entropy import linear_cross_entropy
 from .models.config import Config, configured
@@ -27,7 +27,7 @@ from .models.feed_forward import GatedFeedForward as GatedFeedForward  # beyond 
 from .models.feed_forward import make_feed_forward
 from .models.kv_cache import KVCache  # beyond module 5
 from .models.rotary import with_rotary  # beyond module 5
-from .models.text_generation import TextGeneration, check_ids
+from .models.text_generation import TextGeneration
 from .models.variants import set_variants  # beyond module 5
 from .module import Module
 from .modules_basic import Dropout, Embedding, Linear

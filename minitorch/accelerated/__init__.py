@@ -17,9 +17,9 @@ from kernels.cuda.layers import fused as cuda_kernels
 
 from ..cuda_ops import CudaOps
 from ..fast_ops import FastOps
-from ..models.cached_decoding import cached_decoding
 from ..tensor_ops import SimpleOps
 from . import captured_decoding, decoding_step, joined_layers, layers, linear, optimisers
+from .captured_decoding import cached_decoding
 from .cpu_loops import FasterOps
 from .cuda_loops import FasterCudaOps
 from .linear_cross_entropy import linear_cross_entropy

@@ -1,9 +1,10 @@
-"""Decoding on a GPU, one token at a time, where each step is a replay of a CUDA graph."""
+"""Decoding with a cache, so that each token is read once; on a GPU, a step is a replay of a CUDA graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,6 @@ import numpy.typing as npt
 from kernels.cuda.backend import device_view, put_rows, to_device
 from kernels.problem.options import Options
 
-from ..models.cached_decoding import cached_decoding, next_logits
 from ..models.evaluation import evaluating
 from ..models.kv_cache import KVCache, LayerCache
 from ..models.rotary import Rotary, Rotate
@@ -151,6 +151,12 @@ def can_capture(model: DecoderLM) -> bool:
 
 
 @contextmanager
+def cached_decoding(model: DecoderLM, capacity: int) -> Iterator[Callable[[list[int]], Any]]:
+    """Provide a function that returns the logits of the token after a text of at most ``capacity``."""
+    yield partial(model.next_logits, cache=model.make_cache(capacity=capacity))
+
+
+@contextmanager
 def decoding(model: DecoderLM, capacity: int) -> Iterator[Callable[[list[int]], Any]]:
     """Provide a function that returns the logits of the token after a text; on a GPU, from a graph."""
     if not can_capture(model):
@@ -166,7 +172,7 @@ def decoding(model: DecoderLM, capacity: int) -> Iterator[Callable[[list[int]], 
 
     def replayed(ids: list[int]) -> Any:
         if len(ids) - cache.length != 1 or len(ids) > cache.capacity:
-            return next_logits(model, ids, cache)
+            return model.next_logits(ids, cache)
         with no_grad(), evaluating(model):
             return captured.logits(ids[-1]).to_numpy()[0, 0].astype(np.float64)
 

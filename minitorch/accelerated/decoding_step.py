@@ -134,7 +134,7 @@ def _has_kernel(layer: Any) -> bool:
 def layer_forward(layer: TransformerLayer, x: Tensor) -> Tensor:
     """Apply a layer to x, in one kernel if x has few positions, and those before it are cached."""
     context = modes.context
-    if context is not None and context.cache is not None and context.key_mask is None:
+    if context is not None and type(context.cache) is LayerCache and context.key_mask is None:
         stepped = step(layer, x, context.cache)
         if stepped is not None:
             return stepped

@@ -67,3 +67,25 @@ def switch(name: str, value: Any) -> bool:
             f"{name} must be True or False, got the backend {value}; pass a backend by name: backend=..."
         )
     return flag(name, value)
+
+
+def check_ids(model: Any, idx: Any, start: int = 0) -> int:
+    """Return the number of tokens of each text that a language model shall read, after ``start`` others.
+
+    Raises:
+        ValueError: If the ids do not have two dimensions, or exceed the context.
+    """
+    shape = shape_of("token ids", idx)
+    if len(shape) != 2:
+        raise ValueError(
+            f"a language model needs ids of shape (batch, seq), got {shape}; pass one text as "
+            "numpy.array([ids])"
+        )
+    if 0 in shape:
+        raise ValueError(f"a language model needs at least one token, got ids of shape {shape}")
+    if start + shape[1] > model.n_positions:
+        before = f" after the {start} in the cache" if start else ""
+        raise ValueError(
+            f"the context holds {model.n_positions} tokens, got {shape[1]}{before}; pass the last ones"
+        )
+    return shape[1]

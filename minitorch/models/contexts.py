@@ -21,7 +21,6 @@ from ..scalars.modes import modes, no_grad
 from ..tensor import Tensor
 from .kv_cache import KVCache, LayerCache
 from .rotary import Rotate
-from .text_generation import check_ids
 
 
 class CallContext(NamedTuple):
@@ -125,8 +124,7 @@ def attended(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             )
         if not layer.causal:
             raise ValueError("a cache needs causal attention; build the layer with causal=True")
-        options.update(cache.visible())
-        k, v = cache.append(k, v)  # (batch, n_kv_head, all so far, head_dim)
+        return cache.attend(layer.attend, q, k, v, options)
     return layer.attend(q, k, v, **options)
 
 
@@ -161,13 +159,7 @@ def hidden_after(model: Any, idx: Any, cache: KVCache) -> Tensor:
         ValueError: If the ids exceed the context or the cache, or the cache is another model's.
     """
     check_cache(cache, KVCache)
-    count = check_ids(model, idx, cache.length)
-    if len(cache.layers) != len(model.layer_names):
-        raise ValueError(
-            f"the cache is for {len(cache.layers)} layers, the model has {len(model.layer_names)}; "
-            "make it with make_cache of this model"
-        )
-    cache.truncate(cache.length)  # a step that failed halfway filled only some layers
+    count = cache.start(model, idx)
     with no_grad():
         x = model.embedded(idx, cache.layers[0].positions(count))
         for name, layer_cache in zip(model.layer_names, cache.layers, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -15,6 +16,7 @@ from kernels.runtime.dtypes import is_floating
 
 from ..backends.elements import check_memory, dtype_or_default
 from ..functions.base import check_tensor
+from ..layers.checks import check_ids
 from ..tensor import Tensor
 from ..tensor_data import Storage, TensorData, is_device_storage
 from ..tensor_ops import TensorBackend
@@ -120,6 +122,14 @@ class LayerCache:
             self._write(new._new(new._tensor.permute(2, 0, 1, 3)), storage)
         self.length += k.shape[2]
         return self.filled(self.length)
+
+    def attend(
+        self, attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, options: Any
+    ) -> Tensor:
+        """Append keys and values, and attend to all so far; arguments as of a layer's ``attend``."""
+        visible = self.visible()
+        k, v = self.append(k, v)  # (batch, heads, all so far, head_dim)
+        return attention(q, k, v, **{**options, **visible})
 
     def filled(self, length: int) -> tuple[Tensor, Tensor]:
         """View the keys and the values of the first positions, (batch, heads, length, head_dim)."""
@@ -271,6 +281,21 @@ class KVCache:
     def length(self) -> int:
         """Number of positions that are filled in every layer."""
         return min(layer.length for layer in self.layers)
+
+    def start(self, model: Any, idx: Any) -> int:
+        """Return the number of tokens of each text in a step of a model that appends them.
+
+        Raises:
+            ValueError: If the ids exceed the context or the cache, or the cache is another model's.
+        """
+        count = check_ids(model, idx, self.length)
+        if len(self.layers) != len(model.layer_names):
+            raise ValueError(
+                f"the cache is for {len(self.layers)} layers, the model has {len(model.layer_names)}; "
+                "make it with make_cache of this model"
+            )
+        self.truncate(self.length)  # a step that failed halfway filled only some layers
+        return count
 
     def repeated(self, count: int) -> KVCache:
         """Return a copy in which each text appears ``count`` times, one after the other.

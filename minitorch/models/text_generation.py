@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.common.arguments import shape_of, whole
+from kernels.common.arguments import whole
 
 from ..backends.operations import operation  # beyond module 5
 from ..fast_ops import FastBackend  # beyond module 5
@@ -158,9 +158,16 @@ class TextGeneration(Module):
                 yield ids[-1]
 
     @no_grad()
-    def next_logits(self, ids: list[int]) -> npt.NDArray[np.float64]:
+    def next_logits(
+        self,
+        ids: list[int],
+        cache: KVCache | None = None,  # beyond module 5
+    ) -> npt.NDArray[np.float64]:
         """Return the logits of the token after ``ids``, without dropout, (n_vocab,)."""
         with evaluating(self):
+            if cache is not None and len(ids) <= self.n_positions:  # beyond module 5
+                # It holds the first tokens. In a longer text, the positions of all tokens have changed.
+                return self.last_logits(self.hidden(np.array([ids[cache.length :]]), cache))
             return self.last_logits(self.hidden(np.array([ids[-self.n_positions :]])))
 
     def last_logits(self, hidden: Any) -> npt.NDArray[np.float64]:
@@ -180,25 +187,3 @@ def decoding(
     It reads the whole text each time.  A backend may keep keys and values of up to ``capacity`` tokens.
     """
     yield model.next_logits
-
-
-def check_ids(model: TextGeneration, idx: Any, start: int = 0) -> int:
-    """Return the number of tokens of each text, which follow ``start`` others.
-
-    Raises:
-        ValueError: If the ids do not have two dimensions, or exceed the context.
-    """
-    shape = shape_of("token ids", idx)
-    if len(shape) != 2:
-        raise ValueError(
-            f"a language model needs ids of shape (batch, seq), got {shape}; pass one text as "
-            "numpy.array([ids])"
-        )
-    if 0 in shape:
-        raise ValueError(f"a language model needs at least one token, got ids of shape {shape}")
-    if start + shape[1] > model.n_positions:
-        before = f" after the {start} in the cache" if start else ""
-        raise ValueError(
-            f"the context holds {model.n_positions} tokens, got {shape[1]}{before}; pass the last ones"
-        )
-    return shape[1]

@@ -64,6 +64,7 @@ from .layers.residual_layer_norm import residual_layer_norm  # beyond module 5
 from .layers.rms_norm import RMSNorm, rms_norm  # beyond module 5
 from .models.config import Config  # beyond module 4
 from .models.encoder_lm import EncoderClassifier, EncoderLM  # beyond module 5
+from .models.engine import Engine  # beyond module 5
 from .models.kv_cache import KVCache, LayerCache  # beyond module 5
 from .models.reversible import ReversibleSequence  # beyond module 5
 from .models.rotary import Rotary  # beyond module 5

@@ -43,6 +43,8 @@ EXTRAS = {
     "torch": ["torch>=2.5,<3", "transformers>=4.57,<6"],
     # Texts for the weights of Hugging Face, in project/generate.py.
     "tokenizers": ["tokenizers>=0.21.4,<1"],
+    # The server of project/serve.py.
+    "serve": ["fastapi>=0.115,<1", "uvicorn>=0.34,<1"],
     # Groups of processes for minitorch.distributed, and mpiexec, which starts them.
     "mpi": MPI,
     # The same between GPUs, one process each.

@@ -1,0 +1,1 @@
+"""The server of ``project/serve.py``: the thread of the engine, the HTTP interface, the page to chat."""

@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit, prange
 
 from kernels.common.online_softmax import LOG2_E
-from kernels.cpu.attention.flash_decoding import KEYS, add_values, scores_of_row
+from kernels.cpu.attention.row_products import KEYS, add_values, scores_of_row
 from kernels.cpu.attention.tiles import inverse_sum, shift_of
 from kernels.cpu.layers.few_rows import FEW_ROWS, PARTS, multiply_three
 from kernels.cpu.layers.fused import layer_norm, norm_row

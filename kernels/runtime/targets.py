@@ -73,6 +73,9 @@ if "numba_cuda" in str(cuda.__file__):
         from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
         from cuda.bindings import nvjitlink as nvjitlink  # pyright: ignore[reportMissingImports]
 
+#: The functions that encode tensor maps: the driver's, or those of the emulated GPU.
+tensor_maps: Any = driver or getattr(cuda, "tensor_maps", None)
+
 #: The type of numba's arrays on the device.
 DeviceArray: Any = cuda.cudadrv.devicearray.DeviceNDArray  # beyond module 4
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from . import tensor_maps as tensor_maps
 from .arrays import DeviceArray
 from .arrays import device_array as device_array
 from .arrays import device_array_like as device_array_like
@@ -48,7 +51,7 @@ class Dispatcher:
     def __getitem__(self, config: Any) -> Callable[..., None]:
         grid, block, *rest = config
         shared_bytes = rest[1] if len(rest) > 1 else 0
-        return lambda *args: run(self.py_func, grid, block, shared_bytes, args, None, self._checks)
+        return lambda *args: run(self.py_func, grid, block, shared_bytes, args, self._checks)
 
     def get_regs_per_thread(self) -> None:
         """Return that a kernel has no registers here."""
@@ -103,13 +106,26 @@ class Event:
         return 1e3 * (other._at - self._at)
 
 
-#: The properties of the device.  Its compute capability is below that of any tensor core's instruction.
-_GPU = SimpleNamespace(
-    id=0, name="the emulated GPU", compute_capability=(5, 0), MULTIPROCESSOR_COUNT=2,
-    MAX_SHARED_MEMORY_PER_BLOCK=48 << 10, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN=96 << 10,
-    MAX_THREADS_PER_BLOCK=1024, WARP_SIZE=32,
-)  # fmt: skip
-gpus = [_GPU]
+class Gpu:
+    """The properties of the device.
+
+    Attributes:
+        compute_capability: The one that MINITORCH_EMULATE names ("9.0"); otherwise one without tensor cores,
+            whose emulation is slow.
+    """
+
+    id, name, MULTIPROCESSOR_COUNT = 0, "the emulated GPU", 2
+    MAX_SHARED_MEMORY_PER_BLOCK, MAX_THREADS_PER_BLOCK, WARP_SIZE = 48 << 10, 1024, 32
+    _named = re.fullmatch(r"(\d+)\.(\d)", os.environ.get("MINITORCH_EMULATE", ""))
+    compute_capability = (int(_named[1]), int(_named[2])) if _named else (5, 0)
+
+    @property
+    def MAX_SHARED_MEMORY_PER_BLOCK_OPTIN(self) -> int:
+        return {(5, 0): 96, (8, 0): 163, (9, 0): 227}.get(self.compute_capability, 99) << 10
+
+
+GPU = Gpu()
+gpus = [GPU]
 
 
 def is_available() -> bool:
@@ -121,7 +137,7 @@ def cuda_error() -> None:
 
 
 def get_current_device() -> Any:
-    return _GPU
+    return GPU
 
 
 select_device = get_current_device
@@ -145,7 +161,7 @@ def event(timing: bool = True) -> Event:
 def current_context(device: int = 0) -> Any:
     """Return the context, whose memory is the host's."""
     return SimpleNamespace(
-        device=_GPU, synchronize=synchronize, get_memory_info=lambda: (1 << 34, 1 << 34),
+        device=GPU, synchronize=synchronize, get_memory_info=lambda: (1 << 34, 1 << 34),
         memory_manager=None, deallocations=SimpleNamespace(clear=synchronize),
     )  # fmt: skip
 

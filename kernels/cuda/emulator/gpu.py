@@ -54,7 +54,7 @@ def three(size: Any) -> Index:
 
 def run(
     source: Callable[..., None], grid: Any, block: Any, shared_bytes: int, args: tuple[Any, ...],
-    maps: dict[int, Any] | None = None, checks: bool = False,
+    checks: bool = False,
 ) -> None:  # fmt: skip
     """Run a kernel, block after block.
 
@@ -64,16 +64,16 @@ def run(
         block: Number of threads.
         shared_bytes: Dynamic shared memory.
         args: Its arguments: arrays, numbers, and tuples of them.
-        maps: The contents of tensor maps, by their position among the arrays of the arguments.
-        checks: Whether to look for races and for shared memory that is read too early.
+        checks: Whether to look for races and for shared memory that is read too early; not in a kernel of
+            tensor cores, whose instructions find such errors themselves.
     """
     grid, block = three(grid), three(block)
     _check_sizes(grid, block)
     own = tuple(map(_on_host, args))
     with _LOCK:
         kernel = translated(source)
-        engines = _engines(own, maps or {}) if kernel.has_instructions else None
-        DEVICE.checks = Checks(DEVICE) if checks else None
+        engines = _engines(own) if kernel.has_instructions else None
+        DEVICE.checks = Checks(DEVICE) if checks and not engines else None
         if DEVICE.checks:
             names = inspect.signature(source).parameters
             own = tuple(map(DEVICE.checks.argument, names, own))
@@ -117,18 +117,16 @@ def _run_block(kernel: Translation, args: tuple[Any, ...], engines: Any) -> None
         checks.end_block()
 
 
-def _engines(args: tuple[Any, ...], maps: dict[int, Any]) -> Any:
+def _engines(args: tuple[Any, ...]) -> Any:
     """Return the engines of tensor cores and copies, with the global memory of a launch."""
     memory = []
-    # Arrays in tuples come last, for tensor maps count those that are arguments themselves.
-    nested = [array for arg in args if isinstance(arg, tuple) for array in leaves(arg)]
-    for array in (*args, *nested):
+    for array in leaves(args):
         if isinstance(array, np.ndarray):
             while isinstance(array.base, np.ndarray):
                 array = array.base
             memory.append(array.ravel(order="K").view(np.uint8))
     engines = import_module("kernels.cuda.emulator.tensor_cores.engines").ENGINES
-    engines.begin_launch(memory, maps)
+    engines.memory = memory
     return engines
 
 
@@ -194,20 +192,3 @@ def _deadlock(turns: Turns) -> str:
         "; every thread of a block must reach the same barrier" if is_barrier else
         "; every thread of a warp that the mask names must reach the same shuffle or vote"
     )  # fmt: skip
-
-
-def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, maps: dict[int, Any] | None = None
-) -> None:
-    """Run a ``device.Kernel`` on NumPy arrays, and tuples and numbers.
-
-    Args:
-        kernel: With its threads and shared memory.
-        grid: Blocks.
-        args: Its arguments.
-        maps: The contents of tensor maps, by their position among the arrays of the arguments.
-    """
-    run(kernel.source, grid, kernel.threads, kernel.shared_bytes, args, maps)
-
-
-__all__ = ["Array", "launch", "leaves", "run"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.runtime.targets import driver
+from kernels.runtime.targets import tensor_maps as driver
 
 #: dtype → the driver's name.
 _DTYPES = {

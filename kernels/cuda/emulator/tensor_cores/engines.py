@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,15 +14,8 @@ from kernels.cuda.emulator.schedule import GROUP, WARP, Meeting
 from kernels.cuda.ptx.emulated import warp as emulated
 from kernels.cuda.ptx.emulated import wgmma as emulated_wgmma
 
-from .instructions import APART, DTYPES, GLOBAL, INSTRUCTIONS, Instructions, ThreadState, row_of
-
-
-class TensorMap(NamedTuple):
-    """A tensor map: the tensor, the box, fastest dimension last, and the swizzle."""
-
-    tensor: Array
-    box: tuple[int, ...]
-    swizzle: int
+from .instructions import DTYPES, INSTRUCTIONS, Instructions, ThreadState, row_of
+from ..tensor_maps import decoded
 
 
 class MemoryBarrier:
@@ -60,18 +53,6 @@ class Product:
 
 class Engines(Instructions):
     """The instructions that need compute capability 9.0."""
-
-    maps: dict[int, TensorMap]
-
-    def begin_launch(self, memory: list[Array], maps: dict[int, TensorMap]) -> None:
-        """Begin a launch.
-
-        Args:
-            memory: Global memory: arrays by number.
-            maps: The contents of tensor maps, by the number of their array.
-        """
-        self.memory = memory
-        self.maps = {GLOBAL + i * APART: tensor_map for i, tensor_map in maps.items()}
 
     def begin_block(self, block: Block) -> None:
         """Begin a block."""
@@ -173,7 +154,7 @@ class Engines(Instructions):
                 store()
 
     def tensor_load(self, target: int, tensor_map: int, barrier: int, start: Any) -> None:
-        tensor, box, swizzle = self.maps[int(tensor_map)]
+        tensor, box, swizzle = decoded(self._bytes(tensor_map, 128).tobytes())
         size = int(np.prod(box)) * tensor.itemsize
         if target % max(8 * swizzle, 128):
             raise ValueError(f"a box with a swizzle of {swizzle} bytes to {target}")
@@ -186,7 +167,7 @@ class Engines(Instructions):
         self.turns.copies.append(arrive)
 
     def tensor_store(self, tensor_map: int, start: Any, source: int) -> None:
-        tensor, box, swizzle = self.maps[int(tensor_map)]
+        tensor, box, swizzle = decoded(self._bytes(tensor_map, 128).tobytes())
 
         def store() -> None:
             places = int(source) + emulated.box_places(box, tensor.itemsize, swizzle)

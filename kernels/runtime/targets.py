@@ -1,8 +1,9 @@
 """The only file that imports numba.cuda: which package provides it, and what the machine can run.
 
 Three packages may provide it: numba's own deprecated target, ``numba-cuda``, and its successor; or the
-emulated GPU, ``kernels.cuda.emulator``, which the environment variable MINITORCH_EMULATE chooses.  The rest
-of the project uses ``from kernels.runtime.targets import cuda``, so that a change of package is one line.
+emulated GPU, ``kernels.cuda.emulator``, where the environment variable MINITORCH_EMULATE chooses it or the
+machine has no CUDA driver.  The rest of the project uses ``from kernels.runtime.targets import cuda``, so
+that a change of package is one line.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from ctypes import CDLL
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -39,14 +41,27 @@ def _is_set(name: str) -> bool:
     return os.environ.get(name, "0") not in ("", "0")
 
 
-#: True when kernels run on the emulated GPU, in Python on the host (``MINITORCH_EMULATE=1``, or
-#: ``NUMBA_ENABLE_CUDASIM=1``, with which published course code asks for numba's simulator).
-EMULATED: bool = _is_set("MINITORCH_EMULATE") or bool(numba.config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
+def _has_driver() -> bool:
+    """Tell whether a CUDA driver is installed; it is not started."""
+    if os.environ.get("NUMBA_CUDA_DRIVER"):
+        return True
+    for name in ("nvcuda.dll",) if os.name == "nt" else ("libcuda.so.1", "libcuda.so"):
+        with suppress(OSError):
+            return bool(CDLL(name))
+    return False
+
+
+_CHOICE = os.environ.get("MINITORCH_EMULATE", "")
+_IS_ASKED = _is_set("MINITORCH_EMULATE") or bool(numba.config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
+#: True when kernels run on the emulated GPU, in Python on the host: with ``MINITORCH_EMULATE=1``, with
+#: ``NUMBA_ENABLE_CUDASIM=1``, by which published course code asks for numba's simulator, and without a CUDA
+#: driver unless ``MINITORCH_EMULATE=0`` forbids it.
+EMULATED: bool = _IS_ASKED or (not _CHOICE and not _has_driver())
 #: Whether the emulated GPU checks every access of the library's kernels, too (``MINITORCH_EMULATE=check``).
-CHECKED: bool = os.environ.get("MINITORCH_EMULATE") == "check"
-if EMULATED:
+CHECKED: bool = _CHOICE == "check"
+if _IS_ASKED:
     import_module("kernels.cuda.emulator.api").install()
-else:
+elif not EMULATED:
     provide_row_stack()
 
 
@@ -58,8 +73,9 @@ class CourseThreads(NamedTuple):
 
 
 COURSE_THREADS = CourseThreads(32, 8) if EMULATED else CourseThreads(256, 256)
-#: ``numba.cuda``, from whichever package; the emulated GPU's names in its place.
-cuda: Any = import_module("numba.cuda")
+#: ``numba.cuda``, from whichever package; the emulated GPU's names in its place.  Only where someone asked
+#: for it are they those of ``numba.cuda`` for other libraries, too.
+cuda: Any = import_module("kernels.cuda.emulator.api" if EMULATED else "numba.cuda")
 
 # The decorator of intrinsics: numba-cuda has its own, numba's deprecated target shares the CPU's.
 cgutils: Any = getattr(cuda, "cgutils", numba.core.cgutils)

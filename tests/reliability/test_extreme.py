@@ -24,13 +24,12 @@ from ..support.attention.on_cuda import (
     RUNGS,
     TILES,
     fitting,
-    on_device,
     packed_cases,
     taken_by,
 )
-from ..support.attention.strategies import FEATURES, Case
-from ..support.emulated.hopper import FUZZ_ONLY, emulated_hopper_backward
-from ..support.emulated.target import TENSOR_CORES
+from ..support.attention.on_cuda import run as run_on_cuda
+from ..support.attention.strategies import Case
+from ..support.device.emulated_gpu import FUZZ_ONLY, emulated_gpu, emulated_only
 from ..support.fuzzing.draws import Notes
 from ..support.fuzzing.extreme import check, extreme_cases, scaled
 
@@ -58,11 +57,6 @@ def by(target: launch.Target, rung: str) -> Any:
             yield case.run(target, rung, tile)
 
     return run
-
-
-def forwards(array: Any) -> Any:
-    """Put an array on the device, which takes no negative strides."""
-    return on_device(array if min(array.strides, default=0) >= 0 else array.copy())
 
 
 def public(case: Case) -> Any:
@@ -104,8 +98,9 @@ def emulated(rung: str) -> Any:
 
     def run(case: Case) -> Any:
         for deterministic in (True, False):
-            with emulated_hopper_backward():
-                yield case.run(TENSOR_CORES, rung, deterministic=deterministic)
+            with emulated_gpu():
+                found = run_on_cuda(case, rung, deterministic=deterministic)
+            yield found
 
     return run
 
@@ -126,20 +121,17 @@ ENTRANCES: dict[str, tuple[st.SearchStrategy[Any], Any]] = {
     "PyTorch": (extreme_cases((*WIDE, FLOAT16), *LONG[:2], st.just([2]), features=OF_TORCH), pytorch),
 }  # fmt: skip
 TINY = st.sampled_from([1, 5, 17, 35]), st.sampled_from([8, 16, 24]), st.sampled_from([[], [2]])
-#: Gradients of floating masks, and in float32 of a score_mod, are flash2's, which is not emulated.
-EMULATED_FEATURES = [name for name in FEATURES if name != "float mask"]
-OF_TERMS = [name for name in EMULATED_FEATURES if name != "score_mod"]
 EMULATED_CASES = {
     "flash2_mma in 16 bits": (
-        extreme_cases(HALVES, *TINY, features=EMULATED_FEATURES),
+        extreme_cases(HALVES, *TINY),
         emulated("flash2_mma"),
     ),
     "flash2_split": (
-        extreme_cases((FLOAT32,), *TINY, features=OF_TERMS),
+        extreme_cases((FLOAT32,), *TINY),
         emulated("flash2_split"),
     ),
     "flash3_wgmma": (
-        extreme_cases(HALVES, *TINY, features=EMULATED_FEATURES),
+        extreme_cases(HALVES, *TINY),
         emulated("flash3_wgmma"),
     ),
 }
@@ -171,12 +163,12 @@ def test_extreme_scores_are_right_on_a_device(rung: str, data: st.DataObject, no
     cases = extreme_cases(WIDE, *sizes, taken=partial(taken_by, rung))
 
     def run(case: Case) -> Any:
-        found = case.run(launch.CUDA, rung, fitting(rung, case.tile), forwards)
-        yield {name: x.copy_to_host() for name, x in found.items()}
+        yield run_on_cuda(case, rung, fitting(rung, case.tile))
 
     _check(cases, run, data, notes, rung)
 
 
+@emulated_only
 @pytest.mark.parametrize(
     "entrance", [pytest.param(name, marks=FUZZ_ONLY) for name in EMULATED_CASES]
 )

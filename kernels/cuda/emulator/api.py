@@ -110,8 +110,8 @@ class Gpu:
     """The properties of the device.
 
     Attributes:
-        compute_capability: The one that MINITORCH_EMULATE names ("9.0"); otherwise one without tensor cores,
-            whose emulation is slow.
+        compute_capability: The one that MINITORCH_EMULATE names ("9.0"); otherwise one without tensor
+            cores.
     """
 
     id, name, MULTIPROCESSOR_COUNT = 0, "the emulated GPU", 2

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
+import sys
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +13,10 @@ import numpy as np
 
 from .checks import Uninitialised, is_garbage
 from .device import empty
+
+#: Whether no one chose the emulated GPU: there is no other.  The most elements of an array then.
+_IS_UNASKED = not any(map(os.environ.get, ("MINITORCH_EMULATE", "NUMBA_ENABLE_CUDASIM")))
+MOST = 1 << 16
 
 
 class Memory:
@@ -29,6 +37,26 @@ class Memory:
         return Memory(self.whole, self.start + start, self.left_out)
 
 
+@cache
+def _say_once() -> None:
+    print(
+        "minitorch: no CUDA driver found; kernels run on an emulated GPU, slowly (MINITORCH_EMULATE=1 "
+        "hides this line, MINITORCH_EMULATE=0 makes it an error)",
+        file=sys.stderr,
+    )
+
+
+def _check_unasked(shape: tuple[int, ...]) -> None:
+    """Check the size of an array where no one asked for the emulated GPU, and say that it is used."""
+    if math.prod(shape) > MOST:
+        raise RuntimeError(
+            f"an array of shape {shape} has {math.prod(shape):,} elements, and this machine has no CUDA "
+            f"driver: the emulated GPU, which runs kernels in Python, takes up to {MOST:,} by itself; use "
+            "the fast backend or smaller arrays, or set MINITORCH_EMULATE=1 before starting Python"
+        )
+    _say_once()
+
+
 class DeviceArray:
     """An array in the memory of the emulated GPU.
 
@@ -47,6 +75,8 @@ class DeviceArray:
     ):
         dtype = np.dtype(dtype)
         if gpu_data is None:
+            if _IS_UNASKED:
+                _check_unasked(tuple(shape))
             gpu_data = Memory(empty(max(int(np.prod(shape)) * dtype.itemsize, 1), np.uint8))
         self.gpu_data, self.shape, self.strides = gpu_data, tuple(shape), tuple(strides)
         self.dtype, self.ndim, self.size = dtype, len(self.shape), int(np.prod(shape))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .checks import Checks, Race, source_of
-from .device import DEVICE, Array, Index
+from .device import DEVICE, Index
 from .schedule import OWN, Deadlock, Turns
 from .translation import Translation, translated
 

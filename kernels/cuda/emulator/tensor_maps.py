@@ -11,7 +11,6 @@ import numpy as np
 
 from .device import Array
 
-
 #: Bytes that addresses and strides must be multiples of; width of the swizzle.
 ALIGNMENT, SWIZZLE = 16, 128
 

@@ -8,18 +8,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from kernels import launch
 from kernels.cuda.attention.flash2_mma.tiles import MmaKeyLayout, MmaLayout, MmaRoleLayout
 from kernels.cuda.emulator.schedule import WARP, held_back
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
 
 from ...support.attention import option_table
 from ...support.attention.large_scores import NAMES, large_case
-from ...support.attention.on_cuda import packed
+from ...support.attention.on_cuda import packed, run
 from ...support.attention.option_examples import option_examples
 from ...support.attention.strategies import Case
-from ...support.emulated.target import TENSOR_CORES, emulated_device, longer
+from ...support.device.emulated_gpu import EMULATED_ONLY, emulated_gpu, longer
 from ...support.fuzzing.extreme import check as check_extreme
 from ...support.fuzzing.extreme import settled
+
+pytestmark = EMULATED_ONLY
 
 
 class Call(NamedTuple):
@@ -97,8 +100,8 @@ def _check(call: Call, deterministic: bool) -> None:
     arrays = (rng.standard_normal((1, n, 2, d)).astype(call.dtype) for n, d in shapes)
     turned = [array.transpose(0, 2, 1, 3) for array in arrays]  # heads beside dim
     case = Case(*turned, call.options, (16, 16))  # type: ignore[arg-type]
-    with emulated_device(call.cc, call.rows, call.keys):
-        found = case.run(TENSOR_CORES, "flash2_mma", deterministic=deterministic)
+    with emulated_gpu(call.cc, call.rows, call.keys):
+        found = run(case, "flash2_mma", deterministic=deterministic)
     case.check_halves(found, "on tensor cores")
 
 
@@ -129,15 +132,15 @@ def test_memory_beyond_the_sequences_is_never_read_into_a_result(deterministic: 
     arrays = (longer(rng.standard_normal(shape).astype(FLOAT16)) for shape in shapes)
     options = {"is_causal": True, "causal_offset": 20, "deterministic": deterministic}
     case = Case(*arrays, options, (4, 4))  # type: ignore[arg-type]
-    with emulated_device():
-        case.check(case.run(TENSOR_CORES, "flash2_mma"), "longer arrays")
+    with emulated_gpu():
+        case.check(run(case, "flash2_mma"), "longer arrays")
 
 
 @pytest.mark.parametrize("more", [{}, {"scale": -0.3}], ids=["", "a negative scale"])
 @pytest.mark.parametrize("option", option_table.OPTIONS)
 def test_every_option_is_the_textbooks_through_the_launch(option: str, more: Any) -> None:
-    with emulated_device():
-        assert option_table.cell(option, TENSOR_CORES, "flash2_mma", **more) == "yes"
+    with emulated_gpu():
+        assert option_table.cell(option, launch.CUDA, "flash2_mma", **more) == "yes"
 
 
 @pytest.mark.parametrize("scale", [0.45, -0.45])
@@ -148,8 +151,8 @@ def test_both_passes_compute_the_same_scores(dtype: Any, scale: float) -> None:
     q, k, v, dout = (rng.standard_normal((2, 20, 16)) for _ in range(4))
     q[:, 5] *= 2.0**20  # the other rows are small beside it
     case = settled(Case(q * 3e4, k * 3e4, v, dout, {"scale": scale}, (16, 16)).in_dtype(dtype))
-    with emulated_device():
-        check_extreme(case, case.run(TENSOR_CORES, "flash2_mma"), "by both passes")
+    with emulated_gpu():
+        check_extreme(case, run(case, "flash2_mma"), "by both passes")
 
 
 @pytest.mark.parametrize("precision", ["float16", "tf32", "float32"])
@@ -168,8 +171,8 @@ def test_two_halves_of_a_block_are_the_textbooks_through_the_launch(
     sizes = (16, 32, 4, 16) if has_terms else (16, 16, 2, 16)
     halves = MmaRoleLayout(*sizes, step=64 if has_terms else 32)
     name = "flash2_mma" if is_half else "flash2_split"
-    with emulated_device(keys=halves):
-        found = case.run(TENSOR_CORES, name, deterministic=deterministic, **own)
+    with emulated_gpu(keys=halves):
+        found = run(case, name, deterministic=deterministic, **own)
     wanted, tolerance = case.oracle(), 1e-5 if has_terms else 0.01
     for name in ("out", "lse", "dq", "dk", "dv"):
         np.testing.assert_allclose(
@@ -180,12 +183,10 @@ def test_two_halves_of_a_block_are_the_textbooks_through_the_launch(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=["bfloat16", "float32"])
 def test_large_scores_are_the_textbooks_through_the_launch(name: str, dtype: Any) -> None:
-    if dtype == FLOAT32 and name == "a score_mod":
-        pytest.skip("its gradients are computed by flash2, which is not emulated")
     case = large_case(name, dtype, 5, 35)
-    with emulated_device():
+    with emulated_gpu():
         for deterministic in (True, False):
-            found = case.run(TENSOR_CORES, "flash2_mma", deterministic=deterministic)
+            found = run(case, "flash2_mma", deterministic=deterministic)
             case.check(found, name)
 
 
@@ -198,8 +199,8 @@ def test_packed_sequences_end_where_tiles_do_not(deterministic: bool) -> None:
     rows, cols, _ = case.alone(2)
     case.q[:, rows] = case.k[:, cols] = case.dout[:, rows] = np.nan  # of the third sequence alone
     case.v[:, cols] = np.inf
-    with emulated_device((9, 0) if deterministic else (8, 0)):
-        found = case.run(TENSOR_CORES, "flash2_mma", deterministic=deterministic)
+    with emulated_gpu((9, 0) if deterministic else (8, 0)):
+        found = run(case, "flash2_mma", deterministic=deterministic)
     _, cols, _ = case.alone(1)  # whose keys no row reads
     assert not found["dk"][:, cols].any() and not found["dv"][:, cols].any()
     for number in (0, 3):
@@ -216,5 +217,5 @@ def test_all_options_together_are_the_textbooks_through_the_launch() -> None:
     }  # fmt: skip
     case = Case(*(rng.standard_normal(shape) for shape in shapes), options, (4, 4))  # type: ignore[arg-type]
     case = replace(case, dlse=rng.standard_normal((1, 4, 37))).in_dtype(FLOAT16)
-    with emulated_device():
-        case.check(case.run(TENSOR_CORES, "flash2_mma"), "all options")
+    with emulated_gpu():
+        case.check(run(case, "flash2_mma"), "all options")

@@ -31,11 +31,10 @@ from kernels.runtime.dtypes import BFLOAT16, FLOAT16
 
 from ...support.attention.large_scores import large_case
 from ...support.attention.mask_mods import mask_mods
-from ...support.attention.on_cuda import packed
+from ...support.attention.on_cuda import forward, packed
 from ...support.attention.option_examples import option_examples
 from ...support.attention.strategies import Case
-from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper
-from ...support.emulated.target import TENSOR_CORES, longer
+from ...support.device.emulated_gpu import FUZZ_ONLY, emulated_gpu, emulated_only, longer
 from ...support.examples import at_most
 
 #: Shared memory that a block of compute capability 9.0 can have, in bytes.
@@ -154,8 +153,8 @@ OF_OPTIONS = {
 
 def _check(case: Case, call: Call, exact: Case | None = None) -> None:
     """Compare the forward pass on the emulated GPU with the textbook of the case, or of another."""
-    with emulated_hopper(call.layout, call.blocks):
-        found = case.forward(TENSOR_CORES, "flash3_wgmma")
+    with emulated_gpu(layout=call.layout, blocks=call.blocks):
+        found = forward(case, "flash3_wgmma")
     rest, seen = found.pop("lse_rest"), np.isfinite(found["lse"])
     (exact or case).check(found, "on the emulated GPU")
     assert (np.abs(rest[seen]) <= np.spacing(np.abs(found["lse"][seen]))).all()
@@ -168,6 +167,7 @@ RARE = [
 ]  # fmt: skip
 
 
+@emulated_only
 @pytest.mark.parametrize("name", [*CALLS, *(f"{name}, causal" for name in ALWAYS), *RARE])
 def test_the_kernels_own_source_computes_attention(name: str) -> None:
     call = (CALLS | OF_OPTIONS)[name]
@@ -178,6 +178,7 @@ def test_the_kernels_own_source_computes_attention(name: str) -> None:
 USUAL = Call((SEQ_Q, SEQ_K), (64, 40), layout=SMALL, blocks=2)
 
 
+@emulated_only
 def test_memory_beyond_the_sequences_is_never_read_into_a_result() -> None:
     case = USUAL._replace(options=_causal(20)).case
     _check(replace(case, q=longer(case.q), k=longer(case.k), v=longer(case.v)), USUAL, case)
@@ -189,6 +190,7 @@ LATE = {
 }  # fmt: skip
 
 
+@emulated_only
 @pytest.mark.parametrize("late", LATE)
 def test_no_thread_is_too_late(late: str) -> None:
     states = np.zeros((1, 6, 2), int)
@@ -200,6 +202,7 @@ def test_no_thread_is_too_late(late: str) -> None:
         _check(call.case, call)
 
 
+@emulated_only
 def test_lists_of_whole_tiles_take_a_kernel_that_masks_no_element() -> None:
     """Masking each element of whole tiles would cost time."""
     mask = kernels.BlockMask(
@@ -209,11 +212,12 @@ def test_lists_of_whole_tiles_take_a_kernel_that_masks_no_element() -> None:
     k, v = case.k.copy(), case.v.copy()
     for head, masked in enumerate(~mask.dense()[:, 0]):
         k[:, head, masked], v[:, head, masked] = np.nan, np.inf
-    with emulated_hopper(SMALL):
+    with emulated_gpu(layout=SMALL):
         assert flash3_wgmma.features_for(case.problem(rung="flash3_wgmma")).whole_tiles
     _check(replace(case, k=k, v=v), USUAL, case)
 
 
+@emulated_only
 @pytest.mark.slow
 @at_most(3)
 @given(
@@ -229,6 +233,7 @@ def test_a_mask_mod_that_was_evaluated_is_the_textbooks(
         _check(call.case, call)
 
 
+@emulated_only
 def test_tiles_of_keys_before_every_window_are_never_read() -> None:
     call = USUAL._replace(options={"window_size": (0, 9), "causal_offset": 40, "softcap": 2.0})
     case, unread = call.case, np.s_[:, :, : SMALL.block_k]
@@ -237,6 +242,7 @@ def test_tiles_of_keys_before_every_window_are_never_read() -> None:
     _check(replace(case, k=k, v=v), call, case)
 
 
+@emulated_only
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("items", "ping_pong", "lengths_q", "lengths_k"),
@@ -258,18 +264,19 @@ def test_packed_sequences_end_where_tiles_do_not_and_do_not_affect_each_other(
     case.q[:, rows], case.k[:, keys], case.v[:, keys] = np.nan, np.nan, np.inf
     layout = replace(SMALL, items=items, ping_pong=ping_pong)
     # The first consumer is late, and writes the zeros that the other one multiplies by, too.
-    with held_back(*range(WARPGROUP, 2 * WARPGROUP)), emulated_hopper(layout, 1):
-        found = case.forward(TENSOR_CORES, "flash3_wgmma")
+    with held_back(*range(WARPGROUP, 2 * WARPGROUP)), emulated_gpu(layout=layout, blocks=1):
+        found = forward(case, "flash3_wgmma")
     for number in (0, 3)[: len(lengths_q) - 2]:
         rows, _, alone = case.alone(number)
         alone.check({name: found[name][:, rows] for name in ("out", "lse")}, f"of {number}")
 
 
+@emulated_only
 @pytest.mark.parametrize("patience", [0, 2])
 def test_rows_are_rescaled_to_larger_maxima_and_lse_with_its_rest_is_exact(patience: int) -> None:
     case = large_case("rows of both kinds", BFLOAT16, 6, 80)
-    with emulated_hopper(ForwardLayout(1, 16, 2, 2, False, patience)):
-        found = case.forward(TENSOR_CORES, "flash3_wgmma")
+    with emulated_gpu(layout=ForwardLayout(1, 16, 2, 2, False, patience)):
+        found = forward(case, "flash3_wgmma")
     lse = found["lse"].astype(np.float64) + found["lse_rest"]
     np.testing.assert_allclose(lse, case.oracle()["lse"], 0, 1e-5)
     case.check({"out": found["out"]}, "with large scores")

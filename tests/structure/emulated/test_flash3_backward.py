@@ -28,11 +28,10 @@ from kernels.runtime.dtypes import BFLOAT16, FLOAT16
 
 from ...support.attention.large_scores import NAMES, large_case
 from ...support.attention.mask_mods import mask_mods
-from ...support.attention.on_cuda import packed
+from ...support.attention.on_cuda import backward, packed, run
 from ...support.attention.option_examples import option_examples
 from ...support.attention.strategies import Case
-from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper_backward
-from ...support.emulated.target import TENSOR_CORES, longer
+from ...support.device.emulated_gpu import FUZZ_ONLY, emulated_gpu, emulated_only, longer
 from ...support.examples import at_most
 
 #: Shared memory that a block of compute capability 9.0 can have, in bytes.
@@ -69,8 +68,8 @@ def _check(case: Case, deterministic: bool, exact: Case | None = None) -> None:
     exact = exact or case
     right, dtype = exact.oracle(), case.q.dtype
     given = {"out": right["out"].astype(dtype), "lse": right["lse"].astype(np.float32)}
-    with emulated_hopper_backward():
-        found = case.backward(TENSOR_CORES, given, "flash3_wgmma", deterministic=deterministic)
+    with emulated_gpu():
+        found = backward(case, given, "flash3_wgmma", deterministic=deterministic)
     exact.check_halves({**found, "out": given["out"]}, "on the emulated GPU")
 
 
@@ -95,6 +94,7 @@ CALLS = {
 }  # fmt: skip
 
 
+@emulated_only
 @pytest.mark.slow
 @in_both_modes
 @pytest.mark.parametrize("name", CALLS)
@@ -102,6 +102,7 @@ def test_the_kernels_own_source_computes_the_gradients(name: str, deterministic:
     _check(CALLS[name].case, deterministic)
 
 
+@emulated_only
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [0, WARPGROUP + 5], ids=["copier", "lane"])
 def test_no_thread_is_too_late(late: int) -> None:
@@ -125,6 +126,7 @@ IN_BOTH = ("dropout", "floating mask", "block mask", "everything")
 ALWAYS = ("boolean mask", "dropout", "everything", "chunks")
 
 
+@emulated_only
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "deterministic"),
@@ -142,6 +144,7 @@ def test_an_option_is_the_textbooks(option: str, deterministic: bool) -> None:
     _check(USUAL._replace(options=options).case, deterministic)
 
 
+@emulated_only
 @in_both_modes
 def test_memory_beyond_the_sequences_is_never_read_into_a_result(deterministic: bool) -> None:
     case = USUAL._replace(options=_causal(20)).case
@@ -149,6 +152,7 @@ def test_memory_beyond_the_sequences_is_never_read_into_a_result(deterministic: 
     _check(replace(case, **arrays), deterministic, case)
 
 
+@emulated_only
 @in_both_modes
 def test_lists_of_whole_tiles_take_kernels_that_mask_no_element(deterministic: bool) -> None:
     """Masking each element of whole tiles would cost time."""
@@ -156,7 +160,7 @@ def test_lists_of_whole_tiles_take_kernels_that_mask_no_element(deterministic: b
     mask = kernels.BlockMask(np.array([[[1, 0], [1, 0]], [[0, 0], [1, 0]]]), seq_q, SEQ_K, 128)
     case = Call((seq_q, SEQ_K, 64, 40), {"block_mask": mask}, heads=(2, 2)).case
     problem = case.problem(rung="flash3_wgmma", deterministic=deterministic).unseeded
-    with emulated_hopper_backward():
+    with emulated_gpu():
         assert flash3_wgmma_backward._plan(problem, 0).features.whole_tiles
     q, k, v, dout = (x.copy() for x in (*case.operands, case.dout))
     # No tile has these.
@@ -164,6 +168,7 @@ def test_lists_of_whole_tiles_take_kernels_that_mask_no_element(deterministic: b
     _check(replace(case, q=q, k=k, v=v, dout=dout), deterministic, case)
 
 
+@emulated_only
 @at_most(2)
 @given(mask_mods(), st.booleans(), st.sampled_from([{}, {"is_causal": True}, {"softcap": 2.0}]))
 def test_a_mask_mod_that_was_evaluated_is_the_textbooks(
@@ -183,6 +188,7 @@ BOUNDS: list[tuple[dict[str, Any], slice]] = [
 ]  # fmt: skip
 
 
+@emulated_only
 @pytest.mark.parametrize(
     "deterministic", [pytest.param(True, marks=FUZZ_ONLY), False], ids=["ordered", "atomic"]
 )
@@ -199,6 +205,7 @@ def test_tiles_out_of_bounds_are_never_read(
     _check(replace(case, k=k, v=v), deterministic, case)
 
 
+@emulated_only
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "deterministic", [True, pytest.param(False, marks=FUZZ_ONLY)], ids=["ordered", "atomic"]
@@ -224,8 +231,8 @@ def test_packed_sequences_end_where_tiles_do_not(lengths: Any, deterministic: bo
     case.q[:, rows], case.dout[:, rows] = np.nan, np.inf
     case.k[:, keys], case.v[:, keys] = np.nan, np.inf
     # The first consumer is late, and writes zeros that the other one multiplies by, too.
-    with held_back(*range(WARPGROUP, 2 * WARPGROUP)), emulated_hopper_backward():
-        found = case.backward(TENSOR_CORES, given, "flash3_wgmma", deterministic=deterministic)
+    with held_back(*range(WARPGROUP, 2 * WARPGROUP)), emulated_gpu():
+        found = backward(case, given, "flash3_wgmma", deterministic=deterministic)
     assert not found["dk"][:, case.alone(1)[1]].any()
     for number in (0, 3):
         rows, keys, alone = case.alone(number)
@@ -238,6 +245,7 @@ def test_packed_sequences_end_where_tiles_do_not(lengths: Any, deterministic: bo
 LARGE = ("large queries", "a row of the least number", "rows of both kinds")
 
 
+@emulated_only
 @pytest.mark.slow
 @in_both_modes
 @pytest.mark.parametrize(
@@ -250,8 +258,8 @@ LARGE = ("large queries", "a row of the least number", "rows of both kinds")
 )
 def test_rows_of_large_scores_have_their_probabilities(name: str, deterministic: bool) -> None:
     case = large_case(name, BFLOAT16, 5, 35)
-    with emulated_hopper_backward():
-        found = case.run(TENSOR_CORES, "flash3_wgmma", deterministic=deterministic)
+    with emulated_gpu():
+        found = run(case, "flash3_wgmma", deterministic=deterministic)
     case.check(found, name)
 
 

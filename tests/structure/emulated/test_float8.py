@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from kernels import make_problem
-from kernels.cuda.attention.flash3_wgmma.float8 import launch as flash3_float8
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import SCHEDULER_THREAD
 from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout
 from kernels.cuda.device.warpgroups import WARPGROUP
@@ -19,10 +17,11 @@ from kernels.cuda.emulator.schedule import held_back
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16
 
 from ...support.attention.float8 import PRECISIONS, assert_near, wanted
+from ...support.attention.on_cuda import forward
 from ...support.attention.strategies import Case
-from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper
-from ...support.emulated.target import TENSOR_CORES, longer
+from ...support.device.emulated_gpu import EMULATED_ONLY, FUZZ_ONLY, emulated_gpu, longer
 
+pytestmark = EMULATED_ONLY
 SMALL = ForwardLayout(2, 32, 2, 2, True, 2)
 
 
@@ -65,15 +64,8 @@ CALLS = {
 
 def _forward(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     case = Case(q, k, v, None, {**call.options, "precision": call.precision}, (1, 1))
-    with (
-        emulated_hopper(None, call.blocks),
-        patch.object(flash3_float8, "layout_of", lambda widths: call.layout),
-    ):
-        flash3_float8.layout_for.cache_clear()
-        try:
-            found = case.forward(TENSOR_CORES, "flash3_wgmma")
-        finally:
-            flash3_float8.layout_for.cache_clear()
+    with emulated_gpu(layout=call.layout, blocks=call.blocks):
+        found = forward(case, "flash3_wgmma")
     return found["out"], found["lse"]
 
 

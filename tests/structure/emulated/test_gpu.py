@@ -8,18 +8,27 @@ import numpy as np
 import pytest
 from numba import float32, uint32, void
 
-from kernels.cuda.emulator.gpu import launch
 from kernels.cuda.ptx import barriers, bulk, copies, inline, numbers, wgmma
+from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.targets import cuda
 
-from ...support.tensor_cores.ptx_kernels import CASES, WORDS, Case, worst_error
+from ...support.device.emulated_gpu import EMULATED_ONLY
+from ...support.tensor_cores.ptx_kernels import WORDS
 
+pytestmark = EMULATED_ONLY
 WAIT = copies.make_cp_async_wait_group(0)
 
 
-def _run(source: Any, *arrays: Any, threads: int = 32) -> None:
-    launch(Kernel(source, void(*[WORDS] * len(arrays)), threads, shared_bytes=512), (1, 1), *arrays)
+def _run(
+    source: Any, *arrays: Any, threads: int = 32, shared_bytes: int = 512, blocks: int = 1
+) -> None:
+    """Launch a kernel on the memory of arrays."""
+    kernel = Kernel(source, void(*[WORDS] * len(arrays)), threads, shared_bytes)
+    there = [to_device(array) for array in arrays]
+    kernel[blocks, threads](*there)
+    for array, found in zip(arrays, there, strict=True):
+        array[...] = to_host(found)
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -106,7 +115,7 @@ def test_a_product_reads_at_once_or_at_last(stores: str) -> None:
             out[cuda.blockIdx.x, 4 * thread + i] = uint32(acc[i] != 0)
 
     out = np.zeros((16, 512), np.uint32)
-    launch(Kernel(kernel, void(WORDS), 128, shared_bytes=4 * words + 1024), (16, 1), out)
+    _run(kernel, out, threads=128, shared_bytes=4 * words + 1024, blocks=16)
     assert out.any() == (stores != "before"), "of products that may read what is not there some do"
 
 
@@ -121,10 +130,3 @@ def test_an_instruction_that_it_does_not_know_is_named() -> None:
 
     with pytest.raises(NotImplementedError, match="laneid"):
         _run(kernel, np.zeros((1, 32), np.uint32))
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_kernel_of_one_instruction_does_what_is_expected_of_it(case: Case) -> None:
-    inputs, out, expected, allowed = case.make(np.random.default_rng(0))
-    launch(case.kernel, (1, 1), *inputs, out)
-    assert worst_error(out, expected, allowed) <= 1

@@ -14,17 +14,17 @@ from hypothesis.strategies import integers, sampled_from
 
 import minitorch
 from kernels.cuda.device.warpgroups import block_bytes
-from kernels.cuda.emulator.device import empty
 from kernels.cuda.matmul import dispatch
 from kernels.cuda.matmul.dispatch import Epilogue
 from kernels.cuda.matmul.layout import Order, ProductForm, WarpLayout, place_of, shared_tiles
+from kernels.cuda.runtime.arrays import empty_device, to_device, to_host
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32, HALF_DTYPES
-from kernels.runtime.targets import EMULATED, compute_capability
-from minitorch import CudaBackend, TensorBackend, TensorData, from_numpy
-from minitorch.accelerated.linear import Linear, fuses_linear, linear_backward, linear_into
+from kernels.runtime.targets import compute_capability
+from minitorch import CudaBackend, TensorBackend, from_numpy
+from minitorch.accelerated.linear import Linear, fuses_linear
 
 from ...minitorch.functions.test_fused import gelu_of
-from ...support.emulated.products import emulated_products
+from ...support.device.emulated_gpu import emulated_gpu, emulated_only
 from ...support.tensor_cores.products import (
     CALLS,
     KINDS,
@@ -32,7 +32,6 @@ from ...support.tensor_cores.products import (
     Product,
     operands,
     run,
-    run_on_gpu,
     steps_of,
 )
 from ...support.tolerances import assert_close_arrays
@@ -40,7 +39,6 @@ from ...support.tolerances import assert_close_arrays
 #: Shared memory that a block can have, in bytes, by compute capability.
 MOST_SHARED = {(9, 0): 227 * 1024, (8, 6): 99 * 1024}
 plain = place_of.py_func  # type: ignore[attr-defined]
-not_emulated = pytest.mark.skipif(EMULATED, reason="plain kernels run there")
 
 
 @given(
@@ -78,19 +76,19 @@ def test_no_part_of_a_sum_is_empty_and_tiles_fit_in_shared_memory(
         assert block_bytes(shared_tiles(layout, form)) <= MOST_SHARED[9, 0]
 
 
-@not_emulated
+@emulated_only
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("cc", [(9, 0), (8, 0)], ids=["wgmma", "mma"])
 def test_the_kernels_own_source_multiplies(cc: tuple[int, int], name: str) -> None:
     call = TINY[name]
     if call.kind == "split" and cc < (9, 0):
         pytest.skip("numbers of three planes are Hopper's")
-    with emulated_products(cc):
-        error = run(call, np.random.default_rng(0), lambda x: x, empty, lambda x: x)
+    with emulated_gpu(cc):
+        error = run(call, np.random.default_rng(0))
     assert error <= 1, f"{error:.3g} of what is allowed"
 
 
-@not_emulated
+@emulated_only
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "tf32"])
 @pytest.mark.parametrize("cc", [(9, 0), (8, 0)], ids=["wgmma", "mma"])
 def test_bias_and_gelu_are_applied_before_a_number_is_stored(
@@ -102,16 +100,17 @@ def test_bias_and_gelu_are_applied_before_a_number_is_stored(
         rng.standard_normal(shape, dtype=np.float32).astype(dtype)
         for shape in ((40, 24), (24, 72), (72,))
     )
-    out, before = empty((40 * 72,), dtype), empty((40 * 72,), dtype)
-    with emulated_products(cc):
+    out, before = (empty_device((40 * 72,), dtype) for _ in range(2))
+    with emulated_gpu(cc):
+        left, right, shift = (to_device(x.reshape(-1)) for x in (a, b, bias))
         dispatch.multiply(
-            out, (0, 0, 72, 1), a.reshape(-1), (0, 0, 24, 1), b.reshape(-1), (0, 0, 72, 1),
-            (1, 1, 40, 72, 24), kind, *Epilogue(bias, True, before),
+            out, (0, 0, 72, 1), left, (0, 0, 24, 1), right, (0, 0, 72, 1),
+            (1, 1, 40, 72, 24), kind, *Epilogue(shift, True, before),
         )  # fmt: skip
     expected = a.astype(np.float64) @ b.astype(np.float64) + bias.astype(np.float64)
     allowed = 8 * unit
-    assert_near(before.reshape(40, 72), expected, allowed)
-    assert_near(out.reshape(40, 72), gelu_of(expected), allowed)
+    assert_near(to_host(before).reshape(40, 72), expected, allowed)
+    assert_near(to_host(out).reshape(40, 72), gelu_of(expected), allowed)
 
 
 def assert_near(found: Any, expected: Any, allowed: float) -> None:
@@ -121,7 +120,7 @@ def assert_near(found: Any, expected: Any, allowed: float) -> None:
     assert error[worst] <= allowed, f"{found[worst]} at {worst} should be {expected[worst]}"
 
 
-@not_emulated
+@emulated_only
 def test_infinities_and_the_largest_numbers_are_multiplied_as_float32_does() -> None:
     rng = np.random.default_rng(0)
     call = Product("split", (33, 40, 36))
@@ -132,58 +131,15 @@ def test_infinities_and_the_largest_numbers_are_multiplied_as_float32_does() -> 
         b[0, 0, 5, :] = np.float32(0.25)
         with np.errstate(all="ignore"):
             expected = a.astype(np.float64) @ b.astype(np.float64)
-        out = empty((33 * 40,), FLOAT32)
-        with emulated_products((9, 0)), np.errstate(all="ignore"):
+        out = empty_device((33 * 40,), FLOAT32)
+        with emulated_gpu((9, 0)):
+            left, right = (to_device(x.reshape(-1)) for x in (a, b))
             dispatch.multiply(
-                out, (0, 0, 40, 1), a.reshape(-1), steps_of(a), b.reshape(-1), steps_of(b),
+                out, (0, 0, 40, 1), left, steps_of(a), right, steps_of(b),
                 (1, 1, *call.sizes), "split",
             )  # fmt: skip
-        np.testing.assert_allclose(out.reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
-
-
-def _data(array: Any) -> TensorData:
-    """Return storage, shape and strides of an array that is a view of flat memory."""
-    memory = array if array.base is None else array.base
-    steps = tuple(step // array.itemsize for step in array.strides)
-    return TensorData(memory.reshape(-1), array.shape, steps)
-
-
-@not_emulated
-def test_the_backends_linear_layer_keeps_what_gelu_is_applied_to() -> None:
-    rng = np.random.default_rng(0)
-    rows, weights, bias = (
-        rng.standard_normal(shape).astype(BFLOAT16) for shape in ((20, 16), (16, 72), (72,))
-    )
-    out, before = (TensorData(empty((20 * 72,), BFLOAT16), (20, 72)) for _ in range(2))
-    with emulated_products((8, 0)):
-        assert fuses_linear(BFLOAT16, (20, 72, 16))
-        assert not fuses_linear(BFLOAT16, (20, 71, 16))
-        linear_into(out, _data(rows), _data(weights), _data(bias), before)
-    expected = rows.astype(np.float64) @ weights.astype(np.float64) + bias.astype(np.float64)
-    assert_near(before.to_array(), expected, 2.0**-7)
-    assert_near(out.to_array(), gelu_of(expected), 2.0**-7)
-
-
-@not_emulated
-def test_the_backends_gradients_of_a_linear_layer_are_two_products(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("minitorch.accelerated.linear.empty_device", empty)
-    rng = np.random.default_rng(0)
-    grad, rows = (rng.standard_normal((20, cols)).astype(BFLOAT16) for cols in (72, 16))
-    weights = rng.standard_normal((72, 16)).astype(BFLOAT16).T  # (16, 72), columns side by side
-    with emulated_products((8, 0)):
-        x, w = _data(rows), _data(weights)
-        (drows, dweights, dbias) = linear_backward(
-            _data(grad)._storage, x._storage, x.strides, w._storage, w.strides,
-            None, False, (20, 16, 72), "float32",
-        )  # fmt: skip
-    assert dbias is None
-    wide, wide_rows, wide_weights = (x.astype(np.float64) for x in (grad, rows, weights))
-    for found, expected in ((drows, wide @ wide_weights.T), (dweights, wide_rows.T @ wide)):
-        size = np.abs(expected).max()
-        found = found.reshape(expected.shape).astype(np.float64)
-        assert_near(found / size, expected / size, 2.0**-8)
+        found = to_host(out).reshape(expected.shape)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 # -- layers -----------------------------------------------------------------------------------------
@@ -216,6 +172,18 @@ def compare_layers(
     for found, expected in zip(*results, strict=True):
         size = np.abs(expected).max()
         assert_near(found.astype(np.float64) / size, expected / size, allowed)
+
+
+@emulated_only
+@pytest.mark.parametrize("has_gelu", [True, False])
+@pytest.mark.parametrize("cc", [(9, 0), (8, 0)], ids=["wgmma", "mma"])
+def test_the_backends_linear_layer_has_the_gradients_of_its_composed_form(
+    cc: tuple[int, int], has_gelu: bool
+) -> None:
+    with emulated_gpu(cc):
+        assert fuses_linear(BFLOAT16, (21, 24, 40))
+        assert not fuses_linear(BFLOAT16, (21, 23, 40))
+        compare_layers(CudaBackend, BFLOAT16, has_gelu, True, 6 * KINDS["bfloat16"][1])
 
 
 # -- precision --------------------------------------------------------------------------------------
@@ -264,7 +232,7 @@ def test_what_multiplies_follows_from_device_dtype_and_precision(
 def test_a_gpu_multiplies(name: str) -> None:
     if CALLS[name].kind == "split" and compute_capability() < (9, 0):
         pytest.skip("numbers of three planes are Hopper's")
-    error = run_on_gpu(CALLS[name], np.random.default_rng(0))
+    error = run(CALLS[name], np.random.default_rng(0))
     assert error <= 1, f"{error:.3g} of what is allowed"
 
 

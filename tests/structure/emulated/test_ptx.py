@@ -15,7 +15,7 @@ from kernels.cuda.ptx.emulated import numbers as emulated_numbers
 from kernels.cuda.ptx.fragments import PLAIN
 from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place, swizzled
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16
-from kernels.runtime.targets import cuda
+from kernels.runtime.targets import EMULATED, compute_capability
 
 from ...support.attention import float8
 from ...support.tensor_cores.ptx_kernels import CASES, Case, run
@@ -122,12 +122,12 @@ def test_logarithms_take_subnormal_numbers_for_zeros() -> None:
     _assert_same(emulated_numbers.lg2(values), [3, -126, -np.inf, -np.inf, np.inf, np.nan])
 
 
-# -- on a GPU -----------------------------------------------------------------------------------
+# -- on a device --------------------------------------------------------------------------------
 
 
-@pytest.mark.cuda
+@pytest.mark.simulator
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_an_instruction_does_what_its_emulation_says(case: Case) -> None:
-    if tuple(cuda.get_current_device().compute_capability) < case.cc[:2]:
+    if not EMULATED and compute_capability() < case.cc[:2]:
         pytest.skip(f"needs compute capability {case.cc[0]}.{case.cc[1]}")
     assert run(case, np.random.default_rng()) <= 1

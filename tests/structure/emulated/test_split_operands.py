@@ -10,16 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import launch
-from kernels.cuda.attention.flash2_split.operands import split_operands
+from kernels.cuda.attention.flash2_split.operands import Split, split_operands
 from kernels.cuda.ptx.emulated.numbers import from_bits
 from kernels.cuda.runtime.arrays import to_device, to_host
-from kernels.problem.operands import make_operands
 from kernels.runtime.dtypes import FLOAT32
 
-from ...support.attention.on_cuda import run as run_on_gpu
+from ...support.attention.on_cuda import forward, run
 from ...support.attention.strategies import Case
-from ...support.emulated.target import TENSOR_CORES, emulated_device
+from ...support.device.emulated_gpu import emulated_gpu, emulated_only
+from ...support.layouts import on_device
 from ...support.tensor_cores.sums import cut_sum, sums_cut_off
 from ...support.tolerances import assert_close_arrays
 
@@ -30,12 +29,14 @@ TERMS = {"float32": 2, "tf32": 1}
 def _split(array: Any, width: int, precision: str) -> tuple[Any, Any]:
     """Return the terms as float64, (batch, heads, terms, seq, width), and the units."""
     batch, heads, seq, _ = array.shape
-    with emulated_device():
-        (one,) = split_operands((array,), (width,), TERMS[precision], has_norms=True)
+    with emulated_gpu():
+        found = split_operands((on_device(array),), (width,), TERMS[precision], has_norms=True)
+    one = Split(*map(to_host, found[0]))
     terms = from_bits(one.bits, "float16").astype(np.float64)
     return terms.reshape(batch, heads, -1, seq, width), one
 
 
+@emulated_only
 @settings(max_examples=12)
 @given(
     st.integers(0, 2**32),
@@ -64,6 +65,7 @@ def test_terms_add_up_to_the_number(
     np.testing.assert_allclose(one.norm * one.unit, norm, 1e-3 if precision == "tf32" else 1e-5)
 
 
+@emulated_only
 def test_non_finite_numbers_are_in_the_first_term_and_do_not_set_the_scale() -> None:
     array = np.array([[[[np.inf, 1.5, -np.inf, np.nan, -3e38]]]], np.float32)
     terms, one = _split(array, 16, "float32")
@@ -74,6 +76,7 @@ def test_non_finite_numbers_are_in_the_first_term_and_do_not_set_the_scale() -> 
     assert np.isfinite(one.norm).all()
 
 
+@emulated_only
 def test_what_tensor_cores_cut_off_costs_a_score_no_more_than_rounding() -> None:
     width, scale = 128, 128**-0.5
     rng = np.random.default_rng(0)
@@ -81,10 +84,8 @@ def test_what_tensor_cores_cut_off_costs_a_score_no_more_than_rounding() -> None
     q, k, v = (rng.uniform(0.5, 1, (1, 1, rows, width)) for rows in (16, 1, 1))
     case = Case(q, k, v, q, {}, (4, 4)).in_dtype(FLOAT32)
     q, k = (x[0, 0].astype(np.float64) for x in case.operands[:2])
-    problem = case.problem(rung="flash2_split", precision="float32")
-    operands = make_operands(TENSOR_CORES.memory, problem, *case.operands)
-    with emulated_device(), sums_cut_off():
-        _, lse, _ = launch.forward(TENSOR_CORES, problem, operands, None)
+    with emulated_gpu(), sums_cut_off():
+        lse = forward(case, "flash2_split")["lse"]
     exact = (q @ k.T)[:, 0] * scale  # of one key
     unit = 2.0**-23 * exact.max()
     assert np.abs(lse[0, 0] - exact).max() <= 3 * unit
@@ -106,7 +107,7 @@ def test_what_was_summed_weighs_the_same_after_each_new_maximum(width: int) -> N
     rng = np.random.default_rng(width)
     q, k, v = (rng.standard_normal((1, 2, 1024, width)) for _ in range(3))
     case = Case(q, k, v, q, {}, (4, 4)).in_dtype(FLOAT32)
-    lse = run_on_gpu(case, "flash2_split")["lse"]
+    lse = run(case, "flash2_split")["lse"]
     wanted = case.oracle()["lse"]
     assert np.abs(lse - wanted).max() <= 2.0**-22 * np.abs(wanted).max()
 
@@ -130,11 +131,12 @@ def test_blocks_of_a_gpu_agree_on_the_largest_number_of_a_head(
             np.testing.assert_array_equal(bits, first)
 
 
+@emulated_only
 def test_a_head_that_is_repeated_is_split_once() -> None:
     array = np.ones((2, 1, 3, 8), np.float32)
     repeated = np.ndarray((2, 4, 3, 8), np.float32, array, 0, (96, 0, 32, 4))
-    with emulated_device():
-        (one,) = split_operands((repeated,), (16,), 2)
+    with emulated_gpu():
+        (one,) = split_operands((on_device(repeated),), (16,), 2)
     assert one.bits.shape == (2, 4, 6, 16)
     assert one.bits.strides[1] == one.unit.strides[1] == 0
 
@@ -149,14 +151,13 @@ def _case(options: dict[str, Any], scales: tuple[float, ...] = (1, 1, 1, 1)) -> 
     return Case(*arrays, options, (4, 4)).in_dtype(FLOAT32)  # type: ignore[arg-type]
 
 
+@emulated_only
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])
 @pytest.mark.parametrize("precision", TERMS)
 def test_attention_of_float32_is_the_textbooks(precision: str, deterministic: bool) -> None:
     case = _case({"is_causal": True, "causal_offset": 14})
-    with emulated_device():
-        found = case.run(
-            TENSOR_CORES, "flash2_split", precision=precision, deterministic=deterministic
-        )
+    with emulated_gpu():
+        found = run(case, "flash2_split", precision=precision, deterministic=deterministic)
     if precision == "float32":
         case.check(found, "float32")
         return
@@ -165,16 +166,18 @@ def test_attention_of_float32_is_the_textbooks(precision: str, deterministic: bo
         np.testing.assert_allclose(found[name] / size, wanted / size, 0, 8 * 2.0**-11, err_msg=name)
 
 
+@emulated_only
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])
 def test_numbers_of_any_size_are_the_textbooks(deterministic: bool) -> None:
     case = _case({"deterministic": deterministic}, (1e-11, 1e12, 1e-16, 1e20))
-    with emulated_device():
-        found = case.run(TENSOR_CORES, "flash2_split")
+    with emulated_gpu():
+        found = run(case, "flash2_split")
     for name, wanted in case.oracle().items():
         size = np.abs(wanted).max()
         np.testing.assert_allclose(found[name] / size, wanted / size, 0, 1e-5, err_msg=name)
 
 
+@emulated_only
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])
 def test_options_bend_hide_and_drop_in_float32(deterministic: bool) -> None:
     rng = np.random.default_rng(3)
@@ -188,16 +191,17 @@ def test_options_bend_hide_and_drop_in_float32(deterministic: bool) -> None:
         "deterministic": deterministic,
     }
     case = replace(_case(options), dlse=rng.standard_normal((1, 2, 21)).astype(np.float32))
-    with emulated_device():
-        case.check(case.run(TENSOR_CORES, "flash2_split"), "options")
+    with emulated_gpu():
+        case.check(run(case, "flash2_split"), "options")
 
 
+@emulated_only
 def test_keys_beyond_the_bounds_do_not_set_the_scale() -> None:
     case = _case({"is_causal": True, "causal_offset": 4, "window_size": (7, 0)})
     clean = case.oracle()
     for array in (case.k, case.v):  # such as a cache's room for what is to come
         array[..., 25:, :] = 1e30
-    with emulated_device():
-        found = case.run(TENSOR_CORES, "flash2_split")
+    with emulated_gpu():
+        found = run(case, "flash2_split")
     for name, wanted in clean.items():
         assert_close_arrays(found[name], wanted, FLOAT32, what=name, size=8.0)

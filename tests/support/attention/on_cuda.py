@@ -47,11 +47,26 @@ def forwards(array: Any) -> Any:
     return on_device(array if min(array.strides, default=0) >= 0 else array.copy())
 
 
-def run(case: Case, rung: str = "auto", tile: Any = None, **more: Any) -> dict[str, Any]:
-    """Run one rung forward and backward; the results come back to the host."""
-    results = case.run(launch.CUDA, rung, tile, forwards, **more)
+def _fetched(results: dict[str, Any]) -> dict[str, Any]:
+    """Return results on the host."""
     assert all(is_device_array(x) for x in results.values()), "a result left the device"
     return {name: x.copy_to_host() for name, x in results.items()}
+
+
+def run(case: Case, rung: str = "auto", tile: Any = None, **more: Any) -> dict[str, Any]:
+    """Run one rung forward and backward; the results come back to the host."""
+    return _fetched(case.run(launch.CUDA, rung, tile, forwards, **more))
+
+
+def forward(case: Case, rung: str) -> dict[str, Any]:
+    """Run one rung forward; return out, lse and the rest of lse on the host."""
+    return _fetched(case.forward(launch.CUDA, rung, place=forwards))
+
+
+def backward(case: Case, given: dict[str, Any], rung: str, **more: Any) -> dict[str, Any]:
+    """Run the backward pass of one rung on what the forward pass returned; see :func:`forward`."""
+    given = {name: forwards(array) for name, array in given.items()}
+    return _fetched(case.backward(launch.CUDA, given, rung, place=forwards, **more))
 
 
 def fitting(rung: str, tile: tuple[int, int]) -> tuple[int, int]:

@@ -1,10 +1,9 @@
 """The table of docs/options.md: every option on every rung, tried and compared with the textbook.
 
     python -m tests.support.attention.option_table            prints the part that this process can try
-    python -m tests.support.attention.option_table --write    writes docs/options.md, emulated too
+    python -m tests.support.attention.option_table --write    writes docs/options.md, by the simulator too
 
 A cell says "yes" when forward and gradients agree with the textbook in float64, else why the rung refuses.
-For tensor cores, which this run does not emulate, it is what the rung says it can; a run on a GPU tries it.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.runtime.dtypes import FLOAT16, FLOAT32
 from kernels.runtime.targets import EMULATED, why_no_cuda
 
+from ..device.emulated_gpu import emulated_gpu
 from .on_cuda import packed
 from .strategies import MASK_MODS, SCORE_MODS, Case
 
@@ -99,7 +99,7 @@ def _of_whole_pieces(case: Case) -> Case:
     return replace(case, q=q, k=k, v=v, dout=dout)
 
 
-#: Rungs of 16 bits on tensor cores; only a GPU can try them and flash2_split.
+#: Rungs of 16 bits on tensor cores.
 TENSOR_CORES = [rung.name for rung in launch.CUDA.rungs if FLOAT16 in rung.dtypes]
 COLUMNS = [
     (target, rung.name)
@@ -109,7 +109,7 @@ COLUMNS = [
 
 
 def can_try(target: launch.Target) -> bool:
-    """Tell whether this process can run a target; the emulated GPU is for CUDA alone."""
+    """Tell whether this process can run a target; the simulator is for CUDA alone."""
     return why_no_cuda() is None if target is launch.CUDA else not EMULATED
 
 
@@ -131,22 +131,14 @@ def cell(option: str, target: launch.Target, rung: str, **more: Any) -> str:
         if rung in (*TENSOR_CORES, "flash2_split"):
             dtype, closeness = (FLOAT16, 0.02) if rung in TENSOR_CORES else (FLOAT32, 1e-4)
             case = _of_whole_pieces(case).in_dtype(dtype)
-            if EMULATED:
-                return _claimed(case, rung)
-        actual, expected = case.run(target, rung, place=place), case.oracle()
+        with emulated_gpu() if EMULATED else nullcontext():
+            actual, expected = case.run(target, rung, place=place), case.oracle()
     except ValueError as error:
         return str(error).split("cannot run this call: ")[1].split("; use ")[0]
     for name, wanted in expected.items():
         got = to_host(actual[name]) if on_device else actual[name]
         np.testing.assert_allclose(got, wanted, closeness, closeness, err_msg=f"{name}, {option}")
     return "yes"
-
-
-def _claimed(case: Case, rung: str) -> str:
-    """Return what a rung of tensor cores says of a case on a device that has them."""
-    (found,) = (one for one in launch.CUDA.rungs if one.name == rung)
-    with patch("kernels.cuda.device.per_device.why_no_device", lambda needed: None):
-        return found.reason(case.problem(rung=rung), None) or "yes"
 
 
 def tried() -> dict[str, dict[str, str]]:
@@ -184,8 +176,8 @@ def main() -> None:
         print(json.dumps(cells))
         return
     command = [sys.executable, "-m", "tests.support.attention.option_table"]
-    emulated = {**os.environ, "MINITORCH_EMULATE": "1"}
-    done = subprocess.run(command, env=emulated, capture_output=True, text=True, check=True)
+    simulator = {**os.environ, "MINITORCH_EMULATE": "1"}
+    done = subprocess.run(command, env=simulator, capture_output=True, text=True, check=True)
     for option, row in json.loads(done.stdout.splitlines()[-1]).items():
         cells[option] |= row
     text = PAGE.read_text()

@@ -86,32 +86,19 @@ def check(call: Product, a: Array, b: Array, out: Array) -> float:
     return float((np.abs(out.astype(np.float64) - expected) / allowed).max())
 
 
-def run(call: Product, rng: np.random.Generator, place: Any, empty: Any, fetch: Any) -> float:
-    """Run a call; return the largest error, as :func:`check` does.
-
-    Args:
-        call: The call.
-        rng: Of the operands.
-        place: Brings a NumPy array to the device.
-        empty: Makes an array there, of a shape and dtype.
-        fetch: Brings one back.
-    """
+def run(call: Product, rng: np.random.Generator) -> float:
+    """Run a call on the device; return the largest error, as :func:`check` does."""
     (a, a_memory), (b, b_memory) = operands(call, rng)
     rows, cols, depth = call.sizes
     batch, heads = call.lead
-    out = empty((batch * heads * rows * cols,), call.stored)
-    flat = [place(x.reshape(-1)) for x in (a_memory, b_memory)]
+    out = empty_device((batch * heads * rows * cols,), call.stored)
+    flat = [to_device(x.reshape(-1)) for x in (a_memory, b_memory)]
     steps = (heads * rows * cols, rows * cols, cols, 1)
     dispatch.multiply(
         out, steps, flat[0], steps_of(a), flat[1], steps_of(b),
         (batch, heads, rows, cols, depth), call.kind,
     )  # fmt: skip
-    return check(call, a, b, fetch(out).reshape(batch, heads, rows, cols))
-
-
-def run_on_gpu(call: Product, rng: np.random.Generator) -> float:
-    """Run a call on the device; return the largest error, as :func:`check` does."""
-    return run(call, rng, to_device, empty_device, to_host)
+    return check(call, a, b, to_host(out).reshape(batch, heads, rows, cols))
 
 
 #: What a GPU runs: every kind, layout and batch; sizes that no tile and no copy divides.

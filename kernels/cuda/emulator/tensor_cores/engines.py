@@ -14,8 +14,8 @@ from kernels.cuda.emulator.schedule import GROUP, WARP, Meeting
 from kernels.cuda.ptx.emulated import warp as emulated
 from kernels.cuda.ptx.emulated import wgmma as emulated_wgmma
 
-from .instructions import DTYPES, INSTRUCTIONS, Instructions, ThreadState, row_of
 from ..tensor_maps import decoded
+from .instructions import DTYPES, INSTRUCTIONS, Instructions, ThreadState, row_of
 
 
 class MemoryBarrier:

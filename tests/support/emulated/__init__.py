@@ -1,1 +1,0 @@
-"""A GPU emulated in Python, for kernels of tensor-core instructions."""

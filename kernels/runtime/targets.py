@@ -57,6 +57,8 @@ _IS_ASKED = _is_set("MINITORCH_EMULATE") or bool(numba.config.ENABLE_CUDASIM)  #
 #: ``NUMBA_ENABLE_CUDASIM=1``, by which published course code asks for numba's simulator, and without a CUDA
 #: driver unless ``MINITORCH_EMULATE=0`` forbids it.
 EMULATED: bool = _IS_ASKED or (not _CHOICE and not _has_driver())
+#: The name of the place, by which tables of sizes are chosen.
+TARGET = "emulated" if EMULATED else "gpu"
 #: Whether the emulated GPU checks every access of the library's kernels, too (``MINITORCH_EMULATE=check``).
 CHECKED: bool = _CHOICE == "check"
 if _IS_ASKED:

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import cache
 from inspect import ismethod
 from pathlib import Path
@@ -15,6 +16,9 @@ import pytest
 
 import kernels
 import minitorch
+from kernels.runtime import targets
+
+from ..support.device.emulated_gpu import emulated_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -130,11 +134,13 @@ def test_every_python_block_of_a_page_runs(
     minitorch.manual_seed(0)
     before = minitorch.get_default_dtype()
     shown = printed(page)
-    for line, text in blocks(page, language):
-        capsys.readouterr()
-        exec(compile("\n" * (line - 1) + text, str(page), "exec"), module.__dict__)
-        if line in shown:
-            assert capsys.readouterr().out.rstrip("\n") == shown[line], f"{page}:{line}"
+    on_tensor_cores = language == ON_DEVICE and targets.EMULATED
+    with emulated_gpu() if on_tensor_cores else nullcontext():
+        for line, text in blocks(page, language):
+            capsys.readouterr()
+            exec(compile("\n" * (line - 1) + text, str(page), "exec"), module.__dict__)
+            if line in shown:
+                assert capsys.readouterr().out.rstrip("\n") == shown[line], f"{page}:{line}"
     assert minitorch.get_default_dtype() == before, "a page leaves the default dtype as it was"
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kernels.common.geometry import ceil_div
-from kernels.runtime.targets import EMULATED
+from kernels.runtime.targets import TARGET
 
 
 class LayoutSizes(NamedTuple):
@@ -226,7 +226,7 @@ TINY = Sizes(
     norm_rows=3,
 )
 
-SIZES = TINY if EMULATED else GPU
+SIZES = {"gpu": GPU, "emulated": TINY}[TARGET]
 
 
 def launch_each(kernel: Any, count: int, *args: Any) -> None:

@@ -1,7 +1,7 @@
 """The table of docs/options.md: every option on every rung, tried and compared with the textbook.
 
     python -m tests.support.attention.option_table            prints the part that this process can try
-    python -m tests.support.attention.option_table --write    writes docs/options.md, by the simulator too
+    python -m tests.support.attention.option_table --write    writes docs/options.md, by the emulated GPU too
 
 A cell says "yes" when forward and gradients agree with the textbook in float64, else why the rung refuses.
 """
@@ -109,7 +109,7 @@ COLUMNS = [
 
 
 def can_try(target: launch.Target) -> bool:
-    """Tell whether this process can run a target; the simulator is for CUDA alone."""
+    """Tell whether this process can run a target; the emulated GPU is for CUDA alone."""
     return why_no_cuda() is None if target is launch.CUDA else not EMULATED
 
 
@@ -176,8 +176,8 @@ def main() -> None:
         print(json.dumps(cells))
         return
     command = [sys.executable, "-m", "tests.support.attention.option_table"]
-    simulator = {**os.environ, "MINITORCH_EMULATE": "1"}
-    done = subprocess.run(command, env=simulator, capture_output=True, text=True, check=True)
+    emulated = {**os.environ, "MINITORCH_EMULATE": "1"}
+    done = subprocess.run(command, env=emulated, capture_output=True, text=True, check=True)
     for option, row in json.loads(done.stdout.splitlines()[-1]).items():
         cells[option] |= row
     text = PAGE.read_text()

@@ -92,7 +92,7 @@ if "numba_cuda" in str(cuda.__file__):
         from cuda.bindings import nvjitlink as nvjitlink  # pyright: ignore[reportMissingImports]
 
 #: The functions that encode tensor maps: the driver's, or those of the emulated GPU.
-tensor_maps: Any = driver or getattr(cuda, "tensor_maps", None)
+tensor_maps: Any = driver or getattr(cuda, "tensor_maps", None)  # beyond module 4
 
 #: The type of numba's arrays on the device.
 DeviceArray: Any = cuda.cudadrv.devicearray.DeviceNDArray  # beyond module 4

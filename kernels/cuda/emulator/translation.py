@@ -12,14 +12,13 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 from numba import types
 
 from .device import DEVICE, MEETING, dtype_of
-from .intrinsics import LIBDEVICE, known_intrinsic
 
 #: Packages whose functions run as they are.
 _OTHERS = {*sys.stdlib_module_names, "numba", "numpy", "ml_dtypes"} - {"__main__"}
@@ -120,10 +119,6 @@ class Translation:
             self.meets = self.has_instructions = True
             engines = import_module("kernels.cuda.emulator.tensor_cores.engines")
             return engines.instruction(value.ptx)
-        if hasattr(value, "_defn") and (known := known_intrinsic(value._defn)) is not None:
-            return known
-        if getattr(value, "__module__", "") == "numba.cuda.libdevice":
-            return LIBDEVICE[value.__name__]
         if isinstance(value, tuple):
             return getattr(value, "_make", tuple)(map(self._of, value))
         if isinstance(value, BuiltinFunctionType) and value.__module__ == "math":
@@ -142,8 +137,6 @@ class Translation:
         name = value.__name__
         if name in ("numba.cuda", "kernels.cuda.emulator.api"):
             return DEVICE
-        if name == "numba.cuda.libdevice":
-            return SimpleNamespace(**LIBDEVICE)
         if name == "math":
             return MATH
         if name == "numba":

@@ -1,7 +1,7 @@
 """The table of docs/options.md: every option on every rung, tried and compared with the textbook.
 
     python -m tests.support.attention.option_table            prints the part that this process can try
-    python -m tests.support.attention.option_table --write    writes docs/options.md, by the emulated GPU too
+    python -m tests.support.attention.option_table --write    writes docs/options.md, emulated GPU included
 
 A cell says "yes" when forward and gradients agree with the textbook in float64, else why the rung refuses.
 """

@@ -1,4 +1,4 @@
-"""The emulated GPU takes the place of a GPU where a variable of the environment asks for it, or there is none."""
+"""The emulated GPU takes the place of a GPU where a variable asks for it, or where there is none."""
 
 from __future__ import annotations
 

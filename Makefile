@@ -134,7 +134,9 @@ fuzz: $(VENV)/.test
 
 fuzz-options: $(VENV)/.test
 	@echo "MINITORCH_SCHEDULE=$(SCHEDULE)"
-	MINITORCH_SCHEDULE=$(SCHEDULE) MINITORCH_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 -m fuzz $(ARGS)
+	MINITORCH_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 -m fuzz $(ARGS)
+	MINITORCH_EMULATE=1 MINITORCH_SCHEDULE=$(SCHEDULE) MINITORCH_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 -m fuzz $(ARGS) \
+	  tests/structure/emulated tests/reliability/test_extreme.py::test_extreme_scores_are_right_on_tensor_cores
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -47,7 +47,7 @@ PARTS: dict[str, tuple[list[str], dict[str, str]]] = {
     "options": (["-m", "fuzz", "tests/kernels/test_attention.py",
                  "tests/minitorch/functions/test_flash_attention.py"], {}),
     # Of long rows, some of them on the emulated GPU.
-    "extreme": (["-m", "fuzz", EXTREME], {"MINITORCH_EXAMPLES": "100"}),
+    "extreme": (["-m", "fuzz", EXTREME], {"MINITORCH_EXAMPLES": "100", "MINITORCH_EMULATE": "1"}),
 }  # fmt: skip
 #: Seconds that a process of a GPU may take beyond its time, to end the kind of call that it is at.
 GRACE = 20.0

@@ -61,5 +61,5 @@ def decoded(content: bytes) -> TensorMap:
     )
     strides.append(stored.itemsize)
     last = sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
-    memory = (ctypes.c_uint8 * (last + stored.itemsize)).from_address(address)
+    memory: Any = (ctypes.c_uint8 * (last + stored.itemsize)).from_address(address)
     return TensorMap(np.ndarray(sizes, stored, memory, 0, strides), tuple(box), SWIZZLE)

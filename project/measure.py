@@ -32,7 +32,7 @@ from bench.harness import Measurement
 from bench.table_cells import markdown
 from common.command_line import FROM_ZERO, OneLineParser
 
-from kernels.runtime.targets import EMULATED, why_no_cuda
+from kernels.runtime.targets import why_no_cuda
 
 
 def stale(measurement: Measurement, name: str) -> dict[str, int | None]:
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     if not args.names:
         print(listing(known, args.stale))
         return 0
-    device = args.device or ("cpu" if EMULATED or why_no_cuda() else "cuda")
+    device = args.device or ("cpu" if why_no_cuda() else "cuda")
     chosen = [
         name for name, one in known.items()
         if device in one.devices

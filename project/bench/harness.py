@@ -63,7 +63,7 @@ from bench.measuring import (
 from bench.processes import mpiexec, rank
 from bench.records import ROOT, Record
 from bench.table_cells import listed, markdown
-from kernels.runtime.targets import EMULATED, why_no_cuda
+from kernels.runtime.targets import why_no_cuda
 
 PROJECT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "measurements"
@@ -264,8 +264,7 @@ def parse_args(m: Measurement, argv: list[str]) -> tuple[argparse.Namespace, Rec
         prog=f"measure.py {m.name}", description=m.answers, conflict_handler="resolve"
     )
     add = parser.add_argument
-    has_gpu = not EMULATED and why_no_cuda() is None
-    fallback = "cpu" if not has_gpu and "cpu" in m.devices else m.devices[-1]
+    fallback = "cpu" if why_no_cuda() is not None and "cpu" in m.devices else m.devices[-1]
     add("--device", choices=m.devices, default=fallback, help="(default: %(default)s)")
     add("--quick", dest="size", action="store_const", const="quick", default="normal")
     add("--json", metavar="FILE", help="write the record there, not to build/measurements")

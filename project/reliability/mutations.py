@@ -37,7 +37,7 @@ from reliability.called_functions import BUDGET, FLOORS
 
 FOLDER = ROOT / "build" / "mutations"
 #: How tests run: on the host, and on the emulated GPU.
-MODES = {"host": {}, "emulated": {"MINITORCH_EMULATE": "1"}}
+MODES = {"host": {"MINITORCH_EMULATE": "0"}, "emulated": {"MINITORCH_EMULATE": "1"}}
 MARKS = {"host": "not slow and not fuzz", "emulated": "emulated and not slow"}
 #: Seconds that tests may take beyond their budget, to start and to compile; after them they hang.
 PATIENCE = 120

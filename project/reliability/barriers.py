@@ -64,7 +64,7 @@ def barriers_of(file: str, source: str) -> list[Mutation]:
 def run_by(file: str) -> list[tuple[str, str]]:
     """Return the tests that run the source of a file."""
     names = next(tests for files, tests in TESTED_BY.items() if file in files)
-    return [("simulator", f"{EMULATED}{name}.py") for name in names]
+    return [("emulated", f"{EMULATED}{name}.py") for name in names]
 
 
 def cases(run: Run) -> Iterator[Case]:

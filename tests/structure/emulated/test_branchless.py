@@ -14,7 +14,7 @@ from kernels.cuda.runtime.kernel import WARP, Kernel
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
 
-pytestmark = pytest.mark.simulator
+pytestmark = pytest.mark.emulated
 VECTOR = types.Array(float32, 1, "C")
 
 

@@ -125,7 +125,7 @@ def test_logarithms_take_subnormal_numbers_for_zeros() -> None:
 # -- on a device --------------------------------------------------------------------------------
 
 
-@pytest.mark.simulator
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_an_instruction_does_what_its_emulation_says(case: Case) -> None:
     if not EMULATED and compute_capability() < case.cc[:2]:

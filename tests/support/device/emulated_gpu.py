@@ -28,7 +28,7 @@ from kernels.runtime import targets
 
 #: Marks of what runs on the emulated GPU alone, whose capability a test can choose.
 EMULATED_ONLY = [
-    pytest.mark.simulator,
+    pytest.mark.emulated,
     pytest.mark.skipif(not targets.EMULATED, reason="it chooses the GPU: MINITORCH_EMULATE=1"),
 ]
 #: Marks of a call that takes seconds and is like others that always run.

@@ -64,9 +64,18 @@ def make_softmax_step(
                     subtract_row(s, i // 2 * col_tiles + n, i % 2, unit, inverse, largest)
 
     @device_function
+    def rescale_rows(acc, factors):
+        for i in range(own_rows):
+            for n in range(own_tiles):
+                at = i // 2 * own_tiles + n
+                acc[at, 2 * (i % 2)] *= factors[i]
+                acc[at, 2 * (i % 2) + 1] *= factors[i]
+
+    @device_function
     def softmax_step(s, acc, rows, has_large, exponent, bits, share, extras):
         (row_max, row_sum), (unit, top) = rows, exponent
         new_max = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: m_new, like row_max
+        rescale = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: e^(m - m_new)
         grows = False
         for i in range(own_rows):
             # 9: m_new = max(m, rowmax S)
@@ -82,16 +91,14 @@ def make_softmax_step(
                 # 10, first half: O = diag(e^(m - m_new)) O, and l likewise.  The last shift is what
                 # it was then, bit for bit: what was summed weighs neither more nor less.
                 near = float32(shift_of(new_max[i]))
-                rescale = ex2((row_max[i] * unit - top) - (near * unit - top))
+                rescale[i] = ex2((row_max[i] * unit - top) - (near * unit - top))
                 if is_large(near * unit):
-                    rescale = ex2(apart(row_max[i], unit, score_in(near, unit)) * log2_e)
+                    rescale[i] = ex2(apart(row_max[i], unit, score_in(near, unit)) * log2_e)
                     grows = True
                 row_max[i] = new_max[i]
-                row_sum[i] *= rescale
-                for n in range(own_tiles):
-                    at = i // 2 * own_tiles + n
-                    acc[at, 2 * (i % 2)] *= rescale
-                    acc[at, 2 * (i % 2) + 1] *= rescale
+                row_sum[i] *= rescale[i]
+            if is_patient:
+                rescale_rows(acc, rescale)
             # Only here may a row become large: other tiles test a flag.
             has_large = cuda.ballot_sync(ALL_LANES, grows) != 0
         if has_large:
@@ -114,6 +121,8 @@ def make_softmax_step(
                             p *= kept(bits, in_row, lane_col(share.lane) + n * COLS + u, extras)
                         s[at, 2 * half + u] = p
                 row_sum[i] += total
+        if not is_patient:  # in one block with the sums of the next product, which it is fused with
+            rescale_rows(acc, rescale)
         return has_large
 
     return softmax_step

@@ -53,6 +53,7 @@ class Arithmetic(NamedTuple):
         accumulate: Makes the product with probabilities in registers.
         stored: The same with probabilities in shared memory.
         transposed: The same with their transpose in shared memory.
+        rung: The rung after which kernels are named.
     """
 
     dtype: str
@@ -70,6 +71,12 @@ class Arithmetic(NamedTuple):
     accumulate: Callable[..., Any]
     stored: Callable[..., Any]
     transposed: Callable[..., Any]
+    rung: str = "flash2_mma"
+
+    def named(self, source: Callable[..., None]) -> Callable[..., None]:
+        """Return a kernel of ``flash2_mma`` by the name of the rung."""
+        source.__qualname__ = source.__qualname__.replace("flash2_mma", self.rung)
+        return source
 
     def store(
         self, layout: MmaLayout, width: int, vectors: bool, columns: int = 0, is_wide: bool = False

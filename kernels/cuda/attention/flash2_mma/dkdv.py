@@ -210,4 +210,4 @@ def dkdv_kernel(variant: MmaVariant, sums: DqSums | None = None) -> Kernel:
     result, sums_type = variant.result_type, array_type(FLOAT32, 3)
     signature = variant.signature(INPUTS_TYPE, sums_type, result, result)
     shared_bytes = tiles.elements + tile_bits.bytes
-    return Kernel(flash2_mma_dkdv, signature, threads, shared_bytes, layout.resident)
+    return Kernel(numbers.named(flash2_mma_dkdv), signature, threads, shared_bytes, layout.resident)

@@ -283,4 +283,6 @@ def roles_kernel(variant: MmaVariant, sums: DqSums | None = None) -> Kernel:
 
     result, sums_type = variant.result_type, array_type(FLOAT32, 3)
     signature = variant.signature(INPUTS_TYPE, sums_type, result, result)
-    return Kernel(flash2_mma_roles, signature, threads, tiles.elements, layout.resident)
+    return Kernel(
+        numbers.named(flash2_mma_roles), signature, threads, tiles.elements, layout.resident
+    )

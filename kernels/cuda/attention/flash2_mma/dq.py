@@ -175,4 +175,6 @@ def dq_kernel(variant: MmaVariant) -> Kernel:
 
     signature = variant.signature(INPUTS_TYPE, variant.result_type)
     shared_bytes = tiles.elements + tile_bits.bytes
-    return Kernel(flash2_mma_dq, signature, layout.threads, shared_bytes, layout.resident)
+    return Kernel(
+        numbers.named(flash2_mma_dq), signature, layout.threads, shared_bytes, layout.resident
+    )

@@ -171,4 +171,4 @@ def dq_end_kernel(variant: MmaVariant, sums: DqSums) -> Kernel:
 
     halves, result = array_type(BITS, 4), variant.result_type
     signature = variant.signature(array_type(FLOAT32, 3), halves, halves, result)
-    return Kernel(flash2_mma_dq_end, signature, threads, HALF * block_q * width)
+    return Kernel(numbers.named(flash2_mma_dq_end), signature, threads, HALF * block_q * width)

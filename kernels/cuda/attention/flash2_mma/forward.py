@@ -211,4 +211,6 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
     of_q, written = (wide if numbers.is_wide else read), (wide if is_wide else read)
     signature = variant.signature(of_q, read, read, written, rows, rows, is_backward=False)
     shared_bytes = tiles.elements + tile_bits.bytes
-    return Kernel(flash2_mma_forward, signature, layout.threads, shared_bytes, layout.resident)
+    return Kernel(
+        numbers.named(flash2_mma_forward), signature, layout.threads, shared_bytes, layout.resident
+    )

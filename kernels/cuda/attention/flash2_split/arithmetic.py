@@ -98,6 +98,7 @@ def _gradients(scale, b, h):
 
 #: One float16 for a number, scaled: the precision of TF32.  Rows of split operands are whole pieces.
 TF32 = HALVES["float16"]._replace(
+    rung="flash2_split",
     is_wide=True,
     scale_type=scale_type,
     forward_units=_forward,

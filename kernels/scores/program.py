@@ -42,6 +42,8 @@ class Features(NamedTuple):
     whole_tiles: bool = False
     #: Whether the softcap is large; a rung sets it whose tanh is less accurate otherwise.
     large_cap: bool = False
+    #: Whether the scale is a power of two; a rung sets it that would round products else.
+    exact_scale: bool = False
 
     @property
     def modifier_count(self) -> int:

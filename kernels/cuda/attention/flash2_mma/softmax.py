@@ -67,9 +67,8 @@ def make_softmax_step(
     def rescale_rows(acc, factors):
         for i in range(own_rows):
             for n in range(own_tiles):
-                at = i // 2 * own_tiles + n
-                acc[at, 2 * (i % 2)] *= factors[i]
-                acc[at, 2 * (i % 2) + 1] *= factors[i]
+                for u in range(2):
+                    acc[i // 2 * own_tiles + n, 2 * (i % 2) + u] *= factors[i]
 
     @device_function
     def softmax_step(s, acc, rows, has_large, exponent, bits, share, extras):

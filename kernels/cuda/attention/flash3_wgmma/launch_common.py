@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -27,6 +28,7 @@ from kernels.cuda.device.warpgroups import LINE, PANEL
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import NAMES, is_half
+from kernels.scores.program import Features
 from kernels.sparsity.block_mask import BlockMask
 
 #: Bytes of the L2 cache for the keys and values of the heads that are processed at the same time.
@@ -94,6 +96,12 @@ def work_of(
 def widths_of(problem: Problem) -> Widths:
     """Return the widths that kernels for a problem are compiled for, forward and backward."""
     return Widths(*widths_in(problem, 16))
+
+
+def with_scale(features: Features, problem: Problem) -> Features:
+    """Return options that tell whether products of the scale are exact, if a kernel asks for it."""
+    asks = features.score_mod is not None and not features.softcap
+    return features._replace(exact_scale=asks and math.frexp(problem.scale)[0] == 0.5)
 
 
 def within_blocks(problem: Problem) -> Problem:

@@ -123,9 +123,9 @@ def scaled_by(features: Features) -> Callable[..., Any]:
     """Return ``scaled(product, factor)``: the score before options.
 
     Both passes must round scores alike.  Whether the compiler fuses the product with a user's function
-    depends on what else the kernel needs, and so it must not.
+    depends on what else the kernel needs, and so it must not, unless the product is exact.
     """
-    return mul_rn if features.score_mod is not None else _times
+    return _times if features.score_mod is None or features.exact_scale else mul_rn
 
 
 def score_target(features: Features, cols: int, tanh: Any, derives: bool) -> ScoreTarget:

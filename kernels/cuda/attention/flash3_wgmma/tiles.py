@@ -32,7 +32,14 @@ from kernels.cuda.ptx.copies import (
 from kernels.cuda.ptx.fragments import square_place
 from kernels.cuda.ptx.numbers import PACK, mul_rn, sub_rn
 from kernels.cuda.ptx.swizzle import CHUNK
-from kernels.cuda.ptx.wgmma import KINDS, ROWS, descriptor_layout, make_wgmma
+from kernels.cuda.ptx.wgmma import (
+    KINDS,
+    ROWS,
+    descriptor_layout,
+    make_wgmma,
+    wgmma_commit_group,
+    wgmma_fence,
+)
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
 from kernels.runtime.types import int32, int64, uint32
@@ -144,6 +151,18 @@ def make_multiply(cols: int, dtype: str, depth: int, left_panel: int, right_pane
     return multiply
 
 
+def make_issue(multiply: Any) -> Any:
+    """Return ``issue(acc, left, right)``, which starts ``multiply`` as a group of its own."""
+
+    @device_function
+    def issue(acc, left, right):
+        wgmma_fence()
+        multiply(acc, left, right)
+        wgmma_commit_group()
+
+    return issue
+
+
 @cache
 def make_multiply_dq(cols: int, dtype: str, depth: int) -> Any:
     """Return ``multiply(acc, left, right)``: acc = Aᵀ B, both stored by rows, a group of products.
@@ -188,12 +207,12 @@ def make_accumulate(cols: int, dtype: str, depth: int) -> Any:
 
 
 @device_function
-def lowered(product, scale, inverse, top):
-    """Return scale · product - top in the unit of products; ``inverse`` is 1 / scale.
+def lowered(product, scale, top):
+    """Return scale · product - top, where ``top`` is 0 or large.
 
-    ``top`` is a rounded product itself, or near one, which a fused subtraction would not meet.
+    A large one is a rounded product itself, or near one, which a fused subtraction would not meet.
     """
-    return sub_rn(mul_rn(product, scale), top) * inverse
+    return sub_rn(mul_rn(product, scale), top)
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.common.online_softmax import LOG2_E
-from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import make_softmax_step, rescale_rows
+from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import make_exponentials, make_rescale
 from kernels.cuda.attention.flash3_wgmma.tiles import (
     ALONG,
     make_accumulate,
@@ -160,7 +160,8 @@ def make_consume(form: DecodingForm, pipelines: DecodingPipelines) -> Callable[.
     multiply = make_multiply(block_k, dtype, widths.head, q_panel, k_panel)
     accumulate, pack = make_accumulate(widths.value, dtype, block_k), make_pack(dtype, block_k)
     # Rescaled with every tile: a row does not depend on the others of its warp.
-    softmax_step, to_scores = make_softmax_step(block_k, 0), make_to_scores(form)
+    rescale, exponentials = make_rescale(block_k, 0), make_exponentials(block_k)
+    to_scores = make_to_scores(form)
     across = descriptor_layout(LINE, k_panel, 8 * LINE)
     wait_for_all, wait_for_scores = make_wgmma_wait_group(0), make_wgmma_wait_group(1)
     item_of = make_item_of(block_k)
@@ -216,15 +217,15 @@ def make_consume(form: DecodingForm, pipelines: DecodingPipelines) -> Callable[.
                     col = int32(j * block_k + 2 * (own.lane % 4))
                     whole = item.full <= j < item.full_stop
                     to_scores(s, rows, col, whole, item, scale, work)
-                    # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
-                    maxima, shifts, sums, has_large, _, rescale_0, rescale_1 = softmax_step(
-                        s, unit, factor, maxima, shifts, sums, has_large
+                    # 9: m_new = max(m, rowmax S)
+                    # 10, first half: O = diag(e^(m - m_new)) O, and l likewise
+                    maxima, shifts, sums, has_large = rescale(
+                        s, acc, unit, factor, maxima, shifts, sums, has_large
                     )
-                    wait_for_all()  # the last P V is done
-                    if n > 0:
+                    if n > 0:  # the last P V is done
                         release(values, before, own.lane)
-                    # 10, first half: O = diag(e^(m - m_new)) O
-                    rescale_rows(acc, rescale_0, rescale_1)
+                    # 9: P = exp(S - m_new), l = l + rowsum P
+                    sums = exponentials(s, 0, factor, shifts[0], shifts[1], sums[0], sums[1])
                     pack(p, s)
                     before, at = at, following(keys, at)
                     has_next = n + 1 < count

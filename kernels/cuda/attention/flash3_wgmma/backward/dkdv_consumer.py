@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kernels.cuda.attention.flash3_wgmma.backward.elementwise import make_fetch_bits, make_passes
+from kernels.cuda.attention.flash3_wgmma.backward.elementwise import (
+    LOG2_OF_E,
+    has_large_row,
+    make_fetch_bits,
+    make_passes,
+    make_weigh,
+)
 from kernels.cuda.attention.flash3_wgmma.backward.layout import dq_bytes, dq_share, tiles_of
 from kernels.cuda.attention.flash3_wgmma.backward.producer import BackwardPipelines
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
@@ -156,7 +162,7 @@ def _make_shifts_at(form: KernelForm) -> Callable[..., Any]:
 
 
 def _make_visit(form: KernelForm) -> Callable[..., None]:
-    """Return ``visit(registers, block, tile, item, is_large, place, work)``, from Sᵀ to P and dS.
+    """Return ``visit(registers, block, tile, item, largest_top, place, work)``, from Sᵀ to P and dS.
 
     It issues the products for dP and dV; ``tile`` is a :class:`QueryTile`, and ``place`` a
     ``score_terms.LanePlace``.
@@ -170,13 +176,14 @@ def _make_visit(form: KernelForm) -> Callable[..., None]:
     wait_for_dp = make_wgmma_wait_group(1 if has_dv else 0)
     shifts_at, walk = _make_shifts_at(form), make_walk(features, block_q, block_k, True)
     pattern_of = walk.pattern_of
-    factor_of = make_elements(form).factor
-    _, lower, weigh, slope_of = make_passes(form)
+    factor_of, has_tops = make_elements(form).factor, features.modifies_scores
+    _, lower, *_, slope_of = make_passes(form)
+    weigh = make_weigh(form, multiply_v_dout if has_dk else None)
     clear_q, clear_dout = (make_clear_rows(layout.consumers, block_q, n) for n in form.panels)
     across_rows = descriptor_layout(LINE, q_panel, 8 * LINE)
 
     @device_function
-    def visit(registers, block, tile, item, is_large, place, work):
+    def visit(registers, block, tile, item, largest_top, place, work):
         (n, row, q_at, dout_at), douts, extras = tile, block.pipelines.second, work.extras
         own_row, s, dp = int32(2 * (place.lane % 4)), registers.s, registers.dp
         shifts = shifts_at(block.memory, q_at, own_row)
@@ -186,23 +193,22 @@ def _make_visit(form: KernelForm) -> Callable[..., None]:
         is_whole = has_patterns or is_full_tile(
             row, block_q, item.rows, item.place, block_k, item.cols, extras.lower, extras.upper
         )
-        if is_large:
+        factor, is_large = factor_of(work.scale, extras), has_large_row(largest_top)
+        if not has_tops and is_large:
             lower(s, shifts, float32(work.scale))
+            factor = LOG2_OF_E
         wait(douts, dout_at)  # dO_i, D_i are there
         if is_packed and item.rows - row < block_q:  # the rest is the next sequence's
             if has_dk:
                 clear_q(item.rows - row, tile_at(block.pipelines.first, q_at))
             if has_dv:
                 clear_dout(item.rows - row, dout_tile)
-        if has_dk:
-            # 13: dPᵀ = V_j dO_iᵀ, computed while the exponentials are taken
-            wgmma_fence()
-            multiply_v_dout(dp, block.v_desc, descriptor(ALONG, dout_tile))
-            wgmma_commit_group()
         # 11: P = exp(S - L_i); once packed, it is laid out as the left operand of Pᵀ dO
+        # 13: dPᵀ = V_j dO_iᵀ, computed while the exponentials are taken
         pattern, bits = pattern_of(item.first + n, extras), (registers.kept, registers.seen)
-        factor = factor_of(work.scale, extras)
-        weigh((s, registers.p), bits, shifts, factor, is_whole, pattern, place, work)
+        rows, marks = (is_large, shifts), (is_whole, pattern)
+        product = dp, block.v_desc, descriptor(ALONG, dout_tile)
+        weigh((s, registers.p), bits, rows, factor, marks, place, work, product)
         if has_dv:
             # 12: dV_j = dV_j + Pᵀ dO_i, computed while dS is
             wgmma_fence()
@@ -241,7 +247,7 @@ def make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
     scale_of, slope_scale_of, words = elements.scale, elements.slope_scale, elements.words
     shifts_at, fetch = _make_shifts_at(form), make_fetch_bits(form)
     row_base = make_row_base(is_packed)
-    has_large_row = make_passes(form).has_large_row
+    largest_top_of = make_passes(form).largest_top
     issue_dq, send_dq = _make_dq(form)
     clear_keys = make_clear_rows(consumers, block_k, widths.head_panels)
     # dV takes the place of V, or of K where V is not needed.
@@ -267,7 +273,7 @@ def make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
             cuda.local.array((pairs, 4), uint32), cuda.local.array(words, uint32),
             cuda.local.array(words, uint32),
         )  # fmt: skip
-        s, seen, is_large = registers.s, registers.seen, False
+        s, seen, largest_top = registers.s, registers.seen, float32(0)
         keys, at = placed(of_keys, memory), start()
         queries, q_at = placed(of_queries, memory), start()
         douts, dout_at = placed(of_douts, memory), start()
@@ -291,13 +297,13 @@ def make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
                 wgmma_fence()
                 issue_scores(s, k_desc, queries, q_at)
                 fetch(seen, first, own_col, own, line, work)
-                is_large = has_large_row(shifts_at(memory, q_at, 2 * own.lane))
+                largest_top = largest_top_of(shifts_at(memory, q_at, 2 * own.lane))
                 wait_for_all()  # S is there
             for n in range(int32(stop - first)):
                 row = int32(tile_of(first + n, extras) * block_q)
                 tile = QueryTile(n, row, q_at, dout_at)
                 place = LanePlace(own.lane, int32(row + own_row), own_col, line)
-                visit(registers, block, tile, item, is_large, place, work)
+                visit(registers, block, tile, item, largest_top, place, work)
                 if adds_dq:
                     # 15: dQ_i += dS K_j, this consumer's share
                     issue_dq(registers, block, n, own)
@@ -319,7 +325,7 @@ def make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
                 issue_scores(s, k_desc, queries, q_at)
                 # Read the next tile's bits while the products run; after the last tile they are not used.
                 fetch(seen, int32(min(first + n + 1, stop - 1)), own_col, own, line, work)
-                is_large = has_large_row(shifts_at(memory, q_at, 2 * own.lane))
+                largest_top = largest_top_of(shifts_at(memory, q_at, 2 * own.lane))
                 if adds_dq:
                     wait_but_two()  # dQ is done
                     slot = int64(item.line) * (delta.shape[1] // block_q) + (base + row) // block_q

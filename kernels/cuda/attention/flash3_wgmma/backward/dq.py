@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from kernels.cuda.attention.flash3_wgmma.backward.elementwise import make_fetch_bits, make_passes
+from kernels.cuda.attention.flash3_wgmma.backward.elementwise import (
+    LOG2_OF_E,
+    has_large_row,
+    make_fetch_bits,
+    make_passes,
+    make_weigh,
+)
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     QueryLayout,
     query_tiles,
@@ -36,6 +42,7 @@ from kernels.cuda.attention.flash3_wgmma.tiles import (
     broadcast_number,
     make_accumulate,
     make_clear_rows,
+    make_issue,
     make_multiply,
     make_pack,
     make_write_results,
@@ -58,7 +65,6 @@ from kernels.cuda.ptx.wgmma import (
     descriptor_layout,
     make_wgmma_wait_group,
     wgmma_commit_group,
-    wgmma_fence,
 )
 from kernels.cuda.runtime.kernel import Kernel, device_function
 from kernels.runtime.targets import cuda
@@ -80,6 +86,7 @@ def _make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[..
     multiply_qk, multiply_dout_v = (
         make_multiply(block_k, dtype, width, q_panel, k_panel) for width in widths
     )
+    issue_qk, weigh = make_issue(multiply_qk), make_weigh(form, multiply_dout_v)
     accumulate, pack_tile = make_accumulate(widths.head, dtype, block_k), make_pack(dtype, block_k)
     # Rows of all run along the depth of S and dP, and those of k across that of dS K.
     across = descriptor_layout(LINE, k_panel, 8 * LINE)
@@ -88,7 +95,8 @@ def _make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[..
     elements, row_base = make_elements(form), make_row_base(is_packed)
     factor_of, words, fetch = elements.factor, elements.words, make_fetch_bits(form)
     slope_scale_of, own_of = elements.slope_scale, line_of(features)
-    has_large_row, lower, weigh, slope_of = make_passes(form)
+    largest_top, lower, *_, slope_of = make_passes(form)
+    has_tops = features.modifies_scores
     clear_keys = make_clear_rows(layout.consumers, block_k, widths.head_panels)
     write_dq = make_write_results(form, 0)
 
@@ -118,14 +126,15 @@ def _make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[..
             of_row = shift_place(of_line)
             own_shifts = shifts[y, of_row], shifts[y, of_row + 8]
             numbers = own_shifts, (shifts[y, of_row + ROWS], shifts[y, of_row + ROWS + 8])
-            is_large, deltas = has_large_row(numbers), (delta[y, of_line], delta[y, of_line + 8])
+            is_large, own_factor = has_large_row(largest_top(numbers)), factor
+            if not has_tops and is_large:
+                own_factor = LOG2_OF_E
+            deltas = delta[y, of_line], delta[y, of_line + 8]
             # dQ = 0 is what the first dS K begins with
             if first < stop:
                 # 10: S = Q_i K_jᵀ, the first
                 wait(keys, k_at)  # K_j is there
-                wgmma_fence()
-                multiply_qk(s, q_desc, descriptor(ALONG, tile_at(keys, k_at)))
-                wgmma_commit_group()
+                issue_qk(s, q_desc, descriptor(ALONG, tile_at(keys, k_at)))
                 fetch(seen, int32(stop - 1), own_row, own, line, work)
                 wait_for_all()  # S is there
                 left = int32(item.cols - tile_of(stop - 1, extras) * block_k)
@@ -134,20 +143,19 @@ def _make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[..
             before = start()  # the stage of the keys before
             for n in range(int32(stop - first)):
                 j = tile_of(stop - 1 - n, extras)
-                if is_large:
+                if not has_tops and is_large:
                     lower(s, numbers, float32(work.scale))
-                # 13: dP = dO_i V_jᵀ, computed while the exponentials are taken
-                wait(values, v_at)  # V_j is there
-                wgmma_fence()
-                multiply_dout_v(dp, dout_desc, descriptor(ALONG, tile_at(values, v_at)))
-                wgmma_commit_group()
-                # 11: P = exp(S - L_i)
                 col = int32(j * block_k + 2 * (own.lane % 4))
                 place = LanePlace(own.lane, own_row, col, line)
+                wait(values, v_at)  # V_j is there
+                v_desc = descriptor(ALONG, tile_at(values, v_at))
                 # The words of a block mask hide what is out of bounds, too.
                 is_whole = has_patterns or item.full <= j < item.full_stop
                 pattern = pattern_of(stop - 1 - n, extras)
-                weigh((s, ds), (kept, seen), numbers, factor, is_whole, pattern, place, work)
+                large_rows, marks = (is_large, numbers), (is_whole, pattern)
+                # 11: P = exp(S - L_i)     13: dP = dO_i V_jᵀ, computed meanwhile
+                bits, product = (kept, seen), (dp, dout_desc, v_desc)
+                weigh((s, ds), bits, large_rows, own_factor, marks, place, work, product)
                 wait_for_all()  # dP is there, and V_j was read; so were the keys of the last dS K
                 release(values, v_at, own.lane)
                 if n > 0:
@@ -162,9 +170,7 @@ def _make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[..
                 # a branch would wait for each other.
                 if n + 1 < stop - first:
                     wait(keys, k_at)  # K_j is there
-                wgmma_fence()
-                multiply_qk(s, q_desc, descriptor(ALONG, tile_at(keys, k_at)))
-                wgmma_commit_group()
+                issue_qk(s, q_desc, descriptor(ALONG, tile_at(keys, k_at)))
                 # 15: dQ_i = dQ_i + dS K_j
                 accumulate(dq_acc, ds, descriptor(across, tile_at(keys, before)), n)
                 wgmma_commit_group()

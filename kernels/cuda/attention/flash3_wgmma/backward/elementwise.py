@@ -10,6 +10,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash3_wgmma.backward.layout import makes_elements
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import lane_offset_of
@@ -26,16 +29,19 @@ from kernels.cuda.attention.flash3_wgmma.tiles import (
     lowered,
     make_hide,
     make_hide_pairs,
+    make_issue,
     make_pack,
 )
 from kernels.cuda.ptx.copies import ld_shared_v2
 from kernels.cuda.ptx.emitted import unrolled
-from kernels.cuda.ptx.numbers import ex2, rcp
+from kernels.cuda.ptx.numbers import UNPACK, ex2
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import ALL_LANES, WORD, device_function
 from kernels.runtime.targets import cuda
 from kernels.runtime.types import float32, int32
-from kernels.scores.program import PLAIN, Features
+from kernels.scores.program import PLAIN
+
+LOG2_OF_E = np.float32(LOG2_E)
 
 
 class Passes(NamedTuple):
@@ -48,16 +54,20 @@ class Passes(NamedTuple):
     ``place`` is a ``score_terms.LanePlace``.
     """
 
-    #: ``(shifts)``: whether ``lower`` must precede ``weigh``, in a warp whose lanes look at two rows each,
-    #: by keys those from row 2 · lane on.
-    has_large_row: Callable[..., bool]
-    #: ``(s, shifts, scale)``: subtracts the tops of large rows from the products in ``s``.
+    #: ``(shifts)``: the largest magnitude of a top among two rows of a lane, by keys those from row
+    #: 2 · lane on.
+    largest_top: Callable[..., Any]
+    #: ``(s, shifts, scale)``: replaces products by scores less the tops of their rows, before ``weigh`` and
+    #: where a row is large; only if options do not modify scores.
     lower: Callable[..., None]
     #: ``((s, p), (kept, seen), shifts, factor, whole, pattern, place, work)``: replaces the products in
     #: ``s`` by P · slope, and by keys fills ``p`` with the pairs P ∘ Z.  ``seen`` holds the bits of the
     #: tile.  ``whole`` means that the bounds mask nothing in it, and a ``pattern`` of 0 that the block mask
     #: masks nothing.
     weigh: Callable[..., None]
+    weigh_apart: Callable[..., None]  # The same where a row is large, if options modify scores
+    #: ``(s, p, whole, place, extras)``: hides the elements of a tile by keys that the bounds mask.
+    hide: Callable[..., None]
     #: ``(s, dp, kept, numbers, whole, place, extras)``: replaces dP in ``dp`` by dS.
     slope: Callable[..., None]
 
@@ -94,32 +104,33 @@ def _make_row_numbers(by_keys: bool) -> tuple[Any, Any, Any, Any]:
     return pair_of, shifts_of, tops_of, second
 
 
-def _make_lower(features: Features, cols: int, by_keys: bool) -> tuple[Any, Any]:
-    """Return ``Passes.has_large_row`` and ``Passes.lower``."""
-    tiles, modifies_scores = cols // 8, features.modifies_scores
+def _make_lower(cols: int, by_keys: bool) -> tuple[Any, Any]:
+    """Return ``Passes.largest_top`` and ``Passes.lower``."""
+    tiles = cols // 8
     parts, (_, _, tops_of, second) = tiles // 8 if by_keys else 1, _make_row_numbers(by_keys)
 
     @device_function
-    def has_large_row(shifts):
-        if modifies_scores:  # ``weigh`` subtracts the top of each row
-            return False
-        is_large = False
+    def largest_top(shifts):
+        largest = ZERO
         for n in range(parts):
             low, high = tops_of(shifts, 8 * n)
-            is_large = is_large or low != ZERO or high != ZERO
-        return cuda.any_sync(ALL_LANES, is_large)
+            largest = max(largest, max(abs(low), abs(high)))
+        return largest
 
     @device_function
     def lower(s, shifts, scale):
-        inverse = rcp(scale)
         for t in range(tiles):
             low, high = tops_of(shifts, t)
             for i in range(4):
-                top = high if second(i) else low
-                without = lowered(s[t, i], scale, inverse, top)
-                s[t, i] = without if top != ZERO else s[t, i]
+                s[t, i] = lowered(s[t, i], scale, high if second(i) else low)
 
-    return has_large_row, lower
+    return largest_top, lower
+
+
+@device_function
+def has_large_row(largest_top):
+    """Tell whether a warp has a large row, from ``Passes.largest_top`` of its lanes."""
+    return cuda.any_sync(ALL_LANES, largest_top > ZERO)
 
 
 @cache
@@ -152,14 +163,13 @@ def make_passes(form: KernelForm) -> Passes:
     hide, hide_pairs = make_hide(cols, by_keys), make_hide_pairs(cols)
     pack_tile, elements = make_pack(form.dtype, cols), make_elements(form)
     pack = elements.pack[form.dtype]
-    weigh_one, drop, slope_one = elements.weigh, elements.drop, elements.slope
+    drop, slope_one, has_tops = elements.drop, elements.slope, features.modifies_scores
     element, lane_offset = element_of(features, by_keys), lane_offset_of(by_keys)
-    draw, fetch_pairs = elements.draw, elements.fetch_pairs
+    draw = elements.draw
     is_plain, distance_from = not makes_elements(features), distance_of(features)
     has_lists_alone = not is_plain and features.of_elements == PLAIN
-    modifies_scores = features.modifies_scores
     pair_of, shifts_of, tops_of, second = _make_row_numbers(by_keys)
-    has_large_row, lower = _make_lower(features, cols, by_keys)
+    largest_top, lower = _make_lower(cols, by_keys)
 
     @device_function
     def weigh_plainly(s, shifts, factor):
@@ -168,41 +178,41 @@ def make_passes(form: KernelForm) -> Passes:
             for i in range(4):
                 s[t, i] = ex2(s[t, i] * factor - (high if second(i) else low))
 
-    def weigh_pairs(s, bits, t, given):
-        p, kept, shifts, factor, place, distance, extras = given
-        low, high = shifts_of(shifts, t)
-        low_top, high_top = tops_of(shifts, t) if modifies_scores else (ZERO, ZERO)
-        w = cuda.local.array(4, float32)  # (4,)
-        for i in range(4):
-            at = element(place, distance, bits, t, i)
-            shift, top = (high, high_top) if second(i) else (low, low_top)
-            weight, p_slope = weigh_one(s[t, i], factor, shift, top, at, extras)
-            w[i], s[t, i] = drop(weight, p_slope, kept, t, i)
-        if packs:
-            p[t // 2, 2 * (t % 2)] = pack(w[0], w[1])
-            p[t // 2, 2 * (t % 2) + 1] = pack(w[2], w[3])
+    def make_weigh(weigh_one: Any) -> Any:
+        def weigh_pairs(s, bits, t, given):
+            p, kept, shifts, factor, place, distance, extras = given
+            low, high = shifts_of(shifts, t)
+            low_top, high_top = tops_of(shifts, t) if has_tops else (ZERO, ZERO)
+            w = cuda.local.array(4, float32)  # (4,)
+            for i in range(4):
+                at = element(place, distance, bits, t, i)
+                shift, top = (high, high_top) if second(i) else (low, low_top)
+                weight, p_slope = weigh_one(s[t, i], factor, shift, top, at, extras)
+                w[i], s[t, i] = drop(weight, p_slope, kept, t, i)
+            if packs:
+                p[t // 2, 2 * (t % 2)] = pack(w[0], w[1])
+                p[t // 2, 2 * (t % 2) + 1] = pack(w[2], w[3])
 
-    weigh_all = unrolled(tiles, weigh_pairs)
+        weigh_all = unrolled(tiles, weigh_pairs)
+
+        @device_function
+        def weigh(tile, bits, shifts, factor, whole, pattern, place, work):
+            (s, p), (kept, seen), (lane, row, col, line) = tile, bits, place
+            if is_plain or (has_lists_alone and whole and pattern == 0):
+                weigh_plainly(s, shifts, factor)
+                if not is_plain and packs:
+                    pack_tile(p, s)
+            else:
+                distance, (down, right) = distance_from(place, work.extras), lane_offset(lane)
+                draw(kept, lane, line.flat, int32(row - down), int32(col - right), work.extras)
+                weigh_all(s, seen, (p, kept, shifts, factor, place, distance, work.extras))
+
+        return weigh
 
     @device_function
-    def weigh_each(tile, bits, shifts, factor, place, work):
-        (s, p), (kept, seen), (lane, row, col, line) = tile, bits, place
-        distance, (down, right) = distance_from(place, work.extras), lane_offset(lane)
-        draw(kept, lane, line.flat, int32(row - down), int32(col - right), work.extras)
-        fetch_pairs(seen, work.mask_words, place, work.extras)
-        weigh_all(s, seen, (p, kept, shifts, factor, place, distance, work.extras))
-
-    @device_function
-    def weigh(tile, bits, shifts, factor, whole, pattern, place, work):
-        s, p = tile
-        if is_plain or (has_lists_alone and whole and pattern == 0):
-            weigh_plainly(s, shifts, factor)
-            if not is_plain and packs:
-                pack_tile(p, s)
-        else:
-            weigh_each(tile, bits, shifts, factor, place, work)
+    def hide_weights(s, p, whole, place, extras):
         if by_keys and not whole:
-            edge = edge_at(place, work.extras)
+            edge = edge_at(place, extras)
             hide(s, edge)
             if not is_plain and packs:
                 hide_pairs(p, edge)
@@ -223,4 +233,44 @@ def make_passes(form: KernelForm) -> Passes:
             edge = edge_at(place, extras)
             hide(dp, edge)
 
-    return Passes(has_large_row, lower, weigh, slope)
+    weigh, weigh_apart = make_weigh(elements.weigh), make_weigh(elements.weigh_apart)
+    return Passes(largest_top, lower, weigh, weigh_apart, hide_weights, slope)
+
+
+@device_function
+def _issue_nothing(dp, left, right):
+    pass
+
+
+@cache
+def make_weigh(form: KernelForm, multiply: Any) -> Callable[..., None]:
+    """Return ``weigh(tile, bits, (is_large, shifts), factor, (whole, pattern), place, work, product)``.
+
+    It weighs and hides the elements of a tile, see :class:`Passes`, while ``multiply`` computes dP of the
+    arguments ``product``, if it is not None.  The product is issued on both sides of the test for large
+    rows, because before a branch it would be waited for too early; but before the loads of a mask, for
+    which a branch waits.
+    """
+    features, passes = form.features, make_passes(form)
+    has_tops, has_pairs = features.modifies_scores, features.mask in UNPACK
+    fetch_pairs, hide = make_elements(form).fetch_pairs, passes.hide
+    near, apart = passes.weigh, passes.weigh_apart
+    issue = _issue_nothing if multiply is None else make_issue(multiply)
+
+    @device_function
+    def weigh(tile, bits, rows, factor, marks, place, work, product):
+        (is_large, shifts), (whole, pattern), (dp, left, right) = rows, marks, product
+        if has_pairs:
+            issue(dp, left, right)
+        fetch_pairs(bits[1], work.mask_words, place, work.extras)
+        if has_tops and is_large:
+            if not has_pairs:
+                issue(dp, left, right)
+            apart(tile, bits, shifts, factor, whole, pattern, place, work)
+        else:
+            if not has_pairs:
+                issue(dp, left, right)
+            near(tile, bits, shifts, factor, whole, pattern, place, work)
+        hide(tile[0], tile[1], whole, place, work.extras)
+
+    return weigh

@@ -32,6 +32,7 @@ from kernels.cuda.attention.flash3_wgmma.launch_common import (
     tensor_map,
     widths_of,
     with_mask_bits,
+    with_scale,
     within_blocks,
     work_of,
 )
@@ -77,7 +78,7 @@ class BackwardPlan(NamedTuple):
 def _plan(problem: Problem, device: int) -> BackwardPlan:
     """Return the common properties of all calls of a problem without a seed."""
     features, sequences = problem.features, problem.sequences
-    features = features._replace(large_cap=problem.softcap > SMALL_CAP)
+    features = with_scale(features, problem)._replace(large_cap=problem.softcap > SMALL_CAP)
     widths = widths_of(problem)
     in_whole = features._replace(whole_tiles=True)
     by_keys, by_rows = _layouts(problem, widths, in_whole)

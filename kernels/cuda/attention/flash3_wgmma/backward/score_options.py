@@ -66,8 +66,9 @@ class BackwardElements(NamedTuple):
     #: ``(seen, mask_words, place, extras)``: load the words of a 16-bit floating mask.
     fetch_pairs: Callable[..., None]
     #: ``(product, factor, shift, top, place, extras)``: P and P · slope, ``place`` being a
-    #: ``score_terms.ElementPlace``.
+    #: ``score_terms.ElementPlace``; the top is 0.
     weigh: Callable[..., Any]
+    weigh_apart: Callable[..., Any]  # The same, where a top may be another number
     #: ``(p, p_slope, kept, t, i)``: from P and P · slope, the number that ``pack`` turns into P ∘ Z, and
     #: the number that stays in place of the score.
     drop: Callable[..., Any]
@@ -129,19 +130,22 @@ def make_elements(form: KernelForm) -> BackwardElements:
         if drops:
             draw_kept(kept, lane, flat, row, col, extras)
 
-    @device_function
-    def weigh(product, factor, shift, top, place, extras):
-        if modifies_scores:
-            score, slope = modified(scaled(product, factor), place, extras)
-            p = ex2(sub_rn(score, top) * log2_e - shift)
-            p_slope = p * slope
-            if has_mod:  # the derivative of a masked score may be infinite or NaN
-                p_slope = zero if score == minus_inf else p_slope
-        else:
-            p = ex2(product * factor - shift)
-            p_slope = p
-        is_seen = is_shown(place, extras)
-        return (p if is_seen else zero), (p_slope if is_seen else zero)
+    def make_weigh(has_tops: bool) -> Any:
+        @device_function
+        def weigh(product, factor, shift, top, place, extras):
+            if modifies_scores:
+                score, slope = modified(scaled(product, factor), place, extras)
+                p = ex2((sub_rn(score, top) if has_tops else score) * log2_e - shift)
+                p_slope = p * slope
+                if has_mod:  # the derivative of a masked score may be infinite or NaN
+                    p_slope = zero if score == minus_inf else p_slope
+            else:
+                p = ex2(product * factor - shift)
+                p_slope = p
+            is_seen = is_shown(place, extras)
+            return (p if is_seen else zero), (p_slope if is_seen else zero)
+
+        return weigh
 
     @device_function
     def drop(p, p_slope, kept, t, i):
@@ -170,8 +174,8 @@ def make_elements(form: KernelForm) -> BackwardElements:
 
     fetch_bits, fetch_pairs = _make_fetch(form, target)
     return BackwardElements(
-        factor, seen_words(features, cols), draw, fetch_bits, fetch_pairs, weigh, drop, slope,
-        PACK_POSITIVE if marks else PACK, scale, slope_scale,
+        factor, seen_words(features, cols), draw, fetch_bits, fetch_pairs, make_weigh(False),
+        make_weigh(True), drop, slope, PACK_POSITIVE if marks else PACK, scale, slope_scale,
     )  # fmt: skip
 
 

@@ -24,9 +24,9 @@ from kernels.cuda.attention.flash3_wgmma.forward.producer import (
 from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import (
     make_apply_options,
     make_drop,
+    make_exponentials,
     make_fetch,
-    make_softmax_step,
-    rescale_rows,
+    make_rescale,
 )
 from kernels.cuda.attention.flash3_wgmma.layout import (
     OUT_BARRIER,
@@ -275,16 +275,16 @@ def make_consume(form: KernelForm, pipelines: ForwardPipelines) -> Callable[...,
     issues_ahead, is_packed = layout.items > 1, features.packed
     issue_score_products = make_multiply(block_k, dtype, widths.head, q_panel, k_panel)
     issue_first, issue_ahead = make_issue_scores(issue_score_products)
-    softmax_step, pack = make_softmax_step(block_k, layout.patience), make_pack(dtype, block_k)
-    accumulate = make_accumulate(widths.value, dtype, block_k)
+    rescale = make_rescale(block_k, layout.patience, form.waits_first)
+    accumulate, pack = make_accumulate(widths.value, dtype, block_k), make_pack(dtype, block_k)
     # Rows of q and k run along the depth; those of v across it, from panel to panel.
     across = descriptor_layout(LINE, k_panel, 8 * LINE)
     wait_for_all, wait_for_scores = make_wgmma_wait_group(0), make_wgmma_wait_group(1)
     modifies_scores, apply_options = features.modifies_scores, make_apply_options(features, block_k)
     first_bits, fetch = make_fetch(features, layout.block_q, block_k)
-    drop, has_patterns = make_drop(features, block_k), features.has_patterns
+    exponentials, drop = make_exponentials(block_k), make_drop(features, block_k)
     words, seen_count, own_of = bit_words(block_k), seen_words(features, block_k), line_of(features)
-    has_kept, is_listed = features.dropout, features.block_mask
+    has_kept, is_listed, has_patterns = features.dropout, features.block_mask, features.has_patterns
     offer_turn, take_turn, pass_turn = make_turns(layout)
     skip_tiles = make_skip_tiles(take_turn, pass_turn)
     clear_values = make_clear_rows(layout.consumers, block_k, widths.value_panels)
@@ -339,16 +339,16 @@ def make_consume(form: KernelForm, pipelines: ForwardPipelines) -> Callable[...,
                 # The words of a block mask hide what is out of bounds, too.
                 whole = pattern == 0 if has_patterns else item.full <= j < item.full_stop
                 apply_options(whole, s, seen, place, work.scale, extras)
-                # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
-                maxima, shifts, sums, has_large, is_scaled, rescale_0, rescale_1 = softmax_step(
-                    s, unit, factor, maxima, shifts, sums, has_large
+                # 9: m_new = max(m, rowmax S)
+                # 10, first half: O = diag(e^(m - m_new)) O, and l likewise
+                maxima, shifts, sums, has_large = rescale(
+                    s, acc, unit, factor, maxima, shifts, sums, has_large
                 )
-                wait_for_all()  # the last P V is done: its values may be overwritten, and O is ours
+                wait_for_all()  # the last P V is done: its values may be overwritten
                 if n > 0:
                     release(values, before, own.lane)
-                # 10, first half: O = diag(e^(m - m_new)) O
-                if is_scaled:
-                    rescale_rows(acc, rescale_0, rescale_1)
+                # 9: P = exp(S - m_new), l = l + rowsum P
+                sums = exponentials(s, 0, factor, shifts[0], shifts[1], sums[0], sums[1])
                 # The accumulators of S lie as the left operand of P V does.
                 pack(p, s)
                 drop(p, kept)  # l is the sum of all

@@ -13,6 +13,7 @@ from kernels.cuda.attention.flash3_wgmma.launch_common import (
     tensor_map,
     widths_of,
     with_mask_bits,
+    with_scale,
     within_blocks,
     work_of,
 )
@@ -41,7 +42,7 @@ def layout_for(problem: Problem) -> tuple[ForwardLayout, Widths]:
 def features_for(problem: Problem) -> Features:
     """Return the options of the kernel for a problem, without element tests in whole tiles."""
     problem = within_blocks(problem)
-    features, (layout, _) = problem.features, layout_for(problem)
+    features, (layout, _) = with_scale(problem.features, problem), layout_for(problem)
     tiles = layout.block_q, layout.block_k, False
     return features._replace(whole_tiles=lists_whole_tiles(problem, tiles))
 

@@ -34,6 +34,7 @@ from kernels.cuda.device.branchless import tanh
 from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.ptx.emitted import unrolled
 from kernels.cuda.ptx.numbers import UNPACK, ex2, mul_rn, rcp, sub_rn
+from kernels.cuda.ptx.wgmma import make_wgmma_wait_group
 from kernels.cuda.runtime.kernel import ALL_LANES, device_function
 from kernels.runtime.targets import cuda
 from kernels.runtime.types import float32, uint32
@@ -199,81 +200,6 @@ def has_large_row(shift_0, shift_1):
     return cuda.any_sync(ALL_LANES, max(abs(shift_0), abs(shift_1)) > MOST)
 
 
-@cache
-def make_lower(cols: int) -> Callable[..., Any]:
-    """Return ``lower(s, scale, tops, shifts)``: subtract the tops of large rows from their scores.
-
-    It replaces the products of rows whose shift is large, see :func:`has_large_row`, as :func:`lowered`
-    does, and returns the remaining shifts: 0 for these rows.
-    """
-    tiles = cols // 8
-
-    @device_function
-    def lower(s, scale, tops, shifts):
-        inverse, (top_0, top_1), (shift_0, shift_1) = rcp(scale), tops, shifts
-        is_large_0, is_large_1 = abs(shift_0) > MOST, abs(shift_1) > MOST
-        for t in range(tiles):
-            for i in range(4):
-                low = lowered(s[t, i], scale, inverse, top_1 if i // 2 else top_0)
-                s[t, i] = low if (is_large_1 if i // 2 else is_large_0) else s[t, i]
-        return ZERO if is_large_0 else shift_0, ZERO if is_large_1 else shift_1
-
-    return lower
-
-
-@cache
-def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
-    """Return ``softmax_step(s, scale, factor, maxima, shifts, sums, has_large)``.
-
-    It replaces scores by probabilities.  Scores times ``scale`` are natural logarithms, and times
-    ``factor`` in base 2.  Maxima, what is subtracted in base 2, and sums are those of a lane's two rows; a
-    lane sums its own columns.  It returns the new ones and whether a row of the warp is large, then whether
-    earlier sums must be rescaled, and by which factors.  The rows of a warp are rescaled together; for
-    ``patience`` see ``ForwardLayout``.
-    """
-    lane_maxima, exponentials = make_lane_maxima(cols), make_exponentials(cols)
-    one, is_patient, least = np.float32(1), patience > 0, np.float32(patience)
-    lower = make_lower(cols)
-
-    @device_function
-    def natural(row_max, scale):
-        return mul_rn(float32(shift_of(row_max)), scale)
-
-    @device_function
-    def rescale_of(rescale, old, top, shift, scale):
-        exact = ex2(sub_rn(mul_rn(old, scale), top) * LOG2_OF_E)
-        return exact if abs(shift) > MOST else rescale
-
-    @device_function
-    def softmax_step(s, scale, factor, maxima, shifts, sums, has_large):
-        max_0, max_1 = maxima
-        top_0, top_1 = lane_maxima(s, max_0, max_1)
-        # A warp with a large row comes here with every tile: others need no test of their own.
-        is_scaled = True
-        if is_patient:  # a row maximum has grown if it has in one of its lanes
-            grows = (
-                has_large or (top_0 - max_0) * factor > least or (top_1 - max_1) * factor > least
-            )
-            is_scaled = cuda.ballot_sync(ALL_LANES, grows) != 0
-        rescale_0 = rescale_1 = one
-        if is_scaled:
-            top_0, top_1 = row_maxima(top_0, top_1)
-            shifts = float32(shift_of(top_0)) * factor, float32(shift_of(top_1)) * factor
-            rescale_0 = ex2(max_0 * factor - shifts[0])
-            rescale_1 = ex2(max_1 * factor - shifts[1])
-            has_large = has_large_row(shifts[0], shifts[1])
-            if has_large:
-                tops = natural(top_0, scale), natural(top_1, scale)
-                rescale_0 = rescale_of(rescale_0, max_0, tops[0], shifts[0], scale)
-                rescale_1 = rescale_of(rescale_1, max_1, tops[1], shifts[1], scale)
-                shifts = lower(s, scale, tops, shifts)
-            maxima, sums = (top_0, top_1), (sums[0] * rescale_0, sums[1] * rescale_1)
-        sums = exponentials(s, 0, factor, shifts[0], shifts[1], sums[0], sums[1])
-        return maxima, shifts, sums, has_large, is_scaled, rescale_0, rescale_1
-
-    return softmax_step
-
-
 @device_function
 def rescale_rows(acc, factor_0, factor_1):
     """Multiply a lane's two rows of accumulators by their factors."""
@@ -282,6 +208,74 @@ def rescale_rows(acc, factor_0, factor_1):
         acc[t, 1] *= factor_0
         acc[t, 2] *= factor_1
         acc[t, 3] *= factor_1
+
+
+@cache
+def make_rescale(cols: int, patience: int, waits_first: bool = False) -> Callable[..., Any]:
+    """Return ``rescale(s, acc, scale, factor, maxima, shifts, sums, has_large)``: rescale rows that grow.
+
+    Scores times ``scale`` are natural logarithms, and times ``factor`` in base 2.  Maxima, shifts, which
+    are subtracted in base 2, and sums are those of a lane's two rows; a lane sums its own columns.  It
+    returns the new ones, and whether a row of the warp is large: the tops of such rows are subtracted from
+    their scores.  With patience, see ``ForwardLayout``, the rows of a warp are rescaled together; with
+    ``waits_first``, the last P V is waited for before the maxima, and else only where O is rescaled.
+
+    The exponentials follow: these and their packing, without a branch between them, keep several units
+    busy.
+    """
+    lane_maxima, is_patient, least = make_lane_maxima(cols), patience > 0, np.float32(patience)
+    tiles, wait_for_all = cols // 8, make_wgmma_wait_group(0)
+
+    @device_function
+    def tops_of(s, factor, maxima, has_large):
+        tops = lane_maxima(s, maxima[0], maxima[1])
+        if not is_patient:
+            return tops, True
+        # A row maximum has grown if it has in one of its lanes.  A warp with a large row rescales with
+        # every tile: others need no test of their own.
+        grows = (tops[0] - maxima[0]) * factor > least or (tops[1] - maxima[1]) * factor > least
+        return tops, cuda.ballot_sync(ALL_LANES, has_large or grows) != 0
+
+    @device_function
+    def lower(s, scale, tops):
+        inverse = rcp(scale)
+        for t in range(tiles):
+            for i in range(4):
+                low = lowered(s[t, i], scale, tops[i // 2]) * inverse
+                s[t, i] = low if tops[i // 2] != ZERO else s[t, i]
+
+    @device_function
+    def apart(old, scale, top, shift, rescale):
+        natural = mul_rn(float32(shift_of(top)), scale)
+        if abs(shift) > MOST:
+            return natural, ZERO, ex2(sub_rn(mul_rn(old, scale), natural) * LOG2_OF_E)
+        return ZERO, shift, rescale
+
+    @device_function
+    def rescale_to(tops, s, acc, scale, factor, maxima, sums):
+        (max_0, max_1), (top_0, top_1) = maxima, row_maxima(tops[0], tops[1])
+        shift_0, shift_1 = float32(shift_of(top_0)) * factor, float32(shift_of(top_1)) * factor
+        rescale_0, rescale_1 = ex2(max_0 * factor - shift_0), ex2(max_1 * factor - shift_1)
+        has_large = has_large_row(shift_0, shift_1)
+        if has_large:
+            near_0, shift_0, rescale_0 = apart(max_0, scale, top_0, shift_0, rescale_0)
+            near_1, shift_1, rescale_1 = apart(max_1, scale, top_1, shift_1, rescale_1)
+            lower(s, scale, (near_0, near_1))
+        rescale_rows(acc, rescale_0, rescale_1)
+        sums = sums[0] * rescale_0, sums[1] * rescale_1
+        return (top_0, top_1), (shift_0, shift_1), sums, has_large
+
+    @device_function
+    def rescale(s, acc, scale, factor, maxima, shifts, sums, has_large):
+        tops, is_scaled = tops_of(s, factor, maxima, has_large)
+        if waits_first:
+            wait_for_all()
+        if is_scaled:
+            wait_for_all()  # the last P V is done: O is ours
+            maxima, shifts, sums, has_large = rescale_to(tops, s, acc, scale, factor, maxima, sums)
+        return maxima, shifts, sums, has_large
+
+    return rescale
 
 
 @cache

@@ -106,7 +106,7 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
     store_out = numbers.store(layout, value_width, vectors, is_wide=is_split)
     exponent_of = _make_exponent(numbers, is_plain, is_positive)
     to_scores = make_fragment_scores(layout, features, tile_bits, is_plain and is_positive)
-    softmax_step = make_softmax_step(layout, out_tiles, tile_bits, layout.patience)
+    softmax_step = make_softmax_step(layout, out_tiles, tile_bits, layout.patience, is_split)
     # Parts of the keys are merged by their own L.
     finish_rows = make_finish_rows(layout, out_tiles, PLAIN if is_split else features, is_wide)
     unit_of_out, zero, minus_inf = numbers.out_unit, np.float32(0), np.float32(-math.inf)

@@ -40,13 +40,14 @@ row_max_of, row_sum_of = make_lane_folds(4)
 
 @cache
 def make_softmax_step(
-    layout: MmaLayout, own_tiles: int, tile_bits: TileBits, patience: int
+    layout: MmaLayout, own_tiles: int, tile_bits: TileBits, patience: int, is_split: bool
 ) -> Callable[..., None]:
     """Return the function that replaces the scores of a warp by probabilities.
 
     ``softmax_step(s, acc, rows, has_large, exponent, bits, share, extras)`` updates ``SoftmaxRows``, and
     returns ``has_large``, whether a row of the warp is large.  ``exponent`` is (unit, top) of
-    P = 2^(s · unit - (m · unit - top)); the largest P is 2^top.
+    P = 2^(s · unit - (m · unit - top)); the largest P is 2^top.  Where keys are split, the kernel lacks
+    registers to rescale O after the test for large rows.
     """
     row_tiles, own_rows, col_tiles = layout.row_tiles, 2 * layout.row_tiles, layout.block_k // COLS
     kept, has_bits = tile_bits.kept, tile_bits.bytes
@@ -96,12 +97,14 @@ def make_softmax_step(
                     grows = True
                 row_max[i] = new_max[i]
                 row_sum[i] *= rescale[i]
-            if is_patient:
+            if is_patient or is_split:
                 rescale_rows(acc, rescale)
             # Only here may a row become large: other tiles test a flag.
             has_large = cuda.ballot_sync(ALL_LANES, grows) != 0
         if has_large:
             lower(s, row_max, unit)
+        if not (is_patient or is_split):  # in one block with the next sums, which it is fused with
+            rescale_rows(acc, rescale)
         for m in range(row_tiles):
             for half in range(2):  # the row, and that eight below
                 # 9: P = exp(S - m_new), l = l + rowsum P
@@ -120,8 +123,6 @@ def make_softmax_step(
                             p *= kept(bits, in_row, lane_col(share.lane) + n * COLS + u, extras)
                         s[at, 2 * half + u] = p
                 row_sum[i] += total
-        if not is_patient:  # in one block with the sums of the next product, which it is fused with
-            rescale_rows(acc, rescale)
         return has_large
 
     return softmax_step

@@ -12,7 +12,7 @@ from kernels.common.geometry import PLAIN
 from kernels.cuda.attention.options.score_functions import Extras, extras_type, make_row_end
 from kernels.cuda.attention.options.visits import Visit
 from kernels.cuda.device.half import as_bits, form
-from kernels.cuda.device.one_source import ceil_div, merge_weight, shift_of
+from kernels.cuda.device.one_source import merge_weight, shift_of
 from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, scalar_type
 from kernels.cuda.runtime.sizes import SIZES
@@ -78,7 +78,7 @@ def merge_kernel(
         # Unsigned: a division of 64 bits takes several times as long, and a sign would be tested.
         heads, seq_q, dim = uint32(out.shape[1]), uint32(out.shape[2]), uint32(out.shape[3])
         i, batch, stop = uint32(cuda.grid(1)), int64(out.shape[0]), int64(part_lse.shape[0])
-        step = uint32(ceil_div(dim, uint32(COLUMNS)))
+        step = uint32(uint32(dim + uint32(COLUMNS - 1)) // uint32(COLUMNS))
         line, first = uint32(i // step), uint32(i % step)
         row, line = uint64(line % seq_q), uint32(line // seq_q)
         b, h = int64(uint32(line // heads)), uint64(line % heads)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.common.online_softmax import LOG2_E
-from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import make_exponentials, make_rescale
+from kernels.cuda.attention.flash3_wgmma.tile_steps import make_exponentials, make_rescale
 from kernels.cuda.attention.flash3_wgmma.tiles import (
     ALONG,
     make_accumulate,

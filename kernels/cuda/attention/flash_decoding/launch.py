@@ -135,7 +135,8 @@ def forward(
     copied, dtype = int(np.gcd(page, layout.block_k)), NAMES[problem.dtype]
     q_map, *q_by = _query_map(q, group, numbers["tokens"], dtype)
     (k_map, *k_by), (v_map, *v_by) = (tensor_map(x, copied, dtype) for x in (k, v))
-    shape = DecodingShape(*numbers.values(), page, copied, lengths is not None, *q_by, *k_by, *v_by)
+    sizes = *numbers.values(), page, copied, int(lengths is not None)
+    shape = DecodingShape._make((*sizes, *q_by, *k_by, *v_by))
     widths, device = widths_of(problem), current_device()
     is_split, has_drafts, features = shape.parts > 1, drafts is not None, problem.features
     form = DecodingForm(

@@ -85,8 +85,8 @@ def make_produce(form: DecodingForm, pipelines: DecodingPipelines) -> Callable[.
                 page = page_of(col, item, work)
                 # 6: for 1 <= j <= T_c, backwards     7: load K_j, V_j
                 for n in range(int32(item.stop - item.begin)):
-                    left = int32(item.length - (item.stop - 1 - n) * block_k)
-                    live = int32(ceil_div(min(left, int32(block_k)), shape.copied))
+                    left = item.length - (item.stop - 1 - n) * block_k
+                    live = int32(ceil_div(min(left, block_k), shape.copied))
                     row = int32(col % shape.page if is_paged else col)
                     place = lane, shape.copied, row, item.key_head, page
                     col = int32(col - block_k)

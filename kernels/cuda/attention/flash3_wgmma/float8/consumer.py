@@ -22,7 +22,9 @@ from kernels.cuda.attention.flash3_wgmma.forward.producer import (
     next_item,
     release_slot,
 )
-from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import (
+from kernels.cuda.attention.flash3_wgmma.layout import ForwardPipelines, KernelForm
+from kernels.cuda.attention.flash3_wgmma.score_terms import LanePlace, line_of
+from kernels.cuda.attention.flash3_wgmma.tile_steps import (
     ZERO,
     has_large_row,
     make_apply_options,
@@ -31,8 +33,6 @@ from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import (
     rescale_rows,
     row_maxima,
 )
-from kernels.cuda.attention.flash3_wgmma.layout import ForwardPipelines, KernelForm
-from kernels.cuda.attention.flash3_wgmma.score_terms import LanePlace, line_of
 from kernels.cuda.attention.flash3_wgmma.tiles import (
     ALONG,
     make_accumulate,

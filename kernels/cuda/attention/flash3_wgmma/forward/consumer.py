@@ -21,13 +21,6 @@ from kernels.cuda.attention.flash3_wgmma.forward.producer import (
     read_skip_count,
     release_slot,
 )
-from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import (
-    make_apply_options,
-    make_drop,
-    make_exponentials,
-    make_fetch,
-    make_rescale,
-)
 from kernels.cuda.attention.flash3_wgmma.layout import (
     OUT_BARRIER,
     PING_PONG,
@@ -36,6 +29,13 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
     KernelForm,
 )
 from kernels.cuda.attention.flash3_wgmma.score_terms import LanePlace, line_of, seen_words
+from kernels.cuda.attention.flash3_wgmma.tile_steps import (
+    make_apply_options,
+    make_drop,
+    make_exponentials,
+    make_fetch,
+    make_rescale,
+)
 from kernels.cuda.attention.flash3_wgmma.tiles import (
     ALONG,
     make_accumulate,

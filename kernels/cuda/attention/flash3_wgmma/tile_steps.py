@@ -1,4 +1,4 @@
-"""Steps of Hopper's forward kernel on a tile: mask bits, options, softmax, dropout.
+"""Steps of Hopper's forward kernels on a tile: mask bits, options, softmax, dropout.
 
 A lane's elements are (t, i), as in ``dropout_bits``.  A tile without masked elements is whole.  Whole and
 partial tiles have separate functions for options, so that the frequent whole ones test nothing.

@@ -73,7 +73,7 @@ $(VENV)/.train: $(VENV)/.python setup.py requirements.txt $(LOCK)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.python setup.py requirements.txt $(LOCK)
-	$(PIP) --editable '.[app,plot,test]'
+	$(PIP) --editable '.[app,plot,serve,test]'
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test
@@ -172,7 +172,7 @@ install-others:
 lock:
 	rm -rf build/lock
 	$(PYTHON) -m venv build/lock/all
-	build/lock/all/bin/python -m pip install --quiet --upgrade '.[app,cuda,docs,lint,plot,test]' \
+	build/lock/all/bin/python -m pip install --quiet --upgrade '.[app,cuda,docs,lint,plot,serve,test]' \
 	  $(FIRST_CUDA)
 	build/lock/all/bin/python -m pip freeze --all --exclude pip --exclude minitorch-flash > build/lock/all.txt
 	$(PYTHON) -m venv build/lock/torch

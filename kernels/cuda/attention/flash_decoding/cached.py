@@ -20,7 +20,7 @@ from kernels.problem.cached_keys import Cached
 from kernels.problem.operands import make_operands, view_of
 from kernels.problem.options import AXES
 from kernels.runtime.dtypes import FLOAT32, is_half
-from kernels.runtime.targets import cuda
+from kernels.runtime.targets import cuda, current_device
 from kernels.runtime.types import float32, int32, types, void
 
 MEMORY = DeviceMemory()
@@ -104,7 +104,7 @@ def forward(call: Cached) -> tuple[Any, Any]:
     problem, (batch, heads, seq_q, _) = call.problem, call.q.shape
     lengths = call.lengths
     if lengths is None:
-        lengths = np.full(batch, problem.seq_k, np.int32)
+        lengths = launch.full_lengths(batch, problem.seq_k, current_device())
     call = call._replace(**{
         name: x if x is None else MEMORY.bring(np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x)
         for name, x in (("lengths", lengths), ("table", call.table), ("cos", call.cos), ("sin", call.sin))

@@ -66,7 +66,7 @@ def _piece(tiles: int, lines: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _full_lengths(batch: int, seq_k: int, device: int) -> Any:
+def full_lengths(batch: int, seq_k: int, device: int) -> Any:
     """Return the lengths of sequences that all have ``seq_k`` keys."""
     return to_device(np.full(batch, seq_k, np.int32))
 
@@ -144,7 +144,7 @@ def forward(
     )
     extras = make_extras(problem, operands, layout.rows, layout.block_k)
     if lengths is None:
-        lengths = _full_lengths(len(q), problem.seq_k, device)
+        lengths = full_lengths(len(q), problem.seq_k, device)
     work = DecodingWork(
         shape, problem.scale, lengths, table if is_paged else 0, drafts if has_drafts else 0, extras
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from statistics import median
 from typing import Any
 
@@ -20,7 +21,7 @@ HEADS, KEY_HEADS, DIM = 64, 8, 128
 #: Bytes of the copy, of which half are read.
 COPIED = 8 << 30
 #: Cycles that a device is kept busy before a reading, while the host launches.
-HELD = 400_000
+HELD = 4_000_000
 PYTORCH = {"flash": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
 
 
@@ -65,7 +66,7 @@ def decode(run: Run, batch: int, keys: int, queries: int, copied: float) -> Reco
         more = {"cache_seqlens": lengths, "block_table": order.view(batch, -1)}
         steps[f"pages of {size}"] = partial(cached, q, *pools, **more)
     attention = torch.nn.functional.scaled_dot_product_attention
-    lower_right = torch.nn.attention.bias.causal_lower_right(queries, keys)
+    lower_right = import_module("torch.nn.attention.bias").causal_lower_right(queries, keys)
     mask = lower_right if queries > 1 else None
 
     def by(backend: str) -> Any:

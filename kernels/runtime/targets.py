@@ -88,8 +88,7 @@ driver: Any = None
 nvjitlink: Any = None
 if "numba_cuda" in str(cuda.__file__):
     with suppress(ImportError):
-        from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
-        from cuda.bindings import nvjitlink as nvjitlink  # pyright: ignore[reportMissingImports]
+        driver, nvjitlink = map(import_module, ("cuda.bindings.driver", "cuda.bindings.nvjitlink"))
 
 #: The functions that encode tensor maps: the driver's, or those of the emulated GPU.
 tensor_maps: Any = driver or getattr(cuda, "tensor_maps", None)  # beyond module 4

@@ -77,7 +77,7 @@ class Engine:
         waiting: Requests that wait for them, the oldest first.
 
     Raises:
-        TypeError: If a number is not whole.
+        TypeError: If a number is not whole, or the model is of another type.
         ValueError: If a number is too small, or the model has no causal and exact attention.
     """
 
@@ -88,6 +88,8 @@ class Engine:
         self.page_size = whole("page_size", page_size, 16)
         if page_size % 16 or page_size > 256:
             raise ValueError(f"page_size must be a multiple of 16 up to 256, got {page_size}")
+        if not isinstance(model, TextGeneration):
+            raise TypeError(f"model must be a minitorch.DecoderLM, got {type(model).__name__}")
         layers = [getattr(model, name).attention for name in model.layer_names]
         if not all(layer.is_exact and layer.causal for layer in layers):
             raise ValueError(

@@ -24,9 +24,11 @@ class TensorMap(NamedTuple):
 
 
 class _Enumeration:
-    """An enumeration of the driver; a member is its name."""
+    """An enumeration of the driver; a member is the end of its name."""
 
     def __getattr__(self, name: str) -> str:
+        if not name.startswith("CU_"):
+            raise AttributeError(name)
         return name.rpartition("_")[2]
 
 

@@ -88,7 +88,8 @@ driver: Any = None
 nvjitlink: Any = None
 if "numba_cuda" in str(cuda.__file__):
     with suppress(ImportError):
-        driver, nvjitlink = map(import_module, ("cuda.bindings.driver", "cuda.bindings.nvjitlink"))
+        from cuda.bindings import driver  # pyright: ignore
+        from cuda.bindings import nvjitlink as nvjitlink  # pyright: ignore
 
 #: The functions that encode tensor maps: the driver's, or those of the emulated GPU.
 tensor_maps: Any = driver or getattr(cuda, "tensor_maps", None)  # beyond module 4

@@ -26,7 +26,7 @@ class Uninitialised(RuntimeError):
     """Memory is read that nothing has written."""
 
 
-class Access(NamedTuple):
+class MemoryAccess(NamedTuple):
     """One access to an element.
 
     Attributes:
@@ -45,7 +45,7 @@ class Access(NamedTuple):
     line: tuple[str, int]
     is_atomic: bool
 
-    def is_before(self, other: Access) -> bool:
+    def is_before(self, other: MemoryAccess) -> bool:
         """Tell whether a barrier, or the program of one thread, orders this access before a later one."""
         if self.block != other.block:
             return False
@@ -60,8 +60,8 @@ class _Element:
     __slots__ = ("reads", "write")
 
     def __init__(self) -> None:
-        self.write: Access | None = None
-        self.reads: list[Access] = []
+        self.write: MemoryAccess | None = None
+        self.reads: list[MemoryAccess] = []
 
 
 def source_of(line: tuple[str, int]) -> str:
@@ -101,7 +101,7 @@ class Checks:
     def __init__(self, device: Any):
         self.device = device
         self.elements: dict[int, _Element] = {}
-        self.early: list[tuple[Access, str, Checked, tuple[int, ...]]] = []
+        self.early: list[tuple[MemoryAccess, str, Checked, tuple[int, ...]]] = []
         self.barriers: set[tuple[str, int]] = set()  # the lines of those that threads have reached
 
     def argument(self, name: str, value: Any) -> Any:
@@ -136,7 +136,7 @@ class Checks:
         device = self.device
         block, frame = device.block, sys._getframe(2)
         number = block.turns.now
-        now = Access(
+        now = MemoryAccess(
             block.index, number, block.everyone.rounds, block.warps[number // 32].rounds,
             (frame.f_code.co_filename, frame.f_lineno), kind == "update",
         )  # fmt: skip
@@ -164,7 +164,13 @@ class Checks:
         element.write, element.reads = now, []
 
     def _race(
-        self, array: Checked, key: tuple[int, ...], one: Access, does: str, two: Access, other: str
+        self,
+        array: Checked,
+        key: tuple[int, ...],
+        one: MemoryAccess,
+        does: str,
+        two: MemoryAccess,
+        other: str,
     ) -> str:
         text = (
             f"a race on {array.element(key)}: {self._who(one)} {does} it in {source_of(one.line)}, and "
@@ -184,7 +190,7 @@ class Checks:
         where = "at the end of the loop" if is_again else "between the two lines"
         return f"{text}, with no barrier in between; call cuda.syncthreads() {where}"
 
-    def _who(self, access: Access) -> str:
+    def _who(self, access: MemoryAccess) -> str:
         thread = tuple(self.device.place_of(access.thread))
         return f"thread {thread} of block {tuple(access.block)}"
 

@@ -109,15 +109,10 @@ def make_to_scores(form: DecodingForm) -> Callable[..., None]:
     return to_scores
 
 
-class RowState(NamedTuple):
-    """m of a lane's two rows in natural logarithms, and l."""
-
-    maxima: Any
-    sums: Any
-
-
 def make_write_rows(form: DecodingForm) -> Callable[..., None]:
-    """Return ``write_rows(acc, rows, state, item, results, work)``, which writes an item's results.
+    """Return ``write_rows(acc, rows, tops, sums, item, results, work)``, which writes an item's results.
+
+    ``tops`` are m of a lane's two rows, natural logarithms, and ``sums`` are l.
 
     Those of a part of the keys are float32, in a batch of their own, and know nothing of sinks.
     """
@@ -126,14 +121,14 @@ def make_write_rows(form: DecodingForm) -> Callable[..., None]:
     size = 4 if is_split else 2
 
     @device_function
-    def write_rows(acc, rows, state, item, results, work):
+    def write_rows(acc, rows, tops, sums, item, results, work):
         (out, lse, rest), lane = results, int32(cuda.threadIdx.x % 4)
         b = int32(item.part * work.lengths.shape[0] + item.b)
         for half in range(2):
-            row, total = rows[half], state.sums[half]
+            row, total = rows[half], sums[half]
             if row.is_there:
                 # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
-                shift = float32(shift_of(state.maxima[half]))
+                shift = float32(shift_of(tops[half]))
                 inverse, row_lse, row_rest = end_row(total, shift, item.b, row.h, work.extras)
                 if lane == 0:
                     lse[b, row.h, row.token] = row_lse
@@ -252,6 +247,6 @@ def make_consume(form: DecodingForm, pipelines: DecodingPipelines) -> Callable[.
                 sum_0 += cuda.shfl_xor_sync(ALL_LANES, sum_0, 1 << step)
                 sum_1 += cuda.shfl_xor_sync(ALL_LANES, sum_1, 1 << step)
             tops = natural(maxima[0], unit), natural(maxima[1], unit)
-            write_rows(acc, rows, RowState(tops, (sum_0, sum_1)), item, results, work)
+            write_rows(acc, rows, tops, (sum_0, sum_1), item, results, work)
 
     return consume

@@ -45,7 +45,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--batch-invariant", action="store_true", help="the same bits of attention in every batch"
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.port > 65535:
+        parser.error(f"--port must be at most 65535, got {args.port}")
+    return args
 
 
 def load(name: str, backend: str) -> tuple[minitorch.DecoderLM, dict[str, Any]]:

@@ -9,6 +9,7 @@ that a change of package is one line.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from ctypes import CDLL
@@ -52,6 +53,10 @@ def _has_driver() -> bool:
 
 
 _CHOICE = os.environ.get("MINITORCH_EMULATE", "")
+if not re.fullmatch(r"|0|1|check|\d+\.\d", _CHOICE):
+    raise ValueError(
+        f"MINITORCH_EMULATE must be 0, 1, check or a compute capability such as 9.0, got {_CHOICE!r}"
+    )
 _IS_ASKED = _is_set("MINITORCH_EMULATE") or bool(numba.config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
 #: True when kernels run on the emulated GPU, in Python on the host: with ``MINITORCH_EMULATE=1``, with
 #: ``NUMBA_ENABLE_CUDASIM=1``, by which published course code asks for numba's simulator, and without a CUDA

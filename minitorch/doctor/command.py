@@ -199,7 +199,7 @@ def table(facts: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((name, f"{state:<12} needs {facts['ranges'].get(name) or 'any version'}"))
     rows += facts["installed"].items()
     if "file" in cuda:
-        switch = "on" if cuda["emulated"] else "off (MINITORCH_EMULATE=1: on)"
+        switch = "on" if cuda["emulated"] else "where no CUDA driver is; MINITORCH_EMULATE=1: on"
         rows += [("numba.cuda", owner(cuda["file"])), ("emulated GPU", switch)]
     gpu = launched.get("gpu") or "none, which is no problem: the CPU and the emulated GPU need none"
     rows.append(("GPU", launched.get("error", gpu)))

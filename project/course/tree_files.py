@@ -39,7 +39,7 @@ FILES = (
     """
     kernels/runtime/cuda_errors.py kernels/runtime/disk_cache.py kernels/runtime/jit.py
     kernels/runtime/numba_patches.py kernels/runtime/targets.py kernels/runtime/types.py
-    kernels/cuda/emulator/*.py minitorch/cuda_ops.py
+    kernels/cuda/emulator/*.py -kernels/cuda/emulator/tensor_maps.py minitorch/cuda_ops.py
     minitorch/fast_ops.py minitorch/backends/compiled_*.py minitorch/backends/device_memory.py
     """,
     """
@@ -62,7 +62,8 @@ FILES = (
     kernels/cuda/matmul/cuda_cores.py kernels/cuda/ptx/llvm.py kernels/cuda/runtime/arrays.py
     kernels/cuda/runtime/compiling.py kernels/cuda/runtime/kernel.py kernels/cuda/runtime/recorder.py
     kernels/cuda/runtime/sizes.py kernels/metering/io_meter.py
-    kernels/problem/*.py -kernels/problem/chunks.py -kernels/problem/listed_mods.py
+    kernels/problem/*.py -kernels/problem/cached_keys.py -kernels/problem/chunks.py
+    -kernels/problem/listed_mods.py
     -kernels/problem/packed_problem.py -kernels/problem/packed_sequences.py -kernels/problem/float8.py
     kernels/reference/attention.py kernels/reference/lines.py kernels/reference/scores.py
     kernels/reference/softmax_ladder.py kernels/runtime/memory.py kernels/scores/program.py

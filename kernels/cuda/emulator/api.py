@@ -15,7 +15,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from . import tensor_maps as tensor_maps
+from . import tensor_maps as tensor_maps  # beyond module 5
 from .arrays import DeviceArray
 from .arrays import device_array as device_array
 from .arrays import device_array_like as device_array_like

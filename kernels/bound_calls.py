@@ -37,16 +37,12 @@ class CallLookup(NamedTuple):
     arrays: Sequence[Any]  #: Its arrays, in the order of ``Operands``.
     starts: list[int]  #: Their addresses.
     seed: int  #: The option ``seed``; 0 if it is not given.
-    on_host: bool  #: Whether the arrays are on the host.
+    on_host: bool  #: Whether all of them are on the host.
     call: Any  #: The bound call, or None for the first call with this key.
 
-    def keep(self, call: Any, operands: Operands) -> None:
-        """Keep the bound call of this key, which has run with these arrays, or with copies of them."""
-        # A gradient of a broadcast operand is still summed.
-        shapes = call.problem.q_shape, call.problem.k_shape, call.problem.v_shape
-        is_whole = not call.wanted.backward or shapes == tuple([x.shape for x in operands[:3]])
-        starts, _ = arrays_of(operands)
-        call.reads_given = is_whole and call.repeat is not None and starts == self.starts
+    def keep(self, call: Any, starts: Sequence[int]) -> None:
+        """Keep the bound call of this key, which has run with arrays at these addresses."""
+        call.reads_given = call.repeat is not None and starts == self.starts
         _calls.keep(self.key, call)
 
 
@@ -71,7 +67,7 @@ def find(
     ``results`` are the operands of a backward pass after those of the forward pass.
     """
     given: Any = options
-    seed, arrays, on_host = 0, operands, True
+    seed, arrays, all_on_host = 0, operands, True
     starts: list[int] = []  # list[int]() takes ten times as long
     try:
         key = [environ.get(RUNG_VARIABLE), rest, getattr(make, "key", make)]
@@ -93,8 +89,9 @@ def find(
             else:
                 start, unit, on_host = place.device_ctypes_pointer.value or 0, VECTOR, False
             key += layout, start % unit, on_host
+            all_on_host &= on_host
             starts.append(start)
-        if not on_host:
+        if not all_on_host:
             if recorder.thread.recording is not None:  # launches are being recorded for a graph
                 return None
             if targets.has_several_devices():
@@ -115,7 +112,7 @@ def find(
         call = _calls.get(own := tuple(key))
         if call is not None and call.problem.slopes and "alibi_slopes" in options:
             check_slopes(read(options["alibi_slopes"]))
-        return CallLookup(own, (*arrays, *results), starts, seed, on_host, call)
+        return CallLookup(own, (*arrays, *results), starts, seed, all_on_host, call)
     except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError):
         return None  # an unknown type or a wrong value: the full call raises the error
 

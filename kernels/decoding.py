@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from kernels import launch
 from kernels.array_call import check_on_host, results_of, target_of, with_arrays
+from kernels.bound_calls import CallLookup, find
 from kernels.common.arguments import flag
 from kernels.common.geometry import ceil_div
 from kernels.cpu.attention import flash_decoding
 from kernels.cpu.attention.key_cache import append
 from kernels.cuda.attention.flash_decoding import cached as cuda_decoding
 from kernels.cuda.runtime.arrays import is_device_array
+from kernels.cuda.runtime.repeated import Repeat, address_of
 from kernels.interop.libraries import context_of, library_of
 from kernels.operand_types import as_operand
-from kernels.problem.cached_keys import Cached, check_operands, check_options, host_integers
+from kernels.problem.cached_keys import (
+    NAME,
+    Cached,
+    check_operands,
+    check_options,
+    check_values,
+    host_integers,
+)
 from kernels.problem.operands import Operands, make_operands
 from kernels.problem.question import Problem
+from kernels.runtime.memory import start_of
 
 
 def flash_attention_with_cache(
@@ -88,45 +99,104 @@ def flash_attention_with_cache(
 
     Source: Dao et al., Flash-Decoding (2023); Kwon et al., PagedAttention (2023).
     """
-    check_options(options)  # type: ignore[arg-type]
     flags = {"rotary_interleaved": rotary_interleaved, "batch_invariant": batch_invariant}
-    flags = {name: flag(name, value) for name, value in flags.items()}
+    flags = tuple([flag(name, value) for name, value in flags.items()])
+    return_lse = flag("return_lse", return_lse)
+    if isinstance(cache_seqlens, (int, np.integer)):
+        cache_seqlens = np.full(len(as_operand(q)), cache_seqlens, np.int64)
+    integers = _as_array("cache_seqlens", cache_seqlens), _as_array("block_table", block_table)
+    given = q, k_cache, v_cache, k, v, *integers, rotary_cos, rotary_sin
+    library = library_of(q)
     with context_of(q):
-        operands = [as_operand(x) for x in (q, k_cache, v_cache, k, v)]
-        target = target_of([x for x in operands if x is not None])
-        if isinstance(cache_seqlens, (int, np.integer)):
-            cache_seqlens = np.full(len(operands[0]), cache_seqlens, np.int64)
-        integers = [
-            _integers(name, x)
-            for name, x in (("cache_seqlens", cache_seqlens), ("block_table", block_table))
-        ]
-        angles = [as_operand(x) for x in (rotary_cos, rotary_sin)]
-        options, arrays = with_arrays(options)  # type: ignore[arg-type]
+        arrays = [x for x in given if x is not None]
+        rest = NAME, tuple([x is None for x in given]), flags
+        found = find(arrays, options, *rest)  # type: ignore[arg-type]
+        known = found and found.call
+        if found is None or known is None or not known.reads_given:
+            results = results_of(library, _checked(found, given, flags, options))
+        elif library is None:
+            results = tuple(known.repeat.arrays(found.starts, 0))
+        else:
+            results = tuple(library.repeat(known.repeat, found.starts, 0, q))
+    return results if return_lse else results[0]
+
+
+def _as_array(name: str, values: Any) -> Any:
+    """Return lengths or a table as an array, of whatever library; None for None."""
+    return values if values is None or hasattr(values, "dtype") else host_integers(name, values)
+
+
+@dataclass
+class _Known:
+    """How the calls of one key run."""
+
+    problem: Problem  #: Checked.
+    repeat: Repeat | None  #: The launches of the first one.
+    reads_given: bool = False  #: Whether these take the caller's own arrays.
+
+
+def _checked(
+    found: CallLookup | None, given: Sequence[Any], flags: tuple[bool, ...], options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Check a call and return out and lse; keep how it runs if nothing is known of calls of its key."""
+    operands = [as_operand(x) for x in given]
+    for i, name in ((5, "cache_seqlens"), (6, "block_table")):
+        if isinstance(operands[i], np.ndarray):
+            operands[i] = host_integers(name, operands[i])
+    target = target_of([x for x in operands[:5] if x is not None])
+    known = found and found.call
+    if known is None:
+        check_options(options)  # type: ignore[arg-type]
+    options, arrays = with_arrays(options)  # type: ignore[assignment,arg-type]
+    call = Cached(known and known.problem, *operands, *flags, arrays)  # type: ignore[arg-type]
+    if known is not None:
+        check_values(call, known.problem.seq_k)
+    else:
         if target is launch.CPU:
             names = "cache_seqlens", "block_table", "rotary_cos", "rotary_sin"
-            check_on_host({**arrays, **dict(zip(names, (*integers, *angles), strict=True))})
-        call = Cached(None, *operands, *integers, *angles, *flags.values(), arrays)  # type: ignore[arg-type]
+            check_on_host({**arrays, **dict(zip(names, operands[5:], strict=True))})
         call = call._replace(problem=check_operands(call, options))  # type: ignore[arg-type]
-        out, lse = _run(target, call)
-        results = results_of(library_of(q), (out, lse))
-        return results if flag("return_lse", return_lse) else results[0]
+        if call.k is not None:
+            _check_written({"k_cache": given[1], "v_cache": given[2]}, call)
+    return _run(target, call, found)
 
 
-def _integers(name: str, values: Any) -> Any:
-    """Return lengths or a table as an array on the host, or on the device that it is on; None for None."""
-    if values is None or is_device_array(values):
-        return values
-    operand = as_operand(values) if hasattr(values, "dtype") else values
-    return operand if is_device_array(operand) else host_integers(name, operand)
+def _check_written(caches: dict[str, Any], call: Cached) -> None:
+    """Check that new rows reach the caller's caches: reading an array that is copied makes two copies."""
+    for name, cache in caches.items():
+        if _start(as_operand(cache)) != _start(getattr(call, name)):
+            raise ValueError(
+                f"new rows are written to {name} in place, but this array can only be read as a copy, and "
+                "they would be lost; pass one in native byte order, without negative strides on a device"
+            )
 
 
-def _run(target: launch.Target, call: Cached) -> tuple[Any, Any]:
+def _start(array: Any) -> int:
+    return start_of(array) if isinstance(array, np.ndarray) else address_of(array)
+
+
+def _run(target: launch.Target, call: Cached, found: CallLookup | None) -> tuple[Any, Any]:
     """Return out and lse of a checked call."""
+    repeat, starts, known = None, list[int](), found and found.call
     if target is launch.CPU:
-        return _on_host(call)
-    if cuda_decoding.why_not(call) is None:
-        return cuda_decoding.forward(call)
-    # Copies on the host where the device has no kernel for it.
+        results = _on_host(call)
+    elif cuda_decoding.why_not(call) is None:
+        call, arrays = cuda_decoding.brought(call)
+        starts = [address_of(x) for x in arrays]
+        if known is not None and known.repeat is not None:
+            return tuple(known.repeat.arrays(starts, 0))
+        if found is None or known is not None:
+            return cuda_decoding.forward(call)
+        results, repeat = cuda_decoding.note(call, arrays)
+    else:
+        results = _by_copies(target, call)
+    if found is not None and known is None:
+        found.keep(_Known(call.problem, repeat), starts)
+    return results
+
+
+def _by_copies(target: launch.Target, call: Cached) -> tuple[Any, Any]:
+    """Compute a call on copies on the host, because the device has no kernel for it."""
     memory = target.memory
     brought = {name: _brought(x) for name, x in call._asdict().items() if name != "problem"}
     brought["arrays"] = {name: _brought(x) for name, x in call.arrays.items()}

@@ -81,8 +81,7 @@ def check_operands(call: Cached, options: Options) -> Problem:
     capacity = page_size * (1 if call.table is None else int(call.table.shape[1]))
     if k is not None:
         check_dtypes(q, k, v)
-    _check_lengths(call, capacity)
-    _check_rotary(call, capacity)
+    check_values(call, capacity)
     mask = options.get("attn_mask")
     given: Any = {name: x for name, x in options.items() if name != "attn_mask"}
     check_types(**given)
@@ -100,6 +99,12 @@ def check_operands(call: Cached, options: Options) -> Problem:
     )
     kind = _checked_mask(mask, call, capacity, {**DEFAULTS, **given})
     return replace(square, lead=(batch, heads), seq_q=seq_q, seq_k=capacity, mask=kind)
+
+
+def check_values(call: Cached, capacity: int) -> None:
+    """Check the lengths, the table and the angles, whose values differ from call to call."""
+    _check_lengths(call, capacity)
+    _check_rotary(call, capacity)
 
 
 class _Shaped(NamedTuple):

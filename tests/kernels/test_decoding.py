@@ -300,3 +300,13 @@ def test_only_the_places_of_new_keys_are_written(place: Any) -> None:
     wanted = cache.copy()
     wanted[2, :, 15], wanted[0, :, :2] = 1, 1
     assert np.array_equal(host(k_cache), wanted) and np.array_equal(host(v_cache), 2 * wanted)
+
+
+def test_a_cache_that_new_rows_would_not_reach_is_refused() -> None:
+    cache, new = np.zeros((1, 1, 16, 4), np.float32), np.ones((1, 1, 1, 4), np.float32)
+    swapped = cache.astype(cache.dtype.newbyteorder())
+    options: Any = {"cache_seqlens": 3}
+    kernels.flash_attention_with_cache(new, swapped, cache, **options)
+    for caches in ((swapped, cache), (cache, swapped)):
+        with pytest.raises(ValueError, match=r"are written to ._cache in place.*native byte order"):
+            kernels.flash_attention_with_cache(new, *caches, new, new, **options)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 import kernels
 from kernels import BlockMask
-from kernels.cuda.runtime.arrays import to_device
+from kernels.cuda.attention.flash_decoding import cached
+from kernels.cuda.runtime.arrays import is_device_array, to_device
 from kernels.problem.packed_sequences import Sequences, sequences_of
 from kernels.problem.question import make_problem
 from kernels.runtime.dtypes import FLOAT16
+from kernels.runtime.known_calls import KnownCalls
 from kernels.runtime.targets import EMULATED
 
 from ...support.device.fake_device import fake_device
@@ -81,6 +84,53 @@ def test_a_repeated_call_copies_nothing_and_launches_its_kernels_alone(
     copies = [call.about[1] for call in device.calls if call.name.startswith("cuMemcpy")]
     assert all(len(copy) == 128 for copy in copies), "only tensor maps, which hold addresses"
     assert Counter(one.kernel for one in device.launches) == _expected(option, rung, deterministic)
+
+
+@pytest.mark.skipif(EMULATED, reason="the emulated GPU has no driver")
+@pytest.mark.parametrize("place", [np.asarray, to_device], ids=["host", "device"])
+def test_a_repeated_call_on_a_cache_launches_what_it_launches_in_full(place: Any) -> None:
+    """With lengths and a table on the host, it checks and copies those, and nothing else."""
+    with fake_device() as device:
+
+        def arrays(length: int = 20) -> list[Any]:
+            shapes = (2, 4, 1, 64), *[(5, 2, 16, 64)] * 2, *[(2, 2, 1, 64)] * 2
+            integers = np.array([9, length], np.int32), np.array([[3, 1], [0, 4]], np.int32)
+            sink = to_device(np.zeros(4, np.float32))
+            found = [to_device(np.zeros(shape, FLOAT16)) for shape in shapes]
+            return [*found, *map(place, integers), sink]
+
+        def call(arrays: list[Any]) -> list[Any]:
+            device.launches.clear()
+            device.calls.clear()
+            *given, lengths, table, sink = arrays
+            kernels.flash_attention_with_cache(
+                *given, cache_seqlens=lengths, block_table=table, is_causal=True, sink=sink
+            )
+            return [*device.launches]
+
+        first, own = arrays(), arrays()
+        call(first)
+        with patch.object(cached, "forward", None):
+            repeated = call(own)
+        copies = [one.about for one in device.calls if one.name.startswith("cuMemcpy")]
+        if place is np.asarray:
+            with pytest.raises(ValueError, match=r"cache_seqlens\[1\] is 32"):
+                call(arrays(32))
+        KnownCalls.cache_clear()
+        full = call(own)
+    maps = {to for to, copied in copies if len(copied) == 128}
+    assert len(maps) == 3
+    assert len(copies) == 3 + 2 * (place is np.asarray)
+    fixed = maps | {x.device_ctypes_pointer.value for x in own if is_device_array(x)}
+    # Other addresses are those of memory of the call.
+    found, wanted = (
+        [
+            (*one[:2], [x if x in fixed or x < 2**31 else None for x in one.words])
+            for one in launches
+        ]
+        for launches in (repeated, full)
+    )
+    assert found == wanted
 
 
 def test_sums_that_were_written_to_are_other_sequences() -> None:

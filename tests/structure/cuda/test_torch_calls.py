@@ -78,6 +78,24 @@ def test_a_known_call_runs_in_the_memory_and_in_the_order_of_pytorch() -> None:
         assert [x.dtype for x in results] == ["float16", "float32"] + 3 * ["float16"]
 
 
+def test_a_known_call_on_a_cache_runs_in_the_memory_of_pytorch() -> None:
+    with torch_on_a_device() as (fake, *_):
+        q, cache, new = fake.randn(2, 4, 1, 64), fake.randn(9, 2, 16, 64), fake.randn(2, 2, 1, 64)
+        call: dict[str, Any] = {
+            "cache_seqlens": fake.randn(2, dtype="int32"),
+            "block_table": fake.randn(2, 4, dtype="int32"),
+        }
+
+        def decode() -> Any:
+            return kernels.flash_attention_with_cache(q, cache, cache, new, new, **call)
+
+        for _ in range(2):
+            decode()
+        with patch.object(Pool, "allocate", no_allocation):
+            out = decode()
+        assert (out.shape, out.dtype) == (q.shape, "float16") and out.data_ptr() in fake.made
+
+
 def test_a_call_in_full_on_another_stream_waits_both_ways() -> None:
     with torch_on_a_device() as (fake, _, waits):
         q, k, v = (fake.randn(*SHAPE) for _ in range(3))

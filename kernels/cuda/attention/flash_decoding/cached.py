@@ -15,15 +15,18 @@ from kernels.cuda.device.per_device import HOPPER, why_no_device
 from kernels.cuda.device.vector import are_vectors
 from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import Kernel, array_type
+from kernels.cuda.runtime.repeated import Repeat, noted
 from kernels.cuda.runtime.sizes import launch_each
 from kernels.problem.cached_keys import Cached
 from kernels.problem.operands import make_operands, view_of
-from kernels.problem.options import AXES
+from kernels.problem.options import ARRAY_ORDER, AXES
 from kernels.runtime.dtypes import FLOAT32, is_half
 from kernels.runtime.targets import cuda, current_device
 from kernels.runtime.types import float32, int32, types, void
 
 MEMORY = DeviceMemory()
+#: The fields of a call that are arrays, or None.
+_ARRAYS = Cached._fields[1:10]
 
 
 def why_not(call: Cached) -> str | None:
@@ -99,16 +102,33 @@ def _place(call: Cached, source: Any, lengths: Any, target: Any, is_rotated: boo
     return totals
 
 
+def brought(call: Cached) -> tuple[Cached, list[Any]]:
+    """Return a call with all arrays on the device, and these, in the order of ``bound_calls.find``."""
+    given = {name: MEMORY.bring(x) for name in _ARRAYS if (x := getattr(call, name)) is not None}
+    options = {
+        name: (MEMORY.bring if name == "attn_mask" else MEMORY.constant)(x)
+        for name in ARRAY_ORDER
+        if (x := call.arrays.get(name)) is not None
+    }
+    return call._replace(**given, arrays=options), [*given.values(), *options.values()]
+
+
+def note(call: Cached, arrays: list[Any]) -> tuple[Any, Repeat | None]:
+    """Return the results of a call that :func:`brought` returned, and how others repeat its launches."""
+    names = [name for name in _ARRAYS if getattr(call, name) is not None]
+
+    def run(own: Any, seed: int) -> tuple[Any, Any]:
+        options = dict(zip(call.arrays, own[len(names) :], strict=True))
+        return forward(call._replace(**dict(zip(names, own, strict=False)), arrays=options))
+
+    return noted(run, arrays, 0)
+
+
 def forward(call: Cached) -> tuple[Any, Any]:
-    """Return out and lse of a call whose arrays are on the device, except for lengths and tables."""
+    """Return out and lse of a call whose arrays are all on the device."""
     problem, (batch, heads, seq_q, _) = call.problem, call.q.shape
-    lengths = call.lengths
-    if lengths is None:
-        lengths = launch.full_lengths(batch, problem.seq_k, current_device())
-    call = call._replace(**{
-        name: x if x is None else MEMORY.bring(np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x)
-        for name, x in (("lengths", lengths), ("table", call.table), ("cos", call.cos), ("sin", call.sin))
-    })  # fmt: skip
+    if call.lengths is None:
+        call = call._replace(lengths=launch.full_lengths(batch, problem.seq_k, current_device()))
     q, totals = call.q, call.lengths
     if call.new:
         _place(call, call.k, call.lengths, call.k_cache, True)
@@ -121,7 +141,7 @@ def forward(call: Cached) -> tuple[Any, Any]:
     arrays = dict(call.arrays)
     drafts = arrays.pop("attn_mask", None)
     if drafts is not None:
-        drafts = MEMORY.four_dims(MEMORY.bring(drafts), (batch, heads, seq_q, seq_q))
+        drafts = MEMORY.four_dims(drafts, (batch, heads, seq_q, seq_q))
     plain = replace(problem, mask="", groups=1)
     operands = make_operands(MEMORY, plain, q, call.k_cache, call.v_cache, arrays)
     views = {

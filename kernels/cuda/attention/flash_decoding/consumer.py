@@ -134,7 +134,7 @@ def make_write_rows(form: DecodingForm) -> Callable[..., None]:
                     lse[b, row.h, row.token] = row_lse
                     rest[b, row.h, row.token] = row_rest
                 # 14: write O_i; without keys the accumulators are no one's
-                at = global_address(out) + b * out.strides[0] + row.h * out.strides[1]
+                at = global_address(out) + int64(b) * out.strides[0] + row.h * out.strides[1]
                 at += row.token * out.strides[2] + 2 * size * lane
                 left = int32(out.shape[3] - 2 * lane)
                 for t in range(tiles):

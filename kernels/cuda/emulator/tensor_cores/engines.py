@@ -231,7 +231,7 @@ class Engines(Instructions):
 #: What an instruction begins with → the method that does it.
 OF_ENGINES = {
     r"fence\.proxy\.async": "fence",
-    r"fence\.mbarrier_init|setmaxnreg\.|wgmma\.fence": "nothing",
+    r"fence\.mbarrier_init|prefetch\.tensormap|setmaxnreg\.|wgmma\.fence": "nothing",
     r"mbarrier\.init": "mbarrier_init",
     r"mbarrier\.arrive\.expect_tx": "mbarrier_arrive_expect",
     r"mbarrier\.arrive\.shared": "mbarrier_arrive",

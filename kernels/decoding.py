@@ -94,8 +94,9 @@ def flash_attention_with_cache(
 
     Raises:
         TypeError: If an array or an option has the wrong dtype or type.
-        ValueError: If a shape, a length, an entry of the table or the value of an option is invalid, or
-            an option is not supported.  Lengths and tables on a device are not checked.
+        ValueError: If a shape, a length, an entry of the table or the value of an option is invalid, an
+            option is not supported, or new keys are for a cache that can only be read as a copy, such as
+            one in foreign byte order.  Lengths and tables on a device are not checked.
 
     Source: Dao et al., Flash-Decoding (2023); Kwon et al., PagedAttention (2023).
     """

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -23,13 +23,13 @@ from numba import njit
 from kernels.common.geometry import PLAIN
 from kernels.common.online_softmax import LOG2_E
 from kernels.cpu.attention.call_record import CallOptions
+from kernels.cpu.attention.key_cache import IN_PLACE, form_of, load_tile
 from kernels.cpu.attention.row_products import add_values, scores_of_row
 from kernels.cpu.attention.tile_scores import (
     BOOL_MASK,
     FLOAT_MASK,
     TilePosition,
     blocks_hide,
-    copy_tile,
     rows_of,
     view,
 )
@@ -50,8 +50,6 @@ from kernels.problem.cached_keys import Cached
 from kernels.problem.operands import Operands, make_operands
 from kernels.problem.options import AXES
 from kernels.problem.question import Problem
-from kernels.runtime import dtypes
-from kernels.runtime.dtypes import is_half
 from kernels.runtime.jit import FASTMATH, njit_cached
 from kernels.runtime.memory import Bind, Memory, Run, start_of
 
@@ -61,38 +59,7 @@ MOST_ROWS = 8
 PART, BLOCK_K = 512, 64
 #: About how many rows a work item of a cache has, of all heads that share a key head.
 MOST_LINES = 32
-#: Forms of a cache: rows that are read in place, rows to be copied, and 16-bit numbers to be converted.
-IN_PLACE, STRIDED, BFLOAT16, FLOAT16 = range(4)
 _OF_PARTS = "of_parts", "finished"
-
-
-@njit(fastmath=FASTMATH)
-def load_tile(form, array, page, head, place, target):
-    """Load rows of a cache that cannot be read in place to a tile, (count, dim)."""
-    count = target.shape[0]
-    if form == STRIDED:
-        copy_tile(rows_of(array, page, head, place, count, target.dtype), target)
-        return
-    bits = rows_of(array, page, head, place, count, np.uint16)
-    for r in range(count):
-        own, row = bits[r], contiguous(target[r]).view(np.uint32)  # (dim,)
-        if form == BFLOAT16:
-            for i in range(len(row)):
-                row[i] = np.uint32(own[i]) << np.uint32(16)
-        else:
-            for i in range(len(row)):
-                number = np.uint32(own[i])
-                own_bits = (number & np.uint32(0x7FFF)) << np.uint32(13)
-                # the largest exponent, of infinities and NaN, remains the largest
-                is_last = (number & np.uint32(0x7C00)) == np.uint32(0x7C00)
-                own_bits |= np.uint32(0x7F800000) if is_last else np.uint32(0)
-                row[i] = own_bits | ((number & np.uint32(0x8000)) << np.uint32(16))
-    if form == FLOAT16:
-        factor = target.dtype.type(2.0**112)  # the bias of an exponent is 127 instead of 15
-        for r in range(count):
-            row = target[r]
-            for i in range(len(row)):
-                row[i] *= factor
 
 
 @njit(fastmath=FASTMATH)
@@ -109,6 +76,29 @@ def mask_tile(o, tile, where, first):
             for c in range(max(first - where.lane, 0), where.width):
                 if shown[where.lane + c - first] == 0:
                     tile[r, c] = -np.inf
+
+
+class Part(NamedTuple):
+    """A part of the keys, and the rows of the heads that share it."""
+
+    b: Any  #: Index of the batch.
+    key_head: Any  #: Index of the head of k.
+    heads: Any  #: Heads of q that share it.
+    sequence: Any  #: Index of the packed sequence.
+    position: Any  #: Position of the first row.
+    rows: Any  #: Rows of each head.
+    before: Any  #: Position of the first query of a sequence in a cache; otherwise 0.
+    first_k: Any  #: Row of k of the sequence's first key.
+    seq_k: Any  #: Keys of the sequence.
+    begin: Any  #: The first key of the part.
+
+
+@njit
+def tile_of(o, part, h, col, cols):
+    """Return the position of the tile of the part's head ``h`` that begins at a key."""
+    head = part.key_head * part.heads + h
+    flat = part.b * o.q.shape[1] + head
+    return TilePosition(part.b, head, flat, part.sequence, part.position, col, cols, np.int64(1))
 
 
 def make_part(real):
@@ -175,6 +165,60 @@ def make_part(real):
                     acc_row[i] += weight * own[i]
             row_max[line], row_sum[line] = largest, total
 
+    @njit(fastmath=FASTMATH)
+    def fill_scores(settings, part, q_scaled, s, is_hidden, buffer):
+        """Fill (tiles, lines, BLOCK_K) scores of a part, and tell which tiles are hidden from all rows."""
+        o = settings[0]
+        slope = np.empty((0, BLOCK_K), real)  # (0, BLOCK_K)
+        for t in range(len(s)):
+            col = part.begin + t * BLOCK_K
+            cols = min(BLOCK_K, part.seq_k - col)
+            if part.heads == 1 and blocks_hide(o, tile_of(o, part, 0, col, cols), part.rows):
+                s[t], is_hidden[t] = real(-np.inf), 1
+                continue
+            # 7: load K_j     8: S = Q_i K_jᵀ
+            done = 0
+            while done < cols:
+                place = part.first_k + col + done
+                k = keys_at(o, o.k_form, o.k, part.b, part.key_head, place, cols - done, buffer)
+                for line in range(len(q_scaled)):
+                    scores_of_row(q_scaled, line, k, s[t], done)
+                done += len(k)
+            for h in range(part.heads):
+                own = s[t, h * part.rows : (h + 1) * part.rows]  # (rows, BLOCK_K)
+                here = tile_of(o, part, h, col, cols)
+                if o.score_pass != 0:
+                    call(o.score_pass, (own, slope, settings, here))
+                if o.cache_mask != 0:
+                    mask_tile(o, own, here, part.before)
+                for r in range(part.rows):
+                    at = part.position + r
+                    if cols < BLOCK_K or at + o.lower > col or at + o.upper < col + BLOCK_K - 1:
+                        for c in range(BLOCK_K):
+                            visible = c < cols and is_visible(at, col + c, o.lower, o.upper)
+                            own[r, c] = own[r, c] if visible else real(-np.inf)
+
+    @njit(fastmath=FASTMATH)
+    def add_part(settings, part, p, is_hidden, buffer, acc):
+        """Add (P ∘ Z) V of a part to O, Z the dropout."""
+        o, rows = settings[0], part.rows
+        z = np.ones((rows if o.keep_pass != 0 else 0, BLOCK_K), real)  # (rows, BLOCK_K)
+        for t in range(len(p)):
+            if is_hidden[t] != 0:
+                continue
+            col = part.begin + t * BLOCK_K
+            cols = min(BLOCK_K, part.seq_k - col)
+            for h in range(part.heads if o.keep_pass != 0 else 0):
+                call(o.keep_pass, (z, settings, tile_of(o, part, h, col, cols)))
+                multiply(p[t, h * rows : (h + 1) * rows], z)
+            done = 0
+            while done < cols:
+                place = part.first_k + col + done
+                v = keys_at(o, o.v_form, o.v, part.b, part.key_head, place, cols - done, buffer)
+                for line in range(len(acc)):
+                    add_values(p[t], line, done, v, acc)
+                done += len(v)
+
     @njit_cached(fastmath=FASTMATH)
     def part_item(settings, item):
         """Fold one part of the keys into all rows of the heads that share a head of k, for one tile.
@@ -184,22 +228,22 @@ def make_part(real):
         merges all of them and fills the results.
         """
         o = settings[0]
-        part, group = item % o.parts, item // o.parts
-        key_heads, value_dim, lower, upper = o.k.shape[1], o.v.shape[3], o.lower, o.upper
+        number, group = item % o.parts, item // o.parts
+        key_heads, value_dim = o.k.shape[1], o.v.shape[3]
         b, key_head = group // o.tiles // key_heads, group // o.tiles % key_heads
         sequence, first_q, seq_q, first_k, seq_k, row = tile_in_table(o, group % o.tiles)
-        before = np.int64(0)  # the position of the first query
+        before = np.int64(0)
         if o.lengths.address != 0:
             seq_k = view(o.lengths, np.int64)[b, 0, 0, 0]
             before = seq_k - seq_q
         rows, position = min(o.block_q, seq_q - row), before + row
         # The parts with keys that some row sees; the first one if there is none.
-        stop = max(min(seq_k, position + rows + upper), 0)
-        begin = max(position + lower, 0)
+        stop = max(min(seq_k, position + rows + o.upper), 0)
+        begin = max(position + o.lower, 0)
         first_part, parts_stop = begin // PART, ceil_div(stop, PART)
         if parts_stop <= first_part:
             first_part, parts_stop = np.int64(0), np.int64(1)
-        if part < first_part or part >= parts_stop:
+        if number < first_part or number >= parts_stop:
             return
         heads = o.q.shape[1] // key_heads
         first_head, lines = key_head * heads, heads * rows
@@ -207,77 +251,23 @@ def make_part(real):
         for h in range(heads):
             q = rows_of(o.q, b, first_head + h, first_q + row, rows, real)  # (rows, head_dim)
             pack_rows(q, real(o.scale), q_scaled[h * rows : (h + 1) * rows])
-        begin = max(part * PART, begin // BLOCK_K * BLOCK_K)
-        stop = min((part + 1) * PART, stop)
-        tiles = max(ceil_div(stop - begin, BLOCK_K), 0)
+        begin = max(number * PART, begin // BLOCK_K * BLOCK_K)
+        tiles = max(ceil_div(min((number + 1) * PART, stop) - begin, BLOCK_K), 0)
+        part = Part(b, key_head, heads, sequence, position, rows, before, first_k, seq_k, begin)
         s, is_hidden = np.empty((tiles, lines, BLOCK_K), real), np.zeros(tiles, np.uint8)
-        slope = np.empty((0, BLOCK_K), real)  # (0, BLOCK_K)
         buffer = np.empty((BLOCK_K if o.is_loaded else 0, max(value_dim, o.q.shape[3])), real)
-        flat = b * o.q.shape[1] + first_head
-        for t in range(tiles):
-            col = begin + t * BLOCK_K
-            cols = min(BLOCK_K, seq_k - col)
-            here = TilePosition(b, first_head, flat, sequence, position, col, cols, np.int64(1))
-            if heads == 1 and blocks_hide(o, here, rows):
-                s[t], is_hidden[t] = real(-np.inf), 1
-                continue
-            # 7: load K_j     8: S = Q_i K_jᵀ
-            done = 0
-            while done < cols:
-                k = keys_at(
-                    o, o.k_form, o.k, b, key_head, first_k + col + done, cols - done,
-                    buffer[:, : o.q.shape[3]],
-                )  # fmt: skip
-                for line in range(lines):
-                    scores_of_row(q_scaled, line, k, s[t], done)
-                done += len(k)
-            for h in range(heads):
-                own = s[t, h * rows : (h + 1) * rows]  # (rows, BLOCK_K)
-                here = TilePosition(
-                    b, first_head + h, flat + h, sequence, position, col, cols, np.int64(1)
-                )
-                if o.score_pass != 0:
-                    call(o.score_pass, (own, slope, settings, here))
-                if o.cache_mask != 0:
-                    mask_tile(o, own, here, before)
-                for r in range(rows):
-                    at = position + r
-                    if cols < BLOCK_K or at + lower > col or at + upper < col + BLOCK_K - 1:
-                        for c in range(BLOCK_K):
-                            visible = c < cols and is_visible(at, col + c, lower, upper)
-                            own[r, c] = own[r, c] if visible else real(-np.inf)
+        fill_scores(settings, part, q_scaled, s, is_hidden, buffer[:, : o.q.shape[3]])
         # m = rowmax S, P = exp(S - m), l = rowsum P
         row_max, row_sum = np.empty(lines, real), np.empty(lines, real)
         tops = np.empty(LANES, real)
         for line in range(lines):
             row_max[line] = largest_of(s, line, tops)
             row_sum[line] = exponentials(s, line, real(shift_of(row_max[line])))
-        # O = (P ∘ Z) V, Z the dropout
         acc = np.zeros((lines, value_dim), real)
-        z = np.ones((rows if o.keep_pass != 0 else 0, BLOCK_K), real)  # (rows, BLOCK_K)
-        for t in range(tiles):
-            if is_hidden[t] != 0:
-                continue
-            col = begin + t * BLOCK_K
-            cols = min(BLOCK_K, seq_k - col)
-            for h in range(heads if o.keep_pass != 0 else 0):
-                here = TilePosition(
-                    b, first_head + h, flat + h, sequence, position, col, cols, np.int64(1)
-                )
-                call(o.keep_pass, (z, settings, here))
-                multiply(s[t, h * rows : (h + 1) * rows], z)
-            done = 0
-            while done < cols:
-                v = keys_at(
-                    o, o.v_form, o.v, b, key_head, first_k + col + done, cols - done,
-                    buffer[:, :value_dim],
-                )  # fmt: skip
-                for line in range(lines):
-                    add_values(s[t], line, done, v, acc)
-                done += len(v)
+        add_part(settings, part, s, is_hidden, buffer[:, :value_dim], acc)
         if parts_stop - first_part > 1:
             of_group = view(o.of_parts, real)[group]  # (parts, lines, value_dim + 2)
-            own = of_group[part]
+            own = of_group[number]
             for line in range(lines):
                 own[line, :value_dim] = acc[line]
                 own[line, value_dim], own[line, value_dim + 1] = row_max[line], row_sum[line]
@@ -347,13 +337,6 @@ def _run(options: CallOptions, arrays: tuple[Any, ...], key_heads: int, longest:
         return run_parts
 
     return bind_parts
-
-
-def form_of(array: Any) -> int:
-    """Return how the kernel loads the rows of a cache."""
-    if is_half(array.dtype):
-        return BFLOAT16 if array.dtype == dtypes.BFLOAT16 else FLOAT16
-    return IN_PLACE if array.strides[3] == array.itemsize or array.shape[3] == 1 else STRIDED
 
 
 def forward_cached(call: Cached, q: Any, lengths: Any) -> tuple[Any, Any]:

@@ -59,7 +59,7 @@ SETTINGS = np.dtype(
         # of a cache; an address of 0 where the keys are those of the call
         ("lengths", ARRAY),  # (batch, 1, 1, 1) int64
         ("pages", ARRAY),  # (batch, pages of a sequence, 1, 1) int32
-        ("k_form", "i8"),  # how k and v are loaded, see ``flash_decoding.form_of``
+        ("k_form", "i8"),  # how k and v are loaded, see ``key_cache.form_of``
         ("v_form", "i8"),
         ("is_loaded", "i8"),  # whether one of them is not read in place
         ("cache_mask", "i8"),  # the kind of ``mask``, which the score pass does not apply

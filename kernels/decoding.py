@@ -80,8 +80,8 @@ def flash_attention_with_cache(
             queries in the call, and for every layout of pages: a prompt that is processed in one call, in
             chunks, or one token at a time gives the same results.
         return_lse: Also return lse.
-        options: ``is_causal``, ``scale``, ``window_size``, ``softcap``, ``alibi_slopes``, ``sink``,
-            ``score_mod`` and ``attn_mask`` of :func:`make_problem`.  Rows and columns are positions, so
+        options: Options of :func:`make_problem`: masks, bounds, scale, softcap, ALiBi's slopes, sinks and
+            ``score_mod``; others are refused with a list of these.  Rows and columns are positions, so
             ``is_causal``, which is False unless given, as in both libraries, is aligned to the lower
             right, and a ``score_mod`` receives positions.  A boolean ``attn_mask`` is (…, seq_q, seq_q)
             and applies to the last seq_q keys of each sequence, such as a tree of drafts; a floating one
@@ -217,16 +217,13 @@ def _on_host(call: Cached) -> tuple[Any, Any]:
     q, lengths = append(call)
     problem = call.problem
     has_few_rows = problem.seq_q <= flash_decoding.MOST_ROWS or problem.score_mod
-    if q.size and (has_few_rows or call.batch_invariant):
+    if q.size and (has_few_rows or call.batch_invariant or not lengths.all()):
         return flash_decoding.forward_cached(call, q, lengths)
     out = np.zeros((*q.shape[:3], problem.value_dim), problem.dtype)
     lse = np.full(q.shape[:3], -np.inf, problem.acc_dtype)
     for b, length in enumerate(lengths.tolist()):
-        if length:
-            own, operands = _of_sequence(call, q, b, length)
-            out[b : b + 1], lse[b : b + 1], _ = launch.forward(launch.CPU, own, operands)
-        elif call.arrays.get("sink") is not None:
-            lse[b] = call.arrays["sink"][:, None]
+        own, operands = _of_sequence(call, q, b, length)
+        out[b : b + 1], lse[b : b + 1], _ = launch.forward(launch.CPU, own, operands)
     return out, lse
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kernels.common.arguments import as_host_array, shown
 from kernels.problem.option_values import Given, check_mask
-from kernels.problem.options import DEFAULTS, Options, check_types
+from kernels.problem.options import DEFAULTS, OPTIONS, Options, check_types
 from kernels.problem.question import Problem, problem_of
 from kernels.problem.shapes import check_array, check_dtypes
 from kernels.problem.signature import by_name
@@ -19,10 +19,12 @@ from kernels.runtime.dtypes import is_floating
 NAME = "flash_attention_with_cache"
 #: The sizes of a page, in keys, are multiples of the first up to the second.
 PAGE_UNIT, MOST_PAGE = 16, 256
-#: The options that these calls support.
-_OPTIONS = (
-    "attn_mask", "is_causal", "scale", "window_size", "softcap", "alibi_slopes", "sink", "score_mod",
-)  # fmt: skip
+#: The options that these calls do not support, those of training and of other layouts.
+_REFUSED = {
+    "block_mask", "causal_offset", "chunk_size", "deterministic", "dropout_p", "enable_gqa", "mask_mod",
+    "precision", "return_lse", "rung", "seed",
+}  # fmt: skip
+_OPTIONS = [name for name in OPTIONS if name not in _REFUSED]
 
 
 class Cached(NamedTuple):

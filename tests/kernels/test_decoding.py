@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kernels
-from kernels.runtime.dtypes import BFLOAT16, FLOAT32, FLOAT_DTYPES, acc_dtype
+from kernels.runtime.dtypes import BFLOAT16, FLOAT32, FLOAT_DTYPES, HALF_DTYPES, acc_dtype
 
+from ..support.device.emulated_gpu import emulated_gpu, emulated_only
 from ..support.examples import at_most
 from ..support.layouts import on_device
 from ..support.tolerances import assert_close_arrays
@@ -43,14 +44,18 @@ def score_mod(score: float, batch: int, head: int, row: int, col: int) -> float:
 class Sequences:
     """Drawn sequences: their keys and values without a cache, and the same in one."""
 
-    def __init__(self, draw: Callable[[Any], Any], dtypes: Any = FLOAT_DTYPES, longest: int = 150):
+    def __init__(
+        self,
+        draw: Callable[[Any], Any],
+        dtypes: Any = FLOAT_DTYPES,
+        longest: int = 150,
+        dims: Any = (1, 5, 16, 20, 64, 72),
+    ):
         self.rng = np.random.default_rng(draw(st.integers(0, 2**32)))
         self.dtype = draw(st.sampled_from(dtypes))
         self.batch, self.key_heads = draw(st.integers(1, 4)), draw(st.integers(1, 2))
         self.heads = self.key_heads * draw(st.integers(1, 3))
-        self.head_dim, self.value_dim = (
-            draw(st.sampled_from([1, 5, 16, 20, 64, 72])) for _ in range(2)
-        )
+        self.head_dim, self.value_dim = (draw(st.sampled_from(dims)) for _ in range(2))
         lengths = st.lists(st.integers(0, longest), min_size=self.batch, max_size=self.batch)
         self.lengths = np.array(draw(lengths), np.int32)
         self.capacity = -(-int(self.lengths.max() + 16) // 48) * 48
@@ -185,12 +190,26 @@ def host(x: Any) -> Any:
 def test_each_sequence_attends_to_its_own_keys_and_to_no_others(place: Any, data: Any) -> None:
     """NaN lies in every place beyond a length; new keys may be appended, rotated by their position."""
     s = Sequences(data.draw, longest=data.draw(st.sampled_from([0, 150, 150, 1100])))
+    assert_attends(place, data, s, OPTIONS)
+
+
+@emulated_only
+@at_most(5)
+@given(data=st.data())
+def test_on_tensor_cores_each_sequence_attends_to_its_own_keys(data: Any) -> None:
+    s = Sequences(data.draw, HALF_DTYPES, data.draw(st.sampled_from([0, 40, 150])), (8, 72))
+    with emulated_gpu((9, 0)):
+        assert_attends(on_device, data, s, [name for name in OPTIONS if name != "bias"])
+
+
+def assert_attends(place: Any, data: Any, s: Sequences, every: Any) -> None:
+    """Assert that a call with drawn options and new keys has the results of the formula."""
     seq_q = data.draw(st.sampled_from([1, 1, 2, 5, 11]))
     page_size = data.draw(st.sampled_from([None, 16, 48, 16]))
     call = s.in_cache(page_size, shared=0)
     new = data.draw(st.sampled_from([0, 1, seq_q]))
     lengths, q = s.lengths + new, s.normal(s.batch, s.heads, seq_q, s.head_dim)
-    names = data.draw(st.lists(st.sampled_from(OPTIONS), max_size=3))
+    names = data.draw(st.lists(st.sampled_from(every), max_size=3))
     options = s.options(names, seq_q, s.capacity)
     keys, values = s.keys.copy(), s.values.copy()
     own_q = q
@@ -259,6 +278,22 @@ def test_with_batch_invariant_a_row_has_the_same_bits_in_any_batch(place: Any, d
         for x, y in zip(part, whole, strict=True):
             assert np.array_equal(x, y[:, start : start + rows])
         start += max(rows, length // 6)
+
+
+@emulated_only
+def test_with_batch_invariant_the_capacity_does_not_change_a_bit() -> None:
+    rng = np.random.default_rng(0)
+    q, *rows = (rng.standard_normal((1, 2, n, 8)).astype(np.float16) for n in (1, 2100, 2100))
+    with emulated_gpu((9, 0)):
+        found = [
+            kernels.flash_attention_with_cache(
+                on_device(q), *(on_device(x[:, :1, :capacity]) for x in rows),
+                cache_seqlens=np.array([300], np.int32), batch_invariant=True, return_lse=True,
+            )
+            for capacity in (300, 2100)
+        ]  # fmt: skip
+    for x, y in zip(*found, strict=True):
+        assert np.array_equal(host(x), host(y))
 
 
 @TARGETS

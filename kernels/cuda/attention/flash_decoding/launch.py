@@ -138,7 +138,9 @@ def forward(
     sizes = *numbers.values(), page, copied, int(lengths is not None)
     shape = DecodingShape._make((*sizes, *q_by, *k_by, *v_by))
     widths, device = widths_of(problem), current_device()
-    is_split, has_drafts, features = shape.parts > 1, drafts is not None, problem.features
+    has_drafts, features = drafts is not None, problem.features
+    # Merging rounds even a single part, and how many there are depends on the capacity.
+    is_split = is_fixed or shape.parts > 1
     form = DecodingForm(
         layout, widths, dtype, features, is_paged, has_drafts, problem.scale > 0.0, is_split
     )

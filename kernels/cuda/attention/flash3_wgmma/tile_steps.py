@@ -254,8 +254,11 @@ def make_rescale(cols: int, patience: int, waits_first: bool = False) -> Callabl
     @device_function
     def rescale_to(tops, s, acc, scale, factor, maxima, sums):
         (max_0, max_1), (top_0, top_1) = maxima, row_maxima(tops[0], tops[1])
-        shift_0, shift_1 = float32(shift_of(top_0)) * factor, float32(shift_of(top_1)) * factor
-        rescale_0, rescale_1 = ex2(max_0 * factor - shift_0), ex2(max_1 * factor - shift_1)
+        # Rounded products: that of a maximum that has not grown, less itself, must be 0 with every tile.
+        shift_0 = mul_rn(float32(shift_of(top_0)), factor)
+        shift_1 = mul_rn(float32(shift_of(top_1)), factor)
+        rescale_0 = ex2(mul_rn(max_0, factor) - shift_0)
+        rescale_1 = ex2(mul_rn(max_1, factor) - shift_1)
         has_large = has_large_row(shift_0, shift_1)
         if has_large:
             near_0, shift_0, rescale_0 = apart(max_0, scale, top_0, shift_0, rescale_0)

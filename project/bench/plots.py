@@ -43,11 +43,6 @@ class Result:
         return f"{name} ({'measured here' if self.fresh else 'from file'}, {self.record['date']})"
 
 
-def path_of(name: str, folder: str) -> Path:
-    """Return the file of a published record."""
-    return records.RESULTS / folder / f"{name}.json"
-
-
 def stored(name: str) -> list[Result]:
     """Return the published records of a name by device, the CPUs first."""
     paths = sorted(records.RESULTS.glob(f"*/{name}.json"))

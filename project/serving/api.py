@@ -194,7 +194,7 @@ def metrics(worker: Worker, refused: Counter[int], started: float) -> str:
         "waiting": len(engine.waiting), "pages": engine.pages, "free_pages": engine.free_pages,
         "tokens_total": worker.written,
     }  # fmt: skip
-    ended = {f'requests_total{{ended="{how}"}}': n for how, n in worker.counts.items()}
+    ended = {f'requests_total{{ended="{how}"}}': n for how, n in dict(worker.counts).items()}
     others = {f'refused_total{{status="{status}"}}': n for status, n in refused.items()}
     rows = {**lines, **ended, **others}.items()
     return "".join(f"minitorch_{name} {value}\n" for name, value in rows)
@@ -236,7 +236,7 @@ def make_app(served: Served) -> FastAPI:
                     writing.cancel()
             return await writing
         except asyncio.CancelledError:
-            return Response(status_code=499)  # which nobody reads
+            return Response(status_code=499)  # the client has left
         finally:
             worker.cancel(text)
 

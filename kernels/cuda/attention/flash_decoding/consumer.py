@@ -133,7 +133,7 @@ def make_write_rows(form: DecodingForm) -> Callable[..., None]:
                 if lane == 0:
                     lse[b, row.h, row.token] = row_lse
                     rest[b, row.h, row.token] = row_rest
-                # 14: write O_i; without keys the accumulators are no one's
+                # 14: write O_i; without keys the accumulators are undefined
                 at = global_address(out) + int64(b) * out.strides[0] + 2 * size * lane
                 at += int64(row.h) * out.strides[1] + int64(row.token) * out.strides[2]
                 left = int32(out.shape[3] - 2 * lane)

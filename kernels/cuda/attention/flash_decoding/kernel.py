@@ -63,7 +63,7 @@ def decoding_kernel(form: DecodingForm) -> Kernel:
         for i in range(4):
             zeros[i] = 0
         if work.shape.group * work.shape.tokens < rows:
-            # The rows beyond those of the group are no one's, and must not be infinite.
+            # Rows beyond those of the group have no query, and must not be infinite.
             for n in range(cuda.threadIdx.x * 16, q_bytes, threads * 16):
                 st_shared_v4(memory + n, zeros)
         fence_proxy_async()

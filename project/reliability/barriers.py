@@ -22,6 +22,7 @@ from reliability.mutations import Mutation, caught_by, copy_of_tree
 KERNELS = Path("kernels/cuda")
 EMULATED = "tests/structure/emulated/test_"
 WGMMA, MMA = "attention/flash3_wgmma", "attention/flash2_mma"
+DECODING = "attention/flash_decoding"
 #: Files of kernels, and the tests that run their source.
 TESTED_BY = {
     (f"{WGMMA}/forward/consumer", f"{WGMMA}/forward/producer", "device/pipeline"): ("flash3",),
@@ -30,6 +31,7 @@ TESTED_BY = {
      f"{WGMMA}/tiles"): ("flash3_backward",),
     (f"{MMA}/forward", f"{MMA}/dkdv", f"{MMA}/dq", f"{MMA}/dkdv_wide_heads", f"{MMA}/tiles"): (
         "flash2_mma", "split_operands"),
+    (f"{DECODING}/producer", f"{DECODING}/consumer", f"{DECODING}/kernel"): ("flash_decoding",),
     ("matmul/wgmma", "matmul/epilogue", "matmul/mma", "matmul/operands"): ("matmul",),
 }  # fmt: skip
 FILES = [file for files in TESTED_BY for file in files]

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import kernels
+from kernels.cuda.attention.flash_decoding import launch as decoding_launch
+from kernels.cuda.attention.flash_decoding.layout import DecodingLayout
 from kernels.cuda.runtime.arrays import to_device
 from kernels.runtime.dtypes import BFLOAT16, FLOAT32
 from kernels.runtime.launch_notes import Launched, launches_noted
@@ -52,3 +54,26 @@ def test_rotated_rows_are_appended_to_pages_and_a_tree_of_drafts_attends_to_them
     assert [launch.kernel for launch in launches if isinstance(launch, Launched)] == names
     for x, y, dtype in zip(found, wanted, (BFLOAT16, FLOAT32, BFLOAT16, BFLOAT16), strict=True):
         assert_close_arrays(x, y, dtype, size=4.0)
+
+
+@emulated_only
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_tiles_of_several_sequences_follow_one_another_through_two_stages(
+    consumers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A barrier that is missing lets a copy overwrite what is read, or a product read what is not there."""
+    layout = DecodingLayout(consumers, 16, 2, 1)
+    monkeypatch.setattr(decoding_launch, "layout_of", lambda widths, rows: layout)
+    decoding_launch._plan.cache_clear()
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((2, 4 * consumers, 30, 64)).astype(BFLOAT16)
+    caches = [rng.standard_normal((2, 2, 100, 64)).astype(BFLOAT16) for _ in range(2)]
+    lengths = np.array([100, 57], np.int32)
+    wanted = kernels.flash_attention_with_cache(q, *caches, cache_seqlens=lengths, is_causal=True)
+    with emulated_gpu(blocks=1):
+        own = [to_device(x) for x in (q, *caches)]
+        found = kernels.flash_attention_with_cache(
+            *own, cache_seqlens=to_device(lengths), is_causal=True
+        )
+    decoding_launch._plan.cache_clear()
+    assert_close_arrays(found.copy_to_host(), wanted, BFLOAT16, size=4.0)

@@ -250,9 +250,7 @@ def test_tiles_stay_in_registers_and_no_product_waits_for_the_last(name: str) ->
             assert products == wanted
     is_atomic = call.options.get("deterministic") is False
     if is_atomic and call.rung == "flash2_mma":
-        (kernel,) = (
-            x for x in launched(name).values() if x.name.endswith(("_dkdv", "_roles"))
-        )
+        (kernel,) = (x for x in launched(name).values() if x.name.endswith(("_dkdv", "_roles")))
         assert "red.global.add.v4.f32" in ptx_of(kernel, (9, 0, "a"))
 
 

@@ -35,10 +35,11 @@ from kernels.sparsity.block_mask import BlockMask
 CACHE_BYTES = 24 << 20
 
 
-def tensor_map(array: Any, rows: int, dtype: str) -> tuple[Any, int, int]:
+def tensor_map(array: Any, rows: int, dtype: str, heads: int = 1) -> tuple[Any, int, int]:
     """Return the tensor map of an array, and 1 or 0 for whether its heads and its batches differ.
 
-    The array is (batch, heads, seq, dim), where a stride of 0 repeats; a tile has ``rows`` rows.
+    The array is (batch, heads, seq, dim), where a stride of 0 repeats; a tile has ``rows`` rows of each of
+    ``heads`` heads.
     """
     sizes, steps = list(array.shape), list(array.strides)
     for axis in (0, 1):
@@ -47,7 +48,7 @@ def tensor_map(array: Any, rows: int, dtype: str) -> tuple[Any, int, int]:
             sizes[axis], steps[axis] = 1, LINE
     if sizes[2] == 1:  # whatever its stride is
         steps[2] = LINE
-    kind = tuple(sizes), tuple(steps), (1, 1, rows, PANEL), dtype
+    kind = tuple(sizes), tuple(steps), (1, heads, rows, PANEL), dtype
     return map_of(array, *kind), int(sizes[1] > 1), int(sizes[0] > 1)
 
 

@@ -21,8 +21,7 @@ from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.split_keys import empty_parts, merge_parts
 from kernels.cuda.device.half import as_bits
 from kernels.cuda.device.memory import row_major_copy
-from kernels.cuda.device.per_device import map_of, multiprocessors
-from kernels.cuda.device.warpgroups import LINE, PANEL
+from kernels.cuda.device.per_device import multiprocessors
 from kernels.cuda.runtime.arrays import to_device
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
@@ -93,18 +92,6 @@ def _plan(
     }  # fmt: skip
 
 
-def _query_map(q: Any, group: int, tokens: int, dtype: str) -> tuple[Any, int, int]:
-    """Return the tensor map of q, whose tiles are some tokens of all heads of a group."""
-    sizes, steps = list(q.shape), list(q.strides)
-    for axis in (0, 1):
-        if steps[axis] == 0 or sizes[axis] == 1:
-            sizes[axis], steps[axis] = 1, LINE
-    if sizes[2] == 1:
-        steps[2] = LINE
-    made = map_of(q, tuple(sizes), tuple(steps), (1, group, tokens, PANEL), dtype)
-    return made, int(sizes[1] > 1), int(sizes[0] > 1)
-
-
 def forward(
     problem: Problem,
     operands: Operands,
@@ -133,7 +120,8 @@ def forward(
     layout, numbers = _plan(problem.unseeded, len(q), key_heads, group, is_fixed)
     page = k.shape[2] if is_paged else layout.block_k
     copied, dtype = int(np.gcd(page, layout.block_k)), NAMES[problem.dtype]
-    q_map, *q_by = _query_map(q, group, numbers["tokens"], dtype)
+    # A tile of q has some tokens of all heads of a group.
+    q_map, *q_by = tensor_map(q, numbers["tokens"], dtype, group)
     (k_map, *k_by), (v_map, *v_by) = (tensor_map(x, copied, dtype) for x in (k, v))
     sizes = *numbers.values(), page, copied, int(lengths is not None)
     shape = DecodingShape._make((*sizes, *q_by, *k_by, *v_by))

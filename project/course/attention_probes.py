@@ -24,9 +24,14 @@ def ladder(rng: Rng) -> Probes:
 
 
 def heads(rng: Rng, seq_q: int, seq_k: int, dim: int) -> list[Any]:
-    """Draw q, k, v, dout and dlse of two heads."""
+    """Draw q, k, v, dout and dlse of two heads.
+
+    The scores of the last query grow from key to key in one head, so that each tile raises the maximum,
+    and shrink in the other.
+    """
     q, k, v, dout = (rng.normal(size=(1, 2, n, dim)) for n in (seq_q, seq_k, seq_k, seq_q))
-    return [q, k, v, dout, rng.normal(size=(1, 2, seq_q))]
+    order = np.argsort((k @ q[..., -1, :, None]) * [[[[1]], [[-1]]]], axis=2)
+    return [q, np.take_along_axis(k, order, axis=2), v, dout, rng.normal(size=(1, 2, seq_q))]
 
 
 def attend(

@@ -48,7 +48,7 @@ def place_kernel(dtype: np.dtype[Any], is_rotated: bool, is_cache: bool, is_page
     """Return the kernel that rotates the last rows of sequences, and writes them to a cache or an array."""
     stored, widen, narrow, _ = form(dtype)
 
-    def place_rows(source, cos, sin, lengths, added, table, is_interleaved, target, totals):
+    def place_rows(source, cos, sin, lengths, added, table, is_interleaved, target):
         """Rotate rows by their positions and write them where these are.
 
         Computes: target = R(position) source, for the last rows of each sequence
@@ -61,8 +61,7 @@ def place_kernel(dtype: np.dtype[Any], is_rotated: bool, is_cache: bool, is_page
         if i < batch * heads * rows * dim:
             line, c = i // dim, i % dim
             b, h, row = line // rows // heads, line // rows % heads, line % rows
-            length = int32(lengths[b] + added)
-            position = max(length - rows + row, 0)
+            position = max(int32(lengths[b] + added) - rows + row, 0)
             x = widen(source[b, h, row, c])
             if is_rotated and c < 2 * cos.shape[1]:
                 pairs = cos.shape[1]
@@ -79,27 +78,23 @@ def place_kernel(dtype: np.dtype[Any], is_rotated: bool, is_cache: bool, is_page
                 target[page, h, position % size, c] = value
             else:
                 target[b, h, row, c] = value
-            if h == 0 and row == 0 and c == 0:
-                totals[b] = length
 
     four, ints = array_type(stored, 4), types.Array(int32, 1, "C")
     angles = array_type(FLOAT32, 2) if is_rotated else types.int64
     pages = types.Array(int32, 2, "C") if is_paged else types.int64
     numbers = ints, types.int64, pages, types.int64
-    return Kernel(place_rows, void(four, angles, angles, *numbers, four, ints))
+    return Kernel(place_rows, void(four, angles, angles, *numbers, four))
 
 
-def _place(call: Cached, source: Any, lengths: Any, target: Any, is_rotated: bool) -> Any:
-    """Write rows, to the cache if it is the target; return the lengths with the new keys."""
+def _place(call: Cached, source: Any, target: Any, is_rotated: bool) -> None:
+    """Rotate rows if asked to, and write them to the cache if it is the target."""
     is_cache, is_paged = target is call.k_cache or target is call.v_cache, call.table is not None
     is_rotated = is_rotated and call.cos is not None
     angles = [MEMORY.convert(x, FLOAT32) if is_rotated else 0 for x in (call.cos, call.sin)]
-    totals = empty_device((len(call.q),), np.dtype(np.int32))
     kernel = place_kernel(np.dtype(source.dtype), is_rotated, is_cache, is_cache and is_paged)
     table = call.table if is_cache and is_paged else 0
-    arguments = lengths, call.new, table, int(call.is_interleaved), as_bits(target), totals
+    arguments = call.lengths, call.new, table, int(call.is_interleaved), as_bits(target)
     launch_each(kernel, int(np.prod(source.shape)), as_bits(source), *angles, *arguments)
-    return totals
 
 
 def brought(call: Cached) -> tuple[Cached, list[Any]]:
@@ -129,13 +124,13 @@ def forward(call: Cached) -> tuple[Any, Any]:
     problem, (batch, heads, seq_q, _) = call.problem, call.q.shape
     if call.lengths is None:
         call = call._replace(lengths=launch.full_lengths(batch, problem.seq_k, current_device()))
-    q, totals = call.q, call.lengths
+    q = call.q
     if call.new:
-        _place(call, call.k, call.lengths, call.k_cache, True)
-        totals = _place(call, call.v, call.lengths, call.v_cache, False)
+        _place(call, call.k, call.k_cache, True)
+        _place(call, call.v, call.v_cache, False)
     if call.cos is not None:
         q = empty_device(tuple(call.q.shape), call.q.dtype)
-        totals = _place(call, call.q, call.lengths, q, True)
+        _place(call, call.q, q, True)
     out = empty_device((batch, heads, seq_q, problem.value_dim), problem.dtype)
     lse, rest = (empty_device((batch, heads, seq_q), FLOAT32) for _ in range(2))
     arrays = dict(call.arrays)
@@ -151,5 +146,6 @@ def forward(call: Cached) -> tuple[Any, Any]:
     }
     operands = operands.having(out=out, lse=lse, lse_rest=rest, **views)
     if batch:
-        launch.forward(plain, operands, totals, call.table, drafts, call.batch_invariant)
+        given = call.lengths, call.new, call.table, drafts, call.batch_invariant
+        launch.forward(plain, operands, *given)
     return out, lse

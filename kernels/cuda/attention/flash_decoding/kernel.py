@@ -14,8 +14,7 @@ from kernels.cuda.attention.flash3_wgmma.layout import MAPS
 from kernels.cuda.attention.flash_decoding.consumer import make_consume
 from kernels.cuda.attention.flash_decoding.layout import (
     DecodingForm,
-    pipelines_of,
-    shared_tiles,
+    shared_memory,
     work_type,
 )
 from kernels.cuda.attention.flash_decoding.producer import make_produce
@@ -33,8 +32,7 @@ from kernels.runtime.types import int32, uint32, void
 @cache
 def decoding_kernel(form: DecodingForm) -> Kernel:
     """Return the decoding kernel for a form."""
-    layout, tiles = form.layout, shared_tiles(form)
-    pipelines, barriers = pipelines_of(form, tiles)
+    layout, (tiles, pipelines, barriers) = form.layout, shared_memory(form)
     enter, give_registers, take_registers = make_prologue(layout, barriers)
     produce, consume = make_produce(form, pipelines), make_consume(form, pipelines)
     q_bytes, threads, rows = tiles["k"], layout.threads, layout.rows

@@ -96,6 +96,7 @@ def forward(
     problem: Problem,
     operands: Operands,
     lengths: Any = None,
+    added: int = 0,
     table: Any = None,
     drafts: Any = None,
     is_fixed: bool = False,
@@ -107,6 +108,7 @@ def forward(
         operands: Its arrays.  With a table, k and v are (pages, key heads, page size, dim).
         lengths: (batch,) int32, the keys of each sequence, whose rows are then positions: query ``i`` is
             row length - seq_q + i.  If None, all have ``seq_k`` keys, and the first query is row 0.
+        added: The number of keys of each sequence beside those that its length counts.
         table: (batch, pages) int32, the pages of each sequence, or None.
         drafts: (batch, heads, seq_q, seq_q) bool, a mask of the last ``seq_q`` keys, or None.
         is_fixed: Whether a row must have the same bits in every call that has its keys.
@@ -123,7 +125,7 @@ def forward(
     # A tile of q has some tokens of all heads of a group.
     q_map, *q_by = tensor_map(q, numbers["tokens"], dtype, group)
     (k_map, *k_by), (v_map, *v_by) = (tensor_map(x, copied, dtype) for x in (k, v))
-    sizes = *numbers.values(), page, copied, int(lengths is not None)
+    sizes = *numbers.values(), page, copied, added, int(lengths is not None)
     shape = DecodingShape._make((*sizes, *q_by, *k_by, *v_by))
     widths, device = widths_of(problem), current_device()
     has_drafts, features = drafts is not None, problem.features

@@ -49,15 +49,21 @@ class DecodingLayout(WarpRoles):
         return {1: (56, 256), 2: (40, 232)}[self.consumers]
 
 
+def _tile_bytes(rows: int, block_k: int, widths: Widths) -> tuple[int, int, int]:
+    """Return the bytes of a tile of q, of k and of v."""
+    q, k, v = widths.head_panels * rows, widths.head_panels * block_k, widths.value_panels * block_k
+    return q * LINE, k * LINE, v * LINE
+
+
 def layout_of(widths: Widths, rows: int) -> DecodingLayout:
     """Return the layout for the widths of the operands and a number of rows, at most 128."""
     consumers = 1 if rows <= ROWS else 2
     block_k = 128 if max(widths) <= 128 else 64
-    q_bytes = ROWS * consumers * LINE * widths.head_panels
-    stage = block_k * LINE * (widths.head_panels + widths.value_panels)
+    q_bytes, *stage = _tile_bytes(ROWS * consumers, block_k, widths)
     left = BLOCK_BYTES - ALIGNMENT - _SMALL
-    queries = 2 if left - 2 * q_bytes >= 3 * stage else 1
-    return DecodingLayout(consumers, block_k, min((left - queries * q_bytes) // stage, 6), queries)
+    queries = 2 if left - 2 * q_bytes >= 3 * sum(stage) else 1
+    stages = min((left - queries * q_bytes) // sum(stage), 6)
+    return DecodingLayout(consumers, block_k, stages, queries)
 
 
 class DecodingForm(NamedTuple):
@@ -87,28 +93,17 @@ class DecodingPipelines(NamedTuple):
     values: Pipeline
 
 
-def shared_tiles(form: DecodingForm) -> SharedTiles:
-    """Return the byte offsets of a block's tiles in shared memory."""
-    layout, widths = form.layout, form.widths
-    q_bytes, line = layout.rows * LINE * widths.head_panels, layout.block_k * LINE
-    return SharedTiles(
-        q=layout.queries * q_bytes,
-        k=layout.stages * line * widths.head_panels,
-        v=layout.stages * line * widths.value_panels,
-        barriers=BARRIER * 2 * (layout.queries + 2 * layout.stages),
-    )
-
-
-def pipelines_of(form: DecodingForm, tiles: SharedTiles) -> tuple[DecodingPipelines, Barriers]:
-    """Return the pipelines of a block, and its barriers."""
-    layout, warps = form.layout, 4 * form.layout.consumers
-    barriers, line = Barriers(tiles["barriers"]), layout.block_k * LINE
-    q_bytes = layout.rows * LINE * form.widths.head_panels
-    return DecodingPipelines(
-        barriers.pipeline(tiles["q"], q_bytes, layout.queries, warps),
-        barriers.pipeline(tiles["k"], line * form.widths.head_panels, layout.stages, warps),
-        barriers.pipeline(tiles["v"], line * form.widths.value_panels, layout.stages, warps),
-    ), barriers
+def shared_memory(form: DecodingForm) -> tuple[SharedTiles, DecodingPipelines, Barriers]:
+    """Return the byte offsets of a block's tiles in shared memory, its pipelines, and its barriers."""
+    layout = form.layout
+    sizes = _tile_bytes(layout.rows, layout.block_k, form.widths)
+    counts = layout.queries, layout.stages, layout.stages
+    q, k, v = (count * size for count, size in zip(counts, sizes, strict=True))
+    tiles = SharedTiles(q=q, k=k, v=v, barriers=BARRIER * 2 * sum(counts))
+    *places, first_barrier = tiles
+    barriers, rings = Barriers(first_barrier), zip(places, sizes, counts, strict=True)
+    pipelines = [barriers.pipeline(*ring, 4 * layout.consumers) for ring in rings]
+    return tiles, DecodingPipelines(*pipelines), barriers
 
 
 class DecodingShape(NamedTuple):
@@ -127,6 +122,7 @@ class DecodingShape(NamedTuple):
     items: int  # batch · key_heads · parts · row_tiles
     page: int  # Keys of a page, or of a tile where there are no pages
     copied: int  # Keys that one copy brings: a divisor of a page and of a tile
+    added: int  # Keys of each sequence beside those that its length counts
     by_position: int  # 1 if rows are positions in the sequence, 0 if the first token is row 0
     q_by_head: int
     q_by_batch: int
@@ -141,7 +137,7 @@ class DecodingWork(NamedTuple):
 
     shape: Any  # A :class:`DecodingShape`
     scale: Any  # Factor of the scores
-    lengths: Any  # (batch,) int32: the keys of each sequence
+    lengths: Any  # (batch,) int32: the keys of each sequence, but for those added
     table: Any  # (batch, pages) int32: the pages of each sequence; 0 where there are none
     drafts: Any  # (batch, heads, seq_q, seq_q) bool; 0 where there are none
     extras: Any
@@ -193,7 +189,7 @@ def make_item_of(block_k: int) -> Any:
         row_tile, rest = uint32(number) % row_tiles, uint32(uint32(number) // row_tiles)
         part, line = int32(rest % parts), uint32(rest // parts)
         b, token = int32(line // heads), int32(row_tile * uint32(shape.tokens))
-        length = int32(work.lengths[b])
+        length = int32(work.lengths[b] + shape.added)
         first_row = int32((length - shape.seq_q) * shape.by_position)
         row, lower, upper = int32(first_row + token), extras.lower, extras.upper
         row_stop = int32(first_row + min(token + shape.tokens, shape.seq_q))

@@ -72,7 +72,7 @@ class ToyTask:
     answer: Callable[[Tokens], Tokens]  # from digits (count, n) to the answer's tokens, (count, m)
     numbers: int = 1  # how many numbers the digits make; a plus stands between two
     length: int = 8  # digits of a number, where the user does not say
-    steps: int = 400  # optimiser steps, likewise
+    steps: int = 400  # optimiser steps, where the user does not say
 
     def lines(self, rng: np.random.Generator, count: int, length: int) -> Tokens:
         """Draw lines."""

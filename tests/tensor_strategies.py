@@ -158,7 +158,7 @@ def backends(
 
     Args:
         fast: The course task that the fast backend is part of.
-        cuda: Likewise.
+        cuda: The course task that the CUDA backend is part of.
     """
     found = [
         pytest.param(SimpleBackend, id="simple"),

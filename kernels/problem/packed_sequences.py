@@ -28,8 +28,8 @@ class Sequences:
     """The bounds of packed sequences, compared by value.
 
     Sequence i has the query rows from ``cu_seqlens_q[i]`` up to, but excluding, ``cu_seqlens_q[i +
-    1]``, and likewise key columns.  The arrays, (count + 1,), are read-only copies, so that derived
-    values can be cached.
+    1]``, and the key columns that ``cu_seqlens_k`` names in the same way.  The arrays, (count + 1,), are
+    read-only copies, so that derived values can be cached.
 
     Raises:
         TypeError: If one of them is not a vector of whole numbers.

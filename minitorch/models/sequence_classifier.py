@@ -218,7 +218,7 @@ class SequenceClassifier(Module):
 
         Args:
             idx: As for :meth:`forward`.
-            lengths: Likewise; not for pairs.
+            lengths: As for :meth:`forward`; not for pairs.
 
         Raises:
             ValueError: If the shape does not fit.
@@ -266,7 +266,7 @@ class SequenceClassifier(Module):
 
         Args:
             idx: Token ids, as for :meth:`forward`.
-            lengths: Likewise.
+            lengths: As for :meth:`forward`.
         """
         with evaluating(self):
             return self.decided(self(idx, lengths).to_numpy())

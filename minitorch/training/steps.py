@@ -23,7 +23,7 @@ def adam_step(  # beyond module 3
         value: The parameter.
         grad: Its gradient.
         m: The running mean of gradients, in the dtype of sums.
-        v: The running mean of their squares, likewise.
+        v: The running mean of their squares, in the dtype of sums.
         lr: Learning rate.
         beta1: Decay of m.
         beta2: Decay of v.

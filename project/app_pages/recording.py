@@ -80,9 +80,9 @@ class Recording:
     """One call from beginning to end."""
 
     settings: RunSettings  # of the call
-    q: Array  # (seq, head_dim), and k and v likewise
-    k: Array
-    v: Array
+    q: Array  # (seq, head_dim)
+    k: Array  # (seq, head_dim)
+    v: Array  # (seq, head_dim)
     out: Array  # (seq, head_dim), the result
     lse: Array  # (seq,)
     lower: int  # row ``i`` sees columns from i + lower …

@@ -61,7 +61,7 @@ def _rescaled(view: TileView, old: Any) -> str:
             f"shrinks by e^({old[r]:.2f} - {_signed(new[r])}) = {np.exp(old[r] - new[r]):.2f}."
         )
         if others := int(has_grown.sum()) - 1:
-            parts.append(f"{others} more row{'s shrink' if others > 1 else ' shrinks'} likewise.")
+            parts.append(f"{others} more row{'s shrink' if others > 1 else ' shrinks'} too.")
     if first.any():
         r = int(np.argmax(first))
         who = "Each row sees" if first.all() else f"{int(first.sum())} of the rows see"

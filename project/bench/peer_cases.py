@@ -40,7 +40,7 @@ class Case:
     textbook: dict[str, Any] | None = None
     sums: Any = None  # where packed documents begin and end, or None
     is_causal: bool = False  # a peer has an option for it, too
-    dropout_p: float = 0.0  # likewise
+    dropout_p: float = 0.0  # a peer has an option for it, too
     #: (row, col, table) of arrays or tensors to booleans; None: all.
     visible: Callable[..., Any] | None = None
     #: (library, score, head, row, col, table) to a score; None: as it is.

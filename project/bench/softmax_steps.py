@@ -74,7 +74,7 @@ def running_maximum(q: Array, k: Array, v: Array, scale: float) -> Array:
     total, acc = q.dtype.type(0), np.zeros(v.shape[1], q.dtype)  # acc: (value_dim,)
     for j in range(len(k)):
         score = _score(q, k[j], scale)
-        # m_new = max(m, s);  l = e^(m - m_new) l + e^(s - m_new), and O likewise
+        # m_new = max(m, s);  l = e^(m - m_new) l + e^(s - m_new);  O = e^(m - m_new) O + e^(s - m_new) v
         new_largest = max(largest, score)
         rescale, power = np.exp(largest - new_largest), np.exp(score - new_largest)
         total = total * rescale + power

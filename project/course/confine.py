@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "perf_event_open": (298, 241), "userfaultfd": (323, 282), "shmget": (29, 194),
     "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
 }  # fmt: skip
-#: Likewise, unless a GPU's driver may need them.
+#: Refused unless a GPU's driver may need them.
 NOT_WITH_GPU = {"socket": (41, 198), "fork": (57, None), "vfork": (58, None)}
 #: Allowed on the process itself, by their first argument.
 ON_ITSELF = {

@@ -212,7 +212,7 @@ def grade(
         json_file: Where the result goes as JSON too.
         gpu: Run CUDA tasks on the GPU; without one they are blocked, neither passed nor failed.
         seconds: Time limit of each task, in place of its own.
-        memory_mb: Memory limit of each task, likewise.
+        memory_mb: Memory limit of each task, in place of its own.
         jobs: Tasks that are graded at the same time; on a GPU, which they would share, one.
 
     Returns:

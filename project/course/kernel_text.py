@@ -136,7 +136,7 @@ class _Walk:
     Attributes:
         missing: The access before, "reads" or "writes", and the line.
         made: Names of shared arrays.
-        used: Likewise, with "reads" or "writes" and the line.
+        used: Names of shared arrays, with "reads" or "writes" and the line.
     """
 
     def __init__(self) -> None:

@@ -78,7 +78,7 @@ def packed(
 
     Returns:
         Ids, (parts * total,): of each part the sequences one after the other, and padding up to the
-        total; targets, likewise or as they are; and the lengths.
+        total; targets, laid out as ids or, those of sequences, unchanged; and the lengths.
     """
     tokens = lengths.reshape(parts, -1).sum(1)
     step = 1 if totals is None else math.ceil(ids.size / parts / totals)

@@ -34,8 +34,8 @@ class ListOps:
         depth: Greatest depth of an expression, that of the innermost digits included.
         most_arguments: Of an operation; it has 2 at least.
         operator_probability: That a subexpression is an operation.
-        least_length: Tokens of an expression.
-        most_length: Likewise.
+        least_length: Least number of tokens of an expression.
+        most_length: Greatest number of tokens of an expression.
         counts: Examples of each part.  The published test set has 2,000, so that an accuracy is known
             to two points only; with 10,000 it is known to one.
     """

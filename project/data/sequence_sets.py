@@ -93,8 +93,8 @@ def fresh_batches(
 
     Args:
         draw: As for :func:`draw_set`.
-        length: Likewise.
-        seed: Likewise.
+        length: As for :func:`draw_set`.
+        seed: As for :func:`draw_set`.
         done: Number of earlier batches.
         batch: Examples of a batch.
         processes: That draw; 0 draws in this one, where the training waits for it.

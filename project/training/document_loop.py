@@ -42,7 +42,7 @@ def counts_of(predicted: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDA
 
     Args:
         predicted: (count, labels), bool.
-        targets: Likewise.
+        targets: (count, labels), bool.
     """
     parts = (predicted & targets, predicted & ~targets, ~predicted & targets)
     return np.stack([part.sum(1) for part in parts], axis=1)

@@ -23,7 +23,7 @@ def attend_by_features(
 
     Args:
         phi_q: (…, seq_q, features), not negative.
-        phi_k: (…, seq_k, features), likewise; seq_k is seq_q if causal.
+        phi_k: (…, seq_k, features), not negative; seq_k is seq_q if causal.
         v: (…, seq_k, value_dim).
         is_causal: Whether position i sees the positions j <= i only.
         chunk: Positions of a chunk of the causal form.

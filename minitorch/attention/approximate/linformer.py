@@ -44,7 +44,7 @@ def linformer(
         is_causal: Not supported, for the same reason.
         scale: Factor of the scores; 1 / sqrt(head_dim) when None.
         project_k: E, (count, length) or (heads, count, length); the first seq_k columns are used.
-        project_v: F, likewise; E when None.
+        project_v: F, with a shape as E may have; E when None.
         key_mask: (…, seq_k); False or 0 sets a key and its value to 0, so that no mixture contains them.
 
     Returns:

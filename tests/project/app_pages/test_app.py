@@ -51,9 +51,10 @@ def ran(app: AppTest) -> AppTest:
 
 def pictures(app: AppTest) -> list[str]:
     """Return an address for each picture of a page, which its content decides, and each chart."""
-    found = [*app.get("image"), *app.get("imgs")]  # the name is newer, or older
+    # Of each pair of names, one is newer.
+    found = [*app.get("image"), *app.get("imgs")]
     urls = [image.url for element in found for image in element.proto.imgs]  # type: ignore[attr-defined]
-    charts = [*app.get("vega_lite_chart"), *app.get("arrow_vega_lite_chart")]  # likewise
+    charts = [*app.get("vega_lite_chart"), *app.get("arrow_vega_lite_chart")]
     return urls + [str(chart.proto) for chart in charts]  # type: ignore[attr-defined]
 
 

@@ -189,7 +189,7 @@ SPILLED = {
     "flash2_mma_dkdv": 64, "flash2_mma_roles": 64, "flash3_forward": 96, "flash3_float8": 96,
     "flash3_dkdv": 160, "flash3_dq": 16,
 }  # fmt: skip
-#: Likewise with options.
+#: Kernel → bytes a thread that may be spilled where options are compiled in.
 SPILLED_WITH_OPTIONS = {
     **SPILLED, "flash2_forward": 192, "flash2_dq": 96, "flash2_dkdv": 144,
     "flash3_forward": 224, "flash3_dkdv": 288, "flash3_dq": 32, "flash2_own_rows": 16, "flash2_dmask": 288,

@@ -122,8 +122,8 @@ def assert_near(out: Any, lse: Any, right: Wanted, dtype: Any, lse_error: float 
     """Assert that out and lse are what a rung with float8 products must return.
 
     Args:
-        out: What it returned.
-        lse: Likewise.
+        out: The out that the rung returned.
+        lse: The lse that the rung returned.
         right: What it must return.
         dtype: Of out.
         lse_error: Tolerance of lse: numbers next to a midpoint may be rounded to the other side.

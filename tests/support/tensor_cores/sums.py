@@ -39,7 +39,7 @@ def cut_sum(acc: Any, left: Any, right: Any) -> Any:
     Args:
         acc: (rows, cols) float32.
         left: (rows, 16), numbers of float16.
-        right: (16, cols), likewise.
+        right: (16, cols), numbers of float16.
     """
     acc, left, right = (np.asarray(x, np.float64) for x in (acc, left, right))
     products = left[:, :, None] * right[None]

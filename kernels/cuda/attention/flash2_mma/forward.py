@@ -188,7 +188,7 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
             multiply(s, q_tile, k_tile + stage * k_bytes, share)
             to_scores(s, factor, tile, share, extras)
             # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = l + rowsum P
-            # 10, first half: O = diag(e^(m - m_new)) O, and l likewise
+            # 10, first half: O = diag(e^(m - m_new)) O, l = e^(m - m_new) l
             has_large = softmax_step(s, acc, rows, has_large, exponent, bits, share, extras)
             # 10, second half: O = O + P V_j
             accumulate(acc, s, v_tile + stage * v_bytes, share)

@@ -88,8 +88,8 @@ def make_softmax_step(
         if not is_patient or cuda.ballot_sync(ALL_LANES, grows) != 0:
             grows = False
             for i in range(own_rows):
-                # 10, first half: O = diag(e^(m - m_new)) O, and l likewise.  The last shift is what
-                # it was then, bit for bit: what was summed weighs neither more nor less.
+                # 10, first half: O = diag(e^(m - m_new)) O, l = e^(m - m_new) l.  The last shift
+                # is what it was then, bit for bit: what was summed weighs neither more nor less.
                 near = float32(shift_of(new_max[i]))
                 rescale[i] = ex2((row_max[i] * unit - top) - (near * unit - top))
                 if is_large(near * unit):

@@ -213,7 +213,7 @@ def make_consume(form: DecodingForm, pipelines: DecodingPipelines) -> Callable[.
                     whole = item.full <= j < item.full_stop
                     to_scores(s, rows, col, whole, item, scale, work)
                     # 9: m_new = max(m, rowmax S)
-                    # 10, first half: O = diag(e^(m - m_new)) O, and l likewise
+                    # 10, first half: O = diag(e^(m - m_new)) O, l = e^(m - m_new) l
                     maxima, shifts, sums, has_large = rescale(
                         s, acc, unit, factor, maxima, shifts, sums, has_large
                     )

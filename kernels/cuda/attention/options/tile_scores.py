@@ -53,7 +53,8 @@ class TileElement(NamedTuple):
 
     Attributes:
         r: Rows from the thread's first element, a compile-time constant.
-        c: Columns from it, likewise, so that the bounds are two comparisons with constants.
+        c: Columns from it, also a compile-time constant, so that the bounds are two comparisons with
+            constants.
         whole: Whether bounds and lists mask nothing in the tile.
         listed: Whether the element is visible in the lists.
         edge: :func:`edge_from` of the thread's first element.

@@ -340,7 +340,7 @@ def make_consume(form: KernelForm, pipelines: ForwardPipelines) -> Callable[...,
                 whole = pattern == 0 if has_patterns else item.full <= j < item.full_stop
                 apply_options(whole, s, seen, place, work.scale, extras)
                 # 9: m_new = max(m, rowmax S)
-                # 10, first half: O = diag(e^(m - m_new)) O, and l likewise
+                # 10, first half: O = diag(e^(m - m_new)) O, l = e^(m - m_new) l
                 maxima, shifts, sums, has_large = rescale(
                     s, acc, unit, factor, maxima, shifts, sums, has_large
                 )

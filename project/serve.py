@@ -10,12 +10,19 @@ curl -N localhost:8000/v1/completions -d '{"prompt": "The ", "max_tokens": 40, "
 
 from __future__ import annotations
 
-import argparse
+import os
+import signal
 import sys
+
+if __name__ == "__main__":  # before the imports, which take a second
+    ENDED = b"the server has ended before it was ready\n"
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, ENDED), os._exit(130)))
+
+import argparse
 from types import FrameType
 from typing import Any
 
-from common.command_line import COUNT, FROM_ZERO, NOT_NEGATIVE, OneLineParser
+from common.command_line import COUNT, FROM_ZERO, NOT_NEGATIVE, OneLineParser, number
 from data.text import PROMPT
 from training.gpt_files import build, load_run
 from training.gpt_options import with_defaults
@@ -24,6 +31,8 @@ from training.loop_options import BACKENDS
 from training.script_helpers import check_backend
 
 import minitorch
+
+PORT = number(int, lambda x: 0 <= x <= 65535, "a whole number from 0 to 65535")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -35,7 +44,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     parser.choice("--backend", sorted(BACKENDS), "fast")
     parser.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
-    parser.option("--port", FROM_ZERO, 8000, "0 takes a free one")
+    parser.option("--port", PORT, 8000, "from 0 to 65535; 0 takes a free one")
     parser.option("--pages", COUNT, 512, "of keys and values")
     parser.option("--page-size", COUNT, 16, "tokens of a page")
     parser.option("--batch", COUNT, 16, "texts that are written at the same time at most")
@@ -45,10 +54,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--batch-invariant", action="store_true", help="the same bits of attention in every batch"
     )
-    args = parser.parse_args(argv)
-    if args.port > 65535:
-        parser.error(f"--port must be at most 65535, got {args.port}")
-    return args
+    return parser.parse_args(argv)
 
 
 def load(name: str, backend: str) -> tuple[minitorch.DecoderLM, dict[str, Any]]:
@@ -84,29 +90,33 @@ def main(argv: list[str] | None = None) -> None:
             model, pages=args.pages, page_size=args.page_size, batch=args.batch, chunk=args.chunk,
             batch_invariant=args.batch_invariant,
         )  # fmt: skip
+        print("compiling the model, which takes seconds the first time", flush=True)
+        list(engine.tokens(engine.submit([0, 0], 2)))  # so that no request waits for it
     except (MemoryError, ValueError) as error:
         sys.exit(str(error) or f"no memory for {args.pages} pages; pass fewer --pages")
     worker = Worker(engine, args.queue)
 
     class Server(uvicorn.Server):
-        """Ends at the first signal when all that runs has its answer, and at the second at once."""
+        """Refuses requests from the first signal on, and ends when all that runs has its answer."""
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if worker.is_ending:
+                worker.end(0.0)
+                return
+            print(f"ending, for at most {args.grace:g} s; Ctrl-C ends it at once", flush=True)
             worker.end(args.grace)
-            self.force_exit, self.should_exit = self.should_exit, True
+
+        async def on_tick(self, counter: int) -> bool:
+            return await super().on_tick(counter) or worker.join(0.0)
 
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
-            if not self.should_exit:
-                port = self.servers[0].sockets[0].getsockname()[1]
-                print(f"http://{args.host}:{port}   Ctrl-C ends it", flush=True)
+            port = self.servers[0].sockets[0].getsockname()[1]
+            print(f"http://{args.host}:{port}   Ctrl-C ends it", flush=True)
 
     app = make_app(Served(args.model, worker, config, model.eos_token_id))
-    options: Any = {"log_level": "warning", "timeout_graceful_shutdown": int(args.grace) + 5}
-    server = Server(uvicorn.Config(app, args.host, args.port, **options))
-    server.run()
-    worker.end(0.0)
-    worker.join()
+    options: Any = {"log_level": "warning", "timeout_graceful_shutdown": 5}
+    Server(uvicorn.Config(app, args.host, args.port, **options)).run()
 
 
 if __name__ == "__main__":

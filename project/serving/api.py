@@ -20,6 +20,7 @@ from fastapi.responses import (
     StreamingResponse,
 )
 from pydantic import BaseModel, Field, ValidationError
+from starlette.requests import ClientDisconnect
 from training.gpt_tokens import text_encoder, text_reader
 
 from minitorch.models.engine import Request as Text
@@ -94,16 +95,22 @@ async def read(request: Request) -> Completion:
         Refused: If it cannot be read.
     """
     body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MOST_BYTES:
-            raise Refused(
-                413, f"the request has more than {MOST_BYTES} bytes; send a shorter prompt"
-            )
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_BYTES:
+                text = f"the request has more than {MOST_BYTES} bytes; send a shorter prompt"
+                raise Refused(413, text)
+    except (asyncio.CancelledError, ClientDisconnect):
+        raise Refused(
+            503, "the server or the client has ended before the request was there"
+        ) from None
     try:
         return Completion.model_validate_json(body)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        lines = [
+            f"{'.'.join(map(str, e['loc'])) or 'the body'}: {e['msg']}" for e in error.errors()
+        ]
         raise Refused(400, "; ".join(lines)) from None
 
 

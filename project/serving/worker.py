@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 import time
@@ -43,6 +44,7 @@ class Worker:
         self.engine, self.most_waiting = engine, most_waiting
         self.counts, self.written = Counter[str](), 0
         self._deadline: float | None = None  # after which nothing runs any more
+        self._lock = threading.Lock()  # held while a request comes, and while the thread ends
         self._inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._listening: dict[Request, tuple[asyncio.AbstractEventLoop, Sink]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -59,8 +61,6 @@ class Worker:
             TypeError: As the engine does.
             ValueError: As the engine does, for a request that can never fit, for example.
         """
-        if self._deadline is not None:
-            raise Refused(503, "the server is ending; ask again when it has started anew")
         loop, sink, future = asyncio.get_running_loop(), Sink(), Future[Request]()
 
         def add() -> None:
@@ -77,7 +77,10 @@ class Worker:
                 self._listening[request] = loop, sink
                 future.set_result(request)
 
-        self._inbox.put(add)
+        with self._lock:
+            if self.is_ending:
+                raise Refused(503, "the server is ending; ask again when it has started anew")
+            self._inbox.put(add)
         try:
             return await asyncio.wrap_future(future), sink
         except asyncio.CancelledError:  # who asked has left
@@ -89,23 +92,29 @@ class Worker:
         if request.ended is None:
             self._inbox.put(lambda: self.engine.cancel(request))
 
-    def end(self, grace: float) -> None:
-        """Take no more requests, and end those that are left after some seconds."""
-        if self._deadline is None:
-            self._deadline = time.monotonic() + grace
-            self._inbox.put(lambda: None)  # which wakes the thread
+    @property
+    def is_ending(self) -> bool:
+        """Whether it takes no more requests."""
+        return self._deadline is not None
 
-    def join(self) -> None:
-        """Wait until the thread has ended."""
-        self._thread.join()
+    def end(self, grace: float) -> None:
+        """Take no more requests, and end those that are left after some seconds; a signal may call it."""
+        self._deadline = min(time.monotonic() + grace, self._deadline or math.inf)
+        self._inbox.put(lambda: None)  # which wakes the thread
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait until every request has its answer, or for some seconds; return whether it has."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         engine = self.engine
         while True:
             is_idle = not engine.running and not engine.waiting
             if self._deadline is not None:
-                if is_idle and self._inbox.empty():
-                    return
+                with self._lock:
+                    if is_idle and self._inbox.empty():
+                        return
                 if time.monotonic() > self._deadline:
                     self._fail(RuntimeError("the server has ended before this text was written"))
             with suppress(queue.Empty):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,20 @@ uvicorn = pytest.importorskip("uvicorn", reason="pip install -e '.[serve]'")
 
 import serve  # noqa: E402
 from serving.api import Served, Stopper, make_app  # noqa: E402
-from serving.worker import Worker  # noqa: E402
+from serving.worker import Refused, Worker  # noqa: E402
 from training.gpt_tokens import encoded  # noqa: E402
 
 import minitorch  # noqa: E402
 
 SCRIPT = Path(serve.__file__)
+PIPE = subprocess.PIPE
+
+
+def ask(port: int, body: Any, path: str = "/v1/completions") -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    text = body if isinstance(body, bytes) else json.dumps(body)
+    connection.request("GET" if body is None else "POST", path, text)
+    return connection.getresponse()
 
 
 class Running:
@@ -52,10 +62,7 @@ class Running:
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
 
     def ask(self, body: Any, path: str = "/v1/completions") -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        text = body if isinstance(body, bytes) else json.dumps(body)
-        connection.request("GET" if body is None else "POST", path, text)
-        return connection.getresponse()
+        return ask(self.port, body, path)
 
     def text(self, **asked: Any) -> str:
         reply = self.ask(asked)
@@ -137,7 +144,7 @@ def test_what_is_shown_is_all_before_the_stop(parts: list[str], stop: str) -> No
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        (b"{", 400, "Invalid JSON"),
+        (b"{", 400, "the body: Invalid JSON"),
         (b"\xff\x00", 400, "JSON"),
         ({}, 400, "prompt: Field required"),
         ({"prompt": ""}, 400, "at least one token"),
@@ -224,21 +231,94 @@ def pieces_after(reply: http.client.HTTPResponse) -> list[Any]:
     return [json.loads(e.removeprefix("data: ")) for e in events[:-1]]
 
 
+def test_a_request_that_comes_while_the_worker_ends_gets_an_answer(running: Running) -> None:
+    """The thread may end between two lines of ``submit``; a wait without end is the mistake."""
+
+    async def submitted(worker: Worker) -> str | None:
+        try:
+            request, sink = await worker.submit(prompt=[1], count=1)
+        except Refused as error:
+            return str(error)
+        while await sink.get() is not None:
+            pass
+        return request.ended
+
+    async def answers(round_: int) -> set[str | None]:
+        worker = Worker(minitorch.Engine(running.model, pages=4), most_waiting=64)
+        ends = threading.Thread(target=lambda: (time.sleep(1e-5 * (round_ % 40)), worker.end(0.0)))
+        ends.start()
+        found = {await asyncio.wait_for(submitted(worker), 20) for _ in range(4)}
+        ends.join()
+        worker.join()
+        return found
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        found = set().union(*(asyncio.run(answers(i)) for i in range(200)))
+    finally:
+        sys.setswitchinterval(before)
+    assert any("ending" in str(one) for one in found)
+
+
+LONG = {"prompt": "The ", "max_tokens": 100, "stream": True}
+
+
+@contextmanager
+def process(*options: str) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+    """Start the script, and yield it and its output when it compiles."""
+    command = [sys.executable, str(SCRIPT), "--port", "0", *options]
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as found:
+        lines: Any = found.stdout
+        for words in ("the weights are random", "compiling the model"):
+            assert words in lines.readline()
+        yield found, lines
+
+
+def port_of(line: str) -> int:
+    return int(line.split()[0].rpartition(":")[2])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_process_when_all_have_their_answer(sent: int) -> None:
-    command = [sys.executable, str(SCRIPT), "--port", "0", "--grace", "60"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout and process.stderr
-        process.stdout.readline()  # the weights are random
-        port = int(process.stdout.readline().split()[0].rpartition(b":")[2])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-        asked = {"prompt": "The ", "max_tokens": 100, "stream": True}
-        connection.request("POST", "/v1/completions", json.dumps(asked))
-        reply = connection.getresponse()
-        reply.read(10)
-        process.send_signal(sent)
-        assert pieces_after(reply)[-1]["choices"][0]["finish_reason"] == "length"
-        assert process.wait(60) == 0
-        assert process.stderr.read() == b""
+    with process("--grace", "300", "--batch", "1") as (server, lines):
+        port = port_of(lines.readline())
+        replies = [ask(port, LONG) for _ in range(4)]  # they run one after the other
+        server.send_signal(sent)
+        assert "Ctrl-C ends it at once" in lines.readline()
+        late = ask(port, LONG)
+        assert late.status == 503 and b"ending" in late.read()
+        for reply in replies:
+            assert pieces(reply)[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.communicate(timeout=60) == ("", "") and server.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_a_second_signal_ends_the_process_at_once_and_what_runs_gets_an_error() -> None:
+    with process("--grace", "300", "--batch", "1") as (server, lines):
+        port = port_of(lines.readline())
+        replies = [ask(port, LONG) for _ in range(8)]
+        server.send_signal(signal.SIGINT)
+        lines.readline()
+        server.send_signal(signal.SIGINT)
+        assert "has ended before this text" in pieces(replies[-1])[-1]["error"]["message"]
+        assert server.communicate(timeout=60) == ("", "") and server.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_a_signal_ends_the_start_with_one_line() -> None:
+    with process() as (server, _):
+        server.send_signal(signal.SIGINT)
+        assert server.communicate(timeout=60)[1] == "the server has ended before it was ready\n"
+        assert server.returncode == 130
+
+
+def test_a_port_out_of_range_is_refused_with_the_range(capsys: pytest.CaptureFixture[str]) -> None:
+    for port in ("-1", "65536", "http"):
+        with pytest.raises(SystemExit):
+            serve.parse_args(["--port", port])
+        assert f"a whole number from 0 to 65535, got {port}" in capsys.readouterr().err

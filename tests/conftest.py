@@ -74,19 +74,28 @@ def pytest_collection_modifyitems(  # beyond module 2
                     item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:  # beyond module 5
+def pytest_terminal_summary(  # beyond module 2
+    terminalreporter: pytest.TerminalReporter,
+) -> None:
     """Say in one loud line what a green run did not cover."""
-    if reason := _why_skipped("cuda"):
-        terminalreporter.write_line(f"NO GPU TEST HAS RUN: {reason}", yellow=True, bold=True)
-    optional = {
+    loud: dict[str, bool] = {"yellow": True, "bold": True}
+    reason, skipped = _why_skipped("emulated"), terminalreporter.stats.get("skipped", [])
+    if reason and (count := sum(reason in str(report.longrepr) for report in skipped)):
+        chosen = terminalreporter.config.option.markexpr
+        marks = " and ".join([f"({chosen})"] * bool(chosen) + ["emulated", "not cuda"])
+        terminalreporter.write_line(
+            f"NO CUDA KERNEL HAS BEEN TESTED: {count} skipped, without a GPU; the emulated one runs them: "
+            f'MINITORCH_EMULATE=check python -m pytest -m "{marks}"', **loud
+        )  # fmt: skip
+    elif reason := _why_skipped("cuda"):  # beyond module 5
+        terminalreporter.write_line(f"NO GPU TEST HAS RUN: {reason}", **loud)
+    optional = {  # beyond module 5
         "torch": "torch",
         "transformers": "torch",
         "tokenizers": "tokenizers",
         "mpi4py": "mpi",
     }
-    if missing := [name for name in optional if find_spec(name) is None]:
+    if missing := [name for name in optional if find_spec(name) is None]:  # beyond module 5
         names, extras = ", ".join(missing), sorted({optional[name] for name in missing})
         reason = f"{names} missing; pip install -e '.[{','.join(extras)}]'"
-        terminalreporter.write_line(
-            f"NO TEST OF {names.upper()} HAS RUN: {reason}", yellow=True, bold=True
-        )
+        terminalreporter.write_line(f"NO TEST OF {names.upper()} HAS RUN: {reason}", **loud)

@@ -6,8 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -56,8 +55,6 @@ class Dispatcher:
     def get_regs_per_thread(self) -> None:
         """Return that a kernel has no registers here."""
 
-    configure = property(lambda self: lambda *config: self[config])
-
     def forall(self, count: int, tpb: int = 0, stream: Any = 0, sharedmem: int = 0) -> Any:
         """Return the launch of one thread for each of ``count`` elements."""
         threads = tpb or 128
@@ -81,10 +78,6 @@ class Stream:
 
     def synchronize(self) -> None:
         pass
-
-    @contextmanager
-    def auto_synchronize(self) -> Iterator[Stream]:
-        yield self
 
 
 class Event:
@@ -166,7 +159,7 @@ def current_context(device: int = 0) -> Any:
     """Return the context, whose memory is the host's."""
     return SimpleNamespace(
         device=GPU, synchronize=synchronize, get_memory_info=lambda: (1 << 34, 1 << 34),
-        memory_manager=None, deallocations=SimpleNamespace(clear=synchronize),
+        memory_manager=None,
     )  # fmt: skip
 
 

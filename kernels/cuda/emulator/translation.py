@@ -7,7 +7,6 @@ to it, and an instruction by a function that does the same on NumPy arrays.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -45,20 +44,9 @@ class Integer:
         return self.dtype.type(kept)
 
 
-class _Math:
-    """The module ``math`` of a kernel: float32 stays float32, and nothing raises, as on a GPU."""
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(math, name)
-        if isinstance(function, BuiltinFunctionType):
-            function = _real(function)
-        setattr(self, name, function)
-        return function
-
-
 @cache
 def _real(function: Any) -> Any:
-    """Return a function of ``math`` as it is on a GPU."""
+    """Return a function of ``math`` as it is on a GPU: float32 stays float32, and nothing raises."""
     beyond = _BEYOND.get(function.__name__)
 
     def real(x: Any, *more: Any) -> Any:
@@ -137,11 +125,9 @@ class Translation:
         name = value.__name__
         if name in ("numba.cuda", "kernels.cuda.emulator.api"):
             return DEVICE
-        if name == "math":
-            return MATH
-        if name == "numba":
-            return _Module(lambda part: self._of(getattr(value, part)))
-        return value if _is_foreign(name) else _Module(lambda part: self._of(getattr(value, part)))
+        if _is_foreign(name) and name not in ("math", "numba"):
+            return value
+        return _Module(lambda part: self._of(getattr(value, part)))
 
     def _function(self, value: Any, function: FunctionType) -> Any:
         names = dict(function.__globals__)
@@ -168,9 +154,6 @@ class Translation:
         return copy
 
 
-MATH = _Math()
-
-
 def _is_foreign(module: str | None) -> bool:
     name = module or ""
     return name.partition(".")[0] in _OTHERS or name.startswith("kernels.cuda.emulator.")
@@ -185,16 +168,7 @@ def _names(code: CodeType) -> set[str]:
     return names
 
 
-class Translations:
-    """Translations by kernel, kept as long as the process runs, as machine code is."""
-
-    def __init__(self) -> None:
-        self._found: dict[Any, Translation] = {}
-
-    def __call__(self, source: Callable[..., None]) -> Translation:
-        if source not in self._found:
-            self._found[source] = Translation(source)
-        return self._found[source]
-
-
-translated = Translations()
+@cache
+def translated(source: Callable[..., None]) -> Translation:
+    """Return the translation of a kernel, kept as long as the process runs, as machine code is."""
+    return Translation(source)

@@ -248,7 +248,6 @@ OF_ENGINES = {
     r"wgmma\.wait_group\.sync\.aligned (\d+)": "wgmma_wait",
 }  # fmt: skip
 
-#: What an instruction begins with → the method that does it.
 _METHODS = INSTRUCTIONS | OF_ENGINES
 ENGINES = Engines()
 
@@ -257,5 +256,6 @@ def instruction(ptx: str) -> Callable[..., Any]:
     """Return the function that does what an instruction does."""
     for pattern, name in _METHODS.items():
         if (found := re.match(pattern, ptx)) is not None:
-            return partial(getattr(ENGINES, name), *found.groups())
+            method = getattr(ENGINES, name) if isinstance(name, str) else name
+            return partial(method, *found.groups())
     raise NotImplementedError(f"the emulated GPU does not know {ptx!r}; add what it does")

@@ -9,7 +9,7 @@ import numpy as np
 
 from kernels.common.philox import PLAIN as PHILOX
 from kernels.cuda.emulator.device import GARBAGE, Array, Block
-from kernels.cuda.ptx.emulated import numbers as emulated_numbers
+from kernels.cuda.ptx.emulated import numbers
 from kernels.cuda.ptx.emulated import warp as emulated
 
 #: Where the first array of global memory lies, and how far apart they do.
@@ -117,38 +117,20 @@ class Instructions:
         row_of(fragment, int(count))[:] = self._meet(int(address), act)
 
     def mma(self, depth: str, dtype: str, acc: Array, a: Array, b: Array) -> None:
-        registers = int(depth) // 4
+        is_tf32 = dtype == "tf32"
+        registers = int(depth) // (2 if is_tf32 else 4)
         own = row_of(acc, 4).copy(), row_of(a, registers).copy(), row_of(b, registers // 2).copy()
 
         def act(values: list[Any]) -> list[Any]:
             acc, a, b = map(np.stack, zip(*values, strict=True))
+            if is_tf32:
+                return list(emulated.mma_tf32(acc, a, b))
             return list(emulated.mma(acc, a, b, DTYPES[dtype]))
 
         row_of(acc, 4)[:] = self._meet(own, act)
 
     def pack(self, dtype: str, low: Any, high: Any) -> Any:
-        return emulated_numbers.pack(low, high, DTYPES[dtype])[()]
-
-    def ex2(self, x: Any) -> Any:
-        return emulated_numbers.ex2(x)[()]
-
-    def rcp(self, x: Any) -> Any:
-        return np.float32(1) / np.float32(x)
-
-    def fma(self, x: Any, y: Any, z: Any) -> Any:
-        return emulated_numbers.fma(x, y, z)[()]
-
-    def multiply(self, x: Any, y: Any) -> Any:
-        return np.float32(x) * np.float32(y)
-
-    def subtract(self, x: Any, y: Any) -> Any:
-        return np.float32(x) - np.float32(y)
-
-    def lg2(self, x: Any) -> Any:
-        return emulated_numbers.lg2(x)[()]
-
-    def tanh(self, x: Any) -> Any:
-        return emulated_numbers.tanh(x)[()]
+        return numbers.pack(low, high, DTYPES[dtype])[()]
 
     def draw(self, spec: str, *given: int) -> tuple[int, ...]:
         threshold, low, high, block, row, flat = map(int, given)
@@ -175,23 +157,8 @@ class Instructions:
     def pack_positive(self, dtype: str, low: Any, high: Any) -> Any:
         return self.pack(dtype, *(np.where(x < 0, np.float32(0), x) for x in (low, high)))
 
-    def pack_four(self, *numbers: Any) -> Any:
-        return emulated_numbers.pack_e4m3(*numbers)[()]
-
     def unpack(self, kind: str, pair: Any) -> Any:
-        return tuple(emulated_numbers.unpack(pair, "float16" if kind == "16" else "bfloat16"))
-
-    def round_tf32(self, x: Any) -> Any:
-        return emulated_numbers.round_tf32(x)[()]
-
-    def same(self, x: Any) -> Any:
-        return x
-
-    def bits_of(self, x: Any) -> Any:
-        return np.float32(x).view(np.uint32)
-
-    def float_of(self, bits: Any) -> Any:
-        return np.uint32(bits).view(np.float32)
+        return tuple(numbers.unpack(pair, "float16" if kind == "16" else "bfloat16"))
 
     def store_floats(self, address: int, values: Array) -> None:
         self._bytes(address, 16).view(np.float32)[:] = row_of(values, 4)
@@ -223,14 +190,6 @@ class Instructions:
         self._stored(address, 16)
         self._meet((int(address), row_of(fragment, 4).copy()), act)
 
-    def mma_tf32(self, acc: Array, a: Array, b: Array) -> None:
-        def act(values: list[Any]) -> list[Any]:
-            acc, a, b = map(np.stack, zip(*values, strict=True))
-            return list(emulated.mma_tf32(acc, a, b))
-
-        own = row_of(acc, 4).copy(), row_of(a, 4).copy(), row_of(b, 2).copy()
-        row_of(acc, 4)[:] = self._meet(own, act)
-
     def nothing(self, *_: Any) -> None:
         pass
 
@@ -253,12 +212,17 @@ def row_of(fragment: Array, count: int) -> Array:
     return np.lib.stride_tricks.as_strided(fragment, (count,), (fragment.itemsize,))
 
 
-#: What an instruction begins with → the method that does it.
-INSTRUCTIONS = {
+def _number(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of arrays as one of numbers."""
+    return lambda *numbers: function(*numbers)[()]
+
+
+#: What an instruction begins with → the method, or the function of numbers, that does it.
+INSTRUCTIONS: dict[str, Any] = {
     r"mov, from space (\d)": "address",
-    r"mov\.b32 \$result, \$x": "same",
-    r"mov\.b32 \$result, \$number": "bits_of",
-    r"mov\.b32 \$result, \$bits": "float_of",
+    r"mov\.b32 \$result, \$x": lambda x: x,
+    r"mov\.b32 \$result, \$number": lambda x: np.float32(x).view(np.uint32),
+    r"mov\.b32 \$result, \$bits": lambda bits: np.uint32(bits).view(np.float32),
     r"ld\.\w+\.(v4)\.u32": "load",
     r"st\.[\w.]+?(\.v4)?\.u32": "store",
     r"st\.shared\.v4\.f32": "store_floats",
@@ -274,20 +238,19 @@ INSTRUCTIONS = {
     r"cp\.async\.wait_all": "wait_all",
     r"ldmatrix\.sync\.aligned\.m8n8\.x(\d)(\.trans)?\.": "ldmatrix",
     r"stmatrix\.sync\.aligned\.m8n8\.x4\.": "stmatrix",
-    r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.(f16|bf16)": "mma",
-    r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32": "mma_tf32",
+    r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.(f16|bf16|tf32)": "mma",
     r"cvt\.rn\.(f16|bf16)x2\.f32": "pack",
     r"cvt\.rn\.relu\.(f16|bf16)x2\.f32": "pack_positive",
-    r"\{ \.reg \.b16 low, high;\s+cvt\.rn\.satfinite\.e4m3x2": "pack_four",
+    r"\{ \.reg \.b16 low, high;\s+cvt\.rn\.satfinite\.e4m3x2": _number(numbers.pack_e4m3),
     r"\{ \.reg \.b(16|32) low, high;\s+(?:mov|shl)": "unpack",
-    r"cvt\.rna\.tf32": "round_tf32",
-    r"ex2\.approx": "ex2",
-    r"rcp\.approx": "rcp",
-    r"fma\.rn\.f32": "fma",
-    r"mul\.rn\.f32": "multiply",
-    r"sub\.rn\.f32": "subtract",
-    r"lg2\.approx": "lg2",
-    r"tanh\.approx": "tanh",
+    r"cvt\.rna\.tf32": _number(numbers.round_tf32),
+    r"ex2\.approx": _number(numbers.ex2),
+    r"rcp\.approx": lambda x: np.float32(1) / np.float32(x),
+    r"fma\.rn\.f32": _number(numbers.fma),
+    r"mul\.rn\.f32": lambda x, y: np.float32(x) * np.float32(y),
+    r"sub\.rn\.f32": lambda x, y: np.float32(x) - np.float32(y),
+    r"lg2\.approx": _number(numbers.lg2),
+    r"tanh\.approx": _number(numbers.tanh),
     r"\{ // philox ([\d, ]+);": "draw",
     r"prmt\.b32 \$result, \$x, \$y, \$selector": "permute",
     r"prmt\.b32 \$result, \$x, 0, 0x([89ab]{4})": "spread",

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .checks import Uninitialised, is_garbage
+from .checked_arrays import Uninitialised, is_garbage
 from .device import empty
 
 #: Whether no one chose the emulated GPU: there is no other.  The most elements of an array then.
@@ -97,10 +97,6 @@ class DeviceArray:
         return len(self._ary)
 
     @property
-    def alloc_size(self) -> int:
-        return self.nbytes
-
-    @property
     def device_ctypes_pointer(self) -> Any:
         """The address of the first element, as ``value``."""
         return SimpleNamespace(value=self._ary.__array_interface__["data"][0] if self.size else 0)
@@ -148,12 +144,6 @@ class DeviceArray:
         return self._part(self._ary.transpose(axes))
 
     T = property(transpose)
-
-    def is_c_contiguous(self) -> bool:
-        return bool(self._ary.flags.c_contiguous)
-
-    def is_f_contiguous(self) -> bool:
-        return bool(self._ary.flags.f_contiguous)
 
     def bind(self, stream: Any = 0) -> DeviceArray:
         return self

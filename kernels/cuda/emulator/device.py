@@ -39,13 +39,6 @@ def dtype_of(kind: Any) -> np.dtype[Any]:
     return np.dtype(kind if isinstance(kind, type) else getattr(kind, "dtype", kind))
 
 
-@lru_cache(maxsize=256)
-def _poisoned(shape: Any, dtype: np.dtype[Any]) -> Array:
-    array = np.empty(shape, dtype)
-    array.view(np.uint8)[...] = GARBAGE
-    return array
-
-
 def empty(shape: Any, dtype: Any) -> Array:
     """Return an array of garbage."""
     array = np.empty(shape, dtype)
@@ -53,8 +46,12 @@ def empty(shape: Any, dtype: Any) -> Array:
     return array
 
 
+_poisoned = lru_cache(maxsize=256)(empty)
+
+
 @lru_cache(maxsize=64)
-def _places(size: Index) -> list[Index]:
+def places(size: Index) -> list[Index]:
+    """Return the indices in a grid or a block, x fastest."""
     return [Index(x, y, z) for z in range(size.z) for y in range(size.y) for x in range(size.x)]
 
 
@@ -235,7 +232,7 @@ class Device:
     def begin_block(self, index: Index, grid: Index, size: Index, shared_bytes: int) -> Block:
         """Begin the next block of a launch."""
         self.blockIdx, self.gridDim, self.blockDim = index, grid, size
-        self._places = _places(size)
+        self._places = places(size)
         self.block = Block(index, size, shared_bytes, self._begin)
         return self.block
 
@@ -270,8 +267,7 @@ class Device:
         if self.on_barrier is not None and self.on_barrier(sys._getframe(1)):
             return
         if self.checks is not None:
-            frame = sys._getframe(1)
-            self.checks.barriers.add((frame.f_code.co_filename, frame.f_lineno))
+            self.checks.reach(sys._getframe(1))
         self.block.everyone.hold(None)
 
     def syncthreads_or(self, value: Any) -> int:

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from .checks import Checks, Race, source_of
-from .device import DEVICE, Index
+from .checked_arrays import source_of
+from .checks import Checks
+from .device import DEVICE, Index, places
 from .schedule import OWN, Deadlock, Turns
 from .translation import Translation, translated
 
@@ -79,13 +80,11 @@ def run(
             own = tuple(map(DEVICE.checks.argument, names, own))
         try:
             with np.errstate(all="ignore"):
-                for z in range(grid.z):
-                    for y in range(grid.y):
-                        for x in range(grid.x):
-                            state = DEVICE.begin_block(Index(x, y, z), grid, block, shared_bytes)
-                            if engines:
-                                engines.begin_block(state)
-                            _run_block(kernel, own, engines)
+                for place in places(grid):
+                    state = DEVICE.begin_block(place, grid, block, shared_bytes)
+                    if engines:
+                        engines.begin_block(state)
+                    _run_block(kernel, own, engines)
             if DEVICE.checks:
                 DEVICE.checks.end_launch(source.__name__, args, own)
         finally:
@@ -105,12 +104,10 @@ def _run_block(kernel: Translation, args: tuple[Any, ...], engines: Any) -> None
 
     try:
         turns.take(thread, kernel.meets)
-    except Deadlock as error:
-        raise RuntimeError(f"{error}{_deadlock(turns)}") from None
-    except Race:
-        raise
+    except Deadlock:
+        raise Deadlock(_deadlock(turns)) from None
     except Exception as error:
-        if checks and checks.early:
+        if checks:
             checks.end_block()
         raise _with_place(error, function.__name__) from error
     if checks:
@@ -173,22 +170,26 @@ def _line(trace: TracebackType | None) -> tuple[str, int] | None:
 
 
 def _deadlock(turns: Turns) -> str:
-    """Return which threads wait where, and which have ended."""
+    """Return which threads wait where, which have ended, and what to do."""
     lines: dict[tuple[str, int], list[int]] = {}
     for number, line in turns.waiting.items():
         lines.setdefault(line, []).append(number)
-    shown = [
-        f"thread {tuple(DEVICE.place_of(numbers[0]))}"
-        f"{f' and {len(numbers) - 1} more' if len(numbers) > 1 else ''} in {source_of(line)}"
-        for line, numbers in list(lines.items())[:3]
-    ]
-    ended = sorted(set(range(DEVICE.block.threads)) - set(turns.waiting))
-    text = f": in block {tuple(DEVICE.blockIdx)} there wait {', and '.join(shown)}"
-    if ended:
-        first = tuple(DEVICE.place_of(ended[0]))
-        text += f", and thread {first}{f' and {len(ended) - 1} more have' if ended[1:] else ' has'} ended"
-    is_barrier = all("_sync(" not in source_of(line) for line in lines)
-    return text + (
-        "; every thread of a block must reach the same barrier" if is_barrier else
-        "; every thread of a warp that the mask names must reach the same shuffle or vote"
-    )  # fmt: skip
+
+    def named(numbers: list[int]) -> str:
+        more = f" and {len(numbers) - 1} more" if numbers[1:] else ""
+        return f"thread {tuple(DEVICE.place_of(numbers[0]))}{more}"
+
+    parts = [f"{named(numbers)} in {source_of(line)}" for line, numbers in [*lines.items()][:3]]
+    if ended := sorted(set(range(DEVICE.block.threads)) - set(turns.waiting)):
+        parts.append(f"and {named(ended)} {'have' if ended[1:] else 'has'} ended")
+    text, sources = "others, which wait too or have ended", [*map(source_of, lines)]
+    advice = ""
+    if any(re.search(r"_sync\(|syncwarp\(", source) for source in sources):
+        text = "others of their warp"
+        advice = (
+            "; move the shuffle, vote or syncwarp out of the branch, or let the mask name no other"
+        )
+    elif all("syncthreads" in source for source in sources):
+        text = "all others at a barrier"
+        advice = "; move the barrier out of the branch or loop, and let no thread return before it"
+    return f"threads of block {tuple(DEVICE.blockIdx)} wait for {text}: {', '.join(parts)}{advice}"

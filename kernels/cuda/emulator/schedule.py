@@ -105,7 +105,7 @@ class Turns:
                 running[number].switch()
             self.waiting = {i: _line_of(one) for i, one in enumerate(running) if not one.dead}
             if self.waiting:
-                raise Deadlock("threads wait for others, which wait too or have ended")
+                raise Deadlock
         finally:
             for one in running:
                 one.throw()  # ends it where it waits

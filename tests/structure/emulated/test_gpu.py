@@ -61,7 +61,7 @@ def test_a_barrier_that_not_all_threads_reach_is_an_error() -> None:
         if cuda.threadIdx.x:
             cuda.syncthreads()  # the first thread does not come
 
-    with pytest.raises(RuntimeError, match="wait for others"):
+    with pytest.raises(RuntimeError, match="wait for all others at a barrier"):
         _run(kernel, np.zeros((1, 32), np.uint32))
 
 

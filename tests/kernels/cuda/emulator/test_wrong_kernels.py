@@ -21,7 +21,7 @@ ONE = {"grid": 1, "block": SIZE, "out": SIZE, "a": SIZE, "empty": False}
 SQUARE = {"block": (4, 4), "out": (4, 4)}
 BARRIER = r"a race on .*with no barrier in between; call cuda\.syncthreads\(\)"
 UNREAD = r"which no thread has written; \w+ is written in {other}"
-DIVERGENT = r"there wait thread .* every thread of a block must reach the same barrier"
+DIVERGENT = r"wait for all others at a barrier.* move the barrier out of the branch or loop"
 CASES: dict[Callable[..., None], tuple[str | None, dict[str, Any]]] = {}
 
 
@@ -60,7 +60,7 @@ def no_barrier_in_a_tree(out, a):
     out[i] = 0
 
 
-@told(r"the shared array tile\[\d\]: .* reads it in {other}.* writes it .* end of the loop")
+@told(r"the shared array tile\[\d\]: .* it in {other}.*, with no barrier .* end of the loop")
 def no_barrier_at_the_end_of_a_loop(out, a):
     tile = cuda.shared.array(SIZE, float32)
     i, total = cuda.threadIdx.x, 0.0
@@ -71,7 +71,9 @@ def no_barrier_at_the_end_of_a_loop(out, a):
     out[i] = total
 
 
-@told(r"wait thread \(\d, 0, 0\) and 2 more .* thread \(3, 0, 0\) and 4 more")
+@told(
+    r"thread \(\d, 0, 0\) and 2 more in .* thread \(3, 0, 0\) and 4 more have ended; move the barrier"
+)
 def barrier_in_a_branch(out, a):
     i = cuda.threadIdx.x
     if i < 3:
@@ -79,7 +81,9 @@ def barrier_in_a_branch(out, a):
     out[i] = a[i]
 
 
-@told(r"there wait .* and thread \(5, 0, 0\) has ended; every thread")
+@told(
+    r"thread \(\d, 0, 0\) and 6 more in .*, and thread \(5, 0, 0\) has ended; .* return before it"
+)
 def return_before_a_barrier(out, a):
     i = cuda.threadIdx.x
     if i == 5:
@@ -185,6 +189,36 @@ def barrier_for_the_lower_half(out, a):
 
 
 @told(DIVERGENT)
+def barrier_in_a_branch_before_a_read_of_others(out, a):
+    tile, i = cuda.shared.array(SIZE, float32), cuda.threadIdx.x
+    tile[i] = a[i]
+    if i < 3:
+        cuda.syncthreads()  # wrong
+    out[i] = tile[SIZE - 1 - i]
+
+
+@told(r"wait for all others at a barrier.*{other}.* move the barrier")
+def barrier_of_each_branch(out, a):
+    tile, i = cuda.shared.array(SIZE, float32), cuda.threadIdx.x
+    tile[i] = a[i]
+    if i < 4:
+        cuda.syncthreads()  # wrong
+    else:
+        cuda.syncthreads()  # other
+    out[i] = tile[SIZE - 1 - i]
+
+
+@told(r"wait for all others at a barrier.*{other}.* move the barrier")
+def barrier_in_a_branch_and_another_behind_it(out, a):
+    tile, i = cuda.shared.array(SIZE, float32), cuda.threadIdx.x
+    tile[i] = a[i]
+    if i % 2:
+        cuda.syncthreads()  # wrong
+    out[i] = tile[i]
+    cuda.syncthreads()  # other
+
+
+@told(DIVERGENT)
 def barrier_in_a_loop_up_to_the_own_row(out, a):
     tile, i, total = cuda.shared.array(SIZE, float32), cuda.threadIdx.x, 0.0
     for k in range(i + 1):
@@ -202,7 +236,7 @@ def barrier_of_a_warp_alone(out, a):
     out[i] = tile[63 - i]  # wrong
 
 
-@told(r"there wait thread .* every thread of a warp")
+@told(r"wait for others of their warp: thread .* move the shuffle, .* out of the branch")
 def shuffle_in_a_branch(out, a):
     i = cuda.threadIdx.x
     value = a[i]

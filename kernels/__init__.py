@@ -13,6 +13,10 @@ from kernels.array_call import Call
 from kernels.call_plan import CallPlan  # beyond module 5
 from kernels.common.arguments import shown, whole
 from kernels.decoding import flash_attention_with_cache  # beyond module 5
+from kernels.derivatives import (  # beyond module 5
+    flash_attention_double_backward,
+    flash_attention_jvp,
+)
 from kernels.problem.option_values import check_dropout
 from kernels.problem.options import Options, check_types
 from kernels.problem.question import Problem, make_problem
@@ -35,7 +39,9 @@ __all__ = [
     "available_rungs",
     "dropout_mask",
     "flash_attention_backward",
+    "flash_attention_double_backward",  # beyond module 5
     "flash_attention_forward",
+    "flash_attention_jvp",  # beyond module 5
     "flash_attention_varlen_backward",  # beyond module 5
     "flash_attention_varlen_forward",  # beyond module 5
     "flash_attention_with_cache",  # beyond module 5

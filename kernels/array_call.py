@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -17,10 +17,16 @@ from kernels.operand_types import as_operand
 from kernels.problem.operands import make_operands
 from kernels.problem.option_values import check_seed
 from kernels.problem.options import ARRAYS, WITH_GRADIENT, Options, field_of
-from kernels.problem.question import Problem, check_gradient_operands, problem_of
+from kernels.problem.question import Problem, check_further_operands, problem_of
 
-#: The operands of the backward pass in addition to those of the forward pass, in the order of ``Operands``.
-_RESULTS = ("out", "lse", "lse_rest", "dout", "dlse")
+_TANGENTS = ("q_tangent", "k_tangent", "v_tangent")  # beyond module 5
+#: The operands of a pass in addition to q, k, v and the options, by ``Wanted.backward`` and ``.tangent``.
+_FURTHER = {
+    (False, False): (),
+    (True, False): ("out", "lse", "lse_rest", "dout", "dlse"),
+    (False, True): _TANGENTS,  # beyond module 5
+    (True, True): ("dout", "dlse", *_TANGENTS),  # beyond module 5
+}
 #: Builds the problem of a call from q, k, v and the options.
 Make = Callable[[Any, Any, Any, Options], Problem]
 
@@ -28,8 +34,9 @@ Make = Callable[[Any, Any, Any, Options], Problem]
 class Call:
     """A checked call on arrays of any library: target, problem and operands.
 
-    ``results`` and ``make`` are those of :func:`attend`; ``known`` is the bound call, which has been
-    checked.  Operands must all be on the host or all on one device; otherwise a TypeError is raised.
+    ``further`` are the operands of its pass by name, ``make`` is that of :func:`attend`, and ``known`` is
+    the bound call, which has been checked.  Operands must all be on the host or all on one device;
+    otherwise a TypeError is raised.
     """
 
     def __init__(
@@ -38,7 +45,7 @@ class Call:
         k: Any,
         v: Any,
         options: Options,
-        results: tuple[Any, ...] = (),
+        further: Mapping[str, Any] | None = None,
         make: Make = problem_of,
         known: launch.BoundCall | None = None,
     ):
@@ -50,11 +57,10 @@ class Call:
             self.problem = known.problem.with_seed(check_seed(options.get("seed") or 0))
         places = [q, k, v]
         given: dict[str, Any] = {}
-        if results:
-            given = {n: as_operand(x) for n, x in zip(_RESULTS, results, strict=True)}
+        if further:
+            given = {name: as_operand(x) for name, x in further.items()}
             if known is None:
-                names = "dout", "out", "lse", "dlse"
-                check_gradient_operands(self.problem, *[given[name] for name in names])
+                check_further_operands(self.problem, q, k, v, given)
             places += [array for array in given.values() if array is not None]
         self.target = target_of(places)
         if arrays and self.target is launch.CPU:
@@ -92,10 +98,10 @@ def attend(
 ) -> tuple[Any, ...]:
     """Compute attention of q, k and v of any library, or its gradients, as arrays of the library of q.
 
-    For gradients, ``results`` are out, lse, the rest of lse or None, dout, and dlse or None. The tile
-    is the rung's own when None, ``make`` builds the problem, and ``count`` is how many results are
-    returned, all when None: out, lse and its rest, or dq, dk and dv in the shapes of the operands,
-    and the wanted gradients of options.
+    ``results`` are the further operands of the pass, in the order of ``_FURTHER``: for gradients out,
+    lse, the rest of lse or None, dout, and dlse or None. The tile is the rung's own when None, ``make``
+    builds the problem, and ``count`` is how many results are returned, all when None: those of
+    ``launch.forward``, or of ``launch.backward`` with dq, dk and dv in the shapes of the operands.
     """
     library = found = known = None
     if type(operands[0]) is not np.ndarray:  # beyond module 5
@@ -104,7 +110,7 @@ def attend(
             with context:
                 return attend(operands, options, tile, wanted, results, make, count)
     given = [array for array in results if array is not None]
-    rest = tile, wanted, *[array is None for array in results[2::2]]
+    rest = tile, wanted, *[array is None for array in results]
     found = find(operands, options, *rest, make=make, results=given)  # beyond module 5
     known = found and found.call  # beyond module 5
     if found is not None and known is not None and known.reads_given:  # beyond module 5
@@ -114,7 +120,8 @@ def attend(
         arrays = known.repeat.arrays(found.starts, found.seed, found.arrays)
         if arrays is not None:
             return results_of(library, tuple([x for x in arrays if x is not None][:count]))
-    own = Call(*operands, options, results, make, known)
+    names = _FURTHER[wanted.backward, wanted.tangent]
+    own = Call(*operands, options, dict(zip(names, results, strict=True)), make, known)
     if known is None:
         _check_wanted(own.problem, wanted)
     arrays = launch.run(found, own.target, own.problem, own.operands, wanted, tile)

@@ -15,7 +15,7 @@ from kernels.bound_calls import BoundLoops, CallLookup, arrays_of  # beyond modu
 from kernels.cuda.runtime.recorder import active  # beyond module 5
 from kernels.cuda.runtime.repeated import noted  # beyond module 5
 from kernels.problem.float8 import check_float8_gradient  # beyond module 5
-from kernels.problem.operands import Operands, own_mask, view_of
+from kernels.problem.operands import IN_DTYPE, OF_ROWS, Operands, own_mask, view_of
 from kernels.problem.options import AXES, WITH_GRADIENT, field_of
 from kernels.problem.question import Problem
 from kernels.problem.shapes import check_tile
@@ -35,10 +35,14 @@ from kernels.scores.mods import check_derivative  # beyond module 5
 _LEARNT = [*map(field_of, WITH_GRADIENT)]
 
 
-class Wanted(namedtuple("Wanted", ["backward", *_LEARNT], defaults=[False] * (1 + len(_LEARNT)))):
+_COMPUTED = ["backward", *_LEARNT, "tangent"]
+
+
+class Wanted(namedtuple("Wanted", _COMPUTED, defaults=[False] * len(_COMPUTED))):
     """What a call computes: gradients if ``backward`` is set, otherwise out and lse.
 
-    The other fields, those of the options in ``WITH_GRADIENT``, tell whether to compute their gradients.
+    With ``tangent``, it computes the derivative of that pass along the tangents of q, k and v.  The other
+    fields, those of the options in ``WITH_GRADIENT``, tell whether to compute their gradients.
     """
 
 
@@ -60,13 +64,14 @@ class BoundCall:
     def __init__(
         self, target: Target, problem: Problem, tile: Any = None, wanted: Wanted = FORWARD
     ):
-        tile = check_tile(tile)
-        if wanted.backward:  # beyond module 5
-            check_derivative(problem.score_mod)
+        self.given_tile = tile = check_tile(tile)
+        if order := wanted.backward + wanted.tangent:  # beyond module 5
+            check_derivative(problem.score_mod, order)
             check_float8_gradient(problem)
         self.target, self.problem, self.wanted = target, problem.unseeded, wanted
-        self.rung = target.pick(problem, tile)
-        own_tile = self.rung.backward_tile if wanted.backward else self.rung.tile
+        self.rung = target.pick(problem, tile, wanted.tangent)
+        tiles: Any = self.rung.tangents if wanted.tangent else self.rung
+        own_tile = tiles.backward_tile if wanted.backward else tiles.tile
         self.tile = tile or own_tile(self._taken(problem))
         # A BoundLoops or Repeat, which runs the loops or launches of the first call on other arrays; None
         # before it, or if every call runs in full.
@@ -80,7 +85,8 @@ class BoundCall:
             if self.repeat is not None:
                 starts, arrays = arrays_of(operands)
                 if (found := self.repeat.arrays(starts, problem.seed, arrays)) is not None:
-                    return Gradients(*found) if self.wanted.backward else tuple(found)
+                    is_gradient = self.wanted.backward and not self.wanted.tangent
+                    return Gradients(*found) if is_gradient else tuple(found)
             elif self.target is CUDA and not self._is_noted:
                 return self._note(problem, operands)
         return self.in_full(problem, operands)
@@ -98,6 +104,8 @@ class BoundCall:
 
     def in_full(self, problem: Problem, operands: Operands) -> Any:
         """Run a call without repeating another."""
+        if self.wanted.backward and self.wanted.tangent:  # beyond module 5
+            return _double_backward(self, problem, operands)
         return (_backward if self.wanted.backward else _forward)(self, problem, operands)
 
     def bind(  # beyond module 5
@@ -123,7 +131,7 @@ class BoundCall:
             if array is None or name == "mask_batch":
                 continue
             if start_of(array) != start_of(getattr(viewed, name)):
-                if name not in ("q", "k", "v", "out", "dout"):
+                if name not in IN_DTYPE:
                     return
                 copies.append((len(names), partial(_copied, memory, taken, name)))
             names.append(name)
@@ -180,25 +188,34 @@ def forward(
     return BoundCall(target, problem, tile).in_full(problem, operands)
 
 
-def _forward(call: BoundCall, problem: Problem, operands: Operands) -> tuple[Any, Any, Any]:
+def _forward(call: BoundCall, problem: Problem, operands: Operands) -> tuple[Any, ...]:
     """Do what :func:`forward` says, by the rung of a call."""
-    memory = call.target.memory
+    memory, dtype = call.target.memory, problem.dtype
     taken, own = call.taken(problem, operands)
-    out = _like(memory, own.q, problem, problem.out_shape, taken.dtype)
-    lse, rest = (memory.empty(problem.lse_shape, problem.acc_dtype) for _ in range(2))
-    viewed = own.having(out=out, lse=lse, lse_rest=rest).viewed(memory, problem)
-    bind = call.rung.forward_of(taken)(taken, call.tile, viewed)
-    written, dtype = {"out": out, "lse": lse, "lse_rest": rest}, problem.dtype
+    names, run = ["out", "lse", "lse_rest"], call.rung.forward_of(taken)
+    if call.wanted.tangent:  # beyond module 5
+        own = own.with_tangents(memory, taken)
+        names, run = [*names, "out_tangent", "lse_tangent"], call.rung.tangents.jvp
+    written = {
+        name: memory.empty(problem.lse_shape, problem.acc_dtype)
+        if name in OF_ROWS
+        else _like(memory, own.q, problem, problem.out_shape, taken.dtype)
+        for name in names
+    }
+    viewed = own.having(**written).viewed(memory, problem)
+    bind = run(taken, call.tile, viewed)
 
-    def finish(out: Any, lse: Any, rest: Any) -> tuple[Any, Any, Any]:
-        return memory.convert(out, dtype), lse, rest
+    def finish(*arrays: Any) -> tuple[Any, ...]:
+        pairs = zip(names, arrays, strict=True)
+        return tuple([x if name in OF_ROWS else memory.convert(x, dtype) for name, x in pairs])
 
-    result, *_ = finish(*written.values())
-    laid = memory.laid_as(result, operands.q)
-    if laid is result:  # beyond module 5
-        is_done = result is out
+    results = finish(*written.values())
+    pairs = zip(names, results, strict=True)
+    laid = [x if name in OF_ROWS else memory.laid_as(x, operands.q) for name, x in pairs]
+    if all(map(is_, laid, results)):  # beyond module 5
+        is_done = all(map(is_, results, written.values()))
         call.bind(bind, taken, operands, viewed, written, None if is_done else finish)
-    return laid, lse, rest
+    return tuple(laid)
 
 
 def _copied(  # beyond module 5
@@ -250,6 +267,9 @@ def _backward(call: BoundCall, problem: Problem, operands: Operands) -> Gradient
     memory, given = call.target.memory, operands
     operands = operands.with_rest(memory, problem)
     taken, own = call.taken(problem.sinkless, operands)
+    run = call.rung.backward
+    if call.wanted.tangent:  # beyond module 5
+        own, run = own.with_tangents(memory, taken), call.rung.tangents.double_backward
     dq = _like(memory, own.q, problem, problem.q_shape, taken.dtype)
     # A head of k and v that several query heads share gets a gradient from each.
     dk, dv = (
@@ -257,7 +277,7 @@ def _backward(call: BoundCall, problem: Problem, operands: Operands) -> Gradient
         for operand, shape in ((own.k, problem.k_shape), (own.v, problem.v_shape))
     )
     viewed = own.having(dq=dq, dk=dk, dv=dv).viewed(memory, problem)
-    bind = call.rung.backward(taken, call.tile, viewed)
+    bind = run(taken, call.tile, viewed)
     written, dtype = {"dq": dq, "dk": dk, "dv": dv}, problem.dtype
     lead, groups, shapes = problem.key_lead, problem.groups, (problem.k_shape, problem.v_shape)
 
@@ -277,9 +297,25 @@ def _backward(call: BoundCall, problem: Problem, operands: Operands) -> Gradient
         call.bind(bind, taken, given, viewed, written, None if is_done else finish)
     others = [
         _of_option(call.target, (problem, operands), (taken, viewed), name) if is_wanted else None
-        for name, is_wanted in zip(_LEARNT, call.wanted[1:], strict=True)
+        for name, is_wanted in zip(_LEARNT, call.wanted[1:], strict=False)
     ]
     return Gradients(*laid, *others)
+
+
+def _double_backward(  # beyond module 5
+    call: BoundCall, problem: Problem, operands: Operands
+) -> tuple[Any, ...]:
+    """Return the gradients of the sum of dq, dk and dv times tangents, for q, k, v, dout and dlse.
+
+    Second derivatives are symmetric: the first three are the tangents of dq, dk and dv, and the other two
+    are those of out and lse.
+    """
+    jvp = BoundCall(call.target, problem, call.given_tile, Wanted(tangent=True))
+    out, lse, rest, *tangents = jvp.in_full(problem, operands)
+    names = "out", "lse", "lse_rest", "out_tangent", "lse_tangent"
+    found = dict(zip(names, (out, lse, rest, *tangents), strict=True))
+    gradients = _backward(call, problem, operands.having(**found))
+    return (*gradients[:3], *tangents)
 
 
 def _of_option(

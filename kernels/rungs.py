@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial  # beyond module 5
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.problem.rungs import unknown_rung, unusable_rung
 from kernels.reference import attention as reference
-from kernels.reference import float8  # beyond module 5
+from kernels.reference import float8, tangents  # beyond module 5
 from kernels.runtime.dtypes import COMPUTE_DTYPES, FLOAT32, HALF_DTYPES
 from kernels.runtime.memory import Memory
 
@@ -45,6 +45,30 @@ _HALF_BY_NAME = {dtype.name: dtype for dtype in HALF_DTYPES}
 
 def _anything(problem: Problem, tile: Tile | None) -> str | None:
     return None
+
+
+def _no_tangents(problem: Problem, tile: Tile | None) -> str | None:  # beyond module 5
+    return "it has no JVP and no double backward"
+
+
+class Tangents(NamedTuple):  # beyond module 5
+    """The derivatives of a rung's two passes along the tangents of q, k and v."""
+
+    #: A function of ``(problem, tile, operands)`` that fills out, lse, lse_rest and the tangents of out and
+    #: lse, from q, k, v and their tangents.
+    jvp: Callable[..., Any] = _anything
+    #: A function of ``(problem, tile, operands)`` that fills dq, dk and dv with the tangents of these
+    #: gradients, from what ``jvp`` reads and fills, dout, and dlse or None.  They are also the gradients of
+    #: the sum of dq, dk and dv times the tangents of q, k and v.
+    double_backward: Callable[..., Any] = _anything
+    #: Default tiles of the two, as those of the rung.
+    tile: Callable[[Problem], Tile] = lambda problem: (1, 1)
+    backward_tile: Callable[[Problem], Tile] = lambda problem: (1, 1)
+    #: As that of the rung, for both; the rung must also be able to run the problem.
+    why_not: Callable[[Problem, Tile | None], str | None] = _anything
+
+
+_NO_TANGENTS = Tangents(why_not=_no_tangents)  # beyond module 5
 
 
 @dataclass(frozen=True)
@@ -77,6 +101,8 @@ class Rung:
     forward_float8: Callable[..., None] | None = None  # beyond module 5
     #: Another name that selects it for calls that the rung of that name cannot run.
     alias: str = ""
+    #: The derivatives of its passes along a direction.
+    tangents: Tangents = _NO_TANGENTS  # beyond module 5
 
     def taken(self, problem: Problem) -> Problem | None:
         """Return the problem in a dtype that this rung supports, or None if there is none.
@@ -100,15 +126,21 @@ class Rung:
             return self.forward_float8
         return self.forward
 
-    def reason(self, problem: Problem, tile: Tile | None) -> str | None:
-        """Return why this rung cannot run a problem, or None if it can; a tile of None means its own."""
+    def reason(self, problem: Problem, tile: Tile | None, tangent: bool = False) -> str | None:
+        """Return why this rung cannot run a problem, or None if it can; a tile of None means its own.
+
+        With ``tangent``, the passes are those of ``tangents``.
+        """
         if problem.precision in FLOAT8:  # beyond module 5
             missing = None if self.forward_float8 else "it has no float8 products"
             if (reason := missing or why_not_float8(problem)) is not None:
                 return reason
         taken = self.taken(problem)
         if taken is not None:
-            return self.why_not(taken, tile)
+            reason = self.why_not(taken, tile)
+            if reason is None and tangent:  # beyond module 5
+                reason = self.tangents.why_not(taken, tile)
+            return reason
         names = " and ".join(map(str, self.dtypes))
         return f"it takes operands of {names}, or a precision that allows them, not {problem.dtype}"
 
@@ -129,8 +161,8 @@ class Target:
     #: (batch, head), the same for every rung.  It supports any dtype.
     sink_gradient: Callable[[Problem, Operands, Any], None] = reference.sink_gradient
 
-    def pick(self, problem: Problem, tile: Tile | None = None) -> Rung:
-        """Return the rung that the problem names, or the fastest one that can run it.
+    def pick(self, problem: Problem, tile: Tile | None = None, tangent: bool = False) -> Rung:
+        """Return the rung that the problem names, or the fastest that can run it; see ``Rung.reason``.
 
         Raises:
             ValueError: If the target has no rung of that name, the rung cannot run the problem, or the
@@ -142,9 +174,9 @@ class Target:
             raise ValueError(f"no rung of the {self.name} target runs here: {missing}")
         for rung in self.rungs:
             asked = problem.rung in ("auto", rung.name, rung.alias)
-            if asked and rung.reason(problem, tile) is None:
+            if asked and rung.reason(problem, tile, tangent) is None:
                 return rung
-        reasons = {rung.name: rung.reason(problem, tile) for rung in self.rungs}
+        reasons = {rung.name: rung.reason(problem, tile, tangent) for rung in self.rungs}
         usable = [rung for rung in self.rungs if reasons[rung.name] is None]
         known = {"auto": "; ".join(f"{name}: {reason}" for name, reason in reasons.items())}
         why = {**known, **reasons}.get(problem.rung) or f"the {self.name} target has no such rung"
@@ -156,15 +188,20 @@ def _rung(name: str, forward: Any, backward: Any, tile: Tile, **more: Any) -> Ru
     return Rung(name, forward, backward, lambda problem: tile, lambda problem: tile, **more)
 
 
-def _numpy_rung(name: str, forward: Any, backward: Any, side: int) -> Rung:
+def _numpy_rung(name: str, forward: Any, backward: Any, side: int, **more: Any) -> Rung:
     """Return a rung of NumPy functions with square tiles."""
-    more: dict[str, Any] = {}
     more["forward_float8"] = float8.rounding(forward)  # beyond module 5
     return _rung(name, forward, backward, (side, side), **more)
 
 
 _HOST = Memory()
-_NAIVE = _numpy_rung("naive", reference.attention, reference.attention_backward, 1)
+_NAIVE = _numpy_rung(
+    "naive",
+    reference.attention,
+    reference.attention_backward,
+    1,
+    tangents=Tangents(tangents.jvp, tangents.double_backward),  # beyond module 5
+)
 _TILED = _numpy_rung("flash2", reference.tiled_attention, reference.tiled_attention_backward, 64)
 
 #: The readable implementation in NumPy, on the host.

@@ -34,7 +34,19 @@ _FIELDS = (
     "dq",  # of the broadcast shape of q
     "dk",  # of the broadcast shape of k, with a head for each head of q
     "dv",
+    # The tangents of a derivative along a direction, each of the shape and dtype of its array.
+    "q_tangent",
+    "k_tangent",
+    "v_tangent",
+    "out_tangent",
+    "lse_tangent",
 )
+#: The fields with a number for each row.
+OF_ROWS = ("lse", "lse_rest", "dlse", "lse_tangent")
+#: The fields with a row for each key.
+OF_KEYS = ("k", "v", "dk", "dv", "k_tangent", "v_tangent")
+#: The fields in the dtype of q.
+IN_DTYPE = ("q", "k", "v", "out", "dout", "q_tangent", "k_tangent", "v_tangent", "out_tangent")
 
 
 class Operands(namedtuple("Operands", _FIELDS, defaults=[None] * (len(_FIELDS) - 3))):
@@ -51,9 +63,11 @@ class Operands(namedtuple("Operands", _FIELDS, defaults=[None] * (len(_FIELDS) -
     def converted(self, memory: Memory, dtype: np.dtype[Any]) -> Operands:
         """Return the record with q, k, v, out and dout in a dtype, and a floating mask in that of sums.
 
+        Tangents are converted like their arrays.
+
         A mask is added to scores, which are sums, and must not lose precision where q is narrowed.
         """
-        arrays = {name: getattr(self, name) for name in ("q", "k", "v", "out", "dout")}
+        arrays = {name: getattr(self, name) for name in IN_DTYPE}
         converted = {name: memory.convert(x, dtype) for name, x in arrays.items() if x is not None}
         if self.mask is not None and is_floating(self.mask.dtype):
             converted["mask"] = memory.convert(self.mask, acc_dtype(self.mask.dtype))
@@ -78,6 +92,13 @@ class Operands(namedtuple("Operands", _FIELDS, defaults=[None] * (len(_FIELDS) -
             return self
         zero, shape = memory.constant(np.zeros(1, problem.acc_dtype)), problem.lse_shape
         return self.having(lse_rest=memory.view(zero, shape, (0,) * len(shape)))
+
+    def with_tangents(self, memory: Memory, problem: Problem) -> Operands:  # beyond module 5
+        """Return the record with tangents of zero for those of q, k and v that are missing."""
+        zero = memory.constant(np.zeros(1, problem.dtype))
+        shapes = zip("qkv", (problem.q_shape, problem.k_shape, problem.v_shape), strict=True)
+        zeros = {f"{x}_tangent": memory.view(zero, shape, (0,) * len(shape)) for x, shape in shapes}
+        return self.having(**{x: zeros[x] for x in zeros if getattr(self, x) is None})
 
     def viewed(self, memory: Memory, problem: Problem) -> Operands:
         """Return the arrays in the form of the kernels, copied only if strides cannot describe them."""
@@ -153,7 +174,7 @@ def own_mask(memory: Memory, problem: Problem, mask: Any) -> tuple[Any, npt.NDAr
 
 def view_of(memory: Memory, problem: Problem, name: str, array: Any) -> Any:
     """View an array that is not a mask in the form of the kernels; see :meth:`Operands.viewed`."""
-    if name in ("lse", "lse_rest", "dlse"):
+    if name in OF_ROWS:
         if problem.groups == 1 and len(array.shape) == 3:
             return array  # as it is
         column = _four_dims(memory, problem, memory.expanded(array, len(array.shape)))

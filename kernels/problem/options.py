@@ -36,8 +36,8 @@ def _is_window(value: Any) -> bool:
 
 
 def _is_score_mod(value: Any) -> bool:
-    pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(map(callable, value))
-    return pair or callable(value)
+    several = isinstance(value, (tuple, list)) and len(value) in (2, 3)
+    return callable(value) or (several and all(map(callable, value)))
 
 
 FLAG = OptionType("True or False", lambda value: isinstance(value, (bool, np.bool_)), bool)
@@ -46,7 +46,10 @@ WHOLE = OptionType("a whole number", is_whole, int)
 NAME = OptionType("a name", lambda value: isinstance(value, str), str)
 WINDOW = OptionType("(left, right), two whole numbers,", _is_window)
 FUNCTION = OptionType("a function", callable)
-SCORE_MOD = OptionType("a function, a pair of it and its derivative,", _is_score_mod)
+SCORE_MOD = OptionType(
+    "a function, a pair of it and its derivative, or these and the second derivative,",
+    _is_score_mod,
+)
 BLOCK_MASK = OptionType(
     "a kernels.BlockMask (BlockMask.from_dense makes one of an array)",
     lambda value: isinstance(value, BlockMask),
@@ -155,10 +158,10 @@ class Options(TypedDict, total=False):
         "``(batch, head, row, col) -> bool``, True keeps; a function that numba can compile.",
         FUNCTION, None, lambda value, given: as_mask_mod(value))]
     score_mod: Annotated[  # beyond module 5
-        Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]] | None, Option(
+        Callable[..., Any] | tuple[Callable[..., Any], ...] | None, Option(
         "``(score, batch, head, row, col) -> score``, applied after scale and softcap.  For gradients, "
         "pass a pair of the function and its derivative with respect to the score, which takes the same "
-        "arguments.",
+        "arguments.  For second derivatives, pass a third function, the derivative of the derivative.",
         SCORE_MOD, None, lambda value, given: as_score_mod(value))]
     seed: Annotated[int | None, Option(
         "Seed of the dropout mask, from 0 to 2⁶⁴ - 1; a seed gives the same mask on every device.  "

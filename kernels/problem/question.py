@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, make_dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -251,21 +251,28 @@ def problem_of(
     return Problem(**found)
 
 
-def check_gradient_operands(
-    problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any = None
+def check_further_operands(
+    problem: Problem, q: Any, k: Any, v: Any, given: Mapping[str, Any]
 ) -> None:
-    """Check the further operands of the backward pass.
+    """Check the operands of a pass besides those of the forward pass, by their names in ``Operands``.
 
-    One of another shape than the forward pass returned raises a ValueError, of another dtype a
+    One of another shape than its array in the forward pass raises a ValueError, of another dtype a
     TypeError.
     """
     dtype, sums = problem.dtype, problem.acc_dtype
-    for name, array, shape, wanted in (
-        ("dout", dout, problem.out_shape, dtype),
-        ("out", out, problem.out_shape, dtype),
-        ("lse", lse, problem.lse_shape, sums),
-        *([] if dlse is None else [("dlse", dlse, problem.lse_shape, sums)]),
-    ):
+    known = {
+        "dout": (problem.out_shape, dtype),
+        "out": (problem.out_shape, dtype),
+        "lse": (problem.lse_shape, sums),
+        "dlse": (problem.lse_shape, sums),
+        "q_tangent": (tuple(q.shape), dtype),  # beyond module 5
+        "k_tangent": (tuple(k.shape), dtype),  # beyond module 5
+        "v_tangent": (tuple(v.shape), dtype),  # beyond module 5
+    }
+    for name in known.keys() & given.keys():
+        array, (shape, wanted) = given[name], known[name]
+        if array is None and name not in ("dout", "out", "lse"):
+            continue
         check_array(name, array)
         if tuple(array.shape) != shape:
             raise ValueError(

@@ -32,7 +32,7 @@ def attention(problem: Problem, tile: Any, operands: Operands) -> None:
     """
     for scores, own in packed_parts(problem, operands):
         rows, cols = slice(0, own.q.shape[2]), slice(0, own.k.shape[2])
-        s, _ = scores.tile(rows, cols)  # (…, seq_q, seq_k)
+        s, *_ = scores.tile(rows, cols)  # (…, seq_q, seq_k)
         out, lse = lines.softmax_times(s, scores.kept(rows, cols), own.v)
         near = lines.shift_of(lse)  # (…, seq_q)
         rest = lines.rest_of(lse, near, np.exp(s - near[..., None]).sum(axis=-1))
@@ -47,11 +47,16 @@ class _Tile(NamedTuple):
     dqk: Array  #: Gradient of scale · q · k.
 
 
+def probabilities(own: Operands, rows: slice, s: Array) -> Array:
+    """Return P = exp(S - L), (…, rows, cols), from the scores of some rows and their lse."""
+    shift, rest = lines.shift_of(own.lse[..., rows]), own.lse_rest[..., rows]
+    return np.exp((s - shift[..., None]) - rest[..., None])
+
+
 def _backward_of(scores: Scores, own: Operands, rows: slice, cols: slice, delta: Array) -> _Tile:
     # S = τ Q Kᵀ     P = exp(S - L)
-    s, derivative = scores.tile(rows, cols)  # (…, rows, cols)
-    shift, rest = lines.shift_of(own.lse[..., rows]), own.lse_rest[..., rows]
-    p = np.exp((s - shift[..., None]) - rest[..., None])
+    s, derivative, _ = scores.tile(rows, cols)  # (…, rows, cols)
+    p = probabilities(own, rows, s)
     # O = (P ∘ Z) V
     z = scores.kept(rows, cols)
     dp = (own.dout[..., rows, :] @ np.swapaxes(own.v[..., cols, :], -1, -2)) * z
@@ -133,7 +138,7 @@ def _forward_tile(
         # 7: load K_j, V_j
         cols = slice(j * block_k, min((j + 1) * block_k, seq_k))
         # 8: S = Q_i K_jᵀ
-        s, _ = scores.tile(rows, cols)  # (…, block_q, block_k)
+        s, *_ = scores.tile(rows, cols)  # (…, block_q, block_k)
         # 9, 10: the new m, then l and O
         known = lines.add_tile(known, s, scores.kept(rows, cols), own.v[..., cols, :])
     # 12: O_i = diag(l)^-1 O     13: L_i = m + log l

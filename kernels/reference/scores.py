@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kernels.common.geometry import same
 from kernels.common.philox import COLUMNS, HALF, HALF_MASK, PLAIN, attention_threshold, keep_scale
-from kernels.problem.operands import Operands
+from kernels.problem.operands import OF_KEYS, OF_ROWS, Operands
 from kernels.problem.options import AXES
 from kernels.problem.question import DropoutOrigin, Problem
 from kernels.scores.mods import evaluate  # beyond module 5
@@ -58,7 +58,7 @@ def _numpy_target(operands: Operands) -> ScoreTarget:
 class Scores:
     """The scores of one call, or of one of its packed sequences, from operands (batch, heads, seq, dim)."""
 
-    def __init__(self, problem: Problem, operands: Operands, sequence: int = 0):
+    def __init__(self, problem: Problem, operands: Operands, sequence: int = 0, order: int = 1):
         self.problem = problem
         self.operands = operands
         batch, heads = operands.q.shape[:2]
@@ -66,22 +66,24 @@ class Scores:
         # The flat order of (batch, heads) is the same in kernels, however they divide it.
         self.head = flat % problem.heads
         self.batch = flat // problem.heads + sequence
-        self.program = make_score_program(problem.features, _numpy_target(operands))
+        target = _numpy_target(operands)._replace(order=order)
+        self.program = make_score_program(problem.features, target)
 
-    def tile(self, rows: slice, cols: slice) -> tuple[Array, Array]:
-        """Return scores (batch, heads, rows, cols) and their derivative by scale · q · k.
+    def tile(self, rows: slice, cols: slice) -> tuple[Array, Array, Array]:
+        """Return scores (batch, heads, rows, cols), and their derivatives by scale · q · k, two orders.
 
-        A masked score is minus infinity.
+        A masked score is minus infinity, and its derivatives are 0.
         """
         problem, operands, program = self.problem, self.operands, self.program
         row, col = np.arange(rows.start, rows.stop)[:, None], np.arange(cols.start, cols.stop)
         place = Place(None, None, self.batch, self.head, row, col)
         q, k = operands.q[..., rows, :], operands.k[..., cols, :]  # (…, rows, dim), (…, cols, dim)
         s = (q @ np.swapaxes(k, -1, -2)) * problem.scale  # (…, rows, cols)
-        s, derivative = program.modified(s, place, problem)
+        s, *derivatives = program.modified(s, place, problem)
         s = np.where(program.is_visible(place, problem), s, s.dtype.type(-np.inf))
-        # The user's derivative may be infinite at a masked score, whose gradient is 0.
-        return s, np.where(s == -np.inf, s.dtype.type(0), derivative)
+        # The user's derivatives may be infinite at a masked score, whose gradient is 0.
+        slope, bend = (np.where(s == -np.inf, s.dtype.type(0), x) for x in derivatives)
+        return s, slope, bend
 
     def with_sink(self, out: Array, lse: Array, rest: Array) -> tuple[Array, Array, Array]:
         """Return out (…, rows, value_dim), lse and its rest (…, rows) with the sinks in their softmax."""
@@ -122,11 +124,13 @@ def kept(seed: int, dropout_p: float, batch_head: Array, row: Array, col: Array)
     return (own >> HALF * (number % 2)) & HALF_MASK >= attention_threshold(dropout_p)
 
 
-def packed_parts(problem: Problem, operands: Operands) -> Iterator[tuple[Scores, Operands]]:
+def packed_parts(
+    problem: Problem, operands: Operands, order: int = 1
+) -> Iterator[tuple[Scores, Operands]]:
     """Yield the scores and the operands of each packed sequence; of the whole call if none are packed."""
     sequences = problem.sequences
     if sequences is None:
-        yield Scores(problem, operands), operands
+        yield Scores(problem, operands, order=order), operands
         return
     for number in range(sequences.count):
         rows = slice(*sequences.cu_seqlens_q[number : number + 2])
@@ -135,9 +139,9 @@ def packed_parts(problem: Problem, operands: Operands) -> Iterator[tuple[Scores,
         def part(name: str, array: Any, rows: slice = rows, cols: slice = cols) -> Any:
             if array is None or name in AXES:
                 return array
-            if name in ("lse", "lse_rest", "dlse"):
+            if name in OF_ROWS:
                 return array[..., rows]
-            return array[..., cols if name in ("k", "v", "dk", "dv") else rows, :]
+            return array[..., cols if name in OF_KEYS else rows, :]
 
         own = Operands(**{name: part(name, array) for name, array in operands._asdict().items()})
-        yield Scores(problem, own, number), own
+        yield Scores(problem, own, number, order), own

@@ -18,10 +18,11 @@ Function = Callable[..., Any]
 
 
 class ScoreMod(NamedTuple):
-    """A function ``(score, batch, head, row, col)``, and its derivative with respect to the score."""
+    """A function ``(score, batch, head, row, col)``, and its derivatives with respect to the score."""
 
     function: Function
     derivative: Function | None = None
+    second: Function | None = None
 
 
 def varying(mask_mod: Any) -> Any:
@@ -208,7 +209,7 @@ def as_mask_mod(value: Any) -> Function | None:
 
 
 def as_score_mod(value: Any) -> ScoreMod | None:
-    """Convert the option ``score_mod``, a function or a pair with its derivative, to a ``ScoreMod``."""
+    """Convert the option ``score_mod``, a function or a tuple with its derivatives, to a ``ScoreMod``."""
     if value is None:
         return None
     mod = ScoreMod(*value) if isinstance(value, (tuple, list)) else ScoreMod(value)
@@ -216,7 +217,9 @@ def as_score_mod(value: Any) -> ScoreMod | None:
     function = as_mod("score_mod", mod.function, arguments)
     if function is None:
         raise TypeError("score_mod must be a function or a pair of it and its derivative, got None")
-    return ScoreMod(function, as_mod("the derivative of score_mod", mod.derivative, arguments))
+    derivative = as_mod("the derivative of score_mod", mod.derivative, arguments)
+    second = as_mod("the second derivative of score_mod", mod.second, arguments)
+    return ScoreMod(function, derivative, second)
 
 
 #: By option, the function that returns the one of all user functions with the same content.
@@ -228,8 +231,13 @@ def with_kept_mods(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, **{name: keep(options.get(name)) for name, keep in KEPT.items()}}
 
 
-def check_derivative(mod: ScoreMod | None) -> None:
-    """Check that a ``score_mod`` has a derivative; otherwise raise a ValueError."""
+def check_derivative(mod: ScoreMod | None, order: int = 1) -> None:
+    """Check that a ``score_mod`` has its derivatives up to an order; otherwise raise a ValueError."""
+    if mod is not None and order == 2 and mod.second is None:
+        raise ValueError(
+            "a second derivative through score_mod needs its second derivative with respect to the score; "
+            "pass score_mod=(function, derivative, second), all of (score, batch, head, row, col)"
+        )
     if mod is not None and mod.derivative is None:
         raise ValueError(
             "a gradient through score_mod needs its derivative with respect to the score, got only "

@@ -36,6 +36,7 @@ class Features(NamedTuple):
     mask_mod: Callable[..., Any] | None = None  #: The user function, or None.
     score_mod: Callable[..., Any] | None = None  #: The user function, or None.
     derivative: Callable[..., Any] | None = None  #: The derivative of score_mod, or None.
+    second: Callable[..., Any] | None = None  #: The derivative of that, or None.
     sink: bool = False  #: Whether there are sinks.
     moved: bool = False  #: Whether the dropout bits are those of a part of a larger attention.
     #: Whether listed tiles are fully visible in the block mask; a rung sets it for its tiles.
@@ -83,9 +84,8 @@ class Features(NamedTuple):
     @property
     def of_users(self) -> Features:
         """The options that are user functions."""
-        return Features(
-            mask_mod=self.mask_mod, score_mod=self.score_mod, derivative=self.derivative
-        )
+        names = "mask_mod", "score_mod", "derivative", "second"
+        return Features(**{name: getattr(self, name) for name in names})
 
 
 PLAIN = Features()
@@ -93,11 +93,12 @@ PLAIN = Features()
 
 def features_of(problem: Any) -> Features:
     """Return the options of a checked call, a ``Problem``; a field of the same name is taken from it."""
-    score_mod, derivative = problem.score_mod or (None, None)
+    score_mod, derivative, second = problem.score_mod or (None, None, None)
     drops = problem.dropout_p > 0.0
     found: dict[str, Any] = {
         "score_mod": score_mod,
         "derivative": derivative,
+        "second": second,
         "dropout": drops,
         "packed": problem.sequences is not None,
         "moved": drops and problem.origin is not None,
@@ -151,8 +152,9 @@ class ScoreTarget(NamedTuple):
     #: test single elements.
     in_blocks: Callable[..., Any] | None
     scores_over_cap: bool = False  #: Whether scores are already divided by the softcap.
-    #: Whether ``modified`` computes the derivative of scores; otherwise it returns ``one``.
-    derives: bool = True
+    #: The highest derivative of scores that ``modified`` computes; in place of those above it, it returns
+    #: ``one`` and 0.
+    order: int = 1
     #: Product of slope and distance.  A target whose compiler might fuse either this product or the
     #: score's own with their difference gives one that is rounded; the usual product when None.
     times: Callable[..., Any] | None = None
@@ -161,8 +163,8 @@ class ScoreTarget(NamedTuple):
 class ScoreProgram(NamedTuple):
     """The functions that :func:`make_score_program` returns."""
 
-    #: ``(score, place, call)``: the score after all options but visibility, and its derivative by scale
-    #: · q · k.
+    #: ``(score, place, call)``: the score after all options but visibility, and its first and second
+    #: derivative by scale · q · k.
     modified: Callable[..., Any]
     #: ``(place, call)``: whether the element is visible in masks and ``mask_mod``.
     is_shown: Callable[..., Any]
@@ -177,21 +179,23 @@ def make_score_program(features: Features, target: ScoreTarget) -> ScoreProgram:
     """Return the score program for the options of a call, compiled for a target."""
     compile_, one, tanh = target.compile, target.one, target.tanh
     distance, bias, slope = target.distance, target.bias, target.element("slopes")
-    over_cap, derives = not target.scores_over_cap, target.derives
-    times = target.times or compile_(_times)
+    over_cap, derives, bends = not target.scores_over_cap, target.order > 0, target.order > 1
+    times, zero = target.times or compile_(_times), one - one
 
     @compile_
     def capped(score, place, call):
         squashed = tanh(score * call.over_cap if over_cap else score)
-        return call.softcap * squashed, one - squashed * squashed if derives else one
+        slope = one - squashed * squashed if derives else one
+        bend = -(squashed + squashed) * slope * call.over_cap if bends else zero
+        return call.softcap * squashed, slope, bend
 
     @compile_
     def less_distance(score, place, call):
-        return score - times(slope(place, call), distance(place, call)), one
+        return score - times(slope(place, call), distance(place, call)), one, zero
 
     @compile_
     def biased(score, place, call):
-        return score + bias(place, call), one
+        return score + bias(place, call), one, zero
 
     steps = []
     if features.softcap:
@@ -256,15 +260,22 @@ def make_row_end(
 
 
 def _by_function(features: Features, target: ScoreTarget) -> Callable[..., Any]:  # beyond module 5
-    """Return the step of a ``score_mod``; its derivative is ``one`` if not needed."""
-    one, function = target.one, target.score_function(features.score_mod)
-    has_derivative = target.derives and features.derivative is not None
-    derivative: Any = target.score_function(features.derivative) if has_derivative else None
+    """Return the step of a ``score_mod``; derivatives that are not needed are constants."""
+    one, zero, function = (
+        target.one,
+        target.one - target.one,
+        target.score_function(features.score_mod),
+    )
+    has_slope = target.order > 0 and features.derivative is not None
+    has_bend = target.order > 1 and features.second is not None
+    derivative: Any = target.score_function(features.derivative) if has_slope else None
+    second: Any = target.score_function(features.second) if has_bend else None
 
     @target.compile
     def by_function(score, place, call):
-        slope = derivative(score, place, call) if has_derivative else one
-        return function(score, place, call), slope
+        slope = derivative(score, place, call) if has_slope else one
+        bend = second(score, place, call) if has_bend else zero
+        return function(score, place, call), slope, bend
 
     return by_function
 
@@ -272,10 +283,11 @@ def _by_function(features: Features, target: ScoreTarget) -> Callable[..., Any]:
 def _in_turn(compile_: Any, one: Any, steps: list[Any]) -> Callable[..., Any]:
     """Combine steps to one, by the chain rule."""
     if not steps:
+        zero = one - one
 
         @compile_
         def unchanged(score, place, call):
-            return score, one
+            return score, one, zero
 
         return unchanged
     if len(steps) == 1:
@@ -284,9 +296,9 @@ def _in_turn(compile_: Any, one: Any, steps: list[Any]) -> Callable[..., Any]:
 
     @compile_
     def both(score, place, call):
-        score, slope = first(score, place, call)
-        score, next_slope = rest(score, place, call)
-        return score, slope * next_slope
+        score, slope, bend = first(score, place, call)
+        score, next_slope, next_bend = rest(score, place, call)
+        return score, slope * next_slope, next_bend * slope * slope + next_slope * bend
 
     return both
 

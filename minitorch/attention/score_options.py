@@ -79,7 +79,7 @@ def modified(scores: Tensor, call: AttentionCall, options: Any) -> Tensor:
         options: All options by name; a floating ``attn_mask`` is a tensor.
     """
     program = make_score_program(call.problem.features, _tensor_target(call, scores, options))
-    scores, _ = program.modified(scores, _place(call.problem), call.problem)
+    scores, *_ = program.modified(scores, _place(call.problem), call.problem)
     return scores
 
 
@@ -123,7 +123,7 @@ def _tensor_target(call: AttentionCall, scores: Any = None, options: Any = None)
         bias=lambda place, problem: options["attn_mask"],
         in_mask=lambda place, _: _on_host(call.arrays["attn_mask"]),
         in_blocks=in_blocks,
-        derives=False,
+        order=0,
     )
 
 

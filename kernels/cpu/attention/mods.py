@@ -44,7 +44,7 @@ def _make_pass(mods: Features, real: Any) -> Any:
         if slope.shape[0] == 0:
             score = modified(tile[i, j], place, None)[0]
         else:
-            score, derivative = with_derivative(tile[i, j], place, None)
+            score, derivative, _ = with_derivative(tile[i, j], place, None)
             slope[i, j] *= derivative
         tile[i, j] = score if is_shown(place, None) else minus_inf
 

@@ -290,7 +290,7 @@ def make_score_pass(real):
                 else:
                     derivative = slope[i]  # (lanes,)
                     for lane in range(lanes):
-                        s[lane], derivative[lane] = capped(s[lane], None, cap)
+                        s[lane], derivative[lane], _ = capped(s[lane], None, cap)
         elif o.modifies_scores != 0:
             slope[:] = one
         if o.user_pass != 0:

@@ -128,7 +128,7 @@ def scaled_by(features: Features) -> Callable[..., Any]:
     return _times if features.score_mod is None or features.exact_scale else mul_rn
 
 
-def score_target(features: Features, cols: int, tanh: Any, derives: bool) -> ScoreTarget:
+def score_target(features: Features, cols: int, tanh: Any, order: int) -> ScoreTarget:
     """Return the target whose places are :class:`ElementPlace` records.
 
     Scores are divided by the softcap beforehand.
@@ -168,7 +168,7 @@ def score_target(features: Features, cols: int, tanh: Any, derives: bool) -> Sco
         in_mask=is_shown,
         in_blocks=is_shown,
         scores_over_cap=True,
-        derives=derives,
+        order=order,
     )
 
 

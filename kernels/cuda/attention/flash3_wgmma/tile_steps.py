@@ -115,7 +115,7 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
     has_blocks = is_edge and features.has_patterns
     # The words of a block mask hide what is out of bounds, too.
     has_bounds = is_edge and not has_blocks
-    target = score_target(features, cols, tanh, derives=False)
+    target = score_target(features, cols, tanh, order=0)
     modified, is_shown, _ = make_score_program(features._replace(block_mask=has_blocks), target)
     element, offset = element_of(features, has_columns=not is_edge), offset_of(False)
     distance_from, has_softcap = distance_of(features), features.softcap
@@ -126,7 +126,7 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
         for i in range(4):
             at, x = element(place, distance, seen, t, i), s[t, i]
             if modifies_scores:
-                x, _ = modified(scaled(x, factor), at, extras)
+                x, _, _ = modified(scaled(x, factor), at, extras)
             x = x if is_shown(at, extras) else minus_inf
             if has_bounds:
                 r, c = offset(t, i)

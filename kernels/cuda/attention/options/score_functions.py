@@ -169,7 +169,7 @@ def make_score_functions(features: Features, dtype: np.dtype[Any]) -> ScoreFunct
 
     @device_function
     def score_and_slope(score, place, extras):
-        score, slope = modified(score, place, extras)
+        score, slope, _ = modified(score, place, extras)
         score = score if is_visible(place, extras) else minus_inf
         # The derivative of a user's function may be infinite where its score is masked.
         return score, (zero if score == minus_inf else slope)

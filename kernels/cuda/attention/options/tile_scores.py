@@ -186,7 +186,7 @@ def make_tile_scores(
         # Within the arrays, so that loads need no branch and many are under way at a time.
         row, col = min(place.row + r, place.seq_q - 1), min(place.col + c, place.seq_k - 1)
         at = place_of(place, row, col)
-        score, slope = modified(product, at, extras)
+        score, slope, _ = modified(product, at, extras)
         seen = is_shown(at, extras) & (listed or not has_lists)
         if not whole:
             seen = seen & is_in_bounds(edge, r, c)

@@ -112,7 +112,7 @@ def make_elements(form: KernelForm) -> BackwardElements:
     # operations in 16 bits do.  The forward pass has a better one, since lse is float32; a large score must
     # be the same number here.
     is_small = not (features.large_cap or features._replace(softcap=False).modifies_scores)
-    target = score_target(features, cols, near_tanh if is_small else tanh, derives=True)
+    target = score_target(features, cols, near_tanh if is_small else tanh, order=1)
     scaled = scaled_by(features)
     # A mask_mod hides by bits, as a block mask does.
     by_bits = features._replace(block_mask=features.has_lists, mask_mod=None)
@@ -134,7 +134,7 @@ def make_elements(form: KernelForm) -> BackwardElements:
         @device_function
         def weigh(product, factor, shift, top, place, extras):
             if modifies_scores:
-                score, slope = modified(scaled(product, factor), place, extras)
+                score, slope, _ = modified(scaled(product, factor), place, extras)
                 p = ex2((sub_rn(score, top) if has_tops else score) * log2_e - shift)
                 p_slope = p * slope
                 if has_mod:  # the derivative of a masked score may be infinite or NaN

@@ -43,6 +43,10 @@ def slope_of_bowl(score: float, batch: int, head: int, row: int, col: int) -> fl
     return 1.0 + (0.1 + 0.04 * head) * score
 
 
+def bend_of_bowl(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return 0.1 + 0.04 * head
+
+
 def squash(score: float, batch: int, head: int, row: int, col: int) -> float:
     """Shrink scores of odd columns."""
     return 0.5 * score if col % 2 else score + 0.25 * batch
@@ -52,13 +56,21 @@ def slope_of_squash(score: float, batch: int, head: int, row: int, col: int) -> 
     return 0.5 if col % 2 else 1.0
 
 
+def bend_of_squash(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return 0.0
+
+
 MASK_MODS = (neighbours, checkers)
-SCORE_MODS = ((bowl, slope_of_bowl), (squash, slope_of_squash))
+SCORE_MODS = ((bowl, slope_of_bowl, bend_of_bowl), (squash, slope_of_squash, bend_of_squash))
 #: Names of the options that :func:`cases` draws beyond q, k, v, scale and bounds.
 FEATURES = (
     "bool mask", "float mask", "softcap", "alibi", "dropout", "block mask", "mask_mod", "score_mod", "sink",
     "chunks", "dlse",
 )  # fmt: skip
+
+
+#: The tangents of q, k and v, as fields of ``Operands``.
+TANGENTS = ("q_tangent", "k_tangent", "v_tangent")
 
 
 @dataclass
@@ -114,6 +126,28 @@ class Case:
         wanted = self.has_mask_gradient, self.has_sink
         gradients = launch.backward(target, problem, operands, tile, *wanted)._asdict()
         return {name: array for name, array in gradients.items() if array is not None}
+
+    def derive(
+        self, tangents: Any, target: launch.Target, rung: str = "auto", tile: Any = None,
+        place: Any = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Run the derivatives of one rung's two passes along tangents of q, k and v; None is a zero.
+
+        Returns:
+            out, lse, their tangents, and those of dq, dk and dv, under the names of these.
+        """
+        operands, problem = self._asked(target, rung, place, {})
+        given = {"dout": self.dout, "dlse": self.dlse, **dict(zip(TANGENTS, tangents, strict=True))}
+        put = place or (lambda array: array)
+        operands = operands.having(**{n: x if x is None else put(x) for n, x in given.items()})
+        (out, lse, _, *rest), (*gradients, dout, dlse) = (
+            launch.BoundCall(target, problem, tile, wanted).in_full(problem, operands)
+            for wanted in (launch.Wanted(tangent=True), launch.Wanted(True, tangent=True))
+        )
+        for one, other in zip(rest, (dout, dlse), strict=True):
+            assert_close_arrays(one, other, one.dtype, "the gradient of dout or dlse")
+        names = ("out", "lse", "out_tangent", "lse_tangent", "dq", "dk", "dv")
+        return dict(zip(names, (out, lse, *rest, *gradients), strict=True))
 
     def _asked(self, target: launch.Target, rung: str, place: Any, more: Any) -> tuple[Any, Any]:
         """Return the operands and the problem of a call."""
@@ -353,7 +387,7 @@ class Case:
         """Return the largest slope of score_mod at the case's scores, 1 at the least."""
         if "score_mod" not in self.options:
             return 1.0
-        case, (_, slope) = self.plain(), self.options["score_mod"]
+        case, (_, slope, *_) = self.plain(), self.options["score_mod"]
         scores = case.problem().scale * (case.q @ np.swapaxes(case.k, -1, -2))
         heads, (rows, cols) = case.problem().lead[-1:] or (1,), scores.shape[-2:]
         # The slopes of SCORE_MODS grow with the score, and with the head.

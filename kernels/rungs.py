@@ -220,6 +220,12 @@ CPU = Target(
             cpu_flash2.why_not,
             evaluate=on_host,
             forward_float8=float8.rounding(cpu_flash2.forward),
+            tangents=Tangents(
+                cpu_flash2.jvp,
+                cpu_flash2_backward.double_backward,
+                cpu_flash2.tile,
+                cpu_flash2_backward.backward_tile,
+            ),
         ),
         _NAIVE,
     ),

@@ -54,9 +54,9 @@ def _address(make: Callable[[Any], Any], dtype: np.dtype[Any]) -> int:
 class CallOptions:
     """The record of a call, ``settings``, (1,) of ``SETTINGS``.
 
-    With ``by_keys``, lanes are key columns and lines are query rows; else the reverse.  ``backward``
-    tells whether derivatives of the scores are needed, and ``listed`` whether to visit only the tiles
-    that the block mask lists.
+    With ``by_keys``, lanes are key columns and lines are query rows; else the reverse.  ``order`` is that
+    of the highest derivative of the scores that is needed, and ``listed`` tells whether to visit only the
+    tiles that the block mask lists.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CallOptions:
         operands: Operands,
         tile: tuple[int, int],
         by_keys: bool,
-        backward: bool = False,
+        order: int = 0,
         listed: bool = True,
     ):
         self.problem, self.tile = problem, tile
@@ -82,7 +82,7 @@ class CallOptions:
         if problem.is_plain:
             return
         o["softcap"], o["diagonal"] = problem.softcap, problem.diagonal
-        o["modifies_scores"] = backward and bool(problem.softcap or problem.score_mod)
+        o["modifies_scores"] = order * bool(problem.softcap or problem.score_mod)
         o["user_pass"] = mods.pass_address(problem)
         for name in AXES:
             if getattr(problem, name):
@@ -107,6 +107,13 @@ class CallOptions:
             self._arrays[field] = array
             address = array.__array_interface__["data"][0]
             _pack_array(self._bytes, _OFFSETS[field], address, *array.shape, *array.strides)
+
+    def name_tangents(self, operands: Operands) -> None:
+        """Write the tangents of q, k, v, out and lse to the record."""
+        of_operands = {
+            f"{x}_tangent": getattr(operands, f"{x}_tangent") for x in ("q", "k", "v", "out")
+        }
+        self.name(**of_operands, lse_tangent=operands.lse_tangent[..., None])
 
     def _hiding_options(self, operands: Operands, by_keys: bool, listed: bool) -> None:
         problem, o = self.problem, self._record

@@ -16,6 +16,7 @@ Options    the bounds of causal masks and windows are applied here; all others a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,13 @@ from kernels.common.online_softmax import LARGE, LOG2_E, PATIENCE
 from kernels.cpu.attention import flash_decoding
 from kernels.cpu.attention.call_record import CallOptions
 from kernels.cpu.attention.mods import why_not_compiled
+from kernels.cpu.attention.tangents import (
+    add_value_tangents,
+    fill_score_tangents,
+    row_tangents,
+    sum_score_tangents,
+    write_row_tangents,
+)
 from kernels.cpu.attention.tile_scores import TilePosition, rows_of
 from kernels.cpu.attention.tiles import (
     ceil_div,
@@ -40,6 +48,7 @@ from kernels.cpu.attention.tiles import (
     multiply,
     pack_transposed,
     power,
+    rescale_rows,
     tile_in_table,
     tile_of,
     tiles_stop,
@@ -115,17 +124,8 @@ def start_of_rows(lanes, dtype):
     return Running(np.full(lanes, -np.inf, dtype), zeros[0], zeros[1], np.empty(lanes, dtype))
 
 
-@njit(fastmath=FASTMATH)
-def rescale_rows(acc, rescale):
-    """Multiply the lanes of O, (value_dim, lanes), by factors."""
-    for i in range(acc.shape[0]):
-        own = acc[i]  # (lanes,)
-        for lane in range(acc.shape[1]):
-            own[lane] *= rescale[lane]
-
-
-def make_forward(real):
-    """Return the forward kernel for one dtype."""
+def make_forward(real, along=False):
+    """Return the forward kernel for one dtype; ``along`` tells whether it fills tangents, too."""
     end_row = make_end_row(real)
 
     @njit_cached(fastmath=FASTMATH)
@@ -158,8 +158,10 @@ def make_forward(real):
         acc = zero_tile(value_dim, lanes, real)  # (value_dim, lanes)
         running = start_of_rows(lanes, real)
         s_tile = empty_tile(block_k, lanes, real)  # (block_k, lanes)
-        no_slope = np.empty((0, lanes), real)  # (0, lanes)
+        slope_tile = zero_tile(block_k * o.modifies_scores, lanes, real)  # (block_k or 0, lanes)
         z_tile = zero_tile(block_k if o.keep_pass != 0 else 0, lanes, real)  # (block_k, lanes)
+        if along:
+            moved = row_tangents(o, b, h, first_q + row, rows, first_k, seq_k, real)
         first = first_tile(row, block_k, seq_k, lower)
         stop = tiles_stop(row + rows, block_k, seq_k, upper)
         first_full = first_full_tile(row + rows, block_k, lower)
@@ -177,15 +179,18 @@ def make_forward(real):
             v_tile = v[col : col + cols]  # (cols, value_dim)
             here = TilePosition(b, h, flat, sequence, col, row, rows, partial)
             # 8: S = Q_i K_jᵀ
-            s = s_tile[:cols]  # (cols, lanes)
+            s, slope = s_tile[:cols], slope_tile[:cols]  # (cols, lanes)
             set_product(o.product, s, k_tile, q_t)
             if o.score_pass != 0:
-                call(o.score_pass, (s, no_slope, settings, here))
+                call(o.score_pass, (s, slope, settings, here))
             if j < first_full or j >= full_stop:
                 hide_out_of_bounds(s, col, row, -upper, -lower)
             # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
             grows = softmax_step(s, running)
             p = s  # the same memory
+            if along:
+                fill_score_tangents(o.product, moved, k_tile, q_t, col)
+                sum_score_tangents(moved, p, slope, running, grows)
             if o.keep_pass != 0:
                 z = z_tile[:cols]  # (cols, lanes)
                 call(o.keep_pass, (z, settings, here))
@@ -194,6 +199,8 @@ def make_forward(real):
             if grows:
                 rescale_rows(acc, running.rescale)
             add_product(o.product, acc, v_tile.T, p)
+            if along:
+                add_value_tangents(o.product, moved, p, v_tile, col)
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
         acc_t = empty_tile(lanes, value_dim, real)  # (lanes, value_dim)
         transpose(acc, acc_t)
@@ -202,8 +209,14 @@ def make_forward(real):
             inverse, lse[r, 0], rest[r, 0] = end_row(running.row_sum[r], shift, b, h, o)
             for i in range(value_dim):
                 out[r, i] = acc_row[i] * inverse
+            running.rescale[r] = inverse
+        if along:
+            write_row_tangents(moved, out, running.rescale)
 
     return forward_item
+
+
+make_jvp = partial(make_forward, along=True)
 
 
 def forward(problem: Problem, size: tuple[int, int], operands: Operands) -> Bind | None:
@@ -213,13 +226,25 @@ def forward(problem: Problem, size: tuple[int, int], operands: Operands) -> Bind
     return forward_by_tiles(problem, size, operands)
 
 
-def forward_by_tiles(problem: Problem, size: tuple[int, int], o: Operands) -> Bind:
-    """Do what :func:`forward` says, by the kernel whose scores are those of the backward pass."""
-    options = CallOptions(problem, o, size, by_keys=False)
+def forward_by_tiles(
+    problem: Problem, size: tuple[int, int], o: Operands, along: bool = False
+) -> Bind:
+    """Do what :func:`forward` says, by the kernel whose scores are those of the backward pass.
+
+    With ``along``, also fill the tangents of out and lse.
+    """
+    options = CallOptions(problem, o, size, by_keys=False, order=int(along))
     logs = {"lse": o.lse[..., None], "lse_rest": o.lse_rest[..., None]}
     options.name(q=o.q, k=o.k, v=o.v, out=o.out, **logs)
+    if along:
+        options.name_tangents(o)
     items = o.q.shape[0] * o.q.shape[1] * options.tile_table(False)
-    return options.run(make_forward, items)
+    return options.run(make_jvp if along else make_forward, items)
+
+
+def jvp(problem: Problem, size: tuple[int, int], operands: Operands) -> Bind:
+    """Fill out, lse, lse_rest and the tangents of out and lse."""
+    return forward_by_tiles(problem, size, operands, along=True)
 
 
 def is_large(lse: Any) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,13 @@ from kernels.cpu.attention.gradient_tiles import (
     piece_of,
     query_rows,
     shaped,
+)
+from kernels.cpu.attention.tangents import (
+    add_tangent_products,
+    fill_gradient_tangents,
+    key_tangents,
+    moved_rows,
+    piece_of_keys,
 )
 from kernels.cpu.attention.tile_scores import TilePosition, rows_of
 from kernels.cpu.attention.tiles import (
@@ -62,8 +70,8 @@ ITEMS = 8
 TILE = (256, 64)
 
 
-def make_backward(real):
-    """Return the backward kernel for one dtype."""
+def make_backward(real, along=False):
+    """Return the backward kernel for one dtype; with ``along``, it fills the tangents of its results."""
 
     @njit_cached(fastmath=FASTMATH)
     def backward_item(settings, item):
@@ -87,6 +95,10 @@ def make_backward(real):
             own.dq[:] = 0
             # 4: D = rowsum(dO ∘ O), added to minus the gradient of lse, which delta already holds
             add_row_products(own.dout, rows_of(o.out, b, h, part_start, count, real), own.delta)
+            if along:
+                out_tangent = rows_of(o.out_tangent, b, h, part_start, count, real)
+                delta_tangent = moved_rows(o, b, h, part_start, count, real).delta
+                add_row_products(own.dout, out_tangent, delta_tangent)
         # 5: for 1 <= j <= T_c, in steps of parts
         for number in range((part + o.phase) % o.parts, o.tiles, o.parts):
             sequence, first_q, seq_q, first_k, seq_k, col = tile_in_table(o, number)
@@ -106,6 +118,8 @@ def make_backward(real):
             # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
             tile, buffers = load_keys(k, v, tau), buffers_for(o, lanes_for(cols), real)
             dq_buffer = empty_tile(block_q, columns, real)  # (block_q, columns)
+            if along:
+                tangents = key_tangents(o, b, h, key, cols, real)
             # 8: for 1 <= i <= T_r, but only rows with a visible column in the tile
             for entry in range(begin, end):
                 i, partial = tile_of(o, entry)
@@ -127,7 +141,14 @@ def make_backward(real):
                         k_t = tile.k_t[:, left:end_lane]  # (head_dim, lanes)
                         fill_scores(piece, own.q, k_t, settings, here, bounded)
                     # 11: P = exp(S - L_i)     13: dP = dO_i V_jᵀ     14: dS = P ∘ (dP - D_i)
-                    fill_gradient(piece, own, tile.v_t[:, left:end_lane], settings, here)
+                    if along:
+                        moved = moved_rows(o, b, h, first_q + row, rows, real)
+                        near = piece_of_keys(tile, tangents, left, right, rows)
+                        fill_gradient_tangents(piece, own, moved, near, settings, here)
+                        dk_t = tile.dk[:, left:end_lane]  # (head_dim, lanes)
+                        add_tangent_products(o.product, near, moved, dk_t, own.dq, dq_buffer)
+                    else:
+                        fill_gradient(piece, own, tile.v_t[:, left:end_lane], settings, here)
                     p, ds = piece.s, piece.dp  # the same memory
                     # 12: dV_j += (P ∘ Z)ᵀ dO_i
                     add_product(o.product, tile.dv[:, left:end_lane], own.dout.T, p)
@@ -143,6 +164,9 @@ def make_backward(real):
     return backward_item
 
 
+make_double_backward = partial(make_backward, along=True)
+
+
 def backward_tile(problem: Problem) -> tuple[int, int]:
     """Return (block_q, block_k) for a problem."""
     mask, rows = problem.block_mask, TILE[0]
@@ -151,23 +175,16 @@ def backward_tile(problem: Problem) -> tuple[int, int]:
     return flash2.tile(problem) if joins or tiles < ITEMS else TILE
 
 
+def double_backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
+    """Fill dq, dk and dv with their tangents; the only memory in addition is delta and its tangent."""
+    _fill(problem, tile, operands, along=True)
+
+
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Bind:
     """Fill dq, dk and dv; the only memory in addition to these is delta."""
     few_rows = flash_decoding.pays(problem, operands)
     o = flash2.with_scores_by_tiles(problem, operands) if few_rows else operands
-    batch_heads, seq_q = o.q.shape[0] * o.q.shape[1], o.q.shape[2]
-    options = CallOptions(problem, o, tile, by_keys=True, backward=True)
-    most = PLAIN.ceil_div(ITEMS, max(batch_heads, 1))
-    part_rows = PLAIN.ceil_div(max(seq_q, 1), most * tile[0]) * tile[0]  # whole tiles
-    parts = PLAIN.ceil_div(max(seq_q, 1), part_rows)
-    options.tile_table(True, parts)
-    options.name(
-        dout=o.dout, q=o.q, k=o.k, v=o.v, lse=o.lse[..., None], lse_rest=o.lse_rest[..., None],
-        delta=_delta(o.dlse, o.lse.shape, o.lse.dtype)[..., None], out=o.out,
-        dq=o.dq, dk=o.dk, dv=o.dv,
-    )  # fmt: skip
-    options.settings["parts"], options.settings["part_rows"] = parts, part_rows
-    bind = options.run(make_backward, parts * batch_heads, parts)
+    bind = _fill(problem, tile, o)
     layout, has_dlse = (o.lse.shape, o.lse.dtype), o.dlse is not None
 
     def bind_with_delta(names: Sequence[str]) -> Run:
@@ -185,6 +202,26 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Bin
         return run_with_delta
 
     return bind_with_delta
+
+
+def _fill(problem: Problem, tile: tuple[int, int], o: Operands, along: bool = False) -> Bind:
+    """Fill dq, dk and dv, or their tangents, and bind the kernel to other arrays and delta."""
+    batch_heads, seq_q = o.q.shape[0] * o.q.shape[1], o.q.shape[2]
+    options = CallOptions(problem, o, tile, by_keys=True, order=1 + along)
+    most = PLAIN.ceil_div(ITEMS, max(batch_heads, 1))
+    part_rows = PLAIN.ceil_div(max(seq_q, 1), most * tile[0]) * tile[0]  # whole tiles
+    parts = PLAIN.ceil_div(max(seq_q, 1), part_rows)
+    options.tile_table(True, parts)
+    options.name(
+        dout=o.dout, q=o.q, k=o.k, v=o.v, lse=o.lse[..., None], lse_rest=o.lse_rest[..., None],
+        delta=_delta(o.dlse, o.lse.shape, o.lse.dtype)[..., None], out=o.out,
+        dq=o.dq, dk=o.dk, dv=o.dv,
+    )  # fmt: skip
+    if along:
+        options.name_tangents(o)
+        options.name(delta_tangent=_delta(None, o.lse.shape, o.lse.dtype)[..., None])
+    options.settings["parts"], options.settings["part_rows"] = parts, part_rows
+    return options.run(make_double_backward if along else make_backward, parts * batch_heads, parts)
 
 
 def _delta(dlse: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

@@ -63,7 +63,9 @@ class ScorePiece(NamedTuple):
 
     s: Any  #: S, then P.
     dp: Any  #: dP, then dS.
-    slope: Any  #: Derivatives of the scores by scale · q · k; without rows if they are 1.
+    #: Derivatives of the scores by scale · q · k, and below them, where needed, the second ones; without
+    #: rows if the scores are not modified.
+    slope: Any
     z: Any  #: Factors of dropout; without rows if there is none.
 
 
@@ -83,7 +85,7 @@ def buffers_for(o, lanes, dtype):
     size = o.block_q
     return ScorePiece(
         empty_tile(size, lanes, dtype), empty_tile(size, lanes, dtype),
-        zero_tile(size if o.modifies_scores != 0 else 0, lanes, dtype),
+        zero_tile(size * o.modifies_scores, lanes, dtype),
         zero_tile(size if o.keep_pass != 0 else 0, lanes, dtype),
     )  # fmt: skip
 
@@ -91,9 +93,10 @@ def buffers_for(o, lanes, dtype):
 @njit
 def shaped(buffers, rows, lanes):
     """Return the beginning of buffers as a ``ScorePiece`` of rows and lanes."""
+    orders = len(buffers.slope) // len(buffers.s)
     return ScorePiece(
         as_tile(buffers.s, rows, lanes), as_tile(buffers.dp, rows, lanes),
-        as_tile(buffers.slope, rows, lanes), as_tile(buffers.z, rows, lanes),
+        as_tile(buffers.slope, rows * orders, lanes), as_tile(buffers.z, rows, lanes),
     )  # fmt: skip
 
 
@@ -199,6 +202,21 @@ def multiply_by_slope(ds, slope):
 
 
 @njit(fastmath=FASTMATH)
+def exponent_of(s_row, lse, rest):
+    """Return the number that is subtracted from S · log2(e) of a row, which gives log2(P).
+
+    A large lse is subtracted from S itself, and the number is what it loses by rounding.
+    """
+    real = s_row.dtype.type
+    shift, less = real(shift_of(lse)), rest * real(LOG2_E)
+    if abs(shift) <= real(LARGE):
+        return less + shift * real(LOG2_E)
+    for lane in range(len(s_row)):
+        s_row[lane] -= shift
+    return less
+
+
+@njit(fastmath=FASTMATH)
 def fill_gradient(piece, rows, v_t, settings, place):
     """Turn S of a piece into P ∘ Z, Z the dropout, and fill dS, the gradient of scale · q · k.
 
@@ -206,8 +224,7 @@ def fill_gradient(piece, rows, v_t, settings, place):
     """
     (s, dp, slope, z), (_, dout_tile, _, lse, rest, delta) = piece, rows
     o = settings[0]
-    real = s.dtype.type
-    log2_e = real(LOG2_E)
+    log2_e = s.dtype.type(LOG2_E)
     # 13: dP = dO_i V_jᵀ
     set_product(o.product, dp, dout_tile, v_t)
     if o.keep_pass != 0:
@@ -217,13 +234,8 @@ def fill_gradient(piece, rows, v_t, settings, place):
     p, ds = s, dp
     # 11: P = exp(S - L_i)     14: dS = P ∘ (dP - D_i)
     for r in range(s.shape[0]):
-        shift, less, delta_r = real(shift_of(lse[r, 0])), rest[r, 0] * log2_e, delta[r, 0]
+        less, delta_r = exponent_of(s[r], lse[r, 0], rest[r, 0]), delta[r, 0]
         s_row, p_row, dp_row, ds_row = s[r], p[r], dp[r], ds[r]  # (lanes,)
-        if abs(shift) > real(LARGE):
-            for lane in range(s.shape[1]):
-                s_row[lane] -= shift
-        else:
-            less += shift * log2_e
         for lane in range(s.shape[1]):
             p_row[lane] = exp2(multiply_add(s_row[lane], log2_e, -less))
             ds_row[lane] = p_row[lane] * (dp_row[lane] - delta_r)

@@ -37,14 +37,17 @@ def _make_pass(mods: Features, real: Any) -> Any:
     )
     target, minus_inf, failures = make_target(real), real(-np.inf), _FAILURES.ctypes.data
     modified, is_shown, _ = make_score_program(mods._replace(derivative=None), target)
-    with_derivative = make_score_program(mods, target).modified
+    with_derivatives = make_score_program(mods, target._replace(order=2)).modified
 
     @njit(error_model="numpy")
     def at_place(tile, slope, i, j, place):
         if slope.shape[0] == 0:
             score = modified(tile[i, j], place, None)[0]
         else:
-            score, derivative, _ = with_derivative(tile[i, j], place, None)
+            score, derivative, second = with_derivatives(tile[i, j], place, None)
+            if len(slope) > len(tile):
+                below = len(tile) + i
+                slope[below, j] = second * slope[i, j] ** 2 + derivative * slope[below, j]
             slope[i, j] *= derivative
         tile[i, j] = score if is_shown(place, None) else minus_inf
 
@@ -80,8 +83,8 @@ def _compiled(mods: Features, dtype: np.dtype[Any]) -> tuple[Any, Any]:
 def pass_address(problem: Problem) -> int:
     """Return the address of the pass of the user functions over a tile, 0 if a call has none.
 
-    The pass takes a tile of scores and their derivative, (lines, lanes) each, or (0, lanes) if no
-    derivative is needed, and the numbers of :class:`tile_scores.TilePosition`.
+    The pass takes a tile of scores, (lines, lanes), their derivatives as ``score_pass`` does, and the
+    numbers of :class:`tile_scores.TilePosition`.
     """
     mods = problem.features.of_users
     return 0 if mods == PLAIN else _compiled(mods, problem.dtype)[1]

@@ -48,6 +48,7 @@ SETTINGS = np.dtype(
         ("dq", ARRAY),  # as q
         ("dk", ARRAY),
         ("dv", ARRAY),
+        *((f"{name}_tangent", ARRAY) for name in ("q", "k", "v", "out", "lse", "delta")),
         ("table", ARRAY),  # (tiles, 6, 1, 1), see ``call_record.tile_table``
         ("product", "i8"),  # address of ``products.product``
         ("tiles", "i8"),
@@ -69,7 +70,10 @@ SETTINGS = np.dtype(
         ("scale", "f8"),
         ("lower", "i8"),
         ("upper", "i8"),
-        ("modifies_scores", "i8"),  # whether a score's derivative by scale · q · k is needed, not 1
+        (
+            "modifies_scores",
+            "i8",
+        ),  # derivatives of a score by scale · q · k that are needed, not 1 and 0
         ("score_pass", "i8"),  # addresses; 0 if there is nothing to do
         ("keep_pass", "i8"),
         ("by_keys", "i8"),
@@ -254,7 +258,7 @@ def blocks_hide(o, place, lines):
 def make_score_pass(real):
     """Return the pass over a tile of scores of one dtype."""
     target, minus_inf, one = make_target(real), real(-np.inf), real(1)
-    capped = make_score_program(Features(softcap=True), target).modified
+    capped = make_score_program(Features(softcap=True), target._replace(order=2)).modified
     less_distance = make_score_program(Features(slopes=True), target).modified
     biased = make_score_program(Features(mask="float"), target).modified
     in_mask = make_score_program(Features(mask="bool"), target).is_shown
@@ -275,8 +279,8 @@ def make_score_pass(real):
     def score_pass(tile, slope, settings, where):
         """Turn scale · q · k, (lines, lanes), into scores, but for the causal and window bounds.
 
-        The derivative of a score is written to ``slope``, (lines, lanes), or (0, lanes) if not
-        needed.
+        The derivatives of a score are written to ``slope``: (lines, lanes) for the first, as many lines
+        below it for the second, or (0, lanes) if not needed.
         """
         o = settings[0]
         lines, lanes = tile.shape
@@ -287,12 +291,16 @@ def make_score_pass(real):
                 if o.modifies_scores == 0:
                     for lane in range(lanes):
                         s[lane] = capped(s[lane], None, cap)[0]
-                else:
+                elif o.modifies_scores == 1:
                     derivative = slope[i]  # (lanes,)
                     for lane in range(lanes):
                         s[lane], derivative[lane], _ = capped(s[lane], None, cap)
+                else:
+                    derivative, second = slope[i], slope[lines + i]  # (lanes,)
+                    for lane in range(lanes):
+                        s[lane], derivative[lane], second[lane] = capped(s[lane], None, cap)
         elif o.modifies_scores != 0:
-            slope[:] = one
+            slope[:lines], slope[lines:] = one, real(0)
         if o.user_pass != 0:
             # A masked score stays minus infinity.
             call(o.user_pass, (

@@ -151,6 +151,15 @@ def multiply(tile, factors):
 
 
 @njit(fastmath=FASTMATH)
+def rescale_rows(acc, rescale):
+    """Multiply the lanes of O, (value_dim, lanes), by factors."""
+    for i in range(acc.shape[0]):
+        own = acc[i]  # (lanes,)
+        for lane in range(acc.shape[1]):
+            own[lane] *= rescale[lane]
+
+
+@njit(fastmath=FASTMATH)
 def hide_out_of_bounds(s, line, lane, lower, upper):
     """Set masked scores to minus infinity: only lanes i + lower to i + upper are visible to line i.
 

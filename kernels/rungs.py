@@ -223,7 +223,7 @@ CPU = Target(
             tangents=Tangents(
                 cpu_flash2.jvp,
                 cpu_flash2_backward.double_backward,
-                cpu_flash2.tile,
+                cpu_flash2.jvp_tile,
                 cpu_flash2_backward.backward_tile,
             ),
         ),

@@ -1,7 +1,7 @@
 """NumPy: the derivatives of attention and of its gradients along a direction, by the textbook formula.
 
 A dot above a letter is the derivative along the tangents of q, k and v, which are Q̇, K̇ and V̇.
-``docs/guides/derivatives.md`` derives the formulas.
+``docs/guides/attention-derivatives.md`` derives the formulas.
 """
 
 from __future__ import annotations

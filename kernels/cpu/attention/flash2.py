@@ -64,7 +64,8 @@ from kernels.runtime.memory import Bind
 
 #: (block_q, block_k): rows are lanes, and the number of keys keeps S in the cache.
 TILE = (128, 64)
-#: For block masks with blocks of fewer rows than the tile above, which would visit more keys.
+#: For block masks with blocks of fewer rows than the tile above, which would visit more keys, and for the
+#: JVP, which keeps twice as many numbers of a row in the cache.
 NARROW_TILE = (64, 64)
 
 
@@ -240,6 +241,11 @@ def forward_by_tiles(
         options.name_tangents(o)
     items = o.q.shape[0] * o.q.shape[1] * options.tile_table(False)
     return options.run(make_jvp if along else make_forward, items)
+
+
+def jvp_tile(problem: Problem) -> tuple[int, int]:
+    """Return (block_q, block_k) of the JVP for a problem."""
+    return NARROW_TILE
 
 
 def jvp(problem: Problem, size: tuple[int, int], operands: Operands) -> Bind:

@@ -1,7 +1,7 @@
 """The steps of the JVP and of the double backward on a tile, for the loops of the two passes.
 
 A dot is the derivative along the tangents of q, k and v: Q̇, K̇ and V̇.  X = τ Q Kᵀ is what options modify to
-scores, S = f(X).  ``docs/guides/derivatives.md`` derives the formulas.
+scores, S = f(X).  ``docs/guides/attention-derivatives.md`` derives the formulas.
 """
 
 from __future__ import annotations

@@ -270,9 +270,9 @@ def check_further_operands(
         "v_tangent": (tuple(v.shape), dtype),  # beyond module 5
     }
     for name in known.keys() & given.keys():
-        array, (shape, wanted) = given[name], known[name]
-        if array is None and name not in ("dout", "out", "lse"):
+        if given[name] is None and name not in ("dout", "out", "lse"):
             continue
+        array, (shape, wanted) = given[name], known[name]
         check_array(name, array)
         if tuple(array.shape) != shape:
             raise ValueError(

@@ -184,6 +184,19 @@ def test_the_public_functions_return_the_derivatives_in_the_shapes_of_the_operan
         assert_close_arrays(got, wanted[name], np.float32, name, size)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_later_calls_of_the_same_layout_read_their_own_operands(dtype: Any) -> None:
+    rng = np.random.default_rng(4)
+    for _ in range(3):
+        q, k, v, *tangents = rng.standard_normal((6, 2, 9, 8)).astype(dtype)
+        found = kernels.flash_attention_jvp(q, k, v, *tangents, is_causal=True)
+        wide = (x.astype(np.float64) for x in (q, k, v, *tangents))
+        wanted = kernels.flash_attention_jvp(*wide, is_causal=True, rung="naive")
+        for got, right in zip(found, wanted, strict=True):
+            size = max(1.0, float(np.abs(right).max()))
+            assert_close_arrays(got, right, got.dtype, size=size)
+
+
 def test_missing_tangents_are_zeros() -> None:
     rng = np.random.default_rng(3)
     q, k, v, dout, tangent = (rng.standard_normal((2, 5, 4)) for _ in range(5))

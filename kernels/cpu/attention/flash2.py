@@ -27,10 +27,9 @@ from kernels.cpu.attention import flash_decoding
 from kernels.cpu.attention.call_record import CallOptions
 from kernels.cpu.attention.mods import why_not_compiled
 from kernels.cpu.attention.tangents import (
+    add_score_tangents,
     add_value_tangents,
-    fill_score_tangents,
     row_tangents,
-    sum_score_tangents,
     write_row_tangents,
 )
 from kernels.cpu.attention.tile_scores import TilePosition, rows_of
@@ -161,8 +160,7 @@ def make_forward(real, along=False):
         s_tile = empty_tile(block_k, lanes, real)  # (block_k, lanes)
         slope_tile = zero_tile(block_k * o.modifies_scores, lanes, real)  # (block_k or 0, lanes)
         z_tile = zero_tile(block_k if o.keep_pass != 0 else 0, lanes, real)  # (block_k, lanes)
-        if along:
-            moved = row_tangents(o, b, h, first_q + row, rows, first_k, seq_k, real)
+        moved = row_tangents(o, b, h, first_q + row, rows, first_k, seq_k, q_t) if along else None
         first = first_tile(row, block_k, seq_k, lower)
         stop = tiles_stop(row + rows, block_k, seq_k, upper)
         first_full = first_full_tile(row + rows, block_k, lower)
@@ -190,8 +188,7 @@ def make_forward(real, along=False):
             grows = softmax_step(s, running)
             p = s  # the same memory
             if along:
-                fill_score_tangents(o.product, moved, k_tile, q_t, col)
-                sum_score_tangents(moved, p, slope, running, grows)
+                add_score_tangents(o.product, moved, k_tile, col, p, slope, running, grows)
             if o.keep_pass != 0:
                 z = z_tile[:cols]  # (cols, lanes)
                 call(o.keep_pass, (z, settings, here))

@@ -39,7 +39,7 @@ from kernels.cpu.attention.gradient_tiles import (
     shaped,
 )
 from kernels.cpu.attention.tangents import (
-    add_tangent_products,
+    add_delta_tangents,
     fill_gradient_tangents,
     key_tangents,
     moved_rows,
@@ -96,9 +96,7 @@ def make_backward(real, along=False):
             # 4: D = rowsum(dO ∘ O), added to minus the gradient of lse, which delta already holds
             add_row_products(own.dout, rows_of(o.out, b, h, part_start, count, real), own.delta)
             if along:
-                out_tangent = rows_of(o.out_tangent, b, h, part_start, count, real)
-                delta_tangent = moved_rows(o, b, h, part_start, count, real).delta
-                add_row_products(own.dout, out_tangent, delta_tangent)
+                add_delta_tangents(o, b, h, part_start, count, own.dout)
         # 5: for 1 <= j <= T_c, in steps of parts
         for number in range((part + o.phase) % o.parts, o.tiles, o.parts):
             sequence, first_q, seq_q, first_k, seq_k, col = tile_in_table(o, number)
@@ -118,8 +116,7 @@ def make_backward(real, along=False):
             # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
             tile, buffers = load_keys(k, v, tau), buffers_for(o, lanes_for(cols), real)
             dq_buffer = empty_tile(block_q, columns, real)  # (block_q, columns)
-            if along:
-                tangents = key_tangents(o, b, h, key, cols, real)
+            tangents = key_tangents(o, b, h, key, cols, real) if along else None
             # 8: for 1 <= i <= T_r, but only rows with a visible column in the tile
             for entry in range(begin, end):
                 i, partial = tile_of(o, entry)
@@ -144,9 +141,7 @@ def make_backward(real, along=False):
                     if along:
                         moved = moved_rows(o, b, h, first_q + row, rows, real)
                         near = piece_of_keys(tile, tangents, left, right, rows)
-                        fill_gradient_tangents(piece, own, moved, near, settings, here)
-                        dk_t = tile.dk[:, left:end_lane]  # (head_dim, lanes)
-                        add_tangent_products(o.product, near, moved, dk_t, own.dq, dq_buffer)
+                        fill_gradient_tangents(piece, own, moved, near, dq_buffer, settings, here)
                     else:
                         fill_gradient(piece, own, tile.v_t[:, left:end_lane], settings, here)
                     p, ds = piece.s, piece.dp  # the same memory

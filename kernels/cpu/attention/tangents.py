@@ -12,7 +12,12 @@ import numpy as np
 from numba import njit
 
 from kernels.common.online_softmax import LOG2_E
-from kernels.cpu.attention.gradient_tiles import add_dq, exponent_of, multiply_by_slope
+from kernels.cpu.attention.gradient_tiles import (
+    add_dq,
+    add_row_products,
+    exponent_of,
+    multiply_by_slope,
+)
 from kernels.cpu.attention.tile_scores import rows_of
 from kernels.cpu.attention.tiles import (
     as_tile,
@@ -38,40 +43,40 @@ class RowTangents(NamedTuple):
     v: Any  #: V̇, (seq_k, value_dim).
     out: Any  #: Ȯ, (rows, value_dim).
     lse: Any  #: L̇, (rows, 1).
-    q_t: Any  #: τ Q̇ᵀ, (head_dim, lanes).
+    q_t: Any  #: τ Qᵀ, (head_dim, lanes).
+    q_tangent_t: Any  #: τ Q̇ᵀ, (head_dim, lanes).
     s: Any  #: Ẋ, then Ṡ, then P ∘ Z ∘ Ṡ, (block_k, lanes).
     row_sum: Any  #: rowsum(P ∘ Ṡ), (lanes,).
     acc: Any  #: (P ∘ Z ∘ Ṡ) V + (P ∘ Z) V̇, transposed, (value_dim, lanes).
 
 
 @njit
-def row_tangents(o, b, h, first_row, rows, first_k, seq_k, dtype):
+def row_tangents(o, b, h, first_row, rows, first_k, seq_k, q_t):
     """Return the ``RowTangents`` of a query tile before its first key tile."""
-    lanes, k = lanes_for(rows), rows_of(o.k_tangent, b, h, first_k, seq_k, dtype)
+    (dim, lanes), dtype = q_t.shape, q_t.dtype.type
+    k = rows_of(o.k_tangent, b, h, first_k, seq_k, dtype)
     v = rows_of(o.v_tangent, b, h, first_k, seq_k, dtype)
-    q_t = empty_tile(k.shape[1], lanes, dtype)
-    pack_transposed(rows_of(o.q_tangent, b, h, first_row, rows, dtype), dtype(o.scale), q_t)
+    q_tangent_t = empty_tile(dim, lanes, dtype)
+    pack_transposed(rows_of(o.q_tangent, b, h, first_row, rows, dtype), dtype(o.scale), q_tangent_t)
     return RowTangents(
         k, v,
         rows_of(o.out_tangent, b, h, first_row, rows, dtype),
         rows_of(o.lse_tangent, b, h, first_row, rows, dtype),
-        q_t, empty_tile(o.block_k, lanes, dtype), np.zeros(lanes, dtype),
+        q_t, q_tangent_t, empty_tile(o.block_k, lanes, dtype), np.zeros(lanes, dtype),
         zero_tile(v.shape[1], lanes, dtype),
     )  # fmt: skip
 
 
 @njit(fastmath=FASTMATH)
-def fill_score_tangents(product, moved, k_tile, q_t, col):
-    """Fill Ẋ = τ (Q̇ Kᵀ + Q K̇ᵀ) of a tile whose keys begin at ``col``."""
-    cols = len(k_tile)
-    x = moved.s[:cols]  # (cols, lanes)
-    set_product(product, x, k_tile, moved.q_t)
-    add_product(product, x, moved.k[col : col + cols], q_t)
+def add_score_tangents(product, moved, k_tile, col, p, slope, running, grows):
+    """Fill Ṡ = f'(X) ∘ Ẋ of a tile whose keys begin at ``col``, and add rowsum(P ∘ Ṡ) to the sums.
 
-
-@njit(fastmath=FASTMATH)
-def sum_score_tangents(moved, p, slope, running, grows):
-    """Turn Ẋ into Ṡ = f'(X) ∘ Ẋ, and add rowsum(P ∘ Ṡ) to the sums, rescaled as O is if ``grows``."""
+    P is that of ``softmax_step``; if ``grows``, sums are rescaled first, as O is.
+    """
+    # Ẋ = τ (Q̇ Kᵀ + Q K̇ᵀ)
+    x = moved.s[: len(p)]  # (cols, lanes)
+    set_product(product, x, k_tile, moved.q_tangent_t)
+    add_product(product, x, moved.k[col : col + len(p)], moved.q_t)
     if grows:
         rescale_rows(moved.acc, running.rescale)
         for lane in range(len(moved.row_sum)):
@@ -142,6 +147,7 @@ class PieceOfKeys(NamedTuple):
 
     k_t: Any  #: τ Kᵀ, (head_dim, lanes).
     v_t: Any  #: Vᵀ, (value_dim, lanes).
+    dk: Any  #: dKᵀ, a sum, (head_dim, lanes).
     tangents: Any  #: Their ``KeyTangents``, whose buffers are (rows, lanes).
 
 
@@ -154,7 +160,8 @@ def piece_of_keys(tile, tangents, left, right, rows):
         tangents.k_t[:, left:stop], tangents.v_t[:, left:stop], tangents.k_rows[left:right],
         as_tile(tangents.x, rows, lanes), as_tile(tangents.dp, rows, lanes),
     )  # fmt: skip
-    return PieceOfKeys(tile.k_t[:, left:stop], tile.v_t[:, left:stop], own)
+    k_t, v_t, dk = tile.k_t[:, left:stop], tile.v_t[:, left:stop], tile.dk[:, left:stop]
+    return PieceOfKeys(k_t, v_t, dk, own)
 
 
 class MovedRows(NamedTuple):
@@ -176,11 +183,18 @@ def moved_rows(o, b, h, first, count, dtype):
 
 
 @njit(fastmath=FASTMATH)
-def fill_gradient_tangents(piece, rows, moved, keys, settings, place):
-    """Turn S of a piece into Ṗ ∘ Z, Z the dropout, and fill ḋX and dX, the latter in the buffer ``x``.
+def add_delta_tangents(o, b, h, first, count, dout):
+    """Add Ḋ = rowsum(dO ∘ Ȯ) of rows of dO, (count, value_dim), to the zeros in its array."""
+    out = rows_of(o.out_tangent, b, h, first, count, dout.dtype.type)
+    add_row_products(dout, out, moved_rows(o, b, h, first, count, dout.dtype.type).delta)
 
-    ``rows`` are its ``QueryRows``, ``moved`` its ``MovedRows``, and ``keys`` its ``PieceOfKeys``.  ḋX
-    takes the place of dP.
+
+@njit(fastmath=FASTMATH)
+def fill_gradient_tangents(piece, rows, moved, keys, buffer, settings, place):
+    """Turn S of a piece into Ṗ ∘ Z, Z the dropout, and dP into ḋX; add dX K̇ to dQ and dXᵀ Q̇ to dK.
+
+    ``rows`` are its ``QueryRows``, ``moved`` its ``MovedRows``, ``keys`` its ``PieceOfKeys``, and the
+    buffer is that of ``add_dq``.
     """
     o, s, dp, tangents = settings[0], piece.s, piece.dp, keys.tangents
     x = tangents.x
@@ -222,14 +236,5 @@ def fill_gradient_tangents(piece, rows, moved, keys, settings, place):
         multiply_by_slope(x, slope)
     if o.keep_pass != 0:
         multiply(s, piece.z)
-
-
-@njit(fastmath=FASTMATH)
-def add_tangent_products(product, keys, moved, dk, dq, buffer):
-    """Add dX K̇ to rows of dq, and dXᵀ Q̇ to the transposed dk, (head_dim, lanes), of a piece.
-
-    The arguments are those of :func:`fill_gradient_tangents`, and the buffer that of ``add_dq``.
-    """
-    x, k_rows = keys.tangents.x, keys.tangents.k_rows
-    add_dq(product, x[:, : len(k_rows)], k_rows, buffer, dq)
-    add_product(product, dk, moved.q.T, x)
+    add_dq(o.product, x[:, : len(tangents.k_rows)], tangents.k_rows, buffer, rows.dq)
+    add_product(o.product, keys.dk, moved.q.T, x)

@@ -155,7 +155,7 @@ def dkdv_kernel(variant: Variant, atomics: bool) -> Kernel:
             multiply_kq(lane, s, fragment, shared, k_tile, q_tile)
             multiply_v_dout(lane, dp, fragment, shared, v_tile, dout_tile)
             # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-            to_gradients(lane, s, dp, shared, tile, extras)
+            to_gradients(lane, (s, dp, shared), tile, extras)
             keep_p(lane, s, one, shared, p_tile)
             cuda.syncthreads()  # P is whole
             # 12: dV_j += (P_ij ∘ Z)ᵀ dO_i

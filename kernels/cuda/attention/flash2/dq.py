@@ -140,7 +140,7 @@ def dq_kernel(variant: Variant) -> Kernel:
             multiply_qk(lane, s, fragment, shared, q_tile, k_tile)
             multiply_dout_v(lane, dp, fragment, shared, dout_tile, v_tile)
             # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-            to_gradients(lane, s, dp, row_values, tile, extras)
+            to_gradients(lane, (s, dp, row_values), tile, extras)
             keep_ds(lane, dp, one, shared, ds_tile)
             cuda.syncthreads()  # dS is whole
             # 15: dQ_i += dS K_j

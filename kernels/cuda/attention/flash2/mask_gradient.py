@@ -191,7 +191,7 @@ def dmask_kernel(variant: Variant, by_mask: bool) -> Kernel:
                     # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
                     multiply_qk(lane, s, fragment, shared, q_tile, k_tile)
                     multiply_dout_v(lane, dp, fragment, shared, dout_tile, v_tile)
-                    to_gradients(lane, s, dp, row_values, tile, extras)
+                    to_gradients(lane, (s, dp, row_values), tile, extras)
                     add_rows(lane, acc, dp, rows)
                     visit = advance(visit, 1, extras)
         keep_ds(lane, acc, one, shared, ds_tile)

@@ -79,28 +79,68 @@ def make_loop(variant: Variant, by_keys: bool = False) -> TileLoop:
     return make_tile_loop(variant.features, layout.block_q, layout.block_k, by_keys)
 
 
-@cache
-def make_scores(variant: Variant, tile_bits: TileBits) -> Callable[..., None]:
-    """Return ``to_scores(lane, s, tile, extras)``: replaces products by scores."""
-    layout = variant.layout
+def make_each(
+    variant: Variant, tile_bits: TileBits, act: Callable[..., None], by_keys: bool = False
+) -> Callable[..., None]:
+    """Return ``each(lane, registers, tile, extras)``, which calls ``act`` for each element of a thread.
+
+    ``act(own, at, registers, element, bits, extras)`` receives the indices of the element in the thread's
+    registers and in the tile, and its ``TileElement``.  ``by_keys``, the registers are transposed.
+    """
+    layout, listed = variant.layout, tile_bits.listed
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
-    own_rows, own_cols = layout.block_q // rows_of_threads, layout.block_k // lanes
-    score_of = make_tile_scores(variant.features, variant.dtype).score
-    listed = tile_bits.listed
+    sides = (layout.block_k, layout.block_q) if by_keys else (layout.block_q, layout.block_k)
+    own_rows, own_cols = sides[0] // rows_of_threads, sides[1] // lanes
 
     @device_function
-    def to_scores(lane, s, tile, extras):
-        (tx, ty), (place, whole, bits) = lane, tile
-        first = moved(place, ty, tx)
+    def each(lane, registers, tile, extras):
+        place, whole, bits = tile
+        row, col = (lane.tx, lane.ty) if by_keys else (lane.ty, lane.tx)
+        first = moved(place, row, col)
         edge = edge_of(first, extras)
         for i in range(own_rows):
             for j in range(own_cols):
-                r, c = i * rows_of_threads, j * lanes
-                is_listed = listed(bits, ty + r, tx + c)
-                element = TileElement(r, c, whole, is_listed, edge, first)
-                s[i, j] = score_of(s[i, j], element, extras)
+                along, across = i * rows_of_threads, j * lanes
+                r, c = (across, along) if by_keys else (along, across)
+                element = TileElement(r, c, whole, listed(bits, row + r, col + c), edge, first)
+                act((i, j), (row + r, col + c), registers, element, bits, extras)
 
-    return to_scores
+    return each
+
+
+@cache
+def make_scores(variant: Variant, tile_bits: TileBits) -> Callable[..., None]:
+    """Return ``to_scores(lane, s, tile, extras)``: replaces products by scores."""
+    score_of = make_tile_scores(variant.features, variant.dtype).score
+
+    @device_function
+    def to_score(own, at, s, element, bits, extras):
+        s[own] = score_of(s[own], element, extras)
+
+    return make_each(variant, tile_bits, to_score)
+
+
+@cache
+def make_terms(variant: Variant, tiles: SharedTiles | None) -> Callable[..., RowTerms]:
+    """Return ``terms_of(values, own, at)``: the terms of the row of an element.
+
+    ``values`` are what ``load_row_values`` fills, or the shared memory that ``share_row_values`` fills at
+    the offsets in ``tiles``, those of a kernel by keys.
+    """
+    log2_e = variant.dtype.type(LOG2_E)
+    lse, rest, delta = (tiles[name] for name in ("lse", "rest", "delta")) if tiles else (0, 0, 0)
+
+    @device_function
+    def terms_in_registers(values, own, at):
+        i, _ = own
+        return RowTerms(log2_e, values.lse[i], values.lse_rest[i], values.delta[i])
+
+    @device_function
+    def terms_in_shared(shared, own, at):
+        r, _ = at
+        return RowTerms(log2_e, shared[lse + r], shared[rest + r], shared[delta + r])
+
+    return terms_in_shared if tiles else terms_in_registers
 
 
 @cache
@@ -110,49 +150,26 @@ def make_gradients(
     of_bias: bool = False,
     tiles: SharedTiles | None = None,
 ) -> Callable[..., None]:
-    """Return ``to_gradients(lane, s, dp, values, tile, extras)``, which replaces dP by dS.
+    """Return ``to_gradients(lane, (s, dp, values), tile, extras)``, which replaces dP by dS.
 
-    ``s`` and ``dp`` are the products, and ``values`` the ``RowValues`` that ``load_row_values`` fills.
-    With ``tiles``, the offsets of a kernel by keys, ``s`` and ``dp`` are transposed, ``values`` is shared
-    memory, and S becomes P ∘ Z, where Z is the dropout.  See ``make_tile_scores`` for ``of_bias``.
+    ``s`` and ``dp`` are the products, and ``values`` those of :func:`make_terms`.  With ``tiles``, the
+    offsets of a kernel by keys, ``s`` and ``dp`` are transposed, and S becomes P ∘ Z, where Z is the
+    dropout.  See ``make_tile_scores`` for ``of_bias``.
     """
-    layout, dtype, by_keys = variant.layout, variant.dtype, tiles is not None
-    lanes, rows_of_threads, log2_e = layout.lanes, layout.rows_of_threads, dtype.type(LOG2_E)
-    sides = (layout.block_k, layout.block_q) if by_keys else (layout.block_q, layout.block_k)
-    own_rows, own_cols = sides[0] // rows_of_threads, sides[1] // lanes
-    gradient_of = make_tile_scores(variant.features, dtype, of_bias, by_keys).gradient
-    kept, listed = tile_bits.kept, tile_bits.listed
-    lse, rest, delta = (tiles[name] for name in ("lse", "rest", "delta")) if tiles else (0, 0, 0)
+    by_keys, kept = tiles is not None, tile_bits.kept
+    gradient_of = make_tile_scores(variant.features, variant.dtype, of_bias, by_keys).gradient
+    terms_of = make_terms(variant, tiles)
 
     @device_function
-    def terms_in_registers(values, i, r):
-        return RowTerms(log2_e, values.lse[i], values.lse_rest[i], values.delta[i])
+    def to_gradient(own, at, registers, element, bits, extras):
+        s, dp, values = registers
+        keep = kept(bits, at[0], at[1], extras)
+        terms = terms_of(values, own, at)
+        p, dp[own] = gradient_of(s[own], dp[own], terms, keep, element, extras)
+        if by_keys:
+            s[own] = p * keep
 
-    @device_function
-    def terms_in_shared(shared, i, r):
-        return RowTerms(log2_e, shared[lse + r], shared[rest + r], shared[delta + r])
-
-    terms_of = terms_in_shared if by_keys else terms_in_registers
-
-    @device_function
-    def to_gradients(lane, s, dp, values, tile, extras):
-        place, whole, bits = tile
-        row, col = (lane.tx, lane.ty) if by_keys else (lane.ty, lane.tx)
-        first = moved(place, row, col)
-        edge = edge_of(first, extras)
-        for i in range(own_rows):
-            for j in range(own_cols):
-                along, across = i * rows_of_threads, j * lanes
-                r, c = (across, along) if by_keys else (along, across)
-                keep = kept(bits, row + r, col + c, extras)
-                is_listed = listed(bits, row + r, col + c)
-                element = TileElement(r, c, whole, is_listed, edge, first)
-                terms = terms_of(values, i, row + r)
-                p, dp[i, j] = gradient_of(s[i, j], dp[i, j], terms, keep, element, extras)
-                if by_keys:
-                    s[i, j] = p * keep
-
-    return to_gradients
+    return make_each(variant, tile_bits, to_gradient, by_keys)
 
 
 def make_steps(

@@ -160,10 +160,15 @@ def make_first_bit(moved: bool) -> Callable[..., tuple[Any, Any, Any]]:
 
 
 @cache
-def make_score_functions(features: Features, dtype: np.dtype[Any]) -> ScoreFunctions:
-    """Return the device functions for a kernel's features; those of absent options do nothing."""
+def make_score_functions(
+    features: Features, dtype: np.dtype[Any], order: int = 1
+) -> ScoreFunctions:
+    """Return the device functions for a kernel's features; those of absent options do nothing.
+
+    ``order`` is the highest derivative of a score that the program computes.
+    """
     one, zero, minus_inf = dtype.type(1), dtype.type(0), dtype.type(-math.inf)
-    program = make_score_program(features, cuda_target(dtype))
+    program = make_score_program(features, cuda_target(dtype, order))
     (modified, _, is_visible), drops = program, features.dropout
     first_bit = make_first_bit(features.moved)
 
@@ -205,7 +210,7 @@ def make_row_end(
 
 
 @cache
-def cuda_target(dtype: np.dtype[Any]) -> ScoreTarget:
+def cuda_target(dtype: np.dtype[Any], order: int = 1) -> ScoreTarget:
     """Return the target of CUDA kernels: a place is one element, and a call its :class:`Extras`."""
     real = scalar_type(dtype)
 
@@ -246,6 +251,7 @@ def cuda_target(dtype: np.dtype[Any]) -> ScoreTarget:
         bias=_bias,
         in_mask=_in_mask,
         in_blocks=_in_blocks,
+        order=order,
     )
 
 

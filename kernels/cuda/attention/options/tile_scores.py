@@ -94,10 +94,13 @@ class TileScores(NamedTuple):
         score: ``(product, element, extras)``: the score after all options, minus infinity where masked.
         gradient: ``(product, dp, row, kept, element, extras)``: P before dropout, and dS, the gradient of
             scale · q · k, from a :class:`RowTerms` and the factor of dropout.
+        derived: ``(product, element, extras)``: the score, and its first and second derivative by the
+            product, which are 0 where it is masked.
     """
 
     score: Callable[..., Any]
     gradient: Callable[..., Any]
+    derived: Callable[..., Any]
 
 
 @device_function
@@ -142,6 +145,7 @@ def make_tile_scores(
     of_bias: bool = False,
     by_keys: bool = False,
     exp2: Any = None,
+    order: int = 1,
 ) -> TileScores:
     """Return the functions of elements for a kernel's options.
 
@@ -152,8 +156,9 @@ def make_tile_scores(
         by_keys: Whether keys sum over rows.  A row beyond the end must then not contribute, whatever a user
             function returns for its score.
         exp2: The function 2**x in the dtype; the one of ``device.vector`` when None.
+        order: The highest derivative that ``derived`` computes.
     """
-    zero, minus_inf = dtype.type(0), dtype.type(-math.inf)
+    zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
     exp2, minus = exp2 or EXP2[dtype], MINUS[dtype]
     is_in_bounds = is_inside if by_keys else is_inside_columns
     has_lists = features.has_lists  # they are in the bits of a tile, ``listed``
@@ -174,32 +179,44 @@ def make_tile_scores(
         p = exp2((product - row.top) * row.unit - row.shift) if seen else zero
         return p, (p * (dp - row.delta) if seen else zero)
 
+    @device_function
+    def bounded(product, element, extras):
+        score = bounded_score(product, element, extras)
+        return score, (zero if score == minus_inf else one), zero
+
     if features.of_elements == PLAIN:
-        return TileScores(bounded_score, bounded_gradient)
+        return TileScores(bounded_score, bounded_gradient, bounded)
     has_mod = features.score_mod is not None
     of_scores = features._replace(block_mask=False, mask_mod=None)
-    modified, is_shown, _ = make_score_functions(of_scores, dtype).program
+    modified, is_shown, _ = make_score_functions(of_scores, dtype, order).program
 
     @device_function
-    def score_and_slope(product, element, extras):
+    def all_derived(product, element, extras):
         r, c, whole, listed, edge, place = element
         # Within the arrays, so that loads need no branch and many are under way at a time.
         row, col = min(place.row + r, place.seq_q - 1), min(place.col + c, place.seq_k - 1)
         at = place_of(place, row, col)
-        score, slope, _ = modified(product, at, extras)
+        score, slope, bend = modified(product, at, extras)
         seen = is_shown(at, extras) & (listed or not has_lists)
         if not whole:
             seen = seen & is_in_bounds(edge, r, c)
-        return (score if seen else minus_inf), slope
+        return (score if seen else minus_inf), slope, bend
 
     @device_function
     def score_of(product, element, extras):
-        score, _ = score_and_slope(product, element, extras)
+        score, _, _ = all_derived(product, element, extras)
         return score
 
     @device_function
+    def derived(product, element, extras):
+        score, slope, bend = all_derived(product, element, extras)
+        # A derivative of a user's function may be infinite where its score is masked.
+        is_score = score != minus_inf
+        return score, (slope if is_score else zero), (bend if is_score else zero)
+
+    @device_function
     def gradient_of(product, dp, row, kept, element, extras):
-        score, slope = score_and_slope(product, element, extras)
+        score, slope, _ = all_derived(product, element, extras)
         p = exp2(minus(score, row.top) * row.unit - row.shift)
         ds = p * (dp * kept - row.delta)
         if not of_bias:
@@ -208,4 +225,4 @@ def make_tile_scores(
             ds = zero if score == minus_inf else ds
         return p, ds
 
-    return TileScores(score_of, gradient_of)
+    return TileScores(score_of, gradient_of, derived)

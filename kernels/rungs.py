@@ -18,6 +18,7 @@ from kernels.cuda.attention import sink_gradient as cuda_sink_gradient  # beyond
 from kernels.cuda.attention.flash2 import backward as flash2_backward
 from kernels.cuda.attention.flash2 import forward as cuda_flash2
 from kernels.cuda.attention.flash2 import mask_gradient as flash2_mask_gradient  # beyond module 5
+from kernels.cuda.attention.flash2.tangents import launch as flash2_tangents  # beyond module 5
 from kernels.cuda.attention.flash2_mma import launch as flash2_mma  # beyond module 5
 from kernels.cuda.attention.flash2_split import launch as flash2_split  # beyond module 5
 from kernels.cuda.attention.flash3_wgmma.backward import (  # beyond module 5
@@ -271,6 +272,13 @@ CUDA = Target(
             flash2_backward.tile,
             flash2_backward.why_not,
             evaluate=on_device,  # beyond module 5
+            tangents=Tangents(  # beyond module 5
+                flash2_tangents.jvp,
+                flash2_tangents.double_backward,
+                flash2_tangents.tile,
+                flash2_tangents.backward_tile,
+                flash2_tangents.why_not,
+            ),
         ),
         Rung(
             "flash1",

@@ -120,14 +120,14 @@ def pick_layout(name: str, problem: Problem, tile: tuple[int, int] | None) -> Re
     """Return the layout of a kernel for a problem: from the table, with the caller's tile if given.
 
     Args:
-        name: "forward", "dq", "dkdv" or "atomic".
+        name: A kernel of ``SIZES.flash2``, but "few", which "forward" uses for few query rows.
         problem: The checked call.
         tile: (block_q, block_k), or None.
     """
     sizes = _table_entry(name, problem)
     block_q, block_k = tile or (sizes.block_q, sizes.block_k)
     # dK and dV are summed by key: there a thread owns rows of keys.
-    rows, cols = (block_q, block_k) if name in ("forward", "dq") else (block_k, block_q)
+    rows, cols = (block_q, block_k) if name in BY_ROWS else (block_k, block_q)
     if name == "atomic":  # and rows of queries too
         rows = math.gcd(rows, cols)
     return RegisterLayout(
@@ -151,7 +151,7 @@ def _table_entry(name: str, problem: Problem) -> LayoutSizes:
     # The loop over a thread's scores stays in registers only if the compiler unrolls it.
     block_q, block_k, threads = sizes[0], sizes[1], sizes.lanes * sizes.rows_of_threads
     while block_q * block_k > LONG_SCORES * threads:
-        if name in ("forward", "few", "dq"):
+        if name in BY_ROWS:
             block_k //= 2
         else:
             block_q //= 2
@@ -159,6 +159,8 @@ def _table_entry(name: str, problem: Problem) -> LayoutSizes:
     return sizes._replace(block_q=block_q, block_k=block_k, resident=resident)
 
 
+#: The kernels whose threads own rows of queries.
+BY_ROWS = ("forward", "few", "dq", "jvp", "dq_tangent")
 #: Scores per thread, and blocks per multiprocessor, if the options do much work per score.
 LONG_SCORES, LONG_RESIDENT = 16, 2
 
@@ -241,15 +243,16 @@ def make_load_pair(variant: Variant, rows: int, left: int, right: int) -> Callab
     return load_pair
 
 
-def _make_load_fragment(layout: RegisterLayout, rows: int, stride: int) -> Callable[..., None]:
-    """Return ``load_fragment(fragment, shared, tile, ty, col)``: load a vector of each row of a thread."""
-    rows_of_threads = layout.rows_of_threads
-    own_rows = rows // rows_of_threads
+def make_load_fragment(own_rows: int, step: int, stride: int) -> Callable[..., None]:
+    """Return ``load_fragment(fragment, shared, tile, first, col)``: load a vector of each row of a thread.
+
+    They are the rows ``first``, ``first + step``, …
+    """
 
     @device_function
-    def load_fragment(fragment, shared, tile, ty, col):
+    def load_fragment(fragment, shared, tile, first, col):
         for i in range(own_rows):
-            w, x, y, z = load_shared(shared, tile + (ty + i * rows_of_threads) * stride + col)
+            w, x, y, z = load_shared(shared, tile + (first + i * step) * stride + col)
             fragment[i, 0], fragment[i, 1], fragment[i, 2], fragment[i, 3] = w, x, y, z
 
     return load_fragment
@@ -267,7 +270,10 @@ def make_multiply(
     """
     own_rows, own_cols = rows // layout.rows_of_threads, cols // layout.lanes
     stride, depth = layout.row_stride(width), round_up(width, VECTOR)
-    lanes, load_fragment = layout.lanes, _make_load_fragment(layout, rows, stride)
+    lanes, load_fragment = (
+        layout.lanes,
+        make_load_fragment(own_rows, layout.rows_of_threads, stride),
+    )
     zero = scalar_type(dtype)(0)
 
     @device_function
@@ -301,7 +307,7 @@ def make_accumulate(
     own_rows = rows // layout.rows_of_threads
     groups = layout.columns(width) // VECTOR
     stride, lanes = layout.row_stride(width), layout.lanes
-    load_fragment = _make_load_fragment(layout, rows, depth + VECTOR)
+    load_fragment = make_load_fragment(own_rows, layout.rows_of_threads, depth + VECTOR)
 
     @device_function
     def accumulate(lane, acc, fragment, shared, p, b):

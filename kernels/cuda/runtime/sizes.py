@@ -143,6 +143,39 @@ _FLASH2: LayoutTable = {
     ("few", 8): ((256, LayoutSizes(8, 32, 16, 8)),),
     ("dq", 8): ((64, LayoutSizes(32, 32, 16, 8)), (256, LayoutSizes(16, 16, 16, 16))),
     ("dkdv", 8): ((64, LayoutSizes(32, 32, 16, 8)), (256, LayoutSizes(16, 16, 16, 16))),
+    ("jvp", 4): (
+        (32, LayoutSizes(64, 64, 8, 16)),
+        (64, LayoutSizes(64, 32, 16, 8, resident=2)),
+        (128, LayoutSizes(64, 32, 16, 16)),
+        (256, LayoutSizes(32, 32, 16, 16)),
+    ),
+    ("dq_tangent", 4): (
+        (32, LayoutSizes(64, 32, 8, 16, resident=2)),
+        (64, LayoutSizes(64, 32, 16, 8, resident=2)),
+        (128, LayoutSizes(64, 32, 16, 16)),
+        (256, LayoutSizes(32, 16, 16, 16)),
+    ),
+    ("dkdv_tangent", 4): (
+        (32, LayoutSizes(32, 64, 8, 16, resident=2)),
+        (64, LayoutSizes(32, 64, 16, 8, resident=2)),
+        (128, LayoutSizes(32, 64, 16, 16)),
+        (256, LayoutSizes(16, 32, 16, 16)),
+    ),
+    ("jvp", 8): (
+        (64, LayoutSizes(32, 32, 16, 16)),
+        (128, LayoutSizes(32, 16, 16, 16)),
+        (256, LayoutSizes(16, 16, 16, 16)),
+    ),
+    ("dq_tangent", 8): (
+        (64, LayoutSizes(32, 32, 16, 16)),
+        (128, LayoutSizes(16, 16, 16, 16)),
+        (256, LayoutSizes(8, 16, 16, 8)),
+    ),
+    ("dkdv_tangent", 8): (
+        (64, LayoutSizes(32, 32, 16, 16)),
+        (128, LayoutSizes(16, 16, 16, 16)),
+        (256, LayoutSizes(8, 16, 8, 16)),
+    ),
     ("atomic", 8): ((64, LayoutSizes(32, 32, 16, 8)), (256, LayoutSizes(16, 16, 16, 16))),
 }
 _TINY = ((256, LayoutSizes(8, 4, 2, 2)),)

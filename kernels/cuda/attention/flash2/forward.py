@@ -90,7 +90,7 @@ def forward_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> 
 
 
 @cache
-def _make_softmax_step(variant: Variant, tile_bits: TileBits, p_tile: int) -> Callable[..., None]:
+def make_softmax_step(variant: Variant, tile_bits: TileBits, p_tile: int) -> Callable[..., None]:
     """Return ``softmax_step(lane, s, state, shared, bits, extras)``.
 
     It computes P from the scores in ``s``, stores it in shared memory at ``p_tile``, and rescales the
@@ -136,7 +136,7 @@ def _make_softmax_step(variant: Variant, tile_bits: TileBits, p_tile: int) -> Ca
 
 
 @cache
-def _make_finish_rows(variant: Variant, features: Features) -> Callable[..., None]:
+def make_finish_rows(variant: Variant, features: Features) -> Callable[..., None]:
     """Return ``finish_rows(lane, state, lse, lse_rest, rows, extras)``.
 
     It divides O by l, and writes L of ``rows``, a ``HeadRows``; ``features`` are those of the end of a row.
@@ -186,8 +186,8 @@ def forward_kernel(variant: Variant, is_split: bool = False) -> Kernel:
     multiply = make_multiply(layout, block_q, block_k, head_width, dtype)
     accumulate = make_accumulate(layout, block_q, block_k, value_width)
     store_out = make_store_tile(layout, block_q, value_width, assign)
-    softmax_step = _make_softmax_step(variant, tile_bits, p_tile)
-    finish_rows = _make_finish_rows(variant, PLAIN if is_split else features)
+    softmax_step = make_softmax_step(variant, tile_bits, p_tile)
+    finish_rows = make_finish_rows(variant, PLAIN if is_split else features)
 
     def flash2_forward(q, k, v, out, lse, lse_rest, scale, extras):
         """Fill one query tile of out, lse and lse_rest.

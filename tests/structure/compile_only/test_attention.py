@@ -46,7 +46,10 @@ OTHERS = ("product", "fill_flat", "sum_middle", "convert", "pack_mask")
 
 
 class Call(NamedTuple):
-    """A call: rung, dtype, head_dim and value_dim; options; rows; compute capability of the device."""
+    """A call: rung, dtype, head_dim and value_dim; options; rows; compute capability of the device.
+
+    With ``tangents``, its derivatives along them take the place of its two passes.
+    """
 
     rung: str
     dtype: Any
@@ -54,15 +57,19 @@ class Call(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
     rows: int = ROWS
     cc: tuple[int, int] = (9, 0)
+    tangents: bool = False
 
     @property
     def name(self) -> str:
         """The rung, dtype, dims and options in words."""
         options = ",".join(f"{name} {_short(value)}" for name, value in self.options.items())
-        return f"{self.rung} {self.dtype} {self.dims} {options} {self.rows} {self.cc}"
+        return (
+            f"{self.rung} {self.dtype} {self.dims} {options} {self.rows} {self.cc}"
+            + " tangents" * self.tangents
+        )
 
     def kernels(self) -> dict[str, Kernel]:
-        """Return the kernels that the call launches, forward and backward, by name."""
+        """Return the kernels that the call launches, in both passes, by name."""
         rng, made = np.random.default_rng(0), {}
         with fake_device(self.cc) as device:
             for name, value in self.options.items():
@@ -71,6 +78,10 @@ class Call(NamedTuple):
             head, value = self.dims
             sizes = (self.rows, head), (COLS, head), (COLS, value), (self.rows, value)
             q, k, v, dout = (to_device(np.zeros((1, HEADS, *x), self.dtype)) for x in sizes)
+            if self.tangents:
+                made["rung"] = self.rung
+                kernels.flash_attention_double_backward(q, k, v, dout, q, k, v, **made)
+                return {one.name: one for one in device.kernels if one.name not in OTHERS}
             out, lse = kernels.flash_attention_forward(q, k, v, rung=self.rung, **made)
             if "precision" not in made or not made["precision"].startswith("float8"):
                 is_bias = "attn_mask" in made and made["attn_mask"].dtype != bool
@@ -103,6 +114,10 @@ def _score(score: float, batch: int, head: int, row: int, col: int) -> float:
 
 def _slope(score: float, batch: int, head: int, row: int, col: int) -> float:
     return 1.5
+
+
+def _bend(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return 0.0
 
 
 def less_logarithm(score: float, batch: int, head: int, row: int, col: int) -> float:
@@ -140,7 +155,7 @@ EVERYTHING = {
     if name not in ("mask_mod", "score_mod", "block_mask")
 } | {
     "attn_mask": (SCORES, FLOAT32), "mask_mod": kernels.varying(MASK_MODS[1]),
-    "score_mod": (_score, _slope), "is_causal": True,
+    "score_mod": (_score, _slope, _bend), "is_causal": True,
 }  # fmt: skip
 
 #: Calls whose kernels compile for every generation.
@@ -153,7 +168,9 @@ EVERYWHERE = {
     )
 } | {
     call.name: call for call in (
-        Call("flash2", FLOAT32, options=ATOMIC), Call("flash2", FLOAT32, options={"sink": SLOPES}, rows=1)
+        Call("flash2", FLOAT32, options=ATOMIC), Call("flash2", FLOAT32, options={"sink": SLOPES}, rows=1),
+        Call("flash2", FLOAT32, (80, 33), EVERYTHING, tangents=True),
+        Call("flash2", FLOAT64, tangents=True),
     )
 }  # fmt: skip
 #: Calls whose kernels keep their tiles in registers.
@@ -161,6 +178,8 @@ IN_REGISTERS = {
     call.name: call for call in (
         *(Call("flash2", FLOAT32, (dim, dim)) for dim in (64, 128)),
         *(Call("flash2", FLOAT32, options=OPTIONS[x]) for x in ("boolean mask", "dropout", "block mask")),
+        *(Call("flash2", FLOAT32, (dim, dim), tangents=True) for dim in (64, 128)),
+        Call("flash2", FLOAT32, options=OPTIONS["dropout"], tangents=True),
         *(Call("flash2_mma", FLOAT16, (dim, dim)) for dim in (64, 128, 256)),
         *(Call("flash2_mma", FLOAT16, (dim, dim), ATOMIC) for dim in (64, 128, 256)),
         *(Call("flash2_mma", BFLOAT16, options=OPTIONS[x]) for x in ("softcap", "boolean mask", "dropout")),

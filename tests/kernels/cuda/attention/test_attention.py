@@ -24,12 +24,14 @@ from ....support.attention.on_cuda import (
     check,
     draw,
     fitting,
+    forwards,
     run,
 )
 from ....support.attention.strategies import Case
 from ....support.fuzzing.extreme import check as check_extreme
 from ....support.fuzzing.extreme import settled
 from ....support.layouts import on_device
+from ....support.tolerances import assert_close_arrays
 
 pytestmark = pytest.mark.emulated
 
@@ -69,6 +71,32 @@ def test_every_element_is_written_and_none_beyond_the_last_row(rung: str, causal
         check(host[inside], wanted[name], case, f"{name} by {rung}")
         host[inside] = np.nan
         assert np.isnan(host).all(), f"{rung} wrote {name} outside of its shape {blank.shape}"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_tangents_are_written_whole_and_read_within_their_shapes(causal: bool) -> None:
+    """As above, for the JVP and the double backward."""
+    shapes = (1, 2, 5, 3), (1, 2, 7, 3), (1, 2, 7, 2)
+    q, k, v, dout = draw(0, *shapes, (1, 2, 5, 2))
+    case = Case(q, k, v, dout, {"is_causal": causal}, (4, 3))
+    tangents = draw(1, *shapes)
+    wanted = {**case.derive(tangents, launch.NUMPY, "naive"), "lse_rest": np.zeros(dout.shape[:3])}
+    names = "q", "k", "v", "q_tangent", "k_tangent", "v_tangent", "dout"
+    arrays = zip(names, (q, k, v, *tangents, dout), strict=True)
+    inputs = {name: framed(array)[1] for name, array in arrays}
+    frames = {name: framed(np.full(x.shape, np.nan)) for name, x in wanted.items()}
+    problem = case.problem(rung="flash2")
+    picked = launch.CUDA.pick(problem, tangent=True).tangents
+    results = {name: view for name, (_, view) in frames.items()}
+    viewed = Operands(**inputs, **results).viewed(launch.CUDA.memory, problem)
+    for fill in (picked.jvp, picked.double_backward):
+        fill(problem, fitting("flash2", case.tile), viewed)
+    for name, (whole, _) in frames.items():
+        host = whole.copy_to_host()
+        inside = tuple(map(slice, wanted[name].shape))
+        check(host[inside], wanted[name], case, name)
+        host[inside] = np.nan
+        assert np.isnan(host).all(), f"{name} was written outside of its shape"
 
 
 def test_every_rung_is_available_here() -> None:
@@ -115,6 +143,32 @@ def test_rows_of_large_scores_have_their_probabilities(rung: str, name: str) -> 
         spoiled = [on_device(np.full(case.v.size, np.nan)) for _ in range(8)]
         del spoiled  # results get this memory
         case.check(run(case, rung, (4, 4)), f"by {rung}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_rows_of_large_scores_have_the_tangents_of_the_textbook(name: str) -> None:
+    case = large_case(name, FLOAT64 if name in ("softcap", "a window") else FLOAT32, 3, 9, 4)
+    tangents = draw(2, *[x.shape for x in case.operands], dtype=case.q.dtype)
+    found = case.derive(tangents, launch.CUDA, "flash2", (4, 4), forwards)
+    wide = [tangent.astype(FLOAT64) for tangent in tangents]
+    for kind, wanted in case.in_dtype(FLOAT64).derive(wide, launch.NUMPY, "naive").items():
+        largest = np.abs(wanted[np.isfinite(wanted)]).max(initial=1.0)
+        size = max(float(largest), case.cancelling(kind) / 100)
+        got, what = found[kind].copy_to_host(), f"{kind} of {case}"
+        assert_close_arrays(got, wanted, case.q.dtype, what, size)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64], ids=str)
+def test_moving_all_keys_alike_moves_no_output(dtype: Any) -> None:
+    """Every score of a row has the same tangent, which a softmax does not see, however large it is."""
+    q, k, v = draw(3, *[(1, 2, size, 4) for size in (6, 9, 9)], dtype=dtype)
+    k_tangent = np.full_like(k, 1e4)
+    arrays = [None if x is None else on_device(x) for x in (q, k, v, None, k_tangent, None)]
+    _, out_tangent, _, lse_tangent = kernels.flash_attention_jvp(*arrays, rung="flash2")
+    np.testing.assert_array_equal(out_tangent.copy_to_host(), 0.0)
+    wanted = 0.5 * (q @ np.swapaxes(k_tangent, -1, -2))[..., 0]
+    np.testing.assert_allclose(lse_tangent.copy_to_host(), wanted, 1e-5, 1e-2)
 
 
 @pytest.mark.parametrize("rung", RUNGS)

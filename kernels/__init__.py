@@ -22,7 +22,7 @@ from kernels.problem.options import Options, check_types
 from kernels.problem.question import Problem, make_problem
 from kernels.problem.signature import by_name, takes_attention_options
 from kernels.reference.scores import kept
-from kernels.scores.mods import varying  # beyond module 5
+from kernels.scores.mods import score_derivative, varying  # beyond module 5
 from kernels.sparsity.block_mask import BlockMask
 from kernels.varlen import (  # beyond module 5
     flash_attention_varlen_backward,
@@ -47,6 +47,7 @@ __all__ = [
     "flash_attention_with_cache",  # beyond module 5
     "make_problem",
     "plan",  # beyond module 5
+    "score_derivative",  # beyond module 5
     "takes_attention_options",
     "varying",  # beyond module 5
 ]

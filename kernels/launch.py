@@ -58,7 +58,7 @@ class BoundCall:
     Raises:
         TypeError: If the tile is not a pair of integers.
         ValueError: If the tile is out of range, or no rung can run the call; see ``Target.pick``.  If
-            gradients are wanted, also for a ``score_mod`` without its derivative, or float8 products.
+            gradients are wanted, also for a ``score_mod`` without a derivative, or float8 products.
     """
 
     def __init__(

@@ -36,8 +36,8 @@ def _is_window(value: Any) -> bool:
 
 
 def _is_score_mod(value: Any) -> bool:
-    several = isinstance(value, (tuple, list)) and len(value) in (2, 3)
-    return callable(value) or (several and all(map(callable, value)))
+    several = isinstance(value, (tuple, list)) and len(value) in (2, 3) and callable(value[0])
+    return callable(value) or (several and all(x is None or callable(x) for x in value[1:]))
 
 
 FLAG = OptionType("True or False", lambda value: isinstance(value, (bool, np.bool_)), bool)
@@ -159,9 +159,10 @@ class Options(TypedDict, total=False):
         FUNCTION, None, lambda value, given: as_mask_mod(value))]
     score_mod: Annotated[  # beyond module 5
         Callable[..., Any] | tuple[Callable[..., Any], ...] | None, Option(
-        "``(score, batch, head, row, col) -> score``, applied after scale and softcap.  For gradients, "
-        "pass a pair of the function and its derivative with respect to the score, which takes the same "
-        "arguments.  For second derivatives, pass a third function, the derivative of the derivative.",
+        "``(score, batch, head, row, col) -> score``, applied after scale and softcap.  Its first and second "
+        "derivatives with respect to the score are found from its source, see "
+        ":func:`kernels.score_derivative`; for a function that cannot be differentiated so, pass a tuple of "
+        "it, its derivative and, for second derivatives, the derivative of that.",
         SCORE_MOD, None, lambda value, given: as_score_mod(value))]
     seed: Annotated[int | None, Option(
         "Seed of the dropout mask, from 0 to 2⁶⁴ - 1; a seed gives the same mask on every device.  "

@@ -14,11 +14,20 @@ import numpy as np
 
 from kernels.common.arguments import shown
 
+from .derivatives import derivative_of
+
 Function = Callable[..., Any]
 
 
+#: The arguments of a ``score_mod`` and of its derivatives.
+OF_SCORE = "(score, batch, head, row, col)"
+
+
 class ScoreMod(NamedTuple):
-    """A function ``(score, batch, head, row, col)``, and its derivatives with respect to the score."""
+    """A function of :data:`OF_SCORE`, and its derivatives with respect to the score.
+
+    A derivative is None if it is not given and cannot be found.
+    """
 
     function: Function
     derivative: Function | None = None
@@ -213,13 +222,45 @@ def as_score_mod(value: Any) -> ScoreMod | None:
     if value is None:
         return None
     mod = ScoreMod(*value) if isinstance(value, (tuple, list)) else ScoreMod(value)
-    arguments = "(score, batch, head, row, col)"
-    function = as_mod("score_mod", mod.function, arguments)
+    function = as_mod("score_mod", mod.function, OF_SCORE)
     if function is None:
         raise TypeError("score_mod must be a function or a pair of it and its derivative, got None")
-    derivative = as_mod("the derivative of score_mod", mod.derivative, arguments)
-    second = as_mod("the second derivative of score_mod", mod.second, arguments)
-    return ScoreMod(function, derivative, second)
+    given = "the derivative of score_mod", "the second derivative of score_mod"
+    derivatives = [as_mod(name, x, OF_SCORE) for name, x in zip(given, mod[1:], strict=True)]
+    derivative = derivatives[0] or _derivative_if_known(function)
+    return ScoreMod(function, derivative, derivatives[1] or _derivative_if_known(derivative))
+
+
+@lru_cache(maxsize=256)
+def _derivative_if_known(function: Function | None) -> Function | None:
+    """Return the derivative of a function; None if it cannot be differentiated."""
+    with suppress(ValueError):
+        return None if function is None else derivative_of(function)
+    return None
+
+
+def score_derivative(score_mod: Any) -> Function:
+    """Return the derivative of a ``score_mod`` with respect to the score, as attention uses it.
+
+    The function is differentiated by the syntax tree of its source.  ``inspect.getsource`` returns the
+    source of the derivative, and ``score_derivative`` of the result is the second derivative.
+
+    Args:
+        score_mod: A function of (score, batch, head, row, col), from local variables, arithmetic,
+            comparisons, conditions, loops whose course does not depend on the score, functions of
+            ``math``, their namesakes of NumPy, and other such functions.
+
+    Returns:
+        A function of the same arguments, which uses captured values as they are now.
+
+    Raises:
+        TypeError: If it is not a function of these arguments, or does not return a number.
+        ValueError: If it cannot be differentiated; the message names the expression and its line.
+    """
+    function = as_mod("score_mod", score_mod, OF_SCORE)
+    if function is None:
+        raise TypeError("score_mod must be a function, got None")
+    return derivative_of(function)
 
 
 #: By option, the function that returns the one of all user functions with the same content.
@@ -233,16 +274,18 @@ def with_kept_mods(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_derivative(mod: ScoreMod | None, order: int = 1) -> None:
     """Check that a ``score_mod`` has its derivatives up to an order; otherwise raise a ValueError."""
-    if mod is not None and order == 2 and mod.second is None:
+    if mod is None or None not in mod[: order + 1]:
+        return
+    last, what, form = mod.function, "a gradient", "(function, derivative)"
+    if mod.derivative is not None:
+        last, what, form = mod.derivative, "a second derivative", "(function, derivative, second)"
+    try:
+        derivative_of(last)
+    except ValueError as error:
         raise ValueError(
-            "a second derivative through score_mod needs its second derivative with respect to the score; "
-            "pass score_mod=(function, derivative, second), all of (score, batch, head, row, col)"
-        )
-    if mod is not None and mod.derivative is None:
-        raise ValueError(
-            "a gradient through score_mod needs its derivative with respect to the score, got only "
-            "the function; pass score_mod=(function, derivative), both of (score, batch, head, row, col)"
-        )
+            f"{what} through score_mod needs that derivative with respect to the score, and the function "
+            f"cannot be differentiated: {error}; pass score_mod={form}, each of {OF_SCORE}"
+        ) from None
 
 
 def evaluate(function: Function, dtype: Any, *arguments: Any) -> Any:

@@ -182,7 +182,7 @@ class ModifiedScore(Function):  # beyond module 5
         """Call the function for each score and its indices.
 
         Raises:
-            ValueError: If gradients are recorded and no derivative was given.
+            ValueError: If gradients are recorded and the function has no derivative.
         """
         if not ctx.no_grad:
             check_derivative(mod)

@@ -193,8 +193,8 @@ class FlashAttention(Several):
             16-bit operands, and its rest.
 
         Raises:
-            ValueError: If the call is invalid; if gradients are recorded, also for a ``score_mod`` without
-                its derivative and for float8 products.
+            ValueError: If the call is invalid; if gradients are recorded, also for a ``score_mod`` that
+                has no derivative and for float8 products.
         """
         options: Any = others[_LEARNT]
         make: Make = others[-1] if len(others) > _LEARNT + 1 else problem_of

@@ -1,0 +1,444 @@
+"""Differentiate a user function of a score: from the syntax tree of its source to another function.
+
+The derivative is computed forward.  Before each statement ``x = …`` that depends on the score stands one
+for its tangent, dx / dscore, and ``return`` returns the tangent.  Branches and loops stay as they are, so
+that at a kink the derivative is that of the side that the function takes.  The result is an ordinary
+Python function, compiled for a target as the user's own, and can be differentiated again.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+
+from .sources import definition_of, function_of
+
+#: Operator or function → the tangent of its result, of arguments x and y with tangents dx and dy, by
+#: ``math`` and ``f``, the function itself.
+RULES = {
+    "Add": "dx + dy",
+    "Sub": "dx - dy",
+    "Mult": "dx * y + x * dy",
+    "Div": "(dx - x / y * dy) / y",
+    "Mod": "dx - math.floor(x / y) * dy",
+    "FloorDiv": "0.0",
+    "Pow": "(y * x ** (y - 1) if y != 0 else 0.0) * dx"
+    " + (x ** y * math.log(x) if x > 0 else 0.0) * dy",
+    "UAdd": "dx",
+    "USub": "-dx",
+    "abs": "dx if x >= 0 else -dx",
+    "acos": "-dx / math.sqrt(1.0 - x * x)",
+    "acosh": "dx / math.sqrt(x * x - 1.0)",
+    "asin": "dx / math.sqrt(1.0 - x * x)",
+    "asinh": "dx / math.sqrt(x * x + 1.0)",
+    "atan": "dx / (1.0 + x * x)",
+    "atan2": "(dx * y - x * dy) / (x * x + y * y)",
+    "atanh": "dx / (1.0 - x * x)",
+    "bool": "0.0",
+    "ceil": "0.0",
+    "copysign": "dx if (x >= 0) == (f(1.0, y) >= 0) else -dx",
+    "cos": "-math.sin(x) * dx",
+    "cosh": "math.sinh(x) * dx",
+    "erf": "1.1283791670955126 * math.exp(-x * x) * dx",
+    "erfc": "-1.1283791670955126 * math.exp(-x * x) * dx",
+    "exp": "f(x) * dx",
+    "exp2": "0.6931471805599453 * f(x) * dx",
+    "expm1": "(f(x) + 1.0) * dx",
+    "float": "dx",
+    "floor": "0.0",
+    "fmod": "dx - math.trunc(x / y) * dy",
+    "hypot": "(x * dx + y * dy) / f(x, y)",
+    "int": "0.0",
+    "isfinite": "0.0",
+    "isinf": "0.0",
+    "isnan": "0.0",
+    "log": "dx / x",
+    "log10": "dx / (2.302585092994046 * x)",
+    "log1p": "dx / (1.0 + x)",
+    "log2": "dx / (0.6931471805599453 * x)",
+    "max": "dy if y > x else dx",
+    "min": "dy if y < x else dx",
+    "round": "0.0",
+    "sign": "0.0",
+    "sin": "math.cos(x) * dx",
+    "sinh": "math.cosh(x) * dx",
+    "sqrt": "dx / (2.0 * f(x))",
+    "square": "2.0 * x * dx",
+    "tan": "(1.0 + f(x) ** 2) * dx",
+    "tanh": "(1.0 - f(x) ** 2) * dx",
+    "trunc": "0.0",
+}
+#: Another name → the name in the table.
+_ALIASES = {
+    "absolute": "abs", "arctan2": "atan2", "fabs": "abs", "float32": "float", "float64": "float",
+    "maximum": "max", "minimum": "min", "pow": "Pow", "power": "Pow", "rint": "round",
+    **{f"arc{name[1:]}": name for name in RULES if name[0] == "a" and name not in ("abs", "atan2")},
+}  # fmt: skip
+#: Function → its name in the table.
+_KNOWN: dict[Any, str] = {
+    found: rule
+    for name, rule in {**_ALIASES, **{name: name for name in RULES}}.items()
+    for module in (builtins, math, np)
+    if (found := getattr(module, name, None)) is not None
+    and (module is not np or isinstance(found, (np.ufunc, type)))
+}
+_TREES = {name: ast.parse(rule, mode="eval").body for name, rule in RULES.items()}
+_ZERO, _ONE = ast.Constant(0.0), ast.Constant(1.0)
+_OPERATIONS: dict[type, Any] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Pow: operator.pow, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.NotEq: operator.ne,
+}  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def derivative_of(function: Callable[..., Any]) -> FunctionType:
+    """Return the derivative of a function with respect to its first argument, as a Python function.
+
+    Raises:
+        ValueError: If it cannot be differentiated; the message names the expression and its line.
+    """
+    return _Tangent(function, (0,), {0: _ONE}).function("derivative_of_")
+
+
+@lru_cache(maxsize=256)
+def _tangent_of(function: Any, active: tuple[int, ...]) -> Any:
+    """Return the function of the tangents of some arguments, and of all arguments, to the result's tangent.
+
+    It is compiled by numba as the function itself is.
+    """
+    made = _Tangent(function, active, {}).function("tangent_of_")
+    if isinstance(function, FunctionType):
+        return made
+    return type(function)(made, targetoptions=function.targetoptions)
+
+
+class _Tangent:
+    """The differentiation of one function with respect to its arguments at the positions ``active``.
+
+    ``known`` has the tangents of arguments; the others become parameters, before those of the function.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        active: Sequence[int],
+        known: Mapping[int, ast.expr],
+    ):
+        self.plain: Any = getattr(function, "py_func", function)
+        if not isinstance(self.plain, FunctionType):
+            raise ValueError(f"it is not a Python function but {type(function).__name__}")
+        self.code = self.plain.__code__
+        self.definition = deepcopy(definition_of(self.plain))
+        own = self.definition.args
+        if own.vararg or own.kwarg or own.kwonlyargs:
+            raise self.refused(self.definition, "its parameters are not all positional")
+        self.parameters = [one.arg for one in (*own.posonlyargs, *own.args)]
+        self.world = _world_of(self.plain)
+        names = {node.id for node in ast.walk(self.definition) if isinstance(node, ast.Name)}
+        names |= {*self.parameters, *self.world}
+        self.prefix = "d_"
+        while any(name.startswith(self.prefix) for name in names):
+            self.prefix = f"d{self.prefix}"
+        self.math = "math"
+        while self.math in names and self.world.get(self.math) is not math:
+            self.math += "_"
+        self.active = {self.parameters[place] for place in active}
+        every = [x for x in ast.walk(self.definition) if isinstance(x, ast.Name)]
+        self.stored = {x.id for x in every if isinstance(x.ctx, ast.Store)}
+        self.known = {self.parameters[place]: tangent for place, tangent in known.items()}
+        self.added = [self.prefix + x for x in self.parameters if x in self.active - {*self.known}]
+
+    def function(self, prefix: str) -> FunctionType:
+        """Return the generated function; its name is that of the function after a prefix."""
+        body: list[ast.stmt] = []
+        count = -1
+        while count != len(self.active):  # until no more variables depend on the arguments
+            count = len(self.active)
+            if isinstance(self.definition, ast.Lambda):
+                body = [ast.Return(self.tangent(self.definition.body))]
+            else:
+                body = [*self.first_tangents(), *self.statements(self.definition.body)]
+        arguments = ast.arguments(
+            posonlyargs=[], args=[ast.arg(name) for name in (*self.added, *self.parameters)],
+            kwonlyargs=[], kw_defaults=[], defaults=[],
+        )  # fmt: skip
+        name = prefix + self.plain.__name__.strip("<>")
+        made = ast.FunctionDef(name, arguments, _live(body), [], lineno=1)
+        made.type_params = []  # type: ignore[attr-defined]  # Python 3.12
+        return function_of(made, self.plain, {**self.world, self.math: math})
+
+    def first_tangents(self) -> list[ast.stmt]:
+        """Return the assignments of the tangents of parameters that the function assigns to."""
+        made: list[ast.stmt] = []
+        for name in self.parameters:
+            own = self.prefix + name
+            if name in self.stored & self.active and own not in self.added:
+                first = self.known.get(name, _ZERO)
+                made.append(ast.Assign([ast.Name(own, ast.Store())], first, lineno=1))
+        return made
+
+    # -- statements ----------------------------------------------------------------------------------
+
+    def statements(self, body: Sequence[ast.stmt]) -> list[ast.stmt]:
+        """Return statements with those of the tangents."""
+        return [made for statement in body for made in self.statement(statement)]
+
+    def statement(self, node: ast.stmt) -> list[ast.stmt]:
+        """Return a statement, after that of its tangent if it has one."""
+        match node:
+            case ast.Return(value=ast.expr() as value):
+                return [ast.Return(self.tangent(value))]
+            case ast.AugAssign(target=ast.Name(id=name) as target, op=op, value=value):
+                before = ast.Name(name, ast.Load())
+                return self.assigned(node, [target], ast.BinOp(before, op, value))
+            case ast.Assign(targets=targets, value=value):
+                return self.assigned(node, targets, value)
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                return self.assigned(node, [target], value)
+            case ast.If(test=test, body=body, orelse=orelse):
+                return [ast.If(test, self.statements(body), self.statements(orelse))]
+            case ast.For(target=target, iter=iterated, body=body, orelse=[]):
+                if self.depends(target) or self.depends(iterated):
+                    raise self.refused(node, "a loop's range depends on the score")
+                return [ast.For(target, iterated, self.statements(body), [], lineno=node.lineno)]
+            case ast.While(test=test, body=body, orelse=[]):
+                if self.depends(test):
+                    raise self.refused(test, "a loop's condition depends on the score")
+                return [ast.While(test, self.statements(body), [])]
+            case ast.Expr(value=ast.Constant()):
+                return []
+            case ast.Pass() | ast.Break() | ast.Continue():
+                return [node]
+        raise self.refused(node, f"a statement of type {type(node).__name__} is not supported")
+
+    def assigned(
+        self, node: ast.stmt, targets: Sequence[ast.expr], value: ast.expr
+    ) -> list[ast.stmt]:
+        """Return an assignment after that of the tangents."""
+        made = [ast.Assign([*targets], value, lineno=node.lineno)]
+        pairs = [(target, value) for target in targets]
+        if isinstance(targets[0], ast.Tuple):
+            is_pairwise = isinstance(value, ast.Tuple) and len(targets) == 1
+            if not is_pairwise:
+                if self.depends(value):
+                    raise self.refused(value, "several variables are assigned from one value")
+                value = ast.Tuple([_ZERO] * len(targets[0].elts), ast.Load())
+            pairs = list(zip(targets[0].elts, value.elts, strict=True))  # type: ignore[attr-defined]
+        tangents = [(target, self.tangent(part)) for target, part in pairs]
+        for target, tangent in tangents:
+            if isinstance(target, ast.Name):
+                self.active |= set() if tangent is _ZERO else {target.id}
+            elif tangent is not _ZERO:
+                raise self.refused(node, "only a variable may hold what depends on the score")
+        kept = [(t.id, tangent) for t, tangent in tangents if getattr(t, "id", "") in self.active]
+        if not kept:
+            return made
+        own = [ast.Name(self.prefix + name, ast.Store()) for name, _ in kept]
+        if len(kept) == 1:
+            return [ast.Assign([own[0]], kept[0][1], lineno=node.lineno), *made]
+        every = ast.Tuple([tangent for _, tangent in kept], ast.Load())
+        return [ast.Assign([ast.Tuple(own, ast.Store())], every, lineno=node.lineno), *made]
+
+    # -- expressions ---------------------------------------------------------------------------------
+
+    def depends(self, node: ast.AST) -> bool:
+        """Tell whether an expression reads a variable that depends on the arguments."""
+        return any(isinstance(x, ast.Name) and x.id in self.active for x in ast.walk(node))
+
+    def tangent(self, node: ast.expr) -> ast.expr:
+        """Return the tangent of an expression; ``_ZERO`` if it is constant."""
+        if not self.depends(node):
+            return _ZERO
+        match node:
+            case ast.Name(id=name):
+                tangent = ast.Name(self.prefix + name, ast.Load())
+                return tangent if name in self.stored else self.known.get(name, tangent)
+            case ast.BinOp(left=x, op=op, right=y) if type(op).__name__ in RULES:
+                return self.by_rule(type(op).__name__, None, [x, y])
+            case ast.UnaryOp(op=op, operand=x) if type(op).__name__ in RULES:
+                return self.by_rule(type(op).__name__, None, [x])
+            case ast.IfExp(test=test, body=x, orelse=y):
+                return _chosen(test, self.tangent(x), self.tangent(y))
+            case ast.Compare() | ast.UnaryOp(op=ast.Not()):
+                return _ZERO
+            case ast.BoolOp(values=values) if all(self.tangent(x) is _ZERO for x in values):
+                return _ZERO
+            case ast.Call(func=callee, args=args, keywords=[]):
+                return self.of_call(node, callee, args)
+            case ast.Subscript(value=x, slice=y) if (
+                not self.depends(x) and self.tangent(y) is _ZERO
+            ):
+                return _ZERO
+        raise self.refused(node, "no derivative is known for it")
+
+    def of_call(self, node: ast.expr, callee: ast.expr, args: list[ast.expr]) -> ast.expr:
+        """Return the tangent of a call."""
+        found = self.value_of(callee)
+        if any(isinstance(x, ast.Starred) for x in args):
+            raise self.refused(node, "no derivative is known for it")
+        if (name := _KNOWN.get(found) if getattr(found, "__hash__", None) else None) is not None:
+            while name in ("min", "max") and len(args) > 2:
+                args = [ast.Call(callee, args[:2], []), *args[2:]]
+            if len(args) > 1 + ("y" in RULES[name]) and RULES[name] != "0.0":
+                raise self.refused(node, f"no derivative is known with {len(args)} arguments")
+            return self.by_rule(name, callee, args)
+        tangents = [self.tangent(x) for x in args]
+        active = tuple(place for place, tangent in enumerate(tangents) if tangent is not _ZERO)
+        if not active:
+            return _ZERO
+        if not isinstance(getattr(found, "py_func", found), FunctionType):
+            raise self.refused(node, "no derivative is known for this function")
+        made = _tangent_of(found, active)
+        name = getattr(made, "py_func", made).__name__ + "".join(f"_{place}" for place in active)
+        while self.world.setdefault(name, made) is not made:
+            name += "_"
+        return ast.Call(
+            ast.Name(name, ast.Load()), [*(tangents[place] for place in active), *args], []
+        )
+
+    def by_rule(self, name: str, callee: ast.expr | None, args: Sequence[ast.expr]) -> ast.expr:
+        """Return the tangent by a rule of the table."""
+        given: dict[str, Any] = {"f": callee, "math": ast.Name(self.math, ast.Load())}
+        for letter, argument in zip("xy", args, strict=False):
+            given |= {letter: argument, f"d{letter}": self.tangent(argument)}
+        return _filled(_TREES[name], given)
+
+    def value_of(self, node: ast.expr) -> Any:
+        """Return what a name or an attribute of a module stands for; None if it is not known."""
+        if isinstance(node, ast.Attribute):
+            return getattr(self.value_of(node.value), node.attr, None)
+        if not isinstance(node, ast.Name) or node.id in self.code.co_varnames:
+            return None
+        return self.world.get(node.id, getattr(builtins, node.id, None))
+
+    def refused(self, node: ast.AST, why: str) -> ValueError:
+        """Return the error for a node that cannot be differentiated."""
+        line = getattr(node, "lineno", self.code.co_firstlineno)
+        text = ast.unparse(node).splitlines()[0]
+        return ValueError(f"cannot differentiate `{text}` ({self.code.co_filename}:{line}): {why}")
+
+
+def _world_of(function: FunctionType) -> dict[str, Any]:
+    """Return the values of the globals and the captured variables of a function."""
+    world = {**function.__globals__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # still empty
+            world[name] = cell.cell_contents
+    return world
+
+
+# -- expressions that stay short -----------------------------------------------------------------------
+
+
+def _filled(rule: ast.expr, given: Mapping[str, ast.expr]) -> ast.expr:
+    """Return a rule with expressions in the place of its names, without terms and factors of 0 and 1."""
+    match rule:
+        case ast.Name(id=name):
+            return given[name]
+        case ast.BinOp(left=x, op=op, right=y):
+            return _combined(_filled(x, given), op, _filled(y, given))
+        case ast.UnaryOp(op=ast.USub() as op, operand=x):
+            x = _filled(x, given)
+            return _ZERO if x is _ZERO else ast.UnaryOp(op, x)
+        case ast.IfExp(test=test, body=x, orelse=y):
+            return _chosen(_filled(test, given), _filled(x, given), _filled(y, given))
+        case ast.Compare(left=x, ops=[op], comparators=[y]):
+            x, y = _filled(x, given), _filled(y, given)
+            values = _number(x), _number(y)
+            if None not in values:
+                return ast.Constant(_OPERATIONS[type(op)](*values))
+            return ast.Compare(x, [op], [y])
+        case ast.Attribute(value=x, attr=name):
+            return ast.Attribute(_filled(x, given), name, ast.Load())
+        case ast.Call(func=f, args=args):
+            return ast.Call(_filled(f, given), [_filled(x, given) for x in args], [])
+    return _ZERO if _number(rule) == 0 else rule
+
+
+def _chosen(test: ast.expr, x: ast.expr, y: ast.expr) -> ast.expr:
+    if isinstance(test, ast.Constant):
+        return x if test.value else y
+    return _ZERO if x is _ZERO and y is _ZERO else ast.IfExp(test, x, y)
+
+
+def _combined(x: ast.expr, op: ast.operator, y: ast.expr) -> ast.expr:
+    """Return x op y."""
+    a, b = _number(x), _number(y)
+    if a is not None and b is not None and x is not _ZERO and y is not _ZERO:
+        with suppress(ArithmeticError):
+            number = _OPERATIONS[type(op)](a, b)
+            made = ast.Constant(abs(number))
+            return made if number >= 0 else ast.UnaryOp(ast.USub(), made)
+    match op:
+        case ast.Add() if x is _ZERO or y is _ZERO:
+            return y if x is _ZERO else x
+        case ast.Sub() if y is _ZERO:
+            return x
+        case ast.Sub() if x is _ZERO:
+            return ast.UnaryOp(ast.USub(), y)
+        case ast.Mult() if _ZERO in (x, y) or 0 in (a, b):
+            return _ZERO
+        case ast.Div() if x is _ZERO:
+            return _ZERO
+        case ast.Mult() if a == 1:
+            return y
+        case ast.Mult() | ast.Div() | ast.Pow() if b == 1:
+            return x
+    return ast.BinOp(x, op, y)
+
+
+def _number(node: ast.expr) -> Any:
+    """Return the value of a number; None if an expression is none."""
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+    return None
+
+
+def _live(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Return statements without the assignments that the result does not depend on."""
+    live, count = set[str](), -1
+    while count != len(live):
+        count = len(live)
+        for node in (node for statement in body for node in ast.walk(statement)):
+            if isinstance(node, ast.stmt) and _matters(node, live):
+                parts = [getattr(node, name, None) for name in ("value", "test", "iter", "targets")]
+                parts = [
+                    x for part in parts for x in (part if isinstance(part, list) else [part]) if x
+                ]
+                names = [x for part in parts for x in ast.walk(part) if isinstance(x, ast.Name)]
+                live |= {x.id for x in names if isinstance(x.ctx, ast.Load)}
+    return _without(body, live)
+
+
+def _matters(node: ast.stmt, live: set[str]) -> bool:
+    """Tell whether a statement is more than an assignment to variables that are not read."""
+    if not isinstance(node, ast.Assign):
+        return True
+    targets = [x for target in node.targets for x in getattr(target, "elts", [target])]
+    return any(not isinstance(x, ast.Name) or x.id in live for x in targets)
+
+
+def _without(body: list[ast.stmt], live: set[str]) -> list[ast.stmt]:
+    kept = []
+    for node in body:
+        if isinstance(node, (ast.If, ast.For, ast.While)):
+            node.body, node.orelse = _without(node.body, live), _without(node.orelse, live)
+            if not node.body and not node.orelse:
+                continue
+            node.body = node.body or [ast.Pass()]
+        if _matters(node, live):
+            kept.append(node)
+    return kept

@@ -368,7 +368,7 @@ def _filled(rule: ast.expr, given: Mapping[str, ast.expr]) -> ast.expr:
 def _chosen(test: ast.expr, x: ast.expr, y: ast.expr) -> ast.expr:
     if isinstance(test, ast.Constant):
         return x if test.value else y
-    return _ZERO if x is _ZERO and y is _ZERO else ast.IfExp(test, x, y)
+    return x if ast.dump(x) == ast.dump(y) else ast.IfExp(test, x, y)
 
 
 def _combined(x: ast.expr, op: ast.operator, y: ast.expr) -> ast.expr:

@@ -19,22 +19,21 @@ def definition_of(function: FunctionType) -> Definition:
     """Return the syntax tree of a function's definition, with the lines of its file.
 
     Raises:
-        ValueError: If the source is not available, has changed since the function was defined, or holds
-            several lambdas that cannot be told apart.
+        ValueError: If the source is not available, has changed since the function was defined, or has
+            several lambdas in one line that cannot be told apart.
     """
     code = function.__code__
     lines = linecache.getlines(code.co_filename, function.__globals__)
     if not 0 < code.co_firstlineno <= len(lines):
         raise ValueError("its source is not available: define it in a file")
-    for tree in _trees(code.co_filename, tuple(lines), code.co_firstlineno):
-        found = [node for node in ast.walk(tree) if _may_define(node, code)]
-        if not found or not any(_equal(code, other) for other in _codes(tree, code.co_filename)):
-            continue
-        if len(found) == 1 or isinstance(found[0], ast.FunctionDef):
-            return found[-1]  # type: ignore[return-value]
-        within = [node for node in found if _holds(node, code)]  # several lambdas of one line
-        if within:
-            return min(within, key=lambda node: len(ast.dump(node)))  # type: ignore[return-value]
+    tree, is_whole = _tree(code.co_filename, tuple(lines), code.co_firstlineno)
+    found: list[Any] = [node for node in ast.walk(tree) if _may_define(node, code)]
+    if any(_equal(code, other, is_whole) for other in _codes(tree, code.co_filename)):
+        if len(found) > 1 and isinstance(found[0], ast.Lambda):
+            found = [node for node in found if _holds(node, code)]
+            found.sort(key=lambda node: len(ast.dump(node)))  # the innermost first
+        if found:
+            return found[0]
         raise ValueError("its line has several lambdas: put each on a line of its own")
     raise ValueError(f"its source in {code.co_filename} has changed since it was defined")
 
@@ -58,16 +57,18 @@ def function_of(
 
 
 @lru_cache(maxsize=8)
-def _trees(file: str, lines: tuple[str, ...], first: int) -> list[ast.AST]:
-    """Return the syntax trees of a file, or of the block at a line of a file that is not Python alone."""
+def _tree(file: str, lines: tuple[str, ...], first: int) -> tuple[ast.Module, bool]:
+    """Return the syntax tree of a file, or of the block at a line, and whether it is of the file."""
     with suppress(SyntaxError):
-        return [ast.parse("".join(lines), file)]
+        return ast.parse("".join(lines), file), True
     block = inspect.getblock(list(lines[first - 1 :]))
     is_indented = block[0][:1].isspace()
     before = "\n" * (first - 2) + "if True:\n" if is_indented else "\n" * (first - 1)
     with suppress(SyntaxError):
-        return [ast.parse(before + "".join(block), file)]
-    return []
+        return ast.parse(before + "".join(block), file), False
+    raise ValueError(
+        f"its source in {file} is not available: define it by def, or in a Python file"
+    )
 
 
 def _may_define(node: ast.AST, code: CodeType) -> bool:
@@ -88,15 +89,13 @@ def _codes(node: ast.AST | CodeType, file: str) -> Iterator[CodeType]:
             yield from _codes(constant, file)
 
 
-def _equal(code: CodeType, other: CodeType) -> bool:
-    """Tell whether two codes of a file are of the same text."""
+def _equal(code: CodeType, other: CodeType, is_whole: bool) -> bool:
+    """Tell whether two codes of a file are of one text; without the whole file, instructions may differ."""
     if (code.co_name, code.co_firstlineno) != (other.co_name, other.co_firstlineno):
         return False
     constants = [[x for x in one.co_consts if not isinstance(x, CodeType)] for one in (code, other)]
-    if code.co_varnames != other.co_varnames or repr(constants[0]) != repr(constants[1]):
-        return False
-    # The block of a function within another does not show which of its names are captured.
-    return code.co_freevars != other.co_freevars or code.co_code == other.co_code
+    is_same = code.co_varnames == other.co_varnames and repr(constants[0]) == repr(constants[1])
+    return is_same and (not is_whole or code.co_code == other.co_code)
 
 
 def _holds(node: Any, code: CodeType) -> bool:

@@ -100,6 +100,7 @@ def flash_attention_backward(
     dlse: Any = None,
     mask_gradient: bool = False,
     sink_gradient: bool = False,
+    score_table_gradient: bool = False,
     tile: launch.Tile | None = None,
     **options: Unpack[Options],
 ) -> tuple[Any, ...]:
@@ -119,14 +120,15 @@ def flash_attention_backward(
         dlse: Gradient of lse, (…, heads, seq_q); zeros when None.
         mask_gradient: Also return the gradient of a floating ``attn_mask``, after dv.
         sink_gradient: Also return the gradient of the sinks, after the others.
+        score_table_gradient: Also return the gradient of ``score_table``, after the others.
         tile: (block_q, block_k), query rows and keys per tile; None uses the rung's default.
         options: Options by name; the same values as in the forward pass.
 
     Returns:
-        dq, dk and dv, of the shapes of q, k and v; with ``mask_gradient`` also that of the mask, and
-        with ``sink_gradient`` that of the sinks, (heads,) and of the dtype of lse.  All are arrays of the
-        library of q.  The dimensions of each gradient have the same order in memory as those of its
-        operand.
+        dq, dk and dv, of the shapes of q, k and v; with ``mask_gradient`` also that of the mask, with
+        ``sink_gradient`` that of the sinks, (heads,), and with ``score_table_gradient`` that of the
+        table, both of the dtype of lse.  All are arrays of the library of q.  The dimensions of each
+        gradient have the same order in memory as those of its operand.
 
     Raises:
         TypeError: If an operand is not a floating-point array, an option has the wrong type, or dout, out
@@ -136,7 +138,9 @@ def flash_attention_backward(
     Source: FlashAttention-2, Algorithm 2.
     """
     options = by_name("flash_attention_backward", args, options)
-    wanted = launch.Wanted(True, mask=mask_gradient, sink=sink_gradient)
+    wanted = launch.Wanted(
+        True, mask=mask_gradient, sink=sink_gradient, score_table=score_table_gradient
+    )
     return array_call.attend((q, k, v), options, tile, wanted, (out, lse, None, dout, dlse))
 
 

@@ -100,8 +100,8 @@ def find(
             if isinstance(value, tuple):
                 key += map(type, value)  # because True == 1 == 1.0
         if given:
-            if not KEPT.keys().isdisjoint(given):
-                given = with_kept_mods(given)
+            if not KEPT.isdisjoint(given):
+                given = with_kept_mods(given, options.get("score_table"))
             if (drawn := given.get("seed")) is not None:
                 given, seed = {**given, "seed": None}, check_seed(drawn)
                 key.append(type(drawn))

@@ -328,7 +328,11 @@ def _of_option(
     (problem, operands), memory, sums = given, target.memory, given[0].acc_dtype
     array, axes = getattr(operands, name), AXES.get(name, "")
     shape = tuple(array.shape)
-    sizes = shape if name == "mask" else (*(problem.lead or (1,)), *shape[len(shape) - len(axes) :])
+    sizes = (
+        shape
+        if name in ("mask", "score_table")
+        else (*(problem.lead or (1,)), *shape[len(shape) - len(axes) :])
+    )
     gradient = memory.empty(sizes, sums)
     if name == "sink":
         target.sink_gradient(problem, operands.viewed(memory, problem), gradient.reshape(-1))
@@ -336,6 +340,9 @@ def _of_option(
     if taken[0].dtype != sums:
         wide = replace(problem.sinkless, dtype=sums)
         taken = wide, operands.converted(memory, sums).viewed(memory, problem)
+    if name == "score_table":  # beyond module 5
+        target.table_gradient(*taken, gradient)
+        return gradient
     if name == "mask":
         target.mask_gradient(*taken, own_mask(memory, problem, gradient)[0])
         return memory.laid_as(memory.convert(gradient, problem.dtype), array)

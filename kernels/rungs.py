@@ -100,6 +100,7 @@ class Rung:
     evaluate: Evaluate | None = None  # beyond module 5
     #: Like ``forward``, with float8 products; None if the rung has none.
     forward_float8: Callable[..., None] | None = None  # beyond module 5
+    has_table: bool = False  #: Whether a ``score_mod`` may read a table.  # beyond module 5
     #: Another name that selects it for calls that the rung of that name cannot run.
     alias: str = ""
     #: The derivatives of its passes along a direction.
@@ -136,6 +137,8 @@ class Rung:
             missing = None if self.forward_float8 else "it has no float8 products"
             if (reason := missing or why_not_float8(problem)) is not None:
                 return reason
+        if problem.score_table and not self.has_table:  # beyond module 5
+            return "it has no score_table; the rungs of the CPU have"
         taken = self.taken(problem)
         if taken is not None:
             reason = self.why_not(taken, tile)
@@ -161,6 +164,8 @@ class Target:
     #: A function of ``(problem, operands, dsink)`` that fills the gradient of the sinks for each
     #: (batch, head), the same for every rung.  It supports any dtype.
     sink_gradient: Callable[[Problem, Operands, Any], None] = reference.sink_gradient
+    #: The same for the table that a ``score_mod`` reads; its gradient has the shape of the table.
+    table_gradient: Callable[[Problem, Operands, Any], None] = reference.table_gradient
 
     def pick(self, problem: Problem, tile: Tile | None = None, tangent: bool = False) -> Rung:
         """Return the rung that the problem names, or the fastest that can run it; see ``Rung.reason``.
@@ -192,6 +197,7 @@ def _rung(name: str, forward: Any, backward: Any, tile: Tile, **more: Any) -> Ru
 def _numpy_rung(name: str, forward: Any, backward: Any, side: int, **more: Any) -> Rung:
     """Return a rung of NumPy functions with square tiles."""
     more["forward_float8"] = float8.rounding(forward)  # beyond module 5
+    more["has_table"] = True  # beyond module 5
     return _rung(name, forward, backward, (side, side), **more)
 
 
@@ -227,10 +233,12 @@ CPU = Target(
                 cpu_flash2.jvp_tile,
                 cpu_flash2_backward.backward_tile,
             ),
+            has_table=True,
         ),
         _NAIVE,
     ),
     mask_gradient=cpu_mask_gradient.mask_gradient,  # beyond module 5
+    table_gradient=cpu_mask_gradient.table_gradient,  # beyond module 5
 )
 #: Kernels on a GPU, or on the emulated one.
 CUDA = Target(

@@ -26,6 +26,7 @@ _FIELDS = (
     "mask",
     "mask_batch",  # for kernels, the index of the mask's batch for each, (batch,) int64, on the host
     *AXES,  # of the dtype of lse; for kernels (batch, heads, seq_q or 1, seq_k or 1)
+    "score_table",  # what a score_mod reads, of the dtype of lse and any dimensions
     "out",  # (…, heads, seq_q, value_dim)
     "lse",  # (…, heads, seq_q), of the accumulator's dtype, float32 for fp16 and bf16
     "lse_rest",  # as lse: what lse loses by rounding, so that L = lse + lse_rest
@@ -108,7 +109,7 @@ class Operands(namedtuple("Operands", _FIELDS, defaults=[None] * (len(_FIELDS) -
         views = {
             name: view_of(memory, problem, name, array)
             for name, array in self._asdict().items()
-            if array is not None and name not in ("mask", "mask_batch")
+            if array is not None and name not in ("mask", "mask_batch", "score_table")
         }
         if self.mask is not None:
             own, views["mask_batch"] = own_mask(memory, problem, self.mask)

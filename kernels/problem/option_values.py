@@ -85,6 +85,21 @@ def check_numbers(name: str, array: Any, given: Given, axes: str, per_batch: boo
     return True
 
 
+def check_table(table: Any, given: Given) -> int:  # beyond module 5
+    """Check ``score_table``; return its dimensions, 0 if there is none."""
+    if table is None:
+        return 0
+    check_array("score_table", table)
+    if not is_floating(np.dtype(table.dtype)) or not 1 <= len(table.shape) <= 3:
+        raise ValueError(
+            f"score_table must be floating, of 1 to 3 dimensions, got {table.dtype} of shape "
+            f"{tuple(table.shape)}; convert or reshape it"
+        )
+    if given.options.get("score_mod") is None:
+        raise ValueError("score_table is read by a score_mod, got none; pass one, or no table")
+    return len(table.shape)
+
+
 def check_slopes(slopes: Any) -> None:
     """Check the values of ``alibi_slopes`` on the host; those on a device would have to be waited for."""
     if isinstance(slopes, np.ndarray) and not (abs(slopes.astype(np.float64)) <= MOST_SLOPE).all():

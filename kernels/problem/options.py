@@ -163,7 +163,14 @@ class Options(TypedDict, total=False):
         "derivatives with respect to the score are found from its source, see "
         ":func:`kernels.score_derivative`; for a function that cannot be differentiated so, pass a tuple of "
         "it, its derivative and, for second derivatives, the derivative of that.",
-        SCORE_MOD, None, lambda value, given: as_score_mod(value))]
+        SCORE_MOD, None,
+        lambda value, given: as_score_mod(value, given.options.get("score_table")))]
+    score_table: Annotated[Any, Option(  # beyond module 5
+        "An array of at most 3 dimensions, which ``score_mod`` receives after col and reads elements of, "
+        "such as biases by head and distance.  Unlike a captured array it may change in every call, and "
+        "may require a gradient.  On the CPU; must be None for packed sequences.",
+        ARRAY, None, values.check_table, has_gradient=True, schema="Tensor?",
+        is_packed=False)]
     seed: Annotated[int | None, Option(
         "Seed of the dropout mask, from 0 to 2⁶⁴ - 1; a seed gives the same mask on every device.  "
         "Dropout on arrays requires one; on tensors the default is drawn from the generator of "
@@ -206,8 +213,12 @@ ARRAY_ORDER = tuple(name for name, option in OPTIONS.items() if option.kind is A
 ARRAYS = frozenset(ARRAY_ORDER)
 #: Field of ``Problem`` and ``Operands`` → option, of each array.
 OPTION_ARRAYS = {OPTIONS[name].field or name: name for name in ARRAY_ORDER}
-#: Field → axes, of the arrays of numbers for each head: all but the mask.
-AXES = {field: OPTIONS[name].axes for field, name in OPTION_ARRAYS.items() if field != "mask"}
+#: Field → axes, of the arrays of numbers for each head: all but the mask and the table.
+AXES = {
+    field: OPTIONS[name].axes
+    for field, name in OPTION_ARRAYS.items()
+    if field not in ("mask", "score_table")
+}
 #: The arrays that receive a gradient.
 WITH_GRADIENT = tuple(name for name in ARRAY_ORDER if OPTIONS[name].has_gradient)
 

@@ -83,6 +83,7 @@ class Problem(_OptionFields):
     groups: int
     # The values without these options, which the published parts of the course do not have.
     mask_mod = score_mod = None
+    score_table = 0
     precision = "float32"
     origin: DropoutOrigin | None = None
     sequences: Sequences | None = None

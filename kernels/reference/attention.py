@@ -7,6 +7,7 @@ their input and are the readable form of every compiled kernel.  All of them tak
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from ..common.geometry import PLAIN as GEOMETRY
 from ..problem.operands import Operands
 from ..problem.question import Problem
+from ..scores.mods import add_read_gradients  # beyond module 5
 from . import lines
 from .scores import Scores, packed_parts
 
@@ -96,6 +98,27 @@ def mask_gradient(problem: Problem, operands: Operands, gradient: Array) -> None
                 ds = ds.sum(axis=axis, keepdims=True)
         for batch, part in zip(batches, ds, strict=True):
             own[batch] += part
+
+
+def table_gradient(
+    problem: Problem, operands: Operands, gradient: Array
+) -> None:  # beyond module 5
+    """Fill the gradient of the table that a ``score_mod`` reads, one tile of rows at a time."""
+    before = Scores(
+        replace(problem, score_mod=None, score_table=0, slopes=False, mask=""), operands
+    )
+    scores, delta = Scores(problem, operands), _delta(operands)
+    total, cols = np.zeros(gradient.shape), slice(0, problem.seq_k)
+    for start in range(0, problem.seq_q, 64):
+        rows = slice(start, min(start + 64, problem.seq_q))
+        ds = _backward_of(scores, operands, rows, cols, delta).ds  # (batch, heads, rows, seq_k)
+        s = np.where(
+            ds == 0, 0.0, before.tile(rows, cols)[0]
+        )  # a masked score is no number to read for
+        row, col = np.arange(rows.start, rows.stop)[:, None], np.arange(problem.seq_k)
+        place = scores.batch, scores.head, row, col
+        add_read_gradients(problem.score_mod, ds, s, place, operands.score_table, total)
+    gradient[...] = total
 
 
 def sink_gradient(problem: Problem, operands: Operands, dsink: Array) -> None:

@@ -44,7 +44,11 @@ def _numpy_target(operands: Operands) -> ScoreTarget:
         one=dtype.type(1),
         tanh=np.tanh,
         score_function=(  # beyond module 5
-            lambda f: lambda score, place, _: evaluate(f, dtype, score, *place[2:])
+            lambda f: (
+                lambda score, place, _: evaluate(
+                    f, dtype, score, *place[2:], table=operands.score_table
+                )
+            )
         ),
         mask_function=lambda f: lambda place, _: evaluate(f, bool, *place[2:]),  # beyond module 5
         element=element,

@@ -111,6 +111,21 @@ def derivative_of(function: Callable[..., Any]) -> FunctionType:
 
 
 @lru_cache(maxsize=256)
+def reads_of(function: Callable[..., Any], dims: int) -> tuple[FunctionType, ...]:
+    """Return a function of the same arguments for each place where one reads its table, the last argument.
+
+    It returns the derivative of the result with respect to the element of the table, of ``dims``
+    dimensions, that is read there, and the indices of the element, three with zeros for those missing.
+
+    Raises:
+        ValueError: If it cannot be differentiated; the message names the expression and its line.
+    """
+    count = len(_Tangent(function, (), {}).sites(dims))
+    found = (_Tangent(function, (), {}, (dims, n)).function(f"read_{n}_of_") for n in range(count))
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
 def _tangent_of(function: Any, active: tuple[int, ...]) -> Any:
     """Return the function of the tangents of some arguments, and of all arguments, to the result's tangent.
 
@@ -126,6 +141,8 @@ class _Tangent:
     """The differentiation of one function with respect to its arguments at the positions ``active``.
 
     ``known`` has the tangents of arguments; the others become parameters, before those of the function.
+    With ``read``, the dimensions of the table and a number of :meth:`sites`, it is the differentiation with
+    respect to the element that is read there.
     """
 
     def __init__(
@@ -133,6 +150,7 @@ class _Tangent:
         function: Callable[..., Any],
         active: Sequence[int],
         known: Mapping[int, ast.expr],
+        read: tuple[int, int] | None = None,
     ):
         self.plain: Any = getattr(function, "py_func", function)
         if not isinstance(self.plain, FunctionType):
@@ -149,6 +167,9 @@ class _Tangent:
         self.prefix = "d_"
         while any(name.startswith(self.prefix) for name in names):
             self.prefix = f"d{self.prefix}"
+        self.index = "index"
+        while any(name.startswith(self.index) for name in names):
+            self.index += "_"
         self.math = "math"
         while self.math in names and self.world.get(self.math) is not math:
             self.math += "_"
@@ -156,6 +177,7 @@ class _Tangent:
         every = [x for x in ast.walk(self.definition) if isinstance(x, ast.Name)]
         self.stored = {x.id for x in every if isinstance(x.ctx, ast.Store)}
         self.known = {self.parameters[place]: tangent for place, tangent in known.items()}
+        self.site = None if read is None else self.sites(read[0])[read[1]]
         self.added = [self.prefix + x for x in self.parameters if x in self.active - {*self.known}]
 
     def function(self, prefix: str) -> FunctionType:
@@ -165,7 +187,7 @@ class _Tangent:
         while count != len(self.active):  # until no more variables depend on the arguments
             count = len(self.active)
             if isinstance(self.definition, ast.Lambda):
-                body = [ast.Return(self.tangent(self.definition.body))]
+                body = self.statement(ast.Return(self.definition.body))
             else:
                 body = [*self.first_tangents(), *self.statements(self.definition.body)]
         arguments = ast.arguments(
@@ -179,7 +201,7 @@ class _Tangent:
 
     def first_tangents(self) -> list[ast.stmt]:
         """Return the assignments of the tangents of parameters that the function assigns to."""
-        made: list[ast.stmt] = []
+        made = [] if self.site is None else self.placed([ast.Constant(0)] * 3)
         for name in self.parameters:
             own = self.prefix + name
             if name in self.stored & self.active and own not in self.added:
@@ -195,7 +217,28 @@ class _Tangent:
 
     def statement(self, node: ast.stmt) -> list[ast.stmt]:
         """Return a statement, after that of its tangent if it has one."""
+        made = self.differentiated(node)
+        value = getattr(node, "value", None)
+        if self.site is None or value is None or not _contains(value, self.site[0]):
+            return made
+        indices = [_where(value, self.site[0], index) for index in self.site[1]]
+        return [*self.placed(indices), *made]
+
+    def placed(self, indices: Sequence[ast.expr]) -> list[ast.stmt]:
+        """Return the assignments of the indices of the element that is read."""
+        targets = [ast.Name(f"{self.index}_{axis}", ast.Store()) for axis in range(3)]
+        return [
+            ast.Assign([target], index, lineno=1)
+            for target, index in zip(targets, indices, strict=False)
+        ]
+
+    def differentiated(self, node: ast.stmt) -> list[ast.stmt]:
+        """Return a statement, after that of its tangent if it has one, without what it reads."""
         match node:
+            case ast.Return(value=ast.expr() as value) if self.site is not None:
+                own = [ast.Name(f"{self.index}_{axis}", ast.Load()) for axis in range(3)]
+                weight = ast.Call(ast.Name("float", ast.Load()), [self.tangent(value)], [])
+                return [ast.Return(ast.Tuple([weight, *own], ast.Load()))]
             case ast.Return(value=ast.expr() as value):
                 return [ast.Return(self.tangent(value))]
             case ast.AugAssign(target=ast.Name(id=name) as target, op=op, value=value):
@@ -251,12 +294,42 @@ class _Tangent:
 
     # -- expressions ---------------------------------------------------------------------------------
 
+    def sites(self, dims: int) -> list[tuple[ast.Subscript, list[ast.expr]]]:
+        """Return the places that read an element of the table, the last argument, with their indices.
+
+        Raises:
+            ValueError: If the table is used otherwise, or in a loop.
+        """
+        table, found, uses = self.parameters[-1], list[Any](), 0
+        loops = [x for x in ast.walk(self.definition) if isinstance(x, (ast.For, ast.While))]
+        for node in ast.walk(self.definition):
+            uses += isinstance(node, ast.Name) and node.id == table
+            if not (isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == table):
+                continue
+            place = node.slice
+            indices = place.elts if isinstance(place, ast.Tuple) else [place]
+            if len(indices) != dims or any(
+                isinstance(x, (ast.Slice, ast.Starred)) for x in indices
+            ):
+                raise self.refused(node, f"an element of {table} has {dims} indices")
+            if any(_contains(loop, node) for loop in loops):
+                raise self.refused(node, f"{table} is read in a loop")
+            found.append((node, indices))
+        if uses != len(found):
+            raise self.refused(self.definition, f"{table} is used otherwise than by its elements")
+        return found
+
     def depends(self, node: ast.AST) -> bool:
         """Tell whether an expression reads a variable that depends on the arguments."""
-        return any(isinstance(x, ast.Name) and x.id in self.active for x in ast.walk(node))
+        is_read = self.site is not None and _contains(node, self.site[0])
+        return is_read or any(
+            isinstance(x, ast.Name) and x.id in self.active for x in ast.walk(node)
+        )
 
     def tangent(self, node: ast.expr) -> ast.expr:
         """Return the tangent of an expression; ``_ZERO`` if it is constant."""
+        if self.site is not None and node is self.site[0]:
+            return _ONE
         if not self.depends(node):
             return _ZERO
         match node:
@@ -335,6 +408,24 @@ def _world_of(function: FunctionType) -> dict[str, Any]:
         with suppress(ValueError):  # still empty
             world[name] = cell.cell_contents
     return world
+
+
+def _contains(node: ast.AST, part: ast.AST) -> bool:
+    return any(x is part for x in ast.walk(node))
+
+
+def _where(node: ast.expr, site: ast.AST, index: ast.expr) -> ast.expr:
+    """Return an index of what an expression reads at a site; 0 in a branch that does not read it."""
+    if isinstance(node, ast.IfExp):
+        zero = ast.Constant(0)
+        if _contains(node.body, site):
+            return ast.IfExp(node.test, _where(node.body, site, index), zero)
+        if _contains(node.orelse, site):
+            return ast.IfExp(node.test, zero, _where(node.orelse, site, index))
+    if node is site:
+        return index
+    parts = (x for x in ast.iter_child_nodes(node) if _contains(x, site))
+    return _where(next(parts), site, index)  # type: ignore[arg-type]
 
 
 # -- expressions that stay short -----------------------------------------------------------------------

@@ -14,13 +14,15 @@ import numpy as np
 
 from kernels.common.arguments import shown
 
-from .derivatives import derivative_of
+from .derivatives import derivative_of, reads_of
 
 Function = Callable[..., Any]
 
 
 #: The arguments of a ``score_mod`` and of its derivatives.
 OF_SCORE = "(score, batch, head, row, col)"
+#: The same with a ``score_table``.
+OF_TABLE = "(score, batch, head, row, col, table)"
 
 
 class ScoreMod(NamedTuple):
@@ -32,6 +34,17 @@ class ScoreMod(NamedTuple):
     function: Function
     derivative: Function | None = None
     second: Function | None = None
+
+    def reads(self, dims: int) -> tuple[Function, ...]:
+        """Return the derivatives by the elements of a table of ``dims`` dimensions; see ``reads_of``.
+
+        Raises:
+            ValueError: If the function cannot be differentiated.
+        """
+        try:
+            return reads_of(self.function, dims)
+        except ValueError as error:
+            raise ValueError(f"score_table has no gradient: {error}") from None
 
 
 def varying(mask_mod: Any) -> Any:
@@ -61,12 +74,13 @@ def is_varying(mask_mod: Function) -> bool:
     return getattr(mask_mod, "is_varying", False)
 
 
-def check_mod(name: str, function: Any, arguments: str) -> None:
+def check_mod(name: str, function: Any, arguments: str, table: Any = None) -> None:
     """Check the arguments of a user function, if there is one, and its result for indices of 0.
 
     A compiled function cannot report a missing return statement, and cannot raise.  ``arguments`` are
-    in words: "(batch, head, row, col)".  Others, or a result that is neither a bool nor a number,
-    raise a TypeError, and an error of the function a ValueError.
+    in words: "(batch, head, row, col)"; ``table`` is the shape of a last one that is an array.  Others, or
+    a result that is neither a bool nor a number, raise a TypeError, and an error of the function a
+    ValueError.
     """
     if function is None:
         return
@@ -83,7 +97,8 @@ def check_mod(name: str, function: Any, arguments: str) -> None:
             "parameters"
         ) from None
     of_score = arguments.startswith("(score")
-    places = (0.0, 0, 0, 0, 0) if of_score else (0, 0, 0, 0)
+    places: Any = (0.0, 0, 0, 0, 0) if of_score else (0, 0, 0, 0)
+    places = places if table is None else (*places, np.broadcast_to(0.0, table))
     try:
         result = function(*places)
     except Exception as error:
@@ -162,10 +177,10 @@ def _content(function: FunctionType) -> tuple[Any, ...]:
 
 
 class _Kept:
-    """A user function that is compared by its content."""
+    """A user function that is compared by its content; it was given with a table of this shape, or None."""
 
-    def __init__(self, function: FunctionType):
-        self.function, self.content = function, _content(function)
+    def __init__(self, function: FunctionType, table: Any):
+        self.function, self.content, self.table = function, _content(function), table
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Kept) and self.content == other.content
@@ -176,7 +191,7 @@ class _Kept:
 
 @lru_cache(maxsize=256)
 def _checked(name: str, kept: _Kept, arguments: str) -> Function:
-    check_mod(name, kept.function, arguments)
+    check_mod(name, kept.function, arguments, kept.table)
     source, world = kept.function, kept.function.__globals__
     # A copy with the current values of all that it reads: kernels cache it by identity, and compile it for
     # the backward pass after the caller may have changed them.
@@ -195,7 +210,7 @@ def _own(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def as_mod(name: str, function: Any, arguments: str) -> Function | None:
+def as_mod(name: str, function: Any, arguments: str, table: Any = None) -> Function | None:
     """Check a user function, and return the cached function with the same content.
 
     A lambda inside a loop is a new function in each iteration, and would be recompiled each time.
@@ -205,10 +220,10 @@ def as_mod(name: str, function: Any, arguments: str) -> Function | None:
     kept = None
     if type(function) is FunctionType and not function.__kwdefaults__:
         with suppress(ValueError):  # a cell is still empty
-            kept = _Kept(function)
+            kept = _Kept(function, table)
     if kept is not None:
         return _checked(name, kept, arguments)
-    check_mod(name, function, arguments)
+    check_mod(name, function, arguments, table)
     return function
 
 
@@ -217,16 +232,20 @@ def as_mask_mod(value: Any) -> Function | None:
     return as_mod("mask_mod", value, "(batch, head, row, col)")
 
 
-def as_score_mod(value: Any) -> ScoreMod | None:
-    """Convert the option ``score_mod``, a function or a tuple with its derivatives, to a ``ScoreMod``."""
+def as_score_mod(value: Any, table: Any = None) -> ScoreMod | None:
+    """Convert the option ``score_mod``, a function or a tuple with its derivatives, to a ``ScoreMod``.
+
+    ``table`` is the array of the option ``score_table``, or None.
+    """
     if value is None:
         return None
     mod = ScoreMod(*value) if isinstance(value, (tuple, list)) else ScoreMod(value)
-    function = as_mod("score_mod", mod.function, OF_SCORE)
+    own: Any = (OF_SCORE, None) if table is None else (OF_TABLE, tuple(table.shape))
+    function = as_mod("score_mod", mod.function, *own)
     if function is None:
         raise TypeError("score_mod must be a function or a pair of it and its derivative, got None")
     given = "the derivative of score_mod", "the second derivative of score_mod"
-    derivatives = [as_mod(name, x, OF_SCORE) for name, x in zip(given, mod[1:], strict=True)]
+    derivatives = [as_mod(name, x, *own) for name, x in zip(given, mod[1:], strict=True)]
     derivative = derivatives[0] or _derivative_if_known(function)
     return ScoreMod(function, derivative, derivatives[1] or _derivative_if_known(derivative))
 
@@ -263,13 +282,17 @@ def score_derivative(score_mod: Any) -> Function:
     return derivative_of(function)
 
 
-#: By option, the function that returns the one of all user functions with the same content.
-KEPT: dict[str, Callable[[Any], Any]] = {"mask_mod": as_mask_mod, "score_mod": as_score_mod}
+#: The options that are user functions.
+KEPT = frozenset(("mask_mod", "score_mod"))
 
 
-def with_kept_mods(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with :data:`KEPT` functions, which go on using what they capture now."""
-    return {**options, **{name: keep(options.get(name)) for name, keep in KEPT.items()}}
+def with_kept_mods(options: Mapping[str, Any], table: Any = None) -> dict[str, Any]:
+    """Return options with functions of :data:`KEPT` that go on using what they capture now.
+
+    ``table`` is the array of the option ``score_table``, or None.
+    """
+    score_mod = as_score_mod(options.get("score_mod"), table)
+    return {**options, "mask_mod": as_mask_mod(options.get("mask_mod")), "score_mod": score_mod}
 
 
 def check_derivative(mod: ScoreMod | None, order: int = 1) -> None:
@@ -288,15 +311,16 @@ def check_derivative(mod: ScoreMod | None, order: int = 1) -> None:
         ) from None
 
 
-def evaluate(function: Function, dtype: Any, *arguments: Any) -> Any:
+def evaluate(function: Function, dtype: Any, *arguments: Any, table: Any = None) -> Any:
     """Call a function of numbers for each element of arrays that broadcast, in plain Python.
 
-    Any error of the function becomes a ValueError.
+    The function also receives the table, unless it is None.  Any error of it becomes a ValueError.
     """
+    more = () if table is None else (table,)
 
     def result(*values: Any) -> Any:
         try:
-            return function(*values)
+            return function(*values, *more)
         except Exception as error:
             raise ValueError(
                 "mask_mod and score_mod must return a result for all indices and never raise, got "
@@ -307,3 +331,18 @@ def evaluate(function: Function, dtype: Any, *arguments: Any) -> Any:
     places: Any = np.nditer([*arguments], ["zerosize_ok"], order="C")
     results = (result(*(value.item() for value in values)) for values in places)
     return np.fromiter(results, dtype, math.prod(shape)).reshape(shape)
+
+
+def add_read_gradients(
+    mod: ScoreMod, ds: Any, score: Any, place: Any, table: Any, total: Any
+) -> None:
+    """Add the gradient of a table to ``total``, of its shape, in plain Python.
+
+    ``ds`` are the gradients of the modified scores, ``score`` the scores before, and ``place`` their batch,
+    head, row and column, all of which broadcast.
+    """
+    dims = np.ndim(table)
+    for read in mod.reads(dims):
+        found = evaluate(read, "f8,i8,i8,i8", score, *place, table=table)
+        weights = np.where(ds == 0, 0.0, found["f0"] * ds)
+        np.add.at(total, tuple(found[name] for name in ("f1", "f2", "f3")[:dims]), weights)

@@ -37,6 +37,7 @@ class Features(NamedTuple):
     score_mod: Callable[..., Any] | None = None  #: The user function, or None.
     derivative: Callable[..., Any] | None = None  #: The derivative of score_mod, or None.
     second: Callable[..., Any] | None = None  #: The derivative of that, or None.
+    score_table: int = 0  #: Dimensions of the array that score_mod reads; 0 without one.
     sink: bool = False  #: Whether there are sinks.
     moved: bool = False  #: Whether the dropout bits are those of a part of a larger attention.
     #: Whether listed tiles are fully visible in the block mask; a rung sets it for its tiles.
@@ -84,7 +85,7 @@ class Features(NamedTuple):
     @property
     def of_users(self) -> Features:
         """The options that are user functions."""
-        names = "mask_mod", "score_mod", "derivative", "second"
+        names = "mask_mod", "score_mod", "derivative", "second", "score_table"
         return Features(**{name: getattr(self, name) for name in names})
 
 

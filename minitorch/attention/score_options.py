@@ -16,7 +16,12 @@ from kernels.cuda.backend import is_device_array, to_host
 from kernels.problem.option_values import SEEDS
 from kernels.problem.options import AXES, OPTION_ARRAYS
 from kernels.runtime.dtypes import acc_dtype, rounded
-from kernels.scores.mods import ScoreMod, check_derivative, evaluate  # beyond module 5
+from kernels.scores.mods import (  # beyond module 5
+    ScoreMod,
+    add_read_gradients,
+    check_derivative,
+    evaluate,
+)
 from kernels.scores.program import Place, ScoreTarget, make_score_program
 from kernels.scores.visibility import distance, is_visible
 
@@ -103,7 +108,10 @@ def _tensor_target(call: AttentionCall, scores: Any = None, options: Any = None)
     """Return the target for tensors: scores are a tensor, and visibility is a NumPy array."""
 
     def by_mod(score: Tensor, place: Place, problem: Problem) -> Tensor:  # beyond module 5
-        return ModifiedScore.apply(score, problem.score_mod, place[2:], _visible(call))
+        table = options["score_table"] if problem.score_table else None
+        if table is not None and not is_tensor(table):
+            table = constant(_on_host(call.arrays["score_table"]))
+        return ModifiedScore.apply(score, table, problem.score_mod, place[2:], _visible(call))
 
     def constant(array: npt.NDArray[Any]) -> Tensor:
         return tensor(array, scores.backend, False, scores.dtype)
@@ -178,26 +186,36 @@ class ModifiedScore(Function):  # beyond module 5
     """Apply ``score_mod`` to each visible score, as Python on the host; masked scores become 0."""
 
     @staticmethod
-    def forward(ctx: Context, scores: Tensor, mod: ScoreMod, places: Any, seen: Bools) -> Tensor:
-        """Call the function for each score and its indices.
+    def forward(
+        ctx: Context, scores: Tensor, table: Any, mod: ScoreMod, places: Any, seen: Bools
+    ) -> Tensor:
+        """Call the function for each score, its indices and the table, if there is one.
 
         Raises:
             ValueError: If gradients are recorded and the function has no derivative.
         """
         if not ctx.no_grad:
             check_derivative(mod)
-        ctx.save_for_backward(scores, mod, places)
-        array = scores.to(acc_dtype(scores.dtype)).to_numpy()
+        ctx.save_for_backward(scores, table, mod, places)
+        sums = acc_dtype(scores.dtype)
+        array, own = (None if t is None else t.to(sums).to_numpy() for t in (scores, table))
         # A masked score may be modified to NaN, to which the penalty cannot be added.
-        out = np.where(seen, evaluate(mod.function, array.dtype, array, *places), 0.0)
+        out = np.where(seen, evaluate(mod.function, sums, array, *places, table=own), 0.0)
         return from_numpy(rounded(out, scores.dtype), scores.backend)
 
     @staticmethod
-    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        """Multiply the gradient by the derivative of the function at each score."""
-        scores, mod, places = ctx.saved_values
-        array, gradient = (t.to(acc_dtype(scores.dtype)).to_numpy() for t in (scores, grad_output))
-        slope = evaluate(mod.derivative, array.dtype, array, *places)
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Multiply the gradient by the derivative of the function, and sum the gradient of a table."""
+        scores, table, mod, places = ctx.saved_values
+        sums = acc_dtype(scores.dtype)
+        array, gradient = (t.to(sums).to_numpy() for t in (scores, grad_output))
+        own = dtable = None
+        if table is not None:
+            own, total = table.to(sums).to_numpy(), np.zeros(table.shape)
+            add_read_gradients(mod, gradient, array, places, own, total)
+            dtable = from_numpy(rounded(total, table.dtype), scores.backend)
+        slope = evaluate(mod.derivative, sums, array, *places, table=own)
         # The derivative at a masked score may be infinite, and 0 times infinity is NaN.
         gradient = gradient * np.where(gradient == 0, 0.0, slope)
-        return from_numpy(rounded(gradient, scores.dtype), scores.backend), None, None, None
+        dscores = from_numpy(rounded(gradient, scores.dtype), scores.backend)
+        return dscores, dtable, None, None, None

@@ -56,7 +56,8 @@ class CallOptions:
 
     With ``by_keys``, lanes are key columns and lines are query rows; else the reverse.  ``order`` is that
     of the highest derivative of the scores that is needed, and ``listed`` tells whether to visit only the
-    tiles that the block mask lists.
+    tiles that the block mask lists.  With ``keeps_scores``, the scores before the user's functions take the
+    place of derivatives.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class CallOptions:
         by_keys: bool,
         order: int = 0,
         listed: bool = True,
+        keeps_scores: bool = False,
     ):
         self.problem, self.tile = problem, tile
         self.settings = np.zeros(1, SETTINGS)
@@ -83,7 +85,9 @@ class CallOptions:
             return
         o["softcap"], o["diagonal"] = problem.softcap, problem.diagonal
         o["modifies_scores"] = order * bool(problem.softcap or problem.score_mod)
-        o["user_pass"] = mods.pass_address(problem)
+        o["user_pass"] = mods.pass_address(problem, keeps_scores)
+        if problem.score_table:
+            self.name(score_table=operands.score_table[(..., *[None] * (4 - problem.score_table))])
         for name in AXES:
             if getattr(problem, name):
                 array = getattr(operands, name)

@@ -7,18 +7,26 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numba import NumbaError, from_dtype, int64, njit, types, void
+from numba import NumbaError, float64, from_dtype, int64, njit, types, void
 
-from kernels.cpu.attention.tile_scores import make_target
+from kernels.cpu.attention.tile_scores import MOD_SCALAR, SETTINGS_TYPE, make_target, view
 from kernels.cpu.runtime.function_pointers import address_of, array_at
 from kernels.problem.question import Problem
+from kernels.scores.mods import ScoreMod
 from kernels.scores.program import PLAIN, Features, make_score_program
 
 #: Number of tiles that are unfinished because a user function raised.
 _FAILURES = np.zeros(1, np.int64)
 
-#: The arguments of a pass after the tile and its slope: batch, head, line, lane, width, by_keys.
-_NUMBERS = (int64,) * 6
+#: The arguments of a pass after the tiles: batch, head, line, lane, width, by_keys, settings.
+_NUMBERS = (*(int64,) * 6, SETTINGS_TYPE)
+#: Dimensions of a table → the function that drops the others of the record's array.
+_OWN_DIMS = {
+    0: njit(lambda array: None),
+    1: njit(lambda array: array[:, 0, 0, 0]),
+    2: njit(lambda array: array[:, :, 0, 0]),
+    3: njit(lambda array: array[:, :, :, 0]),
+}
 
 
 @lru_cache(maxsize=64)
@@ -30,21 +38,25 @@ def own_mod(function: Callable[..., Any]) -> Any:
     return njit(error_model="numpy", boundscheck=True)(function)
 
 
-def _make_pass(mods: Features, real: Any) -> Any:
+def _make_pass(mods: Features, real: Any, keeps_scores: bool) -> Any:
     """Return the pass of the user functions over a tile; see :func:`pass_address`."""
+    own_dims = _OWN_DIMS[mods.score_table]
     mods = mods._replace(
         **{name: own_mod(mod) for name, mod in mods._asdict().items() if callable(mod)}
     )
-    target, minus_inf, failures = make_target(real), real(-np.inf), _FAILURES.ctypes.data
+    target, minus_inf = make_target(real, mods.score_table > 0), real(-np.inf)
+    failures = _FAILURES.ctypes.data
     modified, is_shown, _ = make_score_program(mods._replace(derivative=None), target)
     with_derivatives = make_score_program(mods, target._replace(order=2)).modified
 
     @njit(error_model="numpy")
-    def at_place(tile, slope, i, j, place):
-        if slope.shape[0] == 0:
-            score = modified(tile[i, j], place, None)[0]
+    def at_place(tile, slope, i, j, place, table):
+        if keeps_scores:
+            slope[i, j] = tile[i, j]
+        if keeps_scores or slope.shape[0] == 0:
+            score = modified(tile[i, j], place, table)[0]
         else:
-            score, derivative, second = with_derivatives(tile[i, j], place, None)
+            score, derivative, second = with_derivatives(tile[i, j], place, table)
             if len(slope) > len(tile):
                 below = len(tile) + i
                 slope[below, j] = second * slope[i, j] ** 2 + derivative * slope[below, j]
@@ -52,14 +64,15 @@ def _make_pass(mods: Features, real: Any) -> Any:
         tile[i, j] = score if is_shown(place, None) else minus_inf
 
     @njit(error_model="numpy")
-    def user_pass(tile, slope, batch, head, line, lane, width, by_keys):
+    def user_pass(tile, slope, batch, head, line, lane, width, by_keys, settings):
         # A function called by its address cannot raise.  If the user function does, the tile stays
         # unfinished, and _FAILURES tells the caller.
         try:
+            table = own_dims(view(settings[0].score_table, real))
             for i in range(tile.shape[0]):
                 for j in range(width):
                     row, col = (line + i, lane + j) if by_keys else (lane + j, line + i)
-                    at_place(tile, slope, i, j, (batch, head, row, col))
+                    at_place(tile, slope, i, j, (batch, head, row, col), table)
         except Exception:
             array_at(failures, (1,), (8,), np.int64)[0] += 1
 
@@ -67,27 +80,76 @@ def _make_pass(mods: Features, real: Any) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _compiled(mods: Features, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+def _compiled(mods: Features, dtype: np.dtype[Any], keeps_scores: bool = False) -> tuple[Any, Any]:
     """Compile the pass of the user functions; return its dispatcher and address, or None and the reason.
 
     The dispatcher is kept because it owns the code at the address.
     """
     tile = types.Array(from_dtype(dtype), 2, "C")
     try:
-        dispatcher = _make_pass(mods, dtype.type)
+        dispatcher = _make_pass(mods, dtype.type, keeps_scores)
         return dispatcher, address_of(dispatcher, void(tile, tile, *_NUMBERS))
     except (NumbaError, TypeError) as error:
         return None, (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
-def pass_address(problem: Problem) -> int:
+def pass_address(problem: Problem, keeps_scores: bool = False) -> int:
     """Return the address of the pass of the user functions over a tile, 0 if a call has none.
 
-    The pass takes a tile of scores, (lines, lanes), their derivatives as ``score_pass`` does, and the
-    numbers of :class:`tile_scores.TilePosition`.
+    The pass takes a tile of scores, (lines, lanes), their derivatives as ``score_pass`` does, the numbers of
+    :class:`tile_scores.TilePosition`, and the record of the call.  With ``keeps_scores``, it writes the scores
+    before the functions to the second tile.
     """
     mods = problem.features.of_users
-    return 0 if mods == PLAIN else _compiled(mods, problem.dtype)[1]
+    return 0 if mods == PLAIN else _compiled(mods, problem.dtype, keeps_scores)[1]
+
+
+@lru_cache(maxsize=64)
+def _table_pass(mod: ScoreMod, dims: int, dtype: np.dtype[Any]) -> tuple[Any, int]:
+    """Compile the pass that adds the gradient of a table; return its dispatcher and address."""
+    own_dims, failures = _OWN_DIMS[dims], _FAILURES.ctypes.data
+    add, real = _in_turn([own_mod(read) for read in mod.reads(dims)]), dtype.type
+
+    @njit(error_model="numpy")
+    def table_pass(ds, scores, total, batch, head, row, col, width, by_keys, settings):
+        try:
+            table = own_dims(view(settings[0].score_table, real))
+            for i in range(ds.shape[0]):
+                for j in range(width):
+                    if ds[i, j] != 0:
+                        score, place = MOD_SCALAR(scores[i, j]), (batch, head, row + i, col + j)
+                        add(total, MOD_SCALAR(ds[i, j]), score, place, table)
+        except Exception:
+            array_at(failures, (1,), (8,), np.int64)[0] += 1
+
+    tile = types.Array(from_dtype(dtype), 2, "C")
+    signature = void(tile, tile, types.Array(float64, 3, "A"), *_NUMBERS)
+    return table_pass, address_of(table_pass, signature)
+
+
+def _in_turn(reads: list[Any]) -> Any:
+    """Return the function that adds the gradient of each element that an element of the scores reads."""
+    if not reads:
+        return njit(lambda total, ds, score, place, table: None)
+    first, rest = reads[0], _in_turn(reads[1:])
+
+    @njit(error_model="numpy", boundscheck=True)
+    def add(total, ds, score, place, table):
+        weight, i, j, k = first(score, place[0], place[1], place[2], place[3], table)
+        if weight != 0:
+            total[i, j, k] += ds * weight
+        rest(total, ds, score, place, table)
+
+    return add
+
+
+def table_pass_address(problem: Problem) -> int:
+    """Return the address of the pass that adds the gradient of a table over a tile.
+
+    The pass takes dS of a tile, (rows, lanes), the scores before the user's function, the gradient,
+    (n, m, l) float64, and the last arguments of :func:`pass_address`.
+    """
+    return _table_pass(problem.score_mod, problem.score_table, problem.dtype)[1]
 
 
 def failures() -> int:
@@ -114,7 +176,7 @@ def why_not_compiled(problem: Problem) -> str | None:
         return None
     for name, alone in (
         ("mask_mod", Features(mask_mod=mods.mask_mod)),
-        ("score_mod", Features(score_mod=mods.score_mod)),
+        ("score_mod", mods._replace(mask_mod=None, derivative=None)),
         ("the derivative of score_mod", mods._replace(mask_mod=None)),
     ):
         dispatcher, reason = _compiled(alone, problem.dtype)

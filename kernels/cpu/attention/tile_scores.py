@@ -80,6 +80,8 @@ SETTINGS = np.dtype(
         ("heads", "i8"),
         ("softcap", "f8"),
         ("user_pass", "i8"),  # address of the user's functions, or 0
+        ("table_pass", "i8"),  # address of ``mods.table_pass_address``, or 0
+        ("score_table", ARRAY),  # what a user function reads, with sizes of 1 at the end
         # (batch, heads, lines, lanes), repeated by strides of 0; an address of 0 where the call has none
         *((name, ARRAY) for name in AXES),
         ("diagonal", "i8"),
@@ -154,11 +156,12 @@ class Apart(NamedTuple):
 
 
 @cache
-def make_target(real):
+def make_target(real, has_table=False):
     """Return the score program's target of tiles of one dtype.
 
     A pass applies one option, and its ``place`` is the input of that option for an element: :class:`Apart`
     for ALiBi, the mask's element for a mask, the caller's (batch, head, row, col) for a user function.
+    With ``has_table``, ``call`` is the array that a user function reads.
     """
 
     def score_function(function):
@@ -166,7 +169,11 @@ def make_target(real):
         def at_place(score, place, call):
             return real(function(MOD_SCALAR(score), place[0], place[1], place[2], place[3]))
 
-        return at_place
+        @njit
+        def with_table(score, place, call):
+            return real(function(MOD_SCALAR(score), place[0], place[1], place[2], place[3], call))
+
+        return with_table if has_table else at_place
 
     def mask_function(function):
         @njit
@@ -305,7 +312,7 @@ def make_score_pass(real):
             # A masked score stays minus infinity.
             call(o.user_pass, (
                 tile, slope, where.flat // o.heads + where.sequence, where.flat % o.heads,
-                where.line, where.lane, where.width, o.by_keys,
+                where.line, where.lane, where.width, o.by_keys, settings,
             ))  # fmt: skip
         if o.slopes.address != 0:
             # |row + diagonal - col|, whichever of the two the lanes are

@@ -30,12 +30,15 @@ def gentle(x: Any, y: Any) -> Any:
     return slow * slow + math.sin(y)
 
 
-def written(*lines: str, **world: Any) -> Any:
+PLACE = "score, batch, head, row, col"
+
+
+def written(*lines: str, arguments: str = PLACE) -> Any:
     """Return the function that lines of source define, as a notebook cell would."""
-    text = "\n".join(("def drawn(score, batch, head, row, col):", *lines, ""))
+    text = "\n".join((f"def drawn({arguments}):", *lines, ""))
     file = f"<cell {hash(text)}>"
     linecache.cache[file] = len(text), None, text.splitlines(True), file
-    found = {"math": math, "np": np, "TABLE": TABLE, "gentle": gentle, **world}
+    found = {"math": math, "np": np, "TABLE": TABLE, "gentle": gentle}
     exec(compile(text, file, "exec"), found)
     return found["drawn"]
 

@@ -138,7 +138,7 @@ class Rung:
             if (reason := missing or why_not_float8(problem)) is not None:
                 return reason
         if problem.score_table and not self.has_table:  # beyond module 5
-            return "it has no score_table; the rungs of the CPU have"
+            return "it has no score_table"
         taken = self.taken(problem)
         if taken is not None:
             reason = self.why_not(taken, tile)

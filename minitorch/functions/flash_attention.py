@@ -93,7 +93,7 @@ def _check_slopes(slopes: Any) -> None:  # beyond module 5
     if is_tensor(slopes) and slopes.requires_grad():
         raise ValueError(
             "alibi_slopes are constants, but this tensor requires a gradient; pass its detach(), or "
-            "for a learnable bias, pass a float attn_mask"
+            "for a learnable bias, pass a score_mod with a score_table, or a float attn_mask"
         )
 
 
@@ -239,7 +239,7 @@ class FlashAttention(Several):
         grad_lse: Tensor | None = None,
         grad_rest: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Recompute the probabilities tile by tile and return dq, dk, dv, dmask and dsink.
+        """Recompute the probabilities tile by tile and return dq, dk, dv and those of options.
 
         The rest of lse is a constant, as the error of a rounding is.
         """

@@ -55,6 +55,11 @@ def _float_mask() -> Any:
     return np.random.default_rng(2).standard_normal((2, 1, ROWS, COLS))
 
 
+def from_table(score: Any, batch: int, head: int, row: int, col: int, table: Any) -> Any:
+    """Add a number of a table to each score, and bend those of the first head."""
+    return score * table[row, 0] + table[head, col] if head else score + table[0, col] ** 2
+
+
 def _with_dlse() -> Case:
     case = _case()
     return replace(case, dlse=np.random.default_rng(3).standard_normal((2, HEADS, ROWS)))
@@ -84,6 +89,7 @@ OPTIONS: dict[str, Callable[[], Case]] = {
     "`block_mask`": lambda: _case(block_mask=_block_mask()),
     "`mask_mod`": lambda: _case(mask_mod=MASK_MODS[0]),
     "`score_mod`": lambda: _case(score_mod=SCORE_MODS[0]),
+    "`score_table`": lambda: _case(score_mod=from_table, score_table=_float_mask()[0, 0]),
     "`enable_gqa`": lambda: _case(enable_gqa=True),
     "`return_lse` and its gradient": _with_dlse,
     "`deterministic=False`": lambda: _case(deterministic=False),

@@ -100,7 +100,7 @@ def flash_attention_backward(
     dlse: Any = None,
     mask_gradient: bool = False,
     sink_gradient: bool = False,
-    score_table_gradient: bool = False,
+    score_table_gradient: bool = False,  # beyond module 5
     tile: launch.Tile | None = None,
     **options: Unpack[Options],
 ) -> tuple[Any, ...]:
@@ -138,9 +138,8 @@ def flash_attention_backward(
     Source: FlashAttention-2, Algorithm 2.
     """
     options = by_name("flash_attention_backward", args, options)
-    wanted = launch.Wanted(
-        True, mask=mask_gradient, sink=sink_gradient, score_table=score_table_gradient
-    )
+    wanted = launch.Wanted(True, mask=mask_gradient, sink=sink_gradient)
+    wanted = wanted._replace(score_table=score_table_gradient)  # beyond module 5
     return array_call.attend((q, k, v), options, tile, wanted, (out, lse, None, dout, dlse))
 
 

@@ -165,7 +165,7 @@ class Target:
     #: (batch, head), the same for every rung.  It supports any dtype.
     sink_gradient: Callable[[Problem, Operands, Any], None] = reference.sink_gradient
     #: The same for the table that a ``score_mod`` reads; its gradient has the shape of the table.
-    table_gradient: Callable[[Problem, Operands, Any], None] = reference.table_gradient
+    table_gradient: Any = reference.table_gradient  # beyond module 5
 
     def pick(self, problem: Problem, tile: Tile | None = None, tangent: bool = False) -> Rung:
         """Return the rung that the problem names, or the fastest that can run it; see ``Rung.reason``.

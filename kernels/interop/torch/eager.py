@@ -70,9 +70,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, options = inputs
     ctx.mark_non_differentiable(output[2])
-    ctx.options = (
-        options if KEPT.isdisjoint(options) else with_kept_mods(options, options.get("score_table"))
-    )
+    table = tensors[3 + ARRAY_ORDER.index("score_table")]
+    ctx.options = options if KEPT.isdisjoint(options) else with_kept_mods(options, table)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 

@@ -107,7 +107,9 @@ def derivative_of(function: Callable[..., Any]) -> FunctionType:
     Raises:
         ValueError: If it cannot be differentiated; the message names the expression and its line.
     """
-    return _Tangent(function, (0,), {0: _ONE}).function("derivative_of_")
+    made = _Tangent(function, (0,), {0: _ONE}).function("derivative_of_")
+    made.is_derivative = True  # type: ignore[attr-defined]
+    return made
 
 
 @lru_cache(maxsize=256)

@@ -276,6 +276,8 @@ def score_derivative(score_mod: Any) -> Function:
         TypeError: If it is not a function of these arguments, or does not return a number.
         ValueError: If it cannot be differentiated; the message names the expression and its line.
     """
+    if getattr(score_mod, "is_derivative", False):
+        return derivative_of(score_mod)  # which may have no value at 0
     function = as_mod("score_mod", score_mod, OF_SCORE)
     if function is None:
         raise TypeError("score_mod must be a function, got None")

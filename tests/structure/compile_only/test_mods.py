@@ -12,7 +12,7 @@ from numba import float32, float64, int64, njit, types, void
 from numba.core import targetconfig
 from numba.extending import intrinsic
 
-from kernels import make_problem
+from kernels import make_problem, score_derivative
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.mods import (
     MOST_PLACES,
@@ -90,6 +90,14 @@ def test_a_mod_without_float64_operands_computes_in_float32(mod: Any) -> None:
     ptx = ptx_of(mod)
     assert not re.findall(r"\w\S*\.f64\S*", ptx)
     assert "cvt.rn.f32.s64" not in ptx  # of 64 bits a conversion takes several times as long
+
+
+@needs_nvvm
+@pytest.mark.parametrize("mod", MODS, ids=lambda mod: mod.__name__)
+def test_the_derivatives_of_a_mod_compute_in_float32(mod: Any) -> None:
+    derivative = score_derivative(mod)
+    for one in (derivative, score_derivative(derivative)):
+        assert not re.findall(r"\w\S*\.f64\S*", ptx_of(one))
 
 
 @needs_nvvm

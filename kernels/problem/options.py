@@ -157,6 +157,12 @@ class Options(TypedDict, total=False):
     mask_mod: Annotated[Callable[..., Any] | None, Option(  # beyond module 5
         "``(batch, head, row, col) -> bool``, True keeps; a function that numba can compile.",
         FUNCTION, None, lambda value, given: as_mask_mod(value))]
+    score_table: Annotated[Any, Option(  # beyond module 5
+        "An array of at most 3 dimensions, which ``score_mod`` receives after col and reads elements of, "
+        "such as biases by head and distance.  Unlike a captured array it may change in every call, and "
+        "may require a gradient.  On the CPU; must be None for packed sequences.",
+        ARRAY, None, values.check_table, has_gradient=True, schema="Tensor?",
+        is_packed=False)]
     score_mod: Annotated[  # beyond module 5
         Callable[..., Any] | tuple[Callable[..., Any], ...] | None, Option(
         "``(score, batch, head, row, col) -> score``, applied after scale and softcap.  Its first and second "
@@ -165,12 +171,6 @@ class Options(TypedDict, total=False):
         "it, its derivative and, for second derivatives, the derivative of that.",
         SCORE_MOD, None,
         lambda value, given: as_score_mod(value, given.options.get("score_table")))]
-    score_table: Annotated[Any, Option(  # beyond module 5
-        "An array of at most 3 dimensions, which ``score_mod`` receives after col and reads elements of, "
-        "such as biases by head and distance.  Unlike a captured array it may change in every call, and "
-        "may require a gradient.  On the CPU; must be None for packed sequences.",
-        ARRAY, None, values.check_table, has_gradient=True, schema="Tensor?",
-        is_packed=False)]
     seed: Annotated[int | None, Option(
         "Seed of the dropout mask, from 0 to 2⁶⁴ - 1; a seed gives the same mask on every device.  "
         "Dropout on arrays requires one; on tensors the default is drawn from the generator of "

@@ -51,6 +51,10 @@ def unknown(s: Any, batch: int, head: int, row: int, col: int) -> Any:
     return math.gamma(1 + s)
 
 
+def from_table(s: Any, batch: int, head: int, row: int, col: int, table: Any) -> Any:
+    return s + table[0]
+
+
 TABLE = np.ones(3)
 
 
@@ -121,6 +125,13 @@ OPTIONS = [
     (attend(block_mask=np.ones((1, 1))), TypeError, "kernels.BlockMask", "shape (1, 1)"),
     (attend(block_mask=BlockMask.causal(6, 5)), ValueError, "6 rows and 5 columns", "5 and 5"),
     (attend(block_mask=BlockMask.stack([BlockMask.causal(5, 5)] * 3)), ValueError, "3 heads", "2"),
+    (lambda o: kernels.score_derivative(None), TypeError, "must be a function", "got None"),
+    (lambda o: kernels.score_derivative(unknown), ValueError, "`math.gamma(1 + s)`"),
+    (attend(score_table="x"), TypeError, "score_table"),
+    (attend(score_table=TABLE), ValueError, "read by a score_mod", "got none"),
+    (attend(score_mod=from_table, score_table=TABLE.astype(int)), ValueError, "floating", "int64"),
+    (attend(score_mod=unknown, score_table=TABLE), TypeError, "(score, batch, head, row, col, table)"),
+    (attend(score_mod=from_table), TypeError, "(score, batch, head, row, col)"),
     (lambda o: kernels.varying(None), TypeError, "varying marks a function", "got NoneType"),
     (attend(mask_mod="causal"), TypeError, "mask_mod must be a function", "'causal'"),
     (attend(mask_mod=lambda row, col: True), TypeError, "(batch, head, row, col)", "(row, col)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from typing import Any
@@ -22,6 +23,7 @@ from kernels.problem.options import DEFAULTS  # noqa: E402
 
 from ....support.attention.strategies import FEATURES, Case, cases  # noqa: E402
 from ....support.busy_threads import busy_threads  # noqa: E402
+from ....support.tolerances import assert_close_arrays  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 FLOAT64 = torch.float64
@@ -311,6 +313,34 @@ def test_flop_counters_of_pytorch_count_attention() -> None:
         assert counter.get_total_flops() == 2 * (2 * 3 * 5 * 5) * (4 + 2)
         out.sum().backward()
     assert counter.get_total_flops() == 2 * (2 * 3 * 5 * 5) * (4 * 4 + 3 * 2)
+
+
+def by_distance(score: Any, batch: int, head: int, row: int, col: int, bias: Any) -> Any:
+    """Bend a score, and add a bias for its head and distance."""
+    return 2 * math.tanh(score / 2) + bias[head, min(abs(row - col), 4)]
+
+
+@pytest.mark.parametrize("call", ["eager", "compiled"])
+def test_a_table_learns_as_a_bias_that_is_indexed(call: str) -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(1, 2, n, 4, dtype=torch.float64, requires_grad=True) for n in (9, 11, 11)]
+    leaves.append(torch.randn(2, 5, dtype=torch.float64, requires_grad=True))
+
+    def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return flash_attention(q, k, v, score_mod=by_distance, score_table=bias, rung="naive")
+
+    def composed(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        far = (torch.arange(9)[:, None] - torch.arange(11)).abs().clamp(max=4)
+        return torch.softmax(2 * torch.tanh(q @ k.mT / 4) + bias[:, far], -1) @ v
+
+    own = (
+        torch.compile(attend, backend="aot_eager", fullgraph=True) if call == "compiled" else attend
+    )
+    found, expected = (
+        torch.autograd.grad(one(*leaves).square().sum(), leaves) for one in (own, composed)
+    )
+    for name, x, right in zip(("dq", "dk", "dv", "dbias"), found, expected, strict=True):
+        assert_close_arrays(x.numpy(), right.numpy(), np.float64, name)
 
 
 def test_a_second_derivative_is_refused() -> None:

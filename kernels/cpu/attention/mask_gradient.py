@@ -27,7 +27,7 @@ from kernels.cpu.attention.gradient_tiles import (
     is_bounded,
     query_rows,
 )
-from kernels.cpu.attention.mods import table_pass_address
+from kernels.cpu.attention.mods import table_pass_address, why_not_compiled
 from kernels.cpu.attention.tile_scores import TilePosition, blocks_hide, rows_of, view
 from kernels.cpu.attention.tiles import (
     ceil_div,
@@ -40,6 +40,7 @@ from kernels.cpu.attention.tiles import (
 from kernels.cpu.runtime.function_pointers import call
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
+from kernels.reference import attention as reference
 from kernels.runtime.jit import FASTMATH, njit_cached
 
 #: (block_q, block_k).
@@ -193,13 +194,17 @@ def table_gradient(problem: Problem, operands: Operands, dtable: Any) -> None:
 
     Each of ``parts`` work items, whose number does not depend on the threads, has its own sum in float64.
     """
+    table_pass = table_pass_address(problem)
+    if not table_pass:
+        reference.table_gradient(problem, operands, dtable)
+        return
     o = with_scores_by_tiles(problem, operands)
     tiles = o.q.shape[0] * o.q.shape[1] * PLAIN.ceil_div(problem.seq_k, TILE[1])
     parts = max(1, min(PARTS, tiles, MOST_SUMS // max(dtable.size, 1)))
     sums = np.zeros((parts, *dtable.shape, *[1] * (3 - dtable.ndim)))
     options = CallOptions(problem, o, TILE, by_keys=True, listed=False, keeps_scores=True)
     options.settings["parts"] = parts
-    options.settings["table_pass"] = table_pass_address(problem)
+    options.settings["table_pass"] = table_pass
     _run(options, o, sums, make_table_gradient, parts if dtable.size else 0)
     dtable[...] = sums.sum(axis=0).reshape(dtable.shape)
 
@@ -217,6 +222,9 @@ def _run(options: CallOptions, o: Operands, out: Any, make: Any, items: int) -> 
 
 def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
     """Fill dmask, the gradient of an array that is added to scores; see ``Target.mask_gradient``."""
+    if why_not_compiled(problem) is not None:  # the naive rung runs the user's functions as Python
+        reference.mask_gradient(problem, operands, dmask)
+        return
     o = with_scores_by_tiles(problem, operands)
     rows, cols = dmask.shape[2:]
     tiles = PLAIN.ceil_div(rows, TILE[0]) * PLAIN.ceil_div(cols, TILE[1])

@@ -124,7 +124,10 @@ def _table_pass(mod: ScoreMod, dims: int, dtype: np.dtype[Any]) -> tuple[Any, in
 
     tile = types.Array(from_dtype(dtype), 2, "C")
     signature = void(tile, tile, types.Array(float64, 3, "A"), *_NUMBERS)
-    return table_pass, address_of(table_pass, signature)
+    try:
+        return table_pass, address_of(table_pass, signature)
+    except (NumbaError, TypeError):
+        return None, 0
 
 
 def _in_turn(reads: list[Any]) -> Any:
@@ -144,11 +147,13 @@ def _in_turn(reads: list[Any]) -> Any:
 
 
 def table_pass_address(problem: Problem) -> int:
-    """Return the address of the pass that adds the gradient of a table over a tile.
+    """Return the address of the pass that adds the gradient of a table over a tile; 0 if not compiled.
 
     The pass takes dS of a tile, (rows, lanes), the scores before the user's function, the gradient,
     (n, m, l) float64, and the last arguments of :func:`pass_address`.
     """
+    if why_not_compiled(problem) is not None:
+        return 0
     return _table_pass(problem.score_mod, problem.score_table, problem.dtype)[1]
 
 

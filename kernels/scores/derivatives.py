@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import builtins
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -19,85 +18,9 @@ from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
-import numpy as np
-
+from .rules import KNOWN, RULES, TREES
 from .sources import definition_of, function_of
-
-#: Operator or function → the tangent of its result, of arguments x and y with tangents dx and dy, by
-#: ``math`` and ``f``, the function itself.
-RULES = {
-    "Add": "dx + dy",
-    "Sub": "dx - dy",
-    "Mult": "dx * y + x * dy",
-    "Div": "(dx - x / y * dy) / y",
-    "Mod": "dx - math.floor(x / y) * dy",
-    "FloorDiv": "0.0",
-    "Pow": "(y * x ** (y - 1) if y != 0 else 0.0) * dx"
-    " + (x ** y * math.log(x) if x > 0 else 0.0) * dy",
-    "UAdd": "dx",
-    "USub": "-dx",
-    "abs": "dx if x >= 0 else -dx",
-    "acos": "-dx / math.sqrt(1.0 - x * x)",
-    "acosh": "dx / math.sqrt(x * x - 1.0)",
-    "asin": "dx / math.sqrt(1.0 - x * x)",
-    "asinh": "dx / math.sqrt(x * x + 1.0)",
-    "atan": "dx / (1.0 + x * x)",
-    "atan2": "(dx * y - x * dy) / (x * x + y * y)",
-    "atanh": "dx / (1.0 - x * x)",
-    "bool": "0.0",
-    "ceil": "0.0",
-    "copysign": "dx if (x >= 0) == (f(1.0, y) >= 0) else -dx",
-    "cos": "-math.sin(x) * dx",
-    "cosh": "math.sinh(x) * dx",
-    "erf": "1.1283791670955126 * math.exp(-x * x) * dx",
-    "erfc": "-1.1283791670955126 * math.exp(-x * x) * dx",
-    "exp": "f(x) * dx",
-    "exp2": "0.6931471805599453 * f(x) * dx",
-    "expm1": "(f(x) + 1.0) * dx",
-    "float": "dx",
-    "floor": "0.0",
-    "fmod": "dx - math.trunc(x / y) * dy",
-    "hypot": "(x * dx + y * dy) / f(x, y)",
-    "int": "0.0",
-    "isfinite": "0.0",
-    "isinf": "0.0",
-    "isnan": "0.0",
-    "log": "dx / x",
-    "log10": "dx / (2.302585092994046 * x)",
-    "log1p": "dx / (1.0 + x)",
-    "log2": "dx / (0.6931471805599453 * x)",
-    "max": "dy if y > x else dx",
-    "min": "dy if y < x else dx",
-    "round": "0.0",
-    "sign": "0.0",
-    "sin": "math.cos(x) * dx",
-    "sinh": "math.cosh(x) * dx",
-    "sqrt": "dx / (2.0 * f(x))",
-    "square": "2.0 * x * dx",
-    "tan": "(1.0 + f(x) ** 2) * dx",
-    "tanh": "(1.0 - f(x) ** 2) * dx",
-    "trunc": "0.0",
-}
-#: Another name → the name in the table.
-_ALIASES = {
-    "absolute": "abs", "arctan2": "atan2", "fabs": "abs", "float32": "float", "float64": "float",
-    "maximum": "max", "minimum": "min", "pow": "Pow", "power": "Pow", "rint": "round",
-    **{f"arc{name[1:]}": name for name in RULES if name[0] == "a" and name not in ("abs", "atan2")},
-}  # fmt: skip
-#: Function → its name in the table.
-_KNOWN: dict[Any, str] = {
-    found: rule
-    for name, rule in {**_ALIASES, **{name: name for name in RULES}}.items()
-    for module in (builtins, math, np)
-    if (found := getattr(module, name, None)) is not None
-    and (module is not np or isinstance(found, (np.ufunc, type)))
-}
-_TREES = {name: ast.parse(rule, mode="eval").body for name, rule in RULES.items()}
-_ZERO, _ONE = ast.Constant(0.0), ast.Constant(1.0)
-_OPERATIONS: dict[type, Any] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.Pow: operator.pow, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.NotEq: operator.ne,
-}  # fmt: skip
+from .trees import ONE, ZERO, chosen, contains, filled, live_statements, where_read
 
 
 @lru_cache(maxsize=256)
@@ -107,7 +30,7 @@ def derivative_of(function: Callable[..., Any]) -> FunctionType:
     Raises:
         ValueError: If it cannot be differentiated; the message names the expression and its line.
     """
-    made = _Tangent(function, (0,), {0: _ONE}).function("derivative_of_")
+    made = _Tangent(function, (0,), {0: ONE}).function("derivative_of_")
     made.is_derivative = True  # type: ignore[attr-defined]
     return made
 
@@ -197,7 +120,7 @@ class _Tangent:
             kwonlyargs=[], kw_defaults=[], defaults=[],
         )  # fmt: skip
         name = prefix + self.plain.__name__.strip("<>")
-        made = ast.FunctionDef(name, arguments, _live(body), [], lineno=1)
+        made = ast.FunctionDef(name, arguments, live_statements(body), [], lineno=1)
         made.type_params = []  # type: ignore[attr-defined]  # Python 3.12
         return function_of(made, self.plain, {**self.world, self.math: math})
 
@@ -207,7 +130,7 @@ class _Tangent:
         for name in self.parameters:
             own = self.prefix + name
             if name in self.stored & self.active and own not in self.added:
-                first = self.known.get(name, _ZERO)
+                first = self.known.get(name, ZERO)
                 made.append(ast.Assign([ast.Name(own, ast.Store())], first, lineno=1))
         return made
 
@@ -221,9 +144,9 @@ class _Tangent:
         """Return a statement, after that of its tangent if it has one."""
         made = self.differentiated(node)
         value = getattr(node, "value", None)
-        if self.site is None or value is None or not _contains(value, self.site[0]):
+        if self.site is None or value is None or not contains(value, self.site[0]):
             return made
-        indices = [_where(value, self.site[0], index) for index in self.site[1]]
+        indices = [where_read(value, self.site[0], index) for index in self.site[1]]
         return [*self.placed(indices), *made]
 
     def placed(self, indices: Sequence[ast.expr]) -> list[ast.stmt]:
@@ -277,13 +200,13 @@ class _Tangent:
             if not is_pairwise:
                 if self.depends(value):
                     raise self.refused(value, "several variables are assigned from one value")
-                value = ast.Tuple([_ZERO] * len(targets[0].elts), ast.Load())
+                value = ast.Tuple([ZERO] * len(targets[0].elts), ast.Load())
             pairs = list(zip(targets[0].elts, value.elts, strict=True))  # type: ignore[attr-defined]
         tangents = [(target, self.tangent(part)) for target, part in pairs]
         for target, tangent in tangents:
             if isinstance(target, ast.Name):
-                self.active |= set() if tangent is _ZERO else {target.id}
-            elif tangent is not _ZERO:
+                self.active |= set() if tangent is ZERO else {target.id}
+            elif tangent is not ZERO:
                 raise self.refused(node, "only a variable may hold what depends on the score")
         kept = [(t.id, tangent) for t, tangent in tangents if getattr(t, "id", "") in self.active]
         if not kept:
@@ -314,7 +237,7 @@ class _Tangent:
                 isinstance(x, (ast.Slice, ast.Starred)) for x in indices
             ):
                 raise self.refused(node, f"an element of {table} has {dims} indices")
-            if any(_contains(loop, node) for loop in loops):
+            if any(contains(loop, node) for loop in loops):
                 raise self.refused(node, f"{table} is read in a loop")
             found.append((node, indices))
         if uses != len(found):
@@ -323,17 +246,17 @@ class _Tangent:
 
     def depends(self, node: ast.AST) -> bool:
         """Tell whether an expression reads a variable that depends on the arguments."""
-        is_read = self.site is not None and _contains(node, self.site[0])
+        is_read = self.site is not None and contains(node, self.site[0])
         return is_read or any(
             isinstance(x, ast.Name) and x.id in self.active for x in ast.walk(node)
         )
 
     def tangent(self, node: ast.expr) -> ast.expr:
-        """Return the tangent of an expression; ``_ZERO`` if it is constant."""
+        """Return the tangent of an expression; ``ZERO`` if it is constant."""
         if self.site is not None and node is self.site[0]:
-            return _ONE
+            return ONE
         if not self.depends(node):
-            return _ZERO
+            return ZERO
         match node:
             case ast.Name(id=name):
                 tangent = ast.Name(self.prefix + name, ast.Load())
@@ -343,17 +266,15 @@ class _Tangent:
             case ast.UnaryOp(op=op, operand=x) if type(op).__name__ in RULES:
                 return self.by_rule(type(op).__name__, None, [x])
             case ast.IfExp(test=test, body=x, orelse=y):
-                return _chosen(test, self.tangent(x), self.tangent(y))
+                return chosen(test, self.tangent(x), self.tangent(y))
             case ast.Compare() | ast.UnaryOp(op=ast.Not()):
-                return _ZERO
-            case ast.BoolOp(values=values) if all(self.tangent(x) is _ZERO for x in values):
-                return _ZERO
+                return ZERO
+            case ast.BoolOp(values=values) if all(self.tangent(x) is ZERO for x in values):
+                return ZERO
             case ast.Call(func=callee, args=args, keywords=[]):
                 return self.of_call(node, callee, args)
-            case ast.Subscript(value=x, slice=y) if (
-                not self.depends(x) and self.tangent(y) is _ZERO
-            ):
-                return _ZERO
+            case ast.Subscript(value=x, slice=y) if not self.depends(x) and self.tangent(y) is ZERO:
+                return ZERO
         raise self.refused(node, "no derivative is known for it")
 
     def of_call(self, node: ast.expr, callee: ast.expr, args: list[ast.expr]) -> ast.expr:
@@ -361,16 +282,16 @@ class _Tangent:
         found = self.value_of(callee)
         if any(isinstance(x, ast.Starred) for x in args):
             raise self.refused(node, "no derivative is known for it")
-        if (name := _KNOWN.get(found) if getattr(found, "__hash__", None) else None) is not None:
+        if (name := KNOWN.get(found) if getattr(found, "__hash__", None) else None) is not None:
             while name in ("min", "max") and len(args) > 2:
                 args = [ast.Call(callee, args[:2], []), *args[2:]]
             if len(args) > 1 + ("y" in RULES[name]) and RULES[name] != "0.0":
                 raise self.refused(node, f"no derivative is known with {len(args)} arguments")
             return self.by_rule(name, callee, args)
         tangents = [self.tangent(x) for x in args]
-        active = tuple(place for place, tangent in enumerate(tangents) if tangent is not _ZERO)
+        active = tuple(place for place, tangent in enumerate(tangents) if tangent is not ZERO)
         if not active:
-            return _ZERO
+            return ZERO
         if not isinstance(getattr(found, "py_func", found), FunctionType):
             raise self.refused(node, "no derivative is known for this function")
         made = _tangent_of(found, active)
@@ -386,7 +307,7 @@ class _Tangent:
         given: dict[str, Any] = {"f": callee, "math": ast.Name(self.math, ast.Load())}
         for letter, argument in zip("xy", args, strict=False):
             given |= {letter: argument, f"d{letter}": self.tangent(argument)}
-        return _filled(_TREES[name], given)
+        return filled(TREES[name], given)
 
     def value_of(self, node: ast.expr) -> Any:
         """Return what a name or an attribute of a module stands for; None if it is not known."""
@@ -410,128 +331,3 @@ def _world_of(function: FunctionType) -> dict[str, Any]:
         with suppress(ValueError):  # still empty
             world[name] = cell.cell_contents
     return world
-
-
-def _contains(node: ast.AST, part: ast.AST) -> bool:
-    return any(x is part for x in ast.walk(node))
-
-
-def _where(node: ast.expr, site: ast.AST, index: ast.expr) -> ast.expr:
-    """Return an index of what an expression reads at a site; 0 in a branch that does not read it."""
-    if isinstance(node, ast.IfExp):
-        zero = ast.Constant(0)
-        if _contains(node.body, site):
-            return ast.IfExp(node.test, _where(node.body, site, index), zero)
-        if _contains(node.orelse, site):
-            return ast.IfExp(node.test, zero, _where(node.orelse, site, index))
-    if node is site:
-        return index
-    parts = (x for x in ast.iter_child_nodes(node) if _contains(x, site))
-    return _where(next(parts), site, index)  # type: ignore[arg-type]
-
-
-# -- expressions that stay short -----------------------------------------------------------------------
-
-
-def _filled(rule: ast.expr, given: Mapping[str, ast.expr]) -> ast.expr:
-    """Return a rule with expressions in the place of its names, without terms and factors of 0 and 1."""
-    match rule:
-        case ast.Name(id=name):
-            return given[name]
-        case ast.BinOp(left=x, op=op, right=y):
-            return _combined(_filled(x, given), op, _filled(y, given))
-        case ast.UnaryOp(op=ast.USub() as op, operand=x):
-            x = _filled(x, given)
-            return _ZERO if x is _ZERO else ast.UnaryOp(op, x)
-        case ast.IfExp(test=test, body=x, orelse=y):
-            return _chosen(_filled(test, given), _filled(x, given), _filled(y, given))
-        case ast.Compare(left=x, ops=[op], comparators=[y]):
-            x, y = _filled(x, given), _filled(y, given)
-            values = _number(x), _number(y)
-            if None not in values:
-                return ast.Constant(_OPERATIONS[type(op)](*values))
-            return ast.Compare(x, [op], [y])
-        case ast.Attribute(value=x, attr=name):
-            return ast.Attribute(_filled(x, given), name, ast.Load())
-        case ast.Call(func=f, args=args):
-            return ast.Call(_filled(f, given), [_filled(x, given) for x in args], [])
-    return _ZERO if _number(rule) == 0 else rule
-
-
-def _chosen(test: ast.expr, x: ast.expr, y: ast.expr) -> ast.expr:
-    if isinstance(test, ast.Constant):
-        return x if test.value else y
-    return x if ast.dump(x) == ast.dump(y) else ast.IfExp(test, x, y)
-
-
-def _combined(x: ast.expr, op: ast.operator, y: ast.expr) -> ast.expr:
-    """Return x op y."""
-    a, b = _number(x), _number(y)
-    if a is not None and b is not None and x is not _ZERO and y is not _ZERO:
-        with suppress(ArithmeticError):
-            number = _OPERATIONS[type(op)](a, b)
-            made = ast.Constant(abs(number))
-            return made if number >= 0 else ast.UnaryOp(ast.USub(), made)
-    match op:
-        case ast.Add() if x is _ZERO or y is _ZERO:
-            return y if x is _ZERO else x
-        case ast.Sub() if y is _ZERO:
-            return x
-        case ast.Sub() if x is _ZERO:
-            return ast.UnaryOp(ast.USub(), y)
-        case ast.Mult() if _ZERO in (x, y) or 0 in (a, b):
-            return _ZERO
-        case ast.Div() if x is _ZERO:
-            return _ZERO
-        case ast.Mult() if a == 1:
-            return y
-        case ast.Mult() | ast.Div() | ast.Pow() if b == 1:
-            return x
-    return ast.BinOp(x, op, y)
-
-
-def _number(node: ast.expr) -> Any:
-    """Return the value of a number; None if an expression is none."""
-    match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
-    return None
-
-
-def _live(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Return statements without the assignments that the result does not depend on."""
-    live, count = set[str](), -1
-    while count != len(live):
-        count = len(live)
-        for node in (node for statement in body for node in ast.walk(statement)):
-            if isinstance(node, ast.stmt) and _matters(node, live):
-                parts = [getattr(node, name, None) for name in ("value", "test", "iter", "targets")]
-                parts = [
-                    x for part in parts for x in (part if isinstance(part, list) else [part]) if x
-                ]
-                names = [x for part in parts for x in ast.walk(part) if isinstance(x, ast.Name)]
-                live |= {x.id for x in names if isinstance(x.ctx, ast.Load)}
-    return _without(body, live)
-
-
-def _matters(node: ast.stmt, live: set[str]) -> bool:
-    """Tell whether a statement is more than an assignment to variables that are not read."""
-    if not isinstance(node, ast.Assign):
-        return True
-    targets = [x for target in node.targets for x in getattr(target, "elts", [target])]
-    return any(not isinstance(x, ast.Name) or x.id in live for x in targets)
-
-
-def _without(body: list[ast.stmt], live: set[str]) -> list[ast.stmt]:
-    kept = []
-    for node in body:
-        if isinstance(node, (ast.If, ast.For, ast.While)):
-            node.body, node.orelse = _without(node.body, live), _without(node.orelse, live)
-            if not node.body and not node.orelse:
-                continue
-            node.body = node.body or [ast.Pass()]
-        if _matters(node, live):
-            kept.append(node)
-    return kept

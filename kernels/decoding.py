@@ -16,7 +16,6 @@ from kernels.common.geometry import ceil_div
 from kernels.cpu.attention import flash_decoding
 from kernels.cpu.attention.key_cache import append
 from kernels.cuda.attention.flash_decoding import cached as cuda_decoding
-from kernels.cuda.runtime.arrays import is_device_array
 from kernels.cuda.runtime.repeated import Repeat, address_of
 from kernels.interop.libraries import context_of, library_of
 from kernels.operand_types import as_operand
@@ -181,7 +180,7 @@ def _run(target: launch.Target, call: Cached, found: CallLookup | None) -> tuple
     repeat, starts, known = None, list[int](), found and found.call
     if target is launch.CPU:
         results = _on_host(call)
-    elif cuda_decoding.why_not(call) is None:
+    else:
         call, arrays = cuda_decoding.brought(call)
         starts = [address_of(x) for x in arrays]
         if known is not None and known.repeat is not None:
@@ -189,28 +188,9 @@ def _run(target: launch.Target, call: Cached, found: CallLookup | None) -> tuple
         if found is None or known is not None:
             return cuda_decoding.forward(call)
         results, repeat = cuda_decoding.note(call, arrays)
-    else:
-        results = _by_copies(target, call)
     if found is not None and known is None:
         found.keep(_Known(call.problem, repeat), starts)
     return results
-
-
-def _by_copies(target: launch.Target, call: Cached) -> tuple[Any, Any]:
-    """Compute a call on copies on the host, because the device has no kernel for it."""
-    memory = target.memory
-    brought = {name: _brought(x) for name, x in call._asdict().items() if name != "problem"}
-    brought["arrays"] = {name: _brought(x) for name, x in call.arrays.items()}
-    own = call._replace(**brought)
-    out, lse = _on_host(own)
-    if call.k is not None:
-        for cache, written in ((call.k_cache, own.k_cache), (call.v_cache, own.v_cache)):
-            cache[:] = written
-    return memory.bring(out), memory.bring(lse)
-
-
-def _brought(value: Any) -> Any:
-    return value.copy_to_host() if is_device_array(value) else value
 
 
 def _on_host(call: Cached) -> tuple[Any, Any]:

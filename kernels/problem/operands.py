@@ -41,6 +41,7 @@ _FIELDS = (
     "v_tangent",
     "out_tangent",
     "lse_tangent",
+    "cache",  # the lengths and pages of a cache, for CUDA kernels, or None
 )
 #: The fields with a number for each row.
 OF_ROWS = ("lse", "lse_rest", "dlse", "lse_tangent")

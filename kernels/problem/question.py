@@ -23,7 +23,7 @@ from kernels.problem.packed_sequences import Sequences  # beyond module 5
 from kernels.problem.shapes import check_array, check_dtypes, check_shapes
 from kernels.problem.signature import by_name, takes_attention_options
 from kernels.runtime.dtypes import acc_dtype
-from kernels.scores.program import PLAIN, Features, features_of
+from kernels.scores.program import PLAIN, CacheForm, Features, features_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -69,6 +69,7 @@ class Problem(_OptionFields):
         origin: Offset in the dropout mask of the larger attention call that this is part of, or None.
         sequences: The bounds of packed sequences, or None.  In packed calls, rows and columns are counted
             from the start of their sequence, and its index replaces that of the batch.
+        cache: The form of the cache from which CUDA kernels read k and v, or None.
     """
 
     lead: tuple[int, ...]
@@ -87,6 +88,7 @@ class Problem(_OptionFields):
     precision = "float32"
     origin: DropoutOrigin | None = None
     sequences: Sequences | None = None
+    cache: CacheForm | None = None
 
     @cached_property
     def _hash(self) -> int:

@@ -22,6 +22,15 @@ from kernels.common.online_softmax import MINUS_INF, OnlineSoftmax
 from .visibility import make_masks
 
 
+class CacheForm(NamedTuple):
+    """How a call reads keys and values from a cache.  Its query rows are the last ones of sequences."""
+
+    is_paged: bool  #: Whether a table names the pages of each sequence.
+    is_fixed: (
+        bool  #: Whether keys are divided by their positions alone, so that no batch changes a bit.
+    )
+
+
 class Features(NamedTuple):
     """The options of a call, for which its kernels are compiled."""
 
@@ -46,6 +55,7 @@ class Features(NamedTuple):
     large_cap: bool = False
     #: Whether the scale is a power of two; a rung sets it that would round products else.
     exact_scale: bool = False
+    cache: CacheForm | None = None  #: The form of the cache that holds keys and values, or None.
 
     @property
     def modifier_count(self) -> int:
@@ -73,6 +83,16 @@ class Features(NamedTuple):
         return self.block_mask and not self.whole_tiles
 
     @property
+    def is_paged(self) -> bool:
+        """Whether keys are in pages of a cache."""
+        return self.cache is not None and self.cache.is_paged
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether keys are divided by their positions alone."""
+        return self.cache is not None and self.cache.is_fixed
+
+    @property
     def has_mods(self) -> bool:
         """Whether there are user functions, which need the indices of elements."""
         return self.score_mod is not None or self.mask_mod is not None
@@ -80,7 +100,9 @@ class Features(NamedTuple):
     @property
     def of_elements(self) -> Features:
         """The options that act on the elements of a whole tile, not on rows or on the choice of tiles."""
-        return self._replace(block_mask=False, whole_tiles=False, packed=False, sink=False)
+        return self._replace(
+            block_mask=False, whole_tiles=False, packed=False, sink=False, cache=None
+        )
 
     @property
     def of_users(self) -> Features:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kernels.cuda.device.half import form
 from kernels.cuda.device.shared_tiles import SharedTiles, round_up
 from kernels.cuda.device.vector import VECTOR, are_vectors
 from kernels.cuda.ptx.llvm import load_global, load_shared, store_shared
@@ -142,7 +143,7 @@ def pick_layout(name: str, problem: Problem, tile: tuple[int, int] | None) -> Re
 
 
 def _table_entry(name: str, problem: Problem) -> LayoutSizes:
-    if name == "forward" and problem.seq_q <= SIZES.few_rows:
+    if name == "forward" and (problem.seq_q <= SIZES.few_rows or problem.features.is_fixed):
         name = "few"
     table = SIZES.flash2[name, problem.dtype.itemsize]
     sizes = next(sizes for limit, sizes in table if max(widths(problem)) <= limit)
@@ -187,13 +188,17 @@ def why_not_layout(
 
 
 @cache
-def make_load_tile(variant: Variant, rows: int, width: int) -> Callable[..., None]:
+def make_load_tile(
+    variant: Variant, rows: int, width: int, stored: np.dtype[Any] | None = None
+) -> Callable[..., None]:
     """Return ``load_tile(thread, source, rows, factor, shared, offset)``.
 
     It copies ``rows``, a ``visits.HeadRows``, times ``factor`` to shared memory, with zeros for rows from
     ``stop`` on and for columns that the source does not have.  Elements out of bounds are never read.
+    Those of another dtype than the variant's, ``stored``, are widened.
     """
     layout, vectors, height = variant.layout, variant.vectors, rows
+    widen = form(stored or variant.dtype).widen
     stride, threads = layout.row_stride(width), layout.threads
     vectors_a_row = (stride - VECTOR) // VECTOR
     zero = scalar_type(variant.dtype)(0)
@@ -212,13 +217,13 @@ def make_load_tile(variant: Variant, rows: int, width: int) -> Callable[..., Non
                         w, x, y, z = load_global(source, b, h, first + r, c)
                 else:
                     if c < dim:
-                        w = source[b, h, first + r, c]
+                        w = widen(source[b, h, first + r, c])
                     if c + 1 < dim:
-                        x = source[b, h, first + r, c + 1]
+                        x = widen(source[b, h, first + r, c + 1])
                     if c + 2 < dim:
-                        y = source[b, h, first + r, c + 2]
+                        y = widen(source[b, h, first + r, c + 2])
                     if c + 3 < dim:
-                        z = source[b, h, first + r, c + 3]
+                        z = widen(source[b, h, first + r, c + 3])
             store_shared(
                 shared, offset + r * stride + c, w * factor, x * factor, y * factor, z * factor
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,8 @@ from kernels.scores.program import Features
 
 #: Elements of a row that a thread merges.
 COLUMNS = 4
+#: Key tiles of a part where a row must not depend on the call that it is in.
+FIXED_PIECE = 16
 
 
 def parts_of(problem: Problem, layout: Any, grid: tuple[int, int]) -> int:
@@ -33,19 +36,50 @@ def parts_of(problem: Problem, layout: Any, grid: tuple[int, int]) -> int:
     """
     if problem.sequences is not None:  # their tiles are many, and of unequal length
         return 1
-    row_stop = min(problem.seq_q, layout.block_q)
-    first = PLAIN.first_tile(problem.seq_q - row_stop, layout.block_k, problem.seq_k, problem.lower)
-    stop = PLAIN.tiles_stop(problem.seq_q, layout.block_k, problem.seq_k, problem.upper)
+    rows, block_k = min(problem.seq_q, layout.block_q), layout.block_k
+    first = PLAIN.first_tile(problem.seq_q - rows, block_k, problem.seq_k, problem.lower)
+    stop = PLAIN.tiles_stop(problem.seq_q, block_k, problem.seq_k, problem.upper)
+    tiles = stop - first
+    if problem.cache is not None:  # beyond module 5
+        tiles = tiles_in_cache(problem, rows, block_k)
+        if problem.features.is_fixed:  # and even one part is merged, which rounds
+            return max(parts_in_cache(problem, tiles, block_k, FIXED_PIECE), 2)
     wanted = SIZES.split_blocks // (grid[0] * grid[1])
-    return max(min(wanted, (stop - first) // SIZES.split_tiles), 1)
+    return max(min(wanted, tiles // SIZES.split_tiles), 1)
 
 
-@device_function
-def own_part(visit, part, parts):
-    """Return the part of a ``Visit`` that is a block's, if ``parts`` blocks share the entries."""
-    entry, stop, bounds = visit
-    count = max(stop - entry, 0)
-    return Visit(entry + count * part // parts, entry + count * (part + 1) // parts, bounds)
+def tiles_in_cache(problem: Problem, rows: int, block_k: int) -> int:  # beyond module 5
+    """Return the maximum number of key tiles that adjacent rows of a call on a cache visit."""
+    seen = problem.upper - problem.lower + rows  # by a window, which may begin within a tile
+    return min(PLAIN.ceil_div(seen, block_k) + 1, PLAIN.ceil_div(problem.seq_k, block_k))
+
+
+def parts_in_cache(  # beyond module 5
+    problem: Problem, tiles: int, block_k: int, piece: int
+) -> int:
+    """Return the maximum number of parts, of ``piece`` key tiles each, that adjacent tiles are in."""
+    every = PLAIN.ceil_div(PLAIN.ceil_div(problem.seq_k, block_k), piece)
+    return min(PLAIN.ceil_div(tiles - 1, piece) + 1, every)
+
+
+@cache
+def make_own_part(features: Features) -> Callable[..., Visit]:
+    """Return ``own_part(visit, part, parts)``: the part of a ``Visit`` that is a block's.
+
+    The ``parts`` blocks share the entries equally, or if the features ask for it at fixed keys.
+    """
+    is_fixed = features.is_fixed
+
+    @device_function
+    def own_part(visit, part, parts):
+        entry, stop, bounds = visit
+        if is_fixed:  # beyond module 5
+            start = (entry // FIXED_PIECE + part) * FIXED_PIECE
+            return Visit(max(entry, start), min(stop, start + FIXED_PIECE), bounds)
+        count = max(stop - entry, 0)
+        return Visit(entry + count * part // parts, entry + count * (part + 1) // parts, bounds)
+
+    return own_part
 
 
 @cache

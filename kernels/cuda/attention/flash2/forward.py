@@ -14,6 +14,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kernels.common.online_softmax import LARGE, LOG2_E
 from kernels.cuda.attention.flash2.register_scores import (
     array_types,
@@ -31,7 +33,6 @@ from kernels.cuda.attention.register_tiles import (
     Variant,
     assign,
     make_accumulate,
-    make_load_pair,
     make_load_tile,
     make_multiply,
     make_store_tile,
@@ -39,8 +40,14 @@ from kernels.cuda.attention.register_tiles import (
     set_all,
     variant_of,
 )
-from kernels.cuda.attention.split_keys import empty_parts, merge_parts, own_part, parts_of
+from kernels.cuda.attention.split_keys import (
+    empty_parts,
+    make_own_part,
+    merge_parts,
+    parts_of,
+)
 from kernels.cuda.attention.tile_bits import TileBits
+from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.device.one_source import shift_of, softmax_step_for
 from kernels.cuda.device.row_folds import make_lane_folds
 from kernels.cuda.device.shared_tiles import SharedTiles
@@ -165,16 +172,39 @@ def make_finish_rows(variant: Variant, features: Features) -> Callable[..., None
 
 
 @cache
-def forward_kernel(variant: Variant, is_split: bool = False) -> Kernel:
+def _make_load_keys(
+    variant: Variant, k_tile: int, v_tile: int, stored: np.dtype[Any] | None
+) -> Callable[..., None]:
+    """Return ``load_keys(thread, k, v, item, col, shared, extras)``: load K and V from a column on."""
+    layout, widths, (*_, unit, keys_at) = variant.layout, variant[1:3], make_loop(variant)
+    load_k, load_v = (make_load_tile(variant, unit, width, stored) for width in widths)
+    k_stride, v_stride = (layout.row_stride(width) for width in widths)
+    block_k, one = layout.block_k, variant.dtype.type(1)
+
+    @device_function
+    def load_keys(thread, k, v, item, col, shared, extras):
+        for n in range(0, block_k, unit):
+            rows = keys_at(item, col + n, extras)
+            load_k(thread, k, rows, one, shared, k_tile + n * k_stride)
+            load_v(thread, v, rows, one, shared, v_tile + n * v_stride)
+
+    return load_keys
+
+
+@cache
+def forward_kernel(
+    variant: Variant, is_split: bool = False, stored: np.dtype[Any] | None = None
+) -> Kernel:
     """Return the forward kernel.
 
     Args:
         variant: What it is compiled for.
         is_split: Whether the keys are divided along the third dimension of the grid; out, lse and lse_rest
             then have a batch for each part, which are merged by their own L.
+        stored: Dtype of k and v, that of the variant when None.
     """
     layout, head_width, value_width, dtype, _, features = variant
-    real, one, own_width = scalar_type(dtype), dtype.type(1), layout.columns(value_width)
+    real, own_width = scalar_type(dtype), layout.columns(value_width)
     block_q, block_k, lanes = layout.block_q, layout.block_k, layout.lanes
     own_rows, own_cols = block_q // layout.rows_of_threads, block_k // lanes
     q_tile, k_tile, v_tile, p_tile = tiles = forward_tiles(layout, head_width, value_width)
@@ -182,7 +212,7 @@ def forward_kernel(variant: Variant, is_split: bool = False) -> Kernel:
     tile_bits = bits_of(variant, tiles)
     draw, to_scores = tile_bits.draw, make_scores(variant, tile_bits)
     load_q = make_load_tile(variant, block_q, head_width)
-    load_keys = make_load_pair(variant, block_k, k_tile, v_tile)
+    load_keys, own_part = _make_load_keys(variant, k_tile, v_tile, stored), make_own_part(features)
     multiply = make_multiply(layout, block_q, block_k, head_width, dtype)
     accumulate = make_accumulate(layout, block_q, block_k, value_width)
     store_out = make_store_tile(layout, block_q, value_width, assign)
@@ -232,7 +262,7 @@ def forward_kernel(variant: Variant, is_split: bool = False) -> Kernel:
             col = tile.place.col
             cuda.syncthreads()  # every thread is done with the last key tile
             # 7: load K_j, V_j
-            load_keys(thread, (k, v), rows_from(item.k, col), one, shared)
+            load_keys(thread, k, v, item, col, shared, extras)
             draw(thread, tile, extras)
             cuda.syncthreads()  # the tiles are whole
             # 8: S = Q_i K_jᵀ
@@ -249,7 +279,9 @@ def forward_kernel(variant: Variant, is_split: bool = False) -> Kernel:
         # 14: write O_i
         store_out(lane, acc, out, rows)
 
-    return kernel_of(variant, flash2_forward, array_types(dtype, 4, 4, 4, 4, 3, 3), tiles)
+    (four,), of_keys = array_types(dtype, 4), array_types(form(stored or dtype).stored, 4, 4)
+    arrays = [four, *of_keys, *array_types(dtype, 4, 3, 3)]
+    return kernel_of(variant, flash2_forward, arrays, tiles)
 
 
 @cache  # beyond module 5
@@ -311,7 +343,10 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     extras = make_extras(problem, operands, layout.block_q, layout.block_k)
     grid = grid_of(q, q.shape[2], layout.block_q, extras)
     parts = parts_of(problem, layout, grid)
-    kernel = forward_kernel(variant_of(problem, layout, q, k, v), parts > 1)
+    variant, stored = variant_of(problem, layout, q, k, v), None
+    if k.dtype != problem.dtype:  # beyond module 5
+        variant, stored = variant._replace(vectors=False), np.dtype(k.dtype)
+    kernel, k, v = forward_kernel(variant, parts > 1, stored), as_bits(k), as_bits(v)
     launch = kernel[(*grid, parts), layout.threads]
     if parts == 1:
         launch(q, k, v, *results, problem.scale, extras)

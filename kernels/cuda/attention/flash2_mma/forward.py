@@ -29,7 +29,7 @@ from kernels.cuda.attention.flash2_mma.softmax import (
 from kernels.cuda.attention.flash2_mma.tiles import COLS, HALF, ROWS, MmaLayout, WarpLane
 from kernels.cuda.attention.options.visits import HeadRows
 from kernels.cuda.attention.register_tiles import set_all
-from kernels.cuda.attention.split_keys import own_part
+from kernels.cuda.attention.split_keys import make_own_part
 from kernels.cuda.device.one_source import ceil_div, is_tile_seen
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.ptx.copies import cp_async_wait_all, recomputed, shared_address
@@ -100,7 +100,7 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
     tile_bits = variant.bits(tiles)
     draw, has_bits = tile_bits.draw, tile_bits.bytes
     load_q = numbers.load_q(layout, head_width, vectors)
-    load_keys = make_load_keys(variant, tiles)
+    load_keys, own_part = make_load_keys(variant, tiles), make_own_part(features)
     multiply = numbers.multiply(layout, head_width)
     accumulate = numbers.accumulate(layout, value_width)
     store_out = numbers.store(layout, value_width, vectors, is_wide=is_split)

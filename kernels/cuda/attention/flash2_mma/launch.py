@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -120,7 +121,7 @@ LAYOUTS = Layouts(
 
 def _picked(tables: Any, problem: Problem, shared_bytes: Callable[[Any], float]) -> Any:
     """Return the first layout of a call for which a block has the shared memory, or else the last."""
-    if problem.sinkless.features._replace(packed=False) == PLAIN:
+    if problem.sinkless.features._replace(packed=False, cache=None) == PLAIN:
         level = 0
     else:
         level = 2 if problem.features.modifier_count > 1 else 1
@@ -137,8 +138,8 @@ def widths_of(problem: Problem) -> tuple[int, int]:
 
 def forward_layout(problem: Problem, layouts: Layouts, size: int) -> MmaLayout:
     """Return tiles and warps of the forward kernel, for numbers of ``size`` bytes."""
-    widths, is_small = widths_of(problem), problem.seq_q <= ROWS and layouts.few_rows is not None
-    tables = (layouts.few_rows,) if is_small else layouts.forward
+    widths, is_small = widths_of(problem), problem.seq_q <= ROWS or problem.features.is_fixed
+    tables = (layouts.few_rows,) if is_small and layouts.few_rows else layouts.forward
     return _picked(
         tables, problem, lambda one: forward_tiles(one, *widths, size).elements + BITS_BYTES
     )
@@ -147,7 +148,9 @@ def forward_layout(problem: Problem, layouts: Layouts, size: int) -> MmaLayout:
 @lru_cache(maxsize=1024)
 def _layout(problem: Problem, device: int) -> MmaLayout:
     """Return tiles and warps of the forward kernel on a device."""
-    return forward_layout(problem, LAYOUTS, HALF)
+    layout = forward_layout(problem, LAYOUTS, HALF)
+    # With patience, a row depends on the others of its warp.
+    return replace(layout, patience=0) if problem.features.is_fixed else layout
 
 
 def tile(problem: Problem) -> tuple[int, int]:

@@ -77,16 +77,18 @@ def make_load_keys(variant: MmaVariant, tiles: SharedTiles) -> Callable[..., Non
 
     It starts the copies of K and V of a ``Visit`` to a stage of their tiles, if it is no visit too many.
     """
-    block_k, tile_of = variant.layout.block_k, variant.loop().tile_of
-    (copy_k, copy_v), k_offset, v_offset = variant.copies(block_k), tiles["k"], tiles["v"]
-    k_bytes, v_bytes = (variant.numbers.size * block_k * width for width in variant.widths)
+    block_k, (*_, tile_of, unit, keys_at) = variant.layout.block_k, variant.loop()
+    (copy_k, copy_v), k_offset, v_offset = variant.copies(unit), tiles["k"], tiles["v"]
+    k_line, v_line = (variant.numbers.size * width for width in variant.widths)
 
     @device_function
     def load_keys(thread, k, v, item, visit, memory, stage, extras):
         if visit.entry < visit.stop:
-            rows = rows_from(item.k, tile_of(visit.entry, extras) * block_k)
-            copy_k(thread, k, rows, memory + k_offset + stage * k_bytes)
-            copy_v(thread, v, rows, memory + v_offset + stage * v_bytes)
+            col, first = tile_of(visit.entry, extras) * block_k, stage * block_k
+            for n in range(0, block_k, unit):
+                rows = keys_at(item, col + n, extras)
+                copy_k(thread, k, rows, memory + k_offset + (first + n) * k_line)
+                copy_v(thread, v, rows, memory + v_offset + (first + n) * v_line)
         cp_async_commit_group()
 
     return load_keys

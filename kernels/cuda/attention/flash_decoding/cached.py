@@ -1,14 +1,21 @@
-"""Calls on a cache of keys and values: rotate and append new rows, then decode, all on the device."""
+"""Calls on a cache of keys and values: rotate and append new rows, then attend, all on the device.
+
+Hopper's decoding kernel runs the calls that it can, and the loops of flash2_mma and flash2 run the others.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 
+from kernels.cuda.attention.flash2_mma import launch as flash2_mma
 from kernels.cuda.attention.flash_decoding import launch
+from kernels.cuda.attention.flash_decoding.by_rungs import on_cuda_cores, on_tensor_cores
+from kernels.cuda.attention.options.cached_rows import CachedRows
 from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.device.memory import DeviceMemory
 from kernels.cuda.device.per_device import HOPPER, why_no_device
@@ -18,29 +25,29 @@ from kernels.cuda.runtime.kernel import Kernel, array_type
 from kernels.cuda.runtime.repeated import Repeat, noted
 from kernels.cuda.runtime.sizes import launch_each
 from kernels.problem.cached_keys import Cached
-from kernels.problem.operands import make_operands, view_of
+from kernels.problem.operands import Operands, make_operands, own_mask, view_of
 from kernels.problem.options import ARRAY_ORDER, AXES
+from kernels.problem.question import Problem
 from kernels.runtime.dtypes import FLOAT32, is_half
 from kernels.runtime.targets import cuda, current_device
 from kernels.runtime.types import float32, int32, types, void
+from kernels.scores.program import CacheForm
 
 MEMORY = DeviceMemory()
 #: The fields of a call that are arrays, or None.
 _ARRAYS = Cached._fields[1:10]
 
 
-def why_not(call: Cached) -> str | None:
-    """Return why no kernel of the device runs a call, or None if one does."""
-    problem, (dim, value_dim) = call.problem, (call.q.shape[3], call.v_cache.shape[3])
-    if (missing := why_no_device(HOPPER)) is not None:
-        return missing
-    if not is_half(problem.dtype) or problem.mask not in ("", "bool"):
-        return f"it takes 16 bits and no floating mask, got {problem.dtype}, mask {problem.mask!r}"
-    if dim % 8 or value_dim % 8 or not are_vectors(call.k_cache, call.v_cache):
-        return "its copies need rows of whole 16 bytes"
-    if call.q.shape[1] // call.k_cache.shape[1] > launch.MOST_ROWS:
-        return f"at most {launch.MOST_ROWS} query heads may share a key head"
-    return None
+def _rung_of(problem: Problem, operands: Operands) -> Callable[[Problem, Operands], None]:
+    """Return the function that runs a call on the current device."""
+    q, k, v = operands.q, operands.k, operands.v
+    if is_half(problem.dtype) and why_no_device(HOPPER) is None:
+        # Its copies are of whole 16 bytes of a row.
+        is_whole = problem.head_dim % 8 == problem.value_dim % 8 == 0 and are_vectors(k, v)
+        if is_whole and q.shape[1] // k.shape[1] <= launch.MOST_ROWS:
+            return launch.forward
+    is_mma = is_half(problem.dtype) and why_no_device(flash2_mma.CAPABILITY) is None
+    return on_tensor_cores if is_mma else on_cuda_cores
 
 
 @cache
@@ -132,20 +139,23 @@ def forward(call: Cached) -> tuple[Any, Any]:
         q = empty_device(tuple(call.q.shape), call.q.dtype)
         _place(call, call.q, q, True)
     out = empty_device((batch, heads, seq_q, problem.value_dim), problem.dtype)
-    lse, rest = (empty_device((batch, heads, seq_q), FLOAT32) for _ in range(2))
-    arrays = dict(call.arrays)
-    drafts = arrays.pop("attn_mask", None)
-    if drafts is not None:
-        drafts = MEMORY.four_dims(drafts, (batch, heads, seq_q, seq_q))
-    plain = replace(problem, mask="", groups=1)
-    operands = make_operands(MEMORY, plain, q, call.k_cache, call.v_cache, arrays)
+    lse, rest = (empty_device((batch, heads, seq_q), problem.acc_dtype) for _ in range(2))
+    form = CacheForm(is_paged=call.table is not None, is_fixed=call.batch_invariant)
+    plain = replace(problem, groups=1, cache=form)
+    operands = make_operands(MEMORY, plain, q, call.k_cache, call.v_cache, call.arrays)
     views = {
         name: view_of(MEMORY, plain, name, x)
         for name in AXES
         if (x := getattr(operands, name)) is not None
     }
+    if operands.mask is not None:
+        own, views["mask_batch"] = own_mask(MEMORY, plain, operands.mask)
+        if problem.mask != "bool":
+            own = MEMORY.convert(own, problem.acc_dtype)
+        views["mask"] = MEMORY.four_dims(own, (len(own), heads, *own.shape[-2:]))
+    pages = (call.table, call.k_cache.shape[2]) if form.is_paged else ()
+    views["cache"] = CachedRows(call.lengths, call.new, *pages)
     operands = operands.having(out=out, lse=lse, lse_rest=rest, **views)
     if batch:
-        given = call.lengths, call.new, call.table, drafts, call.batch_invariant
-        launch.forward(plain, operands, *given)
+        _rung_of(plain, operands)(plain, operands)
     return out, lse

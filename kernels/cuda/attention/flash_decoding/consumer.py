@@ -78,7 +78,7 @@ def make_to_scores(form: DecodingForm) -> Callable[..., None]:
     exponent they are still products; otherwise natural logarithms.  ``col`` is the lane's first column.
     """
     tiles, is_folded = form.layout.block_k // 8, form.is_folded
-    score_of, has_drafts = make_tile_scores(form.features, FLOAT32).score, form.has_drafts
+    score_of = make_tile_scores(form.features, FLOAT32).score
 
     @device_function
     def to_scores(s, rows, col, whole, item, scale, work):
@@ -98,13 +98,7 @@ def make_to_scores(form: DecodingForm) -> Callable[..., None]:
                         u = 2 * half + i
                         x = s[t, u] if is_folded else mul_rn(s[t, u], scale)
                         element = TileElement(0, 8 * t + i, whole, True, edge, place)
-                        x = score_of(x, element, extras)
-                        if has_drafts:
-                            draft = col + 8 * t + i - (item.length - shape.seq_q)
-                            if 0 <= draft < shape.seq_q:
-                                token = min(row.token, shape.seq_q - 1)
-                                x = x if work.drafts[item.b, row.h, token, draft] else MINUS_INF
-                        s[t, u] = x
+                        s[t, u] = score_of(x, element, extras)
 
     return to_scores
 
@@ -123,7 +117,7 @@ def make_write_rows(form: DecodingForm) -> Callable[..., None]:
     @device_function
     def write_rows(acc, rows, tops, sums, item, results, work):
         (out, lse, rest), lane = results, int32(cuda.threadIdx.x % 4)
-        b = int32(item.part * work.lengths.shape[0] + item.b)
+        b = int32(item.part * work.extras.tiles.lengths.shape[0] + item.b)
         for half in range(2):
             row, total = rows[half], sums[half]
             if row.is_there:

@@ -72,17 +72,14 @@ class DecodingForm(NamedTuple):
     layout: DecodingLayout
     widths: Widths
     dtype: str  # "float16" or "bfloat16"
-    features: Features  # Options of the call
-    is_paged: bool  # Whether a table names the pages of keys and values
-    has_drafts: bool  # Whether a boolean mask applies to the last ``seq_q`` keys
+    features: Features  # Options of the call, which is one on a cache
     is_positive: bool  # Whether the scale is
     is_split: bool  # Whether results are those of parts of the keys, which another kernel merges
 
     @property
     def is_folded(self) -> bool:
         """Whether the scale is a factor within the exponent, for no option needs the scores."""
-        is_plain = self.features.of_elements == PLAIN and not self.has_drafts
-        return is_plain and self.is_positive
+        return self.features.of_elements == PLAIN and self.is_positive
 
 
 class DecodingPipelines(NamedTuple):
@@ -122,7 +119,6 @@ class DecodingShape(NamedTuple):
     items: int  # batch · key_heads · parts · row_tiles
     page: int  # Keys of a page, or of a tile where there are no pages
     copied: int  # Keys that one copy brings: a divisor of a page and of a tile
-    added: int  # Keys of each sequence beside those that its length counts
     by_position: int  # 1 if rows are positions in the sequence, 0 if the first token is row 0
     q_by_head: int
     q_by_batch: int
@@ -137,21 +133,13 @@ class DecodingWork(NamedTuple):
 
     shape: Any  # A :class:`DecodingShape`
     scale: Any  # Factor of the scores
-    lengths: Any  # (batch,) int32: the keys of each sequence, but for those added
-    table: Any  # (batch, pages) int32: the pages of each sequence; 0 where there are none
-    drafts: Any  # (batch, heads, seq_q, seq_q) bool; 0 where there are none
     extras: Any
 
 
 def work_type(form: DecodingForm) -> Any:
     """Return numba's type of :class:`DecodingWork`."""
     shape = types.NamedUniTuple(int32, len(DecodingShape._fields), DecodingShape)
-    ints = types.Array(int32, 1, "C")
-    table = types.Array(int32, 2, "C") if form.is_paged else types.int64
-    drafts = types.Array(types.boolean, 4, "A") if form.has_drafts else types.int64
-    extras = extras_type(form.features, FLOAT32)
-    kinds = shape, float64, ints, table, drafts, extras
-    return types.NamedTuple(kinds, DecodingWork)
+    return types.NamedTuple([shape, float64, extras_type(form.features, FLOAT32)], DecodingWork)
 
 
 class DecodingItem(NamedTuple):
@@ -189,7 +177,7 @@ def make_item_of(block_k: int) -> Any:
         row_tile, rest = uint32(number) % row_tiles, uint32(uint32(number) // row_tiles)
         part, line = int32(rest % parts), uint32(rest // parts)
         b, token = int32(line // heads), int32(row_tile * uint32(shape.tokens))
-        length = int32(work.lengths[b] + shape.added)
+        length = int32(extras.tiles.lengths[b] + extras.tiles.added)
         first_row = int32((length - shape.seq_q) * shape.by_position)
         row, lower, upper = int32(first_row + token), extras.lower, extras.upper
         row_stop = int32(first_row + min(token + shape.tokens, shape.seq_q))

@@ -23,7 +23,7 @@ from kernels.runtime.types import int32
 
 def make_produce(form: DecodingForm, pipelines: DecodingPipelines) -> Callable[..., None]:
     """Return ``produce(memory, q_map, k_map, v_map, work)``, which the lanes of one warp call."""
-    block_k, is_paged = form.layout.block_k, form.is_paged
+    block_k, is_paged = form.layout.block_k, form.features.is_paged
     q_panel, panel_bytes = form.layout.rows * LINE, block_k * LINE
     head_panels, value_panels = form.widths.head_panels, form.widths.value_panels
     item_of = make_item_of(block_k)
@@ -34,7 +34,7 @@ def make_produce(form: DecodingForm, pipelines: DecodingPipelines) -> Callable[.
         if not is_paged:
             return item.b
         is_there = 0 <= col < item.length
-        return work.table[item.b, col // work.shape.page] if is_there else int32(0)
+        return work.extras.tiles.table[item.b, col // work.shape.page] if is_there else int32(0)
 
     def make_fetch(panels: int) -> Any:
         @device_function

@@ -53,6 +53,8 @@ def make_extras(
     if problem.sequences is not None:  # beyond module 5
         block = block_k if by_keys else block_q
         arrays["tiles"] = device_tiles(problem.sequences, block, by_keys, device)
+    if problem.cache is not None:  # beyond module 5
+        arrays["tiles"] = operands.cache
     return numbers._replace(**arrays)
 
 

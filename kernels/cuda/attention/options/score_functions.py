@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kernels.cuda.attention.options.cached_rows import (  # beyond module 5
+    cached_rows_type,
+    make_cached_masks,
+)
 from kernels.cuda.attention.options.mods import mask_function, score_function  # beyond module 5
 from kernels.cuda.device.one_source import NEAR_SOFTMAX, PHILOX, SOFTMAX
 from kernels.cuda.runtime.kernel import array_type, device_function, scalar_type
@@ -62,7 +66,8 @@ class Extras(NamedTuple):
             place of ``patterns`` and ``tile_full`` in kernels that read words.
         pattern_words: Words of the tiles that differ, uint32.
         origin: (4,) int64, a ``problem.question.DropoutOrigin``: where the dropout bits of the call begin.
-        tiles: (tiles, 6) int64: where the kernel's tiles of packed sequences are, ``sequences.Tile``.
+        tiles: (tiles, 6) int64: where the kernel's tiles of packed sequences are, ``sequences.Tile``; for a
+            call on a cache a ``CachedRows``.
     """
 
     lower: Any
@@ -100,6 +105,9 @@ def extras_type(features: Features, dtype: np.dtype[Any], by_words: bool = False
     mask = array_type({"bool": np.dtype(bool), "float": dtype}.get(features.mask, BITS), 4)
     ints, flags = types.Array(types.int32, 1, "A"), types.Array(types.boolean, 1, "A")
     numbers = int64, int64, int64, int64, real, real, int64, int64, real
+    tiles: Any = types.Array(int64, 2, "A")
+    if features.cache is not None:  # beyond module 5
+        tiles = cached_rows_type(features.is_paged)
     arrays = (
         (features.slopes, array_type(dtype, 4)),
         (features.sink, array_type(dtype, 4)),
@@ -113,7 +121,7 @@ def extras_type(features: Features, dtype: np.dtype[Any], by_words: bool = False
         (by_words, ints),
         (by_words, types.Array(uint32, 1, "C")),
         (features.moved, types.Array(int64, 1, "A")),
-        (features.packed, types.Array(int64, 2, "A")),
+        (features.packed or features.cache, tiles),
     )
     return types.NamedTuple([*numbers, *(kind if has else int64 for has, kind in arrays)], Extras)
 
@@ -168,7 +176,10 @@ def make_score_functions(
     ``order`` is the highest derivative of a score that the program computes.
     """
     one, zero, minus_inf = dtype.type(1), dtype.type(0), dtype.type(-math.inf)
-    program = make_score_program(features, cuda_target(dtype, order))
+    target = cuda_target(dtype, order)
+    if features.cache is not None:  # beyond module 5
+        target = target._replace(**make_cached_masks(mask_at))
+    program = make_score_program(features, target)
     (modified, _, is_visible), drops = program, features.dropout
     first_bit = make_first_bit(features.moved)
 

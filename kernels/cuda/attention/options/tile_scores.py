@@ -42,10 +42,15 @@ class TilePlace(NamedTuple):
 
 
 @device_function
+def moved_to(place, row, col):
+    """Return a ``TilePlace`` of the same tile that begins at (row, col)."""
+    return TilePlace(place.b, place.h, place.batch, place.head, row, col, place.seq_q, place.seq_k)
+
+
+@device_function
 def moved(place, rows, cols):
     """Return a ``TilePlace`` moved by rows and columns."""
-    b, h, batch, head, row, col, seq_q, seq_k = place
-    return TilePlace(b, h, batch, head, row + rows, col + cols, seq_q, seq_k)
+    return moved_to(place, place.row + rows, place.col + cols)
 
 
 class TileElement(NamedTuple):
@@ -189,13 +194,15 @@ def make_tile_scores(
     has_mod = features.score_mod is not None
     of_scores = features._replace(block_mask=False, mask_mod=None)
     modified, is_shown, _ = make_score_functions(of_scores, dtype, order).program
+    # The masks of calls on a cache are counted from the ends of the sequences.
+    element_of = place_of if features.cache is None else moved_to
 
     @device_function
     def all_derived(product, element, extras):
         r, c, whole, listed, edge, place = element
         # Within the arrays, so that loads need no branch and many are under way at a time.
         row, col = min(place.row + r, place.seq_q - 1), min(place.col + c, place.seq_k - 1)
-        at = place_of(place, row, col)
+        at = element_of(place, row, col)
         score, slope, bend = modified(product, at, extras)
         seen = is_shown(at, extras) & (listed or not has_lists)
         if not whole:

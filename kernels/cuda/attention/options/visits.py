@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from math import gcd
 from typing import Any, NamedTuple
 
 from kernels.common.geometry import PLAIN, same
@@ -23,7 +24,8 @@ from kernels.cuda.device.one_source import (
     tiles_stop,
 )
 from kernels.cuda.runtime.kernel import device_function
-from kernels.runtime.types import int32, int64, uint64
+from kernels.problem.cached_keys import PAGE_UNIT  # beyond module 5
+from kernels.runtime.types import int32, int64, uint32, uint64
 from kernels.scores.program import Features
 
 
@@ -99,6 +101,8 @@ class TileLoop(NamedTuple):
             the tile at ``start`` visits, if the lists are for ``size`` places and the tiles from
             ``first`` up to ``stop`` are within the bounds.
         tile_of: ``(entry, extras)``: the number of the visited tile.
+        unit: The number of keys that lie together in memory, a divisor of block_k.
+        keys_at: ``(item, col, extras)``: the :class:`HeadRows` of k from a column on, of ``unit`` keys.
     """
 
     item_of: Callable[..., BlockItem]
@@ -109,11 +113,14 @@ class TileLoop(NamedTuple):
     place: Callable[..., Any]
     entries: Callable[..., Any]
     tile_of: Callable[..., Any]
+    unit: int
+    keys_at: Callable[..., HeadRows]
 
 
 def _make_entries(features: Features, block: int, by_keys: bool) -> tuple[Callable[..., Any], ...]:
     """Return ``place``, ``entries`` and ``tile_of`` of :class:`TileLoop`, for tiles of ``block`` places."""
     is_packed, has_list = features.packed, features.block_mask
+    is_cached = features.cache is not None
 
     @device_function
     def place(x, y, rows, cols, extras):
@@ -123,6 +130,12 @@ def _make_entries(features: Features, block: int, by_keys: bool) -> tuple[Callab
             return flat, start, tiles[tile, 1], tiles[tile, 2], tiles[tile, 3], tiles[tile, 4]
         # The longest tile starts first: under a causal mask the last one of rows, the first one of keys.
         number = x if by_keys else ceil_div(rows, block) - 1 - x
+        if is_cached:  # beyond module 5
+            # The rows of q are the last ones of a sequence.
+            cached = extras.tiles
+            length = int64(cached.lengths[batch_and_head(y, extras.heads)[0]] + cached.added)
+            before = length - rows
+            return y, before + number * block, -before, length, 0, length
         return y, number * block, 0, rows, 0, cols
 
     @device_function
@@ -152,7 +165,8 @@ def make_tile_loop(
 ) -> TileLoop:
     """Return the functions for blocks of query rows, which visit tiles of keys, or for blocks of keys."""
     place, entries, tile_of = _make_entries(features, block_k if by_keys else block_q, by_keys)
-    has_list = features.block_mask
+    has_list, is_cached = features.block_mask, features.cache is not None
+    is_paged = features.is_paged
     # With a list the loop keeps its bounds too, for which registers are short.
     number = int32 if has_list else device_function(same)
 
@@ -164,6 +178,9 @@ def make_tile_loop(
         row, col = (0, first) if by_keys else (first, 0)
         start = TilePlace(b, h, batch, head, row, col, seq_q, seq_k)
         q_rows = HeadRows(b, h, first_q, first_q + seq_q)
+        if is_cached:  # beyond module 5
+            # Adjacent query heads share a key head.
+            h, _ = batch_and_head(h, q.shape[1] // k.shape[1])
         return BlockItem(flat, start, q_rows, HeadRows(b, h, first_k, first_k + seq_k))
 
     @device_function
@@ -219,15 +236,30 @@ def make_tile_loop(
             whole = whole and bool(extras.tile_full[uint64(visit.entry)])
         return VisitedTile(moved(item.start, row, 0), whole, bits)
 
+    @device_function
+    def keys_at(item, col, extras):
+        if not is_paged:
+            return rows_from(item.k, col)
+        (b, h, _, stop), (_, table, page) = item.k, extras.tiles
+        place, row = uint32(uint32(col) // uint32(page)), int64(uint32(col) % uint32(page))
+        # Entries beyond the length may be anything.
+        number = int64(table[b, uint64(place)]) if col < stop else int64(0)
+        return HeadRows(number, h, row, row + stop - col)
+
     bounds_of, tile_at = (
         (bounds_by_keys, tile_by_keys) if by_keys else (bounds_by_rows, tile_by_rows)
     )
-    return TileLoop(item_of, bounds_of, begin, advance, tile_at, place, entries, tile_of)
+    unit = block_k
+    if is_paged:  # beyond module 5
+        unit = gcd(PAGE_UNIT, block_k)
+    places = place, entries, tile_of, unit, keys_at
+    return TileLoop(item_of, bounds_of, begin, advance, tile_at, *places)
 
 
 def tiles_of(seq: int, block: int, extras: Extras) -> int:
     """Return the number of tiles of ``block`` places of a head, or of all packed sequences."""
-    return PLAIN.ceil_div(seq, block) if isinstance(extras.tiles, int) else extras.tiles.shape[0]
+    tiles = getattr(extras.tiles, "shape", None)
+    return PLAIN.ceil_div(seq, block) if tiles is None else tiles[0]
 
 
 def grid_of(array: Any, seq: int, block: int, extras: Extras) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,18 +14,59 @@ from hypothesis import strategies as st
 import kernels
 from kernels.runtime.dtypes import BFLOAT16, FLOAT32, FLOAT_DTYPES, HALF_DTYPES, acc_dtype
 
-from ..support.device.emulated_gpu import emulated_gpu, emulated_only
+from ..support.device.emulated_gpu import EMULATED_ONLY, emulated_gpu
 from ..support.examples import at_most
 from ..support.layouts import on_device
 from ..support.tolerances import assert_close_arrays
 
-TARGETS = pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param(np.asarray, id="cpu"),
-        pytest.param(on_device, id="cuda", marks=pytest.mark.emulated),
-    ],
-)
+
+class Drawn(NamedTuple):
+    """What is drawn of sequences: dtypes, sizes of heads, and the largest length and batch."""
+
+    dtypes: Any = FLOAT_DTYPES
+    dims: tuple[int, ...] = (1, 5, 16, 20, 64, 72)
+    longest: int = 150
+    batch: int = 4
+
+
+class Place(NamedTuple):
+    """Where a call runs: what places an array there, the compute capability, and what is drawn."""
+
+    array: Callable[[Any], Any]
+    cc: tuple[int, int] | None = None
+    drawn: Drawn = Drawn()
+
+    def attend(self, *operands: Any, **options: Any) -> list[Any]:
+        """Return out and lse of a call with the arrays there, and then the arrays of keys and values."""
+        with emulated_gpu(self.cc) if self.cc else nullcontext():
+            own = [self.array(x) for x in operands]
+            options = {
+                name: self.array(x) if isinstance(x, np.ndarray) else x
+                for name, x in options.items()
+            }
+            results = kernels.flash_attention_with_cache(*own, return_lse=True, **options)
+            return [
+                x.copy_to_host() if hasattr(x, "copy_to_host") else x for x in (*results, *own[1:3])
+            ]
+
+
+#: The kernels for a cache: loops on the CPU, CUDA cores, and both kinds of tensor cores.
+PLACES = {
+    "cpu": Place(np.asarray),
+    "cuda": Place(on_device, drawn=Drawn(dims=(1, 5, 16, 20), longest=40, batch=2)),
+    "mma": Place(on_device, (8, 0), Drawn(HALF_DTYPES, (5, 8, 24), 40, 2)),
+    "wgmma": Place(on_device, (9, 0), Drawn(HALF_DTYPES, (8, 72), 150, 2)),
+}
+MARKS = {"cpu": [], "cuda": [pytest.mark.emulated], "mma": EMULATED_ONLY, "wgmma": EMULATED_ONLY}
+
+
+def on(*names: str) -> Any:
+    """Run a test on the places of these names."""
+    return pytest.mark.parametrize(
+        "place", [pytest.param(PLACES[name], id=name, marks=MARKS[name]) for name in names]
+    )
+
+
 OPTIONS = (
     "is_causal",
     "window_size",
@@ -44,19 +86,13 @@ def score_mod(score: float, batch: int, head: int, row: int, col: int) -> float:
 class Sequences:
     """Drawn sequences: their keys and values without a cache, and the same in one."""
 
-    def __init__(
-        self,
-        draw: Callable[[Any], Any],
-        dtypes: Any = FLOAT_DTYPES,
-        longest: int = 150,
-        dims: Any = (1, 5, 16, 20, 64, 72),
-    ):
+    def __init__(self, draw: Callable[[Any], Any], sizes: Drawn):
         self.rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-        self.dtype = draw(st.sampled_from(dtypes))
-        self.batch, self.key_heads = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+        self.dtype = draw(st.sampled_from(sizes.dtypes))
+        self.batch, self.key_heads = draw(st.integers(1, sizes.batch)), draw(st.integers(1, 2))
         self.heads = self.key_heads * draw(st.integers(1, 3))
-        self.head_dim, self.value_dim = (draw(st.sampled_from(dims)) for _ in range(2))
-        lengths = st.lists(st.integers(0, longest), min_size=self.batch, max_size=self.batch)
+        self.head_dim, self.value_dim = (draw(st.sampled_from(sizes.dims)) for _ in range(2))
+        lengths = st.lists(st.integers(0, sizes.longest), min_size=self.batch, max_size=self.batch)
         self.lengths = np.array(draw(lengths), np.int32)
         self.capacity = -(-int(self.lengths.max() + 16) // 48) * 48
         self.keys, self.values = (
@@ -176,40 +212,32 @@ def rotated(x: Any, first: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
     return found.astype(x.dtype)
 
 
-def placed(place: Any, call: dict[str, Any]) -> dict[str, Any]:
-    return {name: place(x) if isinstance(x, np.ndarray) else x for name, x in call.items()}
-
-
-def host(x: Any) -> Any:
-    return x.copy_to_host() if hasattr(x, "copy_to_host") else x
-
-
-@TARGETS
+@on("cpu", "cuda")
 @at_most(40)
 @given(data=st.data())
-def test_each_sequence_attends_to_its_own_keys_and_to_no_others(place: Any, data: Any) -> None:
+def test_each_sequence_attends_to_its_own_keys_and_to_no_others(place: Place, data: Any) -> None:
     """NaN lies in every place beyond a length; new keys may be appended, rotated by their position."""
-    s = Sequences(data.draw, longest=data.draw(st.sampled_from([0, 150, 150, 1100])))
-    assert_attends(place, data, s, OPTIONS)
+    assert_attends(place, data)
 
 
-@emulated_only
+@on("mma", "wgmma")
 @at_most(5)
 @given(data=st.data())
-def test_on_tensor_cores_each_sequence_attends_to_its_own_keys(data: Any) -> None:
-    s = Sequences(data.draw, HALF_DTYPES, data.draw(st.sampled_from([0, 40, 150])), (8, 72))
-    with emulated_gpu((9, 0)):
-        assert_attends(on_device, data, s, [name for name in OPTIONS if name != "bias"])
+def test_on_tensor_cores_each_sequence_attends_to_its_own_keys(place: Place, data: Any) -> None:
+    assert_attends(place, data)
 
 
-def assert_attends(place: Any, data: Any, s: Sequences, every: Any) -> None:
+def assert_attends(place: Place, data: Any) -> None:
     """Assert that a call with drawn options and new keys has the results of the formula."""
-    seq_q = data.draw(st.sampled_from([1, 1, 2, 5, 11]))
+    longest = place.drawn.longest
+    lengths = [0, longest, longest, 1100 if place.cc is None and longest > 100 else longest]
+    sizes = place.drawn._replace(longest=data.draw(st.sampled_from(lengths)))
+    s, seq_q = Sequences(data.draw, sizes), data.draw(st.sampled_from([1, 1, 2, 5, 11]))
     page_size = data.draw(st.sampled_from([None, 16, 48, 16]))
     call = s.in_cache(page_size, shared=0)
     new = data.draw(st.sampled_from([0, 1, seq_q]))
     lengths, q = s.lengths + new, s.normal(s.batch, s.heads, seq_q, s.head_dim)
-    names = data.draw(st.lists(st.sampled_from(every), max_size=3))
+    names = data.draw(st.lists(st.sampled_from(OPTIONS), max_size=3))
     options = s.options(names, seq_q, s.capacity)
     keys, values = s.keys.copy(), s.values.copy()
     own_q = q
@@ -230,20 +258,32 @@ def assert_attends(place: Any, data: Any, s: Sequences, every: Any) -> None:
         for x, rows in zip((keys, values), fresh, strict=True):
             for b, length in enumerate(s.lengths):
                 x[b, :, length : length + new] = rows[b]
-    out, lse = kernels.flash_attention_with_cache(
-        place(q), **placed(place, call | options), return_lse=True
-    )
+    out, lse = place.attend(q, call.pop("k_cache"), call.pop("v_cache"), **call, **options)[:2]
     wanted = expected(own_q, keys, values, lengths, **options)
-    assert_close_arrays(host(out), wanted[0], s.dtype, "out")
-    assert_close_arrays(host(lse), wanted[1], acc_dtype(s.dtype), "lse", size=4.0)
+    assert_close_arrays(out, wanted[0], s.dtype, "out")
+    assert_close_arrays(lse, wanted[1], acc_dtype(s.dtype), "lse", size=4.0)
 
 
-@TARGETS
+@on("cpu")
 @at_most(25)
 @given(data=st.data())
-def test_with_batch_invariant_a_row_has_the_same_bits_in_any_batch(place: Any, data: Any) -> None:
+def test_with_batch_invariant_a_row_has_the_same_bits_in_any_batch(place: Place, data: Any) -> None:
     """A prompt gives the same bits in one call and in chunks, alone and among others, in any pages."""
-    s = Sequences(data.draw, (FLOAT32, BFLOAT16), data.draw(st.sampled_from([60, 572])))
+    longest = data.draw(st.sampled_from([60, 572]))
+    assert_invariant(place, data, Drawn((FLOAT32, BFLOAT16), longest=longest))
+
+
+@on("cuda", "mma", "wgmma")
+@at_most(4)
+@given(data=st.data())
+def test_with_batch_invariant_a_row_has_the_same_bits_on_every_gpu(place: Place, data: Any) -> None:
+    """A part is 16 tiles of keys, which are 64 keys on CUDA cores."""
+    assert_invariant(place, data, place.drawn._replace(dims=(8,), longest=90))
+
+
+def assert_invariant(place: Place, data: Any, sizes: Drawn) -> None:
+    """Assert that chunks of a prompt have the bits of the whole one."""
+    s = Sequences(data.draw, sizes)
     names = data.draw(st.lists(st.sampled_from(OPTIONS[1:5]), max_size=2))
     options: dict[str, Any] = s.options(names, 1, s.capacity) | {"is_causal": True}
     if np.ndim(options.get("alibi_slopes", 0)) == 2:
@@ -263,11 +303,9 @@ def test_with_batch_invariant_a_row_has_the_same_bits_in_any_batch(place: Any, d
                 call[name] = call[name][own]
         if page_size is None:
             call |= {name: call[name][own] for name in ("k_cache", "v_cache")}
-        queries = q[own, :, stop - rows : stop]
-        results = kernels.flash_attention_with_cache(
-            place(queries), **placed(place, call | options), batch_invariant=True, return_lse=True
-        )
-        return [host(x)[0 if alone else b] for x in results]
+        queries = q[own, :, stop - rows : stop], call.pop("k_cache"), call.pop("v_cache")
+        results = place.attend(*queries, **call, **options, batch_invariant=True)[:2]
+        return [x[0 if alone else b] for x in results]
 
     start = 0
     whole = attend(length, length, False, data.draw(st.sampled_from([None, 16])))
@@ -280,61 +318,50 @@ def test_with_batch_invariant_a_row_has_the_same_bits_in_any_batch(place: Any, d
         start += max(rows, length // 6)
 
 
-@emulated_only
-def test_with_batch_invariant_the_capacity_does_not_change_a_bit() -> None:
+@on("cuda", "mma", "wgmma")
+def test_with_batch_invariant_the_capacity_does_not_change_a_bit(place: Place) -> None:
     rng = np.random.default_rng(0)
     q, *rows = (rng.standard_normal((1, 2, n, 8)).astype(np.float16) for n in (1, 2100, 2100))
-    with emulated_gpu((9, 0)):
-        found = [
-            kernels.flash_attention_with_cache(
-                on_device(q), *(on_device(x[:, :1, :capacity]) for x in rows),
-                cache_seqlens=np.array([300], np.int32), batch_invariant=True, return_lse=True,
-            )
-            for capacity in (300, 2100)
-        ]  # fmt: skip
+    found = [
+        place.attend(
+            q, *(x[:, :1, :capacity] for x in rows),
+            cache_seqlens=np.array([300], np.int32), batch_invariant=True,
+        )[:2]
+        for capacity in (300, 2100)
+    ]  # fmt: skip
     for x, y in zip(*found, strict=True):
-        assert np.array_equal(host(x), host(y))
+        assert np.array_equal(x, y)
 
 
-@TARGETS
-def test_sequences_share_the_pages_of_a_prefix(place: Any) -> None:
+@on("cpu", "cuda")
+def test_sequences_share_the_pages_of_a_prefix(place: Place) -> None:
     rng = np.random.default_rng(0)
     cache = rng.standard_normal((2, 4, 1, 16, 8)).astype(np.float32)
     table = np.array([[2, 0], [2, 3]], np.int32)
     lengths = np.array([20, 18], np.int32)
     q = rng.standard_normal((2, 2, 1, 8)).astype(np.float32)
-    call = {
-        "k_cache": cache[0],
-        "v_cache": cache[1],
-        "cache_seqlens": lengths,
-        "block_table": table,
-    }
-    out = host(kernels.flash_attention_with_cache(place(q), **placed(place, call)))
+    out, *_ = place.attend(q, *cache, cache_seqlens=lengths, block_table=table)
     keys, values = (np.stack([np.concatenate(list(x[row]), 1) for row in table]) for x in cache)
     assert_close_arrays(out, expected(q, keys, values, lengths)[0], FLOAT32)
 
 
-@TARGETS
-def test_an_empty_batch_has_empty_results(place: Any) -> None:
+@on("cpu", "cuda")
+def test_an_empty_batch_has_empty_results(place: Place) -> None:
     q, cache = np.ones((0, 2, 1, 4), np.float32), np.ones((0, 1, 8, 4), np.float32)
-    lengths = np.zeros(0, np.int32)
-    out, lse = kernels.flash_attention_with_cache(
-        *map(place, (q, cache, cache)), cache_seqlens=place(lengths), return_lse=True
-    )
+    out, lse, *_ = place.attend(q, cache, cache, cache_seqlens=np.zeros(0, np.int32))
     assert out.shape == (0, 2, 1, 4) and lse.shape == (0, 2, 1)
 
 
-@TARGETS
-def test_only_the_places_of_new_keys_are_written(place: Any) -> None:
+@on("cpu", "cuda")
+def test_only_the_places_of_new_keys_are_written(place: Place) -> None:
     cache, ones = np.zeros((3, 2, 16, 4), np.float32), np.ones((1, 2, 3, 4), np.float32)
-    k_cache, v_cache = place(cache.copy()), place(cache.copy())
-    kernels.flash_attention_with_cache(
-        place(np.ones((1, 2, 3, 4), np.float32)), k_cache, v_cache, place(ones), place(2 * ones),
+    *_, k_cache, v_cache = place.attend(
+        ones, cache.copy(), cache.copy(), ones, 2 * ones,
         cache_seqlens=np.array([15], np.int32), block_table=np.array([[2, 0]], np.int32),
     )  # fmt: skip
     wanted = cache.copy()
     wanted[2, :, 15], wanted[0, :, :2] = 1, 1
-    assert np.array_equal(host(k_cache), wanted) and np.array_equal(host(v_cache), 2 * wanted)
+    assert np.array_equal(k_cache, wanted) and np.array_equal(v_cache, 2 * wanted)
 
 
 def test_a_cache_that_new_rows_would_not_reach_is_refused() -> None:

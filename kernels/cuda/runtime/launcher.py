@@ -42,7 +42,7 @@ def _number(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _tuple(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
-    if not any(isinstance(element, types.Array) for element in kind.types):
+    if not any(isinstance(element, (types.Array, types.BaseTuple)) for element in kind.types):
         return lambda value: value
     unpackers = [_unpack(element) for element in kind.types]
     return lambda value: tuple(

@@ -21,16 +21,16 @@ from kernels.cuda.device.memory import DeviceMemory
 from kernels.cuda.device.per_device import HOPPER, why_no_device
 from kernels.cuda.device.vector import are_vectors
 from kernels.cuda.runtime.arrays import empty_device
-from kernels.cuda.runtime.kernel import Kernel, array_type
+from kernels.cuda.runtime.kernel import Kernel, array_type, scalar_type
 from kernels.cuda.runtime.repeated import Repeat, noted
 from kernels.cuda.runtime.sizes import launch_each
 from kernels.problem.cached_keys import Cached
 from kernels.problem.operands import Operands, make_operands, own_mask, view_of
 from kernels.problem.options import ARRAY_ORDER, AXES
 from kernels.problem.question import Problem
-from kernels.runtime.dtypes import FLOAT32, is_half
+from kernels.runtime.dtypes import acc_dtype, is_half
 from kernels.runtime.targets import cuda, current_device
-from kernels.runtime.types import float32, int32, types, void
+from kernels.runtime.types import int32, types, void
 from kernels.scores.program import CacheForm
 
 MEMORY = DeviceMemory()
@@ -53,7 +53,8 @@ def _rung_of(problem: Problem, operands: Operands) -> Callable[[Problem, Operand
 @cache
 def place_kernel(dtype: np.dtype[Any], is_rotated: bool, is_cache: bool, is_paged: bool) -> Kernel:
     """Return the kernel that rotates the last rows of sequences, and writes them to a cache or an array."""
-    stored, widen, narrow, _ = form(dtype)
+    (stored, widen, narrow, _), sums = form(dtype), acc_dtype(dtype)
+    real = scalar_type(sums)
 
     def place_rows(source, cos, sin, lengths, added, table, is_interleaved, target):
         """Rotate rows by their positions and write them where these are.
@@ -78,7 +79,7 @@ def place_kernel(dtype: np.dtype[Any], is_rotated: bool, is_cache: bool, is_page
                 other = widen(source[b, h, row, c + step if is_first else c - step])
                 turned = other * sin[position, pair]
                 x = x * cos[position, pair] + (-turned if is_first else turned)
-            value = narrow(float32(x))
+            value = narrow(real(x))
             if is_cache:
                 size = target.shape[2]
                 page = table[b, position // size] if is_paged else b
@@ -87,7 +88,7 @@ def place_kernel(dtype: np.dtype[Any], is_rotated: bool, is_cache: bool, is_page
                 target[b, h, row, c] = value
 
     four, ints = array_type(stored, 4), types.Array(int32, 1, "C")
-    angles = array_type(FLOAT32, 2) if is_rotated else types.int64
+    angles = array_type(sums, 2) if is_rotated else types.int64
     pages = types.Array(int32, 2, "C") if is_paged else types.int64
     numbers = ints, types.int64, pages, types.int64
     return Kernel(place_rows, void(four, angles, angles, *numbers, four))
@@ -97,7 +98,8 @@ def _place(call: Cached, source: Any, target: Any, is_rotated: bool) -> None:
     """Rotate rows if asked to, and write them to the cache if it is the target."""
     is_cache, is_paged = target is call.k_cache or target is call.v_cache, call.table is not None
     is_rotated = is_rotated and call.cos is not None
-    angles = [MEMORY.convert(x, FLOAT32) if is_rotated else 0 for x in (call.cos, call.sin)]
+    sums = call.problem.acc_dtype
+    angles = [MEMORY.convert(x, sums) if is_rotated else 0 for x in (call.cos, call.sin)]
     kernel = place_kernel(np.dtype(source.dtype), is_rotated, is_cache, is_cache and is_paged)
     table = call.table if is_cache and is_paged else 0
     arguments = call.lengths, call.new, table, int(call.is_interleaved), as_bits(target)

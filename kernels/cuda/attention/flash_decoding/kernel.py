@@ -34,7 +34,8 @@ def decoding_kernel(form: DecodingForm) -> Kernel:
     """Return the decoding kernel for a form."""
     layout, (tiles, pipelines, barriers) = form.layout, shared_memory(form)
     enter, give_registers, take_registers = make_prologue(layout, barriers)
-    produce, consume = make_produce(form, pipelines), make_consume(form, pipelines)
+    produce, produce_values = (make_produce(form, pipelines, x) for x in (False, True))
+    consume = make_consume(form, pipelines)
     q_bytes, threads, rows = tiles["k"], layout.threads, layout.rows
 
     def flash_decoding(q_map, k_map, v_map, out, lse, rest, work):
@@ -43,7 +44,7 @@ def decoding_kernel(form: DecodingForm) -> Kernel:
         Computes: out and lse of all query heads that share a head of the keys
         Source: Flash-Decoding (Dao et al. 2023); FlashAttention-2, Algorithm 1, for the numbered lines
         Grid: (multiprocessors,), each takes every n-th item; see ``DecodingItem``
-        Block: (128 * (consumers + 1),), a warp of warpgroup 0 copies, the others multiply
+        Block: (128 * (consumers + 1),), two warps of warpgroup 0 copy, the others multiply
         One thread does: of a consumer, the scores of 2 rows and block_k / 4 columns, and of out 2
             rows and value_dim / 4 columns, scattered as wgmma scatters them
         Shared: tiles of q (64 * consumers, head_dim); stages of k_tile (block_k, head_dim) and
@@ -70,7 +71,9 @@ def decoding_kernel(form: DecodingForm) -> Kernel:
         if warpgroup == 0:
             give_registers()
             if cuda.threadIdx.x < WARP:
-                produce(memory, q_map, k_map, v_map, work)
+                produce(memory, q_map, k_map, work)
+            elif cuda.threadIdx.x < 2 * WARP:
+                produce_values(memory, q_map, v_map, work)
         else:
             take_registers()
             consume(int32(warpgroup - 1), opaque(memory), (out, lse, rest), work)

@@ -232,13 +232,15 @@ def make_load_tile(
 
 
 @cache
-def make_load_pair(variant: Variant, rows: int, left: int, right: int) -> Callable[..., None]:
+def make_load_pair(
+    variant: Variant, rows: int, left: int, right: int, stored: np.dtype[Any] | None = None
+) -> Callable[..., None]:
     """Return ``load_pair(thread, arrays, rows, factor, shared)``: load tiles of q and dout, or of k and v.
 
     The first is multiplied by ``factor``; ``left`` and ``right`` are the offsets of the tiles.
     """
-    of_head = make_load_tile(variant, rows, variant.head_width)
-    of_value, one = make_load_tile(variant, rows, variant.value_width), variant.dtype.type(1)
+    widths, one = (variant.head_width, variant.value_width), variant.dtype.type(1)
+    of_head, of_value = (make_load_tile(variant, rows, width, stored) for width in widths)
 
     @device_function
     def load_pair(thread, arrays, rows, factor, shared):

@@ -26,13 +26,14 @@ from kernels.cuda.attention.flash2.register_scores import (
 )
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.score_functions import extras_type, make_row_end
-from kernels.cuda.attention.options.visits import HeadRows, grid_of, rows_from
+from kernels.cuda.attention.options.visits import HeadRows, grid_of, make_load_units, rows_from
 from kernels.cuda.attention.register_tiles import (
     Lane,
     RegisterLayout,
     Variant,
     assign,
     make_accumulate,
+    make_load_pair,
     make_load_tile,
     make_multiply,
     make_store_tile,
@@ -175,20 +176,21 @@ def make_finish_rows(variant: Variant, features: Features) -> Callable[..., None
 def _make_load_keys(
     variant: Variant, k_tile: int, v_tile: int, stored: np.dtype[Any] | None
 ) -> Callable[..., None]:
-    """Return ``load_keys(thread, k, v, item, col, shared, extras)``: load K and V from a column on."""
-    layout, widths, (*_, unit, keys_at) = variant.layout, variant[1:3], make_loop(variant)
-    load_k, load_v = (make_load_tile(variant, unit, width, stored) for width in widths)
-    k_stride, v_stride = (layout.row_stride(width) for width in widths)
-    block_k, one = layout.block_k, variant.dtype.type(1)
+    """Return ``load_keys(thread, k, v, item, col, shared, 0, extras)``: load K and V from a column on."""
+    layout, loop, one = variant.layout, make_loop(variant), variant.dtype.type(1)
+    k_stride, v_stride = map(layout.row_stride, (variant.head_width, variant.value_width))
 
-    @device_function
-    def load_keys(thread, k, v, item, col, shared, extras):
-        for n in range(0, block_k, unit):
-            rows = keys_at(item, col + n, extras)
-            load_k(thread, k, rows, one, shared, k_tile + n * k_stride)
-            load_v(thread, v, rows, one, shared, v_tile + n * v_stride)
+    def make_load(n: int) -> Callable[..., None]:
+        offsets = k_tile + n * k_stride, v_tile + n * v_stride
+        load_pair = make_load_pair(variant, loop.unit, *offsets, stored)
 
-    return load_keys
+        @device_function
+        def load(thread, k, v, rows, shared, stage):
+            load_pair(thread, (k, v), rows, one, shared)
+
+        return load
+
+    return make_load_units(loop, make_load, 0, layout.block_k)
 
 
 @cache
@@ -262,7 +264,7 @@ def forward_kernel(
             col = tile.place.col
             cuda.syncthreads()  # every thread is done with the last key tile
             # 7: load K_j, V_j
-            load_keys(thread, k, v, item, col, shared, extras)
+            load_keys(thread, k, v, item, col, shared, 0, extras)
             draw(thread, tile, extras)
             cuda.syncthreads()  # the tiles are whole
             # 8: S = Q_i K_jᵀ

@@ -14,7 +14,12 @@ import numpy as np
 from kernels.cuda.attention.flash2_mma.arithmetic import Arithmetic
 from kernels.cuda.attention.flash2_mma.large_rows import lse_and_shift
 from kernels.cuda.attention.options.score_functions import extras_type
-from kernels.cuda.attention.options.visits import TileLoop, make_tile_loop, rows_from
+from kernels.cuda.attention.options.visits import (
+    TileLoop,
+    make_load_units,
+    make_tile_loop,
+    rows_from,
+)
 from kernels.cuda.attention.tile_bits import TileBits, make_tile_bits
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.ptx.copies import cp_async_commit_group
@@ -77,18 +82,28 @@ def make_load_keys(variant: MmaVariant, tiles: SharedTiles) -> Callable[..., Non
 
     It starts the copies of K and V of a ``Visit`` to a stage of their tiles, if it is no visit too many.
     """
-    block_k, (*_, tile_of, unit, keys_at) = variant.layout.block_k, variant.loop()
-    (copy_k, copy_v), k_offset, v_offset = variant.copies(unit), tiles["k"], tiles["v"]
+    block_k, loop = variant.layout.block_k, variant.loop()
+    copy_k, copy_v = variant.copies(loop.unit)
     k_line, v_line = (variant.numbers.size * width for width in variant.widths)
+    tile_of, k_bytes, v_bytes = loop.tile_of, block_k * k_line, block_k * v_line
+
+    def make_load(n: int) -> Callable[..., None]:
+        k_offset, v_offset = tiles["k"] + n * k_line, tiles["v"] + n * v_line
+
+        @device_function
+        def load(thread, k, v, rows, memory, stage):
+            copy_k(thread, k, rows, memory + k_offset + stage * k_bytes)
+            copy_v(thread, v, rows, memory + v_offset + stage * v_bytes)
+
+        return load
+
+    load_tile = make_load_units(loop, make_load, 0, block_k)
 
     @device_function
     def load_keys(thread, k, v, item, visit, memory, stage, extras):
         if visit.entry < visit.stop:
-            col, first = tile_of(visit.entry, extras) * block_k, stage * block_k
-            for n in range(0, block_k, unit):
-                rows = keys_at(item, col + n, extras)
-                copy_k(thread, k, rows, memory + k_offset + (first + n) * k_line)
-                copy_v(thread, v, rows, memory + v_offset + (first + n) * v_line)
+            col = tile_of(visit.entry, extras) * block_k
+            load_tile(thread, k, v, item, col, memory, stage, extras)
         cp_async_commit_group()
 
     return load_keys

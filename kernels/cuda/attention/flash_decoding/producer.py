@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from kernels.cuda.attention.flash3_wgmma.tiles import Source
 from kernels.cuda.attention.flash_decoding.layout import (

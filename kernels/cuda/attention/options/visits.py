@@ -256,6 +256,35 @@ def make_tile_loop(
     return TileLoop(item_of, bounds_of, begin, advance, tile_at, *places)
 
 
+def make_load_units(
+    loop: TileLoop, make_load: Callable[[int], Callable[..., None]], first: int, stop: int
+) -> Callable[..., None]:
+    """Return ``load(thread, k, v, item, col, memory, stage, extras)``: load the tile of keys at a column.
+
+    ``make_load(n)`` returns ``(thread, k, v, rows, memory, stage)``, which loads the unit of ``HeadRows``
+    that begins ``n`` rows after the first one of the tile, for ``first <= n < stop``.
+    """
+    if stop - first > loop.unit:  # halves, so that inlining copies each unit once
+        middle = first + (stop - first) // loop.unit // 2 * loop.unit
+        before, after = (
+            make_load_units(loop, make_load, *ends) for ends in ((first, middle), (middle, stop))
+        )
+
+        @device_function
+        def both(thread, k, v, item, col, memory, stage, extras):
+            before(thread, k, v, item, col, memory, stage, extras)
+            after(thread, k, v, item, col, memory, stage, extras)
+
+        return both
+    load_unit, keys_at = make_load(first), loop.keys_at
+
+    @device_function
+    def load(thread, k, v, item, col, memory, stage, extras):
+        load_unit(thread, k, v, keys_at(item, col + first, extras), memory, stage)
+
+    return load
+
+
 def tiles_of(seq: int, block: int, extras: Extras) -> int:
     """Return the number of tiles of ``block`` places of a head, or of all packed sequences."""
     tiles = getattr(extras.tiles, "shape", None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from math import gcd
+from math import gcd  # beyond module 5
 from typing import Any, NamedTuple
 
 from kernels.common.geometry import PLAIN, same
@@ -238,13 +238,13 @@ def make_tile_loop(
 
     @device_function
     def keys_at(item, col, extras):
-        if not is_paged:
-            return rows_from(item.k, col)
-        (b, h, _, stop), (_, table, page) = item.k, extras.tiles
-        place, row = uint32(uint32(col) // uint32(page)), int64(uint32(col) % uint32(page))
-        # Entries beyond the length may be anything.
-        number = int64(table[b, uint64(place)]) if col < stop else int64(0)
-        return HeadRows(number, h, row, row + stop - col)
+        if is_paged:  # beyond module 5
+            (b, h, _, stop), (_, table, page) = item.k, extras.tiles
+            place, row = uint32(uint32(col) // uint32(page)), int64(uint32(col) % uint32(page))
+            # Entries beyond the length may be anything.
+            number = int64(table[b, uint64(place)]) if col < stop else int64(0)
+            return HeadRows(number, h, row, row + stop - col)
+        return rows_from(item.k, col)
 
     bounds_of, tile_at = (
         (bounds_by_keys, tile_by_keys) if by_keys else (bounds_by_rows, tile_by_rows)

@@ -21,8 +21,8 @@ BATCH, HEADS, KEY_HEADS, DIM, PAGES, PAGE = 2, 16, 2, 128, 64, 16
 @pytest.mark.parametrize(
     ("dtype", "cc", "name", "text"),
     [
-        (FLOAT32, (8, 0), "flash2_forward", "ld.global.v4.f32"),
-        (FLOAT64, (8, 0), "flash2_forward", "ld.global"),
+        (FLOAT32, (8, 0), "flash2_forward", "ld.v4.f32"),
+        (FLOAT64, (8, 0), "flash2_forward", "ld.v2.f64"),
         (FLOAT16, (7, 5), "flash2_forward", "cvt.f32.f16"),
         (BFLOAT16, (8, 0), "flash2_mma_forward", "cp.async.cg.shared.global"),
         (BFLOAT16, (9, 0), "flash_decoding", "bulk.tensor.4d.shared"),

@@ -25,6 +25,7 @@ from kernels.interop.torch.eager import (
 )
 from kernels.launch import Wanted
 from kernels.problem.options import ARRAY_ORDER, DEFAULTS, OPTIONS, WITH_GRADIENT, field_of
+from kernels.problem.question import problem_of
 from kernels.runtime.dtypes import BFLOAT16
 
 #: Sets of the options of :data:`CONSTANTS`; an operator takes the number of a set.
@@ -83,7 +84,7 @@ def compiled_attention(
     if torch._C._are_functorch_transforms_active() and _is_differentiated():
         if torch.compiler.is_dynamo_compiling():
             own = options if drawn is None else {**options, "seed": drawn}
-            return eager_attention(*arrays, own)  # breaks the graph
+            return eager_attention(*arrays, own, problem_of)  # breaks the graph
         raise NotImplementedError(
             "flash_attention cannot be differentiated by torch.func within make_fx or torch.export; call "
             "torch.func outside of them, or use torch.autograd.grad"

@@ -24,7 +24,8 @@ CONSTANTS = [name for name, option in OPTIONS.items() if not option.schema and n
 def eager_attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, lse and what lse loses by rounding, which is a constant.
 
-    The arguments are q, k, v and the options that are arrays, tensors or None, and the other options.
+    The arguments are q, k, v and the options that are arrays, tensors or None, the other options, and the
+    function that builds the problem of them.
     """
     if torch._C._are_functorch_transforms_active():
         return _without_dynamo(_Transformed.apply, *args)
@@ -63,12 +64,12 @@ def array_gradients(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
-    *arrays, options = others
-    return array_call.attend((q, k, v), with_arrays(options, arrays), None)
+    *arrays, options, make = others
+    return array_call.attend((q, k, v), with_arrays(options, arrays), None, make=make)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, options = inputs
+    *tensors, options, ctx.make = inputs
     ctx.mark_non_differentiable(output[2])
     table = tensors[3 + ARRAY_ORDER.index("score_table")]
     ctx.options = options if KEPT.isdisjoint(options) else with_kept_mods(options, table)
@@ -91,7 +92,7 @@ class _Attention(torch.autograd.Function):
         *_, out, _lse, _rest = saved = ctx.saved_tensors
         wanted = wanted_of(ctx.needs_input_grad)
         dout = torch.zeros_like(out) if dout is None else dout
-        args = dout, dlse, *saved, wanted, ctx.options
+        args = dout, dlse, *saved, wanted, ctx.options, ctx.make
         in_func = torch._C._are_functorch_transforms_active()
         if in_func or torch.is_grad_enabled():  # for a second derivative
             dq, dk, dv, *others = _without_dynamo(_Gradient.apply, *args)
@@ -107,11 +108,35 @@ class _Attention(torch.autograd.Function):
                         "vectorize=True; map torch.autograd.grad or torch.func.vjp by torch.func.vmap"
                     ) from error
                 raise
-        return dq, dk, dv, *array_gradients(wanted, others, saved[3:_TENSORS]), None
+        return dq, dk, dv, *array_gradients(wanted, others, saved[3:_TENSORS]), None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise NotImplementedError(NO_FORWARD_MODE)
+
+
+class FlashAttention2(torch.autograd.Function):
+    """Attention with the interface of courses: ``FlashAttention2.apply(q, k, v, is_causal)``.
+
+    q, k and v are (..., seq, dim), with any number of leading dimensions, such as (batch, seq, dim) without
+    heads.  Of the results, the backward pass gets out and one lse, whose shape is that of q without its
+    last dimension; see :func:`kernels.flash_attention_backward` for large scores.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Any:  # type: ignore[override]
+        """Return out, of the shape of q with v's last dimension."""
+        out, lse, _ = array_call.attend((q, k, v), {"is_causal": is_causal}, None)
+        ctx.is_causal = is_causal
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        """Return dq, dk and dv, of the shapes of q, k and v."""
+        *operands, out, lse = ctx.saved_tensors
+        options, results = {"is_causal": ctx.is_causal}, (out, lse, None, dout, None)
+        return *array_call.attend(tuple(operands), options, None, Wanted(True), results), None
 
 
 class _Transformed(_Attention):
@@ -128,10 +153,10 @@ class _Transformed(_Attention):
 class _Gradient(torch.autograd.Function):
     @staticmethod
     def forward(dout: Tensor, dlse: Any, *tensors: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        q, k, v, *arrays, out, lse, rest, wanted, options = tensors
+        q, k, v, *arrays, out, lse, rest, wanted, options, make = tensors
         results = out, lse, rest, dout, dlse
         own = with_arrays(options, arrays)
-        return array_call.attend((q, k, v), own, None, Wanted(True, *wanted), results)
+        return array_call.attend((q, k, v), own, None, Wanted(True, *wanted), results, make)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.interop.torch.operator import flash_attention
+from kernels.interop.torch.operator import flash_attention, flash_attention_varlen
 
 #: The name to pass as ``attn_implementation``, and an older one, which models with a list of compatible
 #: flash implementations, such as GPT-OSS, refuse because it contains "flash".
@@ -238,6 +238,11 @@ def _packed(
             f"queries and keys, got a batch of {query.shape[0]} with {query.shape[2]} and {key.shape[2]}; "
             "concatenate the sequences of the batch"
         )
+    # The diagonal ends at the last row and key of a sequence: it begins at the first if they are as many.
+    if mask is None and (places[0] == places[1] or not options["is_causal"]):
+        own = (x[0].transpose(0, 1) for x in (query, key, value))
+        out, lse = flash_attention_varlen(*own, *places, **options)
+        return out.transpose(0, 1)[None], lse[None]
     found = []
     for row, row_end, col, col_end in zip(
         places[0], places[0][1:], places[1], places[1][1:], strict=False

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.cuda.attention.options.packed_tiles import sequences_of_call
 from kernels.interop.torch.custom_operators import compiled_attention, draw_seed, is_traced
 from kernels.interop.torch.eager import eager_attention
-from kernels.problem.options import ARRAY_ORDER, WITH_GRADIENT
+from kernels.problem.options import ARRAY_ORDER, WITH_GRADIENT, Options
+from kernels.problem.packed_problem import PackedMaker, check_packed
+from kernels.problem.question import problem_of
 from kernels.problem.signature import by_name, takes_attention_options
 
 _OPERANDS = ("q", "k", "v", *ARRAY_ORDER)
@@ -48,17 +51,80 @@ def flash_attention(
         TypeError: If an operand is not a tensor, dtypes differ, or an option has the wrong type.
         ValueError: If tensors are on different devices, or a shape or a value is invalid.
     """
-    options = {**by_name("flash_attention", args, options)}
-    arrays: Any = q, k, v, *[options.pop(name, None) for name in ARRAY_ORDER]
+    return _attend((q, k, v), by_name("flash_attention", args, options), deterministic)
+
+
+@torch.compiler.disable
+@takes_attention_options
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *args: Any,
+    deterministic: bool | None = None,
+    **options: Any,
+) -> Any:
+    """Compute attention within each of several packed sequences, with support for autograd.
+
+    A batch without padding is one call: rows and columns count from the start of their sequence.
+    ``torch.compile`` calls this function outside of its graphs.
+
+    Args:
+        q: Queries of all sequences, (total_q, heads, head_dim), as in :func:`flash_attention`.
+        k: Keys of all sequences, (total_k, heads, head_dim), of the dtype and on the device of q.
+        v: Values of all sequences, (total_k, heads, value_dim), of the dtype and on the device of q.
+        cu_seqlens_q: Cumulative query lengths, (count + 1,) integers starting at 0: sequence i has the rows
+            from ``cu_seqlens_q[i]`` up to, but excluding, ``cu_seqlens_q[i + 1]``.  Lengths on a GPU are
+            copied to the host in every call, which waits for it.
+        cu_seqlens_k: Cumulative key lengths, (count + 1,) integers starting at 0.
+        args: Options by position.
+        seed: Seed of the dropout mask; None draws one from PyTorch's generator of the CPU.
+        deterministic: Make gradients bitwise reproducible; None follows
+            ``torch.are_deterministic_algorithms_enabled()``.
+        options: Options by name; ``attn_mask`` and ``block_mask`` must be None.  Sinks receive gradients if
+            they require them.
+
+    Returns:
+        out (total_q, heads, value_dim); with ``return_lse``, a pair of out and lse, (heads, total_q), which
+        is differentiable.
+
+    Raises:
+        TypeError: If an operand is not a tensor, dtypes differ, or an option has the wrong type.
+        ValueError: If tensors are on different devices, or a shape or a value is invalid.
+    """
+    for name, operand in zip("qkv", (q, k, v), strict=True):
+        check_packed(name, operand)
+    own = by_name("flash_attention_varlen", args, options)
+    sums = [x.cpu() if isinstance(x, Tensor) else x for x in (cu_seqlens_q, cu_seqlens_k)]
+    operands = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    found = _attend(operands, own, deterministic, PackedMaker(*sums, sequences_of_call))
+    if own.get("return_lse"):
+        return found[0].transpose(0, 1), found[1]
+    return found.transpose(0, 1)
+
+
+def _attend(
+    operands: tuple[Any, ...], given: Options, deterministic: Any, make: Any = problem_of
+) -> Any:
+    """Compute attention; ``make`` builds the problem of q, k, v and the options."""
+    options: dict[str, Any] = {**given}
+    arrays: Any = *operands, *[options.pop(name, None) for name in ARRAY_ORDER]
     return_lse, seed = options.pop("return_lse", False), options.pop("seed", None)
     _check_tensors(arrays)
-    kind = q.device.type
+    kind = arrays[0].device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         arrays = *_in_autocast(kind, *arrays[:4]), *arrays[4:]
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options["deterministic"] = deterministic
     if kind == "meta" or is_traced(arrays):
+        if make is not problem_of:
+            raise NotImplementedError(
+                "flash_attention_varlen needs tensors with memory, outside of torch.export and of modes "
+                "that receive operators; for shapes alone, call flash_attention on one sequence"
+            )
         out, lse, _ = compiled_attention(arrays, seed, options)
     else:
         if options.get("dropout_p") or seed is not None:
@@ -67,7 +133,7 @@ def flash_attention(
                 # Within torch.func a tensor, which vmap may give one value for each index.
                 seed = drawn if torch._C._are_functorch_transforms_active() else int(drawn)
             options["seed"] = seed
-        out, lse, _ = eager_attention(*arrays, options)
+        out, lse, _ = eager_attention(*arrays, options, make)
     return (out, lse) if return_lse else out
 
 

@@ -18,9 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import kernels  # noqa: E402
 import minitorch  # noqa: E402
-from kernels.interop.torch import flash_attention  # noqa: E402
+from kernels.interop.torch import (  # noqa: E402
+    FlashAttention2,
+    flash_attention,
+    flash_attention_varlen,
+)
 from kernels.problem.options import DEFAULTS  # noqa: E402
 
+from ....support.attention.on_cuda import Packed, packed_cases  # noqa: E402
 from ....support.attention.strategies import FEATURES, Case, cases  # noqa: E402
 from ....support.busy_threads import busy_threads  # noqa: E402
 from ....support.tolerances import assert_close_arrays  # noqa: E402
@@ -83,6 +88,40 @@ def test_results_and_gradients_are_the_textbooks(case: Case) -> None:
     case.check(
         {n: x.numpy().reshape(shapes.get(n) or x.shape) for n, x in results.items()}, "by PyTorch"
     )
+
+
+@given(packed_cases((np.float64,), st.integers(1, 9), st.integers(1, 5)))
+def test_packed_sequences_and_their_gradients_are_the_textbooks(case: Packed) -> None:
+    q, k, v, dout = (torch.tensor(x.swapaxes(0, 1)) for x in (*case.operands, case.dout))
+    options = {
+        n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in case.options.items()
+    }
+    sink = options["sink"].requires_grad_() if case.has_sink else None
+    leaves = {"dq": q, "dk": k, "dv": v, "dsink": sink}
+    sums = [torch.tensor(x) for x in case.sums]
+    out, lse = flash_attention_varlen(
+        *(x.requires_grad_() for x in (q, k, v)), *sums, return_lse=True, **options
+    )  # fmt: skip
+    dlse = np.zeros(lse.shape) if case.dlse is None else case.dlse
+    torch.autograd.backward([out, lse], [dout, torch.tensor(dlse)])
+    found = {"out": out.detach(), **{n: x.grad for n, x in leaves.items() if x is not None}}
+    found = {n: x if n == "dsink" else x.transpose(0, 1) for n, x in found.items()}
+    case.check(
+        {n: x.numpy() for n, x in found.items()} | {"lse": lse.detach().numpy()}, "by PyTorch"
+    )
+
+
+@given(st.lists(st.integers(1, 3), max_size=2), st.integers(1, 9), st.booleans())
+def test_the_function_of_courses_saves_one_lse_and_has_right_gradients(
+    lead: list[int], rows: int, causal: bool
+) -> None:
+    q, k, v = (torch.randn(*lead, rows, 4, dtype=FLOAT64, requires_grad=True) for _ in range(3))
+    out = FlashAttention2.apply(q, k, v, causal)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    torch.testing.assert_close(out, expected)
+    shapes = [x.shape for x in out.grad_fn.saved_tensors]
+    assert shapes.count((*lead, rows)) == 1 and len(shapes) == 5
+    assert torch.autograd.gradcheck(lambda *a: FlashAttention2.apply(*a, causal), (q, k, v))
 
 
 @settings(max_examples=12)

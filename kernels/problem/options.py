@@ -165,10 +165,10 @@ class Options(TypedDict, total=False):
         is_packed=False)]
     score_mod: Annotated[  # beyond module 5
         Callable[..., Any] | tuple[Callable[..., Any], ...] | None, Option(
-        "``(score, batch, head, row, col) -> score``, applied after scale and softcap.  Its first and second "
-        "derivatives with respect to the score are found from its source, see "
-        ":func:`kernels.score_derivative`; for a function that cannot be differentiated so, pass a tuple of "
-        "it, its derivative and, for second derivatives, the derivative of that.",
+        "``(score, batch, head, row, col) -> score``, applied after scale and softcap.  Its first and "
+        "second derivatives with respect to the score are found from its source, see "
+        ":func:`kernels.score_derivative`; for a function that cannot be differentiated so, pass a tuple "
+        "of it, its derivative and, for second derivatives, the derivative of that.",
         SCORE_MOD, None,
         lambda value, given: as_score_mod(value, given.options.get("score_table")))]
     seed: Annotated[int | None, Option(

@@ -96,9 +96,9 @@ def _compiled(mods: Features, dtype: np.dtype[Any], keeps_scores: bool = False) 
 def pass_address(problem: Problem, keeps_scores: bool = False) -> int:
     """Return the address of the pass of the user functions over a tile, 0 if a call has none.
 
-    The pass takes a tile of scores, (lines, lanes), their derivatives as ``score_pass`` does, the numbers of
-    :class:`tile_scores.TilePosition`, and the record of the call.  With ``keeps_scores``, it writes the scores
-    before the functions to the second tile.
+    The pass takes a tile of scores, (lines, lanes), their derivatives as ``score_pass`` does, the numbers
+    of :class:`tile_scores.TilePosition`, and the record of the call.  With ``keeps_scores``, it writes the
+    scores before the functions to the second tile.
     """
     mods = problem.features.of_users
     return 0 if mods == PLAIN else _compiled(mods, problem.dtype, keeps_scores)[1]

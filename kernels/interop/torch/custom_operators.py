@@ -19,10 +19,9 @@ from kernels.interop.torch.eager import (
     CONSTANTS,
     array_gradients,
     eager_attention,
-    in_loop,
     wanted_of,
-    with_arrays,
 )
+from kernels.interop.torch.second_order import in_loop, with_arrays
 from kernels.launch import Wanted
 from kernels.problem.options import ARRAY_ORDER, DEFAULTS, OPTIONS, WITH_GRADIENT, field_of
 from kernels.problem.question import problem_of

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from kernels import array_call
-from kernels.interop.libraries import NO_FORWARD_MODE
+from kernels.interop.torch.second_order import (
+    Gradient,
+    Tangent,
+    in_loop,
+    refuse_options,
+    save,
+    with_arrays,
+    without_dynamo,
+)
 from kernels.launch import Wanted
 from kernels.problem.options import ARRAY_ORDER, OPTIONS, WITH_GRADIENT
-from kernels.scores.mods import KEPT, with_kept_mods
 
 #: Number of tensors that a call may have: q, k, v and the options that are arrays.
 _TENSORS = 3 + len(ARRAY_ORDER)
@@ -28,23 +34,8 @@ def eager_attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     function that builds the problem of them.
     """
     if torch._C._are_functorch_transforms_active():
-        return _without_dynamo(_Transformed.apply, *args)
+        return without_dynamo(_Transformed.apply, *args)
     return _Attention.apply(*args)  # type: ignore[return-value]
-
-
-@torch.compiler.disable
-def _without_dynamo(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that torch.compile shall not trace, which it tries to within torch.func."""
-    return function(*args)
-
-
-def with_arrays(options: dict[str, Any], arrays: Sequence[Tensor | None]) -> Any:
-    """Return the options of the kernels with those that are arrays, in the order of ``ARRAY_ORDER``."""
-    given = zip(ARRAY_ORDER, arrays, strict=True)
-    own = {**options, **{name: array for name, array in given if array is not None}}
-    if isinstance(own.get("seed"), Tensor):  # drawn within torch.func
-        own["seed"] = int(own["seed"])
-    return own
 
 
 def wanted_of(needs_input_grad: Sequence[bool]) -> list[bool]:
@@ -69,12 +60,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, options, ctx.make = inputs
     ctx.mark_non_differentiable(output[2])
-    table = tensors[3 + ARRAY_ORDER.index("score_table")]
-    ctx.options = options if KEPT.isdisjoint(options) else with_kept_mods(options, table)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output)
+    save(ctx, inputs, output)
+    ctx.save_for_forward(*inputs[:_TENSORS])
 
 
 class _Attention(torch.autograd.Function):
@@ -95,10 +83,10 @@ class _Attention(torch.autograd.Function):
         args = dout, dlse, *saved, wanted, ctx.options, ctx.make
         in_func = torch._C._are_functorch_transforms_active()
         if in_func or torch.is_grad_enabled():  # for a second derivative
-            dq, dk, dv, *others = _without_dynamo(_Gradient.apply, *args)
+            dq, dk, dv, *others = without_dynamo(Gradient.apply, *args)
         else:
             try:
-                dq, dk, dv, *others = _Gradient.forward(*args)  # type: ignore[call-arg]
+                dq, dk, dv, *others = Gradient.forward(*args)  # type: ignore[call-arg]
             except RuntimeError as error:
                 if any(
                     "Batched" in repr(torch._C._dispatch_keys(x)) for x in args[:2] if x is not None
@@ -111,8 +99,11 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, *array_gradients(wanted, others, saved[3:_TENSORS]), None, None
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(NO_FORWARD_MODE)
+    def jvp(ctx: Any, *given: Any) -> Any:
+        refuse_options(given[3:])
+        inputs = *given[:3], *ctx.saved_tensors[:_TENSORS], ctx.options, ctx.make
+        out_tangent, lse_tangent, *_ = without_dynamo(Tangent.apply, *inputs)
+        return out_tangent, lse_tangent, None
 
 
 class FlashAttention2(torch.autograd.Function):
@@ -148,44 +139,3 @@ class _Transformed(_Attention):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         return in_loop(eager_attention, info, in_dims, args)
-
-
-class _Gradient(torch.autograd.Function):
-    @staticmethod
-    def forward(dout: Tensor, dlse: Any, *tensors: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        q, k, v, *arrays, out, lse, rest, wanted, options, make = tensors
-        results = out, lse, rest, dout, dlse
-        own = with_arrays(options, arrays)
-        return array_call.attend((q, k, v), own, None, Wanted(True, *wanted), results, make)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(
-            "flash_attention has no second derivative; compute it by scaled_dot_product_attention under "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-        )
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return in_loop(_Gradient.apply, info, in_dims, args)
-
-
-def in_loop(function: Callable[..., Any], info: Any, in_dims: Any, args: Any) -> Any:
-    """Return the stacked results of a function for each index of the dimension of vmap, and where it is.
-
-    The function returns several tensors; ``info`` has the size of the dimension, and ``in_dims``
-    where it is in each tensor of ``args``, or None.
-    """
-    (leaves, spec), (dims, _) = tree_flatten(args), tree_flatten(in_dims)
-    results = []
-    for index in range(info.batch_size):
-        own = [
-            x if dim is None else x.select(dim, index) for dim, x in zip(dims, leaves, strict=True)
-        ]
-        results.append(function(*tree_unflatten(own, spec)))
-    stacked = type(results[0])(map(torch.stack, zip(*results, strict=True)))
-    return stacked, type(stacked)([0] * len(stacked))

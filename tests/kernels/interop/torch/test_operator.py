@@ -295,25 +295,15 @@ def test_nested_tensors_are_refused_in_words() -> None:
                 attend(nested, nested, nested)
 
 
-def test_forward_mode_is_refused_in_words() -> None:
+def test_forward_mode_is_refused_where_it_would_give_zeros() -> None:
     q, k, v = (x.detach() for x in some(1, 2, 5, 4))
-
-    def of_query(attend: Any) -> Any:
-        return torch.func.jvp(lambda q: attend(q, k, v), (q,), (q,))
 
     def dual(attend: Any) -> Any:
         with torch.autograd.forward_ad.dual_level():
             return attend(q, k, torch.autograd.forward_ad.make_dual(v, v))
 
     compiled = torch.compile(flash_attention, backend="aot_eager")
-    for call in (
-        lambda: of_query(flash_attention),
-        lambda: torch.compile(of_query, backend="eager")(flash_attention),
-        lambda: dual(flash_attention),
-        lambda: dual(compiled),
-        lambda: dual(kernels.flash_attention_forward),
-        lambda: torch.func.hessian(lambda q: flash_attention(q, k, v).sum())(q),
-    ):
+    for call in (lambda: dual(compiled), lambda: dual(kernels.flash_attention_forward)):
         with pytest.raises(
             NotImplementedError, match="no derivative in forward mode; use reverse mode"
         ):
@@ -380,13 +370,6 @@ def test_a_table_learns_as_a_bias_that_is_indexed(call: str) -> None:
     )
     for name, x, right in zip(("dq", "dk", "dv", "dbias"), found, expected, strict=True):
         assert_close_arrays(x.numpy(), right.numpy(), np.float64, name)
-
-
-def test_a_second_derivative_is_refused() -> None:
-    q, k, v = some(1, 2, 5, 4)
-    (dq,) = torch.autograd.grad(flash_attention(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        dq.sum().backward()
 
 
 def test_bad_operands_are_named() -> None:

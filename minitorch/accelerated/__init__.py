@@ -17,13 +17,14 @@ from kernels.cuda.layers import fused as cuda_kernels
 
 from ..cuda_ops import CudaOps
 from ..fast_ops import FastOps
+from ..models.engine import continued
 from ..tensor_ops import SimpleOps
-from . import captured_decoding, decoding_step, joined_layers, layers, linear, optimisers
-from .captured_decoding import cached_decoding
+from . import decoding_step, joined_layers, layers, linear, optimisers
 from .cpu_loops import FasterOps
 from .cuda_loops import FasterCudaOps
 from .linear_cross_entropy import linear_cross_entropy
 from .residual_layer_norm import residual_layer_norm
+from .sampling import choose_tokens
 
 #: Set to 1 before Python starts, all operations are served by the plain functions.
 VARIABLE = "MINITORCH_PLAIN"
@@ -40,12 +41,12 @@ SHARED: Table = {
     "linear_cross_entropy": linear_cross_entropy,
     "sgd_step": optimisers.sgd_step,
     "adam_step": optimisers.adam_step,
+    "continued": continued,
 }
 CPU: Table = {
     **SHARED,
     "linear": linear.linear,
     "TransformerLayer.forward": decoding_step.layer_forward,
-    "decoding": cached_decoding,
 }
 CUDA: Table = {
     **SHARED,
@@ -55,11 +56,11 @@ CUDA: Table = {
     "residual_layer_norm": residual_layer_norm,
     "TransformerLayer.forward": joined_layers.layer_forward,
     "DecoderLM.through_layers": joined_layers.through_layers,
-    "decoding": captured_decoding.decoding,
+    "choose_tokens": choose_tokens,
     "adam_many": cuda_kernels.adam_many,
 }
 _TABLES = {
-    SimpleOps: (SimpleOps, {"decoding": cached_decoding}),
+    SimpleOps: (SimpleOps, {"continued": continued}),
     FastOps: (FasterOps, CPU),
     CudaOps: (FasterCudaOps, CUDA),
 }

@@ -66,21 +66,26 @@ def fused_step(known: StepWeights, heads: int, x: Tensor, cache: LayerCache) -> 
         (batch, count, n_embd), a constant; or None, with the cache unchanged.
     """
     batch, count, width = x.shape
-    length = cache.length + count
-    weights = known.weights
+    part = cache.part(batch, count)
+    if known.weights is None or part is None:
+        return None
+    length = int(part.before.max()) + part.new
     serves = (
         x.dtype == known.dtype == cache.dtype
         and cache.backend.kind is FastOps
-        and (batch, width) == (cache.batch, cache.heads * cache.head_dim)
+        and width == heads * cache.head_dim
         and heads == cache.heads
-        and length <= cache.capacity
         and decoding_step.pays(batch * count, length, width, known.middle)
         and not os.environ.get(RUNG_VARIABLE)  # it selects a kernel for all attention
     )
-    if weights is None or not serves:
+    if not serves:
         return None
-    keys, values = cache.extended(count)
-    return x.wrap(decoding_step.layer_step(dense(x), weights, keys, values, known.eps))
+    pages = decoding_step.Pages(
+        cache.keys.array(), cache.values.array(), part.table, part.before
+    )
+    out = decoding_step.layer_step(dense(x), known.weights, pages, length, known.eps)
+    cache.grow(count)
+    return x.wrap(out)
 
 
 def step_weights(layer: Any) -> StepWeights:
@@ -134,7 +139,7 @@ def _has_kernel(layer: Any) -> bool:
 def layer_forward(layer: TransformerLayer, x: Tensor) -> Tensor:
     """Apply a layer to x, in one kernel if x has few positions, and those before it are cached."""
     context = modes.context
-    if context is not None and type(context.cache) is LayerCache and context.key_mask is None:
+    if context is not None and context.cache is not None and context.key_mask is None:
         stepped = step(layer, x, context.cache)
         if stepped is not None:
             return stepped

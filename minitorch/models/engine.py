@@ -11,7 +11,7 @@ pages; Agrawal et al. (2023), Sarathi, for prompts in chunks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Collection, Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,18 @@ import numpy as np
 from kernels.common.arguments import flag, whole
 from kernels.common.geometry import ceil_div
 
-from ..modules_basic import lookup
+from ..backends.operations import Operations
 from ..scalars.modes import no_grad
+from ..tensor import Tensor
+from ..training.captured_step import graph_step
 from .evaluation import evaluating
-from .paged_cache import PagedCache, Part
-from .sampling import Logits, make_sampler, prompt_ids
+from .kv_cache import Part
+from .paged_cache import PagedCache
+from .sampling import Sampler, choose_tokens, prompt_ids, settings_of
 from .text_generation import TextGeneration
+
+#: Tokens of a page where one text has all pages.
+PAGE = 128
 
 
 class Request:
@@ -36,14 +42,13 @@ class Request:
         error: What went wrong, if ``ended`` is "error".
     """
 
-    def __init__(
-        self, prompt: list[int], count: int, choose: Callable[[Logits], int], stops: Collection[int]
-    ):
-        self.prompt, self.count, self.choose, self.stops = prompt, count, choose, stops
+    def __init__(self, prompt: list[int], count: int, sampler: Sampler, stops: Collection[int]):
+        self.prompt, self.count, self.sampler, self.stops = prompt, count, sampler, stops
         self.tokens: list[int] = []
         self.ended: str | None = None
         self.error: Exception | None = None
         self.pages: list[int] = []
+        self.table: Any = None  # the pages as a row of the engine's table
         self.cached = 0  # tokens whose keys and values are in the pages
 
     @property
@@ -93,12 +98,19 @@ class Engine:
         layers = [getattr(model, name).attention for name in model.layer_names]
         if not all(layer.is_exact and layer.causal for layer in layers):
             raise ValueError(
-                "an engine needs causal flash or naive attention; build the model with attention='flash'"
+                "a cache needs flash or naive attention that is causal; build the model with "
+                "attention='flash'"
             )
         self.model, self.pages = model, whole("pages", pages, 1)
         self.batch, self.chunk = whole("batch", batch, 1), whole("chunk", chunk, 1)
-        self._cache = PagedCache(model, pages, page_size, flag("batch_invariant", batch_invariant))
+        # One page more, for the rows of a step that no text has.
+        self._cache: PagedCache = model.make_cache(pages + 1, page_size, PagedCache)
+        self._cache.batch_invariant = flag("batch_invariant", batch_invariant)
         self._free = list(range(pages))
+        self._width = min(pages, ceil_div(model.n_positions, page_size))
+        self._write: Any = self._read_one_each
+        if model.backend.cuda:  # a graph for each padded number of rows, and each form of the settings
+            self._write = graph_step(self._write, most_shapes=3 * (batch.bit_length() + 1))
         self.running: list[Request] = []
         self.waiting = deque[Request]()
 
@@ -127,7 +139,7 @@ class Engine:
             ValueError: If an argument does not fit, or the request is too long for the model or the pool.
         """
         ids = prompt_ids(prompt, self.model.n_vocab)
-        choose = make_sampler(temperature, top_k, top_p, seed)
+        sampler = Sampler(temperature, top_k, top_p, seed)
         length, limit = len(ids) + whole("count", count, 1), self.model.n_positions
         room = self.pages * self.page_size + 1  # the last token is not read
         if length > min(limit, room):
@@ -136,7 +148,10 @@ class Engine:
                 f"{len(ids)} tokens of the prompt and {count} new ones are {length}, and {what}; pass a "
                 "shorter prompt, or ask for fewer"
             )
-        request = Request(ids, count, choose, stops)
+        return self.enqueue(Request(ids, count, sampler, stops))
+
+    def enqueue(self, request: Request) -> Request:
+        """Add a request whose sizes are known to fit; see :meth:`submit`."""
         self.waiting.append(request)
         return request
 
@@ -165,6 +180,8 @@ class Engine:
             if needed > len(self._free):
                 return
             first.pages = [self._free.pop() for _ in range(needed)]
+            first.table = np.full(self._width, self.pages, np.int32)
+            first.table[:needed] = first.pages
             self.running.append(self.waiting.popleft())
 
     def step(self) -> list[tuple[Request, int]]:
@@ -176,46 +193,70 @@ class Engine:
         chosen, room = [(r, 1) for r in self.running if r.pending == 1], self.chunk
         for request in self.running:
             if request.pending > 1 and room:
-                chosen.append((request, min(request.pending, room)))
-                room -= chosen[-1][1]
+                count = min(request.pending, room)
+                # Of one token, it is among those that write.
+                chosen.insert(0 if count == 1 else len(chosen), (request, count))
+                room -= count
         if not chosen:
             return []
-        found = []
-        logits = iter(self._logits(chosen))
+        ending = [request for request, count in chosen if request.pending == count]
+        tokens = self._tokens(chosen, ending)
         for request, count in chosen:
             request.cached += count
-            if request.pending:
-                continue
+        found = []
+        for request, token in zip(ending, tokens, strict=True):
             try:
-                token = request.choose(next(logits).astype(np.float64))
-            except Exception as error:  # its logits are no numbers, for example; the others go on
+                request.tokens.append(request.sampler.accept(token))
+            except ValueError as error:  # the others go on
                 self._end(request, "error", error)
                 continue
-            request.tokens.append(token)
-            found.append((request, token))
-            if token in request.stops:
+            found.append((request, request.tokens[-1]))
+            if request.tokens[-1] in request.stops:
                 self._end(request, "stop")
             elif len(request.tokens) == request.count:
                 self._end(request, "length")
         return found
 
     @no_grad()
-    def _logits(self, chosen: list[tuple[Request, int]]) -> Any:
-        """Read tokens; return the logits after those requests that have none left, (requests, n_vocab)."""
+    def _tokens(self, chosen: list[tuple[Request, int]], ending: list[Request]) -> list[float]:
+        """Read tokens of requests, one of each first; return those that follow where none is left."""
         single = [request for request, count in chosen if count == 1]
-        several = [([request], count) for request, count in chosen if count > 1]
-        groups = [(single, 1), *several] if single else several
-        chosen[:] = [(request, count) for own, count in groups for request in own]
-        self._cache.plan([_part(own, count) for own, count in groups])
-        ids = [token for request, count in chosen for token in request.next_tokens(count)]
-        ends = np.cumsum([count for _, count in chosen]) - 1
-        ends = ends[[request.pending == count for request, count in chosen]]
+        ids = np.array([[x for request, count in chosen for x in request.next_tokens(count)]])
+        before = np.array([request.cached for request in single], np.int32)
+        table = np.array([request.table for request in single])
+        settings = settings_of([request.sampler for request in ending])
         with evaluating(self.model):
-            hidden = self.model.hidden(np.array([ids]), self._cache)  # (1, tokens, n_embd)
-            if not len(ends):
-                return []
-            last = lookup(hidden.view(*hidden.shape[1:]), ends[None])  # (1, requests, n_embd)
-            return self.model.score(last).to_numpy()[0]
+            if len(ending) == ids.size:
+                found = self._write(*self._padded(ids, before, table, settings))
+            else:
+                parts = [Part(1, before, table)] if single else []
+                for request, count in chosen[len(single) :]:
+                    start = np.array([request.cached], np.int32)
+                    parts.append(Part(count, start, request.table[None]))
+                ends = np.cumsum([count for _, count in chosen]) - 1
+                ends = ends[[request.pending == count for request, count in chosen]]
+                found = self._read(ids, parts, ends, settings)
+        return found.to_numpy()[: len(ending), 0].tolist() if ending else []
+
+    def _padded(self, ids: Any, before: Any, table: Any, settings: Any) -> Any:
+        """Pad a step that is captured to a power of two of rows, so that few graphs serve all steps."""
+        rows = ids.size
+        more = (1 << (rows - 1).bit_length()) - rows if self.model.backend.cuda else 0
+        if not more:
+            return ids, before, table, settings
+        table = np.pad(table, ((0, more), (0, 0)), constant_values=self.pages)
+        settings = np.pad(settings, ((0, 0), (0, more), (0, 0)), mode="edge")
+        return np.pad(ids, ((0, 0), (0, more))), np.pad(before, (0, more)), table, settings
+
+    def _read_one_each(self, ids: Any, before: Any, table: Any, settings: Any) -> Tensor:
+        """Read a token of each of several texts; return the tokens that follow, (texts, 1)."""
+        return self._read(ids, [Part(1, before, table)], range(ids.size), settings)
+
+    def _read(self, ids: Any, parts: list[Part], ends: Any, settings: Any) -> Any:
+        """Read tokens, (1, tokens), and return those that follow some of them, (ends, 1)."""
+        self._cache.plan(parts)
+        hidden = self.model.hidden(ids, self._cache)
+        return choose_tokens(self.model.last_logits(hidden, ends), settings) if len(ends) else None
 
     def tokens(self, request: Request) -> Generator[int]:
         """Yield the tokens of a request as they come; all others go on meanwhile.
@@ -240,9 +281,27 @@ class Engine:
             raise request.error
 
 
-def _part(requests: list[Request], count: int) -> Part:
-    """Return what requests with equally many next tokens add."""
-    table = np.zeros((len(requests), max(len(r.pages) for r in requests)), np.int32)
-    for row, request in zip(table, requests, strict=True):
-        row[: len(request.pages)] = request.pages
-    return Part(count, np.array([r.cached for r in requests], np.int32), table)
+def continued(
+    model: TextGeneration, ids: list[int], count: int, sampler: Sampler
+) -> Iterator[int]:
+    """Yield a number of tokens that continue a text, as the only request of an engine.
+
+    Beyond the context, each token moves all others, and the whole text is read again.
+    """
+    within = min(count, model.n_positions + 1 - len(ids))  # the last token is not read
+    if within > 0:
+        pages = ceil_div(len(ids) + within - 1, PAGE)
+        # Kept from text to text for its graphs; taken away while one is written.
+        engine = vars(model).pop("_engine", None)
+        if engine is None or engine.pages < pages:
+            engine = Engine(
+                model, pages=pages, page_size=PAGE, batch=1, chunk=model.n_positions
+            )
+        request = engine.enqueue(Request(ids, within, sampler, ()))
+        try:
+            yield from engine.tokens(request)
+        finally:
+            if model.backend.cuda:
+                vars(model)["_engine"] = engine
+        ids, count = [*ids, *request.tokens], count - within
+    yield from Operations.plain["continued"](model, ids, count, sampler)

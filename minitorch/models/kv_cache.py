@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kernels.common.arguments import shown, whole
-from kernels.cuda.backend import device_view
-from kernels.problem.options import Options
 from kernels.runtime.dtypes import is_floating
 
 from ..backends.elements import check_memory, dtype_or_default
 from ..functions.base import check_tensor
 from ..layers.checks import check_ids
+from ..layers.indices import kept_range
 from ..tensor import Tensor
-from ..tensor_data import Storage, TensorData, is_device_storage
+from ..tensor_data import TensorData
 from ..tensor_ops import TensorBackend
 from ..tensors.factories import zeros
 from .rotary import Rotary
@@ -35,11 +35,18 @@ def _checked_sizes(**sizes: Any) -> None:
         whole(f"{name} of a cache", size, 1)
 
 
-class LayerCache:
-    """The keys and values of one attention layer, (batch, heads, length, head_dim), with spare capacity.
+class Part(NamedTuple):
+    """Texts that add equally many tokens each, one text after the other, and where their keys lie."""
 
-    In memory the position is the first dimension, so the filled part is one contiguous piece of storage.
-    Tensors of it are views, and appending writes only the new rows.
+    new: int  #: Tokens of each text.
+    before: npt.NDArray[np.int32]  #: Keys of each text before the step, (texts,).
+    table: npt.NDArray[np.int32]  #: Pages of each text, (texts, most pages).
+
+
+class LayerCache:
+    """The keys and values of one attention layer, with spare capacity.
+
+    Appending writes only the new rows, and tensors of all rows are views.
 
     Args:
         batch: Number of texts.
@@ -51,6 +58,8 @@ class LayerCache:
 
     Attributes:
         length: Number of filled positions.
+        keys: (batch, heads, capacity, head_dim).
+        values: Like ``keys``.
 
     Raises:
         TypeError: If a size is not a whole number, the backend not a backend, or the dtype not floating.
@@ -75,16 +84,15 @@ class LayerCache:
         self.capacity, self.length = capacity, 0
         self.backend = backend
         self.known: Any = None  # the layer's ``StepWeights``
-        self._step = batch * heads * head_dim  # elements of one position
         self.dtype = dtype_or_default(dtype)
         if not is_floating(self.dtype):
             raise TypeError(
                 f"the dtype of a cache must be floating, got {self.dtype}; pass the model's dtype"
             )
-        check_memory((batch, heads, capacity, head_dim), self.dtype)
-        self._storages = [
-            backend.loops.allocate(capacity * self._step, self.dtype) for _ in range(2)
-        ]
+        shape = batch, heads, capacity, head_dim
+        check_memory(shape, self.dtype)
+        storages = (backend.loops.allocate(math.prod(shape), self.dtype) for _ in range(2))
+        self.keys, self.values = (Tensor(TensorData(x, shape), backend=backend) for x in storages)
 
     def __repr__(self) -> str:
         return f"LayerCache({self._about()})"
@@ -118,35 +126,36 @@ class LayerCache:
                 f"k and v must have the same shape, got {k.shape} and {v.shape}; append both for every "
                 "position"
             )
-        for new, storage in zip((k, v), self._storages, strict=True):
-            self._write(new._new(new._tensor.permute(2, 0, 1, 3)), storage)
-        self.length += k.shape[2]
-        return self.filled(self.length)
+        for new, kept in ((k, self.keys), (v, self.values)):
+            rows = self._rows(kept, self.length, k.shape[2])
+            if self.backend.cuda:
+                self.backend.id_map(new.detach(), rows)
+            else:  # so small that NumPy finishes before a parallel loop has started
+                rows.to_numpy()[...] = new.to_numpy()
+        self.grow(k.shape[2])
+        return self._rows(self.keys, 0, self.length), self._rows(self.values, 0, self.length)
 
     def attend(
         self, attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, options: Any
     ) -> Tensor:
         """Append keys and values, and attend to all so far; arguments as of a layer's ``attend``."""
-        visible = self.visible()
+        before = self.length
         k, v = self.append(k, v)  # (batch, heads, all so far, head_dim)
-        return attention(q, k, v, **{**options, **visible})
+        return attention(q, k, v, **{**options, "is_causal": True, "causal_offset": before})
 
-    def filled(self, length: int) -> tuple[Tensor, Tensor]:
-        """View the keys and the values of the first positions, (batch, heads, length, head_dim)."""
-        k, v = (self._rows(storage, 0, length) for storage in self._storages)
-        return k._new(k._tensor.permute(1, 2, 0, 3)), v._new(v._tensor.permute(1, 2, 0, 3))
+    def part(self, batch: int, count: int) -> Part | None:
+        """Return a step of some positions of each text as a part, or None if it cannot be one.
 
-    def _write(self, source: Tensor, storage: Storage) -> None:
-        """Write rows, (count, batch, heads, head_dim), after the filled ones."""
-        rows = self._rows(storage, self.length, self.length + source.shape[0])
-        if self.backend.cuda:
-            self.backend.id_map(source, rows)
-        else:  # so small that NumPy finishes before a parallel loop has started
-            rows.to_numpy()[...] = source.to_numpy()
+        Each text is one page of the capacity's size.
+        """
+        if batch != self.batch or self.length + count > self.capacity:
+            return None
+        before = np.full(batch, self.length, np.int32)
+        return Part(count, before, kept_range(0, batch)[:, None].astype(np.int32))
 
-    def visible(self) -> Options:
-        """Return the options of attention for the positions that :meth:`append` will add."""
-        return {"is_causal": True, "causal_offset": self.length}
+    def grow(self, count: int) -> None:
+        """Count positions whose keys and values have been written."""
+        self.length += count
 
     def positions(self, count: int) -> Any:
         """Return the next positions, (count,)."""
@@ -156,28 +165,6 @@ class LayerCache:
         """Rotate queries or keys of the next positions, (batch, count, heads, head_dim)."""
         return rotary(x, self.length)
 
-    def clear(self) -> None:
-        """Empty the cache and write zeros: attention multiplies masked values by 0, and 0 · NaN is NaN."""
-        self.length = 0
-        for storage in self._storages:
-            rows = self._rows(storage, 0, self.capacity)
-            self.backend.id_map(zeros(rows.shape, self.backend, dtype=self.dtype), rows)
-
-    def extended(self, count: int) -> list[npt.NDArray[Any]]:
-        """Reserve further positions, for a kernel on the host to fill.
-
-        Returns:
-            The keys and the values of all positions, (length, batch, heads, head_dim), the last ``count``
-            of them unwritten.
-
-        Raises:
-            ValueError: If the cache is full; nothing is reserved then.
-        """
-        self._check_room(whole("count", count, 0))
-        self.length += count
-        shape = self.length, self.batch, self.heads, self.head_dim
-        return [storage[: self.length * self._step].reshape(shape) for storage in self._storages]
-
     def repeated(self, count: int) -> LayerCache:
         """Return a copy in which each text appears ``count`` times, one after the other."""
         batch = self.batch * whole("count", count, 1)
@@ -186,11 +173,10 @@ class LayerCache:
         )
         found.length = self.length
         if self.length:
-            shape = self.length, self.batch, 1, self.heads, self.head_dim
-            copies = zeros((1, 1, count, 1, 1), self.backend, dtype=self.dtype)
-            for own, new in zip(self._storages, found._storages, strict=True):
-                rows = self._rows(own, 0, self.length).view(*shape) + copies
-                target = found._rows(new, 0, self.length)
+            copies = zeros((1, count, 1), self.backend, dtype=self.dtype)
+            for own, new in ((self.keys, found.keys), (self.values, found.values)):
+                rows, target = (x._rows(t, 0, self.length) for x, t in ((self, own), (found, new)))
+                rows = rows.contiguous().view(self.batch, 1, rows.size // self.batch) + copies
                 self.backend.id_map(rows.view(*target.shape), target)
         return found
 
@@ -206,16 +192,11 @@ class LayerCache:
             )
         self.length = length
 
-    def _rows(self, storage: Storage, start: int, stop: int) -> Tensor:
-        """Return some positions, (count, batch, heads, head_dim), as views."""
-        count = stop - start
-        first, size = start * self._step, count * self._step
-        if is_device_storage(storage):
-            part = device_view(storage, (size,), (1,), first)
-        else:
-            part = storage[first : first + size]
-        shape = count, self.batch, self.heads, self.head_dim
-        return Tensor(TensorData(part, shape), backend=self.backend)
+    def _rows(self, kept: Tensor, start: int, count: int) -> Tensor:
+        """Return some positions of the keys or values, (batch, heads, count, head_dim), as a view."""
+        data = kept._tensor
+        storage = self.backend.memory.part(data._storage, start * self.head_dim, kept.size)
+        return kept.on(storage, (self.batch, self.heads, count, self.head_dim), data.strides)
 
     def _check(self, new: Tensor) -> None:
         if new.backend.kind is not self.backend.kind or new.dtype != self.dtype:
@@ -234,9 +215,6 @@ class LayerCache:
                 f"the cache is for batch {self.batch}, {self.heads} heads and head_dim "
                 f"{self.head_dim}, got (batch, heads, seq, head_dim) {new.shape}; make one with these sizes"
             )
-        self._check_room(count)
-
-    def _check_room(self, count: int) -> None:
         if self.length + count > self.capacity:
             raise ValueError(
                 f"the cache is full: {self.length} of {self.capacity} positions are filled, {count} more "
@@ -255,8 +233,9 @@ class KVCache:
         head_dim: Size of a key and of a value.
         backend: Backend of the model.
         dtype: Dtype of the model; the default dtype when None.
-        kind: The class of the layers' caches.
     """
+
+    kind: Any = LayerCache  #: The class of the layers' caches.
 
     def __init__(
         self,
@@ -267,12 +246,11 @@ class KVCache:
         head_dim: int,
         backend: TensorBackend,
         dtype: npt.DTypeLike | None = None,
-        kind: type[LayerCache] = LayerCache,
     ):
         _checked_sizes(layers=layers)
         self.capacity = capacity
         sizes = batch, heads, capacity, head_dim
-        self.layers = [kind(*sizes, backend, dtype) for _ in range(layers)]
+        self.layers: list[Any] = [self.kind(*sizes, backend, dtype) for _ in range(layers)]
 
     def __repr__(self) -> str:
         return f"KVCache(layers={len(self.layers)}, {self.layers[0]._about()})"
@@ -314,8 +292,3 @@ class KVCache:
         """
         for layer in self.layers:
             layer.truncate(length)
-
-    def clear(self) -> None:
-        """Empty the cache and write zeros to it."""
-        for layer in self.layers:
-            layer.clear()

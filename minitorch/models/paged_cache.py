@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 import kernels
 
 from ..tensor import Tensor
-from ..tensors.factories import zeros
 from ..tensors.joining import cat
-from .kv_cache import KVCache, LayerCache
+from .kv_cache import KVCache, LayerCache, Part
 from .rotary import Rotary, Rotate
-
-
-class Part(NamedTuple):
-    """Texts that add one token each, or one text that adds several; their tokens follow one another."""
-
-    new: int  #: Tokens of each text.
-    before: npt.NDArray[np.int32]  #: Keys of each text before the step, (texts,).
-    table: npt.NDArray[np.int32]  #: Pages of each text, (texts, most pages).
 
 
 class PagedLayer(LayerCache):
@@ -32,13 +22,7 @@ class PagedLayer(LayerCache):
         owner: The cache of all layers, which holds what the next step adds.
     """
 
-    def __init__(self, like: LayerCache, shape: tuple[int, ...], owner: PagedCache):
-        self.owner = owner
-        self.keys, self.values = (zeros(shape, like.backend, dtype=like.dtype) for _ in range(2))
-
-    def _about(self) -> str:
-        pages, _, size, _ = self.keys.shape
-        return f"pages={pages}, page_size={size}, dtype={self.keys.dtype}"
+    owner: PagedCache
 
     def attend(
         self, attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, options: Any
@@ -72,42 +56,53 @@ class PagedLayer(LayerCache):
             start = stop
         return found[0] if len(found) == 1 else cat(found, 2)
 
-    def positions(self, count: int) -> npt.NDArray[np.int64]:
+    def part(self, batch: int, count: int) -> Part | None:
+        """Return the step as a part, or None if it has several."""
+        return self.owner.parts[0] if len(self.owner.parts) == 1 else None
+
+    def grow(self, count: int) -> None:
+        """Count nothing: who plans the steps does."""
+
+    def positions(self, count: int) -> Any:
         """Return the positions of the tokens that the next step adds, (count,)."""
         return self.owner.places
 
     def rotated(self, rotary: Rotary, x: Tensor) -> Tensor:
         """Rotate queries or keys by their positions, (1, tokens, heads, head_dim)."""
-        return Rotate.apply(x, *rotary.turns(self.owner.places, x))
+        if self.owner.turns is None:
+            self.owner.turns = rotary.turns(self.owner.places, x)
+        return Rotate.apply(x, *self.owner.turns)
 
 
 class PagedCache(KVCache):
-    """A pool of pages for each attention layer of a model.
-
-    Args:
-        model: A ``DecoderLM``.
-        pages: Number of pages of a layer.
-        page_size: Positions of a page, a multiple of 16 up to 256.
-        batch_invariant: See :func:`kernels.flash_attention_with_cache`.
+    """A pool of pages for each attention layer of a model; a page has the place of a text.
 
     Attributes:
+        batch_invariant: See :func:`kernels.flash_attention_with_cache`.
         parts: What the next step adds.
         places: The positions of its tokens.
+        turns: The cosines and sines of these positions, if a layer has needed them.
     """
 
-    def __init__(self, model: Any, pages: int, page_size: int, batch_invariant: bool = False):
-        like = model.make_cache(capacity=1).layers
-        shape = pages, like[0].heads, page_size, like[0].head_dim
-        self.batch_invariant = batch_invariant
-        self.layers: list[Any] = [PagedLayer(layer, shape, self) for layer in like]
+    kind = PagedLayer
+
+    def __init__(self, *sizes: Any):
+        super().__init__(*sizes)
+        self.batch_invariant = False
+        for layer in self.layers:
+            layer.owner = self
         self.plan([])
 
     def plan(self, parts: list[Part]) -> None:
         """Say what the next step adds."""
-        bring = self.layers[0].keys.backend.memory.bring  # once for all layers
+        bring = self.layers[0].backend.memory.bring  # once for all layers
         self.parts = [Part(new, bring(before), bring(table)) for new, before, table in parts]
-        spans = [b + np.arange(new) for new, before, _ in parts for b in before.tolist()]
-        self.places = np.concatenate([np.arange(0), *spans])
+        if len(parts) == 1 and parts[0].new == 1:
+            self.places = parts[0].before  # itself: a captured step reads it again
+        else:
+            spans = [b + np.arange(new) for new, before, _ in parts for b in before.tolist()]
+            self.places = np.concatenate([np.arange(0), *spans])
+        self.turns: Any = None
 
     def start(self, model: Any, idx: Any) -> int:
         """Return the number of tokens of a step; see :meth:`KVCache.start`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,12 @@ import numpy.typing as npt
 
 from kernels.common.arguments import not_negative, number, short, whole
 
+from ..backends.operations import operation  # beyond module 5
 from ..layers.indices import integer_array
+from ..tensor import Tensor
+from ..tensors.factories import from_numpy
 
-Logits = npt.NDArray[np.float64]
+Array = npt.NDArray[np.float64]
 
 
 def prompt_ids(prompt: Any, n_vocab: int) -> list[int]:
@@ -32,10 +35,8 @@ def prompt_ids(prompt: Any, n_vocab: int) -> list[int]:
     return ids.tolist()
 
 
-def make_sampler(
-    temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0, seed: int | None = None
-) -> Callable[[Logits], int]:
-    """Return a function that draws a token from (n_vocab,) logits.
+class Sampler:
+    """How the tokens of a text are drawn, and its stream of random numbers.
 
     Args:
         temperature: Divisor of the logits before sampling; 0 takes the most likely token.
@@ -44,36 +45,106 @@ def make_sampler(
             the ``top_k``, sum to at least this.
         seed: Seed of the sampling; None draws a random one.
 
+    Attributes:
+        is_greedy: Whether it takes the most likely token.
+
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If the temperature or the seed is negative, top_k below 1, or top_p not in (0, 1].
+    """
+
+    def __init__(
+        self, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0,
+        seed: int | None = None,
+    ):  # fmt: skip
+        temperature = not_negative(
+            "temperature", temperature, hint="; 0 takes the most likely token"
+        )
+        top_k = np.inf if top_k is None else whole("top_k", top_k, 1)
+        if not 0.0 < number("top_p", top_p) <= 1.0:
+            raise ValueError(
+                f"top_p must be above 0 and at most 1, got {short(top_p)}; 1 keeps all tokens"
+            )
+        self.is_greedy = temperature == 0.0
+        self._options = (1.0, 1, 1.0) if self.is_greedy else (temperature, top_k, top_p)
+        self._rng = np.random.default_rng(None if seed is None else whole("seed", seed, 0))
+        self._uniform = self._rng.random()
+
+    @property
+    def settings(self) -> tuple[float, ...]:
+        """The settings of the next token; see :func:`choose_tokens`."""
+        temperature, top_k, top_p = self._options
+        return temperature, self._uniform, top_k, top_p
+
+    def accept(self, token: float) -> int:
+        """Return a chosen token, and draw the random number of the one after it.
+
+        Raises:
+            ValueError: If the logits were no numbers.
+        """
+        self._uniform = self._rng.random()
+        if token < 0:
+            raise ValueError(
+                "the logits of the next token contain NaN or infinity; check the weights of the model"
+            )
+        return int(token)
+
+
+def settings_of(samplers: Sequence[Sampler]) -> Array:
+    """Return the settings of the next tokens of several texts for :func:`choose_tokens`."""
+    if all(sampler.is_greedy for sampler in samplers):
+        return np.empty((0, len(samplers), 1))
+    found = np.array([sampler.settings for sampler in samplers]).T[..., None]  # (4, rows, 1)
+    keeps_all = (found[2] == np.inf).all() and (found[3] == 1.0).all()
+    return found[:2].copy() if keeps_all else found.copy()
+
+
+@operation  # beyond module 5
+def choose_tokens(logits: Tensor, settings: Any) -> Tensor:
+    """Choose a token for each row of logits.
+
+    The tokens that remain after top-k and top-p, in the order of their ids, divide [0, 1) among them by
+    their probabilities, and the random number lies in the share of one of them.
+
+    Args:
+        logits: (rows, n_vocab).
+        settings: Temperature, random number, top-k and top-p of each row, (4, rows, 1) float64 on the host.
+            Without the last two, (2, rows, 1), all tokens remain; with none of them, (0, rows, 1), the most
+            likely token is chosen.
+
+    Returns:
+        The tokens, (rows, 1) float64; -1 for a row whose largest logit is NaN or infinite.
 
     Source: Fan et al. (2018), Hierarchical neural story generation (top-k); Holtzman et al. (2020), The
     curious case of neural text degeneration (top-p).
     """
-    temperature = not_negative("temperature", temperature, hint="; 0 takes the most likely token")
-    if top_k is not None:
-        whole("top_k", top_k, 1)
-    if not 0.0 < number("top_p", top_p) <= 1.0:
-        raise ValueError(
-            f"top_p must be above 0 and at most 1, got {short(top_p)}; 1 keeps all tokens"
-        )
-    rng = np.random.default_rng(None if seed is None else whole("seed", seed, 0))
+    rows = logits.to_numpy().astype(np.float64)
+    found = [_choose(row, *settings[:, i, 0].tolist()) for i, row in enumerate(rows)]
+    return from_numpy(np.array(found, np.float64)[:, None], logits.backend)
 
-    def sample(logits: Logits) -> int:
-        if temperature == 0:
-            return int(logits.argmax())
-        ids = np.arange(len(logits))
-        if top_k is not None and top_k < len(logits):
-            ids = np.sort(np.argpartition(logits, -top_k)[-top_k:])
-        scores = logits[ids]  # (n_vocab or top_k,)
-        probs = np.exp((scores - scores.max()) / temperature)
-        probs /= probs.sum()
-        if top_p < 1.0:
-            order = np.argsort(-scores, kind="stable")
-            before = np.cumsum(probs[order]) - probs[order]  # of the tokens that are more likely
-            probs[order[before >= top_p]] = 0.0
-            probs /= probs.sum()
-        return int(ids[rng.choice(len(ids), p=probs)])
 
-    return sample
+def _choose(
+    logits: Array, temperature: float = 0.0, uniform: float = 0.0, top_k: float = np.inf,
+    top_p: float = 1.0,
+) -> int:  # fmt: skip
+    """Choose a token by (n_vocab,) logits."""
+    if temperature == 0.0 or top_k == 1:
+        return int(logits.argmax())
+    largest, ids = logits.max(), np.arange(len(logits))
+    if not np.isfinite(largest):
+        return -1
+    if top_k < len(logits):
+        k = int(top_k)
+        least = np.partition(logits, -k)[-k]
+        ids = np.flatnonzero(logits >= least)
+        ties = np.flatnonzero(logits[ids] == least)
+        ids = np.delete(ids, ties[len(ties) - (len(ids) - k) :])  # of equal ones, the first remain
+    scores = logits[ids]  # (n_vocab or top_k,)
+    probs = np.exp((scores - largest) / temperature)
+    if top_p < 1.0:
+        order = np.argsort(-scores, kind="stable")
+        ranked = probs[order]
+        before = np.cumsum(ranked) - ranked  # of the tokens that are more likely
+        probs[order[before >= top_p * ranked.sum()]] = 0.0
+    sums = np.cumsum(probs)
+    return int(ids[np.searchsorted(sums / sums[-1], uniform, side="right")])

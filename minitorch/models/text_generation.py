@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os  # beyond module 5
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,11 +19,12 @@ from ..scalars.modes import (
     no_grad,
     without_drawing,  # beyond module 5
 )
+from ..tensor import Tensor
 from ..tensor_ops import TensorBackend
 from .evaluation import evaluating
-from .kv_cache import KVCache, LayerCache  # beyond module 5
+from .kv_cache import KVCache  # beyond module 5
 from .pretrained import load_pretrained, read_pretrained, write_pretrained  # beyond module 5
-from .sampling import make_sampler, prompt_ids
+from .sampling import Sampler, choose_tokens, prompt_ids, settings_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -96,21 +96,21 @@ class TextGeneration(Module):
         write_pretrained(folder, self, tokenizer)
 
     def make_cache(  # beyond module 5
-        self, batch: int = 1, capacity: int | None = None, kind: type[LayerCache] = LayerCache
-    ) -> KVCache:
+        self, batch: int = 1, capacity: int | None = None, kind: type[KVCache] = KVCache
+    ) -> Any:
         """Return an empty cache for this model.
 
         Args:
             batch: Number of texts.
             capacity: Maximum number of positions; ``n_positions`` when None.
-            kind: The class of the layers' caches.
+            kind: The class of the cache.
         """
         table = self.token_embeddings.weights.value
         attention = getattr(self, self.layer_names[0]).attention
-        return KVCache(
+        return kind(
             len(self.layer_names), batch, attention.n_kv_head,
             self.n_positions if capacity is None else capacity,
-            attention.attn_hidden_dim, table.backend, table.dtype, kind,
+            attention.attn_hidden_dim, table.backend, table.dtype,
         )  # fmt: skip
 
     def generate(
@@ -150,40 +150,29 @@ class TextGeneration(Module):
         ids = prompt_ids(prompt, self.n_vocab)
         if whole("count", count) < 0:
             raise ValueError(f"count must be the number of tokens to add, 0 or more; got {count}")
-        choose = make_sampler(temperature, top_k, top_p, seed)
-        capacity = min(len(ids) + count, self.n_positions)
-        with decoding(self, capacity) as next_logits:
-            for _ in range(count):
-                ids.append(choose(next_logits(ids)))
-                yield ids[-1]
+        yield from continued(self, ids, count, Sampler(temperature, top_k, top_p, seed))
 
     @no_grad()
-    def next_logits(
-        self,
-        ids: list[int],
-        cache: KVCache | None = None,  # beyond module 5
-    ) -> npt.NDArray[np.float64]:
-        """Return the logits of the token after ``ids``, without dropout, (n_vocab,)."""
+    def next_logits(self, ids: list[int]) -> Tensor:
+        """Return the logits of the token after ``ids``, without dropout, (1, n_vocab)."""
         with evaluating(self):
-            if cache is not None and len(ids) <= self.n_positions:  # beyond module 5
-                # It holds the first tokens. In a longer text, the positions of all tokens have changed.
-                return self.last_logits(self.hidden(np.array([ids[cache.length :]]), cache))
-            return self.last_logits(self.hidden(np.array([ids[-self.n_positions :]])))
+            hidden = self.hidden(np.array([ids[-self.n_positions :]]))
+            return self.last_logits(hidden, np.array([hidden.shape[1] - 1]))
 
-    def last_logits(self, hidden: Any) -> npt.NDArray[np.float64]:
-        """Return the logits at the last position only, (n_vocab,), for a result of ``hidden``."""
-        rows = hidden.view(*hidden.shape[1:])  # (seq, n_embd)
-        last = lookup(rows, np.array([[rows.shape[0] - 1]]))  # (1, 1, n_embd)
-        return self.score(last).to_numpy()[0, 0].astype(np.float64)
+    def last_logits(self, hidden: Tensor, ends: npt.NDArray[np.int64]) -> Tensor:
+        """Return the logits at some positions, (count, n_vocab), for (1, seq, n_embd) from ``hidden``."""
+        if len(ends) < hidden.shape[1]:
+            hidden = lookup(hidden.view(*hidden.shape[1:]), ends[None])  # (1, count, n_embd)
+        return self.score(hidden).view(len(ends), self.n_vocab)
 
 
 @operation  # beyond module 5
-@contextmanager
-def decoding(
-    model: TextGeneration, capacity: int
-) -> Iterator[Callable[[list[int]], npt.NDArray[np.float64]]]:
-    """Provide a function that returns the logits of the token after a text, which grows from call to call.
-
-    It reads the whole text each time.  A backend may keep keys and values of up to ``capacity`` tokens.
-    """
-    yield model.next_logits
+def continued(
+    model: TextGeneration, ids: list[int], count: int, sampler: Sampler
+) -> Iterator[int]:
+    """Yield a number of tokens that continue a text, which is read as a whole for each of them."""
+    ids = [*ids]
+    for _ in range(count):
+        token = choose_tokens(model.next_logits(ids), settings_of([sampler])).item()
+        ids.append(sampler.accept(token))
+        yield ids[-1]

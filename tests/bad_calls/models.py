@@ -41,7 +41,6 @@ MODELS = [
      "float32", "float64"),
     (lambda o: mt.LayerCache(1, 2, 9, 4, o.backend).append(o.heads, mt.zeros((1, 2, 2, 4),
      o.backend)), ValueError, "same shape", "(1, 2, 3, 4) and (1, 2, 2, 4)"),
-    (lambda o: mt.LayerCache(1, 2, 1, 4, o.backend).extended(2), ValueError, "is full", "2 more"),
     (lambda o: mt.Engine(model(o.backend), page_size=24), ValueError, "multiple of 16", "24"),
     (lambda o: mt.Engine(model(o.backend), pages=0), ValueError, "pages", "0"),
     (lambda o: mt.Engine(model(o.backend)).submit([1], 0), ValueError, "count", "0"),

@@ -45,25 +45,37 @@ class LayerWeights(NamedTuple):
     narrow: tuple[Array, Array]  #: Weights (middle, width) and bias, after it.
 
 
-@njit(fastmath=FASTMATH)
-def append(k, v, keys, values):
-    """Write new keys and values, (batch, count, heads, head_dim), to the last positions of the cache."""
-    before = len(keys) - k.shape[1]
-    keys[before:] = k.transpose(1, 0, 2, 3)
-    values[before:] = v.transpose(1, 0, 2, 3)
+class Pages(NamedTuple):
+    """The cache: position ``p`` of text ``b`` is row ``p % page_size`` of page ``table[b, p // page_size]``."""
+
+    keys: Array  #: (pages, heads, page_size, head_dim), contiguous.
+    values: Array  #: Like ``keys``.
+    table: Array  #: (batch, most pages) int32.
+    before: Array  #: Number of positions of each text before the step, (batch,) int32.
 
 
 @njit(fastmath=FASTMATH)
-def attend_head(q, keys, values, factor, b, h, out):
+def append(k, v, cache):
+    """Write new keys and values, (batch, count, heads, head_dim), to the next positions of the cache."""
+    size = cache.keys.shape[2]
+    for b in range(len(k)):
+        for i in range(k.shape[1]):
+            position = cache.before[b] + i
+            page, row = cache.table[b, position // size], position % size
+            cache.keys[page, :, row] = k[b, i]
+            cache.values[page, :, row] = v[b, i]
+
+
+@njit(fastmath=FASTMATH)
+def attend_head(q, cache, factor, b, h, out):
     """Attend causally with head ``h`` of text ``b``; q and ``out`` are (batch, count, heads, head_dim).
 
-    Keys and values of all positions are (length, batch, heads, head_dim); the factor of the scores is
-    log2(e) / sqrt(head_dim).
+    The cache holds the new positions, too; the factor of the scores is log2(e) / sqrt(head_dim).
     """
-    count, dim = q.shape[1], q.shape[3]
-    before = len(keys) - count
-    scores = np.empty((1, len(keys) + KEYS), q.dtype)
-    probs = np.empty((1, len(keys)), q.dtype)
+    count, dim, size = q.shape[1], q.shape[3], cache.keys.shape[2]
+    before = cache.before[b]
+    scores = np.empty((1, before + count + KEYS), q.dtype)
+    probs = np.empty((1, before + count), q.dtype)
     row = np.empty((1, dim), q.dtype)
     for i in range(count):
         seen = before + i + 1
@@ -71,7 +83,9 @@ def attend_head(q, keys, values, factor, b, h, out):
         # S = q · K, in base 2; P = exp(S - max S); O = P · V / sum P
         for d in range(dim):
             row[0, d] = q[b, i, h, d] * factor
-        scores_of_row(row, 0, keys[:seen, b, h], scores, 0)
+        for start in range(0, seen, size):
+            page, stop = cache.table[b, start // size], min(size, seen - start)
+            scores_of_row(row, 0, cache.keys[page, h, :stop], scores, start)
         largest = s[0]
         for c in range(seen):
             largest = max(largest, s[c])
@@ -81,18 +95,20 @@ def attend_head(q, keys, values, factor, b, h, out):
             total += p[c]
         acc = out[b, i, h]  # (head_dim,)
         acc[:] = 0
-        add_values(probs, 0, 0, values[:seen, b, h], out[b, i, h : h + 1])
+        for start in range(0, seen, size):
+            page, stop = cache.table[b, start // size], min(size, seen - start)
+            add_values(probs, 0, start, cache.values[page, h, :stop], out[b, i, h : h + 1])
         inverse = q.dtype.type(inverse_sum(total))
         for d in range(dim):
             acc[d] *= inverse
 
 
 @by_size(fastmath=FASTMATH)
-def _attend(q, k, v, keys, values, factor, out):
-    append(k, v, keys, values)
+def _attend(q, k, v, cache, factor, out):
+    append(k, v, cache)
     heads = q.shape[2]
     for item in prange(len(q) * heads):
-        attend_head(q, keys, values, factor, item // heads, item % heads, out)
+        attend_head(q, cache, factor, item // heads, item % heads, out)
 
 
 @njit(fastmath=FASTMATH)
@@ -109,19 +125,19 @@ def multiply(x, weights, out):
 
 
 @njit_cached(fastmath=FASTMATH)
-def _layer_step(x, w, keys, values, eps, factor, out):
-    count, (_, batch, heads, dim) = len(x) // keys.shape[1], keys.shape
-    split = batch, count, heads, dim
+def _layer_step(x, w, cache, eps, factor, out):
+    batch, (_, heads, _, dim) = len(cache.before), cache.keys.shape
+    split = batch, len(x) // batch, heads, dim
     normed, joined, added = np.empty_like(x), np.empty_like(x), np.empty_like(x)  # (rows, width)
     q, k, v = np.empty_like(x), np.empty_like(x), np.empty_like(x)  # (rows, width)
     norm(x, w.norm_1, eps, normed)
     multiply(normed, w.q, q)
     multiply(normed, w.k, k)
     multiply(normed, w.v, v)
-    append(k.reshape(split), v.reshape(split), keys, values)
+    append(k.reshape(split), v.reshape(split), cache)
     for b in range(batch):
         for h in range(heads):
-            attend_head(q.reshape(split), keys, values, factor, b, h, joined.reshape(split))
+            attend_head(q.reshape(split), cache, factor, b, h, joined.reshape(split))
     multiply(joined, w.out, added)
     y = x + added  # (rows, width)
     norm(y, w.norm_2, eps, normed)
@@ -131,31 +147,30 @@ def _layer_step(x, w, keys, values, eps, factor, out):
     out[:] = y + added
 
 
-def layer_step(x: Array, weights: LayerWeights, keys: Array, values: Array, eps: float) -> Array:
+def layer_step(x: Array, weights: LayerWeights, cache: Pages, length: int, eps: float) -> Array:
     """Return the output of a layer for the newest positions, and append their keys and values to the cache.
 
-    x is (batch, count, width), float32 or float64 like all arrays, and keys and values are those of
-    all positions, (length, batch, heads, head_dim), of which those of x are the last.  All are
-    contiguous; ``eps`` is added to the variance by the layer norms.
+    x is (batch, count, width), float32 or float64 like all arrays; all are contiguous.  ``length`` is the
+    largest number of positions of a text, and ``eps`` is added to the variance by the layer norms.
     """
     rows = x.reshape(-1, x.shape[-1])  # (batch · count, width)
     real = x.dtype.type
-    factor = real(LOG2_E / math.sqrt(keys.shape[-1]))
-    sizes = len(rows), len(keys), rows.shape[1], weights.widen[0].shape[1]
+    factor = real(LOG2_E / math.sqrt(cache.keys.shape[-1]))
+    sizes = len(rows), length, rows.shape[1], weights.widen[0].shape[1]
     if multiply_adds(*sizes) < PARALLEL_FROM:
         out = np.empty_like(rows)
-        _layer_step(rows, weights, keys, values, real(eps), factor, out)
+        _layer_step(rows, weights, cache, real(eps), factor, out)
     else:
-        out = _shared_step(rows, weights, keys, values, eps, factor)
+        out = _shared_step(rows, weights, cache, length, eps, factor)
     return out.reshape(x.shape)
 
 
 def _shared_step(
-    x: Array, w: LayerWeights, keys: Array, values: Array, eps: float, factor: Any
+    x: Array, w: LayerWeights, cache: Pages, length: int, eps: float, factor: Any
 ) -> Array:
     """Compute ``_layer_step`` for (rows, width), in kernels that all threads share."""
-    rows, (_, batch, heads, dim) = len(x), keys.shape
-    split = batch, rows // batch, heads, dim
+    batch, (_, heads, _, dim) = len(cache.before), cache.keys.shape
+    split = batch, len(x) // batch, heads, dim
     normed, *_ = layer_norm(x, *w.norm_1, eps)
     projected = np.empty((3, *x.shape), x.dtype)  # (3, rows, width)
     parts = np.empty((3, PARTS, *x.shape), x.dtype)
@@ -164,9 +179,9 @@ def _shared_step(
         if len(bias):
             out += bias
     joined = np.empty_like(x)
-    work = 2 * x.size * len(keys)
+    work = 2 * x.size * length
     run = _attend.parallel if work >= PARALLEL_ATTENTION_FROM else _attend.serial
-    run(*projected.reshape(3, *split), keys, values, factor, joined.reshape(split))
+    run(*projected.reshape(3, *split), cache, factor, joined.reshape(split))
     y = x + linear(joined, *w.out, False)[0]  # (rows, width)
     normed, *_ = layer_norm(y, *w.norm_2, eps)
     middle, _ = linear(normed, *w.widen, True)  # (rows, middle)

@@ -18,7 +18,6 @@ from minitorch import (
     from_numpy,
 )
 from minitorch.models.kv_cache import LayerCache
-from minitorch.models.sampling import make_sampler
 
 from ...support.tolerances import assert_close_arrays
 from ...tensor_strategies import on_every_backend
@@ -194,62 +193,3 @@ def test_a_step_that_fails_halfway_leaves_no_trace(monkeypatch: pytest.MonkeyPat
     assert cache.length == 2
     got = model(np.array([[3]]), cache).to_numpy()
     assert_close_arrays(got, model(np.array([[1, 2, 3]])).to_numpy()[:, 2:], np.float64)
-
-
-# -- which tokens are drawn --------------------------------------------------------------------
-
-
-LOGITS = st.lists(st.floats(-5, 5), min_size=1, max_size=12).map(np.array)
-TEMPERATURES = st.floats(0.2, 3.0)
-
-
-def draws(logits: Any, count: int = 40, **options: Any) -> list[int]:
-    sample = make_sampler(seed=0, **options)
-    return [sample(logits) for _ in range(count)]
-
-
-@given(logits=LOGITS, temperature=TEMPERATURES, top_k=st.integers(1, 14))
-def test_top_k_allows_only_the_k_most_likely(
-    logits: Any, temperature: float, top_k: int
-) -> None:  # fmt: skip
-    least = np.sort(logits)[::-1][: min(top_k, len(logits))].min()
-    drawn = set(draws(logits, temperature=temperature, top_k=top_k))
-    assert len(drawn) <= top_k and all(logits[i] >= least for i in drawn)
-
-
-@given(logits=LOGITS, temperature=TEMPERATURES, top_p=st.floats(0.01, 1.0))
-def test_top_p_allows_only_the_fewest_that_reach_it(
-    logits: Any, temperature: float, top_p: float
-) -> None:
-    probs = np.exp((logits - logits.max()) / temperature)
-    probs /= probs.sum()
-    for i in draws(logits, temperature=temperature, top_p=top_p):
-        assert probs[probs > probs[i]].sum() < top_p + 1e-12
-
-
-def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
-    probs = np.array([0.4, 0.3, 0.2, 0.1])
-    logits = np.log(probs)
-    for options, expected in (
-        ({}, probs),
-        ({"top_k": 2}, np.array([4, 3, 0, 0]) / 7),
-        ({"top_p": 0.75}, np.array([4, 3, 2, 0]) / 9),
-        ({"top_k": 3, "top_p": 0.6}, np.array([4, 3, 0, 0]) / 7),  # of 4/9, 3/9 and 2/9
-    ):
-        counts = np.bincount(draws(logits, 4000, **options), minlength=4) / 4000
-        np.testing.assert_allclose(counts, expected, atol=0.03)
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "words"),
-    [
-        ({"top_k": 0}, ValueError, "top_k"),
-        ({"top_k": 1.5}, TypeError, "top_k"),
-        ({"top_p": 0.0}, ValueError, "top_p must be above 0"),
-        ({"temperature": -1.0}, ValueError, "temperature"),
-        ({"seed": -1}, ValueError, "seed"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], kind: Any, words: str) -> None:
-    with pytest.raises(kind, match=words):
-        make_sampler(**options)

@@ -46,7 +46,8 @@ class Part(NamedTuple):
 class LayerCache:
     """The keys and values of one attention layer, with spare capacity.
 
-    Appending writes only the new rows, and tensors of all rows are views.
+    In memory the position is the first dimension, so the filled part is one contiguous piece of storage.
+    Tensors of it are views, and appending writes only the new rows.
 
     Args:
         batch: Number of texts.
@@ -92,7 +93,13 @@ class LayerCache:
         shape = batch, heads, capacity, head_dim
         check_memory(shape, self.dtype)
         storages = (backend.loops.allocate(math.prod(shape), self.dtype) for _ in range(2))
-        self.keys, self.values = (Tensor(TensorData(x, shape), backend=backend) for x in storages)
+        self.keys, self.values = (
+            Tensor(TensorData(x, shape, self._strides()), backend=backend) for x in storages
+        )
+
+    def _strides(self) -> tuple[int, ...]:
+        width = self.heads * self.head_dim
+        return width, self.head_dim, self.batch * width, 1
 
     def __repr__(self) -> str:
         return f"LayerCache({self._about()})"
@@ -194,9 +201,10 @@ class LayerCache:
 
     def _rows(self, kept: Tensor, start: int, count: int) -> Tensor:
         """Return some positions of the keys or values, (batch, heads, count, head_dim), as a view."""
-        data = kept._tensor
-        storage = self.backend.memory.part(data._storage, start * self.head_dim, kept.size)
-        return kept.on(storage, (self.batch, self.heads, count, self.head_dim), data.strides)
+        step = self.batch * self.heads * self.head_dim
+        stop = start + count
+        storage = self.backend.memory.part(kept._tensor._storage, start * step, stop * step)
+        return kept.on(storage, (self.batch, self.heads, count, self.head_dim), self._strides())
 
     def _check(self, new: Tensor) -> None:
         if new.backend.kind is not self.backend.kind or new.dtype != self.dtype:

@@ -10,6 +10,7 @@ import numpy as np
 import kernels
 
 from ..tensor import Tensor
+from ..tensor_data import strides_from_shape
 from ..tensors.joining import cat
 from .kv_cache import KVCache, LayerCache, Part
 from .rotary import Rotary, Rotate
@@ -23,6 +24,9 @@ class PagedLayer(LayerCache):
     """
 
     owner: PagedCache
+
+    def _strides(self) -> tuple[int, ...]:
+        return strides_from_shape((self.batch, self.heads, self.capacity, self.head_dim))
 
     def attend(
         self, attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, options: Any

@@ -48,7 +48,7 @@ class LayerWeights(NamedTuple):
 class Pages(NamedTuple):
     """The cache: position ``p`` of text ``b`` is row ``p % page_size`` of page ``table[b, p // page_size]``."""
 
-    keys: Array  #: (pages, heads, page_size, head_dim), contiguous.
+    keys: Array  #: (pages, heads, page_size, head_dim); the elements of a row are adjacent.
     values: Array  #: Like ``keys``.
     table: Array  #: (batch, most pages) int32.
     before: Array  #: Number of positions of each text before the step, (batch,) int32.
@@ -150,7 +150,7 @@ def _layer_step(x, w, cache, eps, factor, out):
 def layer_step(x: Array, weights: LayerWeights, cache: Pages, length: int, eps: float) -> Array:
     """Return the output of a layer for the newest positions, and append their keys and values to the cache.
 
-    x is (batch, count, width), float32 or float64 like all arrays; all are contiguous.  ``length`` is the
+    x is (batch, count, width), contiguous, float32 or float64 like all arrays.  ``length`` is the
     largest number of positions of a text, and ``eps`` is added to the variance by the layer norms.
     """
     rows = x.reshape(-1, x.shape[-1])  # (batch · count, width)

@@ -80,9 +80,7 @@ def fused_step(known: StepWeights, heads: int, x: Tensor, cache: LayerCache) -> 
     )
     if not serves:
         return None
-    pages = decoding_step.Pages(
-        cache.keys.array(), cache.values.array(), part.table, part.before
-    )
+    pages = decoding_step.Pages(cache.keys.array(), cache.values.array(), part.table, part.before)
     out = decoding_step.layer_step(dense(x), known.weights, pages, length, known.eps)
     cache.grow(count)
     return x.wrap(out)

@@ -109,7 +109,7 @@ class Engine:
         self._free = list(range(pages))
         self._width = min(pages, ceil_div(model.n_positions, page_size))
         self._write: Any = self._read_one_each
-        if model.backend.cuda:  # a graph for each padded number of rows, and each form of the settings
+        if model.backend.cuda:  # a graph for each number of rows, and for each form of the settings
             self._write = graph_step(self._write, most_shapes=3 * (batch.bit_length() + 1))
         self.running: list[Request] = []
         self.waiting = deque[Request]()
@@ -281,9 +281,7 @@ class Engine:
             raise request.error
 
 
-def continued(
-    model: TextGeneration, ids: list[int], count: int, sampler: Sampler
-) -> Iterator[int]:
+def continued(model: TextGeneration, ids: list[int], count: int, sampler: Sampler) -> Iterator[int]:
     """Yield a number of tokens that continue a text, as the only request of an engine.
 
     Beyond the context, each token moves all others, and the whole text is read again.
@@ -294,9 +292,7 @@ def continued(
         # Kept from text to text for its graphs; taken away while one is written.
         engine = vars(model).pop("_engine", None)
         if engine is None or engine.pages < pages:
-            engine = Engine(
-                model, pages=pages, page_size=PAGE, batch=1, chunk=model.n_positions
-            )
+            engine = Engine(model, pages=pages, page_size=PAGE, batch=1, chunk=model.n_positions)
         request = engine.enqueue(Request(ids, within, sampler, ()))
         try:
             yield from engine.tokens(request)

@@ -167,9 +167,7 @@ class TextGeneration(Module):
 
 
 @operation  # beyond module 5
-def continued(
-    model: TextGeneration, ids: list[int], count: int, sampler: Sampler
-) -> Iterator[int]:
+def continued(model: TextGeneration, ids: list[int], count: int, sampler: Sampler) -> Iterator[int]:
     """Yield a number of tokens that continue a text, which is read as a whole for each of them."""
     ids = [*ids]
     for _ in range(count):

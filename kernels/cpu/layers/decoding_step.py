@@ -46,7 +46,7 @@ class LayerWeights(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The cache: position ``p`` of text ``b`` is row ``p % page_size`` of page ``table[b, p // page_size]``."""
+    """The cache; position ``p`` of text ``b`` is in page ``table[b, p // page_size]``."""
 
     keys: Array  #: (pages, heads, page_size, head_dim); the elements of a row are adjacent.
     values: Array  #: Like ``keys``.

@@ -77,3 +77,18 @@ def test_a_token_is_one_launch(device: FakeDriver, precision: str, structure: An
     short, longer = launches(2), launches(6)
     # A replay, and a copy of its result.
     assert longer == [*short, *["cuGraphLaunch", "cuLaunchKernel"] * 4]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"top_k": 3, "top_p": 0.5}], ids=str)
+def test_a_step_of_several_texts_is_one_launch(device: FakeDriver, options: Any) -> None:
+    """The graph of four rows serves three texts, too."""
+    model = language_model("bfloat16", 300, LONG)
+    engine = minitorch.Engine(model, pages=40, batch=4)
+    requests = [engine.submit([1, 2], 20, seed=n, **options) for n in range(4)]
+    for number in range(FIRST + 4):
+        if number == FIRST + 2:
+            engine.cancel(requests[2])
+        device.calls.clear()
+        assert len(engine.step()) == len(engine.running)
+    names = [call.name for call in device.calls]
+    assert [n for n in names if "Launch" in n] == ["cuGraphLaunch", "cuLaunchKernel"]

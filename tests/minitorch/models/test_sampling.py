@@ -59,7 +59,8 @@ def test_each_row_draws_the_token_of_the_reference(backend: Any, dtype: Any, row
     for _ in range(3):
         expected = [
             streams[i].choice(
-                7, p=kept_probabilities(logits[i], *(o[n] for n in ("temperature", "top_k", "top_p")))
+                7,
+                p=kept_probabilities(logits[i], *(o[n] for n in ("temperature", "top_k", "top_p"))),
             )
             for i, (_, o) in enumerate(rows)
         ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.device.memory import DeviceMemory, fill, row_major_copy
 from kernels.cuda.layers import indexing  # beyond module 5
-from kernels.cuda.layers.indexing import put_rows  # beyond module 5
 from kernels.cuda.layers.merge_rows import merge_rows  # beyond module 5
 from kernels.cuda.runtime.arrays import (
     device_view,
@@ -48,7 +47,7 @@ __all__ = [  # noqa: RUF022  # grouped by use
     "ALL_LANES", "SIZES", "WARP", "Adopted", "FoldShape", "Kernel", "device_callable", "device_function",
     "form", "scalar_type",
     # Layers.
-    "indexing", "merge_rows", "put_rows",  # beyond module 5
+    "indexing", "merge_rows",  # beyond module 5
     # Recording a step as a graph.
     "active", "computed", "drawn", "refuse",
     "Graph", "Recording", "between_launches",  # beyond module 5

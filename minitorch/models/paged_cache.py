@@ -61,11 +61,12 @@ class PagedLayer(LayerCache):
         return found[0] if len(found) == 1 else cat(found, 2)
 
     def part(self, batch: int, count: int) -> Part | None:
-        """Return the step as a part, or None if it has several."""
-        return self.owner.parts[0] if len(self.owner.parts) == 1 else None
+        """Return the step as a part, or None if it has several, or one kernel must attend in all steps."""
+        parts = self.owner.parts
+        return parts[0] if len(parts) == 1 and not self.owner.batch_invariant else None
 
     def grow(self, count: int) -> None:
-        """Count nothing: who plans the steps does."""
+        """Count nothing: the engine counts the tokens of each text."""
 
     def positions(self, count: int) -> Any:
         """Return the positions of the tokens that the next step adds, (count,)."""

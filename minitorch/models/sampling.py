@@ -60,13 +60,13 @@ class Sampler:
         temperature = not_negative(
             "temperature", temperature, hint="; 0 takes the most likely token"
         )
-        top_k = np.inf if top_k is None else whole("top_k", top_k, 1)
+        most = np.inf if top_k is None else whole("top_k", top_k, 1)
         if not 0.0 < number("top_p", top_p) <= 1.0:
             raise ValueError(
                 f"top_p must be above 0 and at most 1, got {short(top_p)}; 1 keeps all tokens"
             )
         self.is_greedy = temperature == 0.0
-        self._options = (1.0, 1, 1.0) if self.is_greedy else (temperature, top_k, top_p)
+        self._options = (1.0, 1, 1.0) if self.is_greedy else (temperature, most, top_p)
         self._rng = np.random.default_rng(None if seed is None else whole("seed", seed, 0))
         self._uniform = self._rng.random()
 

@@ -1,4 +1,4 @@
-"""Gather, scatter-add, put, stable sort, inverse and cumulative sum on CUDA, the same bits on every run.
+"""Gather, scatter-add, stable sort, inverse and cumulative sum on CUDA, the same bits on every run.
 
 No kernel adds with atomics: one thread writes each element of a result.  Arrays are contiguous, of float32,
 float64 or int64; gather takes 16 bits, too.  The functions of ``kernels.cpu.layers.indexing``
@@ -108,36 +108,6 @@ def scatter_add(source: Any, index: Any, n: int) -> Any:
     if out.size:
         launch_each(scatter_add_kernel(source.dtype), out.size, source, *sort(index), out)
     return out
-
-
-@cache
-def put_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the kernel that writes rows at given places, for one dtype."""
-    matrix = matrix_type(form(dtype).stored)
-
-    def put(x, index, out):
-        """Copy rows to the places given by an index.
-
-        Computes: out[index[0, j], i] = x[j, i]
-        One thread does: one element of x
-        Global traffic: one read, one write and one index an element
-        Needs: indices below out.shape[0], no two alike
-        """
-        i, inner = cuda.grid(1), x.shape[1]
-        if i < x.shape[0] * inner:
-            row, col = i // inner, i % inner
-            out[index[0, row], col] = x[row, col]
-
-    return Kernel(put, void(matrix, matrix_type(INT64), matrix))
-
-
-def put_rows(x: Any, index: Any, out: Any) -> None:
-    """Copy rows to the places given by an index, in place, so that a captured step can repeat it.
-
-    ``x`` is (m, inner), ``out`` (n, inner), and ``index`` (1, m) int64 below n, all different, checked by
-    the caller.
-    """
-    launch_each(put_kernel(x.dtype), x.size, as_bits(x), index, as_bits(out))
 
 
 @cache

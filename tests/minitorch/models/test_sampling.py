@@ -69,12 +69,13 @@ def test_each_row_draws_the_token_of_the_reference(backend: Any, dtype: Any, row
 
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     probs = np.array([0.4, 0.3, 0.2, 0.1])
-    for options, expected in (
+    cases: list[tuple[dict[str, Any], Any]] = [
         ({}, probs),
         ({"top_k": 2}, np.array([4, 3, 0, 0]) / 7),
         ({"top_p": 0.75}, np.array([4, 3, 2, 0]) / 9),
         ({"top_k": 3, "top_p": 0.6}, np.array([4, 3, 0, 0]) / 7),  # of 4/9, 3/9 and 2/9
-    ):
+    ]
+    for options, expected in cases:
         samplers = [Sampler(seed=i, **options) for i in range(1500)]
         tokens = drawn(np.tile(np.log(probs), (1500, 1)), samplers)
         np.testing.assert_allclose(np.bincount(tokens, minlength=4) / 1500, expected, atol=0.04)

@@ -71,7 +71,6 @@ KERNELS: dict[str, Callable[[Any], Kernel]] = {
     "gather": indexing.gather_kernel,
     "scatter-add": indexing.scatter_add_kernel,
     "cumulative sum": indexing.cumsum_kernel,
-    "put": indexing.put_kernel,
     "merge by lse, block": lambda dtype: merge_rows.merge_kernel(dtype, dtype, dtype, True),
     "add": lambda dtype: merge_rows.merge_kernel(dtype, dtype, dtype, False),
     "inverse": lambda dtype: indexing.invert_kernel(),

@@ -29,7 +29,7 @@ from .paged_cache import PagedCache
 from .sampling import Sampler, choose_tokens, prompt_ids, settings_of
 from .text_generation import TextGeneration
 
-#: Tokens of a page where one text has all pages.
+#: Most tokens of a page where one text has all pages.
 PAGE = 128
 
 
@@ -105,12 +105,13 @@ class Engine:
         self.batch, self.chunk = whole("batch", batch, 1), whole("chunk", chunk, 1)
         # One page more, for the rows of a step that no text has.
         self._cache: PagedCache = model.make_cache(pages + 1, page_size, PagedCache)
-        self._cache.batch_invariant = flag("batch_invariant", batch_invariant)
+        self._cache.step.batch_invariant = flag("batch_invariant", batch_invariant)
         self._free = list(range(pages))
         self._width = min(pages, ceil_div(model.n_positions, page_size))
-        self._write: Any = self._read_one_each
+        self._captured: Any = None
         if model.backend.cuda:  # a graph for each number of rows, and for each form of the settings
-            self._write = graph_step(self._write, most_shapes=3 * (batch.bit_length() + 1))
+            most = 3 * (batch.bit_length() + 1)
+            self._captured = graph_step(self._read_one_each, most_shapes=most)
         self.running: list[Request] = []
         self.waiting = deque[Request]()
 
@@ -227,7 +228,8 @@ class Engine:
         settings = settings_of([request.sampler for request in ending])
         with evaluating(self.model):
             if len(ending) == ids.size:
-                found = self._write(*self._padded(ids, before, table, settings))
+                step = self._captured or self._read_one_each
+                found = step(*self._padded(ids, before, table, settings))
             else:
                 parts = [Part(1, before, table)] if single else []
                 for request, count in chosen[len(single) :]:
@@ -241,7 +243,7 @@ class Engine:
     def _padded(self, ids: Any, before: Any, table: Any, settings: Any) -> Any:
         """Pad a step that is captured to a power of two of rows, so that few graphs serve all steps."""
         rows = ids.size
-        more = (1 << (rows - 1).bit_length()) - rows if self.model.backend.cuda else 0
+        more = (1 << (rows - 1).bit_length()) - rows if self._captured else 0
         if not more:
             return ids, before, table, settings
         table = np.pad(table, ((0, more), (0, 0)), constant_values=self.pages)
@@ -288,11 +290,12 @@ def continued(model: TextGeneration, ids: list[int], count: int, sampler: Sample
     """
     within = min(count, model.n_positions + 1 - len(ids))  # the last token is not read
     if within > 0:
-        pages = ceil_div(len(ids) + within - 1, PAGE)
+        size = min(PAGE, 16 * ceil_div(model.n_positions, 16))
+        pages = ceil_div(len(ids) + within - 1, size)
         # Kept from text to text for its graphs; taken away while one is written.
         engine = vars(model).pop("_engine", None)
         if engine is None or engine.pages < pages:
-            engine = Engine(model, pages=pages, page_size=PAGE, batch=1, chunk=model.n_positions)
+            engine = Engine(model, pages=pages, page_size=size, batch=1, chunk=model.n_positions)
         request = engine.enqueue(Request(ids, within, sampler, ()))
         try:
             yield from engine.tokens(request)

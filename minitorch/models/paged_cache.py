@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,31 @@ from .kv_cache import KVCache, LayerCache, Part
 from .rotary import Rotary, Rotate
 
 
+@dataclass
+class Step:
+    """What the next step adds to a :class:`PagedCache`.
+
+    Attributes:
+        batch_invariant: See :func:`kernels.flash_attention_with_cache`.
+        parts: The texts and their pages.
+        places: The positions of the tokens.
+        turns: The cosines and sines of these positions, if a layer has needed them.
+    """
+
+    batch_invariant: bool = False
+    parts: list[Part] = field(default_factory=list[Part])
+    places: Any = ()
+    turns: Any = None
+
+
 class PagedLayer(LayerCache):
     """The keys and values of an attention layer in pages, (pages, heads, page_size, head_dim).
 
     Attributes:
-        owner: The cache of all layers, which holds what the next step adds.
+        step: The step of all layers.
     """
 
-    owner: PagedCache
+    step: Step
 
     def _strides(self) -> tuple[int, ...]:
         return strides_from_shape((self.batch, self.heads, self.capacity, self.head_dim))
@@ -43,7 +61,7 @@ class PagedLayer(LayerCache):
         options = {n: x.array() if isinstance(x, Tensor) else x for n, x in options.items()}
         options.pop("enable_gqa", None)
         start, found = 0, []
-        for new, before, table in self.owner.parts:
+        for new, before, table in self.step.parts:
             stop = start + new * len(before)
             part = [x if stop - start == x.shape[2] else x[:, :, start:stop] for x in (q, k, v)]
             if new == 1:
@@ -53,7 +71,7 @@ class PagedLayer(LayerCache):
                 kernels.flash_attention_with_cache(
                     rows, self.keys.array(), self.values.array(), keys, values,
                     cache_seqlens=before, block_table=table,
-                    batch_invariant=self.owner.batch_invariant, **options,
+                    batch_invariant=self.step.batch_invariant, **options,
                 )
             )  # fmt: skip
             found.append(out.permute(2, 1, 0, 3) if new == 1 else out)
@@ -62,53 +80,49 @@ class PagedLayer(LayerCache):
 
     def part(self, batch: int, count: int) -> Part | None:
         """Return the step as a part, or None if it has several, or one kernel must attend in all steps."""
-        parts = self.owner.parts
-        return parts[0] if len(parts) == 1 and not self.owner.batch_invariant else None
+        parts = self.step.parts
+        return parts[0] if len(parts) == 1 and not self.step.batch_invariant else None
 
     def grow(self, count: int) -> None:
         """Count nothing: the engine counts the tokens of each text."""
 
     def positions(self, count: int) -> Any:
         """Return the positions of the tokens that the next step adds, (count,)."""
-        return self.owner.places
+        return self.step.places
 
     def rotated(self, rotary: Rotary, x: Tensor) -> Tensor:
         """Rotate queries or keys by their positions, (1, tokens, heads, head_dim)."""
-        if self.owner.turns is None:
-            self.owner.turns = rotary.turns(self.owner.places, x)
-        return Rotate.apply(x, *self.owner.turns)
+        if self.step.turns is None:
+            self.step.turns = rotary.turns(self.step.places, x)
+        return Rotate.apply(x, *self.step.turns)
 
 
 class PagedCache(KVCache):
     """A pool of pages for each attention layer of a model; a page has the place of a text.
 
     Attributes:
-        batch_invariant: See :func:`kernels.flash_attention_with_cache`.
-        parts: What the next step adds.
-        places: The positions of its tokens.
-        turns: The cosines and sines of these positions, if a layer has needed them.
+        step: What the next step adds.
     """
 
     kind = PagedLayer
 
     def __init__(self, *sizes: Any):
         super().__init__(*sizes)
-        self.batch_invariant = False
+        self.step = Step()
         for layer in self.layers:
-            layer.owner = self
-        self.plan([])
+            layer.step = self.step  # not the cache: a circle would keep the pages in memory
 
     def plan(self, parts: list[Part]) -> None:
         """Say what the next step adds."""
-        bring = self.layers[0].backend.memory.bring  # once for all layers
-        self.parts = [Part(new, bring(before), bring(table)) for new, before, table in parts]
+        step, bring = self.step, self.layers[0].backend.memory.bring  # once for all layers
+        step.parts = [Part(new, bring(before), bring(table)) for new, before, table in parts]
         if len(parts) == 1 and parts[0].new == 1:
-            self.places = parts[0].before  # itself: a captured step reads it again
+            step.places = parts[0].before  # itself: a captured step reads it again
         else:
             spans = [b + np.arange(new) for new, before, _ in parts for b in before.tolist()]
-            self.places = np.concatenate([np.arange(0), *spans])
-        self.turns: Any = None
+            step.places = np.concatenate(spans)
+        step.turns = None
 
     def start(self, model: Any, idx: Any) -> int:
         """Return the number of tokens of a step; see :meth:`KVCache.start`."""
-        return len(self.places)
+        return len(self.step.places)

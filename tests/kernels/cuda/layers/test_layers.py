@@ -317,8 +317,7 @@ def test_a_training_step_equals_that_of_the_fast_backend(
 def test_generate_copies_the_tokens_alone_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     model, copies = tiny_model(CudaBackend), _copies_to_the_host(monkeypatch)
     model.generate([1, 4, 2], 2, 0.0)
-    # Each is noted twice, as a tensor and as an array.
-    assert {int(np.prod(shape)) for shape in copies} == {1} and len(copies) <= 4
+    assert {int(np.prod(shape)) for shape in copies} == {1}  # not the 5 logits
 
 
 # -- what only a GPU runs ----------------------------------------------------------------------

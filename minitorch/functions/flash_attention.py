@@ -290,11 +290,11 @@ def _with_options(saved: Operands, operands: Operands | None, options: Options) 
 
 
 def _copy(array: Any) -> Any:
-    """Return a copy of an array, without the repetitions of a broadcast dimension."""
+    """Return a copy of an array, which repeats along the dimensions that were broadcast."""
     if not isinstance(array, np.ndarray):
         return row_major_copy(array)
     once = tuple(slice(None if step else 1) for step in array.strides)
-    return array[once].copy()
+    return np.broadcast_to(array[once].copy(), array.shape)
 
 
 def _in_dtype(t: Tensor, dtype: Any) -> Tensor:

@@ -142,6 +142,7 @@ from .tensor_ops import (  # beyond module 1
     TensorBackend,
     TensorOps,
 )
+from .tensors.derivatives import grad, hessian, hvp, jvp, vjp  # beyond module 5
 from .tensors.dlpack import from_dlpack  # beyond module 5
 from .tensors.factories import (  # beyond module 1
     from_numpy,

@@ -51,8 +51,8 @@ class Optimizer(
 
     def _update(self, p: Parameter, value: Any) -> None:
         """Move a parameter to its new value."""
-        if modes.anomaly:  # beyond module 5
-            modes.anomaly.check_step(self, p, value)
+        if modes.observer:  # beyond module 5
+            modes.observer.check_step(self, p, value)
         if getattr(value, "_tensor", 0) is not getattr(p.value, "_tensor", 0):  # beyond module 5
             memories.refuse(
                 f"moves its parameters by {type(self).__name__} to new memory",

@@ -9,6 +9,8 @@ from typing import Any
 
 from .autodiff import History, backpropagate, central_difference
 from .scalar_functions import EQ, LT, Add, Exp, Inv, Log, Mul, Neg, ReLU, ScalarFunction, Sigmoid
+from .scalars.derivatives import chain  # beyond module 5
+from .scalars.graphs import pull  # beyond module 5
 
 ScalarHistory = History
 
@@ -204,12 +206,21 @@ class Scalar:
         return list(zip(history.inputs, derivatives, strict=True))
         # END TASK 1.3
 
-    def backward(self, d_output: float | None = None) -> None:
+    def backward(
+        self,
+        d_output: float | None = None,
+        create_graph: bool = False,  # beyond module 5
+    ) -> None:
         """Fill in the derivatives of all leaves that this Scalar was computed from.
 
         Args:
             d_output: The derivative to start from, by default 1.0.
+            create_graph: Record how the derivatives are computed, so that they are Scalars that can be
+                differentiated again.
         """
+        if create_graph:  # beyond module 5
+            pull([self], [Scalar(1.0 if d_output is None else d_output, None)], chain=chain)
+            return
         backpropagate(self, 1.0 if d_output is None else d_output)
 
 

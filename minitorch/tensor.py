@@ -16,7 +16,9 @@ from kernels.runtime.dtypes import is_floating
 from .autodiff import History, Variable, backpropagate
 from .backends.elements import checked_shape
 from .functions.base import chain_rule, check_tensor, is_variable
-from .scalars.modes import modes  # beyond module 5
+from .functions.derivatives import chain  # beyond module 5
+from .scalars.graphs import pull  # beyond module 5
+from .scalars.modes import modes, recording  # beyond module 5
 from .tensor_data import TensorData, UserShape, UserStrides
 from .tensor_ops import TensorBackend
 from .tensors.attention_methods import AttentionMethods  # beyond module 4
@@ -239,15 +241,19 @@ class Tensor(
         """Pair each input with its gradient, given the gradient of this tensor."""
         return chain_rule(self.history or History(), d_output)
 
-    def backward(self, grad_output: Tensor | None = None) -> None:
+    def backward(
+        self,
+        grad_output: Tensor | None = None,
+        create_graph: bool = False,  # beyond module 5
+    ) -> None:
         """Fill the ``grad`` of every leaf that this tensor was computed from.
 
         Args:
             grad_output: The gradient to start from, of this shape; ones for a tensor of shape (1,).
+            create_graph: Record how the gradients are computed, so that they can be differentiated again.
 
         Raises:
-            RuntimeError: If no input of this tensor requires a gradient.  Gradients are constants, because
-                only first derivatives are supported.
+            RuntimeError: If no input of this tensor requires a gradient.
             TypeError: If ``grad_output`` is not a tensor.
             ValueError: If it has another shape.
             AssertionError: If it is None and this tensor does not have shape (1,).
@@ -258,8 +264,8 @@ class Tensor(
                 f"{self.shape}, is a constant. When you create the input, pass requires_grad=True, or call "
                 "minitorch.compat.published() to make that the default of tensor(...) and rand(...), as in "
                 "the published course; or call requires_grad_(True) on the input before the computation. "
-                "Gradients are constants too: the framework is first order, so second derivatives cannot "
-                "be taken"
+                "Gradients are constants too, unless backward(create_graph=True) or "
+                "minitorch.grad(..., create_graph=True) computed them"
             )
         if grad_output is None:
             if self.shape != (1,):
@@ -274,7 +280,11 @@ class Tensor(
                 f"the gradient of a tensor has its shape {self.shape}, got {grad_output.shape}; "
                 "backward starts from the derivative of the result in this very tensor"
             )
-        # Without history: gradients are first order and not part of any graph.
+        if create_graph and flag("create_graph", create_graph):  # beyond module 5
+            with recording():
+                pull([self], [grad_output], chain=chain)
+            return
+        # Without history: these gradients are not part of any graph.
         backpropagate(self, grad_output.detach())
 
     def zero_grad_(self) -> None:

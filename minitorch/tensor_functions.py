@@ -17,6 +17,8 @@ from .functions.views import swap_last
 class Neg(Function):
     """-a."""
 
+    is_multilinear = True  # beyond module 5
+
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
         return a.f.neg_map(a)
@@ -28,6 +30,8 @@ class Neg(Function):
 
 class Inv(Function):
     """1 / a."""
+
+    is_symmetric = True  # beyond module 5
 
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
@@ -51,11 +55,17 @@ class Add(Function):
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         return grad_output, grad_output
 
+    @classmethod  # beyond module 5
+    def jvp(cls, history: Any, tangents: tuple[Any, ...]) -> Tensor:  # beyond module 5
+        """Add the tangents, zeros for an argument that does not move."""
+        pairs = zip(history.inputs, tangents, strict=True)
+        return cls.apply(*(x.zeros() if t is None else t for x, t in pairs))
+
 
 class Mul(Function):
     """a * b."""
 
-    is_product = True  # beyond module 5
+    is_multilinear = True  # beyond module 5
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
@@ -87,7 +97,10 @@ class PowerScalar(Function):  # beyond module 2
         f, (of_base, of_exponent) = grad_output.f, ctx.needs_input_grad
         d_base = d_exponent = 0.0
         if of_base:
-            one_less = f.add_zip(exponent, exponent._ensure_tensor(-1.0))
+            is_zero = f.eq_zip(
+                exponent, exponent._ensure_tensor(0.0)
+            )  # then the slope is 0, of 0 too
+            one_less = f.add_zip(f.add_zip(exponent, exponent._ensure_tensor(-1.0)), is_zero)
             slope = f.mul_zip(f.pow_scalar_zip(a, one_less), exponent)
             d_base = f.mul_zip(slope, grad_output)
         if of_exponent:
@@ -97,6 +110,8 @@ class PowerScalar(Function):  # beyond module 2
 
 class Sigmoid(Function):
     """1 / (1 + e^-a)."""
+
+    is_symmetric = True  # beyond module 5
 
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
@@ -117,6 +132,8 @@ class Sigmoid(Function):
 class ReLU(Function):
     """a where it is positive, else 0."""
 
+    is_symmetric = True  # beyond module 5
+
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
         # TASK 2.3: Save a; relu_map.
@@ -135,6 +152,8 @@ class ReLU(Function):
 class Log(Function):
     """The natural logarithm of a + 1e-6."""
 
+    is_symmetric = True  # beyond module 5
+
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
         # TASK 2.3: Save a; log_map.
@@ -152,6 +171,8 @@ class Log(Function):
 
 class Exp(Function):
     """e^a."""
+
+    is_symmetric = True  # beyond module 5
 
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
@@ -172,6 +193,8 @@ class Exp(Function):
 class Tanh(Function):  # beyond module 2
     """The hyperbolic tangent."""
 
+    is_symmetric = True  # beyond module 5
+
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
         out = a.f.tanh_map(a)
@@ -186,6 +209,8 @@ class Tanh(Function):  # beyond module 2
 
 class Sum(Function):
     """The sum over one dimension, or over all elements."""
+
+    is_multilinear = True  # beyond module 5
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, dim: Any) -> Tensor:
@@ -277,7 +302,7 @@ class IsClose(Function):
 class MatMul(Function):
     """The matrix product over the last two dimensions."""
 
-    is_product = True  # beyond module 5
+    is_multilinear = True  # beyond module 5
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
@@ -285,7 +310,10 @@ class MatMul(Function):
         return a.f.matrix_multiply(a, b)
 
     @staticmethod
-    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_values
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (a, b), (of_a, of_b) = ctx.saved_values, ctx.needs_input_grad
         multiply = grad_output.f.matrix_multiply
-        return multiply(grad_output, swap_last(b)), multiply(swap_last(a), grad_output)
+        return (
+            multiply(grad_output, swap_last(b)) if of_a else None,
+            multiply(swap_last(a), grad_output) if of_b else None,
+        )

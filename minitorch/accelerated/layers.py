@@ -47,6 +47,8 @@ def stored_weights(x: Tensor, layer: str, *weights: Tensor) -> list[Any]:
 class Softmax(Function):
     """Softmax over the last dimension."""
 
+    is_symmetric = True
+
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
         """Return (…, n) for (…, n)."""
@@ -61,6 +63,11 @@ class Softmax(Function):
         return rounded(
             out, out.f.ops.kernels.softmax_backward(dense(grad_output, out.dtype), dense(out))
         )
+
+    @staticmethod
+    def composed(_: Context, a: Tensor) -> Tensor:
+        """Apply the plain function."""
+        return plain["softmax"](a, a.dims - 1)
 
 
 class LayerNorm(Function):
@@ -100,9 +107,18 @@ class LayerNorm(Function):
         dgamma, dbeta = (rounded(x, gradient, dtype) for gradient in others)
         return rounded(x, dx), dgamma, dbeta if centred else None, None
 
+    @staticmethod
+    def composed(_: Context, x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float) -> Tensor:
+        """Apply the plain function."""
+        if beta is None:
+            return plain["rms_norm"](x, gamma, eps)
+        return plain["layer_norm"](x, gamma, beta, eps)
+
 
 class Gelu(Function):
     """GELU in its tanh form."""
+
+    is_symmetric = True
 
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
@@ -117,6 +133,11 @@ class Gelu(Function):
         a, elements = ctx.saved_values
         dout = stored(grad_output, "gelu", a.dtype)
         return rounded(a, a.f.ops.kernels.gelu_backward(dout, elements))
+
+    @staticmethod
+    def composed(_: Context, a: Tensor) -> Tensor:
+        """Apply the plain function."""
+        return plain["GELU"](a)
 
 
 class CrossEntropy(Function):
@@ -139,9 +160,16 @@ class CrossEntropy(Function):
         dlogits = backward(dense(grad_output, dtype), ids, *kept)
         return rounded(grad_output, dlogits, dtype), None
 
+    @staticmethod
+    def composed(_: Context, logits: Tensor, targets: Any) -> Tensor:
+        """Apply the plain function."""
+        return plain["softmax_loss"](logits, targets)
+
 
 class Lookup(Function):
     """Rows of a table by integer index."""
+
+    is_multilinear = True
 
     @staticmethod
     def forward(ctx: Context, table: Tensor, ids: Any) -> Tensor:
@@ -162,6 +190,8 @@ class Lookup(Function):
 
 class SeededDropout(Function):
     """Dropout with a counter-based mask, which the backward pass recomputes instead of storing it."""
+
+    is_multilinear = True
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, seed: int, rate: float, scale: float) -> Tensor:

@@ -25,8 +25,19 @@ from ..tensor_data import Ints, Storage, TensorData
 from .cuda_loops import Matrices, fold, matrices
 
 
-class FusedLinear(Function):
-    """x @ weights + bias, optionally followed by GELU, as one kernel per pass on the CPU."""
+class _Linear(Function):
+    """x @ weights + bias, optionally followed by GELU, in one kernel."""
+
+    @staticmethod
+    def composed(
+        _: Context, x: Tensor, weights: Tensor, bias: Tensor | None, has_gelu: bool
+    ) -> Tensor:
+        """Apply the plain function."""
+        return Operations.plain["linear"](x, weights, bias, has_gelu)
+
+
+class FusedLinear(_Linear):
+    """A linear layer as one kernel per pass on the CPU."""
 
     @staticmethod
     def forward(
@@ -54,7 +65,7 @@ class FusedLinear(Function):
         )
 
 
-class Linear(Function):
+class Linear(_Linear):
     """Linear layer on CUDA: rows @ weights + bias, with GELU if asked, in one kernel on tensor cores."""
 
     @staticmethod

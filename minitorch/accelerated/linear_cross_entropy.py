@@ -63,6 +63,13 @@ class LinearCrossEntropy(Function):
         scale = grad_output * (1.0 / count)  # (1,)
         return (*(g if g is None else g * scale for g in gradients), None, None)
 
+    @staticmethod
+    def composed(
+        _: Context, x: Tensor, weights: Tensor, bias: Tensor | None, targets: Any, rows: int
+    ) -> Tensor:
+        """Apply the plain function, which stores all logits."""
+        return Operations.plain["linear_cross_entropy"](x, weights, targets, bias)
+
 
 def _of_chunk(
     part: Tensor, weights: Tensor, bias: Tensor | None, ids: Any, unit: Any, dx: Tensor

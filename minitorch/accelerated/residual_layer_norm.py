@@ -13,7 +13,7 @@ from ..functions.kernel_arrays import rounded
 from ..functions.several import Several
 from ..layers.residual_layer_norm import check_residual_layer_norm
 from ..tensor import Tensor
-from .layers import stored, stored_weights
+from .layers import LayerNorm, SeededDropout, stored, stored_weights
 
 
 class ResidualLayerNorm(Several):
@@ -65,6 +65,16 @@ class ResidualLayerNorm(Several):
         )
         dx, dresidual = total.wrap(found.dx), total.wrap(found.dresidual)
         return dx, dresidual, dgamma, dbeta if centred else None, None, None, None
+
+    @staticmethod
+    def composed(
+        ctx: Context, x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor | None, eps: float,
+        seed: int, rate: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Apply dropout with the same mask, add, and normalise."""
+        kept = SeededDropout.apply(x, seed, rate, 1.0 / (1.0 - rate)) if rate else x
+        hidden = residual + kept
+        return hidden, LayerNorm.composed(ctx, hidden, gamma, beta, eps)
 
 
 def residual_layer_norm(

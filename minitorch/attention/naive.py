@@ -10,7 +10,10 @@ from kernels.problem.options import WITH_GRADIENT, Options
 from kernels.problem.signature import by_name
 
 from ..functions.base import is_tensor
-from ..functions.flash_attention import attention_call
+from ..functions.flash_attention import (
+    FlashAttention,  # beyond module 5
+    attention_call,
+)
 from ..nn import softmax
 from ..tensor import Tensor
 from .score_options import kept_probabilities, masking_penalty, modified, row_end
@@ -91,3 +94,33 @@ def _attend_widened(operands: tuple[Tensor, ...], problem: Problem, options: Opt
     if not isinstance(result, tuple):
         return result.to(problem.dtype)
     return result[0].to(problem.dtype), result[1]
+
+
+def composed_attention(ctx: Any, q: Tensor, *others: Any) -> Any:  # beyond module 5
+    """Repeat a call of :class:`FlashAttention` by :func:`naive_attention`, for higher derivatives.
+
+    Args:
+        ctx: The context of the call, which has the seed of its dropout.
+        q: Queries.
+        *others: Keys, values, and the other arguments of ``FlashAttention.forward``.
+
+    Raises:
+        RuntimeError: For packed sequences.
+    """
+    k, v, *learnt = others
+    options, *make = learnt[len(WITH_GRADIENT) :]
+    if make:
+        raise RuntimeError(
+            "attention within packed sequences has first derivatives only; call flash_attention for each "
+            "sequence"
+        )
+    every = {
+        **options,
+        **{n: x for n, x in zip(WITH_GRADIENT, learnt, strict=False) if x is not None},
+    }
+    if options.get("dropout_p"):
+        every["seed"] = ctx.saved_values[1].seed % SEEDS
+    return naive_attention(q, k, v, **every)
+
+
+FlashAttention.composed = staticmethod(composed_attention)  # beyond module 5

@@ -43,9 +43,9 @@ def check_unwritten(history: History) -> None:
     """
     function, ctx = history.last_fn, history.ctx or Context()
     values = ctx.saved_values
-    if function.is_product:
-        a, b = history.inputs
-        values = a if b.requires_grad() else None, b if a.requires_grad() else None
+    if function.is_multilinear:
+        needed, wanted = enumerate(history.inputs), ctx.needs_input_grad
+        values = [x for i, x in needed if True in (*wanted[:i], *wanted[i + 1 :])]
     check_unwritten_values(function.__name__, values, ctx.saved_at)
 
 

@@ -22,11 +22,10 @@ from ..functions.base import Function, as_int
 from ..functions.views import swap_last
 from ..modules_basic import LayerNorm1d, layer_norm
 from ..nn import softmax
-from ..scalars.modes import no_grad
+from ..scalars.modes import no_grad, recording
 from ..tensor import Tensor
 from ..tensor_ops import TensorBackend, TensorOps
 from ..tensors import factories, gradient_check
-from ..training.recompute import recording
 
 #: The constant that the published kernel adds to the variance.
 LAYER_NORM_EPS = 1e-8

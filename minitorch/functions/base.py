@@ -91,12 +91,23 @@ class Function:
       0.0.
 
     Attributes:
-        is_product: Whether the gradient of each of its two arguments needs only the other argument.
+        is_multilinear: Whether the result is linear in each tensor that requires a gradient, the others
+            fixed, so that the gradient of each needs only the others.
+        is_symmetric: Whether the Jacobian is symmetric, as that of every element-wise function of one
+            tensor is, so that ``backward`` carries a tangent too.
+        composed: ``composed(ctx, *args)`` returns what ``forward`` does, by functions that are
+            differentiable twice; for a function whose passes are kernels.
+        vjp: ``vjp(history, *grad_outputs)`` returns what ``backward`` does, by such functions.
+        jvp: ``jvp(history, tangents)`` returns the tangent of the result, by such functions.
     """
 
     forward: Any
     backward: Any
-    is_product = False  # beyond module 5
+    is_multilinear = False  # beyond module 5
+    is_symmetric = False  # beyond module 5
+    composed: Any = None  # beyond module 5
+    vjp: Any = None  # beyond module 5
+    jvp: Any = None  # beyond module 5
 
     @classmethod
     def _backward(cls, ctx: Context, *grad_outputs: Any) -> tuple[Any, ...]:
@@ -145,8 +156,8 @@ class Function:
         """
         ctx, own = cls._prepared(args)
         forward = cls.forward
-        if modes.anomaly:  # beyond module 5
-            forward = partial(modes.anomaly.checked_forward, cls)
+        if modes.observer:  # beyond module 5
+            forward = partial(modes.observer.forward, cls)
         value = forward(ctx, *own)
         # A tensor of its own: `value` may be saved in ctx, and a history on it would close a cycle
         # that keeps the whole graph in memory; or it may be an argument.
@@ -181,16 +192,16 @@ def chain_rule(history: History, *d_outputs: Any) -> list[tuple[Variable, Any]]:
             f"{len(history.inputs)} arguments; return one for each"
         )
     pairs = [
-        (arg, _fitted(arg, gradient))
+        (arg, fitted(arg, gradient))
         for arg, gradient in zip(history.inputs, gradients, strict=True)
         if is_variable(arg) and arg.requires_grad()
     ]
-    if modes.anomaly:  # beyond module 5
-        modes.anomaly.check_chain(history, d_outputs, pairs)
+    if modes.observer:  # beyond module 5
+        modes.observer.check_chain(history, d_outputs, pairs)
     return pairs
 
 
-def _fitted(arg: Tensor, gradient: Any) -> Tensor:
+def fitted(arg: Tensor, gradient: Any) -> Tensor:
     """Return a gradient as a tensor of its argument's backend, shape and dtype."""
     fitted = arg.expand(arg._ensure_tensor(0.0 if gradient is None else gradient))
     return fitted if fitted.dtype == arg.dtype else fitted._converted(arg.backend, arg.dtype)

@@ -20,6 +20,7 @@ class Convolution(Function):
     loop: ClassVar[Any]
     kernel: ClassVar[Any]
     spatial: ClassVar[int]
+    is_multilinear = True  # beyond module 5
 
     @classmethod
     def forward(cls, ctx: Context, input: Tensor, weight: Tensor) -> Tensor:
@@ -30,16 +31,20 @@ class Convolution(Function):
         return cls.convolve(input, weight, False)
 
     @classmethod
-    def backward(cls, ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(cls, ctx: Context, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of input and weight."""
-        input, weight = ctx.saved_values
+        (input, weight), (of_input, of_weight) = ctx.saved_values, ctx.needs_input_grad
         swap = cls.swap_channels
         # out[b,o,w] = sum_{i,k} in[b,i,w+k] W[o,i,k]
         #   dW[o,i,k] = sum_{b,w} in[b,i,w+k] dout[b,o,w]: a convolution of in with dout, batch as
         #   channel
-        dweight = swap(cls.convolve(swap(input), swap(grad_output), False, weight.shape[2:]))
+        dweight = dinput = None
+        if of_weight:
+            dweight = swap(cls.convolve(swap(input), swap(grad_output), False, weight.shape[2:]))
         #   din[b,i,x] = sum_{o,k} dout[b,o,x-k] W[o,i,k]: a reversed convolution
-        return cls.convolve(grad_output, swap(weight), True), dweight
+        if of_input:
+            dinput = cls.convolve(grad_output, swap(weight), True)
+        return dinput, dweight
 
     @classmethod
     def convolve(

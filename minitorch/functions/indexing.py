@@ -199,6 +199,8 @@ def summed_up(a: AnyTensor, dim: int, exclusive: bool, reverse: bool) -> AnyTens
 class Gather(Function):
     """Elements picked along one dimension."""
 
+    is_multilinear = True
+
     @staticmethod
     def forward(ctx: Context, a: Tensor, dim: int, index: Tensor) -> Tensor:
         """Return out[…, j, …] = a[…, index[…, j, …], …]; see :func:`as_index`."""
@@ -214,6 +216,8 @@ class Gather(Function):
 
 class Regroup(Function):
     """Elements picked along one dimension, where the uses of each element are known."""
+
+    is_multilinear = True
 
     @staticmethod
     def forward(
@@ -245,6 +249,8 @@ class Regroup(Function):
 class ScatterAdd(Function):
     """Elements added up at places along one dimension."""
 
+    is_multilinear = True
+
     @staticmethod
     def forward(ctx: Context, source: Tensor, dim: int, index: Tensor, size: int) -> Tensor:
         """Return out[…, t, …] = Σ source[…, j, …] over the j with index[…, j, …] = t, for t < size."""
@@ -260,6 +266,8 @@ class ScatterAdd(Function):
 
 class CumSum(Function):
     """The sum of an element and all before it along one dimension."""
+
+    is_multilinear = True
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, dim: int, exclusive: bool, reverse: bool) -> Tensor:
@@ -277,6 +285,8 @@ class CumSum(Function):
 class Elu(Function):
     """a where it is positive, else e^a - 1."""
 
+    is_symmetric = True
+
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
         """Apply to each element."""
@@ -288,6 +298,11 @@ class Elu(Function):
         """Multiply by 1 where a is positive, else by e^a."""
         (a,) = ctx.saved_values
         return grad_output.f.elu_back_zip(a, grad_output)
+
+    @staticmethod
+    def composed(_: Context, a: Any) -> Any:
+        """Choose, with an exponent that cannot overflow."""
+        return a.where(a > 0.0, (-(-a).relu()).exp() - 1.0)
 
 
 class ExpDifference(Function):
@@ -305,6 +320,11 @@ class ExpDifference(Function):
         """Multiply by e^(a - b)."""
         out, dtype = ctx.saved_values
         return grad_output.f.mul_zip(out, grad_output, dtype), None, None
+
+    @staticmethod
+    def composed(_: Context, a: Any, b: Any, dtype: Any) -> Any:
+        """Subtract, then apply e^x."""
+        return (a - b.detach()).exp().to(dtype)
 
 
 class Where(Function):

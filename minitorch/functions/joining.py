@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from itertools import accumulate, pairwise
+from operator import add
 from typing import Any
 
 from ..autodiff import Context
 from ..backends.tensor_protocol import TensorLike as Tensor
 from .base import Function
-from .subscripts import piece, sliced
+from .indexing import ScatterAdd
+from .subscripts import as_table, piece, sliced
 
 
 class Cat(Function):
@@ -36,3 +39,13 @@ class Cat(Function):
         dim, ends = ctx.saved_values
         ranges = [range(first, end) for first, end in pairwise(ends)]
         return None, *(sliced(grad_output, dim, places) for places in ranges)
+
+    @staticmethod
+    def composed(_: Context, dim: int, *parts: Any) -> Any:
+        """Add up the parts, each at its places among zeros."""
+        ends = [0, *accumulate(part.shape[dim] for part in parts)]
+        spread = [
+            ScatterAdd.apply(part, dim, as_table(part, dim, range(first, end)), ends[-1])
+            for part, (first, end) in zip(parts, pairwise(ends), strict=True)
+        ]
+        return reduce(add, spread)

@@ -30,8 +30,8 @@ class Several(Function):
     def apply_several(cls, *args: Any) -> tuple[Any, ...]:
         """Apply the function like :meth:`apply`, and return all of its results."""
         ctx, own = cls._prepared(args)
-        checks = modes.anomaly
-        forward = partial(checks.checked_forward, cls) if checks else cls.forward
+        checks = modes.observer
+        forward = partial(checks.forward, cls) if checks else cls.forward
         results = tuple(value.detach() for value in forward(ctx, *own))
         if not ctx.no_grad:
             joint = Joint(History(cls, ctx, args))
@@ -113,3 +113,13 @@ class _Result(Function):
         """Put the gradient at the result's place."""
         index, total = ctx.saved_values
         return Parts(grad_output if place == index else None for place in range(total))
+
+    @classmethod  # beyond module 5
+    def vjp(cls, history: History, grad_output: Any) -> tuple[Parts]:  # beyond module 5
+        """Do the same."""
+        return (cls.backward(history.ctx or Context(), grad_output),)
+
+    @staticmethod  # beyond module 5
+    def jvp(history: History, tangents: tuple[Any, ...]) -> Any:  # beyond module 5
+        """Pick the tangent of the result."""
+        return tangents[0][(history.ctx or Context()).saved_values[0]]

@@ -52,10 +52,10 @@ def sliced(a: AnyTensor, dim: int, places: range) -> AnyTensor:
         view = piece(a, dim, places)
         if view is not None:
             return view
-    return gathered(a, dim, _as_table(a, dim, places))
+    return gathered(a, dim, as_table(a, dim, places))
 
 
-def _as_table(like: AnyTensor, dim: int, places: range) -> AnyTensor:
+def as_table(like: AnyTensor, dim: int, places: range) -> AnyTensor:
     """Return places along a dimension as an index that all other dimensions share."""
     shape = [1] * like.dims
     shape[dim] = len(places)
@@ -64,6 +64,8 @@ def _as_table(like: AnyTensor, dim: int, places: range) -> AnyTensor:
 
 class Slice(Function):
     """Elements at equal distances along one dimension, a view where they are one piece of the storage."""
+
+    is_multilinear = True
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, dim: int, places: range) -> Tensor:
@@ -75,7 +77,7 @@ class Slice(Function):
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None]:
         """Put the gradients at the positions from which the elements came, and zeros elsewhere."""
         dim, places, size = ctx.saved_values
-        return added(grad_output, dim, _as_table(grad_output, dim, places), size), None, None
+        return added(grad_output, dim, as_table(grad_output, dim, places), size), None, None
 
 
 # -- the key -----------------------------------------------------------------------------------

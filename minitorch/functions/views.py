@@ -17,6 +17,8 @@ from .base import Function, as_ints
 class Permute(Function):
     """The dimensions in a different order; shares storage."""
 
+    is_multilinear = True  # beyond module 5
+
     @staticmethod
     def forward(ctx: Context, a: Tensor, order: Any) -> Tensor:
         """Reorder the strides."""
@@ -38,6 +40,8 @@ class Permute(Function):
 
 class View(Function):
     """The same elements in a different shape; shares storage."""
+
+    is_multilinear = True  # beyond module 5
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, shape: Any) -> Tensor:
@@ -73,6 +77,8 @@ def reshaped(a: AnyTensor, shape: UserShape) -> AnyTensor:
 class Copy(Function):
     """The same tensor in row-major order."""
 
+    is_multilinear = True  # beyond module 5
+
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
         """Copy element by element."""
@@ -86,6 +92,8 @@ class Copy(Function):
 
 class To(Function):
     """The same values on a different backend, or in a different dtype."""
+
+    is_multilinear = True  # beyond module 5
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, backend: Any, dtype: Any) -> Tensor:

@@ -14,9 +14,8 @@ from ..autodiff import Context
 from ..functions.base import check_tensor
 from ..functions.several import Several
 from ..module import Module
-from ..scalars.modes import no_grad
+from ..scalars.modes import no_grad, recording
 from ..tensor import Tensor
-from ..training.recompute import recording
 from ..transformer import TransformerLayer
 
 

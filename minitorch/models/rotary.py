@@ -36,6 +36,8 @@ SCALINGS: dict[str, tuple[str, ...]] = {
 class Rotate(Function):
     """Turn the pairs (x[i], x[i + dim / 2]) of the last dimension by angles."""
 
+    is_multilinear = True
+
     @staticmethod
     def forward(ctx: Context, x: TensorLike, cos: TensorLike, sin: TensorLike) -> TensorLike:
         """Return x ∘ cos + swap(x) ∘ sin, where ``swap`` exchanges the halves of the last dimension.

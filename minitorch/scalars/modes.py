@@ -18,7 +18,8 @@ class _Modes(threading.local):
     recording = True
     dropping = True  # in dropout layers; see without_dropout  # beyond module 5
     drawing = True  # of initial weights; see without_drawing  # beyond module 5
-    anomaly: Any = None  # checks of minitorch.detect_anomaly, or None  # beyond module 5
+    #: What each function calls: checks of minitorch.detect_anomaly, a trace of its derivative, or None.
+    observer: Any = None  # beyond module 5
     context: Any = None  # of attention; see minitorch.models.contexts  # beyond module 5
     # Called with each tensor whose gradient a backward pass has completed.
     leaf_is_done: Callable[[Any], None] | None = None  # beyond module 5
@@ -61,6 +62,12 @@ class no_grad(Switch):
     """
 
     mode, value = "recording", False
+
+
+class recording(Switch):  # beyond module 5
+    """Enable gradient recording within the context, even inside ``no_grad``."""
+
+    mode, value = "recording", True
 
 
 class without_dropout(Switch):  # beyond module 5

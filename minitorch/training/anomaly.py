@@ -86,7 +86,7 @@ class AnomalyError(FloatingPointError):
 class _Checks:
     """The checks that functions call and optimisers call within :class:`detect_anomaly`."""
 
-    def checked_forward(self, function: Any, ctx: Context, *args: Any) -> Any:
+    def forward(self, function: Any, ctx: Context, *args: Any) -> Any:
         """Run the ``forward`` of a function and check what it returns.
 
         Args:
@@ -188,11 +188,11 @@ class detect_anomaly(Switch):
         ...     model.loss(inputs, targets).backward()
     """
 
-    mode, value = "anomaly", _Checks()
+    mode, value = "observer", _Checks()
 
 
 if os.environ.get("MINITORCH_DETECT_ANOMALY", "0") not in ("", "0"):
-    type(modes).anomaly = detect_anomaly.value  # on the class, so that it applies to every thread
+    type(modes).observer = detect_anomaly.value  # on the class, so that it applies to every thread
 
 
 # -- implementation ------------------------------------------------------------------------------

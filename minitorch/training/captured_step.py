@@ -132,7 +132,7 @@ class GraphStep:
                 ``most_shapes`` already, or an input requires a gradient.
             CaptureError: During recording, if the function does something that a graph cannot contain.
         """
-        if self.why_eager is not None or modes.anomaly or active() is not None:
+        if self.why_eager is not None or modes.observer or active() is not None:
             return self._fn(*inputs)
         kind = self._kind_of(inputs)
         if kind.graph is not None and not (

@@ -16,16 +16,11 @@ import numpy as np
 from ..autodiff import Context, History, Variable
 from ..backends.matmul_precision import get_matmul_precision, matmul_precision
 from ..backends.writes import check_unwritten_values
+from ..functions import derivatives
 from ..functions.base import Function, chain_rule, is_tensor, is_variable
 from ..functions.several import Joint
-from ..scalars.modes import Switch, is_recording, writes
+from ..scalars.modes import is_recording, recording, writes
 from ..tensor import next_id
-
-
-class recording(Switch):
-    """Enable gradient recording within the context, even inside ``no_grad``."""
-
-    mode, value = "recording", True
 
 
 class Outline(Joint):
@@ -54,7 +49,19 @@ class Again(Function):
     def backward(ctx: Context, *grad_outputs: Any) -> tuple[Any, ...]:
         """Return the gradients of the function, recomputing the segment if necessary."""
         segment, place = ctx.saved_values
-        return segment.gradients(place, grad_outputs)
+        return segment.gradients(place, grad_outputs, chain_rule)
+
+    @staticmethod
+    def vjp(history: History, *grad_outputs: Any) -> tuple[Any, ...]:
+        """Do the same for derivatives of higher order, which keep what is recomputed."""
+        segment, place = (history.ctx or Context()).saved_values
+        return segment.gradients(place, grad_outputs, derivatives.chain_rule)
+
+    @staticmethod
+    def jvp(history: History, tangents: tuple[Any, ...]) -> Any:
+        """Return the tangent of the recomputed function."""
+        segment, place = (history.ctx or Context()).saved_values
+        return derivatives.jvp(segment.taken(place), tangents)
 
 
 #: The function that computed a variable, and the identity of each argument that has a gradient.
@@ -107,12 +114,16 @@ class Segment:
         outlined = tuple(made.get(x.unique_id, x) if is_tensor(x) else x for x in _listed(results))
         return outlined if isinstance(results, (tuple, list)) else outlined[0]
 
-    def gradients(self, place: int, grad_outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the gradients of the arguments of one function, None for arguments without one."""
+    def taken(self, place: int) -> History:
+        """Return how one function was applied, recomputing the segment if necessary."""
         if place not in self.histories:
             self.histories = self._again()
-        history = self.histories.pop(place)
-        found = iter(chain_rule(history, *grad_outputs))
+        return self.histories.pop(place)
+
+    def gradients(self, place: int, grad_outputs: tuple[Any, ...], rule: Any) -> tuple[Any, ...]:
+        """Return the gradients of one function's arguments by a chain rule, None for those without one."""
+        history = self.taken(place)
+        found = iter(rule(history, *grad_outputs))
         return tuple(next(found)[1] if _is_variable(x) else None for x in history.inputs)
 
     def _called(self) -> tuple[Any, list[Any], list[Step]]:

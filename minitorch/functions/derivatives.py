@@ -89,7 +89,7 @@ class Adjoint(Function):
     @classmethod
     def _gradients(cls, ctx: Context, inputs: Sequence[Any], u: Any) -> tuple[Any, ...]:
         grad, function, place, _, *args = inputs
-        args[place] = u
+        args[place] = u.contiguous()  # a view of any other layout would fail
         of_grad = function.apply(*args) if ctx.needs_input_grad[0] else None
         own = None if of_grad is None or of_grad.history is None else of_grad.history.ctx
         of_args = (
@@ -105,7 +105,7 @@ class Adjoint(Function):
         """Move one argument after the other."""
         grad, function, place, own, *args = history.inputs
         terms = [
-            cls.apply(grad, function, place, None, *_at(args, i, t))
+            cls.apply(grad, function, place, None, *_at(args, i, t.contiguous()))
             for i, t in enumerate(tangents[4:]) if t is not None
         ]  # fmt: skip
         if tangents[0] is not None:
@@ -259,7 +259,7 @@ def jvp(history: History, tangents: tuple[Any, ...]) -> Any:
         return tuple(found) if isinstance(results, tuple) else found[0]
     moving = [(i, t) for i, t in enumerate(tangents) if t is not None]
     if function.is_multilinear:
-        return reduce(add, (function.apply(*_at(inputs, i, t)) for i, t in moving))
+        return reduce(add, (function.apply(*_at(inputs, i, t.contiguous())) for i, t in moving))
     # The gradients are linear in u, the gradient of the result, and the tangent is the transpose of that.
     create_graph = is_recording()
     with recording():

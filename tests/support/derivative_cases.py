@@ -83,7 +83,7 @@ SHAPES: dict[str, Case] = {
     "max": (lambda a: minitorch.max(squared(a), 1), ["nm"]),
     "permute": (lambda a: squared(a).permute(1, 2, 0), ["nmk"]),
     "contiguous": (lambda a: squared(a).T.contiguous() * a.T, ["nm"]),
-    "view": (lambda a: squared(a).reshape(-1), ["nm"]),
+    "view": (lambda a: squared(a.reshape(-1)), ["nm"]),
     "gather": (lambda a: squared(a).gather(1, np.array([[0, 1, 1], [2, 1, 0]])), ["23"]),
     "scatter_add": (lambda a, b: squared(squared(a).scatter_add(0, np.array([[0], [2]]), b)), ["3n", "2n"]),
     "cumsum": (lambda a: squared(a.cumsum(1, exclusive=True)), ["nm"]),
@@ -146,15 +146,16 @@ ON_BACKENDS: list[tuple[TensorBackend, list[str]]] = [
 def drawn(
     case: Case, sizes: dict[str, int], seed: int, backend: TensorBackend
 ) -> tuple[Callable[..., Tensor], list[Tensor], list[Tensor]]:
-    """Return the function, its arguments, and a direction for each of them."""
+    """Return the function, its arguments, and a direction for each, in the other order of memory."""
     function, shapes = case
     rng = np.random.default_rng(seed)
 
-    def numbers() -> list[Tensor]:
+    def numbers(order: Any) -> list[Tensor]:
         found = ([sizes.get(sign) or int(sign) for sign in shape] for shape in shapes)
-        return [minitorch.from_numpy(rng.uniform(-1.0, 1.0, shape), backend) for shape in found]
+        arrays = (np.array(rng.uniform(-1.0, 1.0, shape), order=order) for shape in found)
+        return [minitorch.from_numpy(array, backend) for array in arrays]
 
-    return function, numbers(), numbers()
+    return function, numbers("C"), numbers("F")
 
 
 def central(f: Callable[..., Tensor], xs: list[Tensor], ts: list[Tensor]) -> npt.NDArray[Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from kernels.cuda.runtime.compiling import allow_shared_memory, compile_kernel
 from kernels.cuda.runtime.launcher import Launcher  # beyond module 5
 from kernels.runtime.launch_notes import Launched, thread  # beyond module 5
-from kernels.runtime.numba_patches import find_live_variables_in_bits, share_copies
+from kernels.runtime.numba_patches import compile_in_less_time
 from kernels.runtime.targets import (
     cuda,
     driver,
@@ -22,8 +22,7 @@ from kernels.runtime.targets import (
 )
 from kernels.runtime.types import from_dtype, types
 
-share_copies(cuda)  # before anything is compiled
-find_live_variables_in_bits(cuda)
+compile_in_less_time(cuda)  # before anything is compiled
 
 
 def device_function(function: Callable[..., Any]) -> Any:

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 from course.grader import Expected, expected_tests, grade_task
-from course.markers import fill, read_bodies, replaced
-from course.starter_trees import start
-from course.tasks import find_task, tasks_of
-from course.workplace import Workplace, assemble
+from course.markers import Region, read_text, replaced
+from course.starter_trees import write_tree
+from course.tasks import find_task
+from course.workplace import Workplace
 
 from .mutants import MUTANTS
-
-ROOT = Path(__file__).parents[3]
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    return Workplace(tmp_path_factory.mktemp("place"), gpu=False)
+Solved = Callable[[int], Workplace]
 
 
 @pytest.fixture(scope="module")
-def expected(place: Workplace) -> Expected:
-    return expected_tests(place, [find_task(name) for name in dict.fromkeys(m[0] for m in MUTANTS)])
+def solved(tmp_path_factory: pytest.TempPathFactory) -> Solved:
+    """Return the workplace of a module whose tree has the solutions, written once."""
+
+    def place(module: int) -> Workplace:
+        made = Workplace(tmp_path_factory.mktemp("place"), gpu=False)
+        write_tree(module, made.tree, lambda region: None)
+        return made
+
+    return cache(place)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    tasks = [find_task(name) for name in dict.fromkeys(m[0] for m in MUTANTS)]
+    return expected_tests(Workplace(tmp_path_factory.mktemp("expected"), gpu=False), tasks)
 
 
 @pytest.mark.parametrize(
@@ -34,27 +43,25 @@ def expected(place: Workplace) -> Expected:
 )
 def test_a_common_mistake_earns_its_sentence(
     task: str, file: str, right: str, wrong: str, sentence: str,
-    place: Workplace, expected: Expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    solved: Solved, expected: Expected, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("MINITORCH_EXAMPLES", "10")
-    chosen, tree = find_task(task), tmp_path / "tree"
-    start(chosen.module, tree)
-    fill(tree, [t.id for t in tasks_of(chosen.module)], read_bodies(ROOT))
-    before = (tree / file).read_text(encoding="utf-8")
-    own = {r for r, body in read_bodies(tree, [file]).items() if right.strip() in "\n".join(body)}
+    chosen = find_task(task)
+    place = solved(chosen.module)
+    before = read_text(place.tree / file)
 
-    def body_of(region: object) -> list[str] | None:
-        if region.key not in own or region.key.task != task:  # type: ignore[attr-defined]
-            return None
-        body = read_bodies(tree, [file])[region.key]  # type: ignore[attr-defined]
-        return "\n".join([*body, ""]).replace(right, wrong).rstrip("\n").split("\n")
+    def body_of(region: Region) -> list[str] | None:
+        body = "\n".join(before.split("\n")[region.start : region.stop])
+        is_own = region.key.task == task and right.strip() in body
+        return f"{body}\n".replace(right, wrong).rstrip("\n").split("\n") if is_own else None
 
     after = replaced(before, file, body_of)
     assert after != before, f"no body of task {task} in {file} has {right!r}"
-    (tree / file).write_text(after, encoding="utf-8")
-    shutil.rmtree(place.tree)
-    assemble(tree, place.tree, chosen.module)
-    result = grade_task(place, chosen, expected)
+    try:
+        (place.tree / file).write_text(after, encoding="utf-8")
+        result = grade_task(place, chosen, expected)
+    finally:
+        (place.tree / file).write_text(before, encoding="utf-8")
     assert result.status == "failed" and result.points < chosen.points
     # A forged report would give these points.
     assert result.outside < chosen.points

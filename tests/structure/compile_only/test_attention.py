@@ -173,30 +173,32 @@ EVERYWHERE = {
         Call("flash2", FLOAT64, tangents=True),
     )
 }  # fmt: skip
-#: Calls whose kernels keep their tiles in registers.
+#: Calls whose kernels keep their tiles in registers: an option at the width where the fewest are free, and
+#: calls that share kernels next to each other, for one worker to compile.
 IN_REGISTERS = {
     call.name: call for call in (
         *(Call("flash2", FLOAT32, (dim, dim)) for dim in (64, 128)),
         *(Call("flash2", FLOAT32, options=OPTIONS[x]) for x in ("boolean mask", "dropout", "block mask")),
         *(Call("flash2", FLOAT32, (dim, dim), tangents=True) for dim in (64, 128)),
         Call("flash2", FLOAT32, options=OPTIONS["dropout"], tangents=True),
-        *(Call("flash2_mma", FLOAT16, (dim, dim)) for dim in (64, 128, 256)),
-        *(Call("flash2_mma", FLOAT16, (dim, dim), ATOMIC) for dim in (64, 128, 256)),
+        Call("flash2_mma", FLOAT16), Call("flash2_mma", FLOAT16, options=ATOMIC),
+        Call("flash2_mma", FLOAT16, (128, 128), ATOMIC),
+        *(Call("flash2_mma", FLOAT16, (256, 256), options) for options in ({}, ATOMIC)),
         *(Call("flash2_mma", BFLOAT16, options=OPTIONS[x]) for x in ("softcap", "boolean mask", "dropout")),
         Call("flash2_mma", BFLOAT16, (128, 128), cc=(8, 0)),
         Call("flash2_mma", FLOAT32), Call("flash2_mma", FLOAT32, options=ATOMIC),
         Call("flash2_mma", FLOAT32, (128, 128), {"precision": "tf32"}),
-        *(Call("flash3_wgmma", FLOAT16, (dim, dim)) for dim in (64, 128, 256)),
-        *(Call("flash3_wgmma", BFLOAT16, dims, ATOMIC)
-          for dims in ((64, 64), (128, 128), (192, 128), (256, 256))),
-        *(Call("flash3_wgmma", BFLOAT16, options={**options, **ATOMIC}) for options in OPTIONS.values()),
+        Call("flash3_wgmma", FLOAT16), Call("flash3_wgmma", BFLOAT16, options=ATOMIC),
+        *(Call("flash3_wgmma", BFLOAT16, (128, 128), options) for options in ({}, ATOMIC)),
+        *(Call("flash3_wgmma", BFLOAT16, dims, ATOMIC) for dims in ((192, 128), (256, 256))),
+        *(Call("flash3_wgmma", BFLOAT16, options=OPTIONS[x] | ATOMIC)
+          for x in ("softcap", "alibi", "sink", "mask_mod", "score_mod")),
         *(Call("flash3_wgmma", BFLOAT16, (128, 128), OPTIONS[x] | ATOMIC)
           for x in ("floating mask", "block mask", "dropout")),
         *(Call("flash3_wgmma", BFLOAT16, (128, 128), options)
           for options in (OPTIONS["boolean mask"], {"score_mod": (less_logarithm, one)})),
-        Call("flash3_wgmma", BFLOAT16, options={"block_mask": _blocks((128, 128)), **ATOMIC}),
-        *(Call("flash3_wgmma", FLOAT16, (dim, dim), {"precision": f"float8_e4m3{more}"})
-          for dim in (64, 128) for more in ("", "+blocks+hadamard")),
+        Call("flash3_wgmma", FLOAT16, options={"precision": "float8_e4m3"}),
+        Call("flash3_wgmma", FLOAT16, (128, 128), {"precision": "float8_e4m3+blocks+hadamard"}),
     )
 }  # fmt: skip
 BY_NAME = EVERYWHERE | IN_REGISTERS

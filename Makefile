@@ -96,13 +96,16 @@ quick: $(VENV)/.lint
 
 test: $(addprefix test-,$(or $(ONLY),cpu emulated))
 
+# Importing the others takes as long as many tests.
+SLOW_FILES := $$(grep -rl --include='test_*.py' mark.slow tests)
+
 # Those that only compile are make ptx, whose packages may be there.
 test-cpu: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --ignore=tests/structure/compile_only $(ARGS)
 
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
-	MINITORCH_EMULATE=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and emulated" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS) $(SLOW_FILES)
+	MINITORCH_EMULATE=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and emulated" $(ARGS) $(SLOW_FILES)
 
 test-emulated: $(VENV)/.test
 	MINITORCH_EMULATE=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "emulated and not slow" $(ARGS)

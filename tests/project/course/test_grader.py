@@ -17,7 +17,7 @@ from course import grader as course_grader
 from course import workplace as course_workplace
 from course.command import main
 from course.confine import has_bubblewrap, landlock_version
-from course.grader import Expected, expected_tests, grade_task
+from course.grader import Expected, grade_task
 from course.kernel_text import KERNELS, fault_of, faults
 from course.markers import fill, read_bodies, replaced
 from course.starter_trees import start
@@ -33,26 +33,26 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def counts(tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    return expected_tests(Workplace(tmp_path_factory.mktemp("counts"), False), tasks_of(0))
+def solved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Module 0, solved."""
+    start(0, tree := tmp_path_factory.mktemp("solved"))
+    fill(tree, [task.id for task in tasks_of(0)], read_bodies(ROOT))
+    return tree
 
 
 @pytest.fixture
-def student(tmp_path: Path) -> Path:
-    """Module 0, solved."""
-    start(0, tmp_path / "student")
-    fill(tmp_path / "student", [task.id for task in tasks_of(0)], read_bodies(ROOT))
-    return tmp_path / "student"
+def student(solved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(solved, tmp_path / "student")
 
 
 def graded(
-    student: Path, counts: Expected, task: str = "0.4", gpu: bool = False, **limits: int
+    student: Path, expected: Expected, task: str = "0.4", gpu: bool = False, **limits: int
 ) -> Verdict:
     folder = student.parent / "place"
     folder.mkdir()
     place = Workplace(folder, gpu)
     assemble(student, place.tree, 0)
-    return grade_task(place, replace(find_task(task), **limits), counts)
+    return grade_task(place, replace(find_task(task), **limits), expected)
 
 
 def at_import(student: Path, code: str) -> None:
@@ -90,9 +90,9 @@ def test_a_starter_tree_gets_none(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "points 0 of 10" in out
 
 
-def test_the_first_assertion_that_fails_is_shown(student: Path, counts: Any) -> None:
+def test_the_first_assertion_that_fails_is_shown(student: Path, expected: Any) -> None:
     in_train(student, "        self.training = None\n")
-    result = graded(student, counts)
+    result = graded(student, expected)
     assert (result.status, result.points) == ("failed", 7)  # of 10, for three of four tests
     assert result.message.startswith(
         "test_train_and_eval_reach_every_module: AssertionError: after"
@@ -133,10 +133,10 @@ BEGINS = "in test_train_and_eval_reach_every_module"
     ids=["a loop", "a thread", "printing", "memory", "an end"],
 )  # fmt: skip
 def test_what_does_not_end_by_itself_is_stopped(
-    student: Path, counts: Any, place: Any, code: str, limits: dict[str, Any], message: str
+    student: Path, expected: Any, place: Any, code: str, limits: dict[str, Any], message: str
 ) -> None:
     place(student, code)
-    result = graded(student, counts, **limits)
+    result = graded(student, expected, **limits)
     assert message in result.message
     assert result.status == "failed"
 
@@ -145,9 +145,9 @@ SKIP = "import pytest; pytest.skip('x', allow_module_level=True)"
 
 
 @pytest.mark.parametrize("end", ["import os; os._exit(0)", "import sys; sys.exit(0)", SKIP])
-def test_ending_the_process_early_is_no_pass(student: Path, counts: Any, end: str) -> None:
+def test_ending_the_process_early_is_no_pass(student: Path, expected: Any, end: str) -> None:
     at_import(student, end + "\n")
-    result = graded(student, counts)
+    result = graded(student, expected)
     assert (result.status, result.passed) == ("failed", 0)
 
 
@@ -184,21 +184,23 @@ text = ''.join(
 
 @pytest.mark.parametrize("forgery", FORGERIES.values(), ids=FORGERIES)
 def test_a_forged_report_gives_no_points_for_bodies_that_are_not_written(
-    student: Path, counts: Expected, forgery: str
+    student: Path, expected: Expected, forgery: str
 ) -> None:
     shutil.rmtree(student)
     start(0, student)
-    at_import(student, f"TESTS = {counts.tests['0.4']!r}\n{forgery}")
-    result = graded(student, counts)
+    at_import(student, f"TESTS = {expected.tests['0.4']!r}\n{forgery}")
+    result = graded(student, expected)
     assert (result.status, result.points) == ("failed", 0), result
     assert result.passed == result.tests  # as the report says
     assert "4 of 4 calls with other arguments gave wrong results, or none: " in result.message
 
 
-def test_a_forged_report_gives_no_points_for_a_wrong_body(student: Path, counts: Expected) -> None:
+def test_a_forged_report_gives_no_points_for_a_wrong_body(
+    student: Path, expected: Expected
+) -> None:
     in_train(student, WRONG)
     at_import(student, FORGERIES["the recorder is replaced"])
-    result = graded(student, counts)
+    result = graded(student, expected)
     assert (result.status, result.passed, result.tests) == ("failed", 4, 4)
     assert result.points == 7  # as for an honest report
     assert result.message.endswith("gave wrong results, or none: train")
@@ -206,20 +208,19 @@ def test_a_forged_report_gives_no_points_for_a_wrong_body(student: Path, counts:
 
 @pytest.mark.parametrize("record", [{"id": [], "when": 1}, {"begun": 3}, {"notes": 1}], ids=str)
 def test_a_report_that_makes_no_sense_does_not_end_the_grader(
-    student: Path, counts: Any, record: Any
+    student: Path, expected: Any, record: Any
 ) -> None:
     at_import(student, f"text = {json.dumps(record)!r} + chr(10)\n{WRITE}")
-    assert graded(student, counts).status in ("failed", "passed")
+    assert graded(student, expected).status in ("failed", "passed")
 
 
 @pytest.mark.parametrize("module", range(len(MODULES)))
 def test_a_solution_gets_all_points_outside_of_its_process_and_an_empty_tree_none(
-    module: int, tmp_path: Path
+    module: int, expected: Expected, tmp_path: Path
 ) -> None:
     """Only calls and texts are judged; no test runs."""
     place = Workplace(tmp_path / "place", False)
     start(module, tree := tmp_path / "tree")
-    expected = expected_tests(place, tasks_of(module))
     for solved, emulated in ((False, False), (False, True), (True, False), (True, True)):
         tasks = [task for task in tasks_of(module) if task.emulated == emulated]
         fill(tree, [task.id for task in tasks if solved], read_bodies(ROOT))
@@ -238,21 +239,21 @@ def test_a_solution_gets_all_points_outside_of_its_process_and_an_empty_tree_non
             assert result.outside == task.points * solved, (task.id, lacking, own)
 
 
-def test_the_tests_of_the_course_count_and_not_the_students(student: Path, counts: Any) -> None:
+def test_the_tests_of_the_course_count_and_not_the_students(student: Path, expected: Any) -> None:
     in_train(student, "        self.training = None\n")
     (student / "tests" / "course" / "test_module.py").write_text("", encoding="utf-8")
     (student / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '-k no'\n")
     (student / "conftest.py").write_text("import os; os._exit(0)\n", encoding="utf-8")
-    assert graded(student, counts).message.startswith("test_train_and_eval_reach_every_module")
+    assert graded(student, expected).message.startswith("test_train_and_eval_reach_every_module")
 
 
-def test_a_file_of_the_students_own_is_taken_along(student: Path, counts: Any) -> None:
+def test_a_file_of_the_students_own_is_taken_along(student: Path, expected: Any) -> None:
     (student / "minitorch" / "mine.py").write_text("YES = True\n", encoding="utf-8")
     in_train(student, "        from .mine import YES\n        self.training = YES\n")
-    assert graded(student, counts).status == "passed"
+    assert graded(student, expected).status == "passed"
 
 
-def test_a_submission_cannot_write_outside(student: Path, counts: Any, tmp_path: Path) -> None:
+def test_a_submission_cannot_write_outside(student: Path, expected: Any, tmp_path: Path) -> None:
     target, moved = tmp_path / "outside.txt", tmp_path / "kept.txt"
     moved.write_text("kept", encoding="utf-8")
     attempts = [
@@ -276,7 +277,7 @@ def test_a_submission_cannot_write_outside(student: Path, counts: Any, tmp_path:
         attempts.append(f"__import__('ctypes').CDLL(None).system({f'touch {target}'.encode()!r})")
     code = "".join(f"try:\n    {a}\nexcept OSError:\n    pass\n" for a in attempts)
     at_import(student, code)
-    result = graded(student, counts)
+    result = graded(student, expected)
     assert result.status == "passed", result.message  # it does no harm, and the rest is right
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kept.txt", "place", "student"]
     assert moved.read_text(encoding="utf-8") == "kept"
@@ -295,10 +296,10 @@ IN_KERNEL = pytest.mark.skipif(not landlock_version(), reason="the kernel has to
 
 
 @IN_KERNEL
-def test_what_a_submission_leaves_running_is_ended(student: Path, counts: Any) -> None:
+def test_what_a_submission_leaves_running_is_ended(student: Path, expected: Any) -> None:
     at_import(student, FORK)
     # Only where a GPU's driver may need it, a submission can start processes at all.
-    assert graded(student, counts, gpu=True).status == "passed"
+    assert graded(student, expected, gpu=True).status == "passed"
     alive = student.parent / "place" / "tmp" / "alive"
     alive.unlink()
     time.sleep(0.5)
@@ -306,7 +307,7 @@ def test_what_a_submission_leaves_running_is_ended(student: Path, counts: Any) -
 
 
 @IN_KERNEL
-def test_a_submission_starts_no_process_and_asks_no_other(student: Path, counts: Any) -> None:
+def test_a_submission_starts_no_process_and_asks_no_other(student: Path, expected: Any) -> None:
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(student.parent / "door"))
     server.listen()
@@ -321,13 +322,15 @@ def test_a_submission_starts_no_process_and_asks_no_other(student: Path, counts:
         "    except OSError:\n        pass\n"
         f"{signals}assert not opened, opened\n",
     )
-    result = graded(student, counts)
+    result = graded(student, expected)
     assert result.status == "passed", result.message
     assert not (student.parent / "place" / "tmp" / "alive").exists()
     server.close()
 
 
-def test_a_disk_is_not_filled(student: Path, counts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_is_not_filled(
+    student: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(course_workplace, "MOST_WRITTEN", 16 << 20)
     in_train(
         student,
@@ -335,7 +338,7 @@ def test_a_disk_is_not_filled(student: Path, counts: Any, monkeypatch: pytest.Mo
         "            open(os.environ['TMPDIR'] + f'/{i}', 'wb').write(bytes(1 << 20))\n"
         "            time.sleep(0.02)\n",
     )
-    result = graded(student, counts)
+    result = graded(student, expected)
     assert result.message.startswith("stopped when its files had more than"), result.message
     assert list((student.parent / "place" / "tmp").iterdir()) == []
 
@@ -356,9 +359,11 @@ def test_a_link_in_the_tree_is_not_followed(
     assert "cannot import name 'taken'" in capsys.readouterr().out
 
 
-def test_the_attempt_to_write_outside_is_named(student: Path, counts: Any, tmp_path: Path) -> None:
+def test_the_attempt_to_write_outside_is_named(
+    student: Path, expected: Any, tmp_path: Path
+) -> None:
     in_train(student, f"        open({str(tmp_path / 'outside.txt')!r}, 'w')\n")
-    message = graded(student, counts).message
+    message = graded(student, expected).message
     assert "a submission may not change" in message and "outside.txt" in message
 
 
@@ -375,7 +380,7 @@ def confined(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_submission_reads_neither_the_solutions_nor_another_submission(
-    student: Path, counts: Any, confined: str
+    student: Path, expected: Any, confined: str
 ) -> None:
     start(0, neighbour := student.parent / "neighbour")
     files = [ROOT / "minitorch" / "module.py", neighbour / "minitorch" / "module.py"]
@@ -386,7 +391,7 @@ def test_a_submission_reads_neither_the_solutions_nor_another_submission(
         "    try:\n        opened.append(open(file).fileno())\n    except OSError:\n        pass\n"
         "assert max(opened) < 0, opened\n",
     )
-    result = graded(student, counts)
+    result = graded(student, expected)
     assert result.status == "passed", result.message
     if confined == "kernel":  # in namespaces the files are not there
         assert len([words for words in result.refused if words.startswith("read ")]) == 2
@@ -409,7 +414,7 @@ ATTACKS = {
 
 
 def test_what_is_refused_to_a_submission_stands_in_the_report(
-    student: Path, counts: Any, confined: str
+    student: Path, expected: Any, confined: str
 ) -> None:
     (student.parent / "kept.txt").write_text("kept", encoding="utf-8")
     calls = ", ".join(f"lambda: libc.{call}" for call in ATTACKS.values())
@@ -419,7 +424,7 @@ def test_what_is_refused_to_a_submission_stands_in_the_report(
         f"for path in ({str(student.parent / 'kept.txt').encode()!r}, b'/', os.environb[b'HOME']):\n"
         f"    done = [call() for call in ({calls})]\n    assert set(done) == {{-1}}, done\n",
     )
-    result = graded(student, counts)
+    result = graded(student, expected)
     assert result.status == "passed", result.message
     assert set(ATTACKS) - {"utimensat"} <= {*result.refused}
     assert {"utimensat", "utimes"} & {*result.refused}
@@ -460,27 +465,27 @@ EMPTY = {
 }
 
 
-def test_a_property_test_that_notices_nothing_is_no_pass(student: Path, counts: Any) -> None:
+def test_a_property_test_that_notices_nothing_is_no_pass(student: Path, expected: Any) -> None:
     for name, (body, _) in EMPTY.items():
         rewritten(student, name, body)
-    result = graded(student, counts, "0.2")
+    result = graded(student, expected, "0.2")
     assert result.status == "failed"
     assert "test_sigmoid passes with a broken sigmoid" in result.message
     assert result.tests - result.passed == sum(missed for _, missed in EMPTY.values())
 
 
-def test_property_tests_are_judged_by_the_courses_operators(student: Path, counts: Any) -> None:
+def test_property_tests_are_judged_by_the_courses_operators(student: Path, expected: Any) -> None:
     file = student / "minitorch" / "operators.py"
     text = file.read_text(encoding="utf-8").replace("return x * y", "return x * y + 1.0")
     file.write_text(text, encoding="utf-8")
-    assert graded(student, counts, "0.2").status == "passed"
+    assert graded(student, expected, "0.2").status == "passed"
 
 
-def test_markers_that_are_gone_are_named(student: Path, counts: Any) -> None:
+def test_markers_that_are_gone_are_named(student: Path, expected: Any) -> None:
     file = student / "tests" / "course" / "test_operators.py"
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace("    # END TASK 0.2\n", "", 1), encoding="utf-8")
-    assert "tests/course/test_operators.py, line" in graded(student, counts, "0.2").message
+    assert "tests/course/test_operators.py, line" in graded(student, expected, "0.2").message
 
 
 # -- the text of kernels -----------------------------------------------------------------------------
@@ -546,7 +551,7 @@ time.perf_counter = time.process_time = lambda: 0.0
     ],
 )  # fmt: skip
 def test_forged_counts_and_barriers_give_no_points(
-    task: str, file: str, right: str, wrong: str, points: int, tmp_path: Path
+    task: str, file: str, right: str, wrong: str, points: int, expected: Expected, tmp_path: Path
 ) -> None:
     chosen = find_task(task)
     start(chosen.module, tree := tmp_path / "tree")
@@ -558,7 +563,7 @@ def test_forged_counts_and_barriers_give_no_points(
     (tree / file).write_text(head + future + forged, encoding="utf-8")
     place = Workplace(tmp_path / "place", gpu=False)
     assemble(tree, place.tree, chosen.module)
-    result = grade_task(place, chosen, expected_tests(place, [chosen]))
+    result = grade_task(place, chosen, expected)
     # Without a barrier values may be wrong too.
     assert result.status == "failed" and result.points <= points, result
     assert result.passed == result.tests  # as the report says

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+import shutil
+from functools import lru_cache
+from pathlib import Path
 
 import pytest
-from course.grader import Expected, expected_tests, grade_task
+from course.grader import Expected, grade_task
 from course.markers import Region, read_text, replaced
 from course.starter_trees import write_tree
 from course.tasks import find_task
@@ -17,25 +18,16 @@ from .mutants import MUTANTS
 pytestmark = pytest.mark.slow
 
 
-Solved = Callable[[int], Workplace]
-
-
 @pytest.fixture(scope="module")
-def solved(tmp_path_factory: pytest.TempPathFactory) -> Solved:
-    """Return the workplace of a module whose tree has the solutions, written once."""
-
-    def place(module: int) -> Workplace:
-        made = Workplace(tmp_path_factory.mktemp("place"), gpu=False)
-        write_tree(module, made.tree, lambda region: None)
-        return made
-
-    return cache(place)
+def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    return Workplace(tmp_path_factory.mktemp("place"), gpu=False)
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    tasks = [find_task(name) for name in dict.fromkeys(m[0] for m in MUTANTS)]
-    return expected_tests(Workplace(tmp_path_factory.mktemp("expected"), gpu=False), tasks)
+@lru_cache(1)
+def write_solved(module: int, tree: Path) -> None:
+    """Write the tree of a module with the solutions, unless it is there already."""
+    shutil.rmtree(tree)
+    write_tree(module, tree, lambda region: None)
 
 
 @pytest.mark.parametrize(
@@ -43,11 +35,11 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
 )
 def test_a_common_mistake_earns_its_sentence(
     task: str, file: str, right: str, wrong: str, sentence: str,
-    solved: Solved, expected: Expected, monkeypatch: pytest.MonkeyPatch,
+    place: Workplace, expected: Expected, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("MINITORCH_EXAMPLES", "10")
     chosen = find_task(task)
-    place = solved(chosen.module)
+    write_solved(chosen.module, place.tree)
     before = read_text(place.tree / file)
 
     def body_of(region: Region) -> list[str] | None:

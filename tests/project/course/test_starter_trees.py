@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from course import grader as course_grader
 from course.command import main
-from course.grader import Expected, expected_tests
+from course.grader import Expected
 from course.markers import (
     CourseError,
     Key,
@@ -108,12 +108,6 @@ def test_a_marker_without_its_partner_is_named(text: str, match: str) -> None:
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """Return one place for all trees: what is compiled in one is not compiled in the next."""
     return Workplace(tmp_path_factory.mktemp("place"), gpu=False)
-
-
-@pytest.fixture(scope="module")
-def expected(workplace: Workplace) -> Expected:
-    """Return the tests of every task."""
-    return expected_tests(workplace, list(TASKS))
 
 
 def without_twins(tests: list[str]) -> list[str]:

@@ -194,43 +194,34 @@ def public_names() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_asks_no_network_and_has_every_public_name(
+    tmp_path: Path,
+) -> None:
+    """Formulas are MathML, and whatever a page loads lies beside it."""
     missing = [
         name for name in ("sphinx", "furo", "myst_nb") if importlib.util.find_spec(name) is None
     ]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: pip install -e '.[docs]', or make docs")
-    folder = tmp_path_factory.mktemp("docs")
+    site = tmp_path / "site"
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
     done = subprocess.run(
         # The cells of notebooks have a test of their own.
-        [*command, "-D", "nb_execution_mode=off", "-d", str(folder / "trees"), str(DOCS),
-         str(folder / "site")],
+        [*command, "-D", "nb_execution_mode=off", "-d", str(tmp_path / "trees"), str(DOCS), str(site)],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "site"
-
-
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning_and_asks_no_network(site: Path) -> None:
-    """Formulas are MathML, and whatever a page loads lies beside it."""
     pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
     assert "<math" in pages[site / "guides" / "module5.html"]
     loads = re.compile(r'<(?:script|img|link)\b[^>]*?(?:src|href)="(https?:[^"]+)')
-    assert [
-        (page.name, loads.findall(text)) for page, text in pages.items() if loads.search(text)
-    ] == []
-
-
-@pytest.mark.slow
-def test_the_reference_has_every_public_name(site: Path) -> None:
+    assert not [
+        (page.name, found) for page, text in pages.items() if (found := loads.findall(text))
+    ]
     inventory = importlib.import_module("sphinx.util.inventory").InventoryFile
     with (site / "objects.inv").open("rb") as file:
         entries = inventory.load(file, "", lambda base, path: path)
     documented = {
         name for group, names in entries.items() if group.startswith("py:") for name in names
     }
-    missing = [shown for shown, home in public_names() if not documented & {shown, home}]
-    assert missing == []
+    assert not [shown for shown, home in public_names() if not documented & {shown, home}]

@@ -188,11 +188,13 @@ IN_REGISTERS = {
         Call("flash2_mma", BFLOAT16, (128, 128), cc=(8, 0)),
         Call("flash2_mma", FLOAT32), Call("flash2_mma", FLOAT32, options=ATOMIC),
         Call("flash2_mma", FLOAT32, (128, 128), {"precision": "tf32"}),
-        Call("flash3_wgmma", FLOAT16), Call("flash3_wgmma", BFLOAT16, options=ATOMIC),
-        *(Call("flash3_wgmma", BFLOAT16, (128, 128), options) for options in ({}, ATOMIC)),
+        *(Call("flash3_wgmma", BFLOAT16, (dim, dim), options)
+          for dim in (64, 128) for options in ({}, ATOMIC)),
         *(Call("flash3_wgmma", BFLOAT16, dims, ATOMIC) for dims in ((192, 128), (256, 256))),
-        *(Call("flash3_wgmma", BFLOAT16, options=OPTIONS[x] | ATOMIC)
-          for x in ("softcap", "alibi", "sink", "mask_mod", "score_mod")),
+        Call("flash3_wgmma", FLOAT16, options=OPTIONS["mask_mod"] | ATOMIC),
+        Call("flash3_wgmma", BFLOAT16,
+             options=OPTIONS["softcap"] | OPTIONS["alibi"] | OPTIONS["sink"] | ATOMIC),
+        Call("flash3_wgmma", BFLOAT16, options=OPTIONS["score_mod"] | ATOMIC),
         *(Call("flash3_wgmma", BFLOAT16, (128, 128), OPTIONS[x] | ATOMIC)
           for x in ("floating mask", "block mask", "dropout")),
         *(Call("flash3_wgmma", BFLOAT16, (128, 128), options)

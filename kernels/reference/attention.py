@@ -108,16 +108,16 @@ def table_gradient(
         replace(problem, score_mod=None, score_table=0, slopes=False, mask=""), operands
     )
     scores, delta = Scores(problem, operands), _delta(operands)
+    mod: Any = problem.score_mod
     total, cols = np.zeros(gradient.shape), slice(0, problem.seq_k)
     for start in range(0, problem.seq_q, 64):
         rows = slice(start, min(start + 64, problem.seq_q))
         ds = _backward_of(scores, operands, rows, cols, delta).ds  # (batch, heads, rows, seq_k)
-        s = np.where(
-            ds == 0, 0.0, before.tile(rows, cols)[0]
-        )  # a masked score is no number to read for
+        # A masked score is no number to read an element for.
+        s = np.where(ds == 0, 0.0, before.tile(rows, cols)[0])
         row, col = np.arange(rows.start, rows.stop)[:, None], np.arange(problem.seq_k)
         place = scores.batch, scores.head, row, col
-        add_read_gradients(problem.score_mod, ds, s, place, operands.score_table, total)
+        add_read_gradients(mod, ds, s, place, operands.score_table, total)
     gradient[...] = total
 
 

@@ -193,7 +193,7 @@ class _Tangent:
         self, node: ast.stmt, targets: Sequence[ast.expr], value: ast.expr
     ) -> list[ast.stmt]:
         """Return an assignment after that of the tangents."""
-        made = [ast.Assign([*targets], value, lineno=node.lineno)]
+        made: list[ast.stmt] = [ast.Assign([*targets], value, lineno=node.lineno)]
         pairs = [(target, value) for target in targets]
         if isinstance(targets[0], ast.Tuple):
             is_pairwise = isinstance(value, ast.Tuple) and len(targets) == 1
@@ -202,7 +202,7 @@ class _Tangent:
                     raise self.refused(value, "several variables are assigned from one value")
                 value = ast.Tuple([ZERO] * len(targets[0].elts), ast.Load())
             pairs = list(zip(targets[0].elts, value.elts, strict=True))  # type: ignore[attr-defined]
-        tangents = [(target, self.tangent(part)) for target, part in pairs]
+        tangents: list[Any] = [(target, self.tangent(part)) for target, part in pairs]
         for target, tangent in tangents:
             if isinstance(target, ast.Name):
                 self.active |= set() if tangent is ZERO else {target.id}
@@ -211,9 +211,9 @@ class _Tangent:
         kept = [(t.id, tangent) for t, tangent in tangents if getattr(t, "id", "") in self.active]
         if not kept:
             return made
-        own = [ast.Name(self.prefix + name, ast.Store()) for name, _ in kept]
+        own: list[ast.expr] = [ast.Name(self.prefix + name, ast.Store()) for name, _ in kept]
         if len(kept) == 1:
-            return [ast.Assign([own[0]], kept[0][1], lineno=node.lineno), *made]
+            return [ast.Assign(own, kept[0][1], lineno=node.lineno), *made]
         every = ast.Tuple([tangent for _, tangent in kept], ast.Load())
         return [ast.Assign([ast.Tuple(own, ast.Store())], every, lineno=node.lineno), *made]
 

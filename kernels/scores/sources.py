@@ -76,8 +76,9 @@ def _may_define(node: ast.AST, code: CodeType) -> bool:
     if isinstance(node, ast.FunctionDef):
         first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
         return (node.name, first) == (code.co_name, code.co_firstlineno)
-    is_lambda = isinstance(node, ast.Lambda) and code.co_name == "<lambda>"
-    return is_lambda and node.lineno == code.co_firstlineno
+    if isinstance(node, ast.Lambda):
+        return (code.co_name, code.co_firstlineno) == ("<lambda>", node.lineno)
+    return False
 
 
 def _codes(node: ast.AST | CodeType, file: str) -> Iterator[CodeType]:

@@ -73,8 +73,8 @@ def test_steps_are_those_of_the_modules(
         assert_close_arrays(out.to_numpy(), wanted.to_numpy(), dtype, "a step")
         assert fused.length == composed.length
         for own, other in ((fused.keys, composed.keys), (fused.values, composed.values)):
-            filled = (x.to_numpy()[:, :, : fused.length] for x in (own, other))
-            assert_close_arrays(*filled, dtype, "the cache")
+            found, wanted = (x.to_numpy()[:, :, : fused.length] for x in (own, other))
+            assert_close_arrays(found, wanted, dtype, "the cache")
 
 
 def test_a_step_takes_the_weights_of_the_moment() -> None:

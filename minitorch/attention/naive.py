@@ -9,6 +9,7 @@ from kernels.problem.option_values import SEEDS
 from kernels.problem.options import WITH_GRADIENT, Options
 from kernels.problem.signature import by_name
 
+from ..functions import attention_derivatives as attention_derivatives  # beyond module 5
 from ..functions.base import is_tensor
 from ..functions.flash_attention import (
     FlashAttention,  # beyond module 5
@@ -97,7 +98,7 @@ def _attend_widened(operands: tuple[Tensor, ...], problem: Problem, options: Opt
 
 
 def composed_attention(ctx: Any, q: Tensor, *others: Any) -> Any:  # beyond module 5
-    """Repeat a call of :class:`FlashAttention` by :func:`naive_attention`, for higher derivatives.
+    """Repeat a call of :class:`FlashAttention` by :func:`naive_attention`, for what no kernel derives.
 
     Args:
         ctx: The context of the call, which has the seed of its dropout.
@@ -111,8 +112,8 @@ def composed_attention(ctx: Any, q: Tensor, *others: Any) -> Any:  # beyond modu
     options, *make = learnt[len(WITH_GRADIENT) :]
     if make:
         raise RuntimeError(
-            "attention within packed sequences has first derivatives only; call flash_attention for each "
-            "sequence"
+            "attention within packed sequences has first and second derivatives only; call flash_attention "
+            "for each sequence"
         )
     every = {
         **options,

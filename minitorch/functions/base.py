@@ -97,8 +97,10 @@ class Function:
             tensor is, so that ``backward`` carries a tangent too.
         composed: ``composed(ctx, *args)`` returns what ``forward`` does, by functions that are
             differentiable twice; for a function whose passes are kernels.
-        vjp: ``vjp(history, *grad_outputs)`` returns what ``backward`` does, by such functions.
-        jvp: ``jvp(history, tangents)`` returns the tangent of the result, by such functions.
+        vjp: ``vjp(history, *grad_outputs)`` returns what ``backward`` does, by such functions, or
+            NotImplemented.
+        jvp: ``jvp(history, tangents)`` returns the tangent of the result, by such functions, or
+            NotImplemented.
     """
 
     forward: Any

@@ -155,7 +155,9 @@ def _vjp(history: History, *d_outputs: Any) -> tuple[Any, ...]:
     """Return the gradients of the arguments of a function, as functions of them and of ``d_outputs``."""
     function, ctx, inputs = history.last_fn, history.ctx or Context(), history.inputs
     if function.vjp is not None:
-        return function.vjp(history, *d_outputs)
+        gradients = function.vjp(history, *d_outputs)
+        if gradients is not NotImplemented:
+            return gradients  # type: ignore[no-any-return]
     if function.composed is not None:
         with _stand_ins(inputs) as own:
             results = wrap_tuple(function.composed(ctx, *own))
@@ -245,7 +247,9 @@ def jvp(history: History, tangents: tuple[Any, ...]) -> Any:
     """
     function, ctx, inputs = history.last_fn, history.ctx or Context(), history.inputs
     if function.jvp is not None:
-        return function.jvp(history, tangents)
+        tangent = function.jvp(history, tangents)
+        if tangent is not NotImplemented:
+            return tangent
     if function.is_symmetric:
         return (_vjp(history, *tangents) if is_recording() else function._backward(ctx, *tangents))[
             0

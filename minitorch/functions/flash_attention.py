@@ -246,8 +246,8 @@ class FlashAttention(Several):
         target, problem, *saved = ctx.saved_values
         q, needs_grad = saved[0], ctx.needs_input_grad
         dout = q.zeros(problem.out_shape) if grad_output is None else grad_output
-        dlse = None if grad_lse is None else _in_dtype(grad_lse, problem.acc_dtype)
-        kept = Operands(*saved).having(dout=_in_dtype(dout, problem.dtype), dlse=dlse)
+        dlse = None if grad_lse is None else in_dtype(grad_lse, problem.acc_dtype)
+        kept = Operands(*saved).having(dout=in_dtype(dout, problem.dtype), dlse=dlse)
         wanted = launch.Wanted(True, *map(and_, needs_grad[3:], problem.has_gradients))
         none = [None] * (len(needs_grad) - 3)
         found = known = results = None
@@ -297,6 +297,6 @@ def _copy(array: Any) -> Any:
     return np.broadcast_to(array[once].copy(), array.shape)
 
 
-def _in_dtype(t: Tensor, dtype: Any) -> Tensor:
+def in_dtype(t: Tensor, dtype: Any) -> Tensor:
     """Return a gradient in the dtype of its result; a later operation may have widened it."""
     return t if t.dtype == dtype else t.f.id_map(t, t.empty(t.shape, dtype))

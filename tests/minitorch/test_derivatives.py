@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,6 +53,10 @@ INNER = {
     "Adjoint",
     "Fitted",
     "Again",
+    "_Attention",
+    "AttentionGradient",
+    "AttentionTangent",
+    "SecondAttention",
 }
 ON_GPUS = {"Linear", "ResidualLayerNorm", "SeededDropout"}
 
@@ -194,6 +199,89 @@ def test_a_hessian_is_symmetric_and_its_rows_are_products(seed: int) -> None:
         np.testing.assert_allclose(found.to_numpy(), sum(sums), 1e-9, 1e-9)
 
 
+def of_every_order(loss: Callable[..., Tensor], xs: tuple[Tensor, ...]) -> dict[str, Any]:
+    """Return products of first, second and third derivatives in one direction, by both modes."""
+
+    def along(*own: Tensor) -> Tensor:
+        return jvp(loss, own, xs)[1]
+
+    def bend(*own: Tensor) -> Tensor:
+        return jvp(along, own, xs)[1]
+
+    return {
+        "first": along(*xs),
+        "forward over reverse": hvp(loss, xs, xs),
+        "reverse over forward": vjp(along, xs)[1],
+        "forward over forward": bend(*xs),
+        "third, by reverse": vjp(bend, xs)[1],
+        "third, by forward": jvp(lambda *own: hvp(loss, own, xs), xs, xs)[1],
+    }
+
+
+ATTENTION: list[dict[str, Any]] = [
+    {"is_causal": True},
+    {"softcap": 2.0, "return_lse": True},
+    {"enable_gqa": True, "window_size": (2, 1)},
+    {"dropout_p": 0.3, "seed": 3},
+]
+
+
+@given(seeds, st.sampled_from(ATTENTION))
+@settings(max_examples=4)
+def test_derivatives_of_attention_are_those_of_composed_attention(seed: int, options: Any) -> None:
+    rng = np.random.default_rng(seed)
+    shapes = (1, 4 if "enable_gqa" in options else 2, 4, 3), (1, 2, 5, 3), (1, 2, 5, 2)
+    xs = tuple(from_numpy(rng.normal(size=shape), minitorch.FastBackend) for shape in shapes)
+
+    def loss(attend: Callable[..., Any], *own: Tensor) -> Tensor:
+        results = attend(*own, **options)
+        results = results if isinstance(results, tuple) else (results,)
+        return sum((y * y * y).sum() for y in results)  # type: ignore[return-value]
+
+    expected = of_every_order(lambda *own: loss(minitorch.naive_attention, *own), xs)
+    found = of_every_order(lambda *own: loss(Tensor.flash_attention, *own), xs)
+    for name, wanted in expected.items():
+        for a, b in zip(
+            *(x if isinstance(x, tuple) else (x,) for x in (found[name], wanted)), strict=True
+        ):
+            np.testing.assert_allclose(a.to_numpy(), b.to_numpy(), 1e-8, 1e-8, err_msg=name)
+
+
+def test_second_derivatives_of_attention_store_no_scores() -> None:
+    x = from_numpy(np.random.default_rng(0).normal(size=(1, 2048, 4)), minitorch.FastBackend)
+
+    def loss(x: Tensor) -> Tensor:
+        out = x.flash_attention(x, x)
+        return (out * out).sum()
+
+    tracemalloc.start()
+    hvp(loss, x, x)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2048 * 2048 * 8 / 4
+
+
+def test_packed_sequences_have_second_derivatives_and_no_third() -> None:
+    x, lengths = leaf(5, 1, 2), [0, 3, 5]
+
+    def packed(x: Tensor) -> Tensor:
+        out = x.flash_attention_varlen(x, x, lengths, lengths, is_causal=True)
+        return (out * out).sum()
+
+    def apart(x: Tensor) -> Tensor:
+        parts = (x[a:b].permute(1, 0, 2) for a, b in ((0, 3), (3, 5)))
+        outs = (minitorch.naive_attention(y, y, y, is_causal=True) for y in parts)
+        return sum((y * y).sum() for y in outs)  # type: ignore[return-value]
+
+    np.testing.assert_allclose(
+        hvp(packed, x, x).to_numpy(), hvp(apart, x, x).to_numpy(), 1e-9, 1e-9
+    )
+    with pytest.raises(
+        RuntimeError, match="packed sequences has first and second derivatives only"
+    ):
+        vjp(lambda x: hvp(packed, x, x).sum(), x)
+
+
 def test_a_gradient_may_be_taken_of_inner_variables_and_through_them() -> None:
     x = leaf(3)
     y = x * 2.0
@@ -317,13 +405,11 @@ def test_a_function_that_reads_elements_has_first_derivatives_only() -> None:
 
 
 def test_fused_functions_without_a_composed_form_have_first_derivatives_only() -> None:
-    x, lengths = leaf(1, 3, 2), [0, 2, 3]
+    x = leaf(1, 3, 2)
     double = (lambda s, *_: s * 2.0, lambda s, *_: 2.0)
     reversible = minitorch.ReversibleSequence([(minitorch.Linear(2, 2), minitorch.Linear(2, 2))])
     for call, name in (
-        (lambda: x.flash_attention(x, x, score_mod=double), "ModifiedScore"),
-        (lambda: x.permute(1, 0, 2).flash_attention_varlen(*[x.permute(1, 0, 2)] * 2, lengths, lengths),
-         "packed sequences"),
+        (lambda: minitorch.naive_attention(x, x, x, score_mod=double), "ModifiedScore"),
         (lambda: reversible(x)[0], "_Reversible"),
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match=f"{name} .*first derivatives only"):

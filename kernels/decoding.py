@@ -127,7 +127,7 @@ def _as_array(name: str, values: Any) -> Any:
 
 
 @dataclass
-class _Known:
+class _Repeated:
     """How the calls of one key run."""
 
     problem: Problem  #: Checked.
@@ -189,7 +189,7 @@ def _run(target: launch.Target, call: Cached, found: CallLookup | None) -> tuple
             return cuda_decoding.forward(call)
         results, repeat = cuda_decoding.note(call, arrays)
     if found is not None and known is None:
-        found.keep(_Known(call.problem, repeat), starts)
+        found.keep(_Repeated(call.problem, repeat), starts)
     return results
 
 

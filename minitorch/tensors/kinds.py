@@ -21,7 +21,7 @@ def _join_scalar(leaf: Scalar, x: Scalar) -> None:
     leaf.history = None if x.history is None else ScalarHistory(of_scalars.Same, Context(), (x,))
 
 
-class Kind(NamedTuple):
+class VariableKind(NamedTuple):
     """What differs between scalars and tensors.
 
     Attributes:
@@ -43,17 +43,17 @@ class Kind(NamedTuple):
     filled: Callable[[Any, float], Any]
 
 
-TENSORS = Kind(
+TENSORS = VariableKind(
     of_tensors.chain, of_tensors.jvp, of_tensors.stand_in, of_tensors.join,
     lambda x: x.detach(), lambda x: x.detach(), lambda x, number: x.full(x.shape, number),
 )  # fmt: skip
-SCALARS = Kind(
+SCALARS = VariableKind(
     of_scalars.chain, of_scalars.jvp, _scalar_stand_in, _join_scalar,
     lambda x: Scalar(getattr(x, "data", x), None), attrgetter("data"),
     lambda x, number: Scalar(number, None),
 )  # fmt: skip
 
 
-def kind_of(x: Any) -> Kind:
+def kind_of(x: Any) -> VariableKind:
     """Return the kind of a variable."""
     return SCALARS if isinstance(x, Scalar) else TENSORS

@@ -36,7 +36,7 @@ from kernels.cpu.runtime.vector_math import multiply_add
 from kernels.runtime.jit import FASTMATH
 
 
-class RowTangents(NamedTuple):
+class LineTangents(NamedTuple):
     """The tangents of a query tile, of its keys and of its sums; lanes are query rows."""
 
     k: Any  #: K̇, (seq_k, head_dim).
@@ -52,13 +52,13 @@ class RowTangents(NamedTuple):
 
 @njit
 def row_tangents(o, b, h, first_row, rows, first_k, seq_k, q_t):
-    """Return the ``RowTangents`` of a query tile before its first key tile."""
+    """Return the ``LineTangents`` of a query tile before its first key tile."""
     (dim, lanes), dtype = q_t.shape, q_t.dtype.type
     k = rows_of(o.k_tangent, b, h, first_k, seq_k, dtype)
     v = rows_of(o.v_tangent, b, h, first_k, seq_k, dtype)
     q_tangent_t = empty_tile(dim, lanes, dtype)
     pack_transposed(rows_of(o.q_tangent, b, h, first_row, rows, dtype), dtype(o.scale), q_tangent_t)
-    return RowTangents(
+    return LineTangents(
         k, v,
         rows_of(o.out_tangent, b, h, first_row, rows, dtype),
         rows_of(o.lse_tangent, b, h, first_row, rows, dtype),

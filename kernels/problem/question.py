@@ -45,6 +45,8 @@ class DropoutOrigin(NamedTuple):
 
 #: The options with a field of ``Problem``, and a base with these; the others become bounds and groups.
 _OF_PROBLEM = [name for name, option in OPTIONS.items() if option.field is not None]
+#: The fields of the options that can receive gradients.
+_LEARNT = [*map(field_of, WITH_GRADIENT)]
 _OptionFields: Any = make_dataclass("_OptionFields", map(field_of, _OF_PROBLEM), frozen=True)
 
 
@@ -148,8 +150,7 @@ class Problem(_OptionFields):
     @cached_property
     def has_gradients(self) -> tuple[bool, ...]:
         """For each option of ``WITH_GRADIENT`` whether the call has one that can receive a gradient."""
-        given = (getattr(self, field_of(name)) for name in WITH_GRADIENT)
-        return tuple([value not in (False, "", "bool") for value in given])
+        return tuple([getattr(self, field) not in (False, "", "bool") for field in _LEARNT])
 
     @cached_property
     def key_lead(self) -> tuple[int, ...]:

@@ -114,7 +114,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Lse]:
         part: The call.
     """
     options: Options = {**part.options, "return_lse": True}
-    out, *lse = FlashAttention.apply_several(q, k, v, None, None, options, part.make)
+    out, *lse = FlashAttention.apply_several(
+        q, k, v, *[None] * len(WITH_GRADIENT), options, part.make
+    )
     return out, (lse[0], lse[1])
 
 

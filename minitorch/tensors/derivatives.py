@@ -165,6 +165,10 @@ class _Call:
     """
 
     def __init__(self, function: Callable[..., Any], primals: Any):
+        if not callable(function):
+            raise TypeError(
+                f"function must be a function of tensors or Scalars, got {type(function).__name__}"
+            )
         self.primals = _listed("primals", primals)
         self.kind = kind_of(self.primals[0])
         self.own = [self.kind.stand_in(x) for x in self.primals]

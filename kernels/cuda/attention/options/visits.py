@@ -239,7 +239,7 @@ def make_tile_loop(
     @device_function
     def keys_at(item, col, extras):
         if is_paged:  # beyond module 5
-            (b, h, _, stop), (_, table, page) = item.k, extras.tiles
+            (b, h, _, stop), (_, _, table, page) = item.k, extras.tiles
             place, row = uint32(uint32(col) // uint32(page)), int64(uint32(col) % uint32(page))
             # Entries beyond the length may be anything.
             number = int64(table[b, uint64(place)]) if col < stop else int64(0)

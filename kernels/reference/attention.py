@@ -100,9 +100,9 @@ def mask_gradient(problem: Problem, operands: Operands, gradient: Array) -> None
             own[batch] += part
 
 
-def table_gradient(
+def table_gradient(  # beyond module 5
     problem: Problem, operands: Operands, gradient: Array
-) -> None:  # beyond module 5
+) -> None:
     """Fill the gradient of the table that a ``score_mod`` reads, one tile of rows at a time."""
     before = Scores(
         replace(problem, score_mod=None, score_table=0, slopes=False, mask=""), operands

@@ -135,12 +135,12 @@ def test_the_custom_operator_passes_the_checks_of_pytorch(case: Case, dropout: b
         **DEFAULTS, **options, "attn_mask": mask, "sink": sink, "seed": seed, "others": 0,
         "dropout_p": 0.5 if dropout else 0.0,
     }  # fmt: skip
-    numbers = [given[argument.name] for argument in forward.default._schema.arguments[7:]]
-    args = q, k, v, mask, options.get("alibi_slopes"), sink, seed, *numbers
+    numbers = [given[argument.name] for argument in forward.default._schema.arguments[8:]]
+    args = q, k, v, mask, options.get("alibi_slopes"), sink, None, seed, *numbers
     torch.library.opcheck(forward, args)
     results = [x.detach() for x in forward(*args)]
-    inner = [None if x is None else x.detach() for x in args[:6]]
-    wanted = mask is not None and mask.dtype == FLOAT64, sink is not None
+    inner = [None if x is None else x.detach() for x in args[:7]]
+    wanted = mask is not None and mask.dtype == FLOAT64, sink is not None, False
     backward = results[0], None, *inner[:3], *results, *inner[3:], seed, *numbers, *wanted
     torch.library.opcheck(
         torch.ops.minitorch.flash_attention_backward, backward,

@@ -171,6 +171,7 @@ EVERYWHERE = {
         Call("flash2", FLOAT32, options=ATOMIC), Call("flash2", FLOAT32, options={"sink": SLOPES}, rows=1),
         Call("flash2", FLOAT32, (80, 33), EVERYTHING, tangents=True),
         Call("flash2", FLOAT64, tangents=True),
+        Call("flash2", FLOAT32, options=OPTIONS["dropout"], tangents=True),
     )
 }  # fmt: skip
 #: Calls whose kernels keep their tiles in registers: an option at the width where the fewest are free, and
@@ -180,7 +181,6 @@ IN_REGISTERS = {
         *(Call("flash2", FLOAT32, (dim, dim)) for dim in (64, 128)),
         *(Call("flash2", FLOAT32, options=OPTIONS[x]) for x in ("boolean mask", "dropout", "block mask")),
         *(Call("flash2", FLOAT32, (dim, dim), tangents=True) for dim in (64, 128)),
-        Call("flash2", FLOAT32, options=OPTIONS["dropout"], tangents=True),
         Call("flash2_mma", FLOAT16), Call("flash2_mma", FLOAT16, options=ATOMIC),
         Call("flash2_mma", FLOAT16, (128, 128), ATOMIC),
         *(Call("flash2_mma", FLOAT16, (256, 256), options) for options in ({}, ATOMIC)),

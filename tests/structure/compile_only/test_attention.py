@@ -171,7 +171,6 @@ EVERYWHERE = {
         Call("flash2", FLOAT32, options=ATOMIC), Call("flash2", FLOAT32, options={"sink": SLOPES}, rows=1),
         Call("flash2", FLOAT32, (80, 33), EVERYTHING, tangents=True),
         Call("flash2", FLOAT64, tangents=True),
-        Call("flash2", FLOAT32, options=OPTIONS["dropout"], tangents=True),
     )
 }  # fmt: skip
 #: Calls whose kernels keep their tiles in registers: an option at the width where the fewest are free, and

@@ -90,8 +90,7 @@ def keep_files(dispatcher: Any, index_key: Callable[..., Any], files: Callable[.
 def compile_in_less_time(cuda: Any) -> None:  # beyond module 4
     """Make numba-cuda leave out work of which nothing remains; see the functions below.
 
-    Gain: kernels compile to PTX in less time, a backward kernel of flash3_wgmma in two thirds, with the same
-    code.
+    Gain: kernels compile to PTX in less time, with the same code.
     """
     if is_known("numba-cuda") and hasattr(cuda, "core"):
         for change in (_inline_one_copy, _rewrite_where_named, _skip_live_variables, _skip_ufuncs):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels import array_call
 from kernels.interop.torch.second_order import (
+    TENSORS,
     Gradient,
     Tangent,
     in_loop,
@@ -21,8 +22,6 @@ from kernels.interop.torch.second_order import (
 from kernels.launch import Wanted
 from kernels.problem.options import ARRAY_ORDER, OPTIONS, WITH_GRADIENT
 
-#: Number of tensors that a call may have: q, k, v and the options that are arrays.
-_TENSORS = 3 + len(ARRAY_ORDER)
 #: The options that no operator of PyTorch can take, such as functions.
 CONSTANTS = [name for name, option in OPTIONS.items() if not option.schema and name != "return_lse"]
 
@@ -62,7 +61,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(output[2])
     save(ctx, inputs, output)
-    ctx.save_for_forward(*inputs[:_TENSORS])
+    ctx.save_for_forward(*inputs[:TENSORS])
 
 
 class _Attention(torch.autograd.Function):
@@ -96,12 +95,12 @@ class _Attention(torch.autograd.Function):
                         "vectorize=True; map torch.autograd.grad or torch.func.vjp by torch.func.vmap"
                     ) from error
                 raise
-        return dq, dk, dv, *array_gradients(wanted, others, saved[3:_TENSORS]), None, None
+        return dq, dk, dv, *array_gradients(wanted, others, saved[3:TENSORS]), None, None
 
     @staticmethod
     def jvp(ctx: Any, *given: Any) -> Any:
         refuse_options(given[3:])
-        inputs = *given[:3], *ctx.saved_tensors[:_TENSORS], ctx.options, ctx.make
+        inputs = *given[:3], *ctx.saved_tensors[:TENSORS], ctx.options, ctx.make
         out_tangent, lse_tangent, *_ = without_dynamo(Tangent.apply, *inputs)
         return out_tangent, lse_tangent, None
 

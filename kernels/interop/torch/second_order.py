@@ -19,7 +19,7 @@ from kernels.problem.options import ARRAY_ORDER, WITH_GRADIENT
 from kernels.scores.mods import KEPT, with_kept_mods
 
 #: Number of tensors that a call may have: q, k, v and the options that are arrays.
-_TENSORS = 3 + len(ARRAY_ORDER)
+TENSORS = 3 + len(ARRAY_ORDER)
 #: Where the table of a ``score_mod`` is, from the last tensor of a call.
 _TABLE = ARRAY_ORDER.index("score_table") - len(ARRAY_ORDER)
 _FIRST, _SECOND = Wanted(tangent=True), Wanted(True, tangent=True)
@@ -75,9 +75,9 @@ class Gradient(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Save what the second derivative needs: all but the results of the forward pass."""
         *tensors, ctx.wanted, options, make = inputs
-        ctx.results = tensors[2 + _TENSORS :]
-        save(ctx, (*tensors[: 2 + _TENSORS], options, make), ())
-        ctx.save_for_forward(*tensors[: 2 + _TENSORS])
+        ctx.results = tensors[2 + TENSORS :]
+        save(ctx, (*tensors[: 2 + TENSORS], options, make), ())
+        ctx.save_for_forward(*tensors[: 2 + TENSORS])
 
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:

@@ -317,8 +317,8 @@ def test_a_training_step_equals_that_of_the_fast_backend(
 def test_generate_copies_the_tokens_alone_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     model, copies = tiny_model(CudaBackend), _copies_to_the_host(monkeypatch)
     model.generate([1, 4, 2], 2, 0.0)
-    # One copy a token, not of the 5 logits.  Each is noted as a tensor and as an array, and the one beyond the
-    # model's context as an item too.
+    # One copy a token, not of the 5 logits.  Each is noted as a tensor and as an array, and the one beyond
+    # the model's context as an item too.
     assert {int(np.prod(shape)) for shape in copies} == {1} and len(copies) <= 5
 
 

@@ -119,7 +119,8 @@ class _Tangent:
             posonlyargs=[], args=[ast.arg(name) for name in (*self.added, *self.parameters)],
             kwonlyargs=[], kw_defaults=[], defaults=[],
         )  # fmt: skip
-        name = prefix + self.plain.__name__.strip("<>")
+        # torch.compile names an inner function by its whole path, outer.<locals>.inner.
+        name = prefix + self.plain.__name__.rpartition(".")[2].strip("<>")
         made = ast.FunctionDef(name, arguments, live_statements(body), [], lineno=1)
         made.type_params = []  # type: ignore[attr-defined]  # Python 3.12
         return function_of(made, self.plain, {**self.world, self.math: math})

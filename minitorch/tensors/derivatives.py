@@ -130,10 +130,7 @@ def hvp(function: Callable[..., Any], primals: Any, tangents: Any) -> Any:
         A tensor of the shape of each primal, or a Scalar.
     """
 
-    def gradient(*own: Any) -> Any:
-        return _as_given(primals, _gradients(function(*own), own))
-
-    return jvp(gradient, primals, tangents)[1]
+    return jvp(_gradient_of(function, primals), primals, tangents)[1]
 
 
 def hessian(function: Callable[..., Any], primals: Any) -> Any:
@@ -147,7 +144,7 @@ def hessian(function: Callable[..., Any], primals: Any) -> Any:
         For one tensor, a tensor of its shape twice, ``(*shape, *shape)``; for one Scalar, a Scalar.  For a
         tuple of primals a tuple of tuples of such blocks: block [i][j] is for primals i and j.
     """
-    call = _Call(lambda *own: _gradients(function(*own), own), primals)
+    call = _Call(_gradient_of(function, primals), primals)
     create_graph = call.is_recorded()
     blocks = call.finished(*(_rows(y, call.own, create_graph) for y in call.results))
     return _as_given(primals, [_as_given(primals, row) for row in blocks])
@@ -165,10 +162,7 @@ class _Call:
     """
 
     def __init__(self, function: Callable[..., Any], primals: Any):
-        if not callable(function):
-            raise TypeError(
-                f"function must be a function of tensors or Scalars, got {type(function).__name__}"
-            )
+        function = _checked_function(function)
         self.primals = _listed("primals", primals)
         self.kind = kind_of(self.primals[0])
         self.own = [self.kind.stand_in(x) for x in self.primals]
@@ -190,6 +184,19 @@ class _Call:
             self.kind.join(leaf, x)
         settle = (lambda x: x) if self.recorded else self.kind.constant
         return [[settle(x) for x in group] for group in groups]
+
+
+def _checked_function(function: Any) -> Callable[..., Any]:
+    """Return a function.
+
+    Raises:
+        TypeError: If what is given is none.
+    """
+    if callable(function):
+        return function
+    raise TypeError(
+        f"function must be a function of tensors or Scalars, got {type(function).__name__}"
+    )
 
 
 def _listed(name: str, given: Any) -> list[Any]:
@@ -272,16 +279,27 @@ def _or_zeros(found: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     return [fill(x, 0.0) if d is None else d for d, x in zip(found, variables, strict=True)]
 
 
-def _gradients(y: Any, xs: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the gradients of a result, which record how they were computed; zeros of unused inputs."""
-    ys = _listed("the result", y)
-    return tuple(_or_zeros(_pulled(ys, _seeds(ys, None), xs, True), xs))
+def _gradient_of(function: Callable[..., Any], primals: Any) -> Callable[..., Any]:
+    """Return a function of the gradients of another's result, which record how they were computed.
+
+    Raises:
+        TypeError: If what is given is no function.
+    """
+    function = _checked_function(function)
+
+    def gradient(*own: Any) -> Any:
+        ys = _listed("the result", function(*own))
+        return _as_given(primals, _or_zeros(_pulled(ys, _seeds(ys, None), own, True), own))
+
+    return gradient
 
 
 def _rows(y: Any, xs: Sequence[Any], create_graph: bool) -> list[Any]:
     """Return the derivatives of every element of y in every element of each x."""
     if isinstance(y, Scalar):
         return _or_zeros(_pulled([y], [Scalar(1.0, None)], xs, create_graph), xs)
+    if not y.size:
+        return [x.full((*y.shape, *x.shape), 0.0) for x in xs]
     units = np.eye(y.size, dtype=y.dtype).reshape(y.size, *y.shape)
     rows = [
         _or_zeros(_pulled([y], [from_numpy(unit, y.backend)], xs, create_graph), xs)

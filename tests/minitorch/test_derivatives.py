@@ -184,6 +184,8 @@ def test_a_hessian_is_symmetric_and_its_rows_are_products(seed: int) -> None:
     def f(x: Tensor, y: Tensor) -> Tensor:
         return ((x @ w).tanh() * y.exp()).sum()
 
+    empty = from_numpy(np.zeros((0, 2)))
+    assert hessian(lambda x: (x * x).sum(), empty).shape == (0, 2, 0, 2)
     blocks = hessian(f, (x, y))
     assert [[b.shape for b in row] for row in blocks] == [
         [(2, 3, 2, 3), (2, 3, 2)],
@@ -460,6 +462,9 @@ def test_a_write_between_two_orders_is_noticed(create_graph: bool) -> None:
         (lambda x: jvp(Tensor.exp, x, leaf(2)), ValueError, "each primal needs a tangent of its shape"),
         (lambda x: jvp(lambda x: None, x, x), TypeError, "results of the function must be tensors"),
         (lambda x: hessian(Tensor.exp, x), ValueError, "sum the output"),
+        (lambda x: jvp(x, x, x), TypeError, "function must be a function"),
+        (lambda x: hvp(iter([x]), x, x), TypeError, "function must be a function"),
+        (lambda x: hessian(None, x), TypeError, "function must be a function"),
         (lambda x: x.sum().backward(create_graph=1), TypeError, "create_graph"),
     ],
 )  # fmt: skip

@@ -15,9 +15,6 @@ from .kernels import raises_late, unknown
 # Wrong types are what is tested.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false, reportReturnType=false
 
-HUGE = 10**400
-RAGGED = [[1.0], [2.0, 3.0]]
-
 
 class OnDevice:
     """What an array on a device looks like."""

@@ -15,7 +15,6 @@ from kernels import BlockMask
 
 forward, backward = kernels.flash_attention_forward, kernels.flash_attention_backward
 packed = kernels.flash_attention_varlen_forward
-HUGE = 10**400
 
 
 def attend(**options: Any) -> Any:

@@ -21,8 +21,6 @@ import run_scalar  # noqa: E402
 from data import text as text_data  # noqa: E402
 from training import gpt_options  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
-
 # Wrong types are what is tested.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false, reportReturnType=false
 
@@ -51,12 +49,6 @@ def measurement(name: str, *args: str) -> Any:
     """Return a call that runs a measurement with some arguments."""
     return lambda _: run(lambda argv: measure.main([name, *argv]), *args)
 
-
-#: Of a small model, as a checkpoint has it.
-CONFIG: dict[str, Any] = {
-    "characters": "ab", "prompt": "a", "width": 4, "heads": 2, "layers": 1, "context": 4,
-    "dropout": 0.0, "attention": "flash", "tie_weights": False,
-}  # fmt: skip
 
 FILES = [
     (lambda o: read_checkpoint("none"), CheckpointError, "none", "no such checkpoint"),

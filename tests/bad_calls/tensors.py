@@ -11,7 +11,6 @@ from minitorch import IndexingError, TensorData, from_numpy
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false, reportReturnType=false
 
 HUGE = 10**400
-RAGGED = [[1.0], [2.0, 3.0]]
 
 
 # AssertionError and IndexingError are what the published course raises, and its tests expect.

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from reliability.barriers import FILES, KERNELS, barriers_of, run_by
+from reliability.mutations import Mutation, caught_by
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "project"))
-
-from reliability.barriers import FILES, KERNELS, barriers_of, run_by  # noqa: E402
-from reliability.mutations import Mutation, caught_by  # noqa: E402
-
 SOURCE = """
 def kernel(x):
     cuda.syncthreads()  # the tile is whole

@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from kernels.runtime.targets import EMULATED
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "project"))  # as for its scripts
 from bench import contestants, harness, records
 from bench.harness import Run
 from bench.peer_cases import cases as cases_of
 from bench.torch_attention import Rivals
 from bench.training_contestants import OURS, THEIRS, Size, Training, our_model
 from measurements.bench_training import difference
+
+from kernels.runtime.targets import EMULATED
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in scalar:RuntimeWarning")
 HERE = pytest.mark.skipif(EMULATED, reason="it starts the emulated GPU itself")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench import harness, records, ring_time
 from hypothesis import given
 from hypothesis import strategies as st
+from measurements import scaling
 
 from ...support.ranks import needs_mpi
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "project"))  # as for its scripts
-from bench import harness, records, ring_time
-from measurements import scaling
 
 WAYS = ("forward", "backward")
 machines = st.builds(

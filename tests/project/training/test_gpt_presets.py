@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import train_gpt
+from data import text as text_data
 from hypothesis import given
 from hypothesis import strategies as st
+from training import gpt_files, gpt_loop, gpt_presets, script_helpers
 
 import minitorch
 from kernels.runtime.targets import EMULATED
@@ -24,13 +26,6 @@ from minitorch.training.model_files import read_checkpoint
 from ...support.device.fake_device import fake_device
 from ...support.models.captured_training import made_steps
 from .test_train_gpt import SMALL
-
-from training import gpt_loop, gpt_presets  # isort: skip  # found in the folder that test_training puts on the path
-from data import text as text_data  # isort: skip
-from training import script_helpers  # isort: skip
-
-
-from training import gpt_files  # isort: skip  # found in the folder that test_train_gpt puts on the path
 
 # -- bytes ---------------------------------------------------------------------------------------------
 

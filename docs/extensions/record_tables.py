@@ -21,14 +21,12 @@ from docutils import nodes
 from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
 from measurements import attention as rungs
-from measurements import calls, long_context
+from measurements import calls, judging, long_context
 from sphinx.util.docutils import SphinxDirective
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 GPU, CPU, OTHER_GPU = "nvidia-h200", "cpu-2-cores", "nvidia-h100"
 GIGABYTE = 2**30
-#: How a continuation is chosen.
-SCORES = "likelihood", "gain"
 #: How figures of the CPU are shown, if not by their names in the record.
 SHOWN = {
     "elementwise and reductions": "10,000,000 numbers",
@@ -204,38 +202,6 @@ def lra_steps(record: Record) -> str:
     return f"{_dashes(record)}\n\n{steps_tables(record['rows'])}"
 
 
-def _with_interval(row: Record, key: str, form: str) -> str:
-    return f"{row[key]:{form}} ({row['low']:{form}} to {row['high']:{form}})"
-
-
-def perplexity_table(record: Record) -> str:
-    """Return the perplexity of each model by the context that it is given."""
-    runs = [{row["context"]: row for row in run["by_context"]} for run in record["rows"]]
-    lines = []
-    for context in sorted({context for run in runs for context in run}):
-        found = [run.get(context) for run in runs]
-        stride = next(row["stride"] for row in found if row is not None)
-        cells = ("" if row is None else f"{row['perplexity']:.3f}" for row in found)
-        lines.append([f"{context:,}", str(stride), *cells])
-    names = [f"perplexity after training with context {max(run):,}" for run in runs]
-    return markdown(["context", "stride", *names], lines)
-
-
-def chapters_table(record: Record) -> str:
-    """Return how often the first model finds the next chapter, by context."""
-    run = record["rows"][0]
-    lines = []
-    for context in sorted({row["context"] for row in run["by_context"]}):
-        own = {row["score"]: row for row in run["by_context"] if row["context"] == context}
-        lines.append(
-            [f"{context:,}", *(_with_interval(own[name], "accuracy", ".1%") for name in SCORES)]
-        )
-    gained = run["longest_minus_shortest"]
-    cells = (_with_interval(gained[name], "mean", "+.1%") for name in SCORES)
-    lines.append(["longest minus shortest context", *cells])
-    return markdown(["context", *(f"accuracy by {name}" for name in SCORES)], lines)
-
-
 def bert_table(record: Record) -> str:
     """Return the time of a step of BERT on padded and packed batches, beside PyTorch's on padded ones."""
     return columns(record["rows"], {
@@ -343,9 +309,9 @@ TABLES = {
     "lra-steps": Table("lra_steps", lra_steps),
     "torch-operator": Table("torch", attention.torch_operator),
     "pathx": Table("pathx", long_context.stages_table, OTHER_GPU),
-    "perplexity": Table("perplexity", perplexity_table, OTHER_GPU),
+    "perplexity": Table("perplexity", judging.perplexity_table, OTHER_GPU),
     "bert": Table("bert", bert_table, OTHER_GPU),
-    "chapters": Table("chapter_break", chapters_table, OTHER_GPU),
+    "chapters": Table("chapter_break", judging.chapter_table, OTHER_GPU),
     "ring": Table("ring", ring_table, OTHER_GPU),
     "data-parallel": Table("data_parallel", data_parallel_table, OTHER_GPU),
 }

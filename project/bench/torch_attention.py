@@ -7,6 +7,7 @@ version, and so would what a figure compares with.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,16 @@ PEERS = (*SDPA, FLEX)
 HALF_ONLY = ("FLASH", "CUDNN")
 #: What takes a mask of its own.
 TAKES_MASK = ("CUDNN", "EFFICIENT", "MATH")
+
+
+def fused(torch: Any, backend: str) -> Any:
+    """Return scaled_dot_product_attention by one backend."""
+
+    def attend(*tensors: Any, **options: Any) -> Any:
+        with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
+            return torch.nn.functional.scaled_dot_product_attention(*tensors, **options)
+
+    return attend
 
 
 class TorchCall:
@@ -62,14 +73,8 @@ class TorchCall:
             mask = torch.tensor(mask, device=self.device)
             mask = mask if mask.dtype == torch.bool else mask.to(self.dout.dtype)
             mask = mask[None] if mask.ndim == 3 else mask[None, None]
-        backend = getattr(torch.nn.attention.SDPBackend, SDPA[peer])
         options = {"attn_mask": mask, "dropout_p": case.dropout_p, "is_causal": case.is_causal}
-
-        def attend(q: Any, k: Any, v: Any) -> Any:
-            with torch.nn.attention.sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
-
-        return attend
+        return partial(fused(torch, SDPA[peer]), **options)
 
     def _flex(self, case: Case) -> Any:
         """Return compiled FlexAttention."""

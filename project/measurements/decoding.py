@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from bench.kit import Case, Measurement, Record, Run, markdown
+from bench.torch_attention import fused
 
 import kernels
 
@@ -65,15 +66,10 @@ def decode(run: Run, batch: int, keys: int, queries: int, copied: float) -> Reco
         pools = [x.reshape(-1, KEY_HEADS, size, DIM)[order.argsort()] for x in pools]
         more = {"cache_seqlens": lengths, "block_table": order.view(batch, -1)}
         steps[f"pages of {size}"] = partial(cached, q, *pools, **more)
-    attention = torch.nn.functional.scaled_dot_product_attention
     lower_right = import_module("torch.nn.attention.bias").causal_lower_right(queries, keys)
     mask = lower_right if queries > 1 else None
-
-    def by(backend: str) -> Any:
-        with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
-            return attention(q, k, v, attn_mask=mask, enable_gqa=True)
-
-    steps |= {name: partial(by, backend) for name, backend in PYTORCH.items()}
+    options = {"attn_mask": mask, "enable_gqa": True}
+    steps |= {name: partial(fused(torch, by), q, k, v, **options) for name, by in PYTORCH.items()}
     times = {name: median(found) for name, found in timed(run, steps).items()}
     size = k.element_size() * (k.numel() + v.numel())
     return {

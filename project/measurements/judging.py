@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from bench.kit import Case, Measurement, Panel, Record, Run, curves, markdown
+from bench.kit import Case, Measurement, Record, Run, markdown
 from bench.training_contestants import BACKENDS
 from data.text import FORM_FEED, LIBRARY, Corpus, Tokens, read_text
 from tqdm import tqdm
@@ -173,22 +173,16 @@ def perplexities(run: Run, subject: Subject) -> Record:
 
 
 def perplexity_table(record: Record) -> str:
-    lines = [
-        [f"{one['run']}, {row['context']:,}", str(row["stride"]), f"{row['loss']:.4f}",
-         f"{row['perplexity']:.3f}"]
-        for one in record["rows"] for row in one["by_context"]
-    ]  # fmt: skip
-    return markdown(["run, context", "stride", "loss", "perplexity"], lines)
-
-
-def loss_panels(record: Record) -> list[Panel]:
-    axes = {"context": ("by_context", "context"), "position, up to": ("by_position", "to")}
-    return [
-        Panel("loss of a token", x, "nats", curves(
-            (one["run"][-32:], row[place], row["loss"]) for one in record["rows"] for row in one[key]
-        ), log="x")
-        for x, (key, place) in axes.items()
-    ]  # fmt: skip
+    """Return the perplexity of each model by the context that it is given."""
+    runs = [{row["context"]: row for row in run["by_context"]} for run in record["rows"]]
+    lines = []
+    for context in sorted({context for run in runs for context in run}):
+        found = [run.get(context) for run in runs]
+        stride = next(row["stride"] for row in found if row is not None)
+        cells = ("" if row is None else f"{row['perplexity']:.3f}" for row in found)
+        lines.append([f"{context:,}", str(stride), *cells])
+    names = [f"perplexity of {run['run']}" for run in record["rows"]]
+    return markdown(["context", "stride", *names], lines)
 
 
 # -- chapters ----------------------------------------------------------------------------------------
@@ -289,13 +283,22 @@ def answered(chapter: re.Pattern[str], run: Run, subject: Subject) -> Record:
     }  # fmt: skip
 
 
+def _with_interval(row: Record, key: str, form: str) -> str:
+    return f"{row[key]:{form}} ({row['low']:{form}} to {row['high']:{form}})"
+
+
 def chapter_table(record: Record) -> str:
-    lines = [
-        [f"{one['run']}, {row['context']:,}, by {row['score']}", f"{row['accuracy']:.1%}",
-         f"{row['low']:.1%} to {row['high']:.1%}"]
-        for one in record["rows"] for row in one["by_context"]
-    ]  # fmt: skip
-    return markdown(["run, context", "right answers", "95 % interval"], lines)
+    """Return how often each model finds the next chapter, by context."""
+    lines = []
+    for run in record["rows"]:
+        for context in sorted({row["context"] for row in run["by_context"]}):
+            own = {row["score"]: row for row in run["by_context"] if row["context"] == context}
+            cells = (_with_interval(own[name], "accuracy", ".1%") for name in SCORES)
+            lines.append([f"{run['run']}, {context:,}", *cells])
+        gained = run["longest_minus_shortest"]
+        cells = (_with_interval(gained[name], "mean", "+.1%") for name in SCORES)
+        lines.append([f"{run['run']}, longest minus shortest", *cells])
+    return markdown(["run, context", *(f"accuracy by {name}" for name in SCORES)], lines)
 
 
 COMMON = {
@@ -308,7 +311,7 @@ MEASUREMENTS = (
     Measurement(
         "perplexity", "What is the loss of trained models, by context and by position in it?",
         partial(by_run, perplexities), {"cpu": {"normal": PERPLEXITY}, "cuda": {"normal": PERPLEXITY}},
-        table=perplexity_table, draw=loss_panels, **ALIKE,
+        table=perplexity_table, **ALIKE,
     ),
     Measurement(
         "chapter_break", "Which of six continuations of a chapter do trained models find likely?",

@@ -23,6 +23,7 @@ import numpy as np
 from bench.kit import Case, Measurement, Panel, Record, Run, curves, ready
 from bench.measuring import slowest
 from bench.ring_time import Machine, Work, ring_time
+from bench.torch_attention import fused
 from bench.training_contestants import OURS, THEIRS, OurGPT, Training, size_of
 from training.gpt_loop import train_step
 
@@ -138,12 +139,7 @@ def fastest_peer(torch: Any, ranks: int, arrays: Any, timed: Any) -> tuple[Recor
     """Return the times of the fastest of PyTorch's ways, and why others did not run."""
 
     def took(backend: str, rotate: str) -> Record:
-        kernel = getattr(torch.nn.attention.SDPBackend, backend)
-
-        def attend(*leaves: Any) -> Any:
-            with torch.nn.attention.sdpa_kernel(kernel):
-                return torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
-
+        attend = partial(fused(torch, backend), is_causal=True)
         with context_parallel(torch, ranks, arrays, rotate) as tensors:
             side = Side(torch, attend, tensors)
             return timed({way: getattr(side, way) for way in PASSES})

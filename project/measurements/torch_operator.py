@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from bench.kit import Case, Measurement, Record, Run, ratio, ready, spread
+from bench.torch_attention import fused
 from bench.torch_gpt import TorchGPT
 from bench.training_contestants import BETA2, SEED, WEIGHT_DECAY, our_model, size_of
 
@@ -71,11 +72,7 @@ def call(run: Run, shape: list[int]) -> Record:
     def gradients(attend: Any) -> Any:
         return torch.autograd.grad(attend(*leaves, is_causal=True), leaves, dout)
 
-    def theirs(backend: str) -> Any:
-        with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
-            return gradients(torch.nn.functional.scaled_dot_product_attention)
-
-    steps = {name: partial(theirs, name) for name in BACKENDS[run.device]}
+    steps = {name: partial(gradients, fused(torch, name)) for name in BACKENDS[run.device]}
     return compared(run, {OURS: partial(gradients, our_operator()), **steps}, dtype="bfloat16")
 
 

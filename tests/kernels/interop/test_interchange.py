@@ -163,14 +163,8 @@ def test_memory_of_a_device_needs_a_device() -> None:
 
 
 def test_what_cannot_be_taken_is_named() -> None:
-    class Unreachable(Foreign):
-        def __dlpack_device__(self) -> tuple[int, int]:
-            return (8, 0)  # Metal
-
     for call, error, words in (
-        (lambda: mt.from_dlpack([1.0]), TypeError, r"got list; use minitorch\.tensor"),
         (lambda: mt.from_dlpack(Foreign(np.ones(2, complex))), TypeError, "complex128"),
-        (lambda: mt.from_dlpack(Unreachable(np.ones(2))), TypeError, "type 8, which neither"),
         (lambda: dlpack.Read(np.ones(2, complex).__dlpack__()), TypeError, "type 5 with 128"),
         (lambda: mt.from_numpy(OnDevice()), TypeError, r"use minitorch\.from_dlpack"),
         (lambda: dlpack.Read(None), ValueError, "PyCapsule"),

@@ -33,7 +33,7 @@ from minitorch import (
     tensor,
 )
 
-from .strategies import assert_close, small_floats, small_ints
+from .strategies import small_floats, small_ints
 
 Array = npt.NDArray[Any]
 
@@ -81,34 +81,6 @@ def tensors(
     """Draw a tensor of floats."""
     on = SimpleBackend if backend is None else backend
     return tensor_data(numbers, shape).map(lambda data: _moved(data, on))
-
-
-@composite
-def shaped_tensors(
-    draw: DrawFn,
-    n: int,
-    numbers: SearchStrategy[float] = small_floats,
-    backend: TensorBackend | None = None,
-) -> list[Tensor]:
-    """Draw several tensors of one shape; they lie in memory in different orders."""
-    shape = draw(shapes())
-    return [draw(tensors(numbers, backend, shape)) for _ in range(n)]
-
-
-@composite
-def matmul_tensors(
-    draw: DrawFn, numbers: SearchStrategy[float] = small_floats
-) -> tuple[Tensor, Tensor]:
-    """Draw two matrices that can be multiplied."""
-    rows, depth, cols = (draw(small_ints) for _ in range(3))
-    return draw(tensors(numbers, None, (rows, depth))), draw(tensors(numbers, None, (depth, cols)))
-
-
-def assert_close_tensor(a: Tensor, b: Tensor) -> None:
-    """Assert that two tensors have one shape, and elements that differ by less than 0.01."""
-    assert a.shape == b.shape, f"shapes {a.shape} and {b.shape} differ"
-    for index in a._tensor.indices():
-        assert_close(a[index], b[index])  # type: ignore[index]
 
 
 def _moved(data: TensorData, backend: TensorBackend) -> Tensor:

@@ -142,15 +142,6 @@ def test_attention_on_a_device_is_the_textbook(rung: str, entrance: str, data: A
     check_entrance(entrance, "cuda", rung, data)
 
 
-@pytest.mark.parametrize(("target", "rung"), ON_HOST)
-@pytest.mark.parametrize("feature", FEATURES)
-@given(data=st.data())
-@settings(max_examples=4)
-def test_each_option_is_the_textbook(feature: str, target: str, rung: str, data: Any) -> None:
-    case = data.draw(cases(features=[feature], leads=st.sampled_from([[2], [2, 1]])))
-    case.check(run(case, target, rung), f"of {rung} on {target}")
-
-
 @settings(max_examples=20)
 @given(
     on_cuda.packed_cases(

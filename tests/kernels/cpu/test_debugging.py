@@ -15,6 +15,7 @@ import pytest
 import kernels
 import minitorch
 
+from ...support.attention.strategies import SCORE_MODS
 from ...support.tolerances import assert_close_arrays
 
 ROOT = Path(__file__).parents[3]
@@ -23,23 +24,13 @@ ROOT = Path(__file__).parents[3]
 ROWS, COLS, DIM = 10, 12, 4
 
 
-def half_of(score: float, batch: int, head: int, row: int, col: int) -> float:
-    """Return a modified score."""
-    return score / 2 + (col - row) / 8
-
-
-def derivative_of_half(score: float, batch: int, head: int, row: int, col: int) -> float:
-    """Return its derivative."""
-    return 0.5
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},
     "mask": {"attn_mask": np.arange(ROWS * COLS).reshape(ROWS, COLS) % 3 != 0},
     "dropout": {"dropout_p": 0.3, "seed": 5},
     "softcap": {"softcap": 2.0},
-    "score_mod": {"score_mod": (half_of, derivative_of_half)},
+    "score_mod": {"score_mod": SCORE_MODS[0]},
     "together": {"is_causal": True, "softcap": 2.0, "dropout_p": 0.3, "seed": 5},
 }
 

@@ -39,10 +39,10 @@ import numpy.typing as npt
 from bench.kit import Case, Measurement, Record, Run, markdown
 from bench.training_contestants import BACKENDS
 from data.text import FORM_FEED, LIBRARY, Corpus, Tokens, read_text
+from scipy.stats import binomtest
 from tqdm import tqdm
 from training.gpt_files import load_run
 from training.gpt_tokens import encoded, text_reader
-from training.intervals import Z_95, wilson_interval
 
 import minitorch
 from minitorch.nn import softmax_loss
@@ -56,6 +56,8 @@ LEAST = 64
 DEFINITION = r"^(?P<indent>(?:    )?)(?:@.*\n(?P=indent))*(?:class|(?:async )?def) "
 #: Continuations; characters that are read for a token; by what a model chooses.
 CHOICES, LETTERS, SCORES = 6, 16, ("likelihood", "gain")
+#: Standard normal quantile of a two-sided interval of 95 %.
+Z_95 = 1.959964
 
 
 class Subject(NamedTuple):
@@ -269,8 +271,8 @@ def answered(chapter: re.Pattern[str], run: Run, subject: Subject) -> Record:
             sys.exit(f"{subject.name}: a likelihood is no number; train it again")
         for score, values in zip(SCORES, (given, given - alone), strict=True):
             right = answers[score, context] = values[:, 0] > values[:, 1:].max(1)
-            low, high = wilson_interval(int(right.sum()), len(right))
-            share = {"accuracy": float(right.mean()), "low": low, "high": high}
+            low, high = binomtest(int(right.sum()), len(right)).proportion_ci(method="wilson")
+            share = {"accuracy": float(right.mean()), "low": float(low), "high": float(high)}
             rows.append({"score": score, "context": context, **share})
     differences = {}
     for score in SCORES:

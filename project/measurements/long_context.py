@@ -34,6 +34,7 @@ from bench.training_contestants import BACKENDS
 from data.documents import Documents, divided, encoded, python_library, read_folder, vocabulary
 from data.sequence_sets import Examples
 from data.text import library_folder
+from scipy.stats import binomtest
 from training.document_loop import (
     DocumentTask,
     DocumentTraining,
@@ -42,7 +43,6 @@ from training.document_loop import (
     gain_interval,
     micro_f1,
 )
-from training.intervals import wilson_interval
 from training.lra_loop import BEST, Training
 from training.lra_methods import QUICK, Settings
 from training.pathfinder_stages import STAGES, Stage, grown, stage_task, task_name
@@ -108,9 +108,8 @@ def trained_stage(run: Run, name: str, stage: Stage, before: str | None) -> Reco
         )  # fmt: skip
         row = training.run() | {"side": side, "recompute": stage.recompute}
     if row["done"]:
-        row["interval"] = wilson_interval(
-            round(row["test_accuracy"] * row["tested"]), row["tested"]
-        )
+        right = binomtest(round(row["test_accuracy"] * row["tested"]), row["tested"])
+        row["interval"] = [float(x) for x in right.proportion_ci(method="wilson")]
         row["saliency"] = show_saliency(run, name, stage, training.model)
     gc.collect()  # the captured step of this stage, and its memory
     return row

@@ -63,21 +63,6 @@ def test_losses_of_tokens_are_those_of_the_logits(
 # -- perplexity --------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 200), st.integers(1, 50), st.data())
-def test_windows_judge_each_token_once_with_enough_tokens_before_it(
-    count: int, context: int, data: Any
-) -> None:
-    stride = data.draw(st.integers(1, context))
-    judged = np.zeros(count, int)
-    for start, before in judging.windows(count, context, stride):
-        own = np.arange(start + before, min(start + context, count))
-        assert own.size
-        judged[own] += 1
-        if start:
-            assert before == context - stride
-    assert (judged == 1).all()
-
-
 @settings(max_examples=10)
 @given(MODEL_OF, st.integers(1, 4), st.integers(1, CONTEXT), st.integers(1, 3))
 def test_a_stride_of_the_context_is_the_mean_over_windows_that_do_not_overlap(

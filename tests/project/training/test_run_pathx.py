@@ -12,10 +12,7 @@ import numpy as np
 import pytest
 from bench import harness
 from data import sequence_sets
-from hypothesis import example, given
-from hypothesis import strategies as st
 from training import lra_loop, saliency
-from training.intervals import wilson_interval
 
 import minitorch
 from minitorch.training.model_files import read_checkpoint
@@ -149,19 +146,6 @@ def test_batches_drawn_ahead_are_those_drawn_on_demand() -> None:
 
 def drawn(random: np.random.Generator) -> tuple[Any, int]:
     return random.integers(0, 256, 4).astype(np.uint8), int(random.integers(2))
-
-
-@given(st.integers(1, 10**6), st.floats(0, 1))
-@example(1204, 1.0)
-def test_the_interval_is_where_the_score_test_accepts(count: int, share: float) -> None:
-    right = round(share * count)
-    found = right / count
-    low, high = wilson_interval(right, count)
-    assert 0 <= low <= found <= high <= 1
-    for end in (low, high):
-        if 0 < end < 1:
-            deviation = (end * (1 - end) / count) ** 0.5
-            assert abs(found - end) == pytest.approx(1.959964 * deviation, rel=1e-6, abs=1e-9)
 
 
 def test_saliency_is_the_slope_of_the_difference_of_the_logits() -> None:

@@ -36,10 +36,11 @@ LEFT_OUT = {
     "UserStrides", "Variable", "accumulate_derivative", "array", "backpropagate", "bfloat16",
     "broadcast_index", "central_difference", "chain_rule", "checkpoint", "cuda", "derivative_check",
     "detect_anomaly", "empty", "float16", "float32", "float64", "grad_central_difference",
-    "grad_check", "graph_step", "hessian", "hvp", "index_to_position", "jvp", "matmul_precision", "mm_practice", "no_grad",
-    "on", "prod", "save_picture", "set_default_dtype", "set_matmul_precision", "shape_broadcast",
-    "strides_from_shape", "sum_practice", "takes_attention_options", "tile_list", "tile_patterns",
-    "to_index", "topological_sort", "vjp", "wrap",
+    "grad_check", "graph_step", "hessian", "hvp", "index_to_position", "jvp", "matmul_precision",
+    "mm_practice", "no_grad", "on", "prod", "save_picture", "set_default_dtype",
+    "set_matmul_precision", "shape_broadcast", "strides_from_shape", "sum_practice",
+    "takes_attention_options", "tile_list", "tile_patterns", "to_index", "topological_sort", "vjp",
+    "wrap",
 }  # fmt: skip
 OPERATORS = (
     "__add__", "__rsub__", "__mul__", "__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__matmul__",

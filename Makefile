@@ -10,7 +10,7 @@
 # make next-compiler           the same with numba-cuda-mlir, numba-cuda's successor: lists what fails
 # make lint                    style and types
 # make app [MODULE=2]          the app in a browser: every page, or those of the modules up to one
-# make docs                    the site: build/docs/index.html
+# make docs                    the site: build/docs/index.html, with the lessons in a browser where npm is
 # make bench                   naive against flash attention: time and memory
 # make experiments             every measurement that has a figure: build/measurements
 # make reliability             the long tests of what goes wrong and what goes on: docs/reliability.md
@@ -149,7 +149,18 @@ lint: $(VENV)/.lint
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs $(ARGS)
+	@if $(MAKE) --no-print-directory build/browser/.packages; then \
+	  $(BIN)/python project/course.py lessons build/docs/browser build/browser; \
+	else echo "NO LESSONS IN A BROWSER: Pyodide comes by npm, from its registry" >&2; fi
 	@echo "the site is in build/docs/index.html"
+
+# What the lessons in a browser are made of: Pyodide, and wheels of pure Python.
+build/browser/.packages: docs/browser/package.json docs/browser/wheels.txt
+	rm -rf build/browser && mkdir -p build/browser && cp docs/browser/package.json build/browser
+	npm install --prefix build/browser --silent --ignore-scripts --no-package-lock
+	python3 -m pip download --quiet --no-deps --only-binary=:all: --platform any --dest build/browser/wheels \
+	  --requirement docs/browser/wheels.txt
+	@touch $@
 
 bench: $(VENV)/.train
 	$(BIN)/python project/measure.py bench_attention $(ARGS)

@@ -6,6 +6,7 @@
     python project/course.py grade . --task 3.2 --json result.json
     python project/course.py grade --all submissions --csv points.csv --jobs 2
     python project/course.py release 3 module-3               what students get, and an autograder
+    python project/course.py lessons DIR PACKAGES             modules 0 and 1 in a browser, for make docs
 
 ``grade`` ends with 0 if nothing failed, 1 if something did, 2 if it could not be run.
 """
@@ -17,6 +18,7 @@ import sys
 from pathlib import Path
 
 from course.batch import grade_folder
+from course.browser_lessons import write_lessons
 from course.grader import grade
 from course.markers import CourseError
 from course.release import release
@@ -64,6 +66,11 @@ def main(argv: list[str] | None = None) -> int:
     three = commands.add_parser("release", help="write what students get, and an autograder")
     three.add_argument("module", type=int, metavar="MODULE", help="0 to 5")
     three.add_argument("dir", type=Path, metavar="DIR", help="a new or an empty folder")
+    four = commands.add_parser(
+        "lessons", help="write modules 0 and 1 as pages that run in a browser"
+    )
+    four.add_argument("dir", type=Path, metavar="DIR", help="a folder; what is there is replaced")
+    four.add_argument("packages", type=Path, help="has node_modules/pyodide and wheels: make docs")
     args = parser.parse_args(argv)
     try:
         if args.command == "start":
@@ -74,6 +81,9 @@ def main(argv: list[str] | None = None) -> int:
                     f"of {args.earlier} only the bodies between the markers were taken; if they need any "
                     f"of this, copy it by hand:\n  " + "\n  ".join(left)
                 )
+            return 0
+        if args.command == "lessons":
+            write_lessons(args.dir, args.packages)
             return 0
         if args.command == "release":
             release(args.module, args.dir)

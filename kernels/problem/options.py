@@ -36,8 +36,8 @@ def _is_window(value: Any) -> bool:
 
 
 def _is_score_mod(value: Any) -> bool:
-    several = isinstance(value, (tuple, list)) and len(value) in (2, 3) and callable(value[0])
-    return callable(value) or (several and all(x is None or callable(x) for x in value[1:]))
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2 and callable(value[0])
+    return callable(value) or (is_pair and (value[1] is None or callable(value[1])))
 
 
 FLAG = OptionType("True or False", lambda value: isinstance(value, (bool, np.bool_)), bool)
@@ -46,10 +46,7 @@ WHOLE = OptionType("a whole number", is_whole, int)
 NAME = OptionType("a name", lambda value: isinstance(value, str), str)
 WINDOW = OptionType("(left, right), two whole numbers,", _is_window)
 FUNCTION = OptionType("a function", callable)
-SCORE_MOD = OptionType(
-    "a function, a pair of it and its derivative, or these and the second derivative,",
-    _is_score_mod,
-)
+SCORE_MOD = OptionType("a function, or a pair of it and its derivative,", _is_score_mod)
 BLOCK_MASK = OptionType(
     "a kernels.BlockMask (BlockMask.from_dense makes one of an array)",
     lambda value: isinstance(value, BlockMask),
@@ -167,8 +164,8 @@ class Options(TypedDict, total=False):
         Callable[..., Any] | tuple[Callable[..., Any], ...] | None, Option(
         "``(score, batch, head, row, col) -> score``, applied after scale and softcap.  Its first and "
         "second derivatives with respect to the score are found from its source, see "
-        ":func:`kernels.score_derivative`; for a function that cannot be differentiated so, pass a tuple "
-        "of it, its derivative and, for second derivatives, the derivative of that.",
+        ":func:`kernels.score_derivative`; for a function that cannot be differentiated so, pass a pair "
+        "of it and its derivative.",
         SCORE_MOD, None,
         lambda value, given: as_score_mod(value, given.options.get("score_table")))]
     seed: Annotated[int | None, Option(

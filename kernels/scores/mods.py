@@ -26,14 +26,13 @@ OF_TABLE = "(score, batch, head, row, col, table)"
 
 
 class ScoreMod(NamedTuple):
-    """A function of :data:`OF_SCORE`, and its derivatives with respect to the score.
+    """A function of :data:`OF_SCORE`, and its derivative with respect to the score.
 
-    A derivative is None if it is not given and cannot be found.
+    The derivative is None if it is not given and cannot be found.
     """
 
     function: Function
     derivative: Function | None = None
-    second: Function | None = None
 
     def reads(self, dims: int) -> tuple[Function, ...]:
         """Return the derivatives by the elements of a table of ``dims`` dimensions; see ``reads_of``.
@@ -233,7 +232,7 @@ def as_mask_mod(value: Any) -> Function | None:
 
 
 def as_score_mod(value: Any, table: Any = None) -> ScoreMod | None:
-    """Convert the option ``score_mod``, a function or a tuple with its derivatives, to a ``ScoreMod``.
+    """Convert the option ``score_mod``, a function or a pair of it and its derivative, to a ``ScoreMod``.
 
     ``table`` is the array of the option ``score_table``, or None.
     """
@@ -244,17 +243,15 @@ def as_score_mod(value: Any, table: Any = None) -> ScoreMod | None:
     function = as_mod("score_mod", mod.function, *own)
     if function is None:
         raise TypeError("score_mod must be a function or a pair of it and its derivative, got None")
-    given = "the derivative of score_mod", "the second derivative of score_mod"
-    derivatives = [as_mod(name, x, *own) for name, x in zip(given, mod[1:], strict=True)]
-    derivative = derivatives[0] or _derivative_if_known(function)
-    return ScoreMod(function, derivative, derivatives[1] or _derivative_if_known(derivative))
+    derivative = as_mod("the derivative of score_mod", mod.derivative, *own)
+    return ScoreMod(function, derivative or _derivative_if_known(function))
 
 
 @lru_cache(maxsize=256)
-def _derivative_if_known(function: Function | None) -> Function | None:
+def _derivative_if_known(function: Function) -> Function | None:
     """Return the derivative of a function; None if it cannot be differentiated."""
     with suppress(ValueError):
-        return None if function is None else derivative_of(function)
+        return derivative_of(function)
     return None
 
 
@@ -299,17 +296,19 @@ def with_kept_mods(options: Mapping[str, Any], table: Any = None) -> dict[str, A
 
 def check_derivative(mod: ScoreMod | None, order: int = 1) -> None:
     """Check that a ``score_mod`` has its derivatives up to an order; otherwise raise a ValueError."""
-    if mod is None or None not in mod[: order + 1]:
+    if mod is None:
         return
-    last, what, form = mod.function, "a gradient", "(function, derivative)"
-    if mod.derivative is not None:
-        last, what, form = mod.derivative, "a second derivative", "(function, derivative, second)"
     try:
-        derivative_of(last)
+        last = mod.derivative or derivative_of(mod.function)
+        if order > 1:
+            derivative_of(last)
     except ValueError as error:
+        what, advice = "a gradient", f"pass score_mod=(function, derivative), each of {OF_SCORE}"
+        if mod.derivative is not None:
+            what, advice = "a second derivative", "write the derivative in terms that can be"
         raise ValueError(
             f"{what} through score_mod needs that derivative with respect to the score, and the function "
-            f"cannot be differentiated: {error}; pass score_mod={form}, each of {OF_SCORE}"
+            f"cannot be differentiated: {error}; {advice}"
         ) from None
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from kernels.common.online_softmax import MINUS_INF, OnlineSoftmax
 
+from .derivatives import derivative_of  # beyond module 5
 from .visibility import make_masks
 
 
@@ -45,7 +46,6 @@ class Features(NamedTuple):
     mask_mod: Callable[..., Any] | None = None  #: The user function, or None.
     score_mod: Callable[..., Any] | None = None  #: The user function, or None.
     derivative: Callable[..., Any] | None = None  #: The derivative of score_mod, or None.
-    second: Callable[..., Any] | None = None  #: The derivative of that, or None.
     score_table: int = 0  #: Dimensions of the array that score_mod reads; 0 without one.
     sink: bool = False  #: Whether there are sinks.
     moved: bool = False  #: Whether the dropout bits are those of a part of a larger attention.
@@ -107,7 +107,7 @@ class Features(NamedTuple):
     @property
     def of_users(self) -> Features:
         """The options that are user functions."""
-        names = "mask_mod", "score_mod", "derivative", "second", "score_table"
+        names = "mask_mod", "score_mod", "derivative", "score_table"
         return Features(**{name: getattr(self, name) for name in names})
 
 
@@ -116,12 +116,11 @@ PLAIN = Features()
 
 def features_of(problem: Any) -> Features:
     """Return the options of a checked call, a ``Problem``; a field of the same name is taken from it."""
-    score_mod, derivative, second = problem.score_mod or (None, None, None)
+    score_mod, derivative = problem.score_mod or (None, None)
     drops = problem.dropout_p > 0.0
     found: dict[str, Any] = {
         "score_mod": score_mod,
         "derivative": derivative,
-        "second": second,
         "dropout": drops,
         "packed": problem.sequences is not None,
         "moved": drops and problem.origin is not None,
@@ -289,10 +288,11 @@ def _by_function(features: Features, target: ScoreTarget) -> Callable[..., Any]:
         target.one - target.one,
         target.score_function(features.score_mod),
     )
-    has_slope = target.order > 0 and features.derivative is not None
-    has_bend = target.order > 1 and features.second is not None
-    derivative: Any = target.score_function(features.derivative) if has_slope else None
-    second: Any = target.score_function(features.second) if has_bend else None
+    found: Any = features.derivative
+    has_slope = target.order > 0 and found is not None
+    has_bend = has_slope and target.order > 1
+    derivative = target.score_function(found) if has_slope else None
+    second = target.score_function(derivative_of(found)) if has_bend else None
 
     @target.compile
     def by_function(score, place, call):

@@ -85,7 +85,7 @@ class CallOptions:
             return
         o["softcap"], o["diagonal"] = problem.softcap, problem.diagonal
         o["modifies_scores"] = order * bool(problem.softcap or problem.score_mod)
-        o["user_pass"] = mods.pass_address(problem, keeps_scores)
+        o["user_pass"] = mods.pass_address(problem, order, keeps_scores)
         if problem.score_table:
             self.name(score_table=operands.score_table[(..., *[None] * (4 - problem.score_table))])
         for name in AXES:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numba import NumbaError, float64, from_dtype, int64, njit, types, void
 
-from kernels.cpu.attention.tile_scores import MOD_SCALAR, SETTINGS_TYPE, make_target, view
+from kernels.cpu.attention.tile_scores import MOD_SCALAR, SETTINGS_TYPE, make_target, own_mod, view
 from kernels.cpu.runtime.function_pointers import address_of, array_at
 from kernels.problem.question import Problem
 from kernels.scores.mods import ScoreMod
@@ -29,25 +28,13 @@ _OWN_DIMS = {
 }
 
 
-@lru_cache(maxsize=64)
-def own_mod(function: Callable[..., Any]) -> Any:
-    """Return the compiled user function; each function is compiled once."""
-    if hasattr(function, "py_func"):
-        return function
-    # An out-of-bounds index into an array is an error, as in Python.
-    return njit(error_model="numpy", boundscheck=True)(function)
-
-
-def _make_pass(mods: Features, real: Any, keeps_scores: bool) -> Any:
+def _make_pass(mods: Features, real: Any, order: int, keeps_scores: bool) -> Any:
     """Return the pass of the user functions over a tile; see :func:`pass_address`."""
     own_dims = _OWN_DIMS[mods.score_table]
-    mods = mods._replace(
-        **{name: own_mod(mod) for name, mod in mods._asdict().items() if callable(mod)}
-    )
     target, minus_inf = make_target(real, mods.score_table > 0), real(-np.inf)
     failures = _FAILURES.ctypes.data
-    modified, is_shown, _ = make_score_program(mods._replace(derivative=None), target)
-    with_derivatives = make_score_program(mods, target._replace(order=2)).modified
+    modified, is_shown, _ = make_score_program(mods, target._replace(order=0))
+    with_derivatives = make_score_program(mods, target._replace(order=order)).modified
 
     @njit(error_model="numpy")
     def at_place(tile, slope, i, j, place, table):
@@ -57,7 +44,7 @@ def _make_pass(mods: Features, real: Any, keeps_scores: bool) -> Any:
             score = modified(tile[i, j], place, table)[0]
         else:
             score, derivative, second = with_derivatives(tile[i, j], place, table)
-            if len(slope) > len(tile):
+            if order > 1:
                 below = len(tile) + i
                 slope[below, j] = second * slope[i, j] ** 2 + derivative * slope[below, j]
             slope[i, j] *= derivative
@@ -80,20 +67,22 @@ def _make_pass(mods: Features, real: Any, keeps_scores: bool) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _compiled(mods: Features, dtype: np.dtype[Any], keeps_scores: bool = False) -> tuple[Any, Any]:
+def _compiled(
+    mods: Features, dtype: np.dtype[Any], order: int, keeps_scores: bool
+) -> tuple[Any, Any]:
     """Compile the pass of the user functions; return its dispatcher and address, or None and the reason.
 
     The dispatcher is kept because it owns the code at the address.
     """
     tile = types.Array(from_dtype(dtype), 2, "C")
     try:
-        dispatcher = _make_pass(mods, dtype.type, keeps_scores)
+        dispatcher = _make_pass(mods, dtype.type, order, keeps_scores)
         return dispatcher, address_of(dispatcher, void(tile, tile, *_NUMBERS))
     except (NumbaError, TypeError) as error:
         return None, (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
-def pass_address(problem: Problem, keeps_scores: bool = False) -> int:
+def pass_address(problem: Problem, order: int, keeps_scores: bool) -> int:
     """Return the address of the pass of the user functions over a tile, 0 if a call has none.
 
     The pass takes a tile of scores, (lines, lanes), their derivatives as ``score_pass`` does, the numbers
@@ -101,7 +90,7 @@ def pass_address(problem: Problem, keeps_scores: bool = False) -> int:
     scores before the functions to the second tile.
     """
     mods = problem.features.of_users
-    return 0 if mods == PLAIN else _compiled(mods, problem.dtype, keeps_scores)[1]
+    return 0 if mods == PLAIN else _compiled(mods, problem.dtype, max(order, 1), keeps_scores)[1]
 
 
 @lru_cache(maxsize=64)
@@ -177,14 +166,14 @@ def check_finished(before: int) -> None:
 def why_not_compiled(problem: Problem) -> str | None:
     """Return why numba cannot compile the functions of a problem, or None."""
     mods = problem.features.of_users
-    if mods == PLAIN or _compiled(mods, problem.dtype)[0] is not None:
+    if mods == PLAIN or _compiled(mods, problem.dtype, 1, False)[0] is not None:
         return None
     for name, alone in (
         ("mask_mod", Features(mask_mod=mods.mask_mod)),
         ("score_mod", mods._replace(mask_mod=None, derivative=None)),
         ("the derivative of score_mod", mods._replace(mask_mod=None)),
     ):
-        dispatcher, reason = _compiled(alone, problem.dtype)
+        dispatcher, reason = _compiled(alone, problem.dtype, 1, False)
         if dispatcher is None:
             return f"numba cannot compile {name} ({reason})"
     raise AssertionError("each function compiles alone")

@@ -10,7 +10,7 @@ Compiled   separately from the kernels, which call a pass by its address, and on
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,6 +155,15 @@ class Apart(NamedTuple):
     distance: Any
 
 
+@lru_cache(maxsize=64)
+def own_mod(function):
+    """Return the compiled user function; each function is compiled once."""
+    if hasattr(function, "py_func"):
+        return function
+    # An out-of-bounds index into an array is an error, as in Python.
+    return njit(error_model="numpy", boundscheck=True)(function)
+
+
 @cache
 def make_target(real, has_table=False):
     """Return the score program's target of tiles of one dtype.
@@ -165,6 +174,8 @@ def make_target(real, has_table=False):
     """
 
     def score_function(function):
+        function = own_mod(function)
+
         @njit
         def at_place(score, place, call):
             return real(function(MOD_SCALAR(score), place[0], place[1], place[2], place[3]))
@@ -176,6 +187,8 @@ def make_target(real, has_table=False):
         return with_table if has_table else at_place
 
     def mask_function(function):
+        function = own_mod(function)
+
         @njit
         def at_place(place, call):
             return function(place[0], place[1], place[2], place[3])

@@ -43,10 +43,6 @@ def slope_of_bowl(score: float, batch: int, head: int, row: int, col: int) -> fl
     return 1.0 + (0.1 + 0.04 * head) * score
 
 
-def bend_of_bowl(score: float, batch: int, head: int, row: int, col: int) -> float:
-    return 0.1 + 0.04 * head
-
-
 def squash(score: float, batch: int, head: int, row: int, col: int) -> float:
     """Shrink scores of odd columns."""
     return 0.5 * score if col % 2 else score + 0.25 * batch
@@ -56,12 +52,8 @@ def slope_of_squash(score: float, batch: int, head: int, row: int, col: int) -> 
     return 0.5 if col % 2 else 1.0
 
 
-def bend_of_squash(score: float, batch: int, head: int, row: int, col: int) -> float:
-    return 0.0
-
-
 MASK_MODS = (neighbours, checkers)
-SCORE_MODS = ((bowl, slope_of_bowl, bend_of_bowl), (squash, slope_of_squash, bend_of_squash))
+SCORE_MODS = ((bowl, slope_of_bowl), (squash, slope_of_squash))
 #: Names of the options that :func:`cases` draws beyond q, k, v, scale and bounds.
 FEATURES = (
     "bool mask", "float mask", "softcap", "alibi", "dropout", "block mask", "mask_mod", "score_mod", "sink",
@@ -387,7 +379,7 @@ class Case:
         """Return the largest slope of score_mod at the case's scores, 1 at the least."""
         if "score_mod" not in self.options:
             return 1.0
-        case, (_, slope, *_) = self.plain(), self.options["score_mod"]
+        case, (_, slope) = self.plain(), self.options["score_mod"]
         scores = case.problem().scale * (case.q @ np.swapaxes(case.k, -1, -2))
         heads, (rows, cols) = case.problem().lead[-1:] or (1,), scores.shape[-2:]
         # The slopes of SCORE_MODS grow with the score, and with the head.

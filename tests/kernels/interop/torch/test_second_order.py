@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install tor
 
 from kernels.interop.torch import flash_attention, flash_attention_varlen  # noqa: E402
 
-from ....support.attention.strategies import bend_of_bowl, bowl, slope_of_bowl  # noqa: E402
+from ....support.attention.strategies import bowl, slope_of_bowl  # noqa: E402
 from ....support.examples import at_most  # noqa: E402
 
 FLOAT64 = torch.float64
@@ -21,7 +21,7 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"is_causal": True, "softcap": 2.0},
     {"window_size": (2, 0), "scale": 0.7},
-    {"score_mod": (bowl, slope_of_bowl, bend_of_bowl)},
+    {"score_mod": (bowl, slope_of_bowl)},
     {"dropout_p": 0.5, "seed": 3},
 ]
 

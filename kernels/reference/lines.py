@@ -93,6 +93,19 @@ def softmax_gradient(p: Array, dp: Array, delta: Array) -> Array:
     # END TASK 5.2
 
 
+def softmax_tangent(p: Array, s_tangent: Array) -> tuple[Array, Array]:
+    """Return the derivatives of P and of L along a tangent of S: Ṗ, (…, rows, cols), and L̇, (…, rows).
+
+    Args:
+        p: (…, rows, cols), normalised.
+        s_tangent: (…, rows, cols), finite.
+    """
+    # TASK 5.11: L̇ = rowsum(P ∘ Ṡ), Ṗ = P ∘ (Ṡ - L̇).
+    lse_tangent = (p * s_tangent).sum(axis=-1)  # (…, rows)
+    return p * (s_tangent - lse_tangent[..., None]), lse_tangent
+    # END TASK 5.11
+
+
 def product_gradients(
     p: Array, ds: Array, q: Array, k: Array, dout: Array, scale: float
 ) -> tuple[Array, Array, Array]:

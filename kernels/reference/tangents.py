@@ -49,11 +49,7 @@ def jvp(problem: Problem, tile: Any, operands: Operands) -> None:
     for scores, own in packed_parts(problem, operands):
         p, x_tangent, slope, _, z = _whole_of(problem, scores, own)
         # S = f(X)     Ṡ = f'(X) ∘ Ẋ
-        s_tangent = slope * x_tangent
-        # L = log rowsum exp(S)     L̇ = rowsum(P ∘ Ṡ)
-        own.lse_tangent[...] = (p * s_tangent).sum(axis=-1)
-        # P = exp(S - L)     Ṗ = P ∘ (Ṡ - L̇)
-        p_tangent = p * (s_tangent - own.lse_tangent[..., None])
+        p_tangent, own.lse_tangent[...] = lines.softmax_tangent(p, slope * x_tangent)
         # O = (P ∘ Z) V     Ȯ = (Ṗ ∘ Z) V + (P ∘ Z) V̇
         own.out_tangent[...] = (p_tangent * z) @ own.v + (p * z) @ own.v_tangent
 
@@ -62,7 +58,7 @@ def double_backward(problem: Problem, tile: Any, operands: Operands) -> None:
     """Fill dq, dk and dv with the tangents of these gradients; ``tile`` is not used."""
     for scores, own in packed_parts(problem, operands, order=2):
         p, x_tangent, slope, bend, z = _whole_of(problem, scores, own)
-        p_tangent = p * (slope * x_tangent - own.lse_tangent[..., None])
+        p_tangent, _ = lines.softmax_tangent(p, slope * x_tangent)
         # dP = dO Vᵀ ∘ Z - D     ḋP = dO V̇ᵀ ∘ Z - Ḋ, where Ḋ = rowsum(dO ∘ Ȯ)
         delta = lines.delta_of(own.dout, own.out, own.dlse)
         delta_tangent = lines.delta_of(own.dout, own.out_tangent, None)

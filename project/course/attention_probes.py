@@ -209,7 +209,15 @@ def transformer(rng: Rng) -> Probes:
     yield "loss", lambda: made("DecoderLM", 5, 6, 2, 8, **more).loss(ids[:, :-1], ids[:, 1:])
 
 
+def forward_mode(rng: Rng) -> Probes:
+    lines = import_module("kernels.reference.lines")
+    p, s_tangent = rng.dirichlet(np.ones(6), (2, 4)), rng.normal(size=(2, 4, 6))
+    yield "softmax_tangent", lambda: lines.softmax_tangent(p, s_tangent)
+    yield "a masked row", lambda: lines.softmax_tangent(0.0 * p, s_tangent)
+
+
 PROBES: dict[str, Callable[[Rng], Probes]] = {
     "5.1": ladder, "5.2": textbook, "5.3": tiles, "5.4": algorithm_1, "5.5": backward_1,
     "5.6": masks, "5.7": flash2, "5.8": traffic, "5.9": block_sparse, "5.10": transformer,
+    "5.11": forward_mode,
 }  # fmt: skip

@@ -313,6 +313,12 @@ TASKS = (
         "and the layer after it.",
         FLASH,
     ),
+    Task(
+        "5.11", "The JVP of softmax", 5,
+        "Differentiate P = exp(S - L) along a tangent of S. The derivative of L is a mean of the tangents, "
+        "weighted by P.",
+        FLASH,
+    ),
 )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from kernels.cuda.attention.options.score_functions import make_score_functions
 from kernels.cuda.attention.practice import algorithm0, make_flash1_rows
 from kernels.cuda.runtime.kernel import device_function
 from kernels.problem.operands import make_operands
-from kernels.reference.lines import Rows, add_tile, finished, softmax_times
+from kernels.reference.lines import Rows, add_tile, finished, softmax_tangent, softmax_times
 from kernels.reference.softmax_ladder import (
     naive_softmax,
     online_softmax,
@@ -714,3 +714,30 @@ def test_a_transformer_learns_to_copy() -> None:
     best = 3.0 / 7.0 * np.log(4.0)
     assert np.mean(losses[:3]) > 2.0 * best
     assert np.mean(losses[-5:]) < 1.15 * best, f"{np.mean(losses[-5:]):.3f}, the best is {best:.3f}"
+
+
+# --- task 5.11: the JVP of softmax -------------------------------------------------------------------
+
+
+@pytest.mark.task5_11
+@pytest.mark.parametrize("shape", [(1, 1), (4, 7), (2, 3, 5)], ids=str)
+def test_the_tangents_of_softmax_are_its_derivatives_along_a_direction(
+    shape: tuple[int, ...],
+) -> None:
+    s, s_tangent = np.random.default_rng(0).standard_normal((2, *shape))
+    s[..., 1::3] = -np.inf
+    step = 1e-30  # as an imaginary part it loses nothing by rounding
+    powers = np.exp(s + step * 1j * s_tangent)
+    total = powers.sum(-1, keepdims=True)
+    p, lse = powers / total, np.log(total[..., 0])
+    p_tangent, lse_tangent = softmax_tangent(p.real, s_tangent)
+    mistakes = {"L̇ is left out: P = exp(S - L) also changes with L": p.real * s_tangent}
+    assert_close_or_explain(p_tangent, p.imag / step, "Ṗ", mistakes)
+    mistakes = {"L̇ is a mean of Ṡ with the weights P": s_tangent.sum(-1)}
+    assert_close_or_explain(lse_tangent, lse.imag / step, "L̇", mistakes)
+
+
+@pytest.mark.task5_11
+def test_the_tangents_of_a_row_that_sees_nothing_are_zero() -> None:
+    p_tangent, lse_tangent = softmax_tangent(np.zeros((2, 3)), np.ones((2, 3)))
+    assert not p_tangent.any() and not lse_tangent.any()

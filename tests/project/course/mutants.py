@@ -107,4 +107,5 @@ MUTANTS = [
      "lists (tile, full)"),
     ("5.10", LAYERS, "return x + self.ff(self.ln_2(x))", "return self.ff(self.ln_2(x))",
      "that + ff(ln_2(that))"),
+    ("5.11", LINES, "p * (s_tangent - lse_tangent[..., None])", "p * s_tangent", "L̇ is left out"),
 ]  # fmt: skip

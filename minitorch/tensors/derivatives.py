@@ -129,7 +129,6 @@ def hvp(function: Callable[..., Any], primals: Any, tangents: Any) -> Any:
     Returns:
         A tensor of the shape of each primal, or a Scalar.
     """
-
     return jvp(_gradient_of(function, primals), primals, tangents)[1]
 
 

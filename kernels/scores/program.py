@@ -44,8 +44,7 @@ class Features(NamedTuple):
     block_mask: bool = False  #: Whether visited tiles come from a list.
     packed: bool = False  #: Whether sequences are packed.
     mask_mod: Callable[..., Any] | None = None  #: The user function, or None.
-    score_mod: Callable[..., Any] | None = None  #: The user function, or None.
-    derivative: Callable[..., Any] | None = None  #: The derivative of score_mod, or None.
+    score_mod: Any = None  #: The ``ScoreMod``, or None.
     score_table: int = 0  #: Dimensions of the array that score_mod reads; 0 without one.
     sink: bool = False  #: Whether there are sinks.
     moved: bool = False  #: Whether the dropout bits are those of a part of a larger attention.
@@ -107,7 +106,7 @@ class Features(NamedTuple):
     @property
     def of_users(self) -> Features:
         """The options that are user functions."""
-        names = "mask_mod", "score_mod", "derivative", "score_table"
+        names = "mask_mod", "score_mod", "score_table"
         return Features(**{name: getattr(self, name) for name in names})
 
 
@@ -116,11 +115,8 @@ PLAIN = Features()
 
 def features_of(problem: Any) -> Features:
     """Return the options of a checked call, a ``Problem``; a field of the same name is taken from it."""
-    score_mod, derivative = problem.score_mod or (None, None)
     drops = problem.dropout_p > 0.0
     found: dict[str, Any] = {
-        "score_mod": score_mod,
-        "derivative": derivative,
         "dropout": drops,
         "packed": problem.sequences is not None,
         "moved": drops and problem.origin is not None,
@@ -283,14 +279,10 @@ def make_row_end(
 
 def _by_function(features: Features, target: ScoreTarget) -> Callable[..., Any]:  # beyond module 5
     """Return the step of a ``score_mod``; derivatives that are not needed are constants."""
-    one, zero, function = (
-        target.one,
-        target.one - target.one,
-        target.score_function(features.score_mod),
-    )
-    found: Any = features.derivative
+    one, zero, (plain, found) = target.one, target.one - target.one, features.score_mod
     has_slope = target.order > 0 and found is not None
     has_bend = has_slope and target.order > 1
+    function = target.score_function(plain)
     derivative = target.score_function(found) if has_slope else None
     second = target.score_function(derivative_of(found)) if has_bend else None
 

@@ -168,12 +168,13 @@ def why_not_compiled(problem: Problem) -> str | None:
     mods = problem.features.of_users
     if mods == PLAIN or _compiled(mods, problem.dtype, 1, False)[0] is not None:
         return None
-    for name, alone in (
-        ("mask_mod", Features(mask_mod=mods.mask_mod)),
-        ("score_mod", mods._replace(mask_mod=None, derivative=None)),
-        ("the derivative of score_mod", mods._replace(mask_mod=None)),
+    of_scores = mods._replace(mask_mod=None)
+    for name, alone, order in (
+        ("mask_mod", Features(mask_mod=mods.mask_mod), 0),
+        ("score_mod", of_scores, 0),
+        ("the derivative of score_mod", of_scores, 1),
     ):
-        dispatcher, reason = _compiled(alone, problem.dtype, 1, False)
+        dispatcher, reason = _compiled(alone, problem.dtype, order, False)
         if dispatcher is None:
             return f"numba cannot compile {name} ({reason})"
     raise AssertionError("each function compiles alone")

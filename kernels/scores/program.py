@@ -283,8 +283,8 @@ def _by_function(features: Features, target: ScoreTarget) -> Callable[..., Any]:
     has_slope = target.order > 0 and found is not None
     has_bend = has_slope and target.order > 1
     function = target.score_function(plain)
-    derivative = target.score_function(found) if has_slope else None
-    second = target.score_function(derivative_of(found)) if has_bend else None
+    derivative: Any = target.score_function(found) if has_slope else None
+    second: Any = target.score_function(derivative_of(found)) if has_bend else None
 
     @target.compile
     def by_function(score, place, call):

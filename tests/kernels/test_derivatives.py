@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -236,3 +237,20 @@ def test_second_derivatives_need_that_of_the_score_mod() -> None:
     with pytest.raises(ValueError, match="second derivative"):
         kernels.flash_attention_double_backward(x, x, x, x, x, x, x, score_mod=pair, rung="naive")
     kernels.flash_attention_double_backward(x, x, x, x, x, x, x, score_mod=bowl, rung="naive")
+
+
+def test_the_jvp_takes_twice_the_memory_of_the_forward_pass() -> None:
+    q, k, v, *tangents = np.random.default_rng(0).standard_normal((6, 2, 1024, 64))
+
+    def most(function: Any, *operands: Any) -> int:
+        """Return the largest size of the arrays that a warm call holds at a time."""
+        function(*operands)
+        tracemalloc.start()
+        try:
+            function(*operands)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    forward = most(kernels.flash_attention_forward, q, k, v)
+    assert most(kernels.flash_attention_jvp, q, k, v, *tangents) <= 2 * forward

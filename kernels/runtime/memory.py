@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc  # beyond module 4
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager  # beyond module 4
 from ctypes import addressof, c_char
 from functools import lru_cache
 from itertools import accumulate
@@ -24,6 +26,18 @@ Layout = tuple[Ints, Ints, np.dtype[Any]]
 Run = Callable[..., bool]
 #: A function that returns a :data:`Run`, given the names of the fields whose addresses it takes, in order.
 Bind = Callable[[Sequence[str]], Run]
+
+
+@contextmanager  # beyond module 4
+def uncollected() -> Iterator[None]:  # beyond module 4
+    """Disable garbage collection, and enable it again if it was."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def start_of(array: Any) -> int:

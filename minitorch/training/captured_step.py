@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from kernels.cuda.backend import (
     refuse,
 )
 from kernels.runtime.cuda_errors import CaptureError as CaptureError
+from kernels.runtime.memory import uncollected
 from kernels.runtime.numba_patches import watching_numba
 from kernels.runtime.targets import (
     BLOCKING,
@@ -166,7 +166,8 @@ class GraphStep:
         before, kind.before = kind.before, None  # after a failed call, start again
         hosts = [x.to_numpy() if is_tensor(x) else x for x in kind.places if _is_host(x)]
         recording, state = Recording(hosts, before), _random_state()
-        with _uncollected(), recorded_by(recording), watching_numba(cuda, _refuse_numba):
+        gc.collect()  # every call frees memory at the same points
+        with uncollected(), recorded_by(recording), watching_numba(cuda, _refuse_numba):
             outputs = self._fn(*kind.places)
         if not recording.launches:
             self.why_eager = "the function launches nothing on a CUDA device"
@@ -270,19 +271,6 @@ def _shown(kinds: Iterable[tuple[Any, Any]]) -> str:
 
 def _refuse_numba(what: str) -> None:
     refuse(what, "use operations of minitorch, or do it outside the function")
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Disable garbage collection, so that every call frees memory at the same points."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _random_state() -> tuple[Any, Any]:

@@ -99,6 +99,7 @@ def compile_in_less_time(cuda: Any) -> None:  # beyond module 4
             _collect_afterwards,
             _inline_one_copy,
             _keep_defaults,
+            _order_blocks,
             _rewrite_where_named,
             _skip_live_variables,
             _skip_ufuncs,
@@ -109,7 +110,7 @@ def compile_in_less_time(cuda: Any) -> None:  # beyond module 4
 def _collect_afterwards(cuda: Any) -> None:  # beyond module 4
     """Make numba-cuda compile a kernel to LLVM's code without garbage collection.
 
-    Gain: the collector visits the statements of the kernel, which all stay, a fifth of the time.
+    Gain: the collector visits the statements of the kernel, which all stay, for a sixth of the time.
     """
     for module in (cuda.compiler, cuda.dispatcher):
         module.compile_cuda = uncollected()(module.compile_cuda)
@@ -127,6 +128,23 @@ def _keep_defaults(cuda: Any) -> None:  # beyond module 4
         return {name: option.default for name, option in kind.options.items()}  # type: ignore[attr-defined]
 
     flags.values = lambda self: defaults(type(self)) | self._values
+
+
+def _order_blocks(cuda: Any) -> None:  # beyond module 4
+    """Make numba-cuda look for live variables along the flow of control, block by block.
+
+    Gain: it takes blocks as they were inlined, and a variable one block further each time.
+    """
+    analysis = cuda.core.analysis
+    live_map = analysis.compute_live_map
+
+    def compute_live_map(cfg: Any, blocks: Any, uses: Any, definitions: Any) -> Any:
+        order = [*cfg.topo_order(), *cfg.dead_nodes()]
+        forwards = {label: definitions[label] for label in order}
+        found = live_map(cfg, dict.fromkeys(reversed(order)), uses, forwards)
+        return {label: found[label] for label in blocks}
+
+    analysis.compute_live_map = compute_live_map
 
 
 def _inline_one_copy(cuda: Any) -> None:  # beyond module 4

@@ -98,6 +98,7 @@ test: $(addprefix test-,$(or $(ONLY),cpu emulated))
 
 # Importing the others takes as long as many tests.
 SLOW_FILES := $$(grep -rl --include='test_*.py' mark.slow tests)
+NAMES_EMULATED := grep -rlie emulated -e on_every_backend --include='test_*.py'
 
 # Those that only compile are make ptx, whose packages may be there.
 test-cpu: $(VENV)/.test
@@ -105,10 +106,12 @@ test-cpu: $(VENV)/.test
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS) $(SLOW_FILES)
-	MINITORCH_EMULATE=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and emulated" $(ARGS) $(SLOW_FILES)
+	MINITORCH_EMULATE=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and emulated" $(ARGS) \
+	  $$($(NAMES_EMULATED) $(SLOW_FILES))
 
 test-emulated: $(VENV)/.test
-	MINITORCH_EMULATE=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "emulated and not slow" $(ARGS)
+	MINITORCH_EMULATE=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "emulated and not slow" $(ARGS) \
+	  $$($(NAMES_EMULATED) tests)
 
 # PyTorch is no requirement of the other tests: an environment apart.
 test-torch:

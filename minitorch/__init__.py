@@ -144,6 +144,7 @@ from .tensor_ops import (  # beyond module 1
 )
 from .tensors.derivatives import grad, hessian, hvp, jvp, vjp  # beyond module 5
 from .tensors.dlpack import from_dlpack  # beyond module 5
+from .tensors.einsum import einsum  # beyond module 5
 from .tensors.factories import (  # beyond module 1
     from_numpy,
     full,
@@ -162,6 +163,14 @@ from .tensors.gradient_check import (  # beyond module 1, until module 4
     grad_check,
 )
 from .tensors.joining import cat, stack  # beyond module 5
+from .tensors.more_factories import (  # beyond module 5
+    arange,
+    full_like,
+    ones_like,
+    rand_like,
+    randn_like,
+    zeros_like,
+)
 from .testing import MathTest, MathTestVariable  # beyond module 0, until module 3
 from .training.adamw import AdamW  # beyond module 5
 from .training.anomaly import AnomalyError, detect_anomaly  # beyond module 5

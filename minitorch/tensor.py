@@ -29,6 +29,7 @@ from .tensors.interchange import Lending  # beyond module 5
 from .tensors.making import Making
 from .tensors.operator_methods import TensorOperators
 from .tensors.shape_methods import ShapeMethods  # beyond module 5
+from .tensors.torch_methods import TorchMethods  # beyond module 5
 
 _ids = count(1)
 
@@ -43,6 +44,7 @@ class Tensor(
     IndexingMethods,  # beyond module 5
     Lending,  # beyond module 5
     ShapeMethods,  # beyond module 5
+    TorchMethods,  # beyond module 5
     TensorOperators,
     Conversions,
     Container,
@@ -249,14 +251,14 @@ class Tensor(
         """Fill the ``grad`` of every leaf that this tensor was computed from.
 
         Args:
-            grad_output: The gradient to start from, of this shape; ones for a tensor of shape (1,).
+            grad_output: The gradient to start from, of this shape; 1 for a tensor of one element.
             create_graph: Record how the gradients are computed, so that they can be differentiated again.
 
         Raises:
             RuntimeError: If no input of this tensor requires a gradient.
             TypeError: If ``grad_output`` is not a tensor.
             ValueError: If it has another shape.
-            AssertionError: If it is None and this tensor does not have shape (1,).
+            AssertionError: If it is None and this tensor does not have one element.
         """
         if self.is_constant():
             raise RuntimeError(
@@ -268,12 +270,12 @@ class Tensor(
                 "minitorch.grad(..., create_graph=True) computed them"
             )
         if grad_output is None:
-            if self.shape != (1,):
+            if self.size != 1:
                 raise AssertionError(
-                    f"backward without a gradient needs shape (1,), got {self.shape}; call sum() first "
+                    f"backward without a gradient needs one element, got {self.shape}; call sum() first "
                     "or pass a gradient of that shape"
                 )
-            grad_output = self.full((1,), 1.0)
+            grad_output = self.full(self.shape, 1.0)
         check_tensor("grad_output", grad_output)
         if grad_output.shape != self.shape:
             raise ValueError(

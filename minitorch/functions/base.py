@@ -36,10 +36,15 @@ def check_tensor(name: str, x: Any) -> None:
         TypeError: If it is not; the message names the argument.
     """
     if not is_tensor(x):
-        raise TypeError(
-            f"{name} must be a tensor, got {type(x).__name__}; make one with minitorch.from_numpy or "
-            "minitorch.tensor"
-        )
+        raise TypeError(f"{name} must be a tensor, got {not_a_tensor(x)}")
+
+
+def not_a_tensor(x: Any) -> str:
+    """Return, for an error message, the type of a value and how to make a tensor of it."""
+    kind = type(x)
+    if kind.__module__.startswith("torch") and hasattr(x, "detach"):  # beyond module 5
+        return f"{kind.__module__}.{kind.__name__}; share its memory with minitorch.from_dlpack(x.detach())"
+    return f"{kind.__name__}; make one with minitorch.from_numpy or minitorch.tensor"
 
 
 def as_int(x: Any) -> Any:

@@ -18,7 +18,7 @@ from ..autodiff import Context
 from ..backends.tensor_protocol import AnyTensor
 from ..backends.tensor_protocol import TensorLike as Tensor
 from ..tensor_data import Ints, TensorData
-from .base import Function, check_tensor, is_tensor
+from .base import Function, is_tensor
 from .kernel_arrays import rounded
 
 INT64 = np.dtype(np.int64)
@@ -345,17 +345,25 @@ class Where(Function):
         return None, f.keep_zip(condition, grad_output), f.drop_zip(condition, grad_output)
 
 
-def where(condition: Any, a: Tensor, b: Tensor) -> Any:
-    """Choose between two tensors; see ``Tensor.where``."""
+def as_condition(like: AnyTensor, condition: Any) -> AnyTensor:
+    """Return a condition as a tensor of the backend and dtype of ``like``.
+
+    Raises:
+        TypeError: If it is neither a tensor nor an array of booleans.
+    """
     if not is_tensor(condition):
         array = as_host_array("condition", condition)
         if array.dtype != np.bool_:
             raise TypeError(
                 f"condition must be a tensor or an array of booleans, got {array.dtype}; compare it first"
             )
-        condition = constant_like(a, array)
-    check_tensor("condition", condition)
-    condition = a._ensure_tensor(condition)
-    if condition.dtype != a.dtype:  # else it would decide on the dtype of the result
-        condition = condition._converted(a.backend, a.dtype)
-    return Where.apply(condition, a, b)
+        condition = constant_like(like, array)
+    condition = like._ensure_tensor(condition)
+    # In another dtype, it would decide on the dtype of the result.
+    same = condition.dtype == like.dtype
+    return condition if same else condition._converted(like.backend, like.dtype)
+
+
+def where(condition: Any, a: Tensor, b: Tensor) -> Any:
+    """Choose between two tensors; see ``Tensor.where``."""
+    return Where.apply(as_condition(a, condition), a, b)

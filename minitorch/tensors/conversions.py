@@ -15,6 +15,7 @@ from ..backends.dtype_promotion import result_dtype
 from ..backends.elements import NUMBERS, as_float, dtype_of
 from ..cuda_ops import CudaBackend
 from ..fast_ops import FastBackend
+from ..functions.base import not_a_tensor
 from ..tensor_data import TensorData, is_device_storage
 from ..tensor_functions import To
 from ..tensor_ops import TensorBackend, TensorOps
@@ -124,7 +125,4 @@ class Conversions(_Tensor):
             return b
         if isinstance(b, NUMBERS):
             return self._new(constant(self.backend.loops, as_float(b).hex(), result_dtype(self)))
-        raise TypeError(
-            f"the other operand must be a tensor or a number, got {type(b).__name__}; convert it "
-            "with minitorch.tensor or minitorch.from_numpy"
-        )
+        raise TypeError(f"the other operand must be a tensor or a number, got {not_a_tensor(b)}")

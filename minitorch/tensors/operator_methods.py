@@ -112,7 +112,7 @@ class TensorOperators(_Tensor):
     def all(self, dim: int | None = None) -> Self:
         """Return 1 where no element along ``dim`` is 0, else 0; without ``dim``, reduce to shape (1,)."""
         if dim is None:
-            return All.apply(self.view(self.size), 0)
+            return All.apply(self.contiguous().view(self.size), 0)
         return All.apply(self, normalize_dim(dim, self.shape))
 
     def is_close(self, y: Self) -> Self:

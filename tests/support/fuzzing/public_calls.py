@@ -44,7 +44,8 @@ LEFT_OUT = {
 }  # fmt: skip
 OPERATORS = (
     "__add__", "__rsub__", "__mul__", "__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__matmul__",
-    "__lt__", "__gt__", "__eq__", "__ne__", "__getitem__", "__setitem__",
+    "__lt__", "__gt__", "__eq__", "__ne__", "__getitem__", "__setitem__", "__le__", "__ge__", "__and__",
+    "__or__", "__invert__", "__abs__",
 )  # fmt: skip
 
 

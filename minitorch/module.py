@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy  # beyond module 5
 import html  # beyond module 5
 import textwrap
 from typing import Any
@@ -80,6 +81,54 @@ class Module:
         # TASK 0.4: named_parameters without the names.
         return [p for _, p in self.named_parameters()]
         # END TASK 0.4
+
+    def state_dict(self) -> dict[str, Any]:  # beyond module 5
+        """Return copies of the values of all parameters, by the names of `named_parameters`."""
+        return {name: _copy(p.value) for name, p in self.named_parameters()}
+
+    def load_state_dict(  # beyond module 5
+        self, state: dict[str, Any], strict: bool = True, assign: bool = False
+    ) -> tuple[list[str], list[str]]:
+        """Set the parameters to the values that `state_dict` returned; on an error, none is changed.
+
+        Args:
+            state: Values by name, of the parameters' types, shapes and dtypes, on any backend.
+            strict: False loads the names that the state and this module have in common.
+            assign: True shares the memory of the values where it can, instead of copying them.
+
+        Returns:
+            The names that the state lacks, and those that this module lacks.
+
+        Raises:
+            TypeError: If a value has another type than its parameter, such as an array for a tensor.
+            ValueError: If a name is missing or unknown, or a value has the wrong shape or dtype.
+        """
+        named = dict(self.named_parameters())
+        missing = [name for name in named if name not in state]
+        unknown = [name for name in state if name not in named]
+        if strict and (missing or unknown):
+            raise ValueError(
+                f"the state is not that of this {type(self).__name__}: it lacks {missing[:3]} "
+                f"({len(missing)} names), and it has {unknown[:3]} ({len(unknown)} names), which the "
+                "module lacks; build the same module, or pass strict=False"
+            )
+        pairs = {name: (p.value, state[name]) for name, p in named.items() if name in state}
+        for name, (own, value) in pairs.items():
+            if not isinstance(value, type(own)):
+                raise TypeError(
+                    f"{name} must be a {type(own).__name__}, got {type(value).__name__}; convert it first"
+                )
+            for fact in ("shape", "dtype"):
+                found, wanted = (getattr(x, fact, None) for x in (value, own))
+                if found != wanted:
+                    raise ValueError(
+                        f"{name} has {fact} {found}, that of the module has {wanted}; build the module "
+                        "with that of the state, or convert the value"
+                    )
+        for name, (own, value) in pairs.items():
+            value = value.detach() if assign and hasattr(value, "detach") else _copy(value)
+            named[name].update(value.to(own.backend) if hasattr(own, "backend") else value)
+        return missing, unknown
 
     def add_parameter(self, k: str, v: Any) -> Parameter:
         """Wrap a value in a parameter and register it under a name chosen at run time.
@@ -177,6 +226,11 @@ class Module:
         parts = "".join(child._repr_html_(f"{name}: ") for name, child in self._modules.items())
         inner = f'<div style="margin-left: 1.5em">{parts}</div>'
         return f"<details {'' if key else 'open'}><summary>{text}</summary>{inner}</details>"
+
+
+def _copy(value: Any) -> Any:  # beyond module 5
+    """Copy the value of a parameter, without history."""
+    return value.detach().clone() if hasattr(value, "clone") else copy.deepcopy(value)
 
 
 class Parameter:

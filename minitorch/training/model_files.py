@@ -98,27 +98,12 @@ def load_parameters(model: Module, arrays: Arrays, source: str = "") -> None:
     Raises:
         CheckpointError: If a parameter is missing, unknown or not finite, or has the wrong shape or dtype.
     """
-    named = dict(model.named_parameters())
-    if named.keys() != arrays.keys():
-        odd = sorted(named.keys() ^ arrays.keys())
-        raise CheckpointError(
-            f"{source}: the parameters belong to another model (first difference: {odd[0]}); build "
-            "the model from the checkpoint's own configuration"
-        )
-    for name, parameter in named.items():
-        if arrays[name].shape != parameter.value.shape:
-            raise CheckpointError(
-                f"{source}: {name} has shape {arrays[name].shape}, the model's has "
-                f"{parameter.value.shape}; build the model from the checkpoint's own configuration"
-            )
-        if arrays[name].dtype != parameter.value.dtype:
-            raise CheckpointError(
-                f"{source}: {name} is {arrays[name].dtype}, the model's is {parameter.value.dtype}; "
-                "convert the weights, or build the model with their dtype"
-            )
     check_finite(arrays, source)
-    for name, parameter in named.items():
-        parameter.update(from_numpy(arrays[name], parameter.value.backend))
+    try:
+        state = {name: from_numpy(array) for name, array in arrays.items()}
+        model.load_state_dict(state, assign=True)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{source}: {error}") from None
 
 
 def check_finite(arrays: Arrays, source: str) -> None:

@@ -179,6 +179,7 @@ from .training.anomaly import AnomalyError, detect_anomaly  # beyond module 5
 from .training.captured_step import CaptureError, GraphStep, graph_step  # beyond module 5
 from .training.clipping import clip_grad_norm_  # beyond module 5
 from .training.recompute import checkpoint  # beyond module 5
+from .training.schedulers import CosineAnnealingLR, LambdaLR, StepLR  # beyond module 5
 from .transformer import (  # beyond module 4
     DecoderLM,
     FeedForward,

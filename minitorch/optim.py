@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kernels.common.arguments import listed, shown
@@ -26,16 +26,20 @@ class Optimizer(
     """Base class of optimisers; a subclass defines `step`.
 
     Args:
-        parameters: The parameters to optimise, scalars or tensors.
+        parameters: The parameters to optimise, scalars or tensors; or groups of them, dictionaries such as
+            ``{"params": [...], "lr": 0.1}`` with rates that differ from those of the optimiser.
     """
 
-    def __init__(self, parameters: Sequence[Parameter]):
-        for p in listed("parameters", parameters):
+    def __init__(self, parameters: Iterable[Any]):
+        parameters = listed("parameters", parameters)
+        parameters = self._ungrouped(parameters)  # beyond module 5
+        for p in parameters:
             if not isinstance(p, Parameter):
                 raise TypeError(
-                    f"parameters must be Parameters, got {shown(p)}; pass model.parameters()"
+                    f"parameters must be Parameters, got {shown(p)}; pass model.parameters(), or make a "
+                    "tensor one with minitorch.Parameter"
                 )
-        self.parameters = parameters
+        self.parameters: Sequence[Parameter] = parameters
 
     def zero_grad(self) -> None:
         """Drop the gradient of every parameter."""
@@ -66,11 +70,11 @@ class SGD(Optimizer):
     """Gradient descent: value - lr * gradient.
 
     Args:
-        parameters: The parameters to optimise, scalars or tensors.
+        parameters: The parameters to optimise, scalars or tensors, or groups of them.
         lr: Learning rate.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], lr: float = 1.0):
+    def __init__(self, parameters: Iterable[Any], lr: float = 1.0):
         super().__init__(parameters)
         self._check_numbers({"lr": lr})  # beyond module 5
         self.lr = float(lr)
@@ -78,12 +82,13 @@ class SGD(Optimizer):
     def step(self) -> None:
         """Move every parameter that has a gradient."""
         for p in self.parameters:
-            value = p.value
+            value, lr = p.value, self.lr
+            lr = self._rates_of.get(p, {}).get("lr", lr)  # beyond module 5
             if hasattr(value, "derivative"):
                 if value.derivative is not None:
-                    self._update(p, type(value)(value.data - self.lr * value.derivative))
+                    self._update(p, type(value)(value.data - lr * value.derivative))
             elif value is not None and value.grad is not None:
-                self._update(p, sgd_step(value.detach(), value.grad, self.lr))
+                self._update(p, sgd_step(value.detach(), value.grad, lr))
 
 
 class Adam(  # beyond module 3
@@ -95,7 +100,7 @@ class Adam(  # beyond module 3
     Moments of fp16 and bf16 parameters are float32: a 16-bit mean would lose most small changes.
 
     Args:
-        parameters: The parameters to optimise, tensors.
+        parameters: The parameters to optimise, tensors, or groups of them.
         lr: Learning rate.
         beta1: Decay of the running mean.
         beta2: Decay of the running mean of squares.
@@ -107,7 +112,7 @@ class Adam(  # beyond module 3
 
     def __init__(
         self,
-        parameters: Sequence[Parameter],
+        parameters: Iterable[Any],
         lr: float = 1e-3,
         beta1: float = 0.9,
         beta2: float = 0.999,
@@ -135,6 +140,13 @@ class Adam(  # beyond module 3
             if p.value is not None and p.value.grad is not None:
                 self._update(p, self._moved(p))
 
+    def _step_numbers(self, rates: dict[str, float]) -> dict[str, Any]:
+        """Return the number of the current step, and the rates; those of a group take precedence."""
+        return {
+            "lr": self.lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps,
+            "step": self.steps, "weight_decay": self.weight_decay, **rates,
+        }  # fmt: skip
+
     def _moved(self, p: Parameter) -> Tensor:
         value, grad = p.value.detach(), p.value.grad
         if p not in self.moments:
@@ -145,10 +157,10 @@ class Adam(  # beyond module 3
         # They follow a parameter that was moved to another backend or dtype.
         m, v = (t.to(value.backend).to(acc_dtype(value.dtype)) for t in (m, v))
         self.moments[p] = (m, v)
-        decay = self.weight_decay if value.dims >= 2 else 0.0
-        moved, m, v = adam_step(
-            value, grad, m, v, lr=self.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps,
-            step=self.steps, weight_decay=decay,
-        )  # fmt: skip
+        numbers = self._step_numbers({})
+        numbers = self._step_numbers(self._rates_of.get(p, {}))  # beyond module 5
+        if value.dims < 2:
+            numbers["weight_decay"] = 0.0
+        moved, m, v = adam_step(value, grad, m, v, **numbers)
         self.moments[p] = (m, v)
         return moved

@@ -190,6 +190,11 @@ class ShardedOptimizer(Optimizer):
         max_norm: float | None = None, **options: Any,
     ):  # fmt: skip
         super().__init__([*parameters])
+        if self._groups:
+            raise TypeError(
+                "ShardedOptimizer takes no groups of parameters; make one for each group, and clip the "
+                "gradients of all with clip_grad_norm_"
+            )
         self._group, self._max_norm = group, max_norm
         self._shares: list[list[Parameter]] = [[] for _ in range(group.size)]
         sizes = [0] * group.size
@@ -209,6 +214,11 @@ class ShardedOptimizer(Optimizer):
     @lr.setter
     def lr(self, value: float) -> None:
         self.own.lr = value  # type: ignore[attr-defined]
+
+    @property
+    def param_groups(self) -> list[Any]:
+        """The group of this rank's share."""
+        return self.own.param_groups
 
     def zero_grad(self) -> None:
         """Drop the gradient of every parameter."""

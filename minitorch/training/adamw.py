@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import compress
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ class AdamW(Adam):
     kernel, values are updated in place, and tensors that share a parameter's memory change with it.
 
     Args:
-        parameters: The parameters to optimise, tensors.
+        parameters: The parameters to optimise, tensors, or groups of them.
         lr: Learning rate.
         beta1: Decay of the running mean.
         beta2: Decay of the running mean of squares.
@@ -70,7 +71,7 @@ class AdamW(Adam):
 
     def __init__(
         self,
-        parameters: Sequence[Parameter],
+        parameters: Iterable[Any],
         lr: float = 1e-3,
         beta1: float = 0.9,
         beta2: float = 0.999,
@@ -107,7 +108,12 @@ class AdamW(Adam):
             clip = fused.clip_of(grads, self.max_norm)
             self.grad_norm = like.wrap(memory.part(clip, 0, 1))
         moved = [self._listed(*each) for each in zip(moving, values, grads, strict=True)]
-        fused.adam_many(moved, clip, **self._step_numbers(), again=self._step_numbers)
+        for _, rates in self._groups or [(moving, {})]:
+            of_group = [self._rates_of.get(p, rates) is rates for p in moving]
+            if any(of_group):
+                numbers = partial(self._step_numbers, rates)
+                own = [*compress(moved, of_group)]
+                fused.adam_many(own, clip, **numbers(), again=numbers)
         storages = [value._tensor._storage for value in values]
         wrote(*storages)
         for p, value in zip(moving, values, strict=True):
@@ -130,13 +136,6 @@ class AdamW(Adam):
         moved = value.f.ops.kernels.Moved(target.array(), grad, m, v, value.dims >= 2, copy)
         self._places[p] = _Place(value._tensor, self.masters.get(p), self.moments[p], moved)
         return moved
-
-    def _step_numbers(self) -> dict[str, Any]:
-        """Return the rates and the number of the current step."""
-        return {
-            "lr": self.lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps,
-            "step": self.steps, "weight_decay": self.weight_decay,
-        }  # fmt: skip
 
     def _count(self) -> None:
         self.steps += 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections import ChainMap
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
-from kernels.common.arguments import not_negative, number, shown, whole
+from kernels.common.arguments import listed, not_negative, number, shown, whole
 from kernels.runtime.dtypes import is_floating
 
 from ..module import Parameter
@@ -21,6 +23,45 @@ class State:
     """The state of an optimiser whose only state is its numbers."""
 
     parameters: Sequence[Parameter]
+    #: The parameters of each group with its own rates, and the rates by parameter; empty without groups.
+    _groups: list[tuple[list[Parameter], dict[str, float]]]
+    _rates_of: dict[Parameter, dict[str, float]]
+
+    @property
+    def param_groups(self) -> list[ChainMap[str, Any]]:
+        """The groups: the parameters of each under "params", and its rates, which may be set.
+
+        A rate that was not given for a group is that of the optimiser, such as ``optimizer.lr``.
+        """
+        if not self._groups:
+            return [ChainMap(vars(self), {"params": self.parameters})]
+        return [ChainMap(rates, {"params": own}, vars(self)) for own, rates in self._groups]
+
+    def _ungrouped(self, parameters: list[Any]) -> list[Any]:
+        """Return the parameters of all groups, and remember the groups."""
+        self._groups, self._rates_of = [], {}
+        if not any(isinstance(each, dict) for each in parameters):
+            return parameters
+        known = [name for name in inspect.signature(type(self)).parameters if name in RATES]
+        for group in parameters:
+            if not isinstance(group, dict) or not {"params"} <= group.keys() <= {"params", *known}:
+                found = ", ".join(map(str, group)) if isinstance(group, dict) else shown(group)
+                raise TypeError(
+                    f"a group of {type(self).__name__} is a dictionary of params and, if they differ from "
+                    f"the optimiser's, {', '.join(known)}; got {found}"
+                )
+            own, rates = (
+                listed("params", group["params"]),
+                {k: group[k] for k in known if k in group},
+            )
+            self._check_numbers(rates)
+            rates = {name: float(rate) for name, rate in rates.items()}
+            members = [p for p in own if isinstance(p, Parameter)]
+            if any(p in self._rates_of for p in members):
+                raise ValueError("a parameter is in two groups; leave it out of one of them")
+            self._rates_of |= dict.fromkeys(members, rates)
+            self._groups.append((own, rates))
+        return [p for own, _ in self._groups for p in own]
 
     def __repr__(self) -> str:
         facts = {k: v for k, v in self._numbers().items() if k != "optimizer"}
@@ -36,6 +77,8 @@ class State:
 
     def _numbers(self) -> dict[str, Any]:
         found = {key: value for key, value in vars(self).items() if isinstance(value, Real)}
+        for place, (_, rates) in enumerate(self._groups):
+            found |= {f"group{place}/{key}": value for key, value in rates.items()}
         plain = {k: v if isinstance(v, int) else float(v) for k, v in found.items()}  # also NumPy's
         return {"optimizer": type(self).__name__, **plain}
 
@@ -62,11 +105,16 @@ class State:
         except (OverflowError, TypeError) as error:
             raise ValueError(f"the state cannot be loaded: {error}") from None
         self._load_tensors(tensors)
-        vars(self).update({key: value for key, value in numbers.items() if key != "optimizer"})
+        for key, value in numbers.items():
+            group, _, name = key.rpartition("/")
+            if key != "optimizer":
+                own = self._groups[int(group[len("group") :])][1] if group else vars(self)
+                own[name] = value
 
     def _check_numbers(self, numbers: dict[str, Any]) -> None:
         """Check the types and ranges of the numbers of a state, or of those that the constructor got."""
-        for name, value in numbers.items():
+        for key, value in numbers.items():
+            name = key.rpartition("/")[2]
             if name == "steps":
                 if whole(name, value, 0) >= 2**53:
                     raise ValueError(f"steps must be less than 2**53, got {shown(value)}")

@@ -13,6 +13,7 @@ from hypothesis.strategies import DataObject, data, floats, just, lists, none, s
 from minitorch import (
     SGD,
     Adam,
+    AdamW,
     FastBackend,
     Parameter,
     Scalar,
@@ -193,3 +194,63 @@ def test_a_state_is_a_copy_and_decides_the_steps_to_come(backend: TensorBackend)
         with pytest.raises(ValueError, match=r"state of|moments"):
             other.load_state_dict(state)
         assert not isinstance(other, Adam) or not other.moments
+
+
+# -- groups of parameters ------------------------------------------------------------------------
+
+GROUPS = {
+    "SGD": (SGD, {"lr": 0.3}),
+    "Adam": (Adam, {"lr": 0.2, "beta2": 0.9, "weight_decay": 0.1}),
+    "AdamW": (AdamW, {"lr": 0.2, "eps": 1e-3, "weight_decay": 0.0}),
+}
+
+
+@on_backends()
+@pytest.mark.parametrize(("make", "rates"), GROUPS.values(), ids=[*GROUPS])
+@given(data())
+def test_a_group_moves_as_under_an_optimiser_with_its_rates(
+    backend: TensorBackend, make: Any, rates: dict[str, float], data: DataObject
+) -> None:
+    starts = [data.draw(lattice((2, 2))) for _ in range(3)]
+    gradient = tensor(data.draw(lattice((2, 2))).tolist(), backend)
+
+    def parameters() -> list[Parameter]:
+        return [with_gradient(tensor(start.tolist(), backend), gradient) for start in starts]
+
+    grouped, apart = parameters(), parameters()
+    groups = [{"params": grouped[:1], **rates}, {"params": grouped[1:]}]
+    optimisers = [make(groups), make(apart[:1], **rates), make(apart[1:])]
+    assert optimisers[0].parameters == grouped
+    for lr in (0.5, 0.125):
+        optimisers[0].param_groups[0]["lr"] = optimisers[1].param_groups[0]["lr"] = lr
+        for optimiser in optimisers:
+            optimiser.step()
+            for p in optimiser.parameters:
+                p.value.grad = gradient
+    for found, expected in zip(grouped, apart, strict=True):
+        np.testing.assert_array_equal(found.value.to_numpy(), expected.value.to_numpy())
+    assert optimisers[0].param_groups[1]["lr"] == optimisers[2].lr
+    again = make([{"params": grouped[:1], **rates}, {"params": grouped[1:]}])
+    again.load_state_dict(optimisers[0].state_dict())
+    assert again.param_groups[0]["lr"] == 0.125 and again.lr == optimisers[0].lr
+    with pytest.raises(ValueError, match="does not fit"):
+        make(grouped).load_state_dict(optimisers[0].state_dict())
+
+
+@pytest.mark.parametrize(
+    ("parameters", "error", "match"),
+    [
+        ([tensor([1.0])], TypeError, r"minitorch\.Parameter"),
+        ([{"lr": 0.1}], TypeError, "dictionary of params.* lr"),
+        ([{"params": [], "momentum": 0.1}], TypeError, "momentum"),
+        ([{"params": []}, Parameter(1.0)], TypeError, "a group of SGD"),
+        ([{"params": [], "lr": -1.0}], ValueError, "lr must be"),
+        ([{"params": [tensor([1.0])]}], TypeError, r"minitorch\.Parameter"),
+        ([{"params": [p := Parameter(1.0)]}, {"params": [p]}], ValueError, "two groups"),
+    ],
+)
+def test_what_is_no_group_of_parameters_is_refused(
+    parameters: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        SGD(parameters)

@@ -101,7 +101,7 @@ class ModuleList(Module):
         TypeError: If one of them is not a module.
     """
 
-    def __init__(self, modules: Iterable[Module] = ()):
+    def __init__(self, modules: Iterable[Any] = ()):
         super().__init__()
         self.extend(modules)
 

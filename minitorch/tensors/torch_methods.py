@@ -48,7 +48,8 @@ def _reduced(reduce: Callable[..., Any], x: Any, dim: Dims, keepdim: bool | None
     """
     if keepdim is None and not isinstance(dim, (tuple, list)):
         return reduce(x, dim)
-    given = dim if isinstance(dim, (tuple, list)) else range(x.dims) if dim is None else (dim,)
+    given: Any = (dim,) if dim is not None else range(x.dims)
+    given = dim if isinstance(dim, (tuple, list)) else given
     dims = sorted({normalize_dim(each, x.shape) for each in given})
     if len(dims) < len(given) or (dim is not None and not dims):
         raise ValueError(
@@ -224,7 +225,7 @@ class TorchMethods(TensorOperators):
             keepdim: Whether the result has this dimension, with size 1.
         """
         if dim is None:
-            return self.reshape(-1).argmax(0, keepdim)
+            return self.contiguous().view(self.size).argmax(0, keepdim)
         index = _first_max(self, dim := normalize_dim(dim, self.shape))
         return index if flag("keepdim", keepdim) else index.squeeze(dim)
 
@@ -245,7 +246,7 @@ class TorchMethods(TensorOperators):
             A tensor of shape () if ``dim`` is None, else a pair ``(values, indices)``.
         """
         if dim is None:
-            return self.reshape(-1).max(0, keepdim).values
+            return self.contiguous().view(self.size).max(0, keepdim).values
         index = _first_max(self, dim := normalize_dim(dim, self.shape))
         both = Gather.apply(self, dim, index), index
         return Picked(*both if flag("keepdim", keepdim) else (each.squeeze(dim) for each in both))

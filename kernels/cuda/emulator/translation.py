@@ -25,7 +25,7 @@ _OTHERS = {*sys.stdlib_module_names, "numba", "numpy", "ml_dtypes"} - {"__main__
 _BEYOND = {
     name: getattr(np, name)
     for name in ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "tanh")
-}
+} | {"pow": np.power}
 
 
 class Integer:
@@ -55,7 +55,7 @@ def _real(function: Any) -> Any:
         except (ValueError, OverflowError):
             if beyond is None:
                 raise
-            return beyond(x)
+            return beyond(x, *more)
         return np.float32(result) if type(x) is np.float32 and type(result) is float else result
 
     return real

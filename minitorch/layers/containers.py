@@ -38,16 +38,18 @@ class ModuleDict(Module):
     """Modules by name, which are children of this module.
 
     Args:
-        modules: Modules by name, or pairs of them.
+        modules: Modules by name.
 
     Raises:
         TypeError: If a value is not a module, or a name is not a string.
         ValueError: If a name is empty, contains a dot, or is an attribute of modules, such as "train".
     """
 
-    def __init__(self, modules: Mapping[str, Module] | Iterable[tuple[str, Module]] = ()):
+    def __init__(self, modules: Mapping[str, Module] | None = None):
         super().__init__()
-        for name, module in dict(modules).items():
+        if not isinstance(modules, Mapping | None):
+            raise TypeError(f"modules must be a dictionary of modules by name, got {shown(modules)}")
+        for name, module in (modules or {}).items():
             self[name] = module
 
     def __setitem__(self, key: str, module: Module) -> None:

@@ -44,7 +44,7 @@ def not_a_tensor(x: Any) -> str:
     kind = type(x)
     if kind.__module__.startswith("torch") and hasattr(x, "detach"):  # beyond module 5
         return f"{kind.__module__}.{kind.__name__}; share its memory with minitorch.from_dlpack(x.detach())"
-    return f"{kind.__name__}; make one with minitorch.from_numpy or minitorch.tensor"
+    return f"{kind.__name__}; convert it with minitorch.from_numpy or minitorch.tensor"
 
 
 def as_int(x: Any) -> Any:

@@ -48,7 +48,9 @@ class ModuleDict(Module):
     def __init__(self, modules: Mapping[str, Module] | None = None):
         super().__init__()
         if not isinstance(modules, Mapping | None):
-            raise TypeError(f"modules must be a dictionary of modules by name, got {shown(modules)}")
+            raise TypeError(
+                f"modules must be a dictionary of modules by name, got {shown(modules)}"
+            )
         for name, module in (modules or {}).items():
             self[name] = module
 

@@ -11,7 +11,7 @@ import numpy as np
 from kernels.common.arguments import shown
 from kernels.runtime.dtypes import FLOAT_DTYPES, NAMES
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 _NAMES = ", ".join(map(str, FLOAT_DTYPES[:-1])) + f" or {FLOAT_DTYPES[-1]}"
 #: Maximum rows or columns of a tile; the scores of a larger one do not fit into fast memory.
 MAX_TILE = 4096
@@ -105,7 +105,8 @@ def check_shapes(
         if not 1 <= size <= MAX_HEAD_DIM:
             raise ValueError(
                 f"{name} must be from 1 to {MAX_HEAD_DIM}, got {size} in {shapes}; use more heads "
-                "of a smaller size"
+                "of a smaller size, or in a downloaded model, whose heads are fixed, another attention, "
+                "such as attn_implementation='sdpa' of transformers"
             )
     groups = _check_groups(q, k, v, shapes) if enable_gqa else 1
     last = -3 if groups > 1 else -2

@@ -68,7 +68,7 @@ ARGUMENTS = [
     (given(run_scalar, "--out", "/proc/none"), SystemExit, "/proc/none", "name another"),
     (given(run_manual, "--WEIGHTS", "1"), SystemExit, "--WEIGHTS", "expected 2"),
     (measurement("bench_attention", "--lengths", "0"), SystemExit, "--lengths", "1 or more"),
-    (measurement("bench_attention", "--head-dim", "999"), SystemExit, "at most 256", "999", "more heads"),
+    (measurement("bench_attention", "--head-dim", "999"), SystemExit, "at most 512", "999", "more heads"),
     (measurement("bench_cpu", "--seconds", "nan"), SystemExit, "--seconds", "above 0", "nan"),
     (measurement("io_table", "--length", "-3"), SystemExit, "--length", "got -3"),
 ]  # fmt: skip

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kernels.common.geometry import ceil_div
 from kernels.cuda.device.half import form
 from kernels.cuda.device.shared_tiles import SharedTiles, round_up
 from kernels.cuda.device.vector import VECTOR, are_vectors
@@ -107,7 +108,7 @@ class Lane(NamedTuple):
 def widths(problem: Problem) -> tuple[int, int]:
     """Return head_dim and value_dim rounded up to the widths for which kernels are compiled.
 
-    Kernels read the sizes themselves from the operands, so that 256 sizes of each need few kernels.
+    Kernels read the sizes themselves from the operands, so that all sizes of each need few kernels.
     """
     return widths_in(problem, SIZES.width_step)
 
@@ -145,8 +146,12 @@ def pick_layout(name: str, problem: Problem, tile: tuple[int, int] | None) -> Re
 def _table_entry(name: str, problem: Problem) -> LayoutSizes:
     if name == "forward" and (problem.seq_q <= SIZES.few_rows or problem.features.is_fixed):
         name = "few"
-    table = SIZES.flash2[name, problem.dtype.itemsize]
-    sizes = next(sizes for limit, sizes in table if max(widths(problem)) <= limit)
+    table, width = SIZES.flash2[name, problem.dtype.itemsize], max(widths(problem))
+    limit, sizes = next((row for row in table if width <= row[0]), table[-1])
+    # Beyond the table, half the rows of twice the width take the same memory.
+    shrink = ceil_div(width, limit)
+    smaller = (max(side // shrink, VECTOR) for side in sizes[:2])
+    sizes = LayoutSizes(*smaller, *sizes[2:])
     if problem.score_mod is None and problem.features.modifier_count <= 1:
         return sizes
     # The loop over a thread's scores stays in registers only if the compiler unrolls it.

@@ -9,10 +9,17 @@ from kernels.problem.question import Problem
 from kernels.scores.program import PLAIN, features_of
 
 
-def why_not_here(tile: tuple[int, int] | None, needed: tuple[int, int]) -> str | None:
-    """Return why a device cannot run a kernel that needs a compute capability with a tile, or None."""
+def why_not_here(
+    problem: Problem, tile: tuple[int, int] | None, needed: tuple[int, int], widest: int
+) -> str | None:
+    """Return why a device cannot run a problem with a tile, or None.
+
+    The kernel needs a compute capability, and a head_dim and a value_dim of at most ``widest``.
+    """
     if (missing := per_device.why_no_device(needed)) is not None:
         return missing
+    if max(dims := (problem.head_dim, problem.value_dim)) > widest:
+        return f"it takes a head_dim and a value dim of at most {widest}, got {dims}"
     return None if tile is None else f"it takes its own tiles only, got {tile}"
 
 

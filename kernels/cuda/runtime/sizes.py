@@ -46,7 +46,8 @@ class FoldShape(NamedTuple):
     along: bool
 
 
-#: (kernel, bytes of an element) → (largest head_dim or value_dim, sizes), the first that fits.
+#: (kernel, bytes of an element) → (largest head_dim or value_dim, sizes), the first that fits; the tiles of
+#: the last have fewer rows for larger heads.
 LayoutTable = dict[tuple[str, int], tuple[tuple[int, LayoutSizes], ...]]
 
 

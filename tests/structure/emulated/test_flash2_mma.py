@@ -62,6 +62,10 @@ CALLS = {
         (20, 20, 24, 8), _causal(0, scale=-0.5), ONE, MmaKeyLayout(16, 16, 1, 16, step=32, parts=2),
         BFLOAT16, (8, 0),
     ),
+    "every kernel's columns in parts": Call(
+        (20, 35, 264, 72), _causal(20), MmaLayout(16, 16, 1, parts=2),
+        MmaKeyLayout(16, 16, 1, 16, step=64, parts=4),
+    ),
     "rows that see nothing": Call((40, 16, 16, 16), _causal(-20), ONE, BY_ONE),
     "keys that no row sees": Call((16, 45, 16, 24), _causal(3), ONE, BY_ONE),
     "scores far apart": Call((37, 75, 16, 16), {"scale": 6.0}, TWO, BY_TWO),

@@ -24,6 +24,7 @@ from kernels.cuda.device import per_device
 from kernels.cuda.emulator.api import GPU
 from kernels.cuda.matmul import dispatch
 from kernels.cuda.matmul.layout import ProductLayout, WarpLayout
+from kernels.problem.shapes import MAX_HEAD_DIM
 from kernels.runtime import targets
 
 #: Marks of what runs on the emulated GPU alone, whose capability a test can choose.
@@ -77,7 +78,7 @@ def emulated_gpu(
         layout: That of the forward kernels of ``flash3_wgmma``; their own when None.
         blocks: Multiprocessors.
     """
-    of_rows, of_keys = ({256: (one,)} for one in (rows, keys))
+    of_rows, of_keys = ({MAX_HEAD_DIM: (one,)} for one in (rows, keys))
     layouts = Layouts((of_rows,), (of_rows,), (of_keys,))
     changes: list[tuple[Any, str, Any]] = [
         (GPU, "compute_capability", cc),

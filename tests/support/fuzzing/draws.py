@@ -85,7 +85,7 @@ REPLACEMENTS: dict[str, Any] = {
     "no rows": lambda x: x[..., :0, :] if x.ndim > 1 else x[:0],
     "one row more": lambda x: np.concatenate([x, x[..., :1, :]], -2) if x.ndim > 1 else x,
     "no columns": lambda x: x[..., :0],
-    "wide": lambda x: np.zeros((*x.shape[:-1], 257), x.dtype),
+    "wide": lambda x: np.zeros((*x.shape[:-1], 513), x.dtype),
     "transposed": lambda x: x.swapaxes(-1, -2) if x.ndim > 1 else x,
     "masked": lambda x: np.ma.MaskedArray(x),
     "swapped bytes": _swapped,

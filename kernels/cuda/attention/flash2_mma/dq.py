@@ -72,12 +72,13 @@ def _make_add_keys(
     the factors of S and dP.
     """
     layout, head_width, _, numbers, _, features = variant
+    columns = head_width // layout.parts
     q_offset, dout_offset, k_offset, v_offset = (tiles[name] for name in ("q", "dout", "k", "v"))
     k_bytes, v_bytes = (numbers.size * layout.block_k * width for width in variant.widths)
     multiply_qk, multiply_dout_v = (numbers.multiply(layout, width) for width in variant.widths)
     to_gradients = make_gradients_by_rows(layout, features, tile_bits)
     subtract_lse, is_plain = make_subtract_by_rows(layout), features.of_elements == PLAIN
-    accumulate = numbers.accumulate(layout, head_width)
+    accumulate = numbers.accumulate(layout, head_width, columns)
 
     @device_function
     def add_keys(registers, memory, stage, units, tile, has_large, share, extras):
@@ -102,7 +103,8 @@ def dq_kernel(variant: MmaVariant) -> Kernel:
     layout, head_width, _, numbers, vectors, features = variant
     block_q, block_k, row_tiles = layout.block_q, layout.block_k, layout.row_tiles
     warp_rows, lane_rows = ROWS * row_tiles, 2 * row_tiles
-    s_tiles, acc_tiles = row_tiles * block_k // COLS, row_tiles * head_width // COLS
+    parts, columns = layout.parts, head_width // layout.parts
+    s_tiles, own_tiles = row_tiles * block_k // COLS, columns // COLS
     tiles = dq_tiles(layout, *variant.widths, numbers.size)
     q_offset, dout_offset, large_index = tiles["q"], tiles["dout"], tiles["large"] // WORD
     item_of, bounds_of, begin, advance, tile_at, *_ = variant.loop()
@@ -110,7 +112,7 @@ def dq_kernel(variant: MmaVariant) -> Kernel:
     draw, has_bits = tile_bits.draw, tile_bits.bytes
     load_keys, load_values = make_load_keys(variant, tiles), _make_load_values(variant)
     add_keys = _make_add_keys(variant, tiles, tile_bits)
-    store_dq = numbers.store(layout, head_width, vectors)
+    store_dq = numbers.store(layout, head_width, vectors, columns)
     units_of, units_of_gradients = numbers.backward_units, numbers.gradient_units
     operand_factor = np.float32(LOG2_E if features.of_elements == PLAIN else 1)
 
@@ -120,27 +122,31 @@ def dq_kernel(variant: MmaVariant) -> Kernel:
         Computes: dq for one tile of query rows of one (batch, head)
         Source: FlashAttention-2, Algorithm 2, lines 10, 11, 13, 14 and 15, by rows; FlashAttention,
             Algorithm 4, for mask and dropout
-        Grid: (num_q_tiles, batch * heads), one block per query tile, the longest first
+        Grid: (num_q_tiles * parts, batch * heads), one block per query tile and part of the columns, the
+            longest first
         Block: (32 * warps,)
         One thread does: of 16 x 8 tiles, for row_tiles * 16 rows of its warp, two neighbouring
-            columns of two rows: of S and dP block_k / 8 tiles, of dQ head_dim / 8
+            columns of two rows: of S and dP block_k / 8 tiles, of dQ columns / 8
         Shared: q_tile (block_q, head_dim), dout_tile (block_q, value_dim), two
             k_tile (block_k, head_dim), two v_tile (block_k, value_dim), swizzled; large_lse
             (block_q,); at the end dq in the place of q; for some options a byte for four columns
-        Registers: acc (row_tiles * head_dim / 8, 4), s, dp (row_tiles * block_k / 8, 4),
+        Registers: acc (row_tiles * columns / 8, 4), s, dp (row_tiles * block_k / 8, 4),
             shift, own_delta (2 * row_tiles,)
         Global traffic: reads q, dout, lse, lse_rest and delta once, k and v once per query tile; writes dq
             once
         Needs: compute capability 8.0
         """
-        item = item_of(cuda.blockIdx.x, cuda.blockIdx.y, read.q, read.k, extras)
+        x, chunk = cuda.blockIdx.x, 0
+        if parts > 1:
+            x, chunk = x // parts, x % parts * own_tiles
+        item = item_of(x, cuda.blockIdx.y, read.q, read.k, extras)
         thread, rows = cuda.threadIdx.x, rows_from(item.q, item.start.row)
-        share = WarpLane(thread % WARP, thread // WARP * warp_rows, 0)
+        share = WarpLane(thread % WARP, thread // WARP * warp_rows, chunk)
         bits = cuda.shared.array(0, uint8)  # q, dout, two each of k and v, lse; then bits
         floats = cuda.shared.array(0, float32)  # the same memory
         memory = shared_address(bits)
         # In a 16 x 8 tile of sums a lane has rows lane / 4 and + 8, and columns 2 (lane % 4) and + 1.
-        acc = cuda.local.array((acc_tiles, 4), float32)  # (warp_rows, head_dim) / 32: dQ
+        acc = cuda.local.array((row_tiles * own_tiles, 4), float32)  # (warp_rows, columns) / 32: dQ
         s = cuda.local.array((s_tiles, 4), float32)  # (warp_rows, block_k) / 32: S, then P
         dp = cuda.local.array((s_tiles, 4), float32)  # (warp_rows, block_k) / 32: dP, then dS
         shift = cuda.local.array(lane_rows, float32)  # (warp_rows,) / 8: L, less large_lse

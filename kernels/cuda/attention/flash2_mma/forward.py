@@ -90,7 +90,8 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
     """
     layout, head_width, value_width, numbers, vectors, features = variant
     block_q, block_k, row_tiles = layout.block_q, layout.block_k, layout.row_tiles
-    warp_rows, lane_rows, out_tiles = ROWS * row_tiles, 2 * row_tiles, value_width // COLS
+    column_parts, columns = layout.parts, value_width // layout.parts
+    warp_rows, lane_rows, out_tiles = ROWS * row_tiles, 2 * row_tiles, columns // COLS
     s_tiles, acc_tiles = row_tiles * block_k // COLS, row_tiles * out_tiles
     is_plain, is_wide = features.of_elements == PLAIN, is_split or numbers.is_wide
     tiles = forward_tiles(layout, *variant.widths, numbers.size)
@@ -102,8 +103,8 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
     load_q = numbers.load_q(layout, head_width, vectors)
     load_keys, own_part = make_load_keys(variant, tiles), make_own_part(features)
     multiply = numbers.multiply(layout, head_width)
-    accumulate = numbers.accumulate(layout, value_width)
-    store_out = numbers.store(layout, value_width, vectors, is_wide=is_split)
+    accumulate = numbers.accumulate(layout, value_width, columns)
+    store_out = numbers.store(layout, value_width, vectors, columns, is_wide=is_split)
     exponent_of = _make_exponent(numbers, is_plain, is_positive)
     to_scores = make_fragment_scores(layout, features, tile_bits, is_plain and is_positive)
     softmax_step = make_softmax_step(layout, out_tiles, tile_bits, layout.patience, is_split)
@@ -119,24 +120,28 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
         Computes: out, lse and lse_rest for one tile of query rows of one (batch, head)
         Source: FlashAttention-2, Algorithm 1, lines 3-15; FlashAttention, Algorithm 2, lines 11
             (mask) and 14 (dropout)
-        Grid: (num_q_tiles * parts, batch * heads), one block per query tile, the longest first
+        Grid: (num_q_tiles * column_parts * parts, batch * heads), one block per query tile and part of
+            the columns of out, the longest first
         Block: (32 * warps,)
         One thread does: of 16 x 8 tiles, for row_tiles * 16 rows of its warp, two neighbouring
-            columns of two rows: of S block_k / 8 tiles, of O value_dim / 8
+            columns of two rows: of S block_k / 8 tiles, of O columns / 8
         Shared: q_tile (block_q, head_dim); of each stage k_tile (block_k, head_dim),
             v_tile (block_k, value_dim), swizzled; at the end out (block_q, value_dim); for some
             options a byte for four columns
-        Registers: acc (row_tiles * value_dim / 8, 4), s (row_tiles * block_k / 8, 4),
+        Registers: acc (row_tiles * columns / 8, 4), s (row_tiles * block_k / 8, 4),
             row_max, row_sum (2 * row_tiles,)
         Global traffic: reads q once, k and v once per query tile; writes out, lse and lse_rest
             once
         Needs: compute capability 8.0
         """
         # 3: for 1 <= i <= T_r
-        x, part, parts = cuda.blockIdx.x, 0, 1
+        x, chunk, part, parts = cuda.blockIdx.x, 0, 0, 1
+        if column_parts > 1:
+            x, chunk = x // column_parts, x % column_parts * out_tiles
         if is_split:
             q_tiles = ceil_div(q.shape[2], block_q)
-            x, part, parts = x % q_tiles, x // q_tiles, cuda.gridDim.x // q_tiles
+            parts = cuda.gridDim.x // (q_tiles * column_parts)
+            x, part = x % q_tiles, x // q_tiles
         item = item_of(x, cuda.blockIdx.y, q, k, extras)
         b, h, _, _, row, _, seq_q, _ = item.start
         thread = cuda.threadIdx.x
@@ -148,7 +153,7 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
         memory = shared_address(bits)
         q_tile, k_tile, v_tile = memory + q_offset, memory + k_offset, memory + v_offset
         # In a 16 x 8 tile of sums a lane has rows lane / 4 and + 8, and columns 2 (lane % 4) and + 1.
-        acc = cuda.local.array((acc_tiles, 4), float32)  # (warp_rows, value_dim) / 32: O
+        acc = cuda.local.array((acc_tiles, 4), float32)  # (warp_rows, columns) / 32: O
         s = cuda.local.array((s_tiles, 4), float32)  # (warp_rows, block_k) / 32: S, then P
         row_max = cuda.local.array(
             lane_rows, float32
@@ -183,7 +188,7 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
                     continue  # leaves the tensor cores to the other warps
             if has_terms:
                 lane = recomputed(lane)  # addresses of fragments would fill the registers
-            share = WarpLane(lane, warp_row, 0)
+            share = WarpLane(lane, warp_row, chunk)
             # 8: S = Q_i K_jᵀ
             multiply(s, q_tile, k_tile + stage * k_bytes, share)
             to_scores(s, factor, tile, share, extras)
@@ -197,7 +202,7 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
             stage = 1 - stage
         cp_async_wait_all()
         cuda.syncthreads()  # every warp is done with the tiles, which the output overwrites
-        share = WarpLane(lane, warp_row, 0)
+        share = WarpLane(lane, warp_row, chunk)
         span = HeadRows(b + part * q.shape[0], h, item.q.first + row, item.q.stop)
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
         finish_rows(

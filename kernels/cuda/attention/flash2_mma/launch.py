@@ -63,6 +63,11 @@ class Layouts(NamedTuple):
     by_keys: tuple[dict[int, tuple[Any, ...]], ...]
     few_rows: dict[int, tuple[Any, ...]] | None = None
 
+    @property
+    def widest(self) -> int:
+        """Largest head_dim or value_dim."""
+        return max(self.forward[0])
+
 
 def _forward(block_k: int, warps: int = 4, block_q: int = 64, **more: Any) -> MmaLayout:
     return MmaLayout(block_q, block_k, warps, patience=PATIENCE, **more)
@@ -75,24 +80,31 @@ _KEYS_WITH_OPTIONS = {
         MmaKeyLayout(64, 64, 4, 16, step=64, parts=2),
         MmaKeyLayout(16, 64, 4, 16, step=128, parts=2),
     ),
+    512: tuple(
+        MmaKeyLayout(16, ROWS * warps, warps, 16, step=64 * warps, parts=4) for warps in (4, 2, 1)
+    ),
 }
+_FORWARD_512 = (_forward(16, parts=2), _forward(16, 2, block_q=32, parts=2))
+_ROWS_512 = tuple(MmaLayout(ROWS * warps, 16, warps, parts=2) for warps in (4, 2, 1))
 LAYOUTS = Layouts(
     forward=(
         {
             64: (_forward(64, block_q=128, resident=2),),
             128: (_forward(64, block_q=128, resident=2, skips=True),),
             256: (_forward(64, 8, block_q=128, skips=True), _forward(32)),
+            512: (_forward(32, parts=2), *_FORWARD_512),
         },
-        {128: (_forward(64, resident=2),), 256: (_forward(32),)},
-        {256: (_forward(16),)},
+        {128: (_forward(64, resident=2),), 256: (_forward(32),), 512: _FORWARD_512},
+        {256: (_forward(16),), 512: _FORWARD_512},
     ),
     by_rows=(
         {
             64: (MmaLayout(128, 64, 4, resident=2),),
             128: (MmaLayout(64, 64, 4, resident=2),),
             256: (MmaLayout(64, 32, 4), MmaLayout(64, 16, 4)),
+            512: _ROWS_512,
         },
-        {128: (MmaLayout(64, 32, 4, resident=2),), 256: (MmaLayout(64, 16, 4),)},
+        {128: (MmaLayout(64, 32, 4, resident=2),), 256: (MmaLayout(64, 16, 4),), 512: _ROWS_512},
     ),
     by_keys=(
         {
@@ -107,6 +119,7 @@ LAYOUTS = Layouts(
                 MmaKeyLayout(64, 64, 4, 32, step=64, parts=2),
                 MmaKeyLayout(16, 64, 4, 16, step=128, parts=2),
             ),
+            512: _KEYS_WITH_OPTIONS[512],
         },
         _KEYS_WITH_OPTIONS,
         {**_KEYS_WITH_OPTIONS, 64: (MmaKeyLayout(64, 64, 4, 16, resident=2),)},
@@ -115,6 +128,7 @@ LAYOUTS = Layouts(
         64: (MmaLayout(16, 64, 1, resident=6),),
         128: (MmaLayout(16, 64, 1, resident=3),),
         256: (MmaLayout(16, 32, 1, resident=3),),
+        512: (MmaLayout(16, 16, 1, parts=2),),
     },
 )
 
@@ -131,18 +145,11 @@ def _picked(tables: Any, problem: Problem, shared_bytes: Callable[[Any], float])
     return next((one for one in first if shared_bytes(one) <= limit), last)
 
 
-def widths_of(problem: Problem) -> tuple[int, int]:
-    """Return head_dim and value_dim, rounded up for the kernels by query rows."""
-    return widths_in(problem, ROWS)
-
-
 def forward_layout(problem: Problem, layouts: Layouts, size: int) -> MmaLayout:
     """Return tiles and warps of the forward kernel, for numbers of ``size`` bytes."""
-    widths, is_small = widths_of(problem), problem.seq_q <= ROWS or problem.features.is_fixed
+    is_small = problem.seq_q <= ROWS or problem.features.is_fixed
     tables = (layouts.few_rows,) if is_small and layouts.few_rows else layouts.forward
-    return _picked(
-        tables, problem, lambda one: forward_tiles(one, *widths, size).elements + BITS_BYTES
-    )
+    return _picked(tables, problem, lambda one: _bytes_by_rows(forward_tiles, one, problem, size))
 
 
 @lru_cache(maxsize=1024)
@@ -172,7 +179,7 @@ def backward_tile(problem: Problem) -> tuple[int, int]:
 
 def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
     """Return why this rung cannot run a problem with a tile, or None."""
-    return tensor_cores.why_not_here(tile, CAPABILITY)
+    return tensor_cores.why_not_here(problem, tile, CAPABILITY, LAYOUTS.widest)
 
 
 class MmaCall(NamedTuple):
@@ -195,10 +202,10 @@ class MmaCall(NamedTuple):
         blocks = layout.block_q, layout.block_k
         return make_extras(self.problem, self.operands, *blocks, by_keys=by_keys)
 
-    def variant(self, layout: MmaLayout | MmaKeyLayout, step: int = ROWS) -> MmaVariant:
-        """Return what a kernel is compiled for, with widths that are multiples of a step."""
+    def variant(self, layout: MmaLayout | MmaKeyLayout) -> MmaVariant:
+        """Return what a kernel is compiled for."""
         problem, kind = self.problem, (self.numbers, self.vectors)
-        return MmaVariant(layout, *widths_in(problem, step), *kind, problem.features)
+        return MmaVariant(layout, *widths_in(problem, layout.step), *kind, problem.features)
 
 
 def tensors_of(operands: Operands) -> tuple[Any, ...]:
@@ -228,6 +235,7 @@ def launch_forward(call: MmaCall, layout: MmaLayout, out: Any) -> None:
     problem, operands, (q, k, v), _, _, scale, _ = call
     extras = call.extras(layout)
     tiles, lines = grid_of(q, out.shape[2], layout.block_q, extras)
+    tiles *= layout.parts
     parts = parts_of(problem, layout, (tiles, lines))
     kernel = forward_kernel(call.variant(layout), problem.scale > 0.0, parts > 1)
     launch, rows = kernel[(tiles * parts, lines), layout.threads], (operands.lse, operands.lse_rest)
@@ -270,7 +278,7 @@ def launch_backward(
         _launch_by_rows(call, layouts, read, dq)
     extras = call.extras(layout, by_keys=True)
     tiles, lines = grid_of(k, dk.shape[2], layout.block_k, extras)
-    variant = call.variant(layout, layout.step)
+    variant = call.variant(layout)
     make_kernel = roles_kernel if isinstance(layout, MmaRoleLayout) else dkdv_kernel
     launch = make_kernel(variant, shares)[(tiles * layout.parts, lines), layout.threads]
     launch(read, call.delta if sums is None else sums, dk, dv, call.scale, extras)
@@ -279,6 +287,11 @@ def launch_backward(
         grid = grid_of(q, dq.shape[2], layout.block_q, extras)
         end = dq_end_kernel(variant, shares)
         end[grid, layout.threads](sums, q, k, dq, call.scale, extras)
+
+
+def _bytes_by_rows(tiles: Any, layout: MmaLayout, problem: Problem, size: int) -> int:
+    """Return an upper bound of the shared memory of a kernel by query rows."""
+    return tiles(layout, *widths_in(problem, layout.step), size).elements + BITS_BYTES
 
 
 def _bytes_by_keys(layout: MmaKeyLayout, problem: Problem, size: int) -> float:
@@ -292,13 +305,11 @@ def _bytes_by_keys(layout: MmaKeyLayout, problem: Problem, size: int) -> float:
 
 def _launch_by_rows(call: MmaCall, layouts: Layouts, read: GradientInputs, dq: Any) -> None:
     """Fill dq by a separate kernel."""
-    widths, size = widths_of(call.problem), call.numbers.size
+    problem, size = call.problem, call.numbers.size
     layout = _picked(
-        layouts.by_rows,
-        call.problem,
-        lambda one: dq_tiles(one, *widths, size).elements + BITS_BYTES,
+        layouts.by_rows, problem, lambda one: _bytes_by_rows(dq_tiles, one, problem, size)
     )
     extras = call.extras(layout)
-    grid = grid_of(dq, dq.shape[2], layout.block_q, extras)
+    tiles, lines = grid_of(dq, dq.shape[2], layout.block_q, extras)
     kernel = dq_kernel(call.variant(layout))
-    kernel[grid, layout.threads](read, dq, call.scale, extras)
+    kernel[(tiles * layout.parts, lines), layout.threads](read, dq, call.scale, extras)

@@ -135,7 +135,8 @@ def make_finish_rows(
     """Return the function that divides O by l, and writes L.
 
     ``finish_rows(acc, rows, exponent, out_unit, results, span, share, extras)``, for the ``HeadRows`` of
-    the tile; ``out_unit`` multiplies out, and ``results`` are lse and lse_rest.
+    the tile; ``out_unit`` multiplies out.  ``results`` are lse and lse_rest, written by the block of the
+    first columns.
     """
     own_rows, one, ln_2 = 2 * layout.row_tiles, np.float32(1), np.float32(LN_2)
     end_row = make_row_end(features, FLOAT32, near=not is_wide)
@@ -158,7 +159,7 @@ def make_finish_rows(
                 acc[at, 2 * (i % 2)] *= inverse
                 acc[at, 2 * (i % 2) + 1] *= inverse
             row = first + share.row + lane_row(share.lane) + i // 2 * ROWS + 8 * (i % 2)
-            if share.lane % 4 == 0 and row < stop:
+            if share.lane % 4 == 0 and row < stop and share.chunk == 0:
                 lse[b, h, row], lse_rest[b, h, row] = row_lse, row_rest
 
     return finish_rows

@@ -62,6 +62,7 @@ class MmaLayout:
             the rows of a warp; at most 8, so that 16 bits hold all exponentials.  0 rescales for each
             tile.  See ``online_softmax.PATIENCE``.
         skips: Whether a warp of the forward kernel skips tiles that are fully masked for its own rows.
+        parts: Blocks that share the columns of a query tile of out or dq.
     """
 
     block_q: int
@@ -70,11 +71,17 @@ class MmaLayout:
     resident: int = 1
     patience: int = 0
     skips: bool = False
+    parts: int = 1
 
     @property
     def threads(self) -> int:
         """Threads per block."""
         return WARP * self.warps
+
+    @property
+    def step(self) -> int:
+        """head_dim and value_dim are rounded up to a multiple of this."""
+        return ROWS * self.parts
 
     @property
     def row_tiles(self) -> int:

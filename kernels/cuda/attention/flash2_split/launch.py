@@ -28,11 +28,17 @@ from kernels.cuda.attention.flash2_mma.launch import (
     launch_forward,
     tensors_of,
     tile_by_keys,
-    widths_of,
 )
-from kernels.cuda.attention.flash2_mma.tiles import HALF, MmaKeyLayout, MmaLayout, MmaRoleLayout
+from kernels.cuda.attention.flash2_mma.tiles import (
+    HALF,
+    ROWS,
+    MmaKeyLayout,
+    MmaLayout,
+    MmaRoleLayout,
+)
 from kernels.cuda.attention.flash2_split.arithmetic import TF32, TOP, TWO_TERMS, SplitUnits
 from kernels.cuda.attention.flash2_split.operands import first_terms, split_operands
+from kernels.cuda.attention.register_tiles import widths_in
 from kernels.cuda.device.vector import are_vectors
 from kernels.cuda.runtime.arrays import reshaped
 from kernels.problem.operands import Operands
@@ -118,7 +124,8 @@ def backward_tile(problem: Problem) -> tuple[int, int]:
 
 def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
     """Return why this rung cannot run a problem with a tile, or None."""
-    if (reason := tensor_cores.why_not_here(tile, CAPABILITY)) is not None:
+    _, layouts = _kind(problem)
+    if (reason := tensor_cores.why_not_here(problem, tile, CAPABILITY, layouts.widest)) is not None:
         return reason
     work = math.prod(problem.scores_shape) * max(problem.head_dim, problem.value_dim)
     if problem.rung == "auto" and (problem.seq_q < LEAST_ROWS or work < LEAST_WORK):
@@ -131,7 +138,7 @@ def _call(
 ) -> MmaCall:
     """Return the common arguments of the kernels; the forward kernel splits q itself."""
     tensors, (numbers, _) = tensors_of(operands), _kind(problem)
-    (head, value), terms = widths_of(problem), numbers.size // HALF
+    (head, value), terms = widths_in(problem, ROWS), numbers.size // HALF
     scale = keep_scale(problem.dropout_p)
     top = float(TOP - math.ceil(math.log2(scale)))
     keys = tensor_cores.keys_in_bounds(problem)

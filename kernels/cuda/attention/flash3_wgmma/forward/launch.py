@@ -29,6 +29,8 @@ from kernels.runtime.dtypes import NAMES
 from kernels.scores.program import Features
 
 CAPABILITY = (9, 0)
+#: Largest head_dim or value_dim: two warpgroups hold 256 columns of sums in registers.
+WIDEST = 256
 
 
 @lru_cache(maxsize=1024)
@@ -62,7 +64,7 @@ def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
         return f"it takes a positive scale, got {problem.scale}"
     if problem.features.moved:
         return "it draws the dropout bits of whole attentions only"
-    return tensor_cores.why_not_here(tile, CAPABILITY)
+    return tensor_cores.why_not_here(problem, tile, CAPABILITY, WIDEST)
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:

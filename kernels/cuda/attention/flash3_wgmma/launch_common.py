@@ -33,6 +33,8 @@ from kernels.sparsity.block_mask import BlockMask
 
 #: Bytes of the L2 cache for the keys and values of the heads that are processed at the same time.
 CACHE_BYTES = 24 << 20
+#: Largest head_dim or value_dim; the threads of a warpgroup have no registers for more sums.
+WIDEST = 256
 
 
 def tensor_map(array: Any, rows: int, dtype: str, heads: int = 1) -> tuple[Any, int, int]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kernels.cuda.attention.flash2_mma import launch as flash2_mma
+from kernels.cuda.attention.flash3_wgmma.launch_common import WIDEST
 from kernels.cuda.attention.flash_decoding import launch
 from kernels.cuda.attention.flash_decoding.by_rungs import on_cuda_cores, on_tensor_cores
 from kernels.cuda.attention.options.cached_rows import CachedRows
@@ -42,9 +43,10 @@ def _rung_of(problem: Problem, operands: Operands) -> Callable[[Problem, Operand
     """Return the function that runs a call on the current device."""
     q, k, v = operands.q, operands.k, operands.v
     if is_half(problem.dtype) and why_no_device(HOPPER) is None:
-        # Its copies are of whole 16 bytes of a row.
-        is_whole = problem.head_dim % 8 == problem.value_dim % 8 == 0 and are_vectors(k, v)
-        if is_whole and q.shape[1] // k.shape[1] <= launch.MOST_ROWS:
+        # Its copies are of whole 16 bytes of a row, and its sums of at most WIDEST columns.
+        dims = problem.head_dim, problem.value_dim
+        fits = max(dims) <= WIDEST and dims[0] % 8 == dims[1] % 8 == 0 and are_vectors(k, v)
+        if fits and q.shape[1] // k.shape[1] <= launch.MOST_ROWS:
             return launch.forward
     is_mma = is_half(problem.dtype) and why_no_device(flash2_mma.CAPABILITY) is None
     return on_tensor_cores if is_mma else on_cuda_cores

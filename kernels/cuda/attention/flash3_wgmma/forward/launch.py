@@ -8,6 +8,7 @@ from functools import lru_cache
 from kernels.cuda.attention import tensor_cores
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import forward_kernel
 from kernels.cuda.attention.flash3_wgmma.launch_common import (
+    WIDEST,
     read_maps,
     readable,
     tensor_map,
@@ -29,8 +30,6 @@ from kernels.runtime.dtypes import NAMES
 from kernels.scores.program import Features
 
 CAPABILITY = (9, 0)
-#: Largest head_dim or value_dim: two warpgroups hold 256 columns of sums in registers.
-WIDEST = 256
 
 
 @lru_cache(maxsize=1024)

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 import kernels
 from kernels import launch
-from kernels.problem.shapes import MAX_HEAD_DIM
 from kernels.runtime.targets import EMULATED
 
 from ..support.attention import on_cuda
 from ..support.attention.on_cuda import LATER_OPTIONS, PACKED_FEATURES, Packed, fitting, on_device
-from ..support.attention.strategies import DIMS, FEATURES, LENGTHS, Case, cases, planted
+from ..support.attention.strategies import DIMS, FEATURES, LENGTHS, Case, cases, planted, wide_cases
 from ..support.examples import at_most
 from ..support.layouts import in_order, laid, layouts
 from ..support.tolerances import assert_close_arrays
@@ -54,8 +53,6 @@ def run(case: Case, target: str, rung: str, **more: Any) -> dict[str, Any]:
 
 #: What the tests call, and how their calls are drawn: on the host, and small ones on a device.
 ENTRANCES = ("arrays", "packed arrays", "few rows", "wide heads", "tensors", "packed tensors")
-#: Heads wider than the tables of tiles, for which tiles have fewer rows.
-WIDE = st.sampled_from([3, 264, 320, MAX_HEAD_DIM])
 
 
 @st.composite
@@ -78,7 +75,7 @@ def calls(draw: Any, entrance: str, on_a_device: bool) -> Case:
         )
     if entrance == "wide heads":
         lengths = st.integers(1, 5) if on_a_device else lengths
-        return draw(cases(dtypes, lengths, WIDE, st.just([]), tiles=(None,), features=features))
+        return draw(wide_cases(dtypes, lengths, features))
     sizes = {"leads": on_cuda.LEADS, "tiles": on_cuda.TILES} if on_a_device else {}
     return draw(cases(dtypes, lengths, dims, features=features, **sizes))
 
@@ -97,7 +94,7 @@ def attend(entrance: str, case: Case, target: str, rung: str, data: Any) -> dict
         moved = laid(host({"": array})[""], layout)
         return put(moved) if put else moved
 
-    more["tile"] = fitting(rung, case.tile) if put and case.tile else case.tile
+    more["tile"] = fitting(rung, case.tile) if put else case.tile
     results = case.call(put, kept=kept, **more)
     operands: tuple[Any, ...] = (case.q, *case.operands, case.options.get("attn_mask"))
     for name, operand in zip(("out", "dq", "dk", "dv", "dmask"), operands, strict=True):

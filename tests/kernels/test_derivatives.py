@@ -24,6 +24,7 @@ from ..support.attention.strategies import (
     cases,
     operand,
     slope_of_bowl,
+    wide_cases,
 )
 from ..support.examples import at_most
 from ..support.tolerances import assert_close_arrays
@@ -138,6 +139,8 @@ def test_every_rung_has_the_derivatives_of_the_textbook(
     if is_packed:
         lengths = st.integers(1, 4) if on_a_device else st.integers(1, 40)
         case = data.draw(on_cuda.packed_cases(dtypes, lengths, on_cuda.DIMS))
+    elif data.draw(st.booleans(), "wide heads"):
+        case = data.draw(wide_cases(dtypes, SMALL, FEATURES))
     elif on_a_device:
         case = data.draw(on_cuda.tiny(*dtypes, features=FEATURES))
     else:

@@ -69,11 +69,11 @@ def backward(case: Case, given: dict[str, Any], rung: str, **more: Any) -> dict[
     return _fetched(case.backward(launch.CUDA, given, rung, place=forwards, **more))
 
 
-def fitting(rung: str, tile: tuple[int, int]) -> tuple[int, int]:
+def fitting(rung: str, tile: tuple[int, int] | None) -> tuple[int, int] | None:
     """Return a tile that a rung takes: flash2 reads whole vectors of four elements."""
-    block_q, block_k = tile
-    if rung not in ("auto", "flash2"):
+    if tile is None or rung not in ("auto", "flash2"):
         return tile
+    block_q, block_k = tile
     return 4 * ((block_q + 3) // 4), 4 * ((block_k + 3) // 4)
 
 

@@ -13,6 +13,7 @@ import kernels
 from kernels import launch
 from kernels.problem.operands import make_operands
 from kernels.problem.options import ARRAY_ORDER
+from kernels.problem.shapes import MAX_HEAD_DIM
 from kernels.runtime.dtypes import acc_dtype, is_floating, is_half
 
 from ..layouts import laid, layouts
@@ -20,6 +21,8 @@ from ..tolerances import TOLERANCES, assert_close_arrays
 
 LENGTHS = st.integers(1, 40)
 DIMS = st.sampled_from([1, 2, 3, 5, 8, 16, 17])
+#: Heads wider than most of a rung's tables of tiles.
+WIDE = st.sampled_from([3, 264, 320, MAX_HEAD_DIM])
 LEAD = st.lists(st.integers(1, 3), max_size=3)
 TILES = ((1, 1), (3, 5), (8, 4), (16, 16), (64, 64))
 
@@ -74,7 +77,7 @@ class Case:
     v: Any
     dout: Any
     options: dict[str, Any]
-    tile: tuple[int, int]
+    tile: tuple[int, int] | None
     dlse: Any = None
 
     @property
@@ -518,6 +521,13 @@ def cases(
         elif not (feature == "float mask" and "bool mask" in chosen):
             options |= draw(option(feature, scores, dtype, rng))
     return Case(q, k, v, dout, options, draw(st.sampled_from(tiles)), dlse)
+
+
+def wide_cases(
+    dtypes: Any, lengths: st.SearchStrategy[int] = LENGTHS, features: Any = ()
+) -> st.SearchStrategy[Case]:
+    """Draw a call with heads of up to the largest head_dim, in tiles of the rung's own."""
+    return cases(dtypes, lengths, WIDE, st.just([]), tiles=(None,), features=features)
 
 
 @st.composite

@@ -105,6 +105,7 @@ def dq_kernel(variant: MmaVariant) -> Kernel:
     warp_rows, lane_rows = ROWS * row_tiles, 2 * row_tiles
     parts, columns = layout.parts, head_width // layout.parts
     s_tiles, own_tiles = row_tiles * block_k // COLS, columns // COLS
+    acc_tiles = row_tiles * own_tiles
     tiles = dq_tiles(layout, *variant.widths, numbers.size)
     q_offset, dout_offset, large_index = tiles["q"], tiles["dout"], tiles["large"] // WORD
     item_of, bounds_of, begin, advance, tile_at, *_ = variant.loop()
@@ -146,7 +147,7 @@ def dq_kernel(variant: MmaVariant) -> Kernel:
         floats = cuda.shared.array(0, float32)  # the same memory
         memory = shared_address(bits)
         # In a 16 x 8 tile of sums a lane has rows lane / 4 and + 8, and columns 2 (lane % 4) and + 1.
-        acc = cuda.local.array((row_tiles * own_tiles, 4), float32)  # (warp_rows, columns) / 32: dQ
+        acc = cuda.local.array((acc_tiles, 4), float32)  # (warp_rows, columns) / 32: dQ
         s = cuda.local.array((s_tiles, 4), float32)  # (warp_rows, block_k) / 32: S, then P
         dp = cuda.local.array((s_tiles, 4), float32)  # (warp_rows, block_k) / 32: dP, then dS
         shift = cuda.local.array(lane_rows, float32)  # (warp_rows,) / 8: L, less large_lse

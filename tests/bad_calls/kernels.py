@@ -72,6 +72,7 @@ OPERANDS = [
     (lambda o: forward(o.x[:, :0], o.x, o.x), ValueError, "at least one row", "leave the call out"),
     (lambda o: forward(*[o.x[:0]] * 3), ValueError, "must not be empty", "(0, 5, 4)"),
     (lambda o: forward(*[o.x[..., :0]] * 3), ValueError, "from 1 to 512", "got 0"),
+    (lambda o: forward(*[np.ones((3, 576))] * 3), ValueError, "to 512, got 576", "attn_implementation"),
     (lambda o: forward(o.x, np.ones((3, 5, 4), np.float32), o.x), ValueError, "broadcast"),
     (lambda o: forward(o.x[:1], o.x, o.x, enable_gqa=True), ValueError, "multiple"),
     (lambda o: forward(*[o.x[0]] * 3, enable_gqa=True), ValueError, "enable_gqa needs heads"),

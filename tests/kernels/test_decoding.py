@@ -24,7 +24,7 @@ class Drawn(NamedTuple):
     """What is drawn of sequences: dtypes, sizes of heads, and the largest length, batch and group."""
 
     dtypes: Any = FLOAT_DTYPES
-    dims: tuple[int, ...] = (1, 5, 16, 20, 64, 72)
+    dims: tuple[int, ...] = (1, 5, 16, 20, 64, 72, 320)
     longest: int = 150
     batch: int = 4
     group: int = 3
@@ -54,7 +54,7 @@ class Place(NamedTuple):
 #: The kernels for a cache: loops on the CPU, CUDA cores, and both kinds of tensor cores.
 PLACES = {
     "cpu": Place(np.asarray),
-    "cuda": Place(on_device, drawn=Drawn(dims=(1, 5, 16, 20), longest=40, batch=2)),
+    "cuda": Place(on_device, drawn=Drawn(dims=(1, 5, 16, 20, 264), longest=40, batch=2)),
     "mma": Place(on_device, (8, 0), Drawn(HALF_DTYPES, (5, 8, 24), 40, 2)),
     "wgmma": Place(on_device, (9, 0), Drawn(HALF_DTYPES, (8, 72), 150, 2)),
 }

@@ -140,7 +140,8 @@ def test_every_rung_has_the_derivatives_of_the_textbook(
         lengths = st.integers(1, 4) if on_a_device else st.integers(1, 40)
         case = data.draw(on_cuda.packed_cases(dtypes, lengths, on_cuda.DIMS))
     elif data.draw(st.booleans(), "wide heads"):
-        case = data.draw(wide_cases(dtypes, SMALL, FEATURES))
+        # In float64, the smallest tiles of the widest heads need more memory than many GPUs have.
+        case = data.draw(wide_cases((np.float32,), SMALL, FEATURES))
     elif on_a_device:
         case = data.draw(on_cuda.tiny(*dtypes, features=FEATURES))
     else:

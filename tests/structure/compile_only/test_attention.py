@@ -335,6 +335,12 @@ def test_every_device_has_the_shared_memory_for_every_width(
             assert kernel.shared_bytes <= shared_bytes(call.cc), (kernel.name, width)
 
 
+@pytest.mark.parametrize("dims", [(64, 264), (MAX_HEAD_DIM, 8)])
+def test_heads_too_wide_for_hoppers_kernels_run_on_those_of_ampere(dims: tuple[int, int]) -> None:
+    names = {kernel.name for kernel in Call("auto", BFLOAT16, dims).kernels().values()}
+    assert {"flash2_mma_forward", "flash2_mma_dq", "flash2_mma_dkdv"} <= names
+
+
 def test_flash1_divides_the_memory_as_the_paper_says() -> None:
     # 1: B_c = ceil(M / 4d), B_r = min(ceil(M / 4d), d)
     assert flash1.paper_tile(8192, 64) == (32, 32)

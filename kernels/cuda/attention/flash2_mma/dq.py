@@ -26,7 +26,7 @@ from kernels.cuda.attention.options.visits import rows_from
 from kernels.cuda.attention.register_tiles import scale_all, set_all
 from kernels.cuda.attention.tile_bits import TileBits
 from kernels.cuda.device.shared_tiles import SharedTiles
-from kernels.cuda.ptx.copies import cp_async_wait_all, shared_address
+from kernels.cuda.ptx.copies import cp_async_wait_all, recomputed, shared_address
 from kernels.cuda.ptx.fragments import lane_row
 from kernels.cuda.runtime.kernel import ALL_LANES, WARP, WORD, Kernel, device_function
 from kernels.runtime.targets import cuda
@@ -142,7 +142,8 @@ def dq_kernel(variant: MmaVariant) -> Kernel:
             x, chunk = x // parts, x % parts * own_tiles
         item = item_of(x, cuda.blockIdx.y, read.q, read.k, extras)
         thread, rows = cuda.threadIdx.x, rows_from(item.q, item.start.row)
-        share = WarpLane(thread % WARP, thread // WARP * warp_rows, chunk)
+        lane = thread % WARP
+        share = WarpLane(lane, thread // WARP * warp_rows, chunk)
         bits = cuda.shared.array(0, uint8)  # q, dout, two each of k and v, lse; then bits
         floats = cuda.shared.array(0, float32)  # the same memory
         memory = shared_address(bits)
@@ -169,8 +170,11 @@ def dq_kernel(variant: MmaVariant) -> Kernel:
             cuda.syncthreads()  # the tiles are whole, and every warp is done with the other stage
             visit = advance(visit, 1, extras)
             load_keys(thread, read.k, read.v, item, visit, memory, 1 - stage, extras)
+            if parts > 1:
+                lane = recomputed(lane)  # addresses of fragments would fill the registers
+            own = WarpLane(lane, share.row, share.chunk)
             # 10 to 15: dQ_i += dS K_j
-            add_keys(registers, memory, stage, units, tile, has_large, share, extras)
+            add_keys(registers, memory, stage, units, tile, has_large, own, extras)
             if has_bits:
                 cuda.syncthreads()  # every warp has read the bits before they are drawn anew
             stage = 1 - stage

@@ -112,7 +112,7 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
     finish_rows = make_finish_rows(layout, out_tiles, PLAIN if is_split else features, is_wide)
     unit_of_out, zero, minus_inf = numbers.out_unit, np.float32(0), np.float32(-math.inf)
     # Where warps meet within a tile, for its bits, none may leave it out.
-    skips, has_terms = layout.skips and not has_bits, numbers.size > HALF
+    skips, recomputes = layout.skips and not has_bits, numbers.size > HALF or column_parts > 1
 
     def flash2_mma_forward(q, k, v, out, lse, lse_rest, scale, extras):
         """Fill one query tile of out, lse and lse_rest.
@@ -136,12 +136,11 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
         """
         # 3: for 1 <= i <= T_r
         x, chunk, part, parts = cuda.blockIdx.x, 0, 0, 1
+        if is_split:
+            q_tiles = ceil_div(q.shape[2], block_q) * column_parts
+            x, part, parts = x % q_tiles, x // q_tiles, cuda.gridDim.x // q_tiles
         if column_parts > 1:
             x, chunk = x // column_parts, x % column_parts * out_tiles
-        if is_split:
-            q_tiles = ceil_div(q.shape[2], block_q)
-            parts = cuda.gridDim.x // (q_tiles * column_parts)
-            x, part = x % q_tiles, x // q_tiles
         item = item_of(x, cuda.blockIdx.y, q, k, extras)
         b, h, _, _, row, _, seq_q, _ = item.start
         thread = cuda.threadIdx.x
@@ -186,7 +185,7 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
                 if not is_tile_seen(this, this_stop, col, block_k, lower, upper):
                     stage = 1 - stage
                     continue  # leaves the tensor cores to the other warps
-            if has_terms:
+            if recomputes:
                 lane = recomputed(lane)  # addresses of fragments would fill the registers
             share = WarpLane(lane, warp_row, chunk)
             # 8: S = Q_i K_jᵀ

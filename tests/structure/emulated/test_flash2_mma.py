@@ -63,7 +63,7 @@ CALLS = {
         BFLOAT16, (8, 0),
     ),
     "every kernel's columns in parts": Call(
-        (20, 35, 264, 72), _causal(20), MmaLayout(16, 16, 1, parts=2),
+        (17, 21, 40, 24), _causal(4), MmaLayout(16, 16, 1, parts=2),
         MmaKeyLayout(16, 16, 1, 16, step=64, parts=4),
     ),
     "rows that see nothing": Call((40, 16, 16, 16), _causal(-20), ONE, BY_ONE),

@@ -184,6 +184,7 @@ IN_REGISTERS = {
         Call("flash2_mma", FLOAT16), Call("flash2_mma", FLOAT16, options=ATOMIC),
         Call("flash2_mma", FLOAT16, (128, 128), ATOMIC),
         *(Call("flash2_mma", FLOAT16, (256, 256), options) for options in ({}, ATOMIC)),
+        Call("flash2_mma", FLOAT16, (512, 512)),
         *(Call("flash2_mma", BFLOAT16, options=OPTIONS[x]) for x in ("softcap", "boolean mask", "dropout")),
         Call("flash2_mma", BFLOAT16, (128, 128), cc=(8, 0)),
         Call("flash2_mma", FLOAT32), Call("flash2_mma", FLOAT32, options=ATOMIC),

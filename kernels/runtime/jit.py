@@ -252,7 +252,8 @@ class Parallel:
             return self.serial(*args)
         with _threads.turn:
             result = self.dispatcher(*args)
-            _threads.shared = threading_layer() != "workqueue"
+            with suppress(ValueError):  # a kernel without a prange loop has started no threads
+                _threads.shared = threading_layer() != "workqueue"
         return result
 
 

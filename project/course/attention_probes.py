@@ -148,6 +148,15 @@ def masks(rng: Rng) -> Probes:
     rate, seed = float(rng.uniform(0.3, 0.7)), int(rng.integers(1 << 30))
     places, threshold = rng.integers(0, 64, (64, 3)).tolist(), philox.attention_threshold(rate)
     yield "keep", lambda: [bool(philox.PLAIN.keep(seed, *x, threshold)) for x in places]
+    yield (
+        "keep, at the threshold",
+        lambda: [
+            bool(philox.PLAIN.keep(seed, *x, half))
+            for x in places[:8]
+            for word in philox.PLAIN.attention_words(seed, *x[:2], x[2] // philox.COLUMNS)
+            for half in (int(word) >> 16, int(word) & 0xFFFF)
+        ],
+    )
     arrays, seen = heads(rng, 3, 4, 2), rng.random((1, 2, 3, 4))
     cases: tuple[tuple[str, dict[str, Any]], ...] = (
         ("a boolean mask", {"attn_mask": seen < 0.6}),

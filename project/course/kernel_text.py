@@ -1,4 +1,4 @@
-"""What the text of a kernel lacks: barriers, shared memory, or tiles that are read only once.
+"""What the text of a function lacks: parallel loops, barriers, shared memory, or tiles that are read once.
 
 Results do not show a missing barrier, and a submission can forge what is counted in its own process. The
 text is read instead, statement by statement. Each access to a shared array has an *owner*: the parts of the
@@ -16,10 +16,15 @@ from typing import Any
 
 CUDA_OPS, PRACTICE = "minitorch/cuda_ops.py", "minitorch/backends/cuda_practice.py"
 FLASH1 = "kernels/cuda/attention/flash1.py"
+FAST_OPS, CONV = "minitorch/fast_ops.py", "minitorch/fast_conv.py"
 #: Task → functions whose text is judged: file, name, and how many shared arrays the student's part uses.
 KERNELS = {
+    "3.1": tuple((FAST_OPS, f"tensor_{name}._{name}", 0) for name in ("map", "zip", "reduce")),
+    "3.2": ((FAST_OPS, "_tensor_matrix_multiply", 0),),
     "3.3": ((CUDA_OPS, "tensor_reduce._reduce", 1), (PRACTICE, "_sum_practice", 1)),
     "3.4": ((CUDA_OPS, "_tensor_matrix_multiply", 2), (PRACTICE, "_mm_practice", 2)),
+    "4.1": ((CONV, "_tensor_conv1d", 0),),
+    "4.2": ((CONV, "_tensor_conv2d", 0),),
     "5.1": (("kernels/reference/softmax_ladder.py", "online_statistics", 0),),
     "5.4": ((FLASH1, "forward_kernel.flash1_forward", 1),),
     "5.5": ((FLASH1, "backward_kernel.flash1_backward", 1),),
@@ -69,6 +74,8 @@ def fault_of(text: str, name: str, task: str, arrays: int) -> str:
         return f"NotImplementedError: Task {task}: {name} is not written"
     if task == "5.1":
         return _not_once(own, "x")
+    if task in ("3.1", "3.2", "4.1", "4.2"):
+        return _not_parallel(own, name)
     walk = _Walk()
     walk.body(scope.body)
     for (array, _, before), verb, line in walk.missing:
@@ -90,7 +97,49 @@ def fault_of(text: str, name: str, task: str, arrays: int) -> str:
             f"{name} uses {used} of {arrays} arrays in shared memory: make them with cuda.shared.array, "
             "fill them, and compute from them"
         )
+    if arrays == 1 and task == "3.3" and not walk.is_combined:
+        return (
+            f"one thread of {name} folds what all have stored: let half of the threads each fold in the "
+            "value of another thread, then half of those, with a barrier between the rounds"
+        )
     return ""
+
+
+def _loops_over(node: ast.AST, name: str) -> bool:
+    call = node.iter if isinstance(node, ast.For) else None
+    return isinstance(call, ast.Call) and ast.unparse(call.func).split(".")[-1] == name
+
+
+def _not_parallel(own: list[ast.AST], name: str) -> str:
+    """Return what is wrong unless each loop that fills out is parallel, on buffers of its own."""
+    parallel = [n for n in own if _loops_over(n, "prange")]
+    within, in_loops = (
+        {id(part) for loop in loops for part in ast.walk(loop)}
+        for loops in (parallel, [n for n in own if isinstance(n, (ast.For, ast.While))])
+    )
+    stored = [n for n in own if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)]
+    serial = [n for n in stored if _array(n) == "out" and id(n) in in_loops - within]
+    if serial or not parallel:
+        where = f"line {serial[0].lineno} of {{file}} fills out" if serial else f"{name} runs"
+        return f"{where} on one core: write prange in place of range in the outermost loop"
+    made = {
+        target.id: n.lineno
+        for n in own if isinstance(n, ast.Assign) and id(n) not in within
+        and re.search(r"\b(zeros|empty|ones|full|array)(_like)?\(", ast.unparse(n.value))
+        for target in n.targets if isinstance(target, ast.Name)
+    }  # fmt: skip
+    used = [(_array(n), n) for n in stored]
+    used += [
+        (ast.unparse(n.args[-1]), n) for n in own
+        if isinstance(n, ast.Call) and ast.unparse(n.func) in ("to_index", "broadcast_index")
+    ]  # fmt: skip
+    shared = [name for name, n in used if name in made and id(n) in within]
+    if not shared:
+        return ""
+    return (
+        f"{shared[0]} in line {made[shared[0]]} of {{file}} is shared by all threads, which overwrite each "
+        "other's index: make it inside the prange loop"
+    )
 
 
 def _not_once(own: Iterable[ast.AST], name: str) -> str:
@@ -136,12 +185,13 @@ class _Walk:
     Attributes:
         missing: The access before, "reads" or "writes", and the line.
         made: Names of shared arrays.
+        is_combined: Whether a thread stores in its element what it computes from that of another thread.
         used: Names of shared arrays, with "reads" or "writes" and the line.
     """
 
     def __init__(self) -> None:
         self.bound: dict[str, str] = {}
-        self.made, self.used = set[str](), set[tuple[str, str, int]]()
+        self.made, self.used, self.is_combined = set[str](), set[tuple[str, str, int]](), False
         self.missing: list[tuple[Access, str, int]] = []
         self.left = MOST_STEPS
         # Since the last barrier; ``earlier`` are reads of earlier rounds of a loop.
@@ -178,6 +228,11 @@ class _Walk:
         self._use(statement)
         for n in self._elements(statement):
             if isinstance(n.ctx, ast.Store):
+                owners = {self._owner(part) for part in self._elements(statement)} - {()}
+                value = getattr(statement, "value", statement)
+                kept = f"{_array(n)}["  # in a name that is bound to it
+                is_kept = kept in self._spelled(value) and kept not in ast.unparse(value)
+                self.is_combined |= bool(self._owner(n)) and (len(owners) > 1 or is_kept)
                 self.writes.add(self._compared(_array(n), self._owner(n), n.lineno, "writes"))
         if isinstance(statement, ast.AugAssign):  # its target is another number in each round
             thread = " threadIdx" * bool(OF_THREAD.search(self._spelled(statement.target)))

@@ -113,7 +113,7 @@ def modules(rng: Rng) -> Probes:
     root = tree(2)
     everything = all_of(root)
 
-    def switched(method: str, before: bool) -> Any:
+    def switched(method: str, before: bool, place: int) -> Any:
         for module in everything:
             module.training = before
         getattr(everything[place], method)()
@@ -123,7 +123,7 @@ def modules(rng: Rng) -> Probes:
     yield "parameters", lambda: [p.value for p in root.parameters()]
     for method in ("train", "eval"):
         place = rng.choice([i for i, module in enumerate(everything) if module._modules])
-        yield method, lambda: switched(method, method == "eval")
+        yield method, lambda: [switched(method, method == "eval", at) for at in (0, place)]
 
 
 def numerical_derivative(rng: Rng) -> Probes:
@@ -317,9 +317,18 @@ def gradients(f: Callable[..., Any], weights: Any, *arrays: Any) -> list[Any]:
 
 
 def tensor_gradients(rng: Rng) -> Probes:
+    def with_result(f: Callable[..., Any], *arrays: Any) -> list[Any]:
+        results: list[Any] = []  # that backward leaves as they are
+
+        def loss(a: Any, b: Any) -> Any:
+            results.append(f(a, b))
+            return results[0] + a.sum() * b.sum()
+
+        return gradients(loss, *arrays) + results
+
     for name, f in TENSORS.items():
-        a, b, weights = drawn(rng, 3, 2, 3, 2)
-        yield name, lambda: gradients(lambda a, b: f(a, b) + a.sum() * b.sum(), weights, a, b)
+        arrays = drawn(rng, 3, 2, 3, 2)
+        yield name, lambda: with_result(f, arrays[2], *arrays[:2])
 
 
 def products(rng: Rng) -> Probes:
@@ -343,10 +352,10 @@ def cuda_loops(rng: Rng) -> Probes:
 def cuda_products(rng: Rng) -> Probes:
     ops = import_module("minitorch.cuda_ops")
     n, tile = int(rng.integers(2, 4)), ops.THREADS_PER_BLOCK
-    k = tile + int(rng.integers(1, 4))
-    shapes = (2, 2, n), (1, 2, k), (2, k, n)
+    rows, k = (tile + rng.integers(1, 4, 2)).tolist()
+    shapes = (2, rows, n), (1, rows, k), (2, k, n)
     out, a, b = (laid_out(rng, drawn(rng, *shape), "CudaBackend") for shape in shapes)
-    run = ops.tensor_matrix_multiply[(1, 1, 2), (tile, tile, 1)]
+    run = ops.tensor_matrix_multiply[(2, 1, 2), (tile, tile, 1)]
     yield "product", after(run, out, *out.tuple(), out.size, *a.tuple(), *b.tuple())
     flat = [laid_out(rng, drawn(rng, n * n), "CudaBackend") for _ in range(3)]
     run = ops.jit_mm_practice[1, (n, n)]

@@ -21,6 +21,8 @@ class Task:
         hint: The idea that solves it.
         tests: The files whose tests with this task's mark decide.
         needs: Tasks of the same module that it builds on.
+        core: The probes and judged functions that the task is about: if one of them is wrong, the task
+            gets at most half of its points.
         emulated: The tests can run on the emulated GPU, so that no GPU is needed.
         metered: They run there even if there is a GPU: only there can traffic be counted.
         own_tests: The student writes tests, which are taken from the student; what they test is the
@@ -35,6 +37,7 @@ class Task:
     hint: str
     tests: tuple[str, ...]
     needs: tuple[str, ...] = ()
+    core: tuple[str, ...] = ()
     emulated: bool = False
     metered: bool = False
     own_tests: bool = False
@@ -206,25 +209,26 @@ TASKS = (
         "3.1", "Parallel map, zip and reduce", 15,
         "Write the loops of 2.3 for compilation. Run the outer loop in parallel, compute no index if "
         "the strides are equal, and call nothing but fn in the inner loop.",
-        GENERAL, seconds=600,  # many loops are compiled
+        GENERAL, core=("tensor_map._map", "tensor_zip._zip", "tensor_reduce._reduce"),
+        seconds=600,  # many loops are compiled
     ),
     Task(
         "3.2", "Matrix multiplication", 10,
         "Make the loop over the rows of the output parallel. Use no index buffers. The inner loop has "
         "one multiplication and one addition.",
-        GENERAL, needs=("3.1",),
+        GENERAL, needs=("3.1",), core=("_tensor_matrix_multiply",),
     ),
     Task(
         "3.3", "CUDA map, zip and reduce", 15,
         "In map and zip, each thread computes one element. In a reduction, the threads of a block "
         "share partial results. Put a barrier between one thread's write and another thread's read.",
-        KERNELS, emulated=True,
+        KERNELS, core=("tensor_reduce._reduce",), emulated=True,
     ),
     Task(
         "3.4", "CUDA matrix multiplication", 15,
         "Load tiles into shared memory. For each tile of the output, read every input element that the "
         "tile needs from global memory only once, and write each element of the output once.",
-        KERNELS, emulated=True,
+        KERNELS, core=("_tensor_matrix_multiply",), emulated=True,
     ),
     Task(
         "4.1", "Convolution in one dimension", 10,
@@ -253,19 +257,19 @@ TASKS = (
         "Write the naive, the safe and the online softmax. The online softmax rescales the sum of "
         "exponentials to each new maximum without reading any value again. FlashAttention is built on "
         "this idea.",
-        FLASH,
+        FLASH, core=("safe_softmax", "online_statistics"),
     ),
     Task(
         "5.2", "Attention and its gradient", 10,
         "Compute S = τ Q Kᵀ, P = softmax(S) and O = P V, and then the gradients. First derive "
         "dS = P ∘ (dP - D) on paper, where D = rowsum(dO ∘ O).",
-        FLASH,
+        FLASH, core=("dropout",),
     ),
     Task(
         "5.3", "Tiled attention in NumPy", 10,
         "Use the online softmax of 5.1 for a tile of rows. Accumulate the output along with the sum of "
         "the exponentials, and divide the output by this sum at the end.",
-        FLASH,
+        FLASH, core=("plain", "dropout"),
     ),
     Task(
         "5.4", "Algorithm 1 as a CUDA kernel", 15,
@@ -273,7 +277,7 @@ TASKS = (
         "row. In the third, flash1, the threads of a block share a tile; there you write lines 10 to 13, "
         "15 and 16 of Algorithm 1. Put a barrier between one thread's write and another thread's read. "
         "The page on the kernels has a table of the helpers.",
-        FLASH, emulated=True,
+        FLASH, core=("flash1, plain",), emulated=True,
     ),
     Task(
         "5.5", "The backward pass of Algorithm 1", 15,
@@ -292,7 +296,7 @@ TASKS = (
         "5.7", "FlashAttention-2", 10,
         "The outer loop runs over query tiles, so O, l and m stay in registers, and O and L are written "
         "only once. Use exp2, since the scale already includes log2(e).",
-        FLASH, emulated=True,
+        FLASH, core=("plain", "causal, with dropout"), emulated=True,
     ),
     Task(
         "5.8", "Traffic, and a budget", 10,

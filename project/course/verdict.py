@@ -85,12 +85,15 @@ def judge(
     other = [name for name in values if name not in found or not same(found[name], values[name])]
     lacking = [fault for fault in faults.values() if fault]
     right = 1.0 - (len(other) + len(lacking)) / max(len(values) + len(faults), 1)
+    core = [name for name in task.core if name in other or faults.get(name)]
+    most = task.points // 2 if core else task.points
 
     def wrong(message: str, waits_for: str = "", also: Iterable[str] = ()) -> Verdict:
         honest = finished and not end.late and not end.full
         result = result_of(
             task, message, also=[*also], waits_for=waits_for, tests=len(expected),
-            passed=len(good), refused=[*end.refused], outside=int(task.points * right * honest),
+            passed=len(good), refused=[*end.refused],
+            outside=min(int(task.points * right), most) * honest,
         )  # fmt: skip
         if waits_for:
             result.status = "waiting"
@@ -99,6 +102,10 @@ def judge(
         else:
             by_tests = int(task.points * len(good) / len(expected))
             result.points = min(by_tests, result.outside)
+            if core and by_tests > most:
+                result.message += (
+                    f"\nat most half of the points: the task is about {', '.join(core)}"
+                )
         return result
 
     running = next((r["begun"] for r in reversed(records) if "begun" in r), "")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from course.kernel_text import faults
 
 from minitorch import TensorData, fast_ops, operators
 
 from ..support.mistakes import assert_close_or_explain, filled
 from .test_loops import by_columns, by_rows, check_map, check_reduce, check_zip, weighted
 
+ROOT = Path(__file__).parents[2]
 LARGE = np.arange(400.0 * 300.0).reshape(400, 300)
 
 
@@ -29,6 +32,19 @@ def check_large(loop: Callable[..., Any], fn: Callable[..., float], *operands: A
             "wrong for many elements, and right for few: threads share an index buffer or a sum; make "
             "it inside the prange loop"
         )
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param("3.1", marks=pytest.mark.task3_1),
+        pytest.param("3.2", marks=pytest.mark.task3_2),
+    ],
+)
+def test_a_loop_is_parallel_and_each_thread_has_its_own_index(task: str) -> None:
+    """Judged by its text: a result may be right on one core, or by chance."""
+    for fault in faults(ROOT, task).values():
+        assert not fault, fault
 
 
 @pytest.mark.task3_1

@@ -496,6 +496,7 @@ def test_bits_of_dropout_have_their_rate_and_depend_on_every_coordinate() -> Non
         assert bool(PHILOX.keep(5, 1, 3, col, threshold)) == (half >= threshold), (
             f"column {col} has the {'high' if col % 2 else 'low'} half of word {col % 8 // 2}"
         )
+        assert PHILOX.keep(5, 1, 3, col, half), "a half word that equals the threshold is kept: >="
 
 
 class TestMasks:
@@ -534,6 +535,9 @@ class TestMasks:
                     p * factor[..., rows[:, None], cols]
                 ),
                 "P is not dropped": p,
+                "dropout comes after the sum: l~ is the sum of all of P~, dropped or not": (
+                    p * factor / (p * factor).sum(-1, keepdims=True)
+                ),
             }
             wrong = {sentence: x @ arrays[2] for sentence, x in mistakes.items()}
             assert_close_or_explain(results["out"], p * factor @ arrays[2], "out", wrong)

@@ -131,6 +131,7 @@ def test_a_function_has_its_slopes(name: str) -> None:
     arrays = [np.abs(x) if "log" in name else x for x in (NUMBERS, OTHERS)][: len(slopes)]
     inputs = [tensor(x.tolist(), requires_grad=True) for x in arrays]
     out = result_of(name, function, *inputs)
+    values = out.to_numpy().copy()
     result_of(f"backward of {name}", out.backward, tensor(np.full(out.shape, 3.0).tolist()))
     for letter, x, slope in zip("ab", inputs, slopes, strict=False):
         assert x.grad is not None, f"{name} gives {letter} no gradient"
@@ -143,6 +144,9 @@ def test_a_function_has_its_slopes(name: str) -> None:
             mistakes["the slope of sigmoid is out (1 - out)"] = 3.0 * SIGMOIDS
         what = f"gradient of {name} in {letter}"
         assert_close_or_explain(x.grad.to_numpy(), 3.0 * slope, what, mistakes)
+    assert np.array_equal(out.to_numpy(), values), (
+        f"backward of {name} overwrites what forward has saved and returned: compute a new tensor"
+    )
 
 
 @pytest.mark.task2_4

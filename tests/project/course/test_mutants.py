@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from course.starter_trees import write_tree
 from course.tasks import find_task
 from course.workplace import Workplace
 
-from .mutants import MUTANTS
+from .mutants import MUTANTS, POINTLESS
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +32,9 @@ def write_solved(module: int, tree: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "file", "right", "wrong", "sentence"), MUTANTS, ids=[f"{m[0]}-{m[3]}" for m in MUTANTS]
+    ("task", "file", "right", "wrong", "sentence"),
+    MUTANTS + POINTLESS,
+    ids=[f"{m[0]}-{m[3]}" for m in MUTANTS + POINTLESS],
 )
 def test_a_common_mistake_earns_its_sentence(
     task: str, file: str, right: str, wrong: str, sentence: str,
@@ -41,11 +44,12 @@ def test_a_common_mistake_earns_its_sentence(
     chosen = find_task(task)
     write_solved(chosen.module, place.tree)
     before = read_text(place.tree / file)
+    pattern = re.compile(".*?".join(map(re.escape, right.split("…"))), re.DOTALL)
 
     def body_of(region: Region) -> list[str] | None:
         body = "\n".join(before.split("\n")[region.start : region.stop])
-        is_own = region.key.task == task and right.strip() in body
-        return f"{body}\n".replace(right, wrong).rstrip("\n").split("\n") if is_own else None
+        other = pattern.sub(lambda found: wrong, f"{body}\n")
+        return other.rstrip("\n").split("\n") if region.key.task == task else None
 
     after = replaced(before, file, body_of)
     assert after != before, f"no body of task {task} in {file} has {right!r}"
@@ -54,7 +58,12 @@ def test_a_common_mistake_earns_its_sentence(
         result = grade_task(place, chosen, expected)
     finally:
         (place.tree / file).write_text(before, encoding="utf-8")
-    assert result.status == "failed" and result.points < chosen.points
+    most = (
+        chosen.points // 2
+        if (task, file, right, wrong, sentence) in POINTLESS
+        else chosen.points - 1
+    )
+    assert result.status == "failed" and result.points <= most
     # A forged report would give these points.
-    assert result.outside < chosen.points
+    assert result.outside <= most
     assert sentence in "\n".join([result.message, *result.also]), result.message

@@ -42,6 +42,9 @@ ONLINE: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., An
     "lse lacks the logarithm: it is m + log of the sum": (
         _shrink, _shrink, lambda acc, total, m: (acc / total[..., None], m + total)
     ),
+    "lse is l, the sum: L is m + log l": (
+        _shrink, _shrink, lambda acc, total, m: (acc / total[..., None], total)
+    ),
 }  # fmt: skip
 
 
@@ -195,7 +198,9 @@ def gradient_mistake(
     """
     (q, k, v, dout), (out, lse) = arrays, right
     scale = 1.0 / np.sqrt(q.shape[-1])
-    p = np.exp(scale * q @ np.swapaxes(k, -1, -2) - lse[..., None])  # (…, seq_q, seq_k)
+    s = scale * q @ np.swapaxes(k, -1, -2)  # (…, seq_q, seq_k)
+    p, m = np.exp(s - lse[..., None]), s.max(-1, keepdims=True)
+    total = np.exp(lse[..., None] - m)  # l
     undropped = dout @ np.swapaxes(v, -1, -2)
     dp = undropped * factor
     d = (dout * out).sum(-1)[..., None]
@@ -219,11 +224,25 @@ def gradient_mistake(
             "dS takes P ∘ Z in place of P: dS = P ∘ (dP - D)": of(p * factor * (dp - d + more)),
         }
     right_ds = p * (dp - d + more)
+    right_dv = np.swapaxes(p * factor, -1, -2) @ dout
+    if name == "dk":
+        mistakes["dK and dV are exchanged"] = right_dv
     if name == "dv":
         mistakes = (
             {"dV takes P in place of P ∘ Z": np.swapaxes(p, -1, -2) @ dout}
             if np.ndim(factor)
             else {}
+        )
+    for sentence, shift in {
+        "P lacks L: P = exp(S - L)": 0.0,
+        "P takes l in place of L: P = exp(S - L)": total,
+        "P takes m in place of L: P = exp(S - L)": m,
+    }.items():
+        other = np.exp(s - shift)
+        mistakes[sentence] = (
+            np.swapaxes(other * factor, -1, -2) @ dout
+            if name == "dv"
+            else of(other * (dp - d + more))
         )
     if tile:
         mistakes |= _of_tiles(name, right_ds, p * factor, (q, k, dout), scale, tile)

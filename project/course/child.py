@@ -1,18 +1,22 @@
 """Runs the tests and the probes of one task in a process of its own; no submission is trusted here.
 
-The job comes as JSON by standard input, and what happens goes line by line to standard output. It is the
-word of the submission: the grader believes only the values of probes, which it compares itself.
+The job comes as JSON by standard input, and what happens goes line by line to standard output. With the
+number of a socket, the process waits there for jobs, see ``warm``. What it reports is the word of the
+submission: the grader believes only the values of probes, which it compares itself.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
+import signal
 import socket
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from course.confine import guard, inside, landlock, seccomp
 from course.probing import values_of
+from course.warm import wait_for_job
 
 try:
     import resource
@@ -28,8 +33,15 @@ except ImportError:  # Windows
     resource = None
 
 GIB = 1 << 30
+END_WITH_PARENT = 1  # of prctl
 
 # -- limits --------------------------------------------------------------------------------------
+
+
+def end_with_the_grader() -> None:
+    """Let the kernel end this process when the thread that has started it ends, if it can."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
 
 
 def limit(memory_mb: int, seconds: int) -> None:
@@ -132,7 +144,17 @@ def hide_the_course() -> None:
 
 def main() -> None:
     """Do the job."""
+    hide_the_course()
+    handles: list[int] = []
+    if len(sys.argv) > 1:
+        for name in sys.argv[2:]:
+            import_module(name)
+        handles = wait_for_job(socket.socket(fileno=int(sys.argv[1])))
     job = json.loads(sys.stdin.read())
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    if "numba" in sys.modules:
+        sys.modules["numba.core.config"].reload_config()
     # Whoever prints writes elsewhere.
     with os.fdopen(os.dup(1), "a", encoding="utf-8", buffering=1) as file:
         os.dup2(2, 1)
@@ -142,16 +164,15 @@ def main() -> None:
 
         tree, writable, shown = job["tree"], job["writable"], job["shown"]
         os.chdir(tree)
-        hide_the_course()
         sys.path.insert(0, tree)
         if job["trusted"]:
             write(collect(job))
         else:
+            end_with_the_grader()
             limit(job["memory_mb"], job["seconds"])
             landlock(writable, shown, job["gpu"])
-            with (
-                socket.socket(fileno=job["channel"]) if job["channel"] else nullcontext() as channel
-            ):
+            (number,) = handles or [job["channel"]]
+            with socket.socket(fileno=number) if number else nullcontext() as channel:
                 seccomp(channel, job["gpu"])
             sys.addaudithook(guard(writable, shown, lambda text: write({"refused": text})))
             write({"finished": int(pytest.main(job["arguments"], plugins=[Recorder(write)]))})

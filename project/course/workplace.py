@@ -32,8 +32,9 @@ from course.markers import (
     stub,
 )
 from course.starter_trees import write_tree
+from course.warm import CHILD, Warm
 
-COURSE, LONGEST_FILE = ROOT / "project" / "course", 1 << 20
+LONGEST_FILE = 1 << 20
 #: Of what was refused: so many operations are named, in so many characters.
 MOST_REFUSED, LONGEST_WORDS = 20, 200
 
@@ -60,6 +61,8 @@ class Ending(NamedTuple):
 
 #: Processes that run in any place; what one of them leaves behind is ended, and another is not.
 RUNNING: set[int] = set()
+#: Those that wait for a job.
+IDLE: list[Warm] = []
 LOCK = threading.Lock()
 
 
@@ -74,7 +77,7 @@ class Workplace:
     def __init__(self, folder: Path, gpu: bool):
         self.gpu = gpu
         self.closed = False
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Warm | None = None
         self.tree, self.private = folder / "tree", folder / "private"
         self.solved = self.private / "tree"
         self.writable = {name: folder / name for name in ("home", "tmp", "numba")}
@@ -117,11 +120,12 @@ class Workplace:
     def run(self, job: dict[str, Any], emulated: bool, seconds: float) -> tuple[list[Any], Ending]:
         """Run the child and return its records and its end."""
         trusted = job["trusted"]
-        command = [sys.executable, "-I", "-B", str(COURSE / "child.py")]
+        command = [sys.executable, "-I", "-B", str(CHILD)]
         writable = [str(path) for path in self.writable.values()]
-        shown = [str(COURSE), *readable(job["tree"], solutions(), self.gpu)]
-        if not trusted and not self.gpu and has_bubblewrap():
-            command = in_namespaces(command, writable, shown)
+        shown = [str(CHILD.parent), *readable(job["tree"], solutions(), self.gpu)]
+        forks = sys.platform.startswith("linux") and not trusted and not self.gpu
+        if forks and has_bubblewrap():
+            command, forks = in_namespaces(command, writable, shown), False
         listens = HAS_FILTERS and not trusted
         ours, theirs = socket.socketpair() if listens else (None, None)
         handles = [theirs.fileno()] if theirs else []
@@ -130,17 +134,30 @@ class Workplace:
             "writable": writable,
             "shown": shown,
             "channel": sum(handles),
+            "environment": self.environment(emulated, trusted),
             **job,
         }
-        with tempfile.TemporaryFile() as report, tempfile.TemporaryFile() as output:
+        with (
+            tempfile.TemporaryFile() as given,
+            tempfile.TemporaryFile() as report,
+            tempfile.TemporaryFile() as output,
+        ):
+            given.write(json.dumps(whole).encode())
+            given.seek(0)
+            files = [given, report, output]
             with LOCK:
                 if self.closed:
                     raise RuntimeError("a workplace that is closed runs nothing")
                 before = _adopted()
-                process = self.process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=report, stderr=output, pass_fds=handles,
-                    env=self.environment(emulated, trusted), start_new_session=True,
-                )  # fmt: skip
+                if forks:
+                    process = self._warm(Path(job["tree"]))
+                    process.start([*(file.fileno() for file in files), *handles])
+                else:
+                    process = subprocess.Popen(
+                        command, stdin=given, stdout=report, stderr=output, pass_fds=handles,
+                        env=whole["environment"], start_new_session=True,
+                    )  # fmt: skip
+                self.process = process
                 RUNNING.add(process.pid)
             refused: dict[str, None] = {}
             ended = threading.Event()
@@ -149,12 +166,17 @@ class Workplace:
                 if theirs:
                     theirs.close()
                     watcher.start()
-                late, full = self._watch(process, json.dumps(whole).encode(), seconds)
+                late, full = self._watch(process, seconds)
             finally:
-                _end(process)
+                is_idle = isinstance(process, Warm) and process.returncode is not None
+                if not is_idle:
+                    _end(process)
                 with LOCK:
                     self.process = None
-                    RUNNING.discard(process.pid)
+                    if isinstance(process, Warm) and is_idle and process.packages:
+                        IDLE.append(process)
+                    else:
+                        RUNNING.discard(process.pid)
                     # One that is ended may leave us those that it has started.
                     while orphans := _adopted() - before - RUNNING:
                         for orphan in orphans:
@@ -171,15 +193,19 @@ class Workplace:
                 path.mkdir()
         words = [r["refused"][:LONGEST_WORDS] for r in records if isinstance(r.get("refused"), str)]
         named = list(dict.fromkeys([*refused, *words]))[:MOST_REFUSED]
-        return records, Ending(process.returncode, late, full, tuple(named))
+        return records, Ending(process.returncode or 0, late, full, tuple(named))
 
-    def _watch(
-        self, process: subprocess.Popen[bytes], job: bytes, seconds: float
-    ) -> tuple[bool, bool]:
-        """Give a process its job and wait for its end; return whether time or room was up first."""
-        assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin:  # it may have ended already
-            process.stdin.write(job)
+    def _warm(self, tree: Path) -> Warm:
+        """Return a process that waits for a job and has imported what the tests of a tree need."""
+        has_numba = (tree / "minitorch" / "fast_ops.py").exists()
+        packages = ("numpy", "pytest", "hypothesis", *["numba"] * has_numba)
+        found = [process for process in IDLE if process.packages == packages]
+        if found:
+            IDLE.remove(found[0])
+        return found[0] if found else Warm(packages, self.environment(False))
+
+    def _watch(self, process: subprocess.Popen[bytes] | Warm, seconds: float) -> tuple[bool, bool]:
+        """Wait for the end of a process; return whether time or room was up first."""
         stop = time.monotonic() + seconds
         while (left := stop - time.monotonic()) > 0:
             with suppress(subprocess.TimeoutExpired):
@@ -197,17 +223,17 @@ class Workplace:
                 _kill(self.process)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes] | Warm) -> None:
     """End a process and whatever it has started, and wait for it."""
     _kill(process)
     process.wait()
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes] | Warm) -> None:
     if hasattr(os, "killpg"):
         with suppress(ProcessLookupError, PermissionError):  # nothing of it is left
             os.killpg(process.pid, signal.SIGKILL)
-    else:
+    elif isinstance(process, subprocess.Popen):
         process.kill()
 
 

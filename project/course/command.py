@@ -19,7 +19,7 @@ from pathlib import Path
 
 from course.batch import grade_folder
 from course.browser_lessons import write_lessons
-from course.grader import grade
+from course.grader import Options, grade
 from course.markers import CourseError
 from course.release import release
 from course.starter_trees import left_behind, start
@@ -91,39 +91,23 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if args.jobs < 1:
             raise CourseError(f"--jobs must be 1 or more, got {args.jobs}")
+        options = Options(
+            tuple(find_task(name) for name in args.task or ()), args.module, args.gpu, args.seconds,
+            args.memory_mb, args.jobs,
+        )  # fmt: skip
         if args.all is not None:
             if args.csv is None or args.json is not None or args.dir != Path("."):
                 raise CourseError(
                     "--all DIR goes with --csv FILE, and without --json and another DIR"
                 )
-            return grade_folder(args.all, args.csv, args.jobs, _options(args))
-        return grade(
-            args.dir,
-            [find_task(name) for name in args.task or ()],
-            module=args.module,
-            json_file=args.json,
-            gpu=args.gpu,
-            seconds=args.seconds,
-            memory_mb=args.memory_mb,
-            jobs=args.jobs,
-        )
+            return grade_folder(args.all, args.csv, options)
+        return grade(args.dir, options, args.json)
     except (CourseError, ValueError, OSError) as error:
         print(f"course.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("course.py: interrupted", file=sys.stderr)
         return 2
-
-
-def _options(args: argparse.Namespace) -> list[str]:
-    """Return the options for grading one submission."""
-    options = ["--gpu"] if args.gpu else []
-    for name in args.task or ():
-        options += ["--task", find_task(name).id]
-    for name in ("module", "seconds", "memory_mb"):
-        if (value := getattr(args, name)) is not None:
-            options += [f"--{name.replace('_', '-')}", str(value)]
-    return options
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ import secrets
 import shutil
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,7 +26,8 @@ from typing import Any, NamedTuple
 
 from course.kernel_text import faults
 from course.markers import ROOT, CourseError
-from course.report import finish, print_row, refuse_unwritable
+from course.report import HEAD, finish, refuse_unwritable, row_of
+from course.scratch import scratch_folder
 from course.starter_trees import module_of, write_tree
 from course.tasks import Task, expression, tasks_of
 from course.verdict import Verdict, judge, result_of
@@ -193,27 +195,101 @@ def _grade_all(
         pool.shutdown()
 
 
+@dataclass(frozen=True)
+class Options:
+    """What to grade of a submission, and how.
+
+    Attributes:
+        chosen: The tasks; those of ``module`` if empty.
+        module: The module of the tree when None.
+        gpu: Run CUDA tasks on the GPU; without one they are blocked, neither passed nor failed.
+        seconds: Time limit of each task, in place of its own.
+        memory_mb: Memory limit of each task, in place of its own.
+        jobs: Tasks that are graded at the same time; on a GPU, which they would share, one.
+    """
+
+    chosen: tuple[Task, ...] = ()
+    module: int | None = None
+    gpu: bool = False
+    seconds: int | None = None
+    memory_mb: int | None = None
+    jobs: int = 2
+
+    def tasks(self, submission: Path, last: int) -> list[Task]:
+        """Return the tasks of a submission, the tree of module ``last``, with their limits.
+
+        Raises:
+            CourseError: If the tree does not have them.
+        """
+        tasks = self.chosen or tasks_of(last if self.module is None else self.module)
+        late = [task.id for task in tasks if task.module > last]
+        if late or not tasks:
+            raise CourseError(
+                f"{submission} is the tree of module {last}; it has no task {late or self.module}"
+            )
+        limits = {"seconds": self.seconds, "memory_mb": self.memory_mb}
+        return [replace(task, **{k: v for k, v in limits.items() if v}) for task in tasks]
+
+
+@dataclass
+class Session:
+    """Gradings in one folder, one after the other or at the same time.
+
+    What the course expects of some tasks is computed once, with one secret seed for each task.
+
+    Attributes:
+        folder: For all files of the gradings.
+        closed: Whether it was interrupted; a grading then ends without a result.
+    """
+
+    folder: Path
+    closed: bool = False
+    _expected: dict[tuple[str, ...], Expected] = field(default_factory=dict)
+    _places: list[Workplace] = field(default_factory=list)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def place(self, gpu: bool) -> Workplace:
+        """Return an empty place."""
+        with self._lock:
+            folder = Path(tempfile.mkdtemp(dir=self.folder))
+            self._places.append(place := Workplace(folder, gpu))
+            place.closed = self.closed
+            return place
+
+    def expected(self, tasks: list[Task], gpu: bool) -> Expected:
+        """Return what the course has for some tasks."""
+        with self._lock:
+            key = tuple(task.id for task in tasks)
+            if key not in self._expected:
+                self._expected[key] = expected_tests(self.place(gpu), tasks)
+            return self._expected[key]
+
+    def close(self) -> None:
+        """End what runs, and start nothing more."""
+        self.closed = True
+        for place in self._places:
+            place.close()
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
 def grade(
     submission: Path,
-    chosen: list[Task],
-    module: int | None = None,
+    options: Options,
     json_file: Path | None = None,
-    gpu: bool = False,
-    seconds: int | None = None,
-    memory_mb: int | None = None,
-    jobs: int = 2,
+    session: Session | None = None,
+    say: Callable[[str], None] = _print,
 ) -> int:
     """Grade a tree, print a table and return the exit code.
 
     Args:
         submission: The student's tree.
-        chosen: The tasks; those of ``module`` if empty.
-        module: The module of the tree when None.
+        options: What to grade, and how.
         json_file: Where the result goes as JSON too.
-        gpu: Run CUDA tasks on the GPU; without one they are blocked, neither passed nor failed.
-        seconds: Time limit of each task, in place of its own.
-        memory_mb: Memory limit of each task, in place of its own.
-        jobs: Tasks that are graded at the same time; on a GPU, which they would share, one.
+        session: That the grading is a part of; its own when None.
+        say: Prints text.
 
     Returns:
         0 if nothing failed, 1 if something did, 2 if everything was blocked.
@@ -221,37 +297,32 @@ def grade(
     Raises:
         CourseError: If the tree cannot be graded.
     """
+    if session is None:
+        with scratch_folder() as folder:
+            return grade(submission, options, json_file, Session(folder), say)
     submission = submission.resolve()
     if json_file is not None:
         refuse_unwritable(json_file)
     if not (submission / "minitorch").is_dir():
         raise CourseError(f"{submission} has no folder minitorch; name the student's tree")
     last = module_of(submission)
-    tasks = chosen or tasks_of(last if module is None else module)
-    late = [task.id for task in tasks if task.module > last]
-    if late or not tasks:
-        raise CourseError(
-            f"{submission} is the tree of module {last}; it has no task {late or module}"
-        )
-    limits = {"seconds": seconds, "memory_mb": memory_mb}
-    tasks = [replace(task, **{k: v for k, v in limits.items() if v}) for task in tasks]
-
+    tasks, gpu = options.tasks(submission, last), options.gpu
     results: list[Verdict] = []
-    with tempfile.TemporaryDirectory(prefix="course-") as folder:
-        places = [
-            Workplace(Path(folder).resolve() / str(i), gpu)
-            for i in range(1 if gpu else min(jobs, os.cpu_count() or 1))
-        ]
-        for place in places:
-            assemble(submission, place.tree, last)
-        expected = expected_tests(places[0], tasks)
-        print(f"{'task':5} {'':32} {'status':8} {'points':>7} {'tests':>8} {'seconds':>8}")
-        with closing(_grade_all(places, tasks, expected)) as graded:
-            for task, result in zip(tasks, graded, strict=True):
-                open_ = [r.task for r in results if r.task in task.needs and r.status != "passed"]
-                if open_ and result.status == "failed":
-                    result.message += f" (it builds on {', '.join(open_)}, which has not passed)"
-                    result.points = result.outside  # tests call what it builds on too
-                results.append(result)
-                print_row(result)
-    return finish(results, json_file)
+    places = [
+        session.place(gpu) for _ in range(1 if gpu else min(options.jobs, os.cpu_count() or 1))
+    ]
+    for place in places:
+        assemble(submission, place.tree, last)
+    expected = session.expected(tasks, gpu)
+    say(HEAD)
+    with closing(_grade_all(places, tasks, expected)) as graded:
+        for task, result in zip(tasks, graded, strict=True):
+            open_ = [r.task for r in results if r.task in task.needs and r.status != "passed"]
+            if open_ and result.status == "failed":
+                result.message += f" (it builds on {', '.join(open_)}, which has not passed)"
+                result.points = result.outside  # tests call what it builds on too
+            results.append(result)
+            say(row_of(result))
+    if session.closed:
+        raise CourseError("interrupted")
+    return finish(results, json_file, say)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,13 +15,14 @@ from course.verdict import Verdict
 
 #: Of the tests that failed after the first one, so many are listed.
 LISTED = 8
+HEAD = f"{'task':5} {'':32} {'status':8} {'points':>7} {'tests':>8} {'seconds':>8}"
 
 
-def print_row(result: Verdict) -> None:
-    """Print what became of a task."""
+def row_of(result: Verdict) -> str:
+    """Return what became of a task, below :data:`HEAD`."""
     points = f"{result.points}/{result.possible}"
     tests = f"{result.passed}/{result.tests}"
-    print(
+    row = (
         f"{result.task:5} {result.title:32} {result.status:8} {points:>7} {tests:>8} "
         f"{result.seconds:8.1f}"
     )
@@ -29,26 +30,24 @@ def print_row(result: Verdict) -> None:
     if len(result.also) > LISTED:
         lines.append(f"and {len(result.also) - LISTED} more")
     lines += [f"refused: {', '.join(result.refused)}"] if result.refused else []
-    for line in lines:
-        print(f"      {line}")
-    sys.stdout.flush()
+    return "\n      ".join([row, *lines])
 
 
-def finish(results: list[Verdict], json_file: Path | None) -> int:
+def finish(results: list[Verdict], json_file: Path | None, say: Callable[[str], None]) -> int:
     """Print the sum, write the result as JSON if asked to, and return the exit code."""
     blocked = [result for result in results if result.status == "blocked"]
     waiting = [result for result in results if result.status == "waiting"]
     failed = [result for result in results if result.status in ("failed", "waiting")]
     points = sum(result.points for result in results)
     possible = sum(result.possible for result in results if result not in blocked)
-    print(f"points {points} of {possible}")
+    say(f"points {points} of {possible}")
     if waiting:
-        print(f"WAITING for tasks that are not written yet: {', '.join(r.task for r in waiting)}")
+        say(f"WAITING for tasks that are not written yet: {', '.join(r.task for r in waiting)}")
     if blocked:
         open_ = sum(result.possible for result in blocked)
-        print(f"BLOCKED, neither passed nor failed: {len(blocked)} tasks, {open_} points")
+        say(f"BLOCKED, neither passed nor failed: {len(blocked)} tasks, {open_} points")
     if warning := not_guaranteed():
-        print(f"NOT CONFINED: {warning}; grade in a container what you do not trust")
+        say(f"NOT CONFINED: {warning}; grade in a container what you do not trust")
     if json_file is not None:
         summary = {
             "points": points,

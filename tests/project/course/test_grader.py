@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -443,6 +446,32 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     assert course_grader._missing() == ""
 
 
+def test_a_killed_grader_leaves_no_folder(student: Path, tmp_path: Path) -> None:
+    at_import(
+        student,
+        "import os, time\nwhile True:\n    time.sleep(0.05)\n"
+        "    open(os.environ['TMPDIR'] + '/alive', 'w').close()\n",
+    )
+    (place := tmp_path / "tmp").mkdir()
+    command = [sys.executable, str(ROOT / "project" / "course.py"), "grade", str(student)]
+    run = subprocess.Popen(
+        [*command, "--task", "0.4"],
+        env={**os.environ, "TMPDIR": str(place)},
+        stdout=subprocess.DEVNULL,
+    )
+
+    def wait_until(holds: Callable[[], bool]) -> None:
+        stop = time.monotonic() + 120.0
+        while not holds():
+            assert time.monotonic() < stop, list(place.rglob("*"))[:20]
+            time.sleep(0.1)
+
+    wait_until(lambda: any(place.rglob("alive")))
+    run.kill()
+    run.wait()
+    wait_until(lambda: not any(place.iterdir()))
+
+
 # -- tasks in which tests are written ------------------------------------------------------------
 
 
@@ -622,7 +651,7 @@ def test_a_failed_task_takes_no_points_from_one_that_builds_on_it(
     monkeypatch.setattr(course_grader, "expected_tests", lambda *args: None)
     monkeypatch.setattr(course_grader, "_grade_all", lambda *args: (r for r in results))
     start(0, tmp_path / "zero")
-    course_grader.grade(tmp_path / "zero", own)
+    course_grader.grade(tmp_path / "zero", course_grader.Options(tuple(own)))
     assert [result.points for result in results] == [5, 10]
     assert results[1].message.endswith("(it builds on 0.3, which has not passed)")
     assert find_task("3.2").needs == ("3.1",)

@@ -125,21 +125,21 @@ def inv(x: float) -> float:
 
 def log_back(x: float, d: float) -> float:
     """Multiply d by the derivative of `log` at x."""
-    # TASK 0.1: The derivative of log(x + EPS) is 1 / (x + EPS); times d.
+    # TASK 0.1: Derive log(x + EPS) by the chain rule; times d.
     return d / (x + EPS)
     # END TASK 0.1
 
 
 def inv_back(x: float, d: float) -> float:
     """Multiply d by the derivative of `inv` at x."""
-    # TASK 0.1: The derivative of 1 / x is -1 / x²; times d.
+    # TASK 0.1: Write 1 / x as a power of x and derive it; times d.
     return -d / (x * x)
     # END TASK 0.1
 
 
 def relu_back(x: float, d: float) -> float:
     """Multiply d by the derivative of `relu` at x, taken as 0.0 at the kink."""
-    # TASK 0.1: The slope is 1 where x > 0 and 0 elsewhere; times d.
+    # TASK 0.1: Draw relu: how steep is it on either side of 0? Times d.
     return d if x > 0.0 else 0.0
     # END TASK 0.1
 

@@ -126,7 +126,7 @@ class Mul(ScalarFunction):
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> tuple[float, float]:
-        # TASK 1.4: The slope in each factor is the other one; return two numbers.
+        # TASK 1.4: How fast does a b grow with a, and how fast with b? Return two numbers.
         a, b = ctx.saved_values
         return d_output * b, d_output * a
         # END TASK 1.4
@@ -161,7 +161,7 @@ class Neg(ScalarFunction):
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> float:
-        # TASK 1.4: The slope is -1.
+        # TASK 1.4: How fast does -a grow with a?
         return operators.neg(d_output)
         # END TASK 1.4
 
@@ -179,7 +179,7 @@ class Sigmoid(ScalarFunction):
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> float:
-        # TASK 1.4: The slope is f(a) (1 - f(a)).
+        # TASK 1.4: Derive 1 / (1 + e^-a), and write it in terms of the saved result.
         (out,) = ctx.saved_values
         return d_output * out * (1.0 - out)
         # END TASK 1.4
@@ -216,7 +216,7 @@ class Exp(ScalarFunction):
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> float:
-        # TASK 1.4: The slope is the value that forward saved.
+        # TASK 1.4: Which function is its own derivative?
         (out,) = ctx.saved_values
         return d_output * out
         # END TASK 1.4

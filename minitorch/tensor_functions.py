@@ -76,7 +76,7 @@ class Mul(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        # TASK 2.4: grad times b, and grad times a.
+        # TASK 2.4: As for Mul of two Scalars; mul_zip multiplies tensors.
         a, b = ctx.saved_values
         return grad_output.f.mul_zip(b, grad_output), grad_output.f.mul_zip(a, grad_output)
         # END TASK 2.4
@@ -123,7 +123,7 @@ class Sigmoid(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
-        # TASK 2.4: grad times out (1 - out).
+        # TASK 2.4: As for Sigmoid of a Scalar; tensors have the operators too.
         (out,) = ctx.saved_values
         return grad_output * out * (-out + 1.0)
         # END TASK 2.4
@@ -184,7 +184,7 @@ class Exp(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
-        # TASK 2.4: grad times what was saved.
+        # TASK 2.4: As for Exp of a Scalar; make a new tensor.
         (out,) = ctx.saved_values
         return grad_output.f.mul_zip(out, grad_output)
         # END TASK 2.4

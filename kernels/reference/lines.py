@@ -88,7 +88,7 @@ def softmax_gradient(p: Array, dp: Array, delta: Array) -> Array:
         dp: (…, rows, cols).
         delta: (…, rows).
     """
-    # TASK 5.2: dS = P ∘ (dP - D).
+    # TASK 5.2: Derive the softmax of a row; D is delta.
     return p * (dp - delta[..., None])
     # END TASK 5.2
 
@@ -119,7 +119,7 @@ def product_gradients(
         dout: (…, rows, value_dim).
         scale: τ.
     """
-    # TASK 5.2: dQ = τ dS K, dK = τ dSᵀ Q, dV = Pᵀ dO; np.swapaxes(x, -1, -2) is xᵀ.
+    # TASK 5.2: As the gradient of a product in module 2; np.swapaxes(x, -1, -2) is xᵀ.
     dq = scale * (ds @ k)  # (…, rows, head_dim)
     dk = scale * (np.swapaxes(ds, -1, -2) @ q)  # (…, cols, head_dim)
     dv = np.swapaxes(p, -1, -2) @ dout  # (…, cols, value_dim)

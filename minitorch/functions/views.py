@@ -31,7 +31,7 @@ class Permute(Function):
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, float]:
         """Restore the order of the dimensions."""
-        # TASK 2.4: The inverse order puts each dimension back; 0.0 for the order.
+        # TASK 2.4: Which order puts each dimension back? 0.0 for the order itself.
         (dims,) = ctx.saved_values
         back = sorted(range(len(dims)), key=lambda i: dims[i])
         return grad_output._new(grad_output._tensor.permute(*back)), 0.0

@@ -99,8 +99,8 @@ def fault_of(text: str, name: str, task: str, arrays: int) -> str:
         )
     if arrays == 1 and task == "3.3" and not walk.is_combined:
         return (
-            f"one thread of {name} folds what all have stored: let half of the threads each fold in the "
-            "value of another thread, then half of those, with a barrier between the rounds"
+            f"one thread of {name} folds all values: let each thread fold some, then half of the threads "
+            "each fold in the value of another one, then half of those, with a barrier between the rounds"
         )
     return ""
 

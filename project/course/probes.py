@@ -352,11 +352,13 @@ def cuda_loops(rng: Rng) -> Probes:
 def cuda_products(rng: Rng) -> Probes:
     ops = import_module("minitorch.cuda_ops")
     n, tile = int(rng.integers(2, 4)), ops.THREADS_PER_BLOCK
-    rows, k = (tile + rng.integers(1, 4, 2)).tolist()
-    shapes = (2, rows, n), (1, rows, k), (2, k, n)
-    out, a, b = (laid_out(rng, drawn(rng, *shape), "CudaBackend") for shape in shapes)
-    run = ops.tensor_matrix_multiply[(2, 1, 2), (tile, tile, 1)]
-    yield "product", after(run, out, *out.tuple(), out.size, *a.tuple(), *b.tuple())
+    for name, batches, most in (("large", 1, tile), ("batches", 2, 0)):
+        rows, k = (most + rng.integers(1, 4, 2)).tolist()
+        shapes = (batches, rows, n), (1, rows, k), (batches, k, n)
+        out, a, b = (laid_out(rng, drawn(rng, *shape), "CudaBackend") for shape in shapes)
+        run = ops.tensor_matrix_multiply[(-(-rows // tile), 1, batches), (tile, tile, 1)]
+        args = (*out.tuple(), out.size, *a.tuple(), *b.tuple())
+        yield f"product, {name}", after(run, out, *args)
     flat = [laid_out(rng, drawn(rng, n * n), "CudaBackend") for _ in range(3)]
     run = ops.jit_mm_practice[1, (n, n)]
     yield "jit_mm_practice", after(run, flat[0], *(x._tensor._storage for x in flat), n)

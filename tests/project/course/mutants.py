@@ -114,7 +114,7 @@ MUTANTS = [
     ("2.4", SLOPES, "return grad_output.f.mul_zip(out, grad_output)",
      "out._tensor._storage[:] *= grad_output.to_numpy().reshape(-1)\n        return out",
      "overwrites what forward has saved"),
-    ("4.1", CONV, "if 0 <= x < width:", "if x < width:", "conv1d"),
+    ("4.1", CONV, "if 0 <= x < width:", "if x < width:", "places before the beginning of the input count"),
     ("4.1", CONV, "prange(out_size)", "range(out_size)", "on one core: write prange"),
     ("4.2", CONV, "w, h = item % out_width, item // out_width % out_height",
      "w, h = item // out_height % out_width, item % out_height", "conv2d"),
@@ -152,11 +152,14 @@ POINTLESS = [
     ("3.2", FAST, "in prange(", "in range(", "on one core: write prange"),
     ("3.3", COURSE, "folds = active…folds = half",
      "if thread == 0:\n            for k in range(1, active):\n                "
-     "partial[0] = fn(partial[0], partial[k])", "folds what all have stored"),
+     "partial[0] = fn(partial[0], partial[k])", "one thread of tensor_reduce._reduce folds all"),
     ("3.3", COURSE, "if thread < active:\n            total…folds = half",
      "if thread == 0 and active > 0:\n            partial[0] = a_storage[row + first * step]\n            "
      "for k in range(1, length):\n                "
-     "partial[0] = fn(partial[0], a_storage[row + (first + k) * step])", "of 1 arrays in shared memory"),
+     "partial[0] = fn(partial[0], a_storage[row + (first + k) * step])",
+     "one thread of tensor_reduce._reduce folds all"),
+    ("3.3", COURSE, "cuda.shared.array(MAX_THREADS", "cuda.local.array(MAX_THREADS",
+     "uses 0 of 1 arrays in shared memory"),
     ("3.4", COURSE, "total += a_tile[tile_row, k] * b_tile[k, tile_col]",
      "i = start + k\n                if row < rows and col < cols and i < depth:\n                    "
      "total += a_storage[a_start + i * a_strides[2]] * b_storage[b_start + i * b_strides[1]]",

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from course.copies import copies
-from course.grader import Options, Session, grade
+from course.grader import Session, grade
 from course.markers import CourseError
+from course.options import Options
 from course.report import refuse_unwritable, replace_file
 from course.scratch import scratch_folder
 

@@ -19,8 +19,9 @@ from pathlib import Path
 
 from course.batch import grade_folder
 from course.browser_lessons import write_lessons
-from course.grader import Options, grade
+from course.grader import grade
 from course.markers import CourseError
+from course.options import Options
 from course.release import release
 from course.starter_trees import left_behind, start
 from course.tasks import find_task

@@ -18,15 +18,17 @@ from typing import Any
 import pytest
 from course import grader as course_grader
 from course import workplace as course_workplace
+from course.assembly import assemble
 from course.command import main
 from course.confine import has_bubblewrap, landlock_version
 from course.grader import Expected, grade_task
 from course.kernel_text import KERNELS, fault_of, faults
 from course.markers import fill, read_bodies, replaced
+from course.options import Options
 from course.starter_trees import start
 from course.tasks import MODULES, find_task, tasks_of, tasks_until
 from course.verdict import Verdict, judge
-from course.workplace import Ending, Workplace, assemble
+from course.workplace import Ending, Workplace
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.slow
@@ -651,7 +653,7 @@ def test_a_failed_task_takes_no_points_from_one_that_builds_on_it(
     monkeypatch.setattr(course_grader, "expected_tests", lambda *args: None)
     monkeypatch.setattr(course_grader, "_grade_all", lambda *args: (r for r in results))
     start(0, tmp_path / "zero")
-    course_grader.grade(tmp_path / "zero", course_grader.Options(tuple(own)))
+    course_grader.grade(tmp_path / "zero", Options(tuple(own)))
     assert [result.points for result in results] == [5, 10]
     assert results[1].message.endswith("(it builds on 0.3, which has not passed)")
     assert find_task("3.2").needs == ("3.1",)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from course import grader as course_grader
+from course.assembly import assemble
 from course.command import main
 from course.grader import Expected
 from course.markers import (
@@ -28,7 +29,7 @@ from course.markers import (
 from course.starter_trees import left_behind, start
 from course.tasks import MODULES, TASKS, tasks_of
 from course.tree_files import tree_texts, with_holes
-from course.workplace import Workplace, assemble
+from course.workplace import Workplace
 
 from ...support import rooms
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from course.copies import copies
-from course.grader import Session, grade
+from course.expected import Session
+from course.grader import grade
 from course.markers import CourseError
 from course.options import Options
 from course.report import refuse_unwritable, replace_file

@@ -9,135 +9,26 @@ drawn arguments, see ``probing``, and the text of its kernels, see ``kernel_text
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from course.assembly import assemble
+from course.expected import Expected, Session, arguments, device_of, lacks_gpu
 from course.kernel_text import faults
 from course.markers import ROOT, CourseError
 from course.options import Options
 from course.report import HEAD, finish, refuse_unwritable, row_of
 from course.scratch import scratch_folder
-from course.starter_trees import module_of, write_tree
+from course.starter_trees import module_of
 from course.tasks import Task, expression
 from course.verdict import Verdict, judge, result_of
-from course.workplace import Workplace
-
-
-class Expected(NamedTuple):
-    """What the course has.
-
-    Attributes:
-        tests: Task → the tests that decide.
-        no_gpu: Why there is no GPU, or None.
-        seeds: Task → the secret seed of its probes.
-        values: Task → what the course's solution computes from it.
-    """
-
-    tests: dict[str, list[str]]
-    no_gpu: str | None
-    seeds: dict[str, int]
-    values: dict[str, dict[str, Any]]
-
-
-def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
-    """Return what the course has for some tasks.
-
-    A solved tree of their module is asked, which needs only the packages that a student has.
-
-    Raises:
-        CourseError: If the course's own tests cannot be read.
-    """
-    write_tree(max(task.module for task in tasks), place.solved, lambda region: None)
-    seeds = {task.id: secrets.randbits(62) for task in tasks}
-    expected = Expected({}, None, seeds, {})
-    for device, emulated in sorted({_how(task, place) for task in tasks}):
-        own = [task for task in tasks if _how(task, place) == (device, emulated)]
-        files = {file for task in own for file in task.tests}
-        own_seeds = {task.id: seeds[task.id] for task in own}
-        (found, *values) = _collected(place, files, own_seeds, emulated)
-        expected = expected._replace(no_gpu=expected.no_gpu or found["no_gpu"])
-        expected.values.update((record["task"], record["values"]) for record in values)
-        marks = {test: set(its) for test, its in found["tests"].items()}
-        keep = {"emulated"} if emulated else set()
-        drop = {"cuda"} if emulated or not device else set()
-        for task in own:
-            found = [
-                test
-                for test, its in marks.items()
-                if test.split("::")[0] in task.tests
-                and {task.mark} | keep <= its
-                and not drop & its
-            ]
-            # What fails first is shown in full.
-            found.sort(key=lambda test: task.tests.index(test.split("::")[0]))
-            expected.tests[task.id] = found
-    for task in tasks:
-        if not expected.tests[task.id]:
-            raise CourseError(f"the course has no test with mark {task.mark}")
-        values = expected.values.get(task.id) or {"any call": None}
-        missing = [name for name, value in values.items() if value is None]
-        if missing and not _lacks_gpu(place, task, expected):
-            raise CourseError(
-                f"the course's own solution of task {task.id} gives no value of "
-                f"{', '.join(missing)}; run its tests"
-            )
-    return expected
-
-
-def _lacks_gpu(place: Workplace, task: Task, expected: Expected) -> bool:
-    return task.emulated and not task.runs_emulated(place.gpu) and expected.no_gpu is not None
-
-
-def _how(task: Task, place: Workplace) -> tuple[bool, bool]:
-    return task.emulated, task.runs_emulated(place.gpu)
-
-
-def _collected(
-    place: Workplace, files: set[str], seeds: dict[str, int], emulated: bool
-) -> list[dict[str, Any]]:
-    """Return the course's tests in some files with their marks, and then the values of probes."""
-    arguments = _arguments(place.solved, sorted(files), "")
-    job = {"trusted": True, "tree": str(place.solved), "arguments": arguments, "seeds": seeds}
-    records, end = place.run(job, emulated, 180.0)
-    if not records or records[0]["code"] != 0:
-        if missing := _missing():
-            raise CourseError(missing)
-        raise CourseError(
-            f"the course's own tests cannot be collected (exit code {end.code}); run 'python "
-            f"-m pytest --collect-only {' '.join(sorted(files))}' in {ROOT} and see why"
-        )
-    return records
-
-
-def _missing() -> str:
-    """Return which packages of the grader are missing, and the command that installs them."""
-    names = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
-    if not names:
-        return ""
-    return (
-        f"the grader needs {' and '.join(names)}, which {sys.executable} lacks; in {ROOT} run\n"
-        f'  {sys.executable} -m pip install -e ".[course]"'
-    )
-
-
-def _arguments(tree: Path, files: list[str], chosen: str) -> list[str]:
-    """Return pytest's arguments; what the tree's own settings say of them does not count."""
-    settings = ["--rootdir", str(tree), "-c", str(tree / "pyproject.toml"), "-o", "addopts="]
-    select = ["-m", chosen] if chosen else []
-    return [*settings, "-p", "no:cacheprovider", "--tb=line", "--strict-markers", *select, *files]
+from course.workplace import Ending, Workplace
 
 
 def grade_task(place: Workplace, task: Task, expected: Expected) -> Verdict:
@@ -148,93 +39,86 @@ def grade_task(place: Workplace, task: Task, expected: Expected) -> Verdict:
         task: What to grade.
         expected: Of the course.
     """
-    if _lacks_gpu(place, task, expected):
+    if lacks_gpu(place, task, expected):
         return result_of(task, f"needs a GPU: {expected.no_gpu}", status="blocked")
+    return _judged(task, _run(place, task, expected.seeds[task.id]), expected)
+
+
+class _Run(NamedTuple):
+    """What the process of a submission has reported, and what the text of each function lacks."""
+
+    records: list[Any]
+    end: Ending
+    lacking: dict[str, str]
+    seconds: float
+
+
+def _run(place: Workplace, task: Task, seed: int) -> _Run:
+    """Run the tests and the probes of one task, confined."""
     operators = place.tree / "minitorch" / "operators.py"
     theirs, lacking = operators.read_bytes(), faults(place.tree, task.id)
     if task.own_tests:  # they are judged by whether they tell right code from wrong, the course's
         shutil.copyfile(ROOT / "minitorch" / "operators.py", operators)
     job = {
-        "trusted": False, "tree": str(place.tree), "seeds": {task.id: expected.seeds[task.id]},
+        "trusted": False, "tree": str(place.tree), "seeds": {task.id: seed},
         "memory_mb": task.memory_mb, "seconds": task.seconds,
-        "arguments": _arguments(place.tree, [*task.tests], expression(task, place.gpu)),
+        "arguments": arguments(place.tree, [*task.tests], expression(task, place.gpu)),
     }  # fmt: skip
     begin = time.perf_counter()
     records, end = place.run(job, task.runs_emulated(place.gpu), task.seconds)
     operators.write_bytes(theirs)
+    return _Run(records, end, lacking, round(time.perf_counter() - begin, 2))
+
+
+def _judged(task: Task, run: _Run, expected: Expected) -> Verdict:
     tests, values = expected.tests[task.id], expected.values[task.id]
     try:
-        result = judge(task, tests, values, lacking, records, end)
+        result = judge(task, tests, values, run.lacking, run.records, run.end)
     except (AttributeError, KeyError, TypeError, ValueError):
         text = "the process has written a report that makes no sense"
-        result = result_of(task, text, tests=len(tests), refused=[*end.refused])
-    result.seconds = round(time.perf_counter() - begin, 2)
+        result = result_of(task, text, tests=len(tests), refused=[*run.end.refused])
+    result.seconds = run.seconds
     return result
 
 
 def _grade_all(
-    places: list[Workplace], tasks: list[Task], expected: Expected
+    places: list[Workplace], tasks: list[Task], session: Session
 ) -> Generator[Verdict, None, None]:
-    """Yield the result of each task, in order; each is graded in a place that is free."""
+    """Yield the result of each task, in order; each is graded in a place that is free.
+
+    What the course expects is computed meanwhile, of tasks without kernels first.
+    """
     free: SimpleQueue[Workplace] = SimpleQueue()
     for place in places:
         free.put(place)
 
+    kinds = {task.id: device_of(task, places[0]) for task in tasks}
+    ahead, pool = ThreadPoolExecutor(1), ThreadPoolExecutor(len(places))
+    expected = {
+        kind: ahead.submit(
+            session.expected, [task for task in tasks if kinds[task.id] == kind], places[0].gpu
+        )
+        for kind in sorted({*kinds.values()})
+    }
+
     def in_free_place(task: Task) -> Verdict:
         place = free.get()
         try:
-            return grade_task(place, task, expected)
+            found = expected[kinds[task.id]]
+            if place.gpu:  # if there is one
+                return grade_task(place, task, found.result())
+            return _judged(task, _run(place, task, session.seeds[task.id]), found.result())
         finally:
             free.put(place)
 
-    pool = ThreadPoolExecutor(len(places))
     try:
         yield from pool.map(in_free_place, tasks)
-    finally:  # after an interrupt too
-        pool.shutdown(wait=False, cancel_futures=True)
-        for place in places:
-            place.close()
-        pool.shutdown()
-
-
-@dataclass
-class Session:
-    """Gradings in one folder, one after the other or at the same time.
-
-    What the course expects of some tasks is computed once, with one secret seed for each task.
-
-    Attributes:
-        folder: For all files of the gradings.
-        closed: Whether it was interrupted; a grading then ends without a result.
-    """
-
-    folder: Path
-    closed: bool = False
-    _expected: dict[tuple[str, ...], Expected] = field(default_factory=dict)
-    _places: list[Workplace] = field(default_factory=list)
-    _lock: threading.RLock = field(default_factory=threading.RLock)
-
-    def place(self, gpu: bool) -> Workplace:
-        """Return an empty place."""
-        with self._lock:
-            folder = Path(tempfile.mkdtemp(dir=self.folder))
-            self._places.append(place := Workplace(folder, gpu))
-            place.closed = self.closed
-            return place
-
-    def expected(self, tasks: list[Task], gpu: bool) -> Expected:
-        """Return what the course has for some tasks."""
-        with self._lock:
-            key = tuple(task.id for task in tasks)
-            if key not in self._expected:
-                self._expected[key] = expected_tests(self.place(gpu), tasks)
-            return self._expected[key]
-
-    def close(self) -> None:
-        """End what runs, and start nothing more."""
-        self.closed = True
-        for place in self._places:
-            place.close()
+    except BaseException:  # an interrupt too
+        session.close()
+        raise
+    finally:
+        for each in (ahead, pool):
+            each.shutdown(cancel_futures=True)
 
 
 def _print(text: str) -> None:
@@ -279,9 +163,8 @@ def grade(
     ]
     for place in places:
         assemble(submission, place.tree, last)
-    expected = session.expected(tasks, gpu)
     say(HEAD)
-    with closing(_grade_all(places, tasks, expected)) as graded:
+    with closing(_grade_all(places, tasks, session)) as graded:
         for task, result in zip(tasks, graded, strict=True):
             open_ = [r.task for r in results if r.task in task.needs and r.status != "passed"]
             if open_ and result.status == "failed":
@@ -289,6 +172,8 @@ def grade(
                 result.points = result.outside  # tests call what it builds on too
             results.append(result)
             say(row_of(result))
+    for place in places:  # a folder may have many submissions
+        shutil.rmtree(place.tree.parent, ignore_errors=True)
     if session.closed:
         raise CourseError("interrupted")
     return finish(results, json_file, say)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from course.grader import Expected, expected_tests
+from course.expected import Expected, expected_tests
 from course.tasks import TASKS
 from course.workplace import Workplace
 

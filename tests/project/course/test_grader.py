@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from course import expected as course_expected
 from course import grader as course_grader
 from course import workplace as course_workplace
 from course.assembly import assemble
 from course.command import main
 from course.confine import has_bubblewrap, landlock_version
-from course.grader import Expected, grade_task
+from course.expected import Expected, arguments
+from course.grader import grade_task
 from course.kernel_text import KERNELS, fault_of, faults
 from course.markers import fill, read_bodies, replaced
 from course.options import Options
@@ -234,7 +236,7 @@ def test_a_solution_gets_all_points_outside_of_its_process_and_an_empty_tree_non
         job = {
             "trusted": False, "tree": str(place.tree), "memory_mb": 4096, "seconds": 300,
             "seeds": {task.id: expected.seeds[task.id] for task in tasks},
-            "arguments": course_grader._arguments(place.tree, ["--collect-only"], ""),
+            "arguments": arguments(place.tree, ["--collect-only"], ""),
         }  # fmt: skip
         records, end = place.run(job, emulated, 300.0)
         for task in tasks:
@@ -439,13 +441,13 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     student: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Workplace, "run", lambda *args: ([], Ending(1, False)))
-    monkeypatch.setattr(course_grader, "find_spec", lambda name: None)
+    monkeypatch.setattr(course_expected, "find_spec", lambda name: None)
     assert main(["grade", str(student), "--task", "0.4"]) == 2
     error = capsys.readouterr().err
     assert f"the grader needs pytest and hypothesis, which {sys.executable} lacks" in error
     assert f'{sys.executable} -m pip install -e ".[course]"' in error
     monkeypatch.undo()
-    assert course_grader._missing() == ""
+    assert course_expected.missing() == ""
 
 
 def test_a_killed_grader_leaves_no_folder(student: Path, tmp_path: Path) -> None:
@@ -650,7 +652,6 @@ def test_a_failed_task_takes_no_points_from_one_that_builds_on_it(
     """A wrong map fails the tests of the product, but not the calls of its loop."""
     own = [find_task("0.3"), replace(find_task("0.4"), needs=("0.3",))]
     results = [Verdict(task.id, "", "", points=5, possible=10, outside=10) for task in own]
-    monkeypatch.setattr(course_grader, "expected_tests", lambda *args: None)
     monkeypatch.setattr(course_grader, "_grade_all", lambda *args: (r for r in results))
     start(0, tmp_path / "zero")
     course_grader.grade(tmp_path / "zero", Options(tuple(own)))

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from course.grader import Expected, grade_task
+from course.expected import Expected
+from course.grader import grade_task
 from course.kernel_text import faults
 from course.markers import Region, read_text, replaced
 from course.starter_trees import write_tree
@@ -17,7 +18,7 @@ from course.tasks import Task, find_task
 from course.verdict import Verdict, judge
 from course.workplace import Ending, Workplace
 
-from .mutants import MUTANTS, POINTLESS
+from .mutants import MUTANTS, WITHOUT_CORE
 
 pytestmark = pytest.mark.slow
 
@@ -45,8 +46,8 @@ def judged_by_text(task: Task, expected: Expected, lacking: dict[str, str]) -> V
 
 @pytest.mark.parametrize(
     ("task", "file", "right", "wrong", "sentence"),
-    MUTANTS + POINTLESS,
-    ids=[f"{m[0]}-{m[3]}" for m in MUTANTS + POINTLESS],
+    MUTANTS + WITHOUT_CORE,
+    ids=[f"{m[0]}-{m[3]}" for m in MUTANTS + WITHOUT_CORE],
 )
 def test_a_common_mistake_earns_its_sentence(
     task: str, file: str, right: str, wrong: str, sentence: str,
@@ -76,7 +77,7 @@ def test_a_common_mistake_earns_its_sentence(
         (place.tree / file).write_text(before, encoding="utf-8")
     most = (
         chosen.points // 2
-        if (task, file, right, wrong, sentence) in POINTLESS
+        if (task, file, right, wrong, sentence) in WITHOUT_CORE
         else chosen.points - 1
     )
     assert result.status == "failed" and result.points <= most

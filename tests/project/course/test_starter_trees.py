@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from course import grader as course_grader
 from course.assembly import assemble
 from course.command import main
-from course.grader import Expected
+from course.expected import Expected, arguments
 from course.markers import (
     CourseError,
     Key,
@@ -121,7 +120,7 @@ def outcomes(place: Workplace, emulated: bool, tests: list[str]) -> dict[str, st
     """Run tests in a tree, all on the emulated GPU or none: test → its error, or ''."""
     job = {
         "trusted": False, "tree": str(place.tree), "memory_mb": 4096, "seconds": 300, "seeds": {},
-        "arguments": course_grader._arguments(place.tree, tests, ""),
+        "arguments": arguments(place.tree, tests, ""),
     }  # fmt: skip
     records, end = place.run(job, emulated, 300.0)
     assert any("finished" in record for record in records), (tests[0], end, records[-3:])

@@ -345,6 +345,6 @@ def _of_option(
         return gradient
     if name == "mask":
         target.mask_gradient(*taken, own_mask(memory, problem, gradient)[0])
-        return memory.laid_as(memory.convert(gradient, problem.dtype), array)
+        return memory.laid_as(memory.convert(gradient, array.dtype), array)
     target.mask_gradient(*taken, view_of(memory, problem, name, gradient))
     return memory.sum_to(gradient, shape)

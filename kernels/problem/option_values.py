@@ -10,7 +10,7 @@ import numpy as np
 
 from kernels.common.arguments import not_negative, number, short, whole
 from kernels.problem.shapes import check_array
-from kernels.runtime.dtypes import is_floating
+from kernels.runtime.dtypes import acc_dtype, is_floating
 from kernels.sparsity.block_mask import BlockMask
 
 #: Seeds are unsigned numbers of 64 bits.
@@ -46,9 +46,10 @@ def check_mask(mask: Any, given: Given) -> str:
             "attn_mask must be boolean (True keeps) or floating (added to the scores), got "
             f"{mask.dtype}; integers are ambiguous: write mask != 0"
         )
-    if is_float and mask.dtype != dtype:
+    if is_float and np.dtype(mask.dtype) not in (dtype, acc_dtype(dtype)):
+        wider = "" if dtype == acc_dtype(dtype) else f" or {acc_dtype(dtype)}"
         raise TypeError(
-            f"a floating attn_mask must have the dtype of q, {dtype}, got {mask.dtype}; convert it"
+            f"a floating attn_mask must have the dtype of q, {dtype}{wider}, got {mask.dtype}; convert it"
         )
     try:
         fits = np.broadcast_shapes(tuple(mask.shape), scores_shape) == scores_shape

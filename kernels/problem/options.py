@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
+from functools import cache
 from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
 import numpy as np
@@ -103,8 +104,9 @@ class Options(TypedDict, total=False):
     """Options of one attention call, all of which have defaults."""
 
     attn_mask: Annotated[Any, Option(
-        "A boolean mask (True keeps), or an additive mask of the dtype of q; it broadcasts to (…, heads, "
-        "seq_q, seq_k) and may have any strides.  Must be None for packed sequences.",
+        "A boolean mask (True keeps), or an additive mask of the dtype of q, or of float32 where q has 16 "
+        "bits; it broadcasts to (…, heads, seq_q, seq_k) and may have any strides.  Must be None for "
+        "packed sequences.",
         ARRAY, None, values.check_mask, "mask", has_gradient=True, schema="Tensor?", by_position=True,
         is_packed=False, in_2022=True)]
     dropout_p: Annotated[float, Option(
@@ -225,6 +227,7 @@ def field_of(name: str) -> str:
     return OPTIONS[name].field or name
 
 
+@cache
 def text_of(name: str) -> list[str]:
     """Return the lines that describe an option in a docstring."""
     return textwrap.wrap(

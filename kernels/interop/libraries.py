@@ -24,8 +24,8 @@ NO_FORWARD_MODE = (
     "call scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
 )
 NO_NESTED = (
-    "attention does not take nested tensors; pad them with torch.nested.to_padded_tensor and pass an "
-    "attn_mask, or call kernels.flash_attention_varlen_forward on packed tensors"
+    "kernels do not take nested tensors; pad them with torch.nested.to_padded_tensor and pass an "
+    "attn_mask, or call kernels.interop.torch.flash_attention on tensors of the layout torch.jagged"
 )
 
 

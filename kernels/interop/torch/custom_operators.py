@@ -21,6 +21,7 @@ from kernels.interop.torch.eager import (
     eager_attention,
     wanted_of,
 )
+from kernels.interop.torch.edges import rows_of
 from kernels.interop.torch.second_order import in_loop, with_arrays
 from kernels.launch import Wanted
 from kernels.problem.options import ARRAY_ORDER, DEFAULTS, OPTIONS, WITH_GRADIENT, field_of
@@ -42,6 +43,12 @@ _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 #: CUDA graphs of torch.compile leave the operators out: the kernels run on the legacy default stream.
 _TAGS = [getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)]
 _OPERATOR: Any = {"mutates_args": (), **({"tags": _TAGS} if _TAGS else {})}
+
+
+def _is_constant(function: Any) -> Any:
+    """Mark a function as ``torch.compiler.assume_constant_result`` does, which imports the compiler."""
+    function._dynamo_marked_constant = True
+    return function
 
 
 def is_traced(tensors: tuple[Any, ...]) -> bool:
@@ -100,7 +107,7 @@ def compiled_attention(
     return _forward(*arrays, drawn, *numbers, others)
 
 
-@torch.compiler.assume_constant_result
+@_is_constant
 def _is_differentiated() -> bool:
     """Tell whether torch.func differentiates the call, which PyTorch does not support for operators."""
     functorch = torch._C._functorch
@@ -147,7 +154,7 @@ def _guard(value: Any) -> None:
         id(value)
 
 
-@torch.compiler.assume_constant_result
+@_is_constant
 def _captures_constants(function: FunctionType) -> bool:
     """Tell whether a function of compiled code captures only values that torch.compile has guarded."""
     stack = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -161,7 +168,7 @@ def _captures_constants(function: FunctionType) -> bool:
     return True
 
 
-@torch.compiler.assume_constant_result
+@_is_constant
 def _number(*parts: Any) -> int:
     """Return the number of a set of options, which is kept from now on; four parts for each option."""
     if parts not in _KNOWN:
@@ -242,9 +249,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor
     count = len(ARRAY_ORDER)
     options = _options(*others[:count], 0, *others[count + 1 :])
     _check(q, k, v, options)
-    until = -3 if options.get("enable_gqa") else -2
-    batch = torch.broadcast_shapes(q.shape[:until], k.shape[:until], v.shape[:until])
-    rows = *batch, *q.shape[until:-1]
+    rows = rows_of(q, k, v, options)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse, rest = (q.new_empty(rows, dtype=dtype) for _ in range(2))
     return _like(q, (*rows, v.shape[-1]), q.dtype), lse, rest

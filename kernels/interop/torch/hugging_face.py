@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import warnings
 from functools import cache, wraps
 from typing import Any
 
@@ -168,7 +169,7 @@ def attention(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention in a layer of a model, as the attention interface of transformers asks for it.
 
@@ -185,6 +186,12 @@ def attention(
     Raises:
         ValueError: If the batch of packed sequences is not 1, or the lengths do not add up.
     """
+    if others.get("output_attentions"):
+        warnings.warn(
+            f"attn_implementation={NAME!r} never holds the probabilities that output_attentions=True asks "
+            'for, and returns None for them; load the model with attn_implementation="eager"',
+            stacklevel=2,
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(attention_mask is None and causal)
     if position_bias is not None:

@@ -6,10 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from kernels.cuda.attention.options.packed_tiles import sequences_of_call
 from kernels.interop.torch.custom_operators import compiled_attention, draw_seed, is_traced
 from kernels.interop.torch.eager import eager_attention
+from kernels.interop.torch.edges import (
+    as_kernels_take,
+    cut,
+    is_empty,
+    operands_of,
+    rows_of,
+    without_empty,
+)
+from kernels.interop.torch.flex_masks import block_mask_from_flex
+from kernels.interop.torch.second_order import without_dynamo
 from kernels.problem.options import ARRAY_ORDER, WITH_GRADIENT, Options
 from kernels.problem.packed_problem import PackedMaker, check_packed
 from kernels.problem.question import problem_of
@@ -20,7 +31,15 @@ _OPERANDS = ("q", "k", "v", *ARRAY_ORDER)
 
 @takes_attention_options
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *args: Any, deterministic: bool | None = None, **options: Any
+    q: Any = None,
+    k: Any = None,
+    v: Any = None,
+    *args: Any,
+    deterministic: bool | None = None,
+    query: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    **options: Any,
 ) -> Any:
     """Compute attention on PyTorch tensors, with support for autograd and ``torch.compile``.
 
@@ -40,6 +59,9 @@ def flash_attention(
             ``torch.manual_seed`` determines it.
         deterministic: Make gradients bitwise reproducible; None follows
             ``torch.are_deterministic_algorithms_enabled()``.
+        query: PyTorch's name of q.
+        key: PyTorch's name of k.
+        value: PyTorch's name of v.
         options: Options by name.  An additive ``attn_mask`` and sinks receive gradients if they
             require them.
 
@@ -51,10 +73,16 @@ def flash_attention(
         TypeError: If an operand is not a tensor, dtypes differ, or an option has the wrong type.
         ValueError: If tensors are on different devices, or a shape or a value is invalid.
     """
-    return _attend((q, k, v), by_name("flash_attention", args, options), deterministic)
+    operands = operands_of((q, k, v), (query, key, value))
+    if has_torch_function(operands) and not all(isinstance(x, Tensor) for x in operands):
+        given = {**options, "deterministic": deterministic}
+        return handle_torch_function(flash_attention, operands, *operands, *args, **given)
+    own = by_name("flash_attention", args, options)
+    if any(getattr(x, "layout", None) is torch.jagged for x in operands):
+        return without_dynamo(_attend_nested, operands, own, deterministic)
+    return _attend(operands, own, deterministic)
 
 
-@torch.compiler.disable
 @takes_attention_options
 def flash_attention_varlen(
     q: Tensor,
@@ -94,15 +122,47 @@ def flash_attention_varlen(
         TypeError: If an operand is not a tensor, dtypes differ, or an option has the wrong type.
         ValueError: If tensors are on different devices, or a shape or a value is invalid.
     """
-    for name, operand in zip("qkv", (q, k, v), strict=True):
-        check_packed(name, operand)
     own = by_name("flash_attention_varlen", args, options)
-    sums = [x.cpu() if isinstance(x, Tensor) else x for x in (cu_seqlens_q, cu_seqlens_k)]
-    operands = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-    found = _attend(operands, own, deterministic, PackedMaker(*sums, sequences_of_call))
+    return without_dynamo(
+        _attend_packed, (q, k, v), (cu_seqlens_q, cu_seqlens_k), own, deterministic
+    )
+
+
+def _attend_packed(packed: Any, sums: Any, own: Options, deterministic: bool | None) -> Any:
+    for name, operand in zip("qkv", packed, strict=True):
+        check_packed(name, operand)
+    on_host = [x.cpu() if isinstance(x, Tensor) else x for x in sums]
+    operands = tuple([x.transpose(0, 1) for x in packed])
+    found = _attend(operands, own, deterministic, PackedMaker(*on_host, sequences_of_call))
     if own.get("return_lse"):
         return found[0].transpose(0, 1), found[1]
     return found.transpose(0, 1)
+
+
+def _attend_nested(nested: Any, own: Options, deterministic: bool | None) -> Any:
+    """Compute attention of jagged tensors (batch, heads, ragged seq, dim), which are packed sequences."""
+    for name, x in zip("qkv", nested, strict=True):
+        if getattr(x, "layout", None) is not torch.jagged or x.ndim != 4 or x._ragged_idx != 2:
+            raise TypeError(
+                "of nested tensors, attention takes q, k and v of (batch, heads, ragged seq, dim) in the "
+                f"layout torch.jagged, got {name} of {tuple(getattr(x, 'shape', ()))}; transpose a tensor "
+                "of (batch, ragged seq, heads, dim) by x.transpose(1, 2)"
+            )
+        if x.lengths() is not None:
+            raise ValueError(f"{name} is a jagged tensor with holes; call x.contiguous() first")
+    ends_q, ends_k, ends_v = (x.offsets() for x in nested)
+    if not torch.equal(ends_k, ends_v):
+        raise ValueError(
+            "k and v must have the same lengths; pass jagged tensors with equal offsets()"
+        )
+    packed = tuple([x.transpose(1, 2).values() for x in nested])  # (total, heads, dim)
+    found = _attend_packed(packed, (ends_q, ends_k), own, deterministic)
+    out, *lse = found if own.get("return_lse") else (found,)
+    results = [
+        torch.nested.nested_tensor_from_jagged(x, ends_q).transpose(1, 2)
+        for x in (out, *[x.T for x in lse])
+    ]
+    return tuple(results) if lse else results[0]
 
 
 def _attend(
@@ -119,6 +179,13 @@ def _attend(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options["deterministic"] = deterministic
+    if hasattr(options.get("block_mask"), "kv_num_blocks"):  # of FlexAttention
+        options["block_mask"] = without_dynamo(block_mask_from_flex, options["block_mask"])
+    arrays = as_kernels_take(arrays, options)
+    rows: Any = None
+    if make is problem_of and is_empty(*arrays[:3]):
+        rows, dim = rows_of(*arrays[:3], options), arrays[2].shape[-1]
+        arrays = without_empty(arrays)
     if kind == "meta" or is_traced(arrays):
         if make is not problem_of:
             raise NotImplementedError(
@@ -134,6 +201,8 @@ def _attend(
                 seed = drawn if torch._C._are_functorch_transforms_active() else int(drawn)
             options["seed"] = seed
         out, lse, _ = eager_attention(*arrays, options, make)
+    if rows is not None:
+        out, lse = cut((out, lse), rows, dim)
     return (out, lse) if return_lse else out
 
 

@@ -25,9 +25,14 @@ _TABLE = ARRAY_ORDER.index("score_table") - len(ARRAY_ORDER)
 _FIRST, _SECOND = Wanted(tangent=True), Wanted(True, tangent=True)
 
 
-@torch.compiler.disable
 def without_dynamo(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function that torch.compile shall not trace, which it tries to within torch.func."""
+    return _untraced(function, *args) if torch.compiler.is_compiling() else function(*args)
+
+
+# Unlike torch.compiler.disable, this imports the compiler, which takes seconds, only when it is called.
+@torch._disable_dynamo
+def _untraced(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 

@@ -258,3 +258,10 @@ def test_a_bias_adds_to_the_scores_beside_a_mask() -> None:
     for mask in (seen, hidden):
         out, _ = attention(torch.nn.Module(), query, key, value, mask, position_bias=bias)
         torch.testing.assert_close(out, expected)
+
+
+def test_probabilities_that_are_asked_for_are_missing_with_a_warning() -> None:
+    x = torch.zeros(1, 2, 3, 4)
+    with pytest.warns(UserWarning, match='output_attentions=True.*"eager"'):
+        _, probabilities = attention(torch.nn.Module(), x, x, x, None, output_attentions=True)
+    assert probabilities is None

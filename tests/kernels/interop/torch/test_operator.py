@@ -285,14 +285,17 @@ def test_tensors_without_memory_are_checked_as_others_are(fake: bool) -> None:
             attend(*shapes, **options)
 
 
-def test_nested_tensors_are_refused_in_words() -> None:
+def test_nested_tensors_that_are_no_packed_sequences_are_refused_in_words() -> None:
     strided = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 5, 4)])
     parts = [torch.randn(n, 2, 4) for n in (3, 5)]
     jagged = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
-    for nested in (strided, jagged):
-        for attend in (flash_attention, kernels.flash_attention_forward):
-            with pytest.raises(TypeError, match="nested tensors; pad them"):
-                attend(nested, nested, nested)
+    for nested, attend in (
+        (strided, flash_attention),
+        (strided, kernels.flash_attention_forward),
+        (jagged, kernels.flash_attention_forward),
+    ):
+        with pytest.raises(TypeError, match="nested tensors; pad them"):
+            attend(nested, nested, nested)
 
 
 def test_forward_mode_is_refused_where_it_would_give_zeros() -> None:

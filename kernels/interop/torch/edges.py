@@ -36,9 +36,9 @@ def as_kernels_take(arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[A
     ``options`` are the others, which change, too.
     """
     q, k, v, mask, *others = arrays
-    if options.get("scale") == 0 and options["scale"] is not False:
+    if _is(options.get("scale"), 0):
         q, options["scale"] = q * 0, 1.0  # all scores are 0, and so are the gradients of q and k
-    if options.get("dropout_p") == 1 and options["dropout_p"] is not True:
+    if _is(options.get("dropout_p"), 1):
         v, options["dropout_p"] = v * 0, 0.0  # nothing is kept
     if options.get("enable_gqa") and min(k.ndim, v.ndim) > 2 and k.shape[-3] != v.shape[-3]:
         heads = lcm(k.shape[-3], v.shape[-3])
@@ -46,6 +46,11 @@ def as_kernels_take(arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[A
     if mask is not None and mask.dtype == torch.float32 and q.dtype == torch.float64:
         mask = mask.double()
     return q, k, v, mask, *others
+
+
+def _is(option: Any, number: int) -> bool:
+    """Tell whether an option is a number; one of a wrong type is left to the checks of the kernels."""
+    return type(option) in (int, float) and option == number
 
 
 def is_empty(q: Tensor, k: Tensor, v: Tensor) -> bool:

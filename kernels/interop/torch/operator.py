@@ -73,13 +73,16 @@ def flash_attention(
         TypeError: If an operand is not a tensor, dtypes differ, or an option has the wrong type.
         ValueError: If tensors are on different devices, or a shape or a value is invalid.
     """
-    operands = operands_of((q, k, v), (query, key, value))
-    if has_torch_function(operands) and not all(isinstance(x, Tensor) for x in operands):
-        given = {**options, "deterministic": deterministic}
-        return handle_torch_function(flash_attention, operands, *operands, *args, **given)
+    operands: Any = q, k, v
+    if not (query is key is value is None):
+        operands = operands_of(operands, (query, key, value))
     own = by_name("flash_attention", args, options)
-    if any(getattr(x, "layout", None) is torch.jagged for x in operands):
-        return without_dynamo(_attend_nested, operands, own, deterministic)
+    if has_torch_function(operands):
+        if not all(isinstance(x, Tensor) for x in operands):  # proxies of torch.fx
+            given = {**own, "deterministic": deterministic}
+            return handle_torch_function(flash_attention, operands, *operands, **given)
+        if any(x.layout is torch.jagged for x in operands):
+            return without_dynamo(_attend_nested, operands, own, deterministic)
     return _attend(operands, own, deterministic)
 
 
@@ -142,10 +145,10 @@ def _attend_packed(packed: Any, sums: Any, own: Options, deterministic: bool | N
 def _attend_nested(nested: Any, own: Options, deterministic: bool | None) -> Any:
     """Compute attention of jagged tensors (batch, heads, ragged seq, dim), which are packed sequences."""
     for name, x in zip("qkv", nested, strict=True):
-        if getattr(x, "layout", None) is not torch.jagged or x.ndim != 4 or x._ragged_idx != 2:
+        if x.layout is not torch.jagged or x.ndim != 4 or x._ragged_idx != 2:
             raise TypeError(
                 "of nested tensors, attention takes q, k and v of (batch, heads, ragged seq, dim) in the "
-                f"layout torch.jagged, got {name} of {tuple(getattr(x, 'shape', ()))}; transpose a tensor "
+                f"layout torch.jagged, got {name} of {tuple(x.shape)}; transpose a tensor "
                 "of (batch, ragged seq, heads, dim) by x.transpose(1, 2)"
             )
         if x.lengths() is not None:

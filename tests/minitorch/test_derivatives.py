@@ -34,6 +34,7 @@ on_cases = pytest.mark.parametrize("case", CASES.values(), ids=[*CASES])
 sizes = st.fixed_dictionaries({name: st.integers(2, 3) for name in "nmk"})
 seeds = st.integers(0, 1 << 32)
 few = settings(max_examples=2)
+NO_FUNCTION: Any = [1.0]
 
 #: Why a function has first derivatives only, or no derivatives.
 FIRST_ONLY = {
@@ -462,9 +463,9 @@ def test_a_write_between_two_orders_is_noticed(create_graph: bool) -> None:
         (lambda x: jvp(Tensor.exp, x, leaf(2)), ValueError, "each primal needs a tangent of its shape"),
         (lambda x: jvp(lambda x: None, x, x), TypeError, "results of the function must be tensors"),
         (lambda x: hessian(Tensor.exp, x), ValueError, "sum the output"),
-        (lambda x: jvp(x, x, x), TypeError, "function must be a function"),
-        (lambda x: hvp(iter([x]), x, x), TypeError, "function must be a function"),
-        (lambda x: hessian(None, x), TypeError, "function must be a function"),
+        (lambda x: jvp(NO_FUNCTION, x, x), TypeError, "function must be a function"),
+        (lambda x: hvp(NO_FUNCTION, x, x), TypeError, "function must be a function"),
+        (lambda x: hessian(NO_FUNCTION, x), TypeError, "function must be a function"),
         (lambda x: x.sum().backward(create_graph=1), TypeError, "create_graph"),
     ],
 )  # fmt: skip

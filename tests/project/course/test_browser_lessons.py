@@ -22,7 +22,7 @@ PACKAGES = ROOT / "build" / "browser"
 class Quiet(SimpleHTTPRequestHandler):
     """A server of plain files that does not write what it serves."""
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         """Write nothing."""
 
 

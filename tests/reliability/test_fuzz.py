@@ -35,7 +35,7 @@ from ..support.fuzzing.buffers import (
 from ..support.fuzzing.draws import DOCUMENTED, NONSENSE, SAYS, Draw, Notes, attempt, draws
 
 #: Draws of each test; MINITORCH_EXAMPLES asks for more.
-SHORT = settings(max_examples=int(os.environ.get("MINITORCH_EXAMPLES", "60")))
+SHORT = settings(max_examples=int(os.environ.get("MINITORCH_EXAMPLES", "25")))
 
 
 @pytest.mark.fuzz

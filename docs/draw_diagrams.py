@@ -11,6 +11,7 @@ import attention_diagrams
 import course_diagrams
 import hardware_diagrams
 import ring_diagram
+import speed_diagram
 from kernel_diagrams import mma_fragments, ping_pong, swizzle
 
 from kernels.common.picture import AMBER, BLUE, GREEN, INK, PALE, RED, Picture
@@ -252,6 +253,7 @@ PICTURES = {
     **hardware_diagrams.PICTURES,
     **attention_diagrams.PICTURES,
     **ring_diagram.PICTURES,
+    **speed_diagram.PICTURES,
 }
 
 

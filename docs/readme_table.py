@@ -58,21 +58,14 @@ def attention(direction: str, name: str, **wanted: Any) -> Callable[[Record], st
     return read
 
 
-def training(kind: str, name: str, **wanted: Any) -> Callable[[Record], str]:
-    """Return a reader of thousands of tokens/s, or of GiB, from the benchmark of training."""
+def training(kind: str, name: str) -> Callable[[Record], str]:
+    """Return a reader of thousands of tokens/s from the benchmark of training."""
 
     def read(record: Record) -> str:
-        row = row_of(record, kind=kind, preset="gpt2-small", context=1024, **wanted)
-        if kind == "memory":
-            return f"{row['peak_bytes'][name] / 2**30:.1f}"
+        row = row_of(record, kind=kind, preset="gpt2-small", context=1024)
         return f"{row['tokens_per_second'][name]['median'] / 1000:.3g}"
 
     return read
-
-
-def memory(name: str) -> Callable[[Record], str]:
-    """Return a reader of GiB from the experiment on memory."""
-    return lambda record: f"{row_of(record, length=16384)[name]['training'] / 2**30:.1f}"
 
 
 def host(figure: str, call: str, key: str) -> Callable[[Record], str]:
@@ -91,48 +84,22 @@ def lines_of_table() -> list[Line]:
     torch, steps = "nvidia-h200/against_torch.json", "nvidia-h200/bench_training.json"
     cpu = "cpu-2-cores/bench_cpu.json"
     half = {"group": "dense", "dtype": "bfloat16", "head_dim": 128}
-    single = {"group": "float32", "head_dim": 64}
     bench = "project/measure.py against_torch"
-    train = "project/measure.py bench_training"
-    found = [
-        Line("H200: bfloat16 attention, forward", attention("forward", "flash3_wgmma", **half),
+    call, host_bench = "8 x 2048 x 64, causal", "project/measure.py bench_cpu"
+    return [
+        Line("H200: attention, bfloat16, forward", attention("forward", "flash3_wgmma", **half),
              attention("forward", "CUDNN", **half), "TFLOP/s", "PyTorch: cuDNN", torch, bench),
-        Line("H200: bfloat16 attention, backward, deterministic",
+        Line("H200: attention, bfloat16, backward, deterministic",
              attention("backward", "flash3_wgmma, deterministic", **half),
              attention("backward", "CUDNN", **half), "TFLOP/s", "PyTorch: cuDNN", torch, bench),
-        Line("H200: float32 attention, forward", attention("forward", "float32", **single),
-             attention("forward", "EFFICIENT", **single), "TFLOP/s", "PyTorch: efficient", torch,
-             bench),
-        Line("H200: float32 attention, backward, `deterministic=False`",
-             attention("backward", "float32", **single),
-             attention("backward", "EFFICIENT", **single), "TFLOP/s", "PyTorch: efficient", torch,
-             bench),
-        Line("H200: training GPT-2 small, bfloat16", training("speed", "ours", precision="bfloat16"),
-             training("speed", "PyTorch", precision="bfloat16"), "k tokens/s", "PyTorch: eager",
-             steps, train),
-        Line("H200: training GPT-2 small, bfloat16, compared with a compiled step",
+        Line("H200: training GPT-2 small, bfloat16, compiled",
              training("compiled", "ours"), training("compiled", "PyTorch, compiled"), "k tokens/s",
-             "PyTorch: `torch.compile`", steps, train),
-        Line("H200: training GPT-2 small, bfloat16, peak memory", training("memory", "ours"),
-             training("memory", "PyTorch"), "GiB", "PyTorch: eager", steps, train),
-        Line("H200: training GPT-2 small, float32", training("speed", "ours", precision="float32"),
-             training("speed", "PyTorch", precision="float32"), "k tokens/s", "PyTorch: eager",
-             steps, train),
-        Line("H200: memory of float32 attention (`flash2`), forward and backward, N = 16,384",
-             memory("flash2"), memory("naive"), "GiB", "this library's `naive`",
-             "nvidia-h200/memory.json", "project/measure.py memory --device cuda"),
+             "PyTorch: `torch.compile`", steps, "project/measure.py bench_training"),
+        Line("2 cores: attention, forward", host("attention forward", call, "ms"),
+             host("attention forward", call, "their_ms"), "ms", "PyTorch", cpu, host_bench),
+        Line("2 cores: a training step of `make train`", host("training step", "a step", "ms"),
+             host("training step", "a step", "their_ms"), "ms", "PyTorch", cpu, host_bench),
     ]  # fmt: skip
-    for what, figure, call in (
-        ("attention, 8 heads, N = 2,048, forward", "attention forward", "8 x 2048 x 64, causal"),
-        ("attention, 8 heads, N = 2,048, backward", "attention backward", "8 x 2048 x 64, causal"),
-        ("a training step of `make train`", "training step", "a step"),
-        ("decoding one token, with 1,024 in the cache", "decode a token", "a token"),
-    ):
-        found.append(
-            Line(f"2 cores: {what}", host(figure, call, "ms"), host(figure, call, "their_ms"),
-                 "ms", "PyTorch", cpu, "project/measure.py bench_cpu")
-        )  # fmt: skip
-    return found
 
 
 def table() -> str:

@@ -59,7 +59,7 @@ function show(task) {
 
 function editor(body) {
   const before = document.createElement("pre");
-  before.textContent = body.before;
+  before.textContent = `# ${body.key[0]}: ${body.key[2]}\n${body.before}`;
   const text = document.createElement("textarea");
   text.spellcheck = false;
   text.ariaLabel = body.key[2];

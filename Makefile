@@ -1,5 +1,5 @@
 # make train [TEXT=file.txt]   train a small GPT with flash_attention, on the CPU, in under three minutes
-# make quick [BASE=HEAD]       lint, types and the tests of the rooms that a change touches, in about a minute
+# make quick [BASE=HEAD]       lint, types and the tests of the packages that a change touches, in about a minute
 # make test [ONLY=cpu]         the tests, five minutes on two cores; or one part: cpu, emulated, slow, which are the tests
 #                              that train, grade or start processes for seconds, left out otherwise, or torch, which
 #                              are those with PyTorch and the models of Hugging Face

@@ -30,7 +30,7 @@ class Room(NamedTuple):
 def declared() -> list[Room]:
     """Return the rooms, the highest first."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    table = text.split("| room |")[1].split("\n\n")[0]
+    table = text.split("| package |")[1].split("\n\n")[0]
     rows = re.findall(r"^\| `([\w/]+)` \|([^|]*)\|", table, re.MULTILINE)
     return [
         Room(folder, tuple(re.findall(r"`([\w*]+)`", modules)), len(rows) - 1 - i)

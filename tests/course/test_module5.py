@@ -490,12 +490,14 @@ def test_bits_of_dropout_have_their_rate_and_depend_on_every_coordinate() -> Non
     for axis in range(3):
         assert not np.array_equal(grid, np.roll(grid, 1, axis=axis)), f"axis {axis}"
     # The words of a counter serve eight columns, each its own half.
+    halves = []
     for col in range(16):
         words = PHILOX.attention_words(5, 1, 3, col // 8)
-        half = words[col % 8 // 2] >> 16 * (col % 2) & 0xFFFF
-        assert bool(PHILOX.keep(5, 1, 3, col, threshold)) == (half >= threshold), (
+        halves.append(words[col % 8 // 2] >> 16 * (col % 2) & 0xFFFF)
+        assert bool(PHILOX.keep(5, 1, 3, col, threshold)) == (halves[col] >= threshold), (
             f"column {col} has the {'high' if col % 2 else 'low'} half of word {col % 8 // 2}"
         )
+    for col, half in enumerate(halves):
         assert PHILOX.keep(5, 1, 3, col, half), "a half word that equals the threshold is kept: >="
 
 

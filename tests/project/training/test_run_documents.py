@@ -52,8 +52,10 @@ def test_who_reads_more_knows_more(finished: Path) -> None:
     short, long = record["rows"]
     assert record["labels"] == ["cats", "dogs"]
     assert (short["context"], long["context"], short["cut"], long["cut"]) == (4, 16, 1.0, 0.0)
-    # How training rounds differs from one processor to the next: one document in 15 may be missed.
-    assert short["micro_f1"] == record["without_reading"] < 0.9 < long["micro_f1"]
+    # How training rounds differs from one processor to the next: one document in 15 may be missed, and the
+    # most frequent label may be joined by the other one for all documents.
+    assert short["micro_f1"] == pytest.approx(record["without_reading"], abs=0.02)
+    assert short["micro_f1"] < 0.9 < long["micro_f1"]
     low, high = record["gain_interval"]
     assert low <= record["gain"] <= high
     assert long["peak_bytes"] >= 0 and long["step_ms"] > 0

@@ -117,10 +117,6 @@ def _slope(score: float, batch: int, head: int, row: int, col: int) -> float:
     return 1.5
 
 
-def _bend(score: float, batch: int, head: int, row: int, col: int) -> float:
-    return 0.0
-
-
 def less_logarithm(score: float, batch: int, head: int, row: int, col: int) -> float:
     return score - 0.3 * math.log(1.0 + abs(row - col))
 
@@ -156,7 +152,7 @@ EVERYTHING = {
     if name not in ("mask_mod", "score_mod", "block_mask")
 } | {
     "attn_mask": (SCORES, FLOAT32), "mask_mod": kernels.varying(MASK_MODS[1]),
-    "score_mod": (_score, _slope, _bend), "is_causal": True,
+    "score_mod": (_score, _slope), "is_causal": True,
 }  # fmt: skip
 
 #: Calls whose kernels compile for every generation.

@@ -27,10 +27,6 @@ def _two(score: float, batch: int, head: int, row: int, col: int) -> float:
     return 2.0
 
 
-def _none(score: float, batch: int, head: int, row: int, col: int) -> float:
-    return 0.0
-
-
 #: Options of calls with large queries and keys; a rung need not have them all.
 OPTIONS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "large queries": lambda n, keys: {},
@@ -41,7 +37,7 @@ OPTIONS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "dropout": lambda n, keys: {"dropout_p": 0.25, "seed": 3},
     "softcap": lambda n, keys: {"softcap": LARGE / 4},
     "alibi": lambda n, keys: {"alibi_slopes": np.array([LARGE / 4, -LARGE])},
-    "a score_mod": lambda n, keys: {"score_mod": (_twice, _two, _none)},
+    "a score_mod": lambda n, keys: {"score_mod": (_twice, _two)},
     "sinks": lambda n, keys: {"sink": np.array([4 * LARGE, -LARGE])},
 }
 

@@ -6,6 +6,7 @@ gradient of the backward pass is a tangent of it, since second derivatives are s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,8 +27,12 @@ _FIRST, _SECOND = Wanted(tangent=True), Wanted(True, tangent=True)
 
 
 def without_dynamo(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that torch.compile shall not trace, which it tries to within torch.func."""
-    return _untraced(function, *args) if torch.compiler.is_compiling() else function(*args)
+    """Call a function that torch.compile shall not trace, which it tries to within torch.func.
+
+    It tries to after a break of the graph, too, where ``is_compiling`` is false.
+    """
+    traces = torch.compiler.is_compiling() or "torch._dynamo" in sys.modules
+    return _untraced(function, *args) if traces else function(*args)
 
 
 # Unlike torch.compiler.disable, this imports the compiler, which takes seconds, only when it is called.

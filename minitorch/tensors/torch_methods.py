@@ -147,7 +147,7 @@ class TorchMethods(TensorOperators):
 
         Args:
             min: A number or a tensor, or None for no limit.
-            max: Likewise.
+            max: A number or a tensor, or None for no limit.
 
         Raises:
             ValueError: If both are None.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from kernels.runtime.disk_cache import keep_on_disk
 from kernels.runtime.jit import fingerprint
 from kernels.runtime.numba_patches import version_of
@@ -16,6 +18,7 @@ from kernels.runtime.targets import (
     dynamic_shared_memory_bytes,
     shared_memory_bytes,
 )
+from kernels.runtime.types import types
 
 
 def handle_of(kernel: Any) -> int:
@@ -39,6 +42,25 @@ def allow_shared_memory(kernel: Any, size: int) -> None:
             f"the device refused {size:,} bytes of shared memory ({error}); a block may have {limit:,} "
             "here, so take a smaller tile, or another rung"
         )
+
+
+def wrong_array(expected: tuple[Any, int], given: tuple[Any, int]) -> TypeError:
+    """Return the error of an array whose dtype and number of dimensions a kernel does not take."""
+    return TypeError(
+        f"the kernel takes {expected[0]} of {expected[1]} dimensions, got {given[0]} of {given[1]}; "
+        "convert the array"
+    )
+
+
+def check_arrays(kinds: Any, args: Any) -> None:
+    """Raise :func:`wrong_array` as a compiled kernel would: the emulated GPU runs it with any array."""
+    for kind, arg in zip(kinds, args, strict=True):
+        if isinstance(kind, types.Array):
+            expected, given = (np.dtype(str(kind.dtype)), kind.ndim), (arg.dtype, arg.ndim)
+            if given != expected:
+                raise wrong_array(expected, given)
+        elif isinstance(kind, types.BaseTuple):
+            check_arrays(kind.types, arg)
 
 
 def compile_kernel(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cuda.runtime.compiling import allow_shared_memory, compile_kernel
+from kernels.cuda.runtime.compiling import allow_shared_memory, check_arrays, compile_kernel
 from kernels.cuda.runtime.launcher import Launcher  # beyond module 5
 from kernels.runtime.launch_notes import Launched, thread  # beyond module 5
 from kernels.runtime.numba_patches import compile_in_less_time
@@ -116,6 +116,7 @@ class Kernel:
         self._allow_shared_memory()
 
         def launch(grid: Any, block: Any, *args: Any) -> None:
+            check_arrays(self.signature.args, args)
             self._compiled[grid, block, 0, self.shared_bytes](*args)
 
         return launch

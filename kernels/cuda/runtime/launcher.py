@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cuda.runtime.compiling import handle_of
+from kernels.cuda.runtime.compiling import handle_of, wrong_array
 from kernels.cuda.runtime.recorder import Renewed, active
 from kernels.runtime.cuda_errors import explain_code
 from kernels.runtime.targets import cuda, current_device, driver
@@ -61,10 +61,7 @@ def _array(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
             sizes = (0, 0, array.size, array.dtype.itemsize, address, *array.shape, *array.strides)
             known = array._numbers = (array.dtype, array.ndim), sizes
         if known[0] != expected:
-            raise TypeError(
-                f"the kernel takes {expected[0]} of {expected[1]} dimensions, got {known[0][0]} of "
-                f"{known[0][1]}; convert the array"
-            )
+            raise wrong_array(expected, known[0])
         return known[1]
 
     return numbers

@@ -115,7 +115,7 @@ def test_a_plan_says_how_a_function_is_evaluated() -> None:
 
 
 def test_a_function_is_evaluated_once_for_calls_of_a_kind() -> None:
-    case, calls = case_of(documents(5), 40, 33), []
+    case, calls = case_of(documents(5), LONG, LONG - 7), []
     evaluate = listed_mods._on_device
     with patch.object(
         listed_mods, "_on_device", lambda asked: calls.append(asked) or evaluate(asked)

@@ -57,24 +57,43 @@ def test_rotated_rows_are_appended_to_pages_and_a_tree_of_drafts_attends_to_them
 
 
 @emulated_only
-@pytest.mark.parametrize("consumers", [1, 2])
+@pytest.mark.parametrize(("consumers", "block_k"), [(1, 16), (2, 16), (1, 32)])
 def test_tiles_of_several_sequences_follow_one_another_through_two_stages(
-    consumers: int, monkeypatch: pytest.MonkeyPatch
+    consumers: int, block_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A barrier that is missing lets a copy overwrite what is read, or a product read what is not there."""
-    layout = DecodingLayout(consumers, 16, 2, 1)
+    layout = DecodingLayout(consumers, block_k, 2, 1)
     monkeypatch.setattr(decoding_launch, "layout_of", lambda widths, rows: layout)
     monkeypatch.setattr(decoding_launch, "BLOCKS", 1)  # no parts of the keys
     decoding_launch._plan.cache_clear()
     rng = np.random.default_rng(1)
     q = rng.standard_normal((2, 4 * consumers, 30, 64)).astype(BFLOAT16)
-    caches = [rng.standard_normal((2, 2, 100, 64)).astype(BFLOAT16) for _ in range(2)]
+    caches = [rng.standard_normal((14, 2, 16, 64)).astype(BFLOAT16) for _ in range(2)]
     lengths = np.array([100, 57], np.int32)
-    wanted = kernels.flash_attention_with_cache(q, *caches, cache_seqlens=lengths, is_causal=True)
+    for cache in caches:  # and nothing beyond the lengths may count
+        cache[6, :, 4:] = cache[10, :, 9:] = np.nan
+    table = np.arange(14, dtype=np.int32).reshape(2, 7)
+    rows = {"cache_seqlens": lengths, "block_table": table}
+    wanted = kernels.flash_attention_with_cache(q, *caches, **rows, is_causal=True)
     with emulated_gpu(blocks=1):
         own = [to_device(x) for x in (q, *caches)]
-        found = kernels.flash_attention_with_cache(
-            *own, cache_seqlens=to_device(lengths), is_causal=True
-        )
+        rows = {name: to_device(x) for name, x in rows.items()}
+        found = kernels.flash_attention_with_cache(*own, **rows, is_causal=True)
     decoding_launch._plan.cache_clear()
     assert_close_arrays(found.copy_to_host(), wanted, BFLOAT16, size=4.0)
+
+
+@emulated_only
+def test_few_rows_of_16_bits_take_a_mask_of_16_bits() -> None:
+    rng = np.random.default_rng(2)
+    q, k, v, mask = (
+        rng.standard_normal(shape).astype(BFLOAT16)
+        for shape in ((1, 2, 3, 64), (1, 2, 300, 64), (1, 2, 300, 64), (3, 300))
+    )
+    wide = (x.astype(np.float64) for x in (q, k, v))
+    wanted, _ = kernels.flash_attention_forward(*wide, attn_mask=mask.astype(np.float64))
+    with emulated_gpu(), launches_noted() as launches:
+        own = map(to_device, (q, k, v))
+        found, _ = kernels.flash_attention_forward(*own, attn_mask=to_device(mask))
+    assert "flash_decoding" in [one.kernel for one in launches if isinstance(one, Launched)]
+    assert_close_arrays(found.copy_to_host(), wanted, BFLOAT16)

@@ -28,7 +28,7 @@ from kernels.cuda.attention.split_keys import (
     tiles_in_cache,
 )
 from kernels.cuda.device.half import as_bits
-from kernels.cuda.device.memory import row_major_copy
+from kernels.cuda.device.memory import DeviceMemory, row_major_copy
 from kernels.cuda.device.per_device import multiprocessors
 from kernels.cuda.runtime.arrays import to_device
 from kernels.problem.operands import Operands
@@ -104,6 +104,8 @@ def forward(problem: Problem, operands: Operands) -> None:
         lengths = full_lengths(len(operands.q), problem.seq_k, current_device())
         problem = replace(problem, cache=CacheForm(is_paged=False, is_fixed=False))
         operands = operands.having(cache=CachedRows(lengths))
+    if problem.mask == "float":  # the kernel reads float32
+        operands = operands.having(mask=DeviceMemory().convert(operands.mask, FLOAT32))
     q, k, v = readable(operands.q, operands.k, operands.v)
     heads, features = q.shape[1], problem.features
     group = _group_of(operands)

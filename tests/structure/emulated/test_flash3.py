@@ -132,6 +132,9 @@ CALLS = {
         (300, 300), options=_causal(0), layout=ForwardLayout(2, 32, 2, 2, False)
     ),
     "maxima that may grow": Call((70, 130), layout=ForwardLayout(2, 32, 2, 2, True, 2)),
+    "maxima that do not grow": Call(
+        (20, 200), (16, 16), {"scale": 2.0**-9}, (1, 1), layout=ForwardLayout(1, 16, 2, 2, False, 2)
+    ),
     "narrow heads, a narrower value": Call((70, 40), (40, 24), _causal(0)),
     "two panels, heads that share keys": Call((65, 33), (96, 72), {"enable_gqa": True}, (2, 1)),
 }

@@ -5,12 +5,17 @@ tokens after a prompt of 32, and its time includes the prompt.  Each round runs 
 ratio is the median of our speed over the other's within the rounds.  On a CPU all is float32; on a GPU it
 is bfloat16, and transformers also runs with a static cache and torch.compile.  Without transformers only
 ours is timed.
+
+``serving`` is of 64 requests at a time, whose prompts and answers have 128 to 1,024 tokens together, half
+of them in the prompt: tokens of answers per second of our engine, of transformers' continuous batching,
+and of ours for one request after another, of which every eighth is timed.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +24,8 @@ from bench.kit import Measurement, Record, Run, Unavailable, ratio, ready, sprea
 from bench.measuring import interleaved, timing_note
 
 import minitorch
+from kernels.common.geometry import ceil_div
+from minitorch.models.engine import Engine
 
 Continue = Callable[[], list[int]]
 OURS, EAGER, COMPILED = "ours", "transformers, eager", "transformers, static cache, compiled"
@@ -29,18 +36,40 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 TINY = SMALL | {"n_vocab": 61, "n_embd": 32, "n_head": 2, "n_positions": 64, "n_layer": 2}
 PROMPT, TOKENS = 32, 64
+ALONE, BATCHED = "ours, one after another", "transformers, continuous batching"
+#: Tokens of a page of the engine.
+PAGE = 16
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+
+
+@contextmanager
+def saved(sizes: dict[str, Any]) -> Iterator[str]:
+    """Write a model with random weights to a folder for the time of a block."""
+    with tempfile.TemporaryDirectory() as folder:
+        minitorch.manual_seed(0)
+        options = {"p_dropout": 0.0, "tie_weights": True, "backend": minitorch.FastBackend}
+        minitorch.DecoderLM(**sizes, **options, dtype=np.float32).save_pretrained(folder)
+        yield folder
+
+
+def loaded(folder: str, device: str) -> minitorch.DecoderLM:
+    """Return our model."""
+    backend = minitorch.CudaBackend if device == "cuda" else minitorch.FastBackend
+    return minitorch.DecoderLM.from_pretrained(folder, backend, precision=DTYPES[device])
 
 
 def ours(folder: str, device: str, prompt: list[int], count: int) -> Continue:
     """Return our continuation of a prompt."""
-    backend = minitorch.CudaBackend if device == "cuda" else minitorch.FastBackend
-    model = minitorch.DecoderLM.from_pretrained(folder, backend, precision=DTYPES[device])
+    model = loaded(folder, device)
     return lambda: model.generate(prompt, count, temperature=0)
 
 
-def theirs(folder: str, device: str, prompt: list[int], count: int, compiled: bool) -> Continue:
-    """Return the continuation of transformers."""
+def pretrained(folder: str, device: str) -> tuple[Any, Any, Any]:
+    """Return PyTorch, transformers, and its model.
+
+    Raises:
+        Unavailable: If one of them is not installed.
+    """
     try:
         import torch  # type: ignore[import-not-found]
         import transformers  # type: ignore[import-not-found]
@@ -49,6 +78,12 @@ def theirs(folder: str, device: str, prompt: list[int], count: int, compiled: bo
         raise Unavailable(missing) from None
     dtype = getattr(torch, DTYPES[device])
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    return torch, transformers, model
+
+
+def theirs(folder: str, device: str, prompt: list[int], count: int, compiled: bool) -> Continue:
+    """Return the continuation of transformers."""
+    torch, _, model = pretrained(folder, device)
     ids = torch.tensor([prompt], device=device)
     options: Record = dict.fromkeys(("max_new_tokens", "min_new_tokens"), count)
     # With a static cache, generate compiles each step for CUDA graphs.
@@ -60,10 +95,7 @@ def theirs(folder: str, device: str, prompt: list[int], count: int, compiled: bo
 def cases(run: Run) -> Record:
     """Return tokens per second of each contestant, and our ratio to each."""
     sizes = TINY if run.is_quick else SMALL
-    with tempfile.TemporaryDirectory() as folder:
-        minitorch.manual_seed(0)
-        options = {"p_dropout": 0.0, "tie_weights": True, "backend": minitorch.FastBackend}
-        minitorch.DecoderLM(**sizes, **options, dtype=np.float32).save_pretrained(folder)
+    with saved(sizes) as folder:
         prompt = np.random.default_rng(0).integers(0, sizes["n_vocab"], PROMPT).tolist()
         count = min(TOKENS, sizes["n_positions"] - PROMPT)
         given = folder, run.device, prompt, count
@@ -83,8 +115,66 @@ def cases(run: Run) -> Record:
     }  # fmt: skip
 
 
+def engine(model: Any, requests: list[tuple[list[int], int]], batch: int) -> int:
+    """Answer requests, as many at a time, and return the number of tokens."""
+    pages = sum(ceil_div(len(prompt) + count, PAGE) for prompt, count in requests)
+    own = vars(model).setdefault(f"_serving_{batch}", Engine(model, pages=pages, batch=batch))
+    asked = [own.submit(prompt, count, 0.0) for prompt, count in requests]
+    while not all(request.ended for request in asked):
+        own.step()
+    return sum(len(request.tokens) for request in asked)
+
+
+def batched(run: Run, close: ExitStack, folder: str, requests: list[tuple[list[int], int]]) -> Any:
+    """Return the function that answers requests by transformers' continuous batching."""
+    torch, transformers, model = pretrained(folder, run.device)
+    longest = max(count for _, count in requests)
+    options = {"do_sample": False, "max_new_tokens": longest, "eos_token_id": -1, "pad_token_id": 0}
+    close.enter_context(torch.inference_mode())
+    config = transformers.GenerationConfig(**options)
+    manager = close.enter_context(model.continuous_batching_context_manager(config, timeout=5))
+
+    def answer() -> int:
+        for prompt, count in requests:
+            manager.add_request(prompt, max_new_tokens=count)
+        done = [manager.get_result(timeout=60) for _ in requests]
+        return sum(len(one.generated_tokens) for one in done)
+
+    return answer
+
+
+def serving(run: Run) -> Record:
+    """Return the tokens of answers per second of each contestant, and our ratio to each."""
+    sizes, rng = TINY if run.is_quick else SMALL, np.random.default_rng(0)
+    lengths = rng.integers(sizes["n_positions"] // 8, sizes["n_positions"], run.requests)
+    requests = [
+        (rng.integers(0, sizes["n_vocab"], n // 2).tolist(), int(n - n // 2)) for n in lengths
+    ]
+    with saved(sizes) as folder, ExitStack() as close:
+        model = loaded(folder, run.device)
+        make = {
+            OURS: lambda: partial(engine, model, requests, run.requests),
+            ALONE: lambda: partial(engine, model, requests[::8], 1),
+            BATCHED: partial(batched, run, close, folder, requests),
+        }
+        runs, why_not = ready(make)
+        tokens = {name: one() for name, one in runs.items()}
+        times = interleaved(runs, "cpu", 0.0, least=run.rounds)
+    each = {name: [one / tokens[name] for one in taken] for name, taken in times.items()}
+    return {
+        "timing": timing_note("cpu"), "dtype": DTYPES[run.device], **sizes, "tokens": tokens,
+        "why_not": why_not,
+        "tokens_per_second": {n: spread([1 / t for t in taken]) for n, taken in each.items()},
+        "ratios": {name: ratio(each[name], each[OURS]) for name in each if name != OURS},
+    }  # fmt: skip
+
+
 SETTINGS = {"normal": {"rounds": 5}}
-MEASUREMENT = Measurement(
+OF_SERVING = {"normal": {"requests": 64, "rounds": 3}, "quick": {"requests": 8, "rounds": 1}}
+MEASUREMENTS = [Measurement(
     "generation", "How fast does GPT-2 small generate text, beside transformers?", cases,
     {"cpu": SETTINGS, "cuda": SETTINGS}, minutes={"cpu": 2, "cuda": 2},
-)  # fmt: skip
+), Measurement(
+    "serving", "How many tokens per second has a server of 64 requests, beside transformers?", serving,
+    {"cpu": OF_SERVING, "cuda": OF_SERVING}, minutes={"cpu": 10, "cuda": 2},
+)]  # fmt: skip

@@ -295,7 +295,8 @@ TASKS = (
     Task(
         "5.7", "FlashAttention-2", 10,
         "The outer loop runs over query tiles, so O, l and m stay in registers, and O and L are written "
-        "only once. Use exp2, since the scale already includes log2(e).",
+        "only once. Subtract the maximum from a score first, then take exp2 of log2(e) times the "
+        "difference.",
         FLASH, core=("plain", "causal, with dropout"), emulated=True,
     ),
     Task(

@@ -56,7 +56,7 @@ def check_arrays(kinds: Any, args: Any) -> None:
     """Raise :func:`wrong_array` as a compiled kernel would: the emulated GPU runs it with any array."""
     for kind, arg in zip(kinds, args, strict=True):
         if isinstance(kind, types.Array):
-            expected, given = (np.dtype(str(kind.dtype)), kind.ndim), (arg.dtype, arg.ndim)
+            expected, given = (np.dtype(str(kind.dtype)), kind.ndim), (arg.dtype, len(arg.shape))
             if given != expected:
                 raise wrong_array(expected, given)
         elif isinstance(kind, types.BaseTuple):

@@ -18,7 +18,6 @@ from training.points import (
     LogFunction,
     add_training_options,
     default_log_fn,
-    is_logged,
     points_parser,
     run_points,
 )
@@ -106,8 +105,7 @@ class ScalarTrain:
             losses.append(total_loss)
             for p in self.model.parameters():  # a new number, whose derivative is still to come
                 p.update(Scalar(p.value.data - learning_rate * (p.value.derivative or 0.0)))
-            if is_logged(epoch, max_epochs):
-                log_fn(epoch, total_loss, correct, losses)
+            log_fn(epoch, total_loss, correct, losses)
 
 
 def main(argv: list[str] | None = None) -> None:

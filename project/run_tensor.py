@@ -20,7 +20,6 @@ from training.points import (
     LogFunction,
     add_training_options,
     default_log_fn,
-    is_logged,
     points_parser,
     run_points,
 )
@@ -132,8 +131,7 @@ class TensorTrain:
                 correct += int((chosen.to_numpy() > 0.5).sum())
                 optim.step()
             losses.append(total_loss)
-            if is_logged(epoch, max_epochs):
-                log_fn(epoch, total_loss, correct, losses)
+            log_fn(epoch, total_loss, correct, losses)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -28,7 +28,7 @@ from training.script_helpers import (
 
 #: By the names of the command line.
 DATASETS = {name.lower(): make for name, make in minitorch.datasets.items()}
-#: A trainer reports the first epoch, the last, and each of these.
+#: Epochs between two lines of :func:`default_log_fn`.
 LOG_EVERY = 10
 #: Points along each side of the picture's grid.
 GRID = 48
@@ -50,12 +50,12 @@ class Trainer(Classifier, Protocol):
     def train(
         self, data: Graph, learning_rate: float, max_epochs: int, log_fn: LogFunction
     ) -> None:
-        """Train a new model."""
+        """Train a new model; ``log_fn`` is called after each epoch."""
         ...
 
 
 def default_log_fn(epoch: int, total_loss: float, correct: int, losses: list[float]) -> None:
-    """Print how far a training is.
+    """Print how far a training is, after the first epoch and each of ``LOG_EVERY``.
 
     Args:
         epoch: Epochs so far.
@@ -63,12 +63,8 @@ def default_log_fn(epoch: int, total_loss: float, correct: int, losses: list[flo
         correct: Points on the right side, in this epoch.
         losses: The total loss of each epoch so far.
     """
-    print(f"epoch {epoch}  loss {total_loss:.4f}  correct {correct}")
-
-
-def is_logged(epoch: int, max_epochs: int) -> bool:
-    """Tell whether a trainer reports an epoch."""
-    return epoch == 1 or epoch % LOG_EVERY == 0 or epoch == max_epochs
+    if epoch == 1 or epoch % LOG_EVERY == 0:
+        print(f"epoch {epoch}  loss {total_loss:.4f}  correct {correct}")
 
 
 # -- judging and drawing -------------------------------------------------------------------------
@@ -106,7 +102,9 @@ def boundary(classifier: Classifier, data: Graph, title: str, side: int = GRID) 
         first, second = (np.linspace(low[i], high[i], side) for i in (0, 1))
         grid = [(x1, x2) for x2 in second.tolist() for x1 in first.tolist()]
         level = probabilities(classifier, grid).reshape(side, side)
-        axes.contourf(first, second, level, levels=np.linspace(0, 1, 11), cmap="RdBu_r", alpha=0.6)
+        steps = np.linspace(0, 1, 11)
+        areas = axes.contourf(first, second, level, levels=steps, cmap="RdBu_r", alpha=0.6)
+        axes.figure.colorbar(areas, ax=axes, label="probability of class 1", shrink=0.8)
         axes.contour(first, second, level, levels=[0.5], colors="black", linewidths=1.0)
         for label, marker, color in ((0, "o", "#1e40af"), (1, "^", "#991b1b")):
             axes.scatter(*X[y == label].T, marker=marker, color=color, label=f"class {label}")

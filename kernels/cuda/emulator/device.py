@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -215,12 +215,14 @@ class Device:
         checks: What names races, in a kernel of ``cuda.jit``; None in a kernel of the library.
         on_barrier: Called with the frame of each thread that reaches ``syncthreads``, which skips the
             barrier if the result is true, and with None when a thread ends.
+        order: Given the places of the blocks, returns them in the order in which they run.
     """
 
     warpsize = WARP
     block: Block
     checks: Checks | None = None
     on_barrier: Callable[[FrameType | None], Any] | None = None
+    order: Callable[[list[Index]], Iterable[Index]] = iter
 
     def __init__(self) -> None:
         self.threadIdx = self.blockIdx = Index(0, 0, 0)

@@ -80,7 +80,7 @@ def run(
             own = tuple(map(DEVICE.checks.argument, names, own))
         try:
             with np.errstate(all="ignore"):
-                for place in places(grid):
+                for place in DEVICE.order(places(grid)):
                     state = DEVICE.begin_block(place, grid, block, shared_bytes)
                     if engines:
                         engines.begin_block(state)

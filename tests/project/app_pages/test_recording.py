@@ -33,6 +33,7 @@ def textbook(recording: Recording) -> np.ndarray[Any, Any]:
 def test_a_recording_tells_what_the_kernel_computed(rung: str, mask: str) -> None:
     recording = recorded(rung, mask)
     story, scores = Story(recording), textbook(recording)
+    assert next(filter(None, story.visits)) == (0, 0)
     weights = np.exp(scores - scores.max(1, keepdims=True))
     np.testing.assert_allclose(
         recording.out, weights / weights.sum(1, keepdims=True) @ recording.v, atol=1e-5

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import streamlit as st
-from matplotlib.figure import Figure
+from matplotlib.colors import ListedColormap
+from matplotlib.patches import Patch
 
-from app_pages.pictures import matrix, new_figure, show
+from app_pages.pictures import colour_legend, matrix, show_panels
 from app_pages.recording import MASKS, Recording, RunSettings, Step, record
 from app_pages.tile_view import Story, TileView
 from app_pages.tile_words import sentence
-from app_pages.widgets import choose, choose_step, refuse, show_source
+from app_pages.widgets import choose, choose_step, own, refuse, show_source
 from kernels.traffic.formulas import TRAFFIC, HeadShape, total
 
 #: With the task that a student writes it in.
@@ -20,8 +22,12 @@ RUNGS = {"naive": "", "flash1": "task 5.4", "flash2": "task 5.7, and task 5.9 fo
 #: flash1 has the options of the paper of 2022, and of these masks no others.
 MASKS_OF_FLASH1 = ("none", "causal")
 TILE_SIZES = (4, 8, 16)
-#: What has become of a tile: colour and name, in the order of ``Story.progress``.
-STATES = {"⬜": "never visited", "◻️": "to come", "🟦": "done", "🟧": "in shared memory"}
+#: The width of a tile's picture, in inches: three are side by side.
+WIDTH = 2.9
+#: What has become of a tile: name and colour, in the order of ``Story.progress``.
+STATES = {
+    "never visited": "#e5e7eb", "to come": "#ffffff", "done": "#93c5fd", "in shared memory": "#f59e0b",
+}  # fmt: skip
 
 
 def rungs_of(mask: str) -> tuple[str, ...]:
@@ -41,21 +47,25 @@ def controls() -> tuple[str, tuple[int, int, int, int, str]]:
     mask = choose("mask", MASKS, "mask", 1, side)
     rungs = rungs_of(mask)
     rung = choose("kernel", rungs, "rung", len(rungs) - 1, side)
-    seq = side.slider("N, rows and columns", 8, 48, 16, 4, key="N")
-    dim = side.slider("d, head_dim", 4, 16, 8, 4, key="d")
-    block_q = side.select_slider("B_r, query rows a tile", TILE_SIZES, 4, key="block_q")
-    block_k = side.select_slider("B_c, key columns a tile", TILE_SIZES, 4, key="block_k")
+    seq = side.slider("N, rows and columns", 8, 48, 16, 4, key=own("N"))
+    dim = side.slider("d, head_dim", 4, 16, 8, 4, key=own("d"))
+    block_q = side.select_slider("B_r, query rows a tile", TILE_SIZES, 4, key=own("block_q"))
+    block_k = side.select_slider("B_c, key columns a tile", TILE_SIZES, 4, key=own("block_k"))
     return rung, (seq, dim, block_q, block_k, mask)
 
 
-def overview(story: Story, number: int) -> list[dict[str, str]]:
-    """Return which tiles of the scores have been visited, a row for each query tile."""
-    marks, now = [*STATES], story.visits[number]
-    return [
-        {"": f"Q_{i}" + " (here)" * (now is not None and now[0] == i)}
-        | {f"K_{j}": marks[state] for j, state in enumerate(row)}
-        for i, row in enumerate(story.progress(number))
-    ]
+def overview(axes: Any, story: Story, number: int) -> None:
+    """Draw which tiles of the scores have been visited, a row for each query tile."""
+    states, colours = story.progress(number), [*STATES.values()]
+    axes.imshow(states, cmap=ListedColormap(colours), vmin=0, vmax=len(colours) - 1)
+    for letter, axis, count in zip("QK", (axes.yaxis, axes.xaxis), states.shape, strict=True):
+        axis.set_ticks(range(count), [f"{letter}_{i}" for i in range(count)])
+        axis.set_ticks(np.arange(count + 1) - 0.5, minor=True)
+    axes.grid(which="minor", color="grey")
+    axes.tick_params(which="minor", length=0)
+    axes.set_title("tiles of S = τ Q Kᵀ", fontsize=10)
+    patches = [Patch(facecolor=c, edgecolor="grey", label=name) for name, c in STATES.items()]
+    axes.figure.legend(handles=patches, loc="outside lower center", ncols=2, fontsize=9)
 
 
 #: What the tile in hand consists of: name → title and the format of its numbers.
@@ -78,17 +88,21 @@ def parts_of(view: TileView) -> dict[str, Any]:
     return dict(zip(PARTS, (*values, np.stack(known, axis=1)), strict=True))
 
 
-def tile_picture(view: TileView) -> Figure:
-    """Draw the tiles of a visit: operands above, then scores, probabilities and statistics."""
-    figure = new_figure(11, 4.6)
-    grid = figure.subplots(2, 4)
-    parts = parts_of(view)
-    for axes, (name, values) in zip(grid.ravel(), parts.items(), strict=False):
-        title = PARTS[name][0].format(i=view.visit[0], j=view.visit[1])
-        numbers = "{:.1f}" if name in "QKVO" else "{:.2g}"
-        matrix(axes, values, title if values is not None else f"{title}: not yet", numbers)
-    grid[1][3].set_axis_off()
-    return figure
+def tile_pictures(view: TileView) -> None:
+    """Draw the tiles of a visit: operands, then scores, probabilities and statistics, then the output."""
+    values = parts_of(view)
+    for names in (("Q", "K", "V"), ("S", "P", "m, l"), ("O",)):
+        panels = [partial(tile_panel, view=view, name=name, values=values[name]) for name in names]
+        rows, cols = max(np.shape(values[name]) or (1, 8) for name in names)
+        where = st if len(names) > 1 else st.columns(3)[0]
+        show_panels(*panels, where=where, size=WIDTH, height=min(WIDTH * rows / cols, WIDTH) + 0.3)
+
+
+def tile_panel(axes: Any, view: TileView, name: str, values: Any) -> None:
+    """Draw one of PARTS."""
+    title = PARTS[name][0].format(i=view.visit[0], j=view.visit[1])
+    numbers = "{:.1f}" if name in "QKVO" else "{:.2g}"
+    matrix(axes, values, title if values is not None else f"{title}: not yet", numbers)
 
 
 def zoomed(view: TileView, name: str) -> None:
@@ -102,15 +116,14 @@ def zoomed(view: TileView, name: str) -> None:
     st.dataframe([{str(j): numbers.format(x) for j, x in enumerate(row)} for row in values])
 
 
-def naive_picture(step: Step, seq: int) -> Figure:
-    """Draw what lies in global memory while the naive rung runs."""
-    figure = new_figure(9, 4.4)
-    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+def naive_pictures(step: Step, seq: int) -> None:
+    """Draw the arrays in global memory while the naive rung runs."""
     names = {"scores": "S, then P, in global memory", "out": "O in global memory"}
-    for axes, (name, title) in zip((left, right), names.items(), strict=True):
-        values = step.written.get(name)
-        matrix(axes, None if values is None else values.reshape(seq, -1), title, numbers="")
-    return figure
+    written = {title: step.written.get(name) for name, title in names.items()}
+    show_panels(*(
+        partial(matrix, values=None if x is None else x.reshape(seq, -1), title=title, numbers="")
+        for title, x in written.items()
+    ))  # fmt: skip
 
 
 def counters(step: Step, before: Step | None) -> None:
@@ -182,22 +195,22 @@ def page(hide_source: bool = False) -> None:
     if words := sentence(story, number):
         st.markdown(f"> {words}")
     if rung == "naive":
-        show(naive_picture(step, recording.settings.seq))
+        naive_pictures(step, recording.settings.seq)
     else:
         view = story.tiles(number)
         zoom = choose("numbers of", ["the whole tile", *PARTS], "zoom")
         if view is None:
             st.caption("between two visits: nothing is computed")
         elif zoom == "the whole tile":
-            show(tile_picture(view))
+            tile_pictures(view)
         else:
             zoomed(view, zoom)
+    colour_legend(recording.q.dtype)
     left, right = st.columns(2)
     with left:
         counters(step, before)
         if rung != "naive":
-            st.caption("S = τ Q Kᵀ: " + ", ".join(" ".join(state) for state in STATES.items()))
-            st.dataframe(overview(story, number), hide_index=True)
+            show_panels(partial(overview, story=story, number=number), size=3.4)
     with right:
         comparison(recording, found, number)
         st.caption(formula_line(recording))

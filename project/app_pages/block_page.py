@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,8 @@ import streamlit as st
 from matplotlib.patches import Rectangle
 
 from app_pages.block_recording import KERNELS, Moment, Recording, record
-from app_pages.pictures import matrix, new_figure, show
-from app_pages.widgets import choose, choose_step, refuse, show_source
+from app_pages.pictures import colour_legend, matrix, show_panels
+from app_pages.widgets import choose, choose_step, own, refuse, show_source
 
 
 @st.cache_resource(show_spinner="the kernel runs on the emulated GPU …", max_entries=32)
@@ -56,24 +57,25 @@ def changed(found: Recording, number: int) -> dict[str, Any]:
 def shared_picture(found: Recording, number: int) -> None:
     """Draw the shared arrays; the elements that the thread has just written have a frame."""
     now, writes = found.moments[number].shared, changed(found, number)
-    figure = new_figure(4.4 * len(now), 0.8 if all(x.ndim == 1 for x in now.values()) else 3.4)
-    for axes, (name, array) in zip(
-        figure.subplots(1, len(now), squeeze=False)[0], now.items(), strict=True
-    ):
+
+    def panel(axes: Any, name: str) -> None:
         # The kernel has memory for its largest block: what this one never writes is left out.
         used = np.argwhere(~np.isnan(found.moments[-1].shared[name]))
         part = tuple(slice(0, end + 1) for end in used.max(0, initial=0))
-        values, frames = np.atleast_2d(array[part]), np.atleast_2d(writes[name][part])
-        matrix(axes, values, name, "{:.3g}")
+        values, frames = np.atleast_2d(now[name][part]), np.atleast_2d(writes[name][part])
+        matrix(axes, values, f"{name}, {now[name].dtype}", "{:.3g}")
         for row, col in np.argwhere(frames):
             axes.add_patch(Rectangle((col - 0.5, row - 0.5), 1, 1, fill=False, color="black", lw=2))
-    show(figure)
+
+    height = 0.8 if all(x.ndim == 1 for x in now.values()) else 3.4
+    show_panels(*(partial(panel, name=name) for name in now), height=height)
+    colour_legend(", ".join({str(x.dtype) for x in now.values()}))
 
 
 def page(hide_source: bool = False) -> None:
     """Show the page."""
     name = choose("kernel", KERNELS, "block_kernel", where=st.sidebar)
-    n = st.sidebar.slider("elements to sum over", 2, 16, 7, key="block_n")
+    n = st.sidebar.slider("elements to sum over", 2, 16, 7, key=own("block_n"))
     found = recording(name, n, None)
     lines = sorted({moment.line for moment in found.moments if moment.line})
     label = {None: "none", **{line: f"line {line}" for line in lines}}

@@ -9,7 +9,7 @@ import streamlit as st
 
 import minitorch
 from app_pages.expressions import evaluate
-from app_pages.widgets import choose, refuse
+from app_pages.widgets import choose, own, refuse
 from minitorch import Scalar
 
 EXAMPLES = (
@@ -133,7 +133,11 @@ def _edges(variable: Any, visit: Visit | None) -> list[str]:
 def _show(variables: dict[str, Any], examples: tuple[str, ...], make_one: Any) -> None:
     """Show an expression of some variables."""
     example = choose("an expression", [*examples, "my own"], "example")
-    text = str(st.text_input("my own", examples[0], key="text")) if example == "my own" else example
+    text = (
+        str(st.text_input("my own", examples[0], key=own("text")))
+        if example == "my own"
+        else example
+    )
     try:
         result = evaluate(text, variables)
         if not hasattr(result, "history"):
@@ -146,14 +150,15 @@ def _show(variables: dict[str, Any], examples: tuple[str, ...], make_one: Any) -
         known = {"math domain error": "a logarithm or a root of a number that is not positive"}
         refuse(f"{text}: {known.get(str(error), error)}")
         return
-    state = st.session_state
-    state["done"] = min(state.get("done", 0), len(order))  # another expression may have fewer steps
-    done = st.slider("steps of backpropagation", 0, len(order), key="done")
+    state, key = st.session_state, own("done")
+    state[key] = min(state.get(key, 0), len(order))  # another expression may have fewer steps
+    done = st.slider("steps of backpropagation", 0, len(order), key=key)
     st.graphviz_chart(as_dot(result, order, done))
     st.caption(
         "Backpropagation visits a variable when everything that uses it has been visited. Its derivative "
         "d times the local derivative ∂ of an edge is the share of that edge's input. A variable that is "
-        "used twice gets two shares, and its derivative is their sum."
+        "used twice gets two shares, and its derivative is their sum. A variable is white before a share "
+        "arrives, green while shares are missing, and blue when it is visited. Numbers are float64."
     )
     columns = st.columns(len(variables))
     reached = {visit.variable.unique_id: visit.derivative for visit in order[:done]}
@@ -175,7 +180,7 @@ def scalar_page(hide_source: bool = False) -> None:
     starts = {"x": 2.0, "y": 3.0, "z": -1.0}
     columns = zip(st.columns(len(starts)), starts.items(), strict=True)
     values = {
-        name: column.slider(name, -5.0, 5.0, start, 0.5, key=name)
+        name: column.slider(name, -5.0, 5.0, start, 0.5, key=own(name))
         for column, (name, start) in columns
     }
     variables = {name: Scalar(value, name=name) for name, value in values.items()}
@@ -184,8 +189,8 @@ def scalar_page(hide_source: bool = False) -> None:
 
 def tensor_page(hide_source: bool = False) -> None:
     """Show the page of module 2."""
-    rows = st.slider("rows of x", 1, 4, 2, key="rows")
-    cols = st.slider("columns of x and y", 1, 4, 3, key="cols")
+    rows = st.slider("rows of x", 1, 4, 2, key=own("rows"))
+    cols = st.slider("columns of x and y", 1, 4, 3, key=own("cols"))
     shapes = {"x": (rows, cols), "y": (cols,), "z": (rows, 1)}
     minitorch.manual_seed(0)
     variables: dict[str, Any] = {}

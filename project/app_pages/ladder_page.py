@@ -8,7 +8,7 @@ from typing import Any
 
 import streamlit as st
 
-from app_pages.widgets import choose, refuse
+from app_pages.widgets import choose, own, refuse
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 #: Key of a row → its name, and whether more is better.
@@ -59,7 +59,7 @@ def page(hide_source: bool = False) -> None:
         if rung != "length" and (own or {}).get(quantity) is not None
     ]  # fmt: skip
     lengths = list(dict.fromkeys(row["length"] for row in result["rows"]))
-    length = st.select_slider("sequence length", lengths, max(lengths), key="length")
+    length = st.select_slider("sequence length", lengths, max(lengths), key=own("length"))
     here = [row for row in values if row["sequence length"] == str(length)]
     here.sort(key=lambda row: row[name], reverse=more_is_better)
     curves, bars = st.columns(2)
@@ -72,5 +72,5 @@ def page(hide_source: bool = False) -> None:
     causal = "causal" if result.get("causal") else "no mask"
     st.caption(
         f"{result['device']}, {result['date']}: batch {result['batch']}, {result['heads']} heads, head_dim "
-        f"{result['head_dim']}, {causal}. `{result['command']}` {result.get('note', '')}"
+        f"{result['head_dim']}, float32, {causal}. `{result['command']}` {result.get('note', '')}"
     )

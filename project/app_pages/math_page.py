@@ -9,7 +9,7 @@ import numpy as np
 import streamlit as st
 
 from app_pages.pictures import show_panels
-from app_pages.widgets import choose, refuse
+from app_pages.widgets import choose, own, refuse
 from minitorch import operators
 from minitorch.module import Module, Parameter
 
@@ -46,9 +46,9 @@ def page(hide_source: bool = False) -> None:
     """Show the page."""
     name = choose("function", [*ONE, *TWO], "function", 1)
     low = 0.1 if name in POSITIVE else -5.0
-    x = st.slider("x", low, 5.0, 1.0, 0.1, key="x")
+    x = st.slider("x", low, 5.0, 1.0, 0.1, key=own("x"))
     if name in TWO:
-        y = st.slider("y", -5.0, 5.0, 2.0, 0.1, key="y")
+        y = st.slider("y", -5.0, 5.0, 2.0, 0.1, key=own("y"))
         function: Callable[[float], float] = lambda x: TWO[name](x, y)  # noqa: E731
     else:
         function = ONE[name]
@@ -57,14 +57,15 @@ def page(hide_source: bool = False) -> None:
 
     def curve(axes: Any) -> None:
         xs = np.linspace(low, 5.0, 201)
-        axes.plot(xs, [float(function(each)) for each in xs.tolist()])
-        axes.plot(x, value, "ko")
-        axes.set(xlabel="x", ylabel=name)
+        axes.plot(xs, [float(function(each)) for each in xs.tolist()], label=name)
+        axes.plot(x, value, "ko", label=f"x = {x:g}")
+        axes.set(xlabel="x, float64", ylabel=f"{name}, float64")
+        axes.legend()
         axes.grid(alpha=0.3)
 
     show_panels(curve, where=st.columns(2)[0])
     st.header("Functions of functions")
-    text = st.text_input("a list of numbers", "1, 2, 3, 4", key="numbers")
+    text = st.text_input("a list of numbers", "1, 2, 3, 4", key=own("numbers"))
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
@@ -85,7 +86,7 @@ def page(hide_source: bool = False) -> None:
         return
     st.dataframe([{"": key, "result": str(result)} for key, result in results.items()])
     st.header("A tree of modules")
-    width = st.slider("outputs of the first layer", 1, 6, 2, key="width")
+    width = st.slider("outputs of the first layer", 1, 6, 2, key=own("width"))
     network = Network(width)
     rows = [{"parameter": key, "value": str(p.value)} for key, p in network.named_parameters()]
     st.metric("parameters", len(rows))

@@ -1,4 +1,4 @@
-"""Drawing that several pages share: figures of panels, matrices with their numbers."""
+"""Drawing that several pages share: pictures of panels, matrices with their numbers."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ import streamlit as st
 from matplotlib.figure import Figure
 from training.script_helpers import Panel
 
-#: Matrices up to so many elements show their numbers.
-MOST_NUMBERS = 100
+#: Sizes of the numbers in a matrix, in points; cells that are too small for the first have none.
+SMALLEST, LARGEST = 5, 12
+#: The width of a character, with some room beside it, as a part of its height.
+CHARACTER = 0.75
 #: The number at which a colour is at its darkest.
 MOST = 3.0
+#: The usual width and height of a panel, in inches.
+SIZE = 4.4
 #: Dots per inch: enough for a screen.
 DPI = 120
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure; not pyplot's, which one thread at a time may use."""
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def show(figure: Figure, where: Any = st) -> None:
-    """Put a figure on the page."""
-    picture = BytesIO()
+def png(panel: Panel, width: float, height: float) -> bytes:
+    """Return a picture of one panel; the size is in inches."""
+    # Not pyplot's figure, which one thread at a time may use.
+    figure, picture = Figure(figsize=(width, height), layout="constrained"), BytesIO()
+    panel(figure.subplots())
     figure.savefig(picture, format="png", dpi=DPI)
-    where.image(picture.getvalue())
+    return picture.getvalue()
 
 
-def show_panels(*panels: Panel, where: Any = st, size: float = 4.4) -> None:
-    """Draw panels side by side."""
-    figure = new_figure(size * len(panels), size)
-    for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
-        panel(axes)
-    show(figure, where)
+def show_panels(
+    *panels: Panel, where: Any = st, size: float = SIZE, height: float | None = None
+) -> None:
+    """Show panels side by side, or one below the other on a narrow screen."""
+    for panel, column in zip(panels, where.columns(len(panels)), strict=True):
+        column.image(png(panel, size, height or size))
 
 
 def matrix(axes: Any, values: Any, title: str, numbers: str = "{:.2g}", **options: Any) -> None:
     """Draw a matrix, or a vector as a column, its numbers in the cells where there is room."""
-    axes.set_title(title, fontsize=9)
+    axes.set_title(title, fontsize=10)
     axes.set(xticks=[], yticks=[])
     if values is None:
         axes.set_axis_off()
@@ -49,9 +50,20 @@ def matrix(axes: Any, values: Any, title: str, numbers: str = "{:.2g}", **option
     values = values[:, None] if values.ndim == 1 else values
     finite = np.where(np.isfinite(values), values, np.nan)
     axes.imshow(finite, **{"cmap": "RdBu_r", "vmin": -MOST, "vmax": MOST, **options})
-    if numbers and values.size <= MOST_NUMBERS:
-        for (row, col), value in np.ndenumerate(values):
-            text = numbers.format(value).replace("-inf", "-∞").replace("nan", "–")
-            is_dark = 0.7 * MOST < abs(value) < np.inf
-            style = {"ha": "center", "va": "center", "fontsize": 8}
-            axes.text(col, row, text, color="white" if is_dark else "black", **style)
+    texts = [numbers.format(x).replace("-inf", "-∞").replace("nan", "–") for x in values.ravel()]
+    cell = 72 * min(axes.figure.get_size_inches() / values.shape[::-1])
+    size = min(LARGEST, cell / (CHARACTER * max(map(len, texts), default=1) or 1))
+    if not numbers or size < SMALLEST:
+        return
+    for (row, col), text in zip(np.ndindex(values.shape), texts, strict=True):
+        is_dark = 0.7 * MOST < abs(values[row, col]) < np.inf
+        style = {"ha": "center", "va": "center", "fontsize": size}
+        axes.text(col, row, text, color="white" if is_dark else "black", **style)
+
+
+def colour_legend(dtype: Any) -> None:
+    """Say below matrices what their colours mean."""
+    st.caption(
+        f"Numbers are {dtype}, without a unit. Blue is negative, white is 0 and red is positive; "
+        f"numbers beyond ±{MOST:g} have the darkest colours."
+    )

@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 
 import minitorch
 from app_pages.pictures import show_panels
-from app_pages.widgets import choose, refuse
+from app_pages.widgets import choose, own, refuse
 from minitorch.tensor_data import TensorData, index_to_position
 
 HIGHLIGHT, PALE = "#f59e0b", "#dbeafe"
@@ -37,7 +37,7 @@ def page(hide_source: bool = False) -> None:
     """Show the page."""
     columns = st.columns(3)
     sizes = [
-        columns[i].slider(f"size of dimension {i}", 1, 5, start, key=f"size{i}")
+        columns[i].slider(f"size of dimension {i}", 1, 5, start, key=own(f"size{i}"))
         for i, start in enumerate((2, 3, 4))
     ]
     orders = list(itertools.permutations(range(3)))
@@ -50,7 +50,7 @@ def page(hide_source: bool = False) -> None:
     middle.metric("strides", str(strides))
     right.metric("contiguous", str(view.is_contiguous()))
     index = [
-        column.slider(f"index {i}", 0, size - 1, 0, key=f"index{i}") if size > 1 else 0
+        column.slider(f"index {i}", 0, size - 1, 0, key=own(f"index{i}")) if size > 1 else 0
         for i, (column, size) in enumerate(zip(st.columns(3), shape, strict=True))
     ]
     position = index_to_position(np.array(index), np.array(strides))
@@ -63,14 +63,17 @@ def page(hide_source: bool = False) -> None:
     ]
     views, storage = st.columns(2)
     show_panels(*panels, where=views, size=2.4)
-    storage.caption("The storage, in which nothing moves:")
+    storage.caption(
+        "The storage, an array of float64 in which nothing moves. A cell shows its position, which is also "
+        "its number; orange is the element at the index."
+    )
     lines = np.full((-(-count // LINE), LINE), -1)
     lines.flat[:count] = np.arange(count)
-    show_panels(lambda axes: _cells(axes, lines, position, "storage"), where=storage, size=4.5)
+    show_panels(lambda axes: _cells(axes, lines, position, "storage"), where=storage, height=2.4)
     st.header("Broadcasting")
     first, second = st.columns(2)
     shapes = [
-        column.text_input(f"shape of {name}", start, key=f"shape_{name}")
+        column.text_input(f"shape of {name}", start, key=own(f"shape_{name}"))
         for column, name, start in ((first, "a", "2, 3, 4"), (second, "b", "3, 1"))
     ]
     try:

@@ -12,11 +12,16 @@ import streamlit as st
 T = TypeVar("T")
 
 
+def own(name: str) -> str:
+    """Return the key of a widget or a value of this page, so that pages do not share settings."""
+    return f"{st.session_state['page']}.{name}"
+
+
 def choose(
     label: str, options: Iterable[T], key: str, index: int = 0, where: Any = st, show: Any = str
 ) -> T:
     """Show a list of which one entry is chosen, and return it."""
-    return where.selectbox(label, list(options), index, key=key, format_func=show)
+    return where.selectbox(label, list(options), index, key=own(key), format_func=show)
 
 
 def choose_step(count: int, jumps: list[int], unit: str) -> int:  # beyond module 2
@@ -27,13 +32,13 @@ def choose_step(count: int, jumps: list[int], unit: str) -> int:  # beyond modul
         jumps: The steps to which two buttons lead.
         unit: The name of what ends at these.
     """
-    state = st.session_state
-    state["step"] = min(state.get("step", jumps[0] if jumps else 0), count - 1)
+    state, step = st.session_state, own("step")
+    state[step] = min(state.get(step, jumps[0] if jumps else 0), count - 1)
 
     def go(number: int) -> None:
-        state["step"] = min(max(number, 0), count - 1)
+        state[step] = min(max(number, 0), count - 1)
 
-    now = state["step"]
+    now = state[step]
     later, earlier = [n for n in jumps if n > now], [n for n in jumps if n < now]
     moves = {
         "first": ("|◀ start", 0),
@@ -43,9 +48,10 @@ def choose_step(count: int, jumps: list[int], unit: str) -> int:  # beyond modul
         "jump_next": (f"{unit} ▶▶", later[0] if later else count - 1),
         "last": ("end ▶|", count - 1),
     }
-    for column, (key, (label, number)) in zip(st.columns(6), moves.items(), strict=True):
-        column.button(label, key=key, on_click=go, args=(number,))
-    return int(st.slider("step", 0, count - 1, key="step"))
+    row = st.container(horizontal=True)
+    for key, (label, number) in moves.items():
+        row.button(label, key=own(key), on_click=go, args=(number,))
+    return int(st.slider("step", 0, count - 1, key=step))
 
 
 def show_source(text: str, line: int | None) -> None:  # beyond module 2

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import run_scalar
 
 import minitorch
 
@@ -37,9 +38,14 @@ def opened(page: str, **state: Any) -> AppTest:
     """Open a page, with some widgets set already."""
     app = AppTest.from_file(str(ROOT / "project" / "app.py"), default_timeout=60)
     app.query_params["page"] = page
-    for key, value in state.items():
-        app.session_state[key] = value
+    for name, value in state.items():
+        app.session_state[key(app, name)] = value
     return ran(app)
+
+
+def key(app: AppTest, name: str) -> str:
+    """Return the key of a widget of the page that an app shows."""
+    return f"{app.query_params['page']}.{name}"
 
 
 def ran(app: AppTest) -> AppTest:
@@ -94,14 +100,24 @@ def test_a_module_has_its_own_pages_and_those_before(monkeypatch: pytest.MonkeyP
     assert len(pages()) == len(PAGES)
 
 
+def test_pages_share_no_settings() -> None:
+    app = opened("math", x=-1.0)
+    app.sidebar.radio[0].set_value("autodiff")
+    assert ran(app).slider(key(app, "x")).value == 2.0
+    app = opened("train", rate=1.0, points=100)
+    app.sidebar.radio[0].set_value("fast")
+    assert ran(app).select_slider(key(app, "rate")).value == 0.1
+    assert app.slider(key(app, "points")).value == 50
+
+
 def test_a_slider_moves_the_point_on_the_curve() -> None:
     app = opened("math")
     before = pictures(app)
-    app.slider(key="x").set_value(0.0)
+    app.slider(key(app, "x")).set_value(0.0)
     assert metrics(ran(app))["sigmoid at x = 0"] == "0.5"
     assert pictures(app) != before
-    app.selectbox(key="function").set_value("lt")
-    app.slider(key="x").set_value(1.0)
+    app.selectbox(key(app, "function")).set_value("lt")
+    app.slider(key(app, "x")).set_value(1.0)
     assert metrics(ran(app))["lt at x = 1"] == "1", "1 is less than 2, the second argument"
 
 
@@ -109,7 +125,7 @@ def test_a_slider_moves_the_point_on_the_curve() -> None:
 def test_the_graph_shows_the_derivatives_of_backward(text: str) -> None:
     app = opened("autodiff", example=text)
     bare = dot(app)
-    app.slider(key="done").set_value(app.slider(key="done").max)
+    app.slider(key(app, "done")).set_value(app.slider(key(app, "done")).max)
     assert dot(ran(app)) != bare
     values = {"x": 2.0, "y": 3.0, "z": -1.0}
     variables = {name: minitorch.Scalar(value, name=name) for name, value in values.items()}
@@ -154,7 +170,7 @@ def test_an_error_shows_what_was_typed_and_no_markup() -> None:
 def test_edges_show_local_derivatives_and_a_variable_the_shares_that_meet_in_it() -> None:
     app = opened("autodiff", example="(x + y) * y")
     assert "∂ = 5" in dot(app) and "∂ = 3" in dot(app)
-    app.slider(key="done").set_value(app.slider(key="done").max)
+    app.slider(key(app, "done")).set_value(app.slider(key(app, "done")).max)
     shown = dot(ran(app))
     assert "1 · 3 = 3" in shown and ("d = 5 + 3 = 8" in shown or "d = 3 + 5 = 8" in shown)
 
@@ -225,7 +241,7 @@ def test_an_index_says_where_in_the_storage() -> None:
     app = opened("tensor")
     before = pictures(app)
     for dim, index in enumerate((1, 2, 3)):
-        app.slider(key=f"index{dim}").set_value(index)
+        app.slider(key(app, f"index{dim}")).set_value(index)
     assert metrics(ran(app))["position in the storage"] == "23"
     assert pictures(app) != before
     app = opened("tensor", order=(2, 0, 1))
@@ -239,25 +255,46 @@ def test_a_block_shows_its_threads_and_the_race_without_a_barrier(kernel: str) -
     first = block_recording.record(kernel, 8).moments[0].shared
     assert all(np.count_nonzero(~np.isnan(array)) == 1 for array in first.values())
     app = opened("block", block_kernel=kernel)
-    app.button(key="first").click()
+    app.button(key(app, "first")).click()
     before, table = pictures(ran(app)), app.dataframe[0].value
     assert list(table[""].str.contains("waits")).count(True) == 1
-    app.button(key="jump_next").click()
+    app.button(key(app, "jump_next")).click()
     assert pictures(ran(app)) != before and not app.error
-    barriers = app.selectbox(key="without").options[1:]
+    barriers = app.selectbox(key(app, "without")).options[1:]
     assert len(barriers) == 2
-    app.selectbox(key="without").set_value(int(barriers[0].split()[-1]))
+    app.selectbox(key(app, "without")).set_value(int(barriers[0].split()[-1]))
     assert "a race on the shared array" in ran(app).error[0].value.replace("\\", "")
 
 
 def test_the_window_of_a_convolution_moves() -> None:
     app = opened("convolution", kernel="shift")
     before = pictures(app)
-    app.slider(key="row").set_value(1)
+    app.slider(key(app, "row")).set_value(1)
     assert metrics(ran(app))["output[1, 3]"] == "1", "the ring's pixel two rows and columns on"
     assert pictures(app) != before
-    app.slider(key="row").set_value(7)
+    app.slider(key(app, "row")).set_value(7)
     assert metrics(ran(app))["output[7, 3]"] == "0", "beyond the edge"
+
+
+def test_a_training_shows_a_picture_before_the_first_epoch_and_one_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    epochs: list[int] = []
+
+    def train(trainer: Any, data: Any, rate: float, last: int, log: Any) -> None:
+        for epoch in epochs:
+            log(epoch, 30.0, 17, [30.0] * epoch)
+        streamlit.stop()
+
+    monkeypatch.setattr(run_scalar.ScalarTrain, "train", train)
+    app = opened("scalar", hidden=1, points=10)
+    untrained = pictures(app)
+    app.button(key(app, "train")).click()
+    assert pictures(ran(app)) == untrained
+    epochs.append(1)
+    app.button(key(app, "train")).click()
+    assert len(now := pictures(ran(app))) == 2, "the boundary, and the loss"
+    assert now[0] not in untrained
 
 
 @pytest.mark.slow
@@ -272,7 +309,7 @@ def test_the_window_of_a_convolution_moves() -> None:
 def test_a_training_learns_and_draws(page: str, hidden: int, least: int) -> None:
     app = opened(page, points=20, epochs=30, hidden=hidden, rate=0.5)
     before = pictures(app)
-    app.button(key="train").click()
+    app.button(key(app, "train")).click()
     assert int(metrics(ran(app))["right"].split()[0]) > least
     assert pictures(app) != before
 
@@ -280,13 +317,13 @@ def test_a_training_learns_and_draws(page: str, hidden: int, least: int) -> None
 def test_the_ladder_shows_what_was_measured() -> None:
     app = opened("ladder")
     before = pictures(app)
-    app.selectbox(key="quantity").set_value("peak memory, MiB")
-    app.selectbox(key="device").set_value("cpu-2-cores: bench_attention")
+    app.selectbox(key(app, "quantity")).set_value("peak memory, MiB")
+    app.selectbox(key(app, "device")).set_value("cpu-2-cores: bench_attention")
     ran(app)
     assert pictures(app) != before
     path = ROOT / "docs" / "results" / "cpu-2-cores" / "bench_attention.json"
     row = json.loads(path.read_text(encoding="utf-8"))["rows"][0]
-    app.select_slider(key="length").set_value(row["length"])
+    app.select_slider(key(app, "length")).set_value(row["length"])
     table = ran(app).dataframe[0].value
     shown = dict(zip(table[""], table["peak memory, MiB"], strict=True))
     assert shown["flash"] == row["flash"]["peak_mb"]
@@ -304,15 +341,15 @@ def counted(app: AppTest) -> tuple[int, int]:
 @pytest.mark.parametrize("rung", attention_page.RUNGS)
 def test_a_step_changes_the_counters(rung: str) -> None:
     app = opened("attention", rung=rung, N=8, mask="none")
-    app.button(key="first").click()
+    app.button(key(app, "first")).click()
     seen, shown = [counted(ran(app))], [contents(app)]
     for _ in range(3):
-        app.button(key="next").click()
+        app.button(key(app, "next")).click()
         seen.append(counted(ran(app)))
         shown.append(contents(app))
     assert seen == sorted(seen) and len(set(seen)) > 1
     assert all(now != before for now, before in zip(shown[1:], shown, strict=False))
-    app.button(key="last").click()
+    app.button(key(app, "last")).click()
     assert counted(ran(app)) > seen[-1]
     assert " = " in app.caption[-1].value, "the count is not what the formula says"
 
@@ -328,5 +365,5 @@ def test_a_kernel_that_is_not_written_is_named_with_its_task(
 def test_a_step_is_explained_and_every_number_of_its_tile_can_be_read() -> None:
     app = opened("attention", rung="flash2", mask="none", block_q=16, block_k=16, d=16)
     assert any(text.value.startswith("> ") and "maximum" in text.value for text in app.markdown)
-    app.selectbox(key="zoom").set_value("S")
+    app.selectbox(key(app, "zoom")).set_value("S")
     assert ran(app).dataframe[0].value.shape == (16, 16)

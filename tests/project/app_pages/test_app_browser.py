@@ -147,6 +147,8 @@ def test_the_app_works_in_a_browser(browser: Any, address: str, tmp_path: Path) 
     view.goto(f"{address}/?page=fast")
     settled(view)
     view.get_by_role("button", name="train", exact=True).click()
+    view.wait_for_selector("[data-testid=stProgress]")
+    assert view.locator(picture).count() > 0, "no picture while the first epoch runs"
     settled(view)
     shot("train")
     assert not faults, faults

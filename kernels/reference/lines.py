@@ -157,3 +157,32 @@ def finished(rows: Rows) -> tuple[Array, Array]:
     # TASK 5.3: One division at the end, and L = m + log ℓ; divided, log and shift_of handle a masked row.
     return divided(rows.acc, rows.row_sum), shift_of(rows.row_max) + log(rows.row_sum)
     # END TASK 5.3
+
+
+def merged(first: Rows, second: Rows) -> Rows:
+    """Return what is known of the rows after the keys of two parts, each of which has its own maximum.
+
+    Source: Dao et al., Flash-Decoding (2023); FlashAttention-2, Algorithm 1, lines 9 and 10.
+    """
+    # TASK 5.12: The new m is the larger one; ℓ and acc of each part shrink by e^(its own m - m_new).
+    row_max = np.maximum(first.row_max, second.row_max)  # (…, rows)
+    one, two = (np.exp(part.row_max - shift_of(row_max)) for part in (first, second))  # (…, rows)
+    row_sum = one * first.row_sum + two * second.row_sum
+    return Rows(row_max, row_sum, one[..., None] * first.acc + two[..., None] * second.acc)
+    # END TASK 5.12
+
+
+def page_places(table: Array, positions: Array, page_size: int) -> tuple[Array, Array]:
+    """Return the page of each position, and its place in that page, (batch, count) each.
+
+    Args:
+        table: (batch, most pages), the pages of each sequence in the order of its positions.
+        positions: (batch, count), positions in the sequences.
+        page_size: Number of keys of a page.
+
+    Source: Kwon et al., PagedAttention (2023), section 4.3.
+    """
+    # TASK 5.13: Find the page in the own row of the table; np.arange(len(table))[:, None] numbers the rows.
+    pages = table[np.arange(len(table))[:, None], positions // page_size]
+    return pages, positions % page_size
+    # END TASK 5.13

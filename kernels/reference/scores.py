@@ -93,16 +93,18 @@ class Scores:
         """Return out (…, rows, value_dim), lse and its rest (…, rows) with the sinks in their softmax."""
         if (extra := self.operands.extra_logits(lse.shape)) is None:
             return out, lse, rest
-        top = lines.shift_of(np.maximum(lse, extra))  # (…, rows)
-        own = np.exp((lse - top) + rest)
-        row_sum = own + np.exp(extra - top)
-        whole = top + lines.log(row_sum)
-        merged = lines.divided(out * own[..., None], row_sum)
+        own = np.exp(rest)  # (…, rows), the sum of e^(s - lse)
+        keys = lines.Rows(lse, own, out * own[..., None])
+        sink = lines.Rows(extra, np.ones_like(extra), np.zeros_like(out))
+        rows = lines.merged(keys, sink)
+        whole_out, whole = lines.finished(rows)
         is_none = extra == -np.inf
         return (
-            np.where(is_none[..., None], out, merged),
+            np.where(is_none[..., None], out, whole_out),
             np.where(is_none, lse, whole),
-            np.where(is_none, rest, lines.rest_of(whole, top, row_sum)),
+            np.where(
+                is_none, rest, lines.rest_of(whole, lines.shift_of(rows.row_max), rows.row_sum)
+            ),
         )
 
     def kept(self, rows: slice, cols: slice) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kernels import Problem, takes_attention_options
@@ -17,6 +18,7 @@ from ..functions.flash_attention import (
 )
 from ..nn import softmax
 from ..tensor import Tensor
+from ..tensors.factories import tensor
 from .score_options import kept_probabilities, masking_penalty, modified, row_end
 
 if TYPE_CHECKING:
@@ -61,6 +63,25 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Unpa
     share, lse = row_end(call, scores, options)
     out = out if share is None else out * share
     return out if lse is None else (out, _as_lse(lse, problem))
+
+
+def taped_derivative(score_mod: Callable[..., Any]) -> Callable[..., float]:
+    """Return the derivative of a ``score_mod`` by backpropagation, as a function of the same arguments.
+
+    Pass both, ``score_mod=(function, derivative)``, to :func:`naive_attention`, which calls them in Python.
+
+    Args:
+        score_mod: A function of (score, batch, head, row, col) that uses operators and methods of tensors.
+    """
+
+    def derivative(score: float, *place: int) -> float:
+        # TASK 5.14: Call score_mod with a tensor of one number, go backward from its result.
+        x: Any = tensor([score], requires_grad=True)
+        score_mod(x, *place).backward()
+        return x.grad.item()
+        # END TASK 5.14
+
+    return derivative
 
 
 def _transpose(t: Tensor) -> Tensor:

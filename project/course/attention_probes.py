@@ -225,8 +225,33 @@ def forward_mode(rng: Rng) -> Probes:
     yield "a masked row", lambda: lines.softmax_tangent(0.0 * p, s_tangent)
 
 
+def parts(rng: Rng) -> Probes:
+    lines = import_module("kernels.reference.lines")
+    first, second = (
+        lines.Rows(
+            rng.normal(0.0, 3.0, (2, 4)), rng.uniform(1.0, 3.0, (2, 4)), rng.normal(size=(2, 4, 3))
+        )
+        for _ in range(2)
+    )
+    unseen = lines.Rows(np.full((2, 4), -np.inf), np.zeros((2, 4)), np.zeros((2, 4, 3)))
+    yield "merged", lambda: lines.merged(first, second)
+    yield "a masked part", lambda: [lines.merged(first, unseen), lines.merged(unseen, unseen)]
+
+
+def pages(rng: Rng) -> Probes:
+    lines = import_module("kernels.reference.lines")
+    table, positions = rng.permutation(15).reshape(3, 5), rng.integers(0, 20, (3, 7))
+    yield "page_places", lambda: lines.page_places(table, positions, 4)
+
+
+def tape(rng: Rng) -> Probes:
+    naive, scores = import_module("minitorch.attention.naive"), rng.normal(size=5)
+    slope = naive.taped_derivative(lambda s, b, h, row, col: s * s.sigmoid() + row - col)
+    yield "taped_derivative", lambda: [slope(s, 0, 0, 3, 1) for s in scores.tolist()]
+
+
 PROBES: dict[str, Callable[[Rng], Probes]] = {
     "5.1": ladder, "5.2": textbook, "5.3": tiles, "5.4": algorithm_1, "5.5": backward_1,
     "5.6": masks, "5.7": flash2, "5.8": traffic, "5.9": block_sparse, "5.10": transformer,
-    "5.11": forward_mode,
+    "5.11": forward_mode, "5.12": parts, "5.13": pages, "5.14": tape,
 }  # fmt: skip

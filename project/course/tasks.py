@@ -324,6 +324,22 @@ TASKS = (
         "weighted by P.",
         FLASH,
     ),
+    Task(
+        "5.12", "Merge split keys", 5,
+        "Two groups of threads have each seen a part of the keys. Bring their sums to a common maximum, "
+        "then add them. A part may be fully masked.",
+        FLASH,
+    ),
+    Task(
+        "5.13", "A page table", 5,
+        "Find the page of a position in the table of its sequence, and the place in that page.",
+        FLASH,
+    ),
+    Task(
+        "5.14", "The derivative of a score_mod", 5,
+        "Record the function on a tensor of one score, and let your backpropagation differentiate it.",
+        FLASH,
+    ),
 )  # fmt: skip
 
 

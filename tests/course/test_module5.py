@@ -27,7 +27,15 @@ from kernels.cuda.attention.options.score_functions import make_score_functions
 from kernels.cuda.attention.practice import algorithm0, make_flash1_rows
 from kernels.cuda.runtime.kernel import device_function
 from kernels.problem.operands import make_operands
-from kernels.reference.lines import Rows, add_tile, finished, softmax_tangent, softmax_times
+from kernels.reference.lines import (
+    Rows,
+    add_tile,
+    finished,
+    merged,
+    page_places,
+    softmax_tangent,
+    softmax_times,
+)
 from kernels.reference.softmax_ladder import (
     naive_softmax,
     online_softmax,
@@ -43,6 +51,7 @@ from minitorch import (
     TransformerLayer,
     from_numpy,
 )
+from minitorch.attention.naive import taped_derivative
 
 from ..support.attention.mistakes import gradient_mistake, online_mistake, statistics_mistake
 from ..support.mistakes import assert_close_or_explain
@@ -747,3 +756,88 @@ def test_the_tangents_of_softmax_are_its_derivatives_along_a_direction(
 def test_the_tangents_of_a_row_that_sees_nothing_are_zero() -> None:
     p_tangent, lse_tangent = softmax_tangent(np.zeros((2, 3)), np.ones((2, 3)))
     assert not p_tangent.any() and not lse_tangent.any()
+
+
+# --- task 5.12: merging split keys --------------------------------------------------------------------
+
+
+def part_of(s: Array, v: Array) -> Rows:
+    """Return what a part of the keys gives, by the textbook."""
+    row_max = s.max(-1, initial=-np.inf)
+    p = np.exp(s - np.where(row_max == -np.inf, 0.0, row_max)[..., None])
+    return Rows(row_max, p.sum(-1), p @ v)
+
+
+@pytest.mark.task5_12
+@pytest.mark.parametrize("cut", [0, 1, 4, 7])
+def test_two_parts_of_the_keys_give_what_all_keys_give(cut: int) -> None:
+    rng = np.random.default_rng(cut)
+    s, v = rng.normal(0.0, 300.0, (2, 3, 7)), rng.normal(size=(2, 7, 4))
+    s[:, 1, cut:] = -np.inf
+    one, two = part_of(s[..., :cut], v[:, :cut]), part_of(s[..., cut:], v[:, cut:])
+    got, expected = merged(one, two), part_of(s, v)
+    assert_close_or_explain(got.row_max, expected.row_max, "m", {})
+    mistakes = {"the sums are added without their factors e^(m - m_new)": one.row_sum + two.row_sum}
+    assert_close_or_explain(got.row_sum, expected.row_sum, "ℓ", mistakes)
+    mistakes = {"acc is added without the factors e^(m - m_new)": one.acc + two.acc}
+    assert_close_or_explain(got.acc, expected.acc, "acc", mistakes)
+
+
+@pytest.mark.task5_12
+def test_a_row_that_is_masked_in_both_parts_stays_empty() -> None:
+    unseen = part_of(np.full((2, 3), -np.inf), np.ones((3, 4)))
+    got = merged(unseen, unseen)
+    assert not np.isnan(got.row_sum).any(), "a row that is masked in both parts has m - m = NaN"
+    assert (got.row_max == -np.inf).all() and not got.row_sum.any() and not got.acc.any()
+
+
+# --- task 5.13: a page table --------------------------------------------------------------------------
+
+
+@pytest.mark.task5_13
+@pytest.mark.parametrize("page_size", [1, 4, 5])
+def test_keys_that_are_written_by_the_table_are_read_in_order(page_size: int) -> None:
+    rng = np.random.default_rng(page_size)
+    length = 11
+    table = rng.permutation(3 * length).reshape(3, length)
+    positions, keys = np.tile(np.arange(length), (3, 1)), rng.normal(size=(3, length, 2))
+    pages, places = page_places(table, positions, page_size)
+    number = np.tile(np.arange(length) // page_size, (3, 1))
+    mistakes = {
+        "the table is not read: a page of a sequence may lie anywhere": number,
+        "the table of the first sequence is read for all": table[0][number],
+    }
+    expected = [[float(row[p // page_size]) for p in range(length)] for row in table]
+    assert_close_or_explain(1.0 * pages, expected, "the pages", mistakes)
+    pool = np.full((3 * length, page_size, 2), np.nan)
+    pool[pages, places] = keys
+    order = rng.permutation(length)[None] + np.zeros((3, 1), int)
+    pages, places = page_places(table, order, page_size)
+    np.testing.assert_array_equal(
+        pool[pages, places], np.take_along_axis(keys, order[..., None], 1)
+    )
+
+
+# --- task 5.14: the derivative of a score_mod ---------------------------------------------------------
+
+#: Functions of (score, batch, head, row, col) for numbers of a tensor.
+SCORE_MODS = {
+    "a bias": lambda s, b, h, row, col: s - 0.5 * (row - col),
+    "a softcap": lambda s, b, h, row, col: 4.0 * (s / 2.0).sigmoid() - 2.0,
+    "the score twice": lambda s, b, h, row, col: s * s.sigmoid() * (h + 1.0),
+}
+
+
+@pytest.mark.task5_14
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_backpropagation_gives_the_derivative_of_a_score_mod(name: str) -> None:
+    score_mod, place, step = SCORE_MODS[name], (0, 1, 5, 2), 1e-5
+
+    def value(score: float) -> float:
+        return score_mod(minitorch.tensor([score]), *place).item()
+
+    scores = [-2.0, 0.25, 1.5]
+    expected = [(value(s + step) - value(s - step)) / (2.0 * step) for s in scores]
+    got = [taped_derivative(score_mod)(s, *place) for s in scores]
+    mistakes = {"this is the value of score_mod, not its derivative": [value(s) for s in scores]}
+    assert_close_or_explain(got, expected, "f'(S)", mistakes, size=1e4)

@@ -11,6 +11,7 @@ from numba import njit
 from kernels.cpu.attention.tile_scores import copy_tile, rows_of
 from kernels.cpu.runtime.function_pointers import contiguous
 from kernels.problem.cached_keys import Cached
+from kernels.reference.lines import page_places
 from kernels.runtime import dtypes
 from kernels.runtime.dtypes import acc_dtype, is_half, rounded
 from kernels.runtime.jit import FASTMATH
@@ -29,10 +30,10 @@ def append(call: Cached) -> tuple[Array, npt.NDArray[np.int64]]:
         lengths = call.lengths.astype(np.int64) + call.new
     if call.k is not None:
         positions = lengths[:, None] + np.arange(-call.new, 0)  # (batch, new)
-        rows = np.arange(batch)[:, None]
-        pages = rows if call.table is None else call.table[rows, positions // page_size]
+        table = np.arange(batch)[:, None] if call.table is None else call.table
+        pages, places = page_places(table, positions, page_size)
         for new, cache in ((_rotated(call, call.k, lengths), call.k_cache), (call.v, call.v_cache)):
-            cache[pages, :, positions % page_size] = new.swapaxes(1, 2)
+            cache[pages, :, places] = new.swapaxes(1, 2)
     return _rotated(call, call.q, lengths), lengths
 
 

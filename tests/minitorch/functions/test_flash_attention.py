@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import minitorch
 from minitorch import CudaBackend, FastBackend, SimpleBackend, Tensor, naive_attention
+from minitorch.attention.naive import taped_derivative
 
 from ...support.attention.on_cuda import by_tensors
 from ...support.attention.strategies import FEATURES, SCORE_MODS, Case, cases, neighbours
@@ -40,6 +41,25 @@ SMALL = {"lengths": st.integers(1, 7), "dims": st.integers(1, 4)}
 @given(case=cases(features=FEATURES, leads=st.lists(st.integers(1, 2), max_size=2), **SMALL))
 def test_every_option_is_the_textbook(attention: Any, backend: Any, case: Case) -> None:
     case.check(attend(attention, case, backend), f"by {attention.__name__}")
+
+
+def curved(score: Any, batch: int, head: int, row: int, col: int) -> Any:
+    return score * score * (head + 1.0) + 0.1 * (row - col)
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_a_score_mod_has_the_same_gradient_by_the_tape_as_by_its_source(backend: Any) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((2, 5, 3)) for _ in range(3)]
+
+    def gradients(score_mod: Any) -> list[Any]:
+        tensors: list[Any] = [minitorch.from_numpy(x, backend, True) for x in arrays]
+        naive_attention(*tensors, score_mod=score_mod).sum().backward()
+        return [t.grad.to_numpy() for t in tensors]
+
+    own = gradients((curved, taped_derivative(curved)))
+    for name, got, expected in zip("qkv", own, gradients(curved), strict=True):
+        assert_close_arrays(got, expected, np.float64, f"d{name}")
 
 
 #: Options that together touch every step of a score, and bits that drop some probabilities.

@@ -187,9 +187,9 @@ SMALL = {
     0: (27, 2_250, "numba kernels scalar tensor_data"),
     1: (33, 3_200, "numba kernels tensor_data"),
     2: (70, 6_000, "flash numba fast_loops test_tensor_general test_conv"),
-    3: (100, 10_450, "flash test_conv accelerated"),
+    3: (100, 10_500, "flash test_conv accelerated"),
     4: (100, 10_800, "flash accelerated"),
-    5: (190, 23_350, "_mma wgmma accelerated distributed reformer bench kernels/cpu"),
+    5: (190, 23_550, "_mma wgmma accelerated distributed reformer bench kernels/cpu"),
 }
 
 
@@ -210,7 +210,7 @@ def test_a_starter_tree_has_what_its_module_needs_and_no_more(module: int, tmp_p
     assert stamp["module"] == module and [*stamp["tasks"]] == [t.id for t in tasks_of(module)]
     readme = (tree / "README.md").read_text(encoding="utf-8")
     assert f"python -m pytest -m task{module}_1" in readme
-    assert len(readme.splitlines()) < 70
+    assert len(readme.splitlines()) <= 70
 
 
 SCRIPTS = {

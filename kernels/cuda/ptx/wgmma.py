@@ -62,6 +62,21 @@ def wgmma_fence():
     """Make the accumulators, and A in registers, available to the tensor cores."""
 
 
+@cache
+def make_wgmma_fence(registers: int) -> Any:
+    """Return ``fence(pairs)``: :func:`wgmma_fence` for products whose A is in these registers.
+
+    The compiler may move the rounding of A behind a fence that does not name it, between the products.
+    ``ptxas`` then makes each product a group of its own, of which ``wait_group`` waits for too many.
+    """
+
+    @instruction("wgmma.fence.sync.aligned;", pairs=updates(U32, registers))
+    def fence(pairs):
+        """Make the accumulators, and A in registers, available to the tensor cores."""
+
+    return fence
+
+
 @instruction("wgmma.commit_group.sync.aligned;")
 def wgmma_commit_group():
     """Close a group of products."""

@@ -60,6 +60,7 @@ from kernels.cuda.ptx.wgmma import (
     ROWS,
     descriptor,
     descriptor_layout,
+    make_wgmma_fence,
     make_wgmma_wait_group,
     wgmma_commit_group,
     wgmma_fence,
@@ -174,6 +175,7 @@ def _make_visit(form: KernelForm) -> Callable[..., None]:
     multiply_v_dout = make_multiply(block_q, dtype, widths.value, k_panel, q_panel)
     add_dv, pack_tile = make_accumulate(widths.value, dtype, block_q), make_pack(dtype, block_q)
     wait_for_dp = make_wgmma_wait_group(1 if has_dv else 0)
+    fence_pairs = make_wgmma_fence(block_q // 4)
     shifts_at, walk = _make_shifts_at(form), make_walk(features, block_q, block_k, True)
     pattern_of = walk.pattern_of
     factor_of, has_tops = make_elements(form).factor, features.modifies_scores
@@ -211,7 +213,7 @@ def _make_visit(form: KernelForm) -> Callable[..., None]:
         weigh((s, registers.p), bits, rows, factor, marks, place, work, product)
         if has_dv:
             # 12: dV_j = dV_j + Pᵀ dO_i, computed while dS is
-            wgmma_fence()
+            fence_pairs(registers.p)
             add_dv(registers.dv, registers.p, descriptor(across_rows, dout_tile), n)
             wgmma_commit_group()
         if has_dk:

@@ -72,12 +72,15 @@ class Barriers:
         self.arrivals += (arrivals,) * count
         return offset
 
-    def pipeline(self, tiles: int, size: int, stages: int, emptied_by: int) -> Pipeline:
-        """Return a pipeline whose full barriers expect one arrival and the committed bytes.
+    def pipeline(
+        self, tiles: int, size: int, stages: int, emptied_by: int, filled_by: int = 1
+    ) -> Pipeline:
+        """Return a pipeline whose tiles are ``size`` bytes apart.
 
-        Tiles are ``size`` bytes apart; ``emptied_by`` arrivals make a stage empty.
+        ``filled_by`` arrivals and the committed bytes make a stage full, ``emptied_by`` arrivals empty.
         """
-        return Pipeline(tiles, size, self.row(stages, 1), self.row(stages, emptied_by), stages)
+        full, empty = self.row(stages, filled_by), self.row(stages, emptied_by)
+        return Pipeline(tiles, size, full, empty, stages)
 
 
 @device_function

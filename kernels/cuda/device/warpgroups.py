@@ -58,6 +58,12 @@ def own_warpgroup():
 
 
 @device_function
+def own_warp():
+    """Return the number of a thread's warp in its block, like :func:`own_warpgroup`."""
+    return int32(cuda.shfl_sync(ALL_LANES, int32(cuda.threadIdx.x // 32), 0))
+
+
+@device_function
 def store_pairs(tile, line, column, t, panel_bytes, pairs):
     """Store a warp's 16 rows of 16 columns to a tile of panels; column is the first of the lane's."""
     chunk = (2 * t + column) % 8

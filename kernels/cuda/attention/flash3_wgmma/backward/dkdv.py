@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import cache
 
 from kernels.cuda.attention.flash3_wgmma.backward.dkdv_consumer import make_consume
+from kernels.cuda.attention.flash3_wgmma.backward.dq_shares import make_send, shares_pipeline
 from kernels.cuda.attention.flash3_wgmma.backward.layout import KeyGradients, KeyLayout, key_tiles
 from kernels.cuda.attention.flash3_wgmma.backward.producer import backward_pipelines, make_produce
 from kernels.cuda.attention.flash3_wgmma.layout import (
@@ -22,7 +23,7 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
     work_type,
 )
 from kernels.cuda.device.pipeline import make_prologue, opaque
-from kernels.cuda.device.warpgroups import block_bytes, own_warpgroup
+from kernels.cuda.device.warpgroups import block_bytes, own_warp, own_warpgroup
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.targets import cuda
 from kernels.runtime.types import float32, int32, types, void
@@ -36,8 +37,10 @@ def dkdv_kernel(
     """Return the kernel by key tiles for one layout, two widths, one dtype and some gradients."""
     form = KernelForm(layout, widths, dtype, features, parts)
     pipelines, barriers = backward_pipelines(form)
+    shares = shares_pipeline(form, barriers)
     enter, give_registers, take_registers = make_prologue(layout, barriers)
-    produce, consume = make_produce(form, pipelines), make_consume(form, pipelines)
+    produce, consume = make_produce(form, pipelines), make_consume(form, pipelines, shares)
+    send, senders = make_send(form, shares), shares.stages
 
     def flash3_dkdv(q_map, k_map, v_map, dout_map, dk_map, dv_map, rows, work):
         """Fill dk and dv, tile after tile, and add the contribution of each tile to dq_sum.
@@ -63,11 +66,15 @@ def dkdv_kernel(
         warpgroup = own_warpgroup()
         if warpgroup == 0:
             give_registers()
-            if cuda.threadIdx.x == 0:
-                produce(memory, (q_map, k_map, v_map, dout_map), rows[0], rows[1], work)
+            warp = own_warp() if senders else 0
+            if warp == 0:
+                if cuda.threadIdx.x == 0:
+                    produce(memory, (q_map, k_map, v_map, dout_map), rows[0], rows[1], work)
+            elif warp <= senders and cuda.threadIdx.x % 32 == 0:
+                send(int32(warp - 1), memory, rows[2])
         else:
             take_registers()
-            consume(int32(warpgroup - 1), opaque(memory), dk_map, dv_map, rows[1], rows[2], work)
+            consume(int32(warpgroup - 1), opaque(memory), dk_map, dv_map, rows[1], work)
 
     gradient = result_type(features)
     rows = types.Tuple((ROW_NUMBERS, ROW_NUMBERS, types.Array(float32, 1, "C")))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from kernels.cuda.attention.flash3_wgmma.backward.dq_shares import make_hand_over, make_issue_dq
 from kernels.cuda.attention.flash3_wgmma.backward.elementwise import (
     LOG2_OF_E,
     has_large_row,
@@ -16,28 +17,29 @@ from kernels.cuda.attention.flash3_wgmma.backward.elementwise import (
     make_passes,
     make_weigh,
 )
-from kernels.cuda.attention.flash3_wgmma.backward.layout import dq_bytes, dq_share, tiles_of
+from kernels.cuda.attention.flash3_wgmma.backward.layout import dq_share, tiles_of
 from kernels.cuda.attention.flash3_wgmma.backward.producer import BackwardPipelines
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
 from kernels.cuda.attention.flash3_wgmma.layout import (
     CONSUMERS_BARRIER,
-    WARPGROUP_BARRIER,
     KernelForm,
 )
 from kernels.cuda.attention.flash3_wgmma.score_terms import LanePlace, line_of
 from kernels.cuda.attention.flash3_wgmma.tile_walk import make_row_base, make_walk
 from kernels.cuda.attention.flash3_wgmma.tiles import (
     ALONG,
+    ConsumerThread,
     make_accumulate,
     make_clear_rows,
     make_multiply,
-    make_multiply_dq,
     make_pack,
     make_write_results,
     own_thread,
 )
 from kernels.cuda.device.one_source import is_full_tile
 from kernels.cuda.device.pipeline import (
+    Pipeline,
+    StagePhase,
     following,
     placed,
     release,
@@ -46,16 +48,9 @@ from kernels.cuda.device.pipeline import (
     tile_at,
     wait,
 )
-from kernels.cuda.device.warpgroups import LINE, WARPGROUP, store_pairs
-from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
-from kernels.cuda.ptx.bulk import (
-    cp_async_bulk_commit_group,
-    cp_reduce_async_bulk_add,
-    wait_for_reads,
-    wait_for_writes,
-)
-from kernels.cuda.ptx.copies import global_address, ld_shared, st_shared_v4_f32
-from kernels.cuda.ptx.fragments import square_place
+from kernels.cuda.device.warpgroups import LINE, WARPGROUP
+from kernels.cuda.ptx.barriers import bar_sync
+from kernels.cuda.ptx.copies import ld_shared, recomputed
 from kernels.cuda.ptx.wgmma import (
     ROWS,
     descriptor,
@@ -100,55 +95,6 @@ class QueryTile(NamedTuple):
     row: Any  # Its first row, from the start of the sequence
     q_at: Any  # Its place in the pipeline of q
     dout_at: Any  # Its place in that of dout
-
-
-def _make_dq(form: KernelForm) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return ``issue_dq(registers, block, n, own)`` and ``send_dq(memory, dq_acc, dq_sum, number, own)``.
-
-    The first stores dS for all consumers and issues the product for this consumer's share of dQ.  The
-    second adds the share to dq_sum, where ``number`` is its number; the copy engine does it while the
-    products go on.
-    """
-    layout, widths, dtype, *_ = form
-    block_k, k_panel = layout.block_k, layout.block_k * LINE
-    tiles, share, share_size = tiles_of(form), dq_share(layout, widths), dq_bytes(layout, widths)
-    dq_offset, ds_offset, ds_size = tiles["dq"], tiles["ds"], 2 * layout.block_q * block_k
-    ds_step, k_step = (k_panel, 0) if share.by_rows else (0, share.step)
-    depth_steps, consumer_threads = layout.block_q // 16, WARPGROUP * layout.consumers
-    multiply_dq = make_multiply_dq(share.cols, dtype, block_k)
-    across_keys, dq_tiles = descriptor_layout(LINE, k_panel, 8 * LINE), share.cols // 8
-
-    @device_function
-    def issue_dq(registers, block, n, own):
-        r, c = square_place(own.lane)
-        line = own.me * ROWS + own.warp * 16 + r  # of dSᵀ, that this lane gives stmatrix
-        ds_tile = block.memory + ds_offset + (n % 2) * ds_size
-        for t in range(depth_steps):
-            store_pairs(ds_tile, line, c, t, k_panel, registers.ds[t])
-        fence_proxy_async()  # products see what was stored
-        if own.thread == 0:
-            wait_for_reads()  # the tile of dq is free again
-        bar_sync(CONSUMERS_BARRIER, consumer_threads)  # dS is whole
-        wgmma_fence()
-        ds_desc = descriptor(across_keys, ds_tile + own.me * ds_step)
-        k_desc = descriptor(across_keys, block.memory + own.me * k_step)
-        multiply_dq(registers.dq, ds_desc, k_desc)
-        wgmma_commit_group()
-
-    @device_function
-    def send_dq(memory, dq_acc, dq_sum, number, own):
-        own_share = memory + dq_offset + own.me * share_size
-        for t in range(dq_tiles):
-            st_shared_v4_f32(own_share + 16 * (t * WARPGROUP + own.thread), dq_acc[t])
-        fence_proxy_async()  # the copy engine sees what was stored
-        bar_sync(WARPGROUP_BARRIER + own.me, WARPGROUP)  # the share is whole
-        if own.thread == 0:
-            cp_reduce_async_bulk_add(
-                global_address(dq_sum) + number * share_size, own_share, share_size
-            )
-            cp_async_bulk_commit_group()
-
-    return issue_dq, send_dq
 
 
 def _make_shifts_at(form: KernelForm) -> Callable[..., Any]:
@@ -228,10 +174,12 @@ def _make_visit(form: KernelForm) -> Callable[..., None]:
     return visit
 
 
-def make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[..., None]:
+def make_consume(
+    form: KernelForm, pipelines: BackwardPipelines, shares: Pipeline
+) -> Callable[..., None]:
     """Return the function of the threads of consumer ``me``, which multiplies and writes the gradients.
 
-    ``consume(me, memory, dk_map, dv_map, delta, dq_sum, work)``
+    ``consume(me, memory, dk_map, dv_map, delta, work)``
     """
     layout, widths, dtype, features, (has_dk, has_dv, adds_dq) = form
     consumers, block_q, block_k = layout.consumers, layout.block_q, layout.block_k
@@ -250,7 +198,7 @@ def make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
     shifts_at, fetch = _make_shifts_at(form), make_fetch_bits(form)
     row_base = make_row_base(is_packed)
     largest_top_of = make_passes(form).largest_top
-    issue_dq, send_dq = _make_dq(form)
+    issue_dq, (hand_over, end_sums) = make_issue_dq(form), make_hand_over(form, shares)
     clear_keys = make_clear_rows(consumers, block_k, widths.head_panels)
     # dV takes the place of V, or of K where V is not needed.
     write_gradients = make_write_results(form, v_offset if has_dk else tiles["k"])
@@ -266,7 +214,7 @@ def make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
         wgmma_commit_group()
 
     @device_function
-    def consume(me, memory, dk_map, dv_map, delta, dq_sum, work):
+    def consume(me, memory, dk_map, dv_map, delta, work):
         own, extras = own_thread(me), work.extras
         registers = KeyRegisters(
             cuda.local.array((head_tiles, 4), float32), cuda.local.array((value_tiles, 4), float32),
@@ -279,6 +227,7 @@ def make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
         keys, at = placed(of_keys, memory), start()
         queries, q_at = placed(of_queries, memory), start()
         douts, dout_at = placed(of_douts, memory), start()
+        dq_at = StagePhase(me, int32(0))
         own_keys = memory + me * (ROWS * LINE)
         k_desc, v_desc = descriptor(ALONG, own_keys), descriptor(ALONG, own_keys + v_offset)
         block = KeyBlock(memory, BackwardPipelines(keys, queries, douts), k_desc, v_desc)
@@ -331,7 +280,8 @@ def make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
                 if adds_dq:
                     wait_but_two()  # dQ is done
                     slot = int64(item.line) * (delta.shape[1] // block_q) + (base + row) // block_q
-                    send_dq(memory, registers.dq, dq_sum, slot * consumers + me, own)
+                    share = int32(slot * consumers + me)
+                    dq_at = hand_over(memory, dq_at, registers.dq, share, own)
                 wait_for_all()  # dK, and the next Sᵀ
                 release(queries, tile.q_at, own.lane)
                 if has_dv and not adds_dq:
@@ -341,11 +291,13 @@ def make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
             # 18: write dK_j, dV_j
             dk = dk_map, registers.dk, float32(work.scale) * slope_scale_of(extras)
             dv = dv_map, registers.dv, scale_of(extras)
-            write_gradients(own, memory, dk, dv, item, registers.p)
+            # Addresses that depend on this lane are not kept during the products.
+            writer = ConsumerThread(me, own.thread, recomputed(own.lane), own.warp)
+            write_gradients(writer, memory, dk, dv, item, registers.p)
             release_alone(keys, at)  # each for itself: it has read the number
             at = following(keys, at)
             number = next_item(memory, keys, at)
-        if own.thread == 0:
-            wait_for_writes()  # to dQ, still on their way
+        if adds_dq:
+            end_sums(memory, dq_at, own)
 
     return consume

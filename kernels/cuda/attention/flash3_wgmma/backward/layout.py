@@ -96,6 +96,7 @@ def key_tiles(layout: KeyLayout, widths: Widths, parts: KeyGradients) -> SharedT
     At the end, dK takes the place of K, and dV that of V, or of K if V is not needed.
     """
     k_panels, v_panels = widths.head_panels, widths.value_panels
+    shares = layout.consumers * parts.dq
     if not parts.dk:
         k_panels, v_panels = max(k_panels, v_panels), 0
     q_bytes, dout_bytes = (
@@ -109,11 +110,12 @@ def key_tiles(layout: KeyLayout, widths: Widths, parts: KeyGradients) -> SharedT
         dout=layout.dout_stages * dout_bytes,
         # Two, for the one consumer writes the next while the other still multiplies by this one.
         ds=2 * ds_bytes if parts.dq else 0,
-        dq=layout.consumers * dq_bytes(layout, widths) if parts.dq else 0,
+        dq=shares * dq_bytes(layout, widths),
         shifts=layout.q_stages * 2 * layout.block_q * WORD,
         delta=layout.dout_stages * layout.block_q * WORD,
-        barriers=8 * (2 + 2 * layout.q_stages + 2 * layout.dout_stages),
+        barriers=8 * (2 + 2 * (layout.q_stages + layout.dout_stages + shares)),
         number=WORD,
+        shares=shares * WORD,
     )
 
 

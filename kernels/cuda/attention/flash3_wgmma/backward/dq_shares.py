@@ -1,0 +1,145 @@
+"""The path of dQ out of Hopper's kernel by key tiles: from the consumers to sums in global memory.
+
+Each consumer computes a share of the tile dS K and puts it in shared memory.  A thread of the producer
+warpgroup, one for each consumer, makes the copy engine add the share to the sums, so that no consumer waits
+for its own additions.  The two sides meet at a stage of a pipeline; ``StagePhase.stage`` is the number of
+the consumer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kernels.cuda.attention.flash3_wgmma.backward.layout import dq_bytes, dq_share, tiles_of
+from kernels.cuda.attention.flash3_wgmma.layout import CONSUMERS_BARRIER, KernelForm
+from kernels.cuda.attention.flash3_wgmma.tiles import make_multiply_dq
+from kernels.cuda.device.pipeline import (
+    Barriers,
+    Pipeline,
+    StagePhase,
+    acquire,
+    placed,
+    publish,
+    release_alone,
+    tile_at,
+    wait,
+)
+from kernels.cuda.device.warpgroups import LINE, WARPGROUP, store_pairs
+from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
+from kernels.cuda.ptx.bulk import (
+    cp_async_bulk_commit_group,
+    cp_reduce_async_bulk_add,
+    wait_for_reads,
+    wait_for_writes,
+)
+from kernels.cuda.ptx.copies import global_address, ld_shared, st_shared, st_shared_v4_f32
+from kernels.cuda.ptx.fragments import square_place
+from kernels.cuda.ptx.wgmma import (
+    ROWS,
+    descriptor,
+    descriptor_layout,
+    wgmma_commit_group,
+    wgmma_fence,
+)
+from kernels.cuda.runtime.kernel import WORD, device_function
+from kernels.runtime.targets import cuda
+from kernels.runtime.types import int32, int64
+
+
+def shares_pipeline(form: KernelForm, barriers: Barriers) -> Pipeline:
+    """Return the pipeline of the shares: a stage for each consumer, none if the kernel has no dQ."""
+    layout, size = form.layout, dq_bytes(form.layout, form.widths)
+    count, warps = layout.consumers * form.parts.dq, WARPGROUP // 32
+    return barriers.pipeline(tiles_of(form)["dq"], size, count, emptied_by=1, filled_by=warps)
+
+
+def make_issue_dq(form: KernelForm) -> Callable[..., None]:
+    """Return ``issue_dq(registers, block, n, own)``.
+
+    It stores dS for all consumers and issues the product for this consumer's share of dQ.
+    """
+    layout, widths, dtype, *_ = form
+    block_k, k_panel = layout.block_k, layout.block_k * LINE
+    tiles, share = tiles_of(form), dq_share(layout, widths)
+    ds_offset, ds_size = tiles["ds"], 2 * layout.block_q * block_k
+    ds_step, k_step = (k_panel, 0) if share.by_rows else (0, share.step)
+    depth_steps, consumer_threads = layout.block_q // 16, WARPGROUP * layout.consumers
+    multiply_dq = make_multiply_dq(share.cols, dtype, block_k)
+    across_keys = descriptor_layout(LINE, k_panel, 8 * LINE)
+
+    @device_function
+    def issue_dq(registers, block, n, own):
+        r, c = square_place(own.lane)
+        line = own.me * ROWS + own.warp * 16 + r  # of dSᵀ, that this lane gives stmatrix
+        ds_tile = block.memory + ds_offset + (n % 2) * ds_size
+        for t in range(depth_steps):
+            store_pairs(ds_tile, line, c, t, k_panel, registers.ds[t])
+        fence_proxy_async()  # products see what was stored
+        bar_sync(CONSUMERS_BARRIER, consumer_threads)  # dS is whole
+        wgmma_fence()
+        ds_desc = descriptor(across_keys, ds_tile + own.me * ds_step)
+        k_desc = descriptor(across_keys, block.memory + own.me * k_step)
+        multiply_dq(registers.dq, ds_desc, k_desc)
+        wgmma_commit_group()
+
+    return issue_dq
+
+
+def make_hand_over(
+    form: KernelForm, pipeline: Pipeline
+) -> tuple[Callable[..., StagePhase], Callable[..., None]]:
+    """Return ``hand_over(memory, at, dq_acc, number, own)`` and ``end_sums(memory, at, own)``.
+
+    The first puts a consumer's share, the ``number``-th of the sums, where its sender finds it, and returns
+    the next place.  The second ends the sender.
+    """
+    pieces, numbers = dq_share(form.layout, form.widths).cols // 8, tiles_of(form)["shares"]
+
+    @device_function
+    def announce(memory, shares, at, number, own):
+        if own.thread == 0:
+            st_shared(memory + numbers + WORD * own.me, number)
+        fence_proxy_async()  # the copy engine sees what was stored
+        cuda.syncwarp()  # the warp's part of the share is whole
+        if own.lane == 0:
+            publish(shares, at)
+
+    @device_function
+    def hand_over(memory, at, dq_acc, number, own):
+        shares = placed(pipeline, memory)
+        acquire(shares, at)  # the last share was read
+        for t in range(pieces):
+            to = tile_at(shares, at) + 16 * (t * WARPGROUP + own.thread)
+            st_shared_v4_f32(to, dq_acc[t])
+        announce(memory, shares, at, number, own)
+        return StagePhase(at.stage, int32(at.phase ^ 1))
+
+    @device_function
+    def end_sums(memory, at, own):
+        shares = placed(pipeline, memory)
+        acquire(shares, at)  # the last number was read
+        announce(memory, shares, at, int32(-1), own)
+
+    return hand_over, end_sums
+
+
+def make_send(form: KernelForm, pipeline: Pipeline) -> Callable[..., None]:
+    """Return ``send(me, memory, dq_sum)``, with which one thread adds the shares of consumer ``me``."""
+    size, numbers = dq_bytes(form.layout, form.widths), tiles_of(form)["shares"]
+
+    @device_function
+    def send(me, memory, dq_sum):
+        shares, at, number = placed(pipeline, memory), StagePhase(me, int32(0)), int32(0)
+        while number >= 0:
+            wait(shares, at)  # the share is whole
+            number = ld_shared(memory + numbers + WORD * me)
+            if number >= 0:
+                to = global_address(dq_sum) + int64(number) * size
+                cp_reduce_async_bulk_add(to, tile_at(shares, at), size)
+                cp_async_bulk_commit_group()
+                wait_for_reads()
+            release_alone(shares, at)
+            at = StagePhase(me, int32(at.phase ^ 1))
+        wait_for_writes()
+
+    return send

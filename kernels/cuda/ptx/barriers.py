@@ -58,6 +58,11 @@ def fence_proxy_async():
     """Make this thread's writes to shared memory visible to ``wgmma`` and bulk copies; cc 9.0."""
 
 
+@instruction("fence.proxy.async.global;")
+def fence_proxy_async_global():
+    """Order this thread's accesses to global memory and those of bulk copies that it issues later."""
+
+
 @instruction("bar.sync $barrier, $threads;", barrier=U32, threads=U32)
 def bar_sync(barrier, threads):
     """Wait at one of a block's 16 named barriers for a number of threads, in whole warps.

@@ -148,3 +148,13 @@ def st_relaxed(address, word):
 @instruction("ld.relaxed.gpu.global.u32 $result, [$address];", U32, address=I64)
 def ld_relaxed(address):
     """Return four bytes that another block may store at any time, at a multiple of four."""
+
+
+@instruction("st.release.gpu.global.u32 [$address], $word;", address=I64, word=U32)
+def st_release(address, word):
+    """Store four bytes after all earlier reads and writes of this thread, for :func:`ld_acquire`."""
+
+
+@instruction("ld.acquire.gpu.global.u32 $result, [$address];", U32, address=I64)
+def ld_acquire(address):
+    """Return four bytes before all later reads and writes of this thread."""

@@ -104,6 +104,20 @@ def test_the_kernels_own_source_computes_the_gradients(name: str, deterministic:
 
 @emulated_only
 @pytest.mark.slow
+def test_ordered_gradients_do_not_depend_on_the_number_of_blocks() -> None:
+    case = CALLS["more keys than stages"].case
+    right = case.oracle()
+    given = {"out": right["out"].astype(BFLOAT16), "lse": right["lse"].astype(np.float32)}
+    found = []
+    for blocks in (1, 3):
+        with emulated_gpu(blocks=blocks):
+            found.append(backward(case, given, "flash3_wgmma", deterministic=True))
+    for name in ("dq", "dk", "dv"):
+        assert np.array_equal(found[0][name], found[1][name]), name
+
+
+@emulated_only
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, WARPGROUP + 5], ids=["copier", "lane"])
 def test_no_thread_is_too_late(late: int) -> None:
     # So wide that there is one tile of dout, free for the next as soon as it was read.
@@ -120,7 +134,7 @@ OPTIONS = option_examples(1, SEQ_Q, SEQ_K, FLOAT16) | {
     },
 }
 del OPTIONS["sink"], OPTIONS["everything"]["sink"]
-#: What is tried in both modes; dQ is a kernel of its own in the deterministic one.
+#: What is tried in both modes; with lists, dQ is a kernel of its own in the deterministic one.
 IN_BOTH = ("dropout", "floating mask", "block mask", "everything")
 #: A call takes seconds: the others are left to ``make fuzz-options``; all are compiled, and run on a GPU.
 ALWAYS = ("boolean mask", "dropout", "everything", "chunks")
@@ -266,14 +280,16 @@ def test_rows_of_large_scores_have_their_probabilities(name: str, deterministic:
 @given(
     head=st.integers(1, 16).map(lambda n: 16 * n),
     value=st.integers(1, 16).map(lambda n: 16 * n),
-    adds_dq=st.booleans(),
+    deterministic=st.booleans(),
+    is_listed=st.booleans(),
 )
 def test_tiles_fit_in_shared_memory_where_the_swizzle_begins_anew(
-    head: int, value: int, adds_dq: bool
+    head: int, value: int, deterministic: bool, is_listed: bool
 ) -> None:
     """A launch with more shared memory than a block has fails."""
     widths = Widths(head, value)
-    for parts in parts_of(widths, adds_dq):
+    kernels_by_keys = parts_of(widths, deterministic, is_listed)
+    for parts in kernels_by_keys:
         layout = key_layout(widths, parts)
         tiles = key_tiles(layout, widths, parts)
         assert block_bytes(tiles) <= MOST_SHARED
@@ -287,4 +303,4 @@ def test_tiles_fit_in_shared_memory_where_the_swizzle_begins_anew(
     assert all(tiles[name] % ALIGNMENT == 0 for name in ("q", "dout", "k", "v"))
     assert tiles["barriers"] % 8 == 0
     for part in KeyGradients._fields[:2]:  # each gradient is computed once
-        assert sum(getattr(parts, part) for parts in parts_of(widths, True)) == 1
+        assert sum(getattr(parts, part) for parts in kernels_by_keys) == 1

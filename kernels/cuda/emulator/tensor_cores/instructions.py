@@ -231,7 +231,7 @@ INSTRUCTIONS: dict[str, Any] = {
     r"ld\.shared\.s32": "load_number",
     r"red\.global\.add(?:\.v(\d))?\.f32": "add",
     r"\{ \.reg \.b32 bits;\s+mov\.b32 bits, \$x;\s+red\.global\.max": "put_larger",
-    r"ld\.relaxed\.gpu\.global\.u32": "load_word",
+    r"ld\.(?:relaxed|acquire)\.gpu\.global\.u32": "load_word",
     r"cp\.async\.c[ag]\.shared\.global \[\$target\], \[\$source\], (\d+)": "copy",
     r"cp\.async\.commit_group": "commit",
     r"cp\.async\.wait_group (\d+)": "wait",

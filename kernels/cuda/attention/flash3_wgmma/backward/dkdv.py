@@ -13,7 +13,11 @@ from functools import cache
 from kernels.cuda.attention.flash3_wgmma.backward.dkdv_consumer import make_consume
 from kernels.cuda.attention.flash3_wgmma.backward.dq_shares import make_send, shares_pipeline
 from kernels.cuda.attention.flash3_wgmma.backward.layout import KeyGradients, KeyLayout, key_tiles
-from kernels.cuda.attention.flash3_wgmma.backward.producer import backward_pipelines, make_produce
+from kernels.cuda.attention.flash3_wgmma.backward.producer import (
+    backward_pipelines,
+    make_first_item,
+    make_produce,
+)
 from kernels.cuda.attention.flash3_wgmma.layout import (
     MAPS,
     ROW_NUMBERS,
@@ -40,6 +44,7 @@ def dkdv_kernel(
     shares = shares_pipeline(form, barriers)
     enter, give_registers, take_registers = make_prologue(layout, barriers)
     produce, consume = make_produce(form, pipelines), make_consume(form, pipelines, shares)
+    first_item = make_first_item(form)
     send, senders = make_send(form, shares), shares.stages
 
     def flash3_dkdv(q_map, k_map, v_map, dout_map, dk_map, dv_map, rows, work):
@@ -49,7 +54,7 @@ def dkdv_kernel(
             of dq / scale, in float32
         Source: FlashAttention-3, Algorithm 3; FlashAttention-2, Algorithm 2, for the numbered lines
         Grid: (multiprocessors,), one block each, that takes items in turn; see ``Schedule``
-        Block: (128 * (consumers + 1),), warpgroup 0 copies, the others multiply
+        Block: (128 * (consumers + 1),), warpgroup 0 copies and sends, the others multiply
         One thread does: of a consumer, 2 keys and block_q / 4 rows of Sᵀ and dPᵀ, 2 rows of dK and
             dV, and 2 rows of a consumer's share of dQ, scattered as wgmma scatters them
         Shared: k_tile (block_k, head_dim), v_tile (block_k, value_dim), later dk and dv; stages of
@@ -59,7 +64,7 @@ def dkdv_kernel(
         Registers: dk_acc (head_dim / 8, 4), dv_acc (value_dim / 8, 4), s and dp (block_q / 8, 4), p
             and ds (block_q / 16, 4) packed pairs, dq_acc
         Global traffic: reads k and v once, q, dout, shifts and delta once per key tile; writes dk and
-            dv once; with dq adds to dq_sum once per key tile
+            dv once; with dq adds to dq_sum once per key tile, and reads and writes a turn if ordered
         Needs: cc 9.0: wgmma, tensor copies, mbarriers, register reallocation
         """
         memory = enter()  # k, v, q, dout, ds, dq, shifts, delta, barriers, number of the item
@@ -68,10 +73,11 @@ def dkdv_kernel(
             give_registers()
             warp = own_warp() if senders else 0
             if warp == 0:
+                first, maps = first_item(work), (q_map, k_map, v_map, dout_map)
                 if cuda.threadIdx.x == 0:
-                    produce(memory, (q_map, k_map, v_map, dout_map), rows[0], rows[1], work)
+                    produce(memory, maps, rows[0], rows[1], first, work)
             elif warp <= senders and cuda.threadIdx.x % 32 == 0:
-                send(int32(warp - 1), memory, rows[2])
+                send(int32(warp - 1), memory, rows[1], rows[2])
         else:
             take_registers()
             consume(int32(warpgroup - 1), opaque(memory), dk_map, dv_map, rows[1], work)

@@ -18,7 +18,7 @@ from kernels.cuda.attention.flash3_wgmma.backward.elementwise import (
     make_weigh,
 )
 from kernels.cuda.attention.flash3_wgmma.backward.layout import dq_share, tiles_of
-from kernels.cuda.attention.flash3_wgmma.backward.producer import BackwardPipelines
+from kernels.cuda.attention.flash3_wgmma.backward.producer import BackwardPipelines, make_entries
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
 from kernels.cuda.attention.flash3_wgmma.layout import (
     CONSUMERS_BARRIER,
@@ -36,7 +36,7 @@ from kernels.cuda.attention.flash3_wgmma.tiles import (
     make_write_results,
     own_thread,
 )
-from kernels.cuda.device.one_source import is_full_tile
+from kernels.cuda.device.one_source import first_tile, is_full_tile
 from kernels.cuda.device.pipeline import (
     Pipeline,
     StagePhase,
@@ -114,7 +114,7 @@ def _make_visit(form: KernelForm) -> Callable[..., None]:
     It issues the products for dP and dV; ``tile`` is a :class:`QueryTile`, and ``place`` a
     ``score_terms.LanePlace``.
     """
-    layout, widths, dtype, features, (has_dk, has_dv, _) = form
+    layout, widths, dtype, features, (has_dk, has_dv, *_) = form
     block_q, block_k, is_packed = layout.block_q, layout.block_k, features.packed
     q_panel, k_panel, has_patterns = block_q * LINE, block_k * LINE, features.has_patterns
     delta_offset, rows_size = tiles_of(form)["delta"], block_q * WORD
@@ -123,7 +123,7 @@ def _make_visit(form: KernelForm) -> Callable[..., None]:
     wait_for_dp = make_wgmma_wait_group(1 if has_dv else 0)
     fence_pairs = make_wgmma_fence(block_q // 4)
     shifts_at, walk = _make_shifts_at(form), make_walk(features, block_q, block_k, True)
-    pattern_of = walk.pattern_of
+    pattern_of, (entry_of, _) = walk.pattern_of, make_entries(form)
     factor_of, has_tops = make_elements(form).factor, features.modifies_scores
     _, lower, *_, slope_of = make_passes(form)
     weigh = make_weigh(form, multiply_v_dout if has_dk else None)
@@ -153,7 +153,7 @@ def _make_visit(form: KernelForm) -> Callable[..., None]:
                 clear_dout(item.rows - row, dout_tile)
         # 11: P = exp(S - L_i); once packed, it is laid out as the left operand of Pᵀ dO
         # 13: dPᵀ = V_j dO_iᵀ, computed while the exponentials are taken
-        pattern, bits = pattern_of(item.first + n, extras), (registers.kept, registers.seen)
+        pattern, bits = pattern_of(entry_of(item, n), extras), (registers.kept, registers.seen)
         rows, marks = (is_large, shifts), (is_whole, pattern)
         product = dp, block.v_desc, descriptor(ALONG, dout_tile)
         weigh((s, registers.p), bits, rows, factor, marks, place, work, product)
@@ -181,7 +181,7 @@ def make_consume(
 
     ``consume(me, memory, dk_map, dv_map, delta, work)``
     """
-    layout, widths, dtype, features, (has_dk, has_dv, adds_dq) = form
+    layout, widths, dtype, features, (has_dk, has_dv, adds_dq, _) = form
     consumers, block_q, block_k = layout.consumers, layout.block_q, layout.block_k
     q_panel, k_panel, is_packed = block_q * LINE, block_k * LINE, features.packed
     sizes = widths.head // 8, widths.value // 8, dq_share(layout, widths).cols // 8
@@ -196,12 +196,17 @@ def make_consume(
     elements, own_of = make_elements(form), line_of(features)
     scale_of, slope_scale_of, words = elements.scale, elements.slope_scale, elements.words
     shifts_at, fetch = _make_shifts_at(form), make_fetch_bits(form)
-    row_base = make_row_base(is_packed)
+    row_base, (entry_of, next_entry) = make_row_base(is_packed), make_entries(form)
     largest_top_of = make_passes(form).largest_top
     issue_dq, (hand_over, end_sums) = make_issue_dq(form), make_hand_over(form, shares)
     clear_keys = make_clear_rows(consumers, block_k, widths.head_panels)
     # dV takes the place of V, or of K where V is not needed.
     write_gradients = make_write_results(form, v_offset if has_dk else tiles["k"])
+
+    @device_function
+    def turn_of(item, row, extras):
+        first = first_tile(row, block_k, item.cols, int32(extras.lower))
+        return int32(item.place // block_k - first)
 
     @device_function
     def next_item(memory, keys, at):
@@ -247,11 +252,11 @@ def make_consume(
                 wait(queries, q_at)  # Q_i, L_i are there
                 wgmma_fence()
                 issue_scores(s, k_desc, queries, q_at)
-                fetch(seen, first, own_col, own, line, work)
+                fetch(seen, entry_of(item, 0), own_col, own, line, work)
                 largest_top = largest_top_of(shifts_at(memory, q_at, 2 * own.lane))
                 wait_for_all()  # S is there
             for n in range(int32(stop - first)):
-                row = int32(tile_of(first + n, extras) * block_q)
+                row = int32(tile_of(entry_of(item, n), extras) * block_q)
                 tile = QueryTile(n, row, q_at, dout_at)
                 place = LanePlace(own.lane, int32(row + own_row), own_col, line)
                 visit(registers, block, tile, item, largest_top, place, work)
@@ -275,13 +280,13 @@ def make_consume(
                     wait(queries, q_at)  # Q_i is there
                 issue_scores(s, k_desc, queries, q_at)
                 # Read the next tile's bits while the products run; after the last tile they are not used.
-                fetch(seen, int32(min(first + n + 1, stop - 1)), own_col, own, line, work)
+                fetch(seen, next_entry(item, n), own_col, own, line, work)
                 largest_top = largest_top_of(shifts_at(memory, q_at, 2 * own.lane))
                 if adds_dq:
                     wait_but_two()  # dQ is done
                     slot = int64(item.line) * (delta.shape[1] // block_q) + (base + row) // block_q
-                    share = int32(slot * consumers + me)
-                    dq_at = hand_over(memory, dq_at, registers.dq, share, own)
+                    share, turn = int32(slot * consumers + me), turn_of(item, row, extras)
+                    dq_at = hand_over(memory, dq_at, registers.dq, share, turn, own)
                 wait_for_all()  # dK, and the next Sᵀ
                 release(queries, tile.q_at, own.lane)
                 if has_dv and not adds_dq:

@@ -1,7 +1,8 @@
 """FlashAttention-3 backward by query tiles: dQ, summed in the registers of a block in a fixed order.
 
-This takes two products more than adding dQ up in the kernel by key tiles, but no waiting: dS stays in the
-registers of the warpgroup that computed it, as P does in the forward kernel, which has the same loop.
+It serves wide heads, and block masks in the deterministic mode.  This takes two products more than adding
+dQ up in the kernel by key tiles, but no waiting: dS stays in the registers of the warpgroup that computed
+it, as P does in the forward kernel, which has the same loop.
 """
 
 from __future__ import annotations
@@ -224,7 +225,8 @@ def dq_kernel(
         if warpgroup == 0:
             give_registers()
             if cuda.threadIdx.x == 0:
-                produce(memory, (q_map, k_map, v_map, dout_map), shifts, delta, work)
+                maps, first = (q_map, k_map, v_map, dout_map), int32(cuda.blockIdx.x)
+                produce(memory, maps, shifts, delta, first, work)
         else:
             take_registers()
             consume(int32(warpgroup - 1), opaque(memory), dq_map, shifts, delta, work)

@@ -4,6 +4,10 @@ Each consumer computes a share of the tile dS K and puts it in shared memory.  A
 warpgroup, one for each consumer, makes the copy engine add the share to the sums, so that no consumer waits
 for its own additions.  The two sides meet at a stage of a pipeline; ``StagePhase.stage`` is the number of
 the consumer.
+
+In an ordered kernel, a share of the sums has a *turn*: the number of key tiles that were added to it.  A
+sender waits for its turn.  Items are drawn in the order of the key tiles, so that those before it have been
+drawn by blocks that run, and no block waits for one that has not started.
 """
 
 from __future__ import annotations
@@ -25,14 +29,21 @@ from kernels.cuda.device.pipeline import (
     wait,
 )
 from kernels.cuda.device.warpgroups import LINE, WARPGROUP, store_pairs
-from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
+from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async, fence_proxy_async_global
 from kernels.cuda.ptx.bulk import (
     cp_async_bulk_commit_group,
     cp_reduce_async_bulk_add,
     wait_for_reads,
     wait_for_writes,
 )
-from kernels.cuda.ptx.copies import global_address, ld_shared, st_shared, st_shared_v4_f32
+from kernels.cuda.ptx.copies import (
+    global_address,
+    ld_acquire,
+    ld_shared,
+    st_release,
+    st_shared,
+    st_shared_v4_f32,
+)
 from kernels.cuda.ptx.fragments import square_place
 from kernels.cuda.ptx.wgmma import (
     ROWS,
@@ -88,58 +99,74 @@ def make_issue_dq(form: KernelForm) -> Callable[..., None]:
 def make_hand_over(
     form: KernelForm, pipeline: Pipeline
 ) -> tuple[Callable[..., StagePhase], Callable[..., None]]:
-    """Return ``hand_over(memory, at, dq_acc, number, own)`` and ``end_sums(memory, at, own)``.
+    """Return ``hand_over(memory, at, dq_acc, number, turn, own)`` and ``end_sums(memory, at, own)``.
 
     The first puts a consumer's share, the ``number``-th of the sums, where its sender finds it, and returns
-    the next place.  The second ends the sender.
+    the next place; ``turn`` is the number of key tiles before.  The second ends the sender.
     """
     pieces, numbers = dq_share(form.layout, form.widths).cols // 8, tiles_of(form)["shares"]
+    is_ordered = form.parts.ordered
 
     @device_function
-    def announce(memory, shares, at, number, own):
+    def announce(memory, shares, at, number, turn, own):
         if own.thread == 0:
-            st_shared(memory + numbers + WORD * own.me, number)
+            st_shared(memory + numbers + 2 * WORD * own.me, number)
+            if is_ordered:
+                st_shared(memory + numbers + 2 * WORD * own.me + WORD, turn)
         fence_proxy_async()  # the copy engine sees what was stored
         cuda.syncwarp()  # the warp's part of the share is whole
         if own.lane == 0:
             publish(shares, at)
 
     @device_function
-    def hand_over(memory, at, dq_acc, number, own):
+    def hand_over(memory, at, dq_acc, number, turn, own):
         shares = placed(pipeline, memory)
         acquire(shares, at)  # the last share was read
         for t in range(pieces):
             to = tile_at(shares, at) + 16 * (t * WARPGROUP + own.thread)
             st_shared_v4_f32(to, dq_acc[t])
-        announce(memory, shares, at, number, own)
+        announce(memory, shares, at, number, turn, own)
         return StagePhase(at.stage, int32(at.phase ^ 1))
 
     @device_function
     def end_sums(memory, at, own):
         shares = placed(pipeline, memory)
         acquire(shares, at)  # the last number was read
-        announce(memory, shares, at, int32(-1), own)
+        announce(memory, shares, at, int32(-1), int32(0), own)
 
     return hand_over, end_sums
 
 
 def make_send(form: KernelForm, pipeline: Pipeline) -> Callable[..., None]:
-    """Return ``send(me, memory, dq_sum)``, with which one thread adds the shares of consumer ``me``."""
+    """Return ``send(me, memory, delta, dq_sum)``, with which a thread adds the shares of consumer ``me``.
+
+    Behind the sums there are the turns of the shares, a word each.
+    """
     size, numbers = dq_bytes(form.layout, form.widths), tiles_of(form)["shares"]
+    is_ordered, block_q, consumers = form.parts.ordered, form.layout.block_q, form.layout.consumers
 
     @device_function
-    def send(me, memory, dq_sum):
+    def send(me, memory, delta, dq_sum):
         shares, at, number = placed(pipeline, memory), StagePhase(me, int32(0)), int32(0)
+        sums, own_number = global_address(dq_sum), memory + numbers + 2 * WORD * me
+        turns = sums + delta.shape[0] * (delta.shape[1] // block_q) * consumers * int64(size)
         while number >= 0:
             wait(shares, at)  # the share is whole
-            number = ld_shared(memory + numbers + WORD * me)
+            number = ld_shared(own_number)
+            turn, own_turn = ld_shared(own_number + WORD), turns + int64(number) * WORD
             if number >= 0:
-                to = global_address(dq_sum) + int64(number) * size
-                cp_reduce_async_bulk_add(to, tile_at(shares, at), size)
+                if is_ordered:
+                    while ld_acquire(own_turn) != turn:
+                        pass
+                    fence_proxy_async_global()  # the copy engine sees what others added
+                cp_reduce_async_bulk_add(sums + int64(number) * size, tile_at(shares, at), size)
                 cp_async_bulk_commit_group()
                 wait_for_reads()
             release_alone(shares, at)
             at = StagePhase(me, int32(at.phase ^ 1))
+            if is_ordered and number >= 0:
+                wait_for_writes()
+                st_release(own_turn, turn + 1)
         wait_for_writes()
 
     return send

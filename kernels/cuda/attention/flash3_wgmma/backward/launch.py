@@ -101,7 +101,7 @@ def _layouts(
     problem: Problem, widths: Widths, features: Features
 ) -> tuple[tuple[tuple[KeyGradients, KeyLayout], ...], QueryLayout | None]:
     """Return ``BackwardPlan.by_keys`` and ``BackwardPlan.by_rows``."""
-    kernels = parts_of(widths, not problem.deterministic)
+    kernels = parts_of(widths, problem.deterministic, features.block_mask)
     by_keys = tuple((parts, key_layout(widths, parts, features)) for parts in kernels)
     return by_keys, None if any(parts.dq for parts in kernels) else query_layout(widths)
 
@@ -115,7 +115,9 @@ class BackwardCall(NamedTuple):
     operands: Operands
     shifts: Any  # (batch * heads, 2 · padded rows), as ``preprocess_kernel`` lays them out
     delta: Any  # (batch * heads, padded rows), as ``preprocess_kernel`` lays it out
-    sums: Any  # Sums of dq in float32, initially zeros; a single element if no kernel adds to dq
+    #: Sums of dq in float32, and the turns of their shares, initially zeros; a single element if no kernel
+    #: adds to dq.
+    sums: Any
 
     @property
     def heads(self) -> int:
@@ -150,7 +152,7 @@ def backward_tile(problem: Problem) -> tuple[int, int]:
 
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill dq, dk and dv; allocates delta, and sums of dq if they may be added in any order."""
+    """Fill dq, dk and dv; allocates delta, and sums of dq if a kernel by key tiles adds to them."""
     problem = within_blocks(problem)
     problem, operands = with_mask_bits(problem, operands)
     q, k, v, dout = readable(operands.q, operands.k, operands.v, operands.dout)
@@ -173,7 +175,9 @@ def _preprocessed(plan: BackwardPlan, problem: Problem, operands: Operands) -> B
     for parts, layout in plan.by_keys:
         if parts.dq:
             shares = heads * plan.rows // layout.block_q * layout.consumers
-            sums = empty_device((shares * dq_bytes(layout, plan.widths) // WORD,), FLOAT32)
+            size = shares * dq_bytes(layout, plan.widths) // WORD
+            # A share has a turn behind the sums.
+            sums = empty_device((size + parts.ordered * round_up(shares, 4),), FLOAT32)
     dout, out, dlse = as_bits(operands.dout), as_bits(operands.out), operands.dlse
     lanes = lanes_a_row(problem.value_dim)
     kind = plan.dtype, are_vectors(dout, out), dlse is not None, plan.features.packed

@@ -22,13 +22,21 @@ class KeyGradients(NamedTuple):
 
     dk: bool  # Whether it computes dk
     dv: bool  # Whether it computes dv
-    dq: bool  # Whether it adds the contributions of its keys to dq, in any order
+    dq: bool  # Whether it adds the contributions of its keys to dq
+    ordered: bool = False  # Whether it adds them in the order of the keys, else in any order
 
 
-def parts_of(widths: Widths, adds_dq: bool) -> tuple[KeyGradients, ...]:
-    """Return the kernels by key tiles of a call, each described by the gradients that it computes."""
+def parts_of(
+    widths: Widths, deterministic: bool = True, is_listed: bool = False
+) -> tuple[KeyGradients, ...]:
+    """Return the kernels by key tiles of a call, each described by the gradients that it computes.
+
+    ``is_listed`` tells whether a block mask lists the tiles: no one then knows how many key tiles precede
+    one of a query tile.
+    """
     if max(widths) <= BOTH_WIDTH:
-        return (KeyGradients(True, True, adds_dq),)
+        adds_dq = not (deterministic and is_listed)
+        return (KeyGradients(True, True, adds_dq, deterministic and adds_dq),)
     # A warpgroup cannot hold both: S is computed twice.
     return KeyGradients(False, True, False), KeyGradients(True, False, False)
 
@@ -115,7 +123,7 @@ def key_tiles(layout: KeyLayout, widths: Widths, parts: KeyGradients) -> SharedT
         delta=layout.dout_stages * layout.block_q * WORD,
         barriers=8 * (2 + 2 * (layout.q_stages + layout.dout_stages + shares)),
         number=WORD,
-        shares=shares * WORD,
+        shares=shares * 2 * WORD,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kernels.cuda.attention.flash3_wgmma.backward.layout import tiles_of
 from kernels.cuda.attention.flash3_wgmma.layout import KernelForm
@@ -26,7 +26,7 @@ from kernels.cuda.device.pipeline import (
 )
 from kernels.cuda.device.warpgroups import LINE, WARPGROUP
 from kernels.cuda.ptx.copies import global_address, st_shared
-from kernels.cuda.runtime.kernel import WORD, device_function
+from kernels.cuda.runtime.kernel import ALL_LANES, WORD, device_function
 from kernels.runtime.targets import cuda
 from kernels.runtime.types import int32, int64
 
@@ -59,10 +59,50 @@ def backward_pipelines(form: KernelForm) -> tuple[BackwardPipelines, Barriers]:
     return BackwardPipelines(own, *others), barriers
 
 
-def make_produce(form: KernelForm, pipelines: BackwardPipelines) -> Callable[..., None]:
-    """Return ``produce(memory, maps, shifts, delta, work)``, with which one thread copies all tiles.
+def make_entries(form: KernelForm) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return ``entry_of(item, n)`` and ``next_entry(item, n)``: the n-th entry that an item visits.
 
-    ``maps`` are the tensor maps of q, k, v and dout.
+    The second returns the one after it, or the last.  By rows, the last tile comes first.  So it does where
+    key tiles are added to dQ in their order: under a causal mask, they all visit the last query tile.
+    """
+    backwards = not form.by_keys or form.parts.ordered
+
+    @device_function
+    def entry_of(item, n):
+        return int32(item.stop - 1 - n) if backwards else int32(item.first + n)
+
+    @device_function
+    def next_entry(item, n):
+        if backwards:
+            return int32(max(item.stop - 2 - n, item.first))
+        return int32(min(item.first + n + 1, item.stop - 1))
+
+    return entry_of, next_entry
+
+
+def make_first_item(form: KernelForm) -> Callable[..., Any]:
+    """Return ``first_item(work)``: the number of a block's first item, for a warp whose lanes all call it.
+
+    Each block has one, except where blocks wait for each other: one that has not started must have none.
+    """
+    is_ordered = form.by_keys and form.parts.ordered
+
+    @device_function
+    def first_item(work):
+        number = int32(cuda.blockIdx.x)
+        if is_ordered:
+            if cuda.threadIdx.x == 0:
+                number = int32(cuda.atomic.add(work.next_item, 0, 1))
+            number = cuda.shfl_sync(ALL_LANES, number, 0)
+        return number
+
+    return first_item
+
+
+def make_produce(form: KernelForm, pipelines: BackwardPipelines) -> Callable[..., None]:
+    """Return ``produce(memory, maps, shifts, delta, first, work)``, with which one thread copies all tiles.
+
+    ``maps`` are the tensor maps of q, k, v and dout, and ``first`` is :func:`make_first_item`'s.
     """
     (layout, _, _, features, parts), tiles, panels = form, tiles_of(form), form.panels
     by_keys, (own_block, block) = form.by_keys, form.sides
@@ -76,23 +116,26 @@ def make_produce(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
     fetch_first = make_fetch_tile(panels[0], block * LINE, 2 * rows_size)
     fetch_second = make_fetch_tile(panels[1], block * LINE, rows_size)
     _, item_of, tile_of, _ = make_walk(features, layout.block_q, layout.block_k, by_keys)
-    row_base = make_row_base(features.packed)
+    row_base, (entry_of, _) = make_row_base(features.packed), make_entries(form)
+    is_ordered = by_keys and parts.ordered
 
     @device_function
-    def produce(memory, maps, shifts, delta, work):
+    def produce(memory, maps, shifts, delta, first, work):
         shape, extras, (q_map, k_map, v_map, dout_map) = work.shape, work.extras, maps
         q = Source(global_address(q_map), shape.q_by_head, shape.q_by_batch)
         dout = Source(global_address(dout_map), shape.dout_by_head, shape.dout_by_batch)
         k = Source(global_address(k_map), shape.k_by_head, shape.k_by_batch)
         v = Source(global_address(v_map), shape.v_by_head, shape.v_by_batch)
-        own_first, own_second, first, second = (k, v, q, dout) if by_keys else (q, dout, k, v)
+        own_left, own_right, left, right = (k, v, q, dout) if by_keys else (q, dout, k, v)
         shift_rows, delta_rows = global_address(shifts), global_address(delta)
         own_tiles, at = placed(of_own, memory), start()
         first_tiles, first_at = placed(of_first, memory), start()
         second_tiles, second_at = placed(of_second, memory), start()
-        number, items = int32(cuda.blockIdx.x), int32(work.schedule.tiles * work.schedule.heads)
+        number, items = first, int32(work.schedule.tiles * work.schedule.heads)
         while number < items:
-            after = cuda.atomic.add(work.next_item, 0, 1)  # it is there when it is needed
+            after = int32(0)
+            if not is_ordered:
+                after = cuda.atomic.add(work.next_item, 0, 1)  # it is there when it is needed
             # 5: for 1 <= j <= T_c
             item = item_of(number, work)
             base = row_base(item.flat, item.line, item.first_q, extras)
@@ -103,22 +146,24 @@ def make_produce(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
             acquire(own_tiles, at)  # the last gradients are copied
             st_shared(memory + number_offset, number)
             row, full = own_start + item.place, commit(own_tiles, at, own_size)
-            load_first(memory, own_first, full, row, item)
+            load_first(memory, own_left, full, row, item)
             if has_second:
-                load_second(memory + second_offset, own_second, full, row, item)
+                load_second(memory + second_offset, own_right, full, row, item)
             at = following(own_tiles, at)
             # 8: for 1 <= i <= T_r, but only those that see a column of the tile
             for n in range(int32(item.stop - item.first)):
-                entry = item.first + n if by_keys else item.stop - 1 - n
-                row = int32(tile_of(entry, extras) * block)
+                row = int32(tile_of(entry_of(item, n), extras) * block)
                 place = (int64(item.line) * delta.shape[1] + base + row) * WORD
                 row += start_of_others
                 # 9: load Q_i, L_i, then dO_i, D_i
                 numbers = memory + shifts_offset, shift_rows + 2 * place
-                first_at = fetch_first(first_tiles, first_at, first, row, item, numbers)
+                first_at = fetch_first(first_tiles, first_at, left, row, item, numbers)
                 numbers = memory + delta_offset, delta_rows + place
-                second_at = fetch_second(second_tiles, second_at, second, row, item, numbers)
-            number = int32(cuda.gridDim.x + after)
+                second_at = fetch_second(second_tiles, second_at, right, row, item, numbers)
+            if is_ordered:  # an item that waits for its block would hold up those after it
+                number = int32(cuda.atomic.add(work.next_item, 0, 1))
+            else:
+                number = int32(cuda.gridDim.x + after)
         acquire(own_tiles, at)  # the last number was read
         st_shared(memory + number_offset, items)  # no more of them
         publish(own_tiles, at)  # the consumers may end

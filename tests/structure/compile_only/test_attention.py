@@ -207,7 +207,7 @@ BY_NAME = EVERYWHERE | IN_REGISTERS
 SPILLED = {
     "flash2_dq": 16, "flash2_dkdv": 16, "flash2_mma_forward": 96, "flash2_mma_dq": 64,
     "flash2_mma_dkdv": 64, "flash2_mma_roles": 64, "flash3_forward": 96, "flash3_float8": 96,
-    "flash3_dkdv": 160, "flash3_dq": 16,
+    "flash3_dkdv": 96, "flash3_dq": 16,
 }  # fmt: skip
 #: Kernel → bytes a thread that may be spilled where options are compiled in.
 SPILLED_WITH_OPTIONS = {

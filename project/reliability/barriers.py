@@ -27,8 +27,8 @@ DECODING = "attention/flash_decoding"
 TESTED_BY = {
     (f"{WGMMA}/forward/consumer", f"{WGMMA}/forward/producer", "device/pipeline"): ("flash3",),
     (f"{WGMMA}/float8/consumer",): ("float8",),
-    (f"{WGMMA}/backward/dkdv_consumer", f"{WGMMA}/backward/producer", f"{WGMMA}/backward/dq",
-     f"{WGMMA}/tiles"): ("flash3_backward",),
+    (f"{WGMMA}/backward/dkdv_consumer", f"{WGMMA}/backward/dq_shares", f"{WGMMA}/backward/producer",
+     f"{WGMMA}/backward/dq", f"{WGMMA}/tiles"): ("flash3_backward",),
     (f"{MMA}/forward", f"{MMA}/dkdv", f"{MMA}/dq", f"{MMA}/dkdv_wide_heads", f"{MMA}/tiles"): (
         "flash2_mma", "split_operands"),
     (f"{DECODING}/producer", f"{DECODING}/consumer", f"{DECODING}/kernel"): ("flash_decoding",),

@@ -130,7 +130,7 @@ def batched(run: Run, close: ExitStack, folder: str, requests: list[tuple[list[i
     torch, transformers, model = pretrained(folder, run.device)
     longest = max(count for _, count in requests)
     options = {"do_sample": False, "max_new_tokens": longest, "eos_token_id": -1, "pad_token_id": 0}
-    close.enter_context(torch.inference_mode())
+    close.enter_context(torch.no_grad())
     config = transformers.GenerationConfig(**options)
     manager = close.enter_context(model.continuous_batching_context_manager(config, timeout=5))
 

@@ -6,10 +6,10 @@ from graphlib import TopologicalSorter
 
 import pytest
 
-from ..support.rooms import ROOT, declared, imported_names, imports, room_of, sources
+from ..support.packages import ROOT, declared, imported_names, imports, package_of, sources
 
 #: What minitorch may import of kernels.
-OPEN_ROOMS = {"interop", "common", "runtime", "problem", "scores"}
+OPEN_PACKAGES = {"interop", "common", "runtime", "problem", "scores"}
 OPEN_FILES = {
     "kernels/__init__.py", "kernels/launch.py", "kernels/varlen.py", "kernels/array_call.py",
     "kernels/bound_calls.py", "kernels/operand_types.py",
@@ -20,26 +20,28 @@ OPEN_FILES = {
 }  # fmt: skip
 
 
-def test_every_file_has_a_room_and_every_room_files() -> None:
-    rooms = declared()
-    found = {path: room_of(path, rooms) for path in sources()}
+def test_every_file_has_a_package_and_every_package_has_files() -> None:
+    packages = declared()
+    found = {path: package_of(path, packages) for path in sources()}
     homeless = [
-        path for path, room in found.items()
-        if room is None and (ROOT / path).read_text(encoding="utf-8").strip()
+        path for path, package in found.items()
+        if package is None and (ROOT / path).read_text(encoding="utf-8").strip()
     ]  # fmt: skip
     assert not homeless, f"not in the table of docs/architecture.md: {homeless}"
-    empty = [room.folder for room in rooms if room not in found.values()]
-    assert not empty, f"docs/architecture.md has rooms without files: {empty}"
+    empty = [one.folder for one in packages if one not in found.values()]
+    assert not empty, f"docs/architecture.md has packages without files: {empty}"
 
 
 def test_imports_point_down() -> None:
-    rooms, wrong = declared(), []
+    packages, wrong = declared(), []
     for path, files in imports().items():
-        own = room_of(path, rooms)
+        own = package_of(path, packages)
         for other in files:
-            room = room_of(other, rooms)
-            if own and room and room.height > own.height:
-                wrong.append(f"{path} imports {other}, and {room.folder} lies above {own.folder}")
+            package = package_of(other, packages)
+            if own and package and package.height > own.height:
+                wrong.append(
+                    f"{path} imports {other}, and {package.folder} lies above {own.folder}"
+                )
     assert not wrong, "\n".join(wrong)
 
 
@@ -59,13 +61,13 @@ def test_minitorch_enters_kernels_by_its_doors() -> None:
         if path.startswith("minitorch/")
         for other in files
         if other.startswith("kernels/") and other not in OPEN_FILES
-        if other.split("/")[1] not in OPEN_ROOMS
+        if other.split("/")[1] not in OPEN_PACKAGES
     ]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(
-    ("packages", "rooms"),
+    ("imported", "packages"),
     [
         (("numba.cuda", "cuda"), {"kernels/runtime"}),
         (("numba.core", "numba.np"), {"kernels/runtime", "kernels/cpu/matmul"}),
@@ -73,9 +75,11 @@ def test_minitorch_enters_kernels_by_its_doors() -> None:
         (("torch", "transformers"), {"kernels/interop/torch"}),
     ],
 )
-def test_few_rooms_import_a_package(packages: tuple[str, ...], rooms: set[str]) -> None:
+def test_few_packages_import_a_compiler_or_torch(
+    imported: tuple[str, ...], packages: set[str]
+) -> None:
     users = {
         path.rpartition("/")[0] for path in sources() for name in imported_names(path)
-        if f"{name}.".startswith(tuple(f"{one}." for one in packages)) and path[:8] != "project/"
+        if f"{name}.".startswith(tuple(f"{one}." for one in imported)) and path[:8] != "project/"
     }  # fmt: skip
-    assert users == rooms
+    assert users == packages

@@ -30,7 +30,7 @@ from course.tasks import MODULES, TASKS, tasks_of
 from course.tree_files import tree_texts, with_holes
 from course.workplace import Workplace
 
-from ...support import rooms
+from ...support import packages
 
 ROOT = Path(__file__).parents[3]
 
@@ -320,7 +320,7 @@ for path in sorted(pathlib.Path().rglob("*.py")):
 def test_no_file_of_a_tree_names_one_that_the_tree_lacks(
     module: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    course = {rooms.module_name(file) for file in rooms.sources()}
+    course = {packages.module_name(file) for file in packages.sources()}
     start(module, tree := tmp_path / "tree")
     assemble(tree, graded := tmp_path / "graded", module)
     for place in (tree, graded):  # with tests of earlier modules, and what only these need
@@ -328,12 +328,12 @@ def test_no_file_of_a_tree_names_one_that_the_tree_lacks(
             [sys.executable, "-c", IMPORT], cwd=place, capture_output=True, text=True
         )
         assert done.stdout == "" and done.returncode == 0, done.stdout + done.stderr
-    monkeypatch.setattr(rooms, "ROOT", tree)
-    own = {rooms.module_name(file) for file in rooms.sources()}
+    monkeypatch.setattr(packages, "ROOT", tree)
+    own = {packages.module_name(file) for file in packages.sources()}
     lacking = {
         (file, name)
-        for file in rooms.sources()
-        for name in rooms.imported_names(file)
+        for file in packages.sources()
+        for name in packages.imported_names(file)
         for place in ("", "project.")
         for part in (name, name.rpartition(".")[0])
         if place + part in course - own

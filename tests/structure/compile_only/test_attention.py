@@ -42,7 +42,7 @@ from ...support.device.compiling import (
 from ...support.device.fake_device import fake_device, shared_bytes
 
 ROWS, COLS, HEADS = 300, 400, 2
-#: Kernels of other rooms, which have tests of their own.
+#: Kernels of other packages, which have tests of their own.
 OTHERS = ("product", "fill_flat", "sum_middle", "convert", "pack_mask")
 
 

@@ -1,4 +1,4 @@
-"""The rooms of the project, as the table in docs/architecture.md declares them, and who imports whom."""
+"""The packages of the project, as the table in docs/architecture.md declares them, and who imports whom."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ROOT = Path(__file__).parents[2]
 FLOORS = ("kernels", "minitorch", "project")
 
 
-class Room(NamedTuple):
+class Package(NamedTuple):
     """One row of the table.
 
     Attributes:
         folder: Relative to the root; what lies in folders without a row of their own belongs to it too.
-        modules: Patterns of the names of files at the root of the floor that belong to the room.
-        height: 0 for the lowest room.
+        modules: Patterns of the names of files at the root of the floor that belong to the package.
+        height: 0 for the lowest package.
     """
 
     folder: str
@@ -27,26 +27,26 @@ class Room(NamedTuple):
     height: int
 
 
-def declared() -> list[Room]:
-    """Return the rooms, the highest first."""
+def declared() -> list[Package]:
+    """Return the packages, the highest first."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = text.split("| package |")[1].split("\n\n")[0]
     rows = re.findall(r"^\| `([\w/]+)` \|([^|]*)\|", table, re.MULTILINE)
     return [
-        Room(folder, tuple(re.findall(r"`([\w*]+)`", modules)), len(rows) - 1 - i)
+        Package(folder, tuple(re.findall(r"`([\w*]+)`", modules)), len(rows) - 1 - i)
         for i, (folder, modules) in enumerate(rows)
     ]
 
 
-def room_of(path: str, rooms: list[Room]) -> Room | None:
-    """Return the room of a file, ``kernels/cuda/launch.py``, or None if it has none."""
+def package_of(path: str, packages: list[Package]) -> Package | None:
+    """Return the package of a file, ``kernels/cuda/launch.py``, or None if it has none."""
     folder, _, name = path.rpartition("/")
     if "/" not in folder:
-        found = (r for r in rooms if r.folder.split("/")[0] == folder)
-        return next((r for r in found if any(fnmatch(name[:-3], m) for m in r.modules)), None)
+        found = (p for p in packages if p.folder.split("/")[0] == folder)
+        return next((p for p in found if any(fnmatch(name[:-3], m) for m in p.modules)), None)
     if name == "__init__.py" and not (ROOT / path).read_text(encoding="utf-8").strip():
-        return None  # it only makes a folder a package
-    return next((room for room in rooms if room.folder == folder), None)
+        return None  # it only lets Python import its folder
+    return next((one for one in packages if one.folder == folder), None)
 
 
 def sources() -> list[str]:
@@ -68,8 +68,8 @@ def imported_names(path: str) -> Iterator[str]:
 
     ``from a import b`` yields ``a.b``, which may be a module or a name in the module ``a``.
     """
-    package = module_name(path) if path.endswith("__init__.py") else path.rpartition("/")[0]
-    parts = package.replace("/", ".").split(".")
+    parent = module_name(path) if path.endswith("__init__.py") else path.rpartition("/")[0]
+    parts = parent.replace("/", ".").split(".")
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

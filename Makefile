@@ -123,8 +123,7 @@ $(VENV)/.torch: $(VENV)/.python setup.py requirements.txt $(LOCK)
 
 run-torch: $(VENV)/.torch
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS) \
-	  $$(grep -rlE 'importorskip\("(torch|transformers|tokenizers)"' --include='test_*.py' tests)
-	$(BIN)/python -m pytest -m slow -k torch tests/repository/test_docs.py $(ARGS)
+	  $$(grep -rlE 'importorskip\("(torch|transformers|tokenizers)"|^WITH_TORCH' --include='test_*.py' tests)
 
 $(VENV)/.ptx: $(VENV)/.test
 	$(PIP) --editable '.[app,plot,test,cuda]'

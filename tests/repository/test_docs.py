@@ -106,7 +106,9 @@ PROGRAMS = [
         page,
         language,
         id=name_of(page) + language.removeprefix(PLAIN),
-        marks=[pytest.mark.emulated] * (language == ON_DEVICE or runs_emulated(page)),
+        # Those of PyTorch run with the other tests of it.
+        marks=[pytest.mark.emulated] * (language == ON_DEVICE or runs_emulated(page))
+        + [pytest.mark.slow] * (language not in (WITH_TORCH, WITH_MODELS)),
     )
     for page in PAGES
     for language in (PLAIN, ON_DEVICE, WITH_TORCH, WITH_MODELS)
@@ -114,7 +116,6 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("page", "language"), PROGRAMS)
 def test_every_python_block_of_a_page_runs(
     page: Path, language: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -29,7 +29,6 @@ QUICK = (
 SLOW = (
     "leaks", "bench_attention", "softmax_ladder", "block_size", "io_table", "breakdown", "memory",
     "training", "bench_training", "bert", "generation", "bench_cpu", "small_calls", "lra_steps",
-    "determinism",
 )  # fmt: skip
 NEEDS_TORCH = ("gradient_errors", "torch")
 #: On the emulated GPU: settings so small that a call takes seconds.

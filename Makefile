@@ -6,7 +6,7 @@
 # make fuzz [MINUTES=10]       drawn calls of attention, many of them nonsense: refused in words, or right
 # make fuzz GPU=1 [MINUTES=6]  drawn calls on a GPU, with PyTorch's, CuPy's and numba's arrays in any layout
 # make fuzz-options [EXAMPLES=2500]   more than 20,000 drawn combinations of attention's options
-# make ptx                     every CUDA kernel compiled for every generation, without a GPU
+# make ptx                     every CUDA kernel compiled without a GPU, for compute capabilities from 7.5 to 9.0
 # make next-compiler           the same with numba-cuda-mlir, numba-cuda's successor: lists what fails
 # make lint                    style and types
 # make app [MODULE=2]          the app in a browser: every page, or those of the modules up to one

@@ -29,9 +29,9 @@ from kernels.runtime.jit import fingerprint
 
 from ...support.attention.strategies import MASK_MODS, SCORE_MODS
 from ...support.device.compiling import (
-    EVERY_GENERATION,
     FLOAT32,
     FLOAT64,
+    GENERATION,
     assert_in_registers,
     assert_is_kernel,
     assert_no_float64,
@@ -155,17 +155,17 @@ EVERYTHING = {
     "score_mod": (_score, _slope), "is_causal": True,
 }  # fmt: skip
 
-#: Calls whose kernels compile for every generation.
+#: Calls of plain CUDA cores: every kernel, and every option.
 EVERYWHERE = {
     call.name: call
     for dtype in (FLOAT32, FLOAT64)
     for call in (
-        Call("naive", dtype), Call("flash1", dtype), Call("flash2", dtype, (80, 33)),
+        Call("naive", dtype), Call("flash1", dtype),
+        Call("flash2", dtype, (80, 33), ATOMIC if dtype == FLOAT32 else {}),
         Call("flash2", dtype, options=EVERYTHING | {"attn_mask": (SCORES, dtype)}),
     )
 } | {
     call.name: call for call in (
-        Call("flash2", FLOAT32, options=ATOMIC), Call("flash2", FLOAT32, options={"sink": SLOPES}, rows=1),
         Call("flash2", FLOAT32, (80, 33), EVERYTHING, tangents=True),
         Call("flash2", FLOAT64, tangents=True),
     )
@@ -231,16 +231,10 @@ PRODUCTS = {
 
 
 @needs_nvvm
-@pytest.mark.parametrize(
-    ("name", "dtype", "cc"),
-    [
-        (name, dtype, cc)
-        for name in EVERYWHERE
-        for dtype, cc in EVERY_GENERATION
-        if str(dtype) in name
-    ],
-)
-def test_kernels_compile_for_every_generation(name: str, dtype: Any, cc: tuple[int, int]) -> None:
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_kernels_of_cuda_cores_compile_in_their_own_dtype(name: str) -> None:
+    dtype = EVERYWHERE[name].dtype
+    cc = GENERATION[dtype]
     for kernel in launched(name).values():
         ptx = ptx_of(kernel, cc)
         assert_is_kernel(ptx, cc)

@@ -40,18 +40,18 @@ from minitorch.accelerated import cuda_loop_kernels as cuda_loops
 from ...support.device.compiling import (
     FLOAT32,
     FLOAT64,
-    GENERATIONS,
+    GENERATION,
+    OLDEST,
     assert_fits,
     assert_is_kernel,
     assert_no_float64,
+    in_both_dtypes,
     needs_nvvm,
     needs_ptxas,
-    on_every_generation,
     ptx_of,
 )
 
 pytestmark = [needs_nvvm, needs_ptxas]
-on_generations = pytest.mark.parametrize("cc", GENERATIONS, ids=lambda cc: f"cc{cc[0]}{cc[1]}")
 
 #: A row for each warp, and a row for a whole block.
 BLOCKS = {"warp": RowBlock(32, 4), "block": RowBlock(256, 1)}
@@ -97,29 +97,27 @@ def check_float64(ptx: str) -> None:
     assert not re.search(r"\b(add|sub|mul|fma|div|cvt)\S*\.f32", ptx), "float64 rounds to float32"
 
 
-@on_generations
+CHECKS = {FLOAT32: check_float32, FLOAT64: check_float64}
+
+
+@in_both_dtypes
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_layer_computes_in_registers_and_in_its_own_dtype(name: str, cc: tuple[int, int]) -> None:
-    ptx = ptx_of(KERNELS[name](FLOAT32), cc)
-    check_float32(ptx)
+def test_a_layer_computes_in_registers_and_in_its_own_dtype(name: str, dtype: Any) -> None:
+    ptx = ptx_of(KERNELS[name](dtype), GENERATION[dtype])
+    CHECKS[dtype](ptx)
     shares_rows = name.split(",")[0] in ROW_KERNELS
     assert ("shfl.sync" in ptx) == shares_rows
     assert ("bar.sync" in ptx or "barrier.sync" in ptx) == name.endswith(", block")
-    if cc == (9, 0):
-        check_float64(ptx_of(KERNELS[name](FLOAT64), cc))
 
 
-@on_generations
 @pytest.mark.parametrize(
     ("kernel", "dims"), [(fast_conv.cuda_conv1d, 3), (fast_conv.cuda_conv2d, 4)], ids=["1d", "2d"]
 )
-def test_convolution_computes_in_registers_and_in_its_own_dtype(
-    kernel: Any, dims: int, cc: tuple[int, int]
-) -> None:
+def test_convolution_computes_in_registers_and_in_its_own_dtype(kernel: Any, dims: int) -> None:
     ints = types.UniTuple(types.int64, dims)
     triple = (types.float32[::1], ints, ints)
     signature = types.void(*triple, types.int64, *triple, *triple, types.boolean)
-    check_float32(compile_ptx(kernel, signature, cc))
+    check_float32(compile_ptx(kernel, signature))
 
 
 # -- 16 bits ----------------------------------------------------------------------------------------
@@ -148,11 +146,10 @@ LOOPS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("cc", GENERATIONS, ids=str)
 @pytest.mark.parametrize(("source", "out"), CONVERSIONS)
-def test_a_conversion_moves_vectors_and_links_nothing(source: Any, out: Any, cc: Any) -> None:
-    ptx = ptx_of(convert_kernel(source, out), cc)
-    assert_is_kernel(ptx, cc)
+def test_a_conversion_moves_vectors_and_links_nothing(source: Any, out: Any) -> None:
+    ptx = ptx_of(convert_kernel(source, out), OLDEST)
+    assert_is_kernel(ptx, OLDEST)
     assert ".extern" not in ptx and ".local" not in ptx
     for access, dtype in (("ld", source), ("st", out)):
         vectors = re.findall(rf"{access}\.global\.v\d\.(\w+)", ptx)
@@ -166,33 +163,33 @@ def test_a_conversion_moves_vectors_and_links_nothing(source: Any, out: Any, cc:
 @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_of_16_bits_computes_in_float32_registers(name: str, dtype: Any) -> None:
-    for cc in ((7, 5), (9, 0)):
-        ptx = ptx_of(LOOPS[name](dtype), cc)
-        assert_is_kernel(ptx, cc)
-        assert ".extern .func" not in ptx and ".local" not in ptx
-        assert_no_float64(ptx)
-    assert_fits(LOOPS[name](dtype), GPU.flat_threads, (9, 0))
+    kernel = LOOPS[name](dtype)
+    ptx = ptx_of(kernel, OLDEST)
+    assert_is_kernel(ptx, OLDEST)
+    assert ".extern .func" not in ptx and ".local" not in ptx
+    assert_no_float64(ptx)
+    assert_fits(kernel, GPU.flat_threads, OLDEST)
 
 
 # -- long rows --------------------------------------------------------------------------------------
 
 
-@on_every_generation
+@in_both_dtypes
 @pytest.mark.parametrize("step", READS)
-def test_softmax_of_long_rows_loads_several_vectors_at_a_time(
-    step: str, dtype: Any, cc: tuple[int, int]
-) -> None:
+def test_softmax_of_long_rows_loads_several_vectors_at_a_time(step: str, dtype: Any) -> None:
     block = ladder.ladder_block(2**18, dtype.itemsize)  # the widest block
-    ptx = ptx_of(ladder.ladder_kernel(step, block, True, dtype), cc)
-    assert_is_kernel(ptx, cc)
-    assert ".local" not in ptx
-    if dtype == FLOAT32:
-        assert_no_float64(ptx)
-        loads, stores = (len(re.findall(rf"{x}(\.global)?\.v4\.f32", ptx)) for x in ("ld", "st"))
-        assert loads >= READS[step] * block.ahead and stores >= block.ahead
-    if cc == (9, 0):
-        for whole in (True, False):
-            assert_fits(ladder.ladder_kernel(step, block, whole, dtype), block.threads, cc)
+    for whole in (True, False):
+        kernel = ladder.ladder_kernel(step, block, whole, dtype)
+        ptx = ptx_of(kernel, GENERATION[dtype])
+        assert ".local" not in ptx
+        if dtype == FLOAT32:
+            assert_no_float64(ptx)
+            assert_fits(kernel, block.threads, GENERATION[dtype])
+        if whole and dtype == FLOAT32:
+            loads, stores = (
+                len(re.findall(rf"{x}(\.global)?\.v4\.f32", ptx)) for x in ("ld", "st")
+            )
+            assert loads >= READS[step] * block.ahead and stores >= block.ahead
 
 
 # -- training ---------------------------------------------------------------------------------------
@@ -224,14 +221,13 @@ def test_a_row_is_read_once_in_vectors_and_lies_in_registers(name: str) -> None:
     assert (spilled, registers <= most) == (0, True), f"{registers} registers, {spilled} spilled"
 
 
-@pytest.mark.parametrize("cc", [(7, 5), (8, 9)], ids=["cc75", "cc89"])
-def test_rows_of_no_whole_pieces_compile(cc: tuple[int, int]) -> None:
+def test_rows_of_no_whole_pieces_compile() -> None:
     form = NormForm(row_tile(130, False), FLOAT16, FLOAT16, adds=True)
     for kernel in (norm_kernel(form), norm_backward_kernel(form), norm_sums_kernel(FLOAT16)):
-        ptx = ptx_of(kernel, cc)
+        ptx = ptx_of(kernel, OLDEST)
         assert ".local" not in ptx
         assert_no_float64(ptx)
-        assert ptx_resources(ptx, cc)[1] == 0
+        assert ptx_resources(ptx, OLDEST)[1] == 0
 
 
 def test_a_list_of_tensors_is_read_and_written_as_global_memory() -> None:

@@ -26,18 +26,11 @@ needs_ptxas = pytest.mark.skipif(
     why_no_ptx_resources() is not None, reason=why_no_ptx_resources() or ""
 )
 
-#: NVVM makes of a kernel for 8.6 and 8.9 what it makes for 8.0, but for the name of the target.
-GENERATIONS = [(7, 5), (8, 0), (9, 0)]
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
-
-
-def _name(x: Any) -> str:
-    return "cc{}{}".format(*x) if isinstance(x, tuple) else str(x)
-
-
-#: The oldest and the newest generation in float32, and the one between in float64: LLVM's code is the same.
-EVERY_GENERATION = [(FLOAT32, (7, 5)), (FLOAT32, (9, 0)), (FLOAT64, (8, 0))]
-on_every_generation = pytest.mark.parametrize(("dtype", "cc"), EVERY_GENERATION, ids=_name)
+#: A kernel's LLVM code is the same for every generation; instructions that one lacks are found by ptxas.
+OLDEST, NEWEST = (7, 5), (9, 0)
+GENERATION = {FLOAT32: OLDEST, FLOAT64: NEWEST}
+in_both_dtypes = pytest.mark.parametrize("dtype", GENERATION, ids=str)
 
 #: 32-bit registers of a multiprocessor, on each of the generations.
 REGISTERS = 65536

@@ -146,6 +146,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "score_mod": {"score_mod": SCORE_MODS[0]},
 }
 ATOMIC = {"deterministic": False}
+
+
+def some(*names: str) -> dict[str, Any]:
+    """Return several options at once, which take more registers than each of them."""
+    return {key: value for name in names for key, value in OPTIONS[name].items()}
+
+
 #: Every option at once.
 EVERYTHING = {
     name: value for options in OPTIONS.values() for name, value in options.items()
@@ -188,14 +195,11 @@ IN_REGISTERS = {
         *(Call("flash3_wgmma", BFLOAT16, (dim, dim), options)
           for dim in (64, 128) for options in ({}, ATOMIC)),
         *(Call("flash3_wgmma", BFLOAT16, dims, ATOMIC) for dims in ((192, 128), (256, 256))),
-        Call("flash3_wgmma", FLOAT16, options=OPTIONS["mask_mod"] | ATOMIC),
-        Call("flash3_wgmma", BFLOAT16,
-             options=OPTIONS["softcap"] | OPTIONS["alibi"] | OPTIONS["sink"] | ATOMIC),
-        Call("flash3_wgmma", BFLOAT16, options=OPTIONS["score_mod"] | ATOMIC),
-        *(Call("flash3_wgmma", BFLOAT16, (128, 128), OPTIONS[x] | ATOMIC)
-          for x in ("floating mask", "block mask", "dropout")),
-        *(Call("flash3_wgmma", BFLOAT16, (128, 128), options)
-          for options in (OPTIONS["boolean mask"], {"score_mod": (less_logarithm, one)})),
+        Call("flash3_wgmma", FLOAT16,
+             options=some("mask_mod", "score_mod", "softcap", "alibi", "sink") | ATOMIC),
+        Call("flash3_wgmma", BFLOAT16, (128, 128), some("floating mask", "block mask", "dropout") | ATOMIC),
+        Call("flash3_wgmma", BFLOAT16, (128, 128),
+             some("boolean mask") | {"score_mod": (less_logarithm, one)}),
         Call("flash3_wgmma", FLOAT16, options={"precision": "float8_e4m3"}),
         Call("flash3_wgmma", FLOAT16, (128, 128), {"precision": "float8_e4m3+blocks+hadamard"}),
     )

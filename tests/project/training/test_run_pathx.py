@@ -69,9 +69,11 @@ def test_each_stage_has_an_interval_saliency_and_a_curve(finished: Path) -> None
 
 @pytest.mark.parametrize("options", [[], ["--examples", "20"]])
 def test_interrupted_runs_end_with_the_same_bits(
-    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: list[str], finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(tmp_path / "a", *options)
+    unbroken = finished
+    if options:
+        run(unbroken := tmp_path / "unbroken", *options)
     turned, steps, ctrl_c = lra_loop.turned, 0, lra_loop.CtrlC()
 
     def then_ctrl_c(*args: Any) -> Any:
@@ -85,11 +87,11 @@ def test_interrupted_runs_end_with_the_same_bits(
     monkeypatch.setattr(lra_loop, "CtrlC", lambda: ctrl_c)
     for code in (130, 130, 0):  # it is asked after 4, 8 and 12 of 12 steps
         run(tmp_path / "b", *options, code=code)
-    for a, b in zip(rows_of(tmp_path / "a"), rows_of(tmp_path / "b"), strict=True):
+    for a, b in zip(rows_of(unbroken), rows_of(tmp_path / "b"), strict=True):
         assert a["curve"] == b["curve"] and a["test_loss"] == b["test_loss"]
-    for file in (tmp_path / "a").glob("*/best.safetensors"):
+    for file in unbroken.glob("*/best.safetensors"):
         one, _ = read_checkpoint(file)
-        other, _ = read_checkpoint(tmp_path / "b" / file.relative_to(tmp_path / "a"))
+        other, _ = read_checkpoint(tmp_path / "b" / file.relative_to(unbroken))
         assert one.keys() == other.keys()
         assert all(one[name].tobytes() == other[name].tobytes() for name in one)
 

@@ -48,6 +48,7 @@ nb_merge_streams = True
 
 # Docstrings are Google's.  Types stand in the signatures, and are not links.
 autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True}
 autodoc_typehints = "signature"
 # The site is built without PyTorch.
 _OPERATOR = "kernels.interop.torch"

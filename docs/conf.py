@@ -28,9 +28,7 @@ extensions = [
     "tasks",
     "algorithm",
     "glossary_of_records",
-    "recorded",
-    "record_tables",
-    "long_checks",
+    "measured",
 ]
 exclude_patterns = ["_build"]
 suppress_warnings = ["docutils.directive_order"]

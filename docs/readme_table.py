@@ -1,22 +1,15 @@
-"""The table of figures in README.md, read from the records in docs/results.
-
-    python docs/readme_table.py            prints the table
-    python docs/readme_table.py --write    writes it into README.md
-
-A test compares the table in README.md with what this makes of the records.
-"""
+"""The table of figures in README.md, read from the records in docs/results; ``figures.py`` writes it."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-BEGIN, END = "<!-- python docs/readme_table.py --write -->\n", "<!-- end of the table -->"
+BEGIN, END = "<!-- python docs/figures.py --write -->\n", "<!-- end of the table -->"
 Record = dict[str, Any]
 
 
@@ -115,20 +108,7 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def table_in_readme() -> str:
-    """Return the table that stands in README.md."""
-    return README.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
-
-
-def main() -> None:
-    """Print the table, or write it."""
-    if "--write" in sys.argv[1:]:
-        before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-        text = f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
-        README.write_text(text, encoding="utf-8", newline="\n")
-    else:
-        print(table(), end="")
-
-
-if __name__ == "__main__":
-    main()
+def refreshed(text: str) -> str:
+    """Return the text of README.md with today's table."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"

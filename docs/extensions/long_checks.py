@@ -1,14 +1,4 @@
-"""What the long tests of reliability found, read from docs/results/reliability when the site is built.
-
-The directive ``{reliability} NAME`` inserts the figures of the last run of ``project/measure.py NAME``,
-or of another command that it names::
-
-    ```{reliability} fuzz_gpu
-    :command: make fuzz GPU=1
-    ```
-
-Where no run is on record it says so.
-"""
+"""What the long tests of reliability found, read from docs/results/reliability when the site is built."""
 
 from __future__ import annotations
 
@@ -18,9 +8,8 @@ from typing import Any
 
 from bench.records import RESULTS, read_record
 from bench.table_cells import cell, markdown
-from docutils.parsers.rst import directives
-from record_tables import Measured
-from recorded import look_up
+from figures import look_up
+from record_tables import command
 
 #: What the page says of a record: the place of each figure in it, and the words for the figure.
 FIGURES = {
@@ -107,40 +96,20 @@ def _tables(name: str, record: dict[str, Any]) -> Iterator[str]:
         yield markdown([*columns.values()], lines)
 
 
-def as_markdown(name: str, command: str = "", folder: Path | None = None) -> str:
+def as_markdown(name: str, folder: Path | None = None) -> str:
     """Return the figures of the last run as Markdown.
 
     Args:
         name: Of the record.
-        command: That makes it; that of the script of the same name where there is none.
         folder: Of the records; docs/results/reliability when None.
 
     Raises:
         ValueError: If the file is no record.
     """
-    path, how = file_of(name, folder), command or f"python project/measure.py {name}"
-    if not path.exists():
-        return f"*No run is on record;* `{how}` *makes one.*"
-    record = read_record(path)
+    record = read_record(file_of(name, folder))
     versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
     last = (
-        f"Last run: {record['date']}, {record['device']}, {record['cores']} cores, `{record['command']}` "
-        f"([record](/results/reliability/{name}.json); {versions})."
+        f"Last run: {record['date']}, {record['device']}, {record['cores']} cores, "
+        f"`{command(record, name)}` ([record](/results/reliability/{name}.json); {versions})."
     )
     return "\n\n".join([last, *_tables(name, record)])
-
-
-class ReliabilityDirective(Measured):
-    """Insert what the last run of a long test found."""
-
-    option_spec = {"command": directives.unchanged}  # noqa: RUF012  # as docutils has it
-
-    def text(self) -> str:
-        """Return the figures of the last run."""
-        return as_markdown(self.arguments[0], self.options.get("command", ""))
-
-
-def setup(app: Any) -> dict[str, Any]:
-    """Register the directive."""
-    app.add_directive("reliability", ReliabilityDirective)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}

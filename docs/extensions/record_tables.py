@@ -1,8 +1,7 @@
 """Tables of the pages of results, each made from one record in docs/results when the site is built.
 
-The directive ``{record-table} NAME`` inserts the conditions under which a record was measured and a table
-that answers one question from it; ``TABLES`` lists them.  A table takes its device from ``:device:``, an
-option of the directive, if there is a record of it on several.
+A table answers one question; above it stand the conditions under which the record was measured.  ``TABLES``
+lists them, and the extension ``measured`` puts them into the pages.
 """
 
 from __future__ import annotations
@@ -10,22 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import attention_tables as attention
 import readme_table
 from bench.long_range import lengths_table, results_table, steps_tables
 from bench.records import Record
 from bench.table_cells import cell, columns, markdown
-from docutils import nodes
-from docutils.parsers.rst import directives
-from docutils.statemachine import StringList
 from measurements import attention as rungs
 from measurements import calls, judging, long_context
-from sphinx.util.docutils import SphinxDirective
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-GPU, CPU, OTHER_GPU = "nvidia-h200", "cpu-2-cores", "nvidia-h100"
 GIGABYTE = 2**30
 #: How figures of the CPU are shown, if not by their names in the record.
 SHOWN = {
@@ -35,6 +28,12 @@ SHOWN = {
     "extra memory of N = 16,384": "extra memory of attention, N = 16,384",
     "first training step of a second process": "start of a script, and its first training step",
 }
+
+
+def command(record: Record, path: str) -> str:
+    """Return the command that makes a record again: its own, unless it names a script that is no more."""
+    own, known = record["command"], f"python project/measure.py {Path(path).stem}"
+    return own if own.startswith((known, "make", ".ci")) else known
 
 
 def conditions(record: Record, path: str) -> str:
@@ -51,8 +50,8 @@ def conditions(record: Record, path: str) -> str:
             f"; {record['tokens']:,} tokens in a batch, {record['hidden']:,} columns over all heads"
         )
     return (
-        f"**{record['device']}**, {record['cores']} cores, {record['date']}{calls}: `{record['command']}` "
-        f"([record](/results/{path}); {versions})"
+        f"**{record['device']}**, {record['cores']} cores, {record['date']}{calls}: "
+        f"`{command(record, path)}` ([record](/results/{path}); {versions})"
     )
 
 
@@ -267,115 +266,51 @@ def data_parallel_table(record: Record) -> str:
     return f"{call}.\n\n{markdown(head, lines)}"
 
 
-class Table(NamedTuple):
-    """A table of a page.
-
-    Attributes:
-        record: Name of the file that it is made from.
-        make: Returns Markdown of a record.
-        device: Folder of the record; a directive may name another.
-    """
-
-    record: str
-    make: Callable[[Record], str]
-    device: str = GPU
-
-
-TABLES = {
-    "attention-ratios": Table("against_torch", attention.attention_ratios),
-    "attention-dense": Table("against_torch", attention.attention_dense),
-    "attention-float32": Table("against_torch", attention.attention_float32),
-    "attention-options": Table("against_torch", attention.attention_options),
-    "option-costs": Table("against_torch", attention.option_costs),
-    "functions-64": Table("functions_64", attention.user_functions),
-    "functions-128": Table("functions_128", attention.user_functions),
-    "product": Table("against_torch", attention.product),
-    "call-overhead": Table("calls", calls.table),
-    "peers": Table("peers", attention.peers),
-    "rungs": Table("bench_attention", rungs.table),
-    "rungs-forward": Table("bench_attention", rungs_forward),
-    "training-speed": Table("bench_training", training_speed),
-    "training-steps": Table("bench_training", training_steps),
-    "training-attention": Table("bench_training", training_attention),
-    "training-memory": Table("bench_training", training_memory),
-    "training-losses": Table("bench_training", training_losses),
-    "cpu-calls": Table("bench_cpu", cpu_calls, CPU),
-    "cpu-costs": Table("bench_cpu", cpu_costs, CPU),
-    "accuracy": Table("against_torch", attention.accuracy),
-    "gradient-errors": Table("gradient_errors", gradient_errors),
-    "lra-lengths": Table("lra_lengths", lra_lengths, CPU),
-    "lra-results": Table("lra", lra_results),
-    "lra-short": Table("lra_short", lra_results, OTHER_GPU),
-    "lra-steps": Table("lra_steps", lra_steps),
-    "torch-operator": Table("torch", attention.torch_operator),
-    "pathx": Table("pathx", long_context.stages_table, OTHER_GPU),
-    "perplexity": Table("perplexity", judging.perplexity_table, OTHER_GPU),
-    "bert": Table("bert", bert_table, OTHER_GPU),
-    "chapters": Table("chapter_break", judging.chapter_table, OTHER_GPU),
-    "ring": Table("ring", ring_table, OTHER_GPU),
-    "data-parallel": Table("data_parallel", data_parallel_table, OTHER_GPU),
+#: What makes Markdown of a record, by the name of the table on a page.
+TABLES: dict[str, Callable[[Record], str]] = {
+    "attention-ratios": attention.attention_ratios,
+    "attention-dense": attention.attention_dense,
+    "attention-float32": attention.attention_float32,
+    "attention-options": attention.attention_options,
+    "option-costs": attention.option_costs,
+    "functions-64": attention.user_functions,
+    "functions-128": attention.user_functions,
+    "product": attention.product,
+    "call-overhead": calls.table,
+    "peers": attention.peers,
+    "rungs": rungs.table,
+    "rungs-forward": rungs_forward,
+    "training-speed": training_speed,
+    "training-steps": training_steps,
+    "training-attention": training_attention,
+    "training-memory": training_memory,
+    "training-losses": training_losses,
+    "cpu-calls": cpu_calls,
+    "cpu-costs": cpu_costs,
+    "accuracy": attention.accuracy,
+    "gradient-errors": gradient_errors,
+    "lra-lengths": lra_lengths,
+    "lra-results": lra_results,
+    "lra-short": lra_results,
+    "lra-steps": lra_steps,
+    "torch-operator": attention.torch_operator,
+    "pathx": long_context.stages_table,
+    "perplexity": judging.perplexity_table,
+    "bert": bert_table,
+    "chapters": judging.chapter_table,
+    "ring": ring_table,
+    "data-parallel": data_parallel_table,
 }
 
 
-def as_markdown(name: str, device: str | None = None) -> str:
+def as_markdown(name: str, path: str) -> str:
     """Return the conditions and the table.
 
     Args:
         name: Of the table.
-        device: Folder of the record; None takes the table's own.
-
-    Raises:
-        ValueError: If there is no such table, or no such record.
+        path: Of its record below docs/results.
     """
     if name == "summary":
         return readme_table.table().replace("(docs/results/", "(/results/")
-    if name not in TABLES:
-        raise ValueError(f"there is no table {name!r}; there are {['summary', *TABLES]}")
-    table = TABLES[name]
-    path = f"{device or table.device}/{table.record}.json"
-    if not (RESULTS / path).exists():
-        raise ValueError(f"the table {name!r} needs docs/results/{path}, which does not exist")
     record = json.loads((RESULTS / path).read_text(encoding="utf-8"))
-    return f"{conditions(record, path)}\n\n{table.make(record)}"
-
-
-class Measured(SphinxDirective):
-    """Insert Markdown that is made from records, which :meth:`text` returns."""
-
-    required_arguments = 1
-
-    def text(self) -> str:
-        """Return the Markdown.
-
-        Raises:
-            ValueError: If there is no such record.
-        """
-        raise NotImplementedError
-
-    def run(self) -> list[nodes.Node]:
-        """Return the parsed page part."""
-        try:
-            text = self.text()
-        except ValueError as error:
-            raise self.error(str(error)) from None
-        for path in RESULTS.glob("*/*.json"):
-            self.env.note_dependency(str(path))
-        box = nodes.container(classes=["measured"])
-        self.state.nested_parse(StringList(text.splitlines(), self.arguments[0]), 0, box)
-        return [box]
-
-
-class RecordTable(Measured):
-    """Insert a table that is made from a record."""
-
-    option_spec = {"device": directives.unchanged}  # noqa: RUF012  # as docutils has it
-
-    def text(self) -> str:
-        """Return the conditions and the table."""
-        return as_markdown(self.arguments[0], self.options.get("device"))
-
-
-def setup(app: Any) -> dict[str, Any]:
-    """Register the directive."""
-    app.add_directive("record-table", RecordTable)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+    return f"{conditions(record, path)}\n\n{TABLES[name](record)}"

@@ -94,9 +94,8 @@ def plain(text: str, page: str, known: set[str], module: int) -> tuple[str, set[
             file, function = arguments.split()
             listed = LINE.sub(lambda m: "- " if m[1] == "0" else f"- **{m[1]}** ", lines)
             return LINK.sub(link, f"`{function}` in `{file}`:\n\n{listed}".rstrip("\n"))
-        if name in ("record-table", "records"):
-            source = "records of the measurements" if name == "record-table" else "code"
-            return f"(The site shows a table here, which it makes from the {source}.)"
+        if name == "records":
+            return "(The site shows a table here, which it makes from the code.)"
         raise ValueError(f"{page}: a starter tree has no plain form of the directive {{{name}}}")
 
     # A student has a tree: how to start one is not for these pages.

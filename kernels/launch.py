@@ -69,7 +69,7 @@ class BoundCall:
             check_derivative(problem.score_mod, order)
             check_float8_gradient(problem)
         self.target, self.problem, self.wanted = target, problem.unseeded, wanted
-        self.rung = target.pick(problem, tile, wanted.tangent)
+        self.rung = target.pick(problem, tile, wanted.tangent, wanted.backward)
         tiles: Any = self.rung.tangents if wanted.tangent else self.rung
         own_tile = tiles.backward_tile if wanted.backward else tiles.tile
         self.tile = tile or own_tile(self._taken(problem))
@@ -310,8 +310,9 @@ def _double_backward(  # beyond module 5
     Second derivatives are symmetric: the first three are the tangents of dq, dk and dv, and the other two
     are those of out and lse.
     """
-    jvp = BoundCall(call.target, problem, call.given_tile, Wanted(tangent=True))
-    out, lse, rest, *tangents = jvp.in_full(problem, operands)
+    same = replace(problem, rung=call.rung.name)  # whose scores are those of lse, bit for bit
+    jvp = BoundCall(call.target, same, call.given_tile, Wanted(tangent=True))
+    out, lse, rest, *tangents = jvp.in_full(same, operands)
     names = "out", "lse", "lse_rest", "out_tangent", "lse_tangent"
     found = dict(zip(names, (out, lse, rest, *tangents), strict=True))
     gradients = _backward(call, problem, operands.having(**found))

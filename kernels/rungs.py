@@ -60,8 +60,8 @@ class Tangents(NamedTuple):  # beyond module 5
     jvp: Callable[..., Any] = _anything
     #: A function of ``(problem, tile, operands)`` that fills dq, dk and dv with the tangents of these
     #: gradients, from what ``jvp`` reads and fills, dout, and dlse or None.  They are also the gradients of
-    #: the sum of dq, dk and dv times the tangents of q, k and v.
-    double_backward: Callable[..., Any] = _anything
+    #: the sum of dq, dk and dv times the tangents of q, k and v.  None if the rung has none.
+    double_backward: Callable[..., Any] | None = _anything
     #: Default tiles of the two, as those of the rung.
     tile: Callable[[Problem], Tile] = lambda problem: (1, 1)
     backward_tile: Callable[[Problem], Tile] = lambda problem: (1, 1)
@@ -128,10 +128,12 @@ class Rung:
             return self.forward_float8
         return self.forward
 
-    def reason(self, problem: Problem, tile: Tile | None, tangent: bool = False) -> str | None:
+    def reason(
+        self, problem: Problem, tile: Tile | None, tangent: bool = False, backward: bool = False
+    ) -> str | None:
         """Return why this rung cannot run a problem, or None if it can; a tile of None means its own.
 
-        With ``tangent``, the passes are those of ``tangents``.
+        With ``tangent``, the passes are those of ``tangents``; with ``backward`` too, both are needed.
         """
         if problem.precision in FLOAT8:  # beyond module 5
             missing = None if self.forward_float8 else "it has no float8 products"
@@ -144,6 +146,8 @@ class Rung:
             reason = self.why_not(taken, tile)
             if reason is None and tangent:  # beyond module 5
                 reason = self.tangents.why_not(taken, tile)
+                if reason is None and backward and self.tangents.double_backward is None:
+                    return "it has no double backward"
             return reason
         names = " and ".join(map(str, self.dtypes))
         return f"it takes operands of {names}, or a precision that allows them, not {problem.dtype}"
@@ -167,7 +171,13 @@ class Target:
     #: The same for the table that a ``score_mod`` reads; its gradient has the shape of the table.
     table_gradient: Any = reference.table_gradient  # beyond module 5
 
-    def pick(self, problem: Problem, tile: Tile | None = None, tangent: bool = False) -> Rung:
+    def pick(
+        self,
+        problem: Problem,
+        tile: Tile | None = None,
+        tangent: bool = False,
+        backward: bool = False,
+    ) -> Rung:
         """Return the rung that the problem names, or the fastest that can run it; see ``Rung.reason``.
 
         Raises:
@@ -180,9 +190,9 @@ class Target:
             raise ValueError(f"no rung of the {self.name} target runs here: {missing}")
         for rung in self.rungs:
             asked = problem.rung in ("auto", rung.name, rung.alias)
-            if asked and rung.reason(problem, tile, tangent) is None:
+            if asked and rung.reason(problem, tile, tangent, backward) is None:
                 return rung
-        reasons = {rung.name: rung.reason(problem, tile, tangent) for rung in self.rungs}
+        reasons = {rung.name: rung.reason(problem, tile, tangent, backward) for rung in self.rungs}
         usable = [rung for rung in self.rungs if reasons[rung.name] is None]
         known = {"auto": "; ".join(f"{name}: {reason}" for name, reason in reasons.items())}
         why = {**known, **reasons}.get(problem.rung) or f"the {self.name} target has no such rung"
@@ -240,6 +250,7 @@ CPU = Target(
     mask_gradient=cpu_mask_gradient.mask_gradient,  # beyond module 5
     table_gradient=cpu_mask_gradient.table_gradient,  # beyond module 5
 )
+_MMA_TANGENTS = Tangents(flash2_mma.jvp, None, flash2_mma.jvp_tile)  # beyond module 5
 #: Kernels on a GPU, or on the emulated one.
 CUDA = Target(
     "cuda",
@@ -259,6 +270,7 @@ CUDA = Target(
                 evaluate=on_device,
                 forward_float8=forward_float8,
                 alias="flash2_mma" if module is flash2_split else "",
+                tangents=_MMA_TANGENTS if module is flash2_mma else _NO_TANGENTS,
             )
             for name, module, gradients, dtypes, forward_float8 in (
                 (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 import kernels
 from kernels import launch
 from kernels.rungs import Tangents
+from kernels.runtime.dtypes import BFLOAT16, FLOAT16
+from kernels.runtime.targets import EMULATED
 
 from ..support.attention import on_cuda
 from ..support.attention.strategies import (
@@ -26,6 +29,7 @@ from ..support.attention.strategies import (
     slope_of_bowl,
     wide_cases,
 )
+from ..support.device.emulated_gpu import emulated_gpu
 from ..support.examples import at_most
 from ..support.tolerances import assert_close_arrays
 
@@ -38,6 +42,8 @@ RUNGS = [
     for rung in target.rungs
     if rung.tangents.jvp is not Tangents().jvp
 ]
+#: On the emulated GPU, sums of products on tensor cores are those of a few layouts.
+SMALL_HALVES = {"lengths": st.integers(1, 40), "dims": st.integers(1, 24), "leads": on_cuda.LEADS}
 
 
 @st.composite
@@ -111,16 +117,26 @@ def test_the_double_backward_is_the_gradient_of_the_backward_pass(data: Any) -> 
         assert abs(float((gradient * direction).sum()) - wanted) <= ERROR * size, (place, case)
 
 
+def derive(case: Case, tangents: Any, target: str, rung: str) -> dict[str, Any]:
+    """Run the derivatives of a rung, on a device that has it."""
+    if target != "cuda":
+        return case.derive(tangents, launch.TARGETS[target], rung, case.tile)
+    on_tensor_cores = rung in on_cuda.HALVES and EMULATED
+    with emulated_gpu() if on_tensor_cores else nullcontext():
+        if (reason := kernels.available_rungs()[rung]) is not None:
+            pytest.skip(reason)
+        tile = on_cuda.fitting(rung, case.tile)
+        found = case.derive(tangents, launch.CUDA, rung, tile, on_cuda.forwards)
+        return {name: x.copy_to_host() for name, x in found.items()}
+
+
 def check(case: Case, tangents: Any, target: str, rung: str) -> None:
     """Compare a rung with the textbook in float64, in any dtype of the case."""
-    place = on_cuda.forwards if target == "cuda" else None
-    tile = on_cuda.fitting(rung, case.tile) if target == "cuda" else case.tile
-    found = case.derive(tangents, launch.TARGETS[target], rung, tile, place)
+    found = derive(case, tangents, target, rung)
     wide = [None if t is None else t.astype(np.float64) for t in tangents]
     wanted = case.in_dtype(np.dtype(np.float64)).derive(wide, launch.NUMPY, "naive")
-    for name, expected in wanted.items():
-        got: Any = found[name]
-        got = got.copy_to_host() if hasattr(got, "copy_to_host") else got
+    for name, got in found.items():
+        expected = wanted[name]
         finite = np.abs(expected[np.isfinite(expected)])
         size = 10 * case.steepest() * max(1.0, float(finite.max(initial=0.0)))
         of_sums = case.problem().acc_dtype if name.startswith("lse") else case.q.dtype
@@ -136,9 +152,14 @@ def test_every_rung_has_the_derivatives_of_the_textbook(
     target: str, rung: str, is_packed: bool, data: Any
 ) -> None:
     dtypes, on_a_device = (np.float32, np.float64), target == "cuda"
+    is_half = on_a_device and rung in on_cuda.HALVES
+    if is_half:
+        dtypes = (FLOAT16, BFLOAT16)
     if is_packed:
         lengths = st.integers(1, 4) if on_a_device else st.integers(1, 40)
         case = data.draw(on_cuda.packed_cases(dtypes, lengths, on_cuda.DIMS))
+    elif is_half:
+        case = data.draw(cases(dtypes, **SMALL_HALVES, features=FEATURES))
     elif data.draw(st.booleans(), "wide heads"):
         # In float64, the smallest tiles of the widest heads need more memory than many GPUs have.
         case = data.draw(wide_cases((np.float32,), SMALL, FEATURES))
@@ -158,14 +179,13 @@ def test_a_row_that_sees_no_key_has_derivatives_of_zero(target: str, rung: str) 
     shapes = (1, 7, 3), (1, 6, 3), (1, 6, 4), (1, 7, 4), (1, 7), (1, 7, 3), (1, 6, 3), (1, 6, 4)
     *arrays, dlse, q, k, v = (rng.standard_normal(shape) for shape in shapes)
     options = {"is_causal": True, "causal_offset": -2}
-    case = Case(*arrays, options=options, tile=(3, 4), dlse=dlse)
-    check(case, (q, k, v), target, rung)
-    place = on_cuda.forwards if target == "cuda" else None
-    tile = on_cuda.fitting(rung, case.tile) if target == "cuda" else case.tile
-    found = case.derive((q, k, v), launch.TARGETS[target], rung, tile, place)
-    for name in ("out_tangent", "lse_tangent", "dq"):
-        got: Any = found[name]
-        assert not np.any((got.copy_to_host() if target == "cuda" else got)[:, :2]), name
+    case, tangents = Case(*arrays, options=options, tile=(3, 4), dlse=dlse), (q, k, v)
+    if target == "cuda" and rung in on_cuda.HALVES:
+        case, tangents = case.in_dtype(FLOAT16), [x.astype(FLOAT16) for x in tangents]
+    check(case, tangents, target, rung)
+    found = derive(case, tangents, target, rung)
+    for name in {"out_tangent", "lse_tangent", "dq"} & found.keys():
+        assert not np.any(found[name][:, :2]), name
 
 
 def test_the_public_functions_return_the_derivatives_in_the_shapes_of_the_operands() -> None:

@@ -16,7 +16,7 @@ from kernels.cuda.runtime.arrays import is_device_array
 from kernels.operand_types import as_operand
 from kernels.problem.options import OPTIONS
 from kernels.problem.packed_sequences import Sequences
-from kernels.runtime.dtypes import FLOAT64
+from kernels.runtime.dtypes import FLOAT16, FLOAT64
 from kernels.runtime.targets import EMULATED
 
 from ..layouts import laid, layouts, on_device
@@ -25,6 +25,8 @@ from .strategies import Case, bounds, cases, option
 
 #: Those that compute in the dtype of their operands, float32 or float64.
 RUNGS = [rung.name for rung in launch.CUDA.rungs if FLOAT64 in rung.dtypes]
+#: Those whose operands have 16 bits.
+HALVES = [rung.name for rung in launch.CUDA.rungs if FLOAT16 in rung.dtypes]
 #: Options that flash1, the algorithm of 2022, does not have; of a window it has the right side.
 LATER_OPTIONS = {name for name, option in OPTIONS.items() if not option.in_2022} - {"window_size"}
 #: Options that packed sequences take.
@@ -70,9 +72,9 @@ def backward(case: Case, given: dict[str, Any], rung: str, **more: Any) -> dict[
 
 
 def fitting(rung: str, tile: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Return a tile that a rung takes: flash2 reads whole vectors of four elements."""
+    """Return a tile that a rung takes: flash2 reads whole vectors of four, tensor cores have their own."""
     if tile is None or rung not in ("auto", "flash2"):
-        return tile
+        return None if rung in HALVES else tile
     block_q, block_k = tile
     return 4 * ((block_q + 3) // 4), 4 * ((block_k + 3) // 4)
 

@@ -79,7 +79,7 @@ def emulated_gpu(
         blocks: Multiprocessors.
     """
     of_rows, of_keys = ({MAX_HEAD_DIM: (one,)} for one in (rows, keys))
-    layouts = Layouts((of_rows,), (of_rows,), (of_keys,))
+    layouts = Layouts((of_rows,), (of_rows,), (of_keys,), jvp=(of_rows,))
     changes: list[tuple[Any, str, Any]] = [
         (GPU, "compute_capability", cc),
         (GPU, "MULTIPROCESSOR_COUNT", blocks),

@@ -24,6 +24,7 @@ from kernels.cuda.attention.flash2_mma.pipeline import MmaVariant, make_load_key
 from kernels.cuda.attention.flash2_mma.softmax import (
     SoftmaxRows,
     make_finish_rows,
+    make_scale_row,
     make_softmax_step,
 )
 from kernels.cuda.attention.flash2_mma.tiles import COLS, HALF, ROWS, MmaLayout, WarpLane
@@ -58,7 +59,7 @@ def forward_tiles(
 
 
 @cache
-def _make_exponent(numbers: Arithmetic, is_plain: bool, is_positive: bool) -> Callable[..., Any]:
+def make_exponent(numbers: Arithmetic, is_plain: bool, is_positive: bool) -> Callable[..., Any]:
     """Return ``exponent_of(scale, b, h)``: the factor of products, and (unit, top) of ``softmax``.
 
     Without options, the scale is a factor within the exponent, and a negative one is that of negated
@@ -105,11 +106,12 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
     multiply = numbers.multiply(layout, head_width)
     accumulate = numbers.accumulate(layout, value_width, columns)
     store_out = numbers.store(layout, value_width, vectors, columns, is_wide=is_split)
-    exponent_of = _make_exponent(numbers, is_plain, is_positive)
+    exponent_of = make_exponent(numbers, is_plain, is_positive)
     to_scores = make_fragment_scores(layout, features, tile_bits, is_plain and is_positive)
-    softmax_step = make_softmax_step(layout, out_tiles, tile_bits, layout.patience, is_split)
+    scale_row = make_scale_row(out_tiles)
+    softmax_step = make_softmax_step(layout, tile_bits, layout.patience, is_split, scale_row)
     # Parts of the keys are merged by their own L.
-    finish_rows = make_finish_rows(layout, out_tiles, PLAIN if is_split else features, is_wide)
+    finish_rows = make_finish_rows(layout, PLAIN if is_split else features, is_wide, scale_row)
     unit_of_out, zero, minus_inf = numbers.out_unit, np.float32(0), np.float32(-math.inf)
     # Where warps meet within a tile, for its bits, none may leave it out.
     skips, recomputes = layout.skips and not has_bits, numbers.size > HALF or column_parts > 1

@@ -54,29 +54,60 @@ def make_fragment_scores(
 
     The function is ``to_scores(s, factor, tile, share, extras)``, for a ``VisitedTile`` and a ``WarpLane``.
     """
-    row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
-    score_of, listed = make_tile_scores(features, FLOAT32).score, tile_bits.listed
-    rows_of, cols_of = ROW_OF, COL_OF
+    score_of = make_tile_scores(features, FLOAT32, order=0).score
 
     @device_function
-    def to_scores(s, factor, tile, share, extras):
+    def to_score(s, at, i, factor, element, extras):
+        value = s[at, i] if is_folded else mul_rn(s[at, i], factor)
+        s[at, i] = score_of(value, element, extras)
+
+    return _make_each(layout, tile_bits, is_folded, to_score)
+
+
+@cache
+def make_fragment_tangents(
+    layout: MmaLayout, features: Features, tile_bits: TileBits
+) -> Callable[..., None]:
+    """Return ``to_tangents((s, s_tangent), factor, tile, share, extras)``: products to S and Ṡ."""
+    derived = make_tile_scores(features, FLOAT32).derived
+
+    @device_function
+    def to_tangent(registers, at, i, factor, element, extras):
+        # S = f(X)     Ṡ = f'(X) ∘ Ẋ
+        (s, s_tangent) = registers
+        s[at, i], slope, _ = derived(mul_rn(s[at, i], factor), element, extras)
+        s_tangent[at, i] *= factor * slope
+
+    return _make_each(layout, tile_bits, False, to_tangent)
+
+
+def _make_each(
+    layout: MmaLayout, tile_bits: TileBits, skips_whole: bool, replace: Callable[..., None]
+) -> Callable[..., None]:
+    """Return ``each(s, factor, tile, share, extras)``: ``replace`` for each element of a lane.
+
+    ``replace(s, at, i, factor, element, extras)`` receives the element's place in the registers.
+    """
+    row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
+    listed, rows_of, cols_of = tile_bits.listed, ROW_OF, COL_OF
+
+    @device_function
+    def each(s, factor, tile, share, extras):
         place, whole, bits = tile
         lane, warp_row = share.lane, share.row
-        if not (is_folded and whole):
+        if not (skips_whole and whole):
             first = moved(place, warp_row + lane_row(lane), lane_col(lane))
             edge = edge_of(first, extras)
             for m in range(row_tiles):
                 for n in range(col_tiles):
                     for i in range(4):
                         r, c = m * ROWS + rows_of[i], n * COLS + cols_of[i]
-                        at = m * col_tiles + n
-                        value = s[at, i] if is_folded else mul_rn(s[at, i], factor)
                         in_row, in_col = warp_row + lane_row(lane) + r, lane_col(lane) + c
                         is_listed = listed(bits, in_row, in_col)
                         element = TileElement(r, c, whole, is_listed, edge, first)
-                        s[at, i] = score_of(value, element, extras)
+                        replace(s, m * col_tiles + n, i, factor, element, extras)
 
-    return to_scores
+    return each
 
 
 @device_function

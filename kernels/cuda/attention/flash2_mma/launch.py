@@ -14,12 +14,16 @@ from typing import Any, NamedTuple
 from kernels.common.online_softmax import PATIENCE
 from kernels.cuda.attention import tensor_cores
 from kernels.cuda.attention.delta import delta_of
+from kernels.cuda.attention.flash2.forward import Results
+from kernels.cuda.attention.flash2.tangents.forward import ResultTangents
+from kernels.cuda.attention.flash2.tangents.scores import Inputs
 from kernels.cuda.attention.flash2_mma.arithmetic import HALVES, Arithmetic
 from kernels.cuda.attention.flash2_mma.dkdv import dkdv_kernel, dkdv_tiles
 from kernels.cuda.attention.flash2_mma.dkdv_wide_heads import role_tiles, roles_kernel
 from kernels.cuda.attention.flash2_mma.dq import dq_kernel, dq_tiles
 from kernels.cuda.attention.flash2_mma.dq_atomics import dq_end_kernel, dq_sums, slots_of
 from kernels.cuda.attention.flash2_mma.forward import forward_kernel, forward_tiles
+from kernels.cuda.attention.flash2_mma.jvp import jvp_kernel, jvp_tiles
 from kernels.cuda.attention.flash2_mma.pipeline import GradientInputs, MmaVariant
 from kernels.cuda.attention.flash2_mma.tiles import (
     HALF,
@@ -55,13 +59,15 @@ class Layouts(NamedTuple):
     There are tables for calls without options, with options, and with several options that modify a score;
     the last counts for the rest.  With options a lane has fewer scores, because the compiler unrolls only
     short loops.  Of the layouts of a width, the first that fits the shared memory of the device is used.
-    Measured on an H200; see docs/notes-cuda.md.  A rung may have one more table for at most 16 query rows.
+    Measured on an H200; see docs/notes-cuda.md.  A rung may have one more table for at most 16 query rows,
+    and those of the JVP.
     """
 
     forward: tuple[dict[int, tuple[Any, ...]], ...]
     by_rows: tuple[dict[int, tuple[Any, ...]], ...]
     by_keys: tuple[dict[int, tuple[Any, ...]], ...]
     few_rows: dict[int, tuple[Any, ...]] | None = None
+    jvp: tuple[dict[int, tuple[Any, ...]], ...] = ()
 
     @property
     def widest(self) -> int:
@@ -130,6 +136,14 @@ LAYOUTS = Layouts(
         256: (MmaLayout(16, 32, 1, resident=3),),
         512: (MmaLayout(16, 16, 1, parts=2),),
     },
+    jvp=(
+        {
+            64: (MmaLayout(128, 64, 8),),
+            128: (MmaLayout(128, 32, 8), MmaLayout(64, 32, 4)),
+            256: (MmaLayout(64, 16, 4, parts=2), MmaLayout(32, 16, 2, parts=2)),
+            512: tuple(MmaLayout(ROWS * warps, 16, warps, parts=4) for warps in (2, 1)),
+        },
+    ),
 )
 
 
@@ -287,6 +301,30 @@ def launch_backward(
         grid = grid_of(q, dq.shape[2], layout.block_q, extras)
         end = dq_end_kernel(variant, shares)
         end[grid, layout.threads](sums, q, k, dq, call.scale, extras)
+
+
+def _jvp_layout(problem: Problem) -> MmaLayout:
+    """Return tiles and warps of the JVP kernel."""
+    return _picked(LAYOUTS.jvp, problem, lambda one: _bytes_by_rows(jvp_tiles, one, problem, HALF))
+
+
+def jvp_tile(problem: Problem) -> tuple[int, int]:
+    """Return (block_q, block_k) of the JVP kernel."""
+    layout = _jvp_layout(problem)
+    return layout.block_q, layout.block_k
+
+
+def jvp(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
+    """Fill out, lse, lse_rest and the tangents of out and lse of a call in 16 bits."""
+    o, layout = operands, _jvp_layout(problem)
+    tangents = Inputs(*map(as_bits, (o.q_tangent, o.k_tangent, o.v_tangent)))
+    out, out_tangent = as_bits(o.out), as_bits(o.out_tangent)
+    call = _call(problem, operands, (*tangents, out, out_tangent))
+    inputs, extras = Inputs(*call.tensors[:3]), call.extras(layout)
+    tiles, lines = grid_of(inputs.q, out.shape[2], layout.block_q, extras)
+    launch = jvp_kernel(call.variant(layout))[(tiles * layout.parts, lines), layout.threads]
+    results = Results(out, o.lse, o.lse_rest), ResultTangents(out_tangent, o.lse_tangent)
+    launch(inputs, tangents, *results, call.scale, extras)
 
 
 def _bytes_by_rows(tiles: Any, layout: MmaLayout, problem: Problem, size: int) -> int:

@@ -77,10 +77,11 @@ class MmaVariant(NamedTuple):
         return void(*arrays, *rest)
 
 
-def make_load_keys(variant: MmaVariant, tiles: SharedTiles) -> Callable[..., None]:
+def make_load_keys(variant: MmaVariant, tiles: SharedTiles, of: str = "") -> Callable[..., None]:
     """Return ``load_keys(thread, k, v, item, visit, memory, stage, extras)``.
 
     It starts the copies of K and V of a ``Visit`` to a stage of their tiles, if it is no visit too many.
+    ``of`` ends the names of these tiles.
     """
     block_k, loop = variant.layout.block_k, variant.loop()
     copy_k, copy_v = variant.copies(loop.unit)
@@ -88,7 +89,7 @@ def make_load_keys(variant: MmaVariant, tiles: SharedTiles) -> Callable[..., Non
     tile_of, k_bytes, v_bytes = loop.tile_of, block_k * k_line, block_k * v_line
 
     def make_load(n: int) -> Callable[..., None]:
-        k_offset, v_offset = tiles["k"] + n * k_line, tiles["v"] + n * v_line
+        k_offset, v_offset = tiles[f"k{of}"] + n * k_line, tiles[f"v{of}"] + n * v_line
 
         @device_function
         def load(thread, k, v, rows, memory, stage):

@@ -118,6 +118,12 @@ def make_accumulate(
 
     ``acc`` is (row_tiles * cols / 8, 4) float32; the others as for :func:`make_multiply`.
     """
+    pack_left, tiles = _make_pack_left(dtype, layout), (layout.row_tiles, (cols or width) // COLS)
+    return _make_accumulate(dtype, pack_left, layout.block_k // DEPTH, width, *tiles)
+
+
+def _make_pack_left(dtype: str, layout: MmaLayout) -> Callable[..., None]:
+    """Return ``pack_left(a, at, s, step, share)``: the left operand of a step, rounded accumulators."""
     pack, row_tiles, col_tiles = PACK[dtype], layout.row_tiles, layout.block_k // COLS
 
     @device_function
@@ -130,8 +136,7 @@ def make_accumulate(
             a[at + m, 2] = pack(s[right, 0], s[right, 1])
             a[at + m, 3] = pack(s[right, 2], s[right, 3])
 
-    tiles = row_tiles, (cols or width) // COLS
-    return _make_accumulate(dtype, pack_left, layout.block_k // DEPTH, width, *tiles)
+    return pack_left
 
 
 def make_accumulate_stored(
@@ -170,6 +175,74 @@ def _make_accumulate(
                     mma(acc[m * own_tiles + 2 * n + 1], a[m], b[1])
 
     return accumulate
+
+
+@cache
+def make_multiply_tangents(dtype: str, layout: MmaLayout, width: int) -> Callable[..., None]:
+    """Return ``multiply((s, s_tangent), (q, q_tangent), (k, k_tangent), share)``.
+
+    It computes S = Q·Kᵀ, the same numbers as :func:`make_multiply`, and Ṡ = Q̇·Kᵀ + Q·K̇ᵀ.
+    """
+    load_q, load_k = make_load_left(layout.row_tiles, width), make_load_right(width, True)
+    tiles = layout.row_tiles, layout.block_k // COLS
+    add, zero = _make_add_tangents(dtype, load_q, load_k, width // DEPTH, *tiles), np.float32(0)
+
+    @device_function
+    def multiply(sums, left, right, share):
+        set_all(sums[0], zero)
+        set_all(sums[1], zero)
+        add(sums, left, right, share)
+
+    return multiply
+
+
+@cache
+def make_accumulate_tangents(
+    dtype: str, layout: MmaLayout, width: int, cols: int
+) -> Callable[..., None]:
+    """Return ``accumulate((acc, acc_tangent), (s, s_tangent), (v, v_tangent), share)``.
+
+    It computes acc += P·V and its tangent += Ṗ·V + P·V̇, where P and Ṗ are the rounded s.
+    """
+    pack_left, load_v = _make_pack_left(dtype, layout), make_load_right(width)
+    tiles = layout.row_tiles, cols // COLS
+    return _make_add_tangents(dtype, pack_left, load_v, layout.block_k // DEPTH, *tiles)
+
+
+def _make_add_tangents(
+    dtype: str, load_left: Any, load_right: Any, steps: int, row_tiles: int, col_tiles: int
+) -> Callable[..., None]:
+    """Return ``add((c, c_tangent), (a, a_tangent), (b, b_tangent), share)``: C += A·B and its tangent.
+
+    Fragments of A, Ȧ, B and Ḃ are loaded once for the three products.
+    """
+    mma, own_tiles = MMA[dtype], 2 * row_tiles
+    parts = next(n for n in range(-(-steps // UNROLLED), steps + 1) if steps % n == 0)
+
+    def make_part(part: int) -> Callable[..., None]:
+        first, stop = part * steps // parts, (part + 1) * steps // parts
+
+        @device_function
+        def add(sums, left, right, share):
+            a = cuda.local.array((own_tiles, 4), uint32)  # (rows, 16) / 32, in pairs: A, Ȧ
+            b = cuda.local.array((4, 2), uint32)  # (16, 16) / 32, in pairs: B, Ḃ
+            for step in range(first, stop):
+                load_left(a, 0, left[0], step, share)
+                load_left(a, row_tiles, left[1], step, share)
+                for n in range(col_tiles // 2):
+                    load_right(b, 0, right[0], step, n, share)
+                    load_right(b, 2, right[1], step, n, share)
+                    for m in range(row_tiles):
+                        for u in range(2):
+                            mma(sums[0][m * col_tiles + 2 * n + u], a[m], b[u])
+                            mma(sums[1][m * col_tiles + 2 * n + u], a[m], b[2 + u])
+                    for m in range(row_tiles):  # apart, so that no sum waits for itself
+                        for u in range(2):
+                            mma(sums[1][m * col_tiles + 2 * n + u], a[row_tiles + m], b[u])
+
+        return add
+
+    return one_after_the_other(make_part, parts)
 
 
 def one_after_the_other(

@@ -39,15 +39,33 @@ row_max_of, row_sum_of = make_lane_folds(4)
 
 
 @cache
+def make_scale_row(own_tiles: int) -> Callable[..., None]:
+    """Return ``scale_row(acc, i, factor)``: multiply a lane's row of O."""
+
+    @device_function
+    def scale_row(acc, i, factor):
+        for n in range(own_tiles):
+            for u in range(2):
+                acc[i // 2 * own_tiles + n, 2 * (i % 2) + u] *= factor
+
+    return scale_row
+
+
+@cache
 def make_softmax_step(
-    layout: MmaLayout, own_tiles: int, tile_bits: TileBits, patience: int, is_split: bool
+    layout: MmaLayout,
+    tile_bits: TileBits,
+    patience: int,
+    is_split: bool,
+    scale_row: Callable[..., None],
 ) -> Callable[..., None]:
     """Return the function that replaces the scores of a warp by probabilities.
 
     ``softmax_step(s, acc, rows, has_large, exponent, bits, share, extras)`` updates ``SoftmaxRows``, and
     returns ``has_large``, whether a row of the warp is large.  ``exponent`` is (unit, top) of
     P = 2^(s · unit - (m · unit - top)); the largest P is 2^top.  Where keys are split, the kernel lacks
-    registers to rescale O after the test for large rows.
+    registers to rescale O after the test for large rows.  ``scale_row(acc, i, factor)`` rescales the sums
+    of a row, see :func:`make_scale_row`.
     """
     row_tiles, own_rows, col_tiles = layout.row_tiles, 2 * layout.row_tiles, layout.block_k // COLS
     kept, has_bits = tile_bits.kept, tile_bits.bytes
@@ -67,9 +85,7 @@ def make_softmax_step(
     @device_function
     def rescale_rows(acc, factors):
         for i in range(own_rows):
-            for n in range(own_tiles):
-                for u in range(2):
-                    acc[i // 2 * own_tiles + n, 2 * (i % 2) + u] *= factors[i]
+            scale_row(acc, i, factors[i])
 
     @device_function
     def softmax_step(s, acc, rows, has_large, exponent, bits, share, extras):
@@ -130,9 +146,9 @@ def make_softmax_step(
 
 @cache
 def make_finish_rows(
-    layout: MmaLayout, own_tiles: int, features: Features, is_wide: bool
+    layout: MmaLayout, features: Features, is_wide: bool, scale_row: Callable[..., None]
 ) -> Callable[..., None]:
-    """Return the function that divides O by l, and writes L.
+    """Return the function that divides O by l, with ``scale_row``, and writes L.
 
     ``finish_rows(acc, rows, exponent, out_unit, results, span, share, extras)``, for the ``HeadRows`` of
     the tile; ``out_unit`` multiplies out.  ``results`` are lse and lse_rest, written by the block of the
@@ -153,11 +169,7 @@ def make_finish_rows(
             if is_large(near * unit):  # m is S of a key, rounded as any other S
                 shift, weight = score_in(near, unit), ex2(-top)
             inverse, row_lse, row_rest = end_row(total * weight, shift, b, h, extras)
-            inverse *= weight * out_unit
-            for n in range(own_tiles):
-                at = i // 2 * own_tiles + n
-                acc[at, 2 * (i % 2)] *= inverse
-                acc[at, 2 * (i % 2) + 1] *= inverse
+            scale_row(acc, i, inverse * (weight * out_unit))
             row = first + share.row + lane_row(share.lane) + i // 2 * ROWS + 8 * (i % 2)
             if share.lane % 4 == 0 and row < stop and share.chunk == 0:
                 lse[b, h, row], lse_rest[b, h, row] = row_lse, row_rest

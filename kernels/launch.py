@@ -69,7 +69,7 @@ class BoundCall:
             check_derivative(problem.score_mod, order)
             check_float8_gradient(problem)
         self.target, self.problem, self.wanted = target, problem.unseeded, wanted
-        self.rung = target.pick(problem, tile, wanted.tangent, wanted.backward)
+        self.rung = target.pick(problem, tile, wanted.tangent)
         tiles: Any = self.rung.tangents if wanted.tangent else self.rung
         own_tile = tiles.backward_tile if wanted.backward else tiles.tile
         self.tile = tile or own_tile(self._taken(problem))

@@ -20,6 +20,7 @@ from kernels.cuda.attention.flash2 import forward as cuda_flash2
 from kernels.cuda.attention.flash2 import mask_gradient as flash2_mask_gradient  # beyond module 5
 from kernels.cuda.attention.flash2.tangents import launch as flash2_tangents  # beyond module 5
 from kernels.cuda.attention.flash2_mma import launch as flash2_mma  # beyond module 5
+from kernels.cuda.attention.flash2_mma.tangents import launch as mma_tangents  # beyond module 5
 from kernels.cuda.attention.flash2_split import launch as flash2_split  # beyond module 5
 from kernels.cuda.attention.flash3_wgmma.backward import (  # beyond module 5
     launch as flash3_wgmma_backward,
@@ -60,13 +61,20 @@ class Tangents(NamedTuple):  # beyond module 5
     jvp: Callable[..., Any] = _anything
     #: A function of ``(problem, tile, operands)`` that fills dq, dk and dv with the tangents of these
     #: gradients, from what ``jvp`` reads and fills, dout, and dlse or None.  They are also the gradients of
-    #: the sum of dq, dk and dv times the tangents of q, k and v.  None if the rung has none.
-    double_backward: Callable[..., Any] | None = _anything
+    #: the sum of dq, dk and dv times the tangents of q, k and v.
+    double_backward: Callable[..., Any] = _anything
     #: Default tiles of the two, as those of the rung.
     tile: Callable[[Problem], Tile] = lambda problem: (1, 1)
     backward_tile: Callable[[Problem], Tile] = lambda problem: (1, 1)
     #: As that of the rung, for both; the rung must also be able to run the problem.
     why_not: Callable[[Problem, Tile | None], str | None] = _anything
+
+
+def _tangents(module: Any) -> Tangents:  # beyond module 5
+    """Return the derivatives of a rung that a module computes."""
+    return Tangents(
+        module.jvp, module.double_backward, module.tile, module.backward_tile, module.why_not
+    )
 
 
 _NO_TANGENTS = Tangents(why_not=_no_tangents)  # beyond module 5
@@ -128,12 +136,10 @@ class Rung:
             return self.forward_float8
         return self.forward
 
-    def reason(
-        self, problem: Problem, tile: Tile | None, tangent: bool = False, backward: bool = False
-    ) -> str | None:
+    def reason(self, problem: Problem, tile: Tile | None, tangent: bool = False) -> str | None:
         """Return why this rung cannot run a problem, or None if it can; a tile of None means its own.
 
-        With ``tangent``, the passes are those of ``tangents``; with ``backward`` too, both are needed.
+        With ``tangent``, the passes are those of ``tangents``.
         """
         if problem.precision in FLOAT8:  # beyond module 5
             missing = None if self.forward_float8 else "it has no float8 products"
@@ -146,8 +152,6 @@ class Rung:
             reason = self.why_not(taken, tile)
             if reason is None and tangent:  # beyond module 5
                 reason = self.tangents.why_not(taken, tile)
-                if reason is None and backward and self.tangents.double_backward is None:
-                    return "it has no double backward"
             return reason
         names = " and ".join(map(str, self.dtypes))
         return f"it takes operands of {names}, or a precision that allows them, not {problem.dtype}"
@@ -171,13 +175,7 @@ class Target:
     #: The same for the table that a ``score_mod`` reads; its gradient has the shape of the table.
     table_gradient: Any = reference.table_gradient  # beyond module 5
 
-    def pick(
-        self,
-        problem: Problem,
-        tile: Tile | None = None,
-        tangent: bool = False,
-        backward: bool = False,
-    ) -> Rung:
+    def pick(self, problem: Problem, tile: Tile | None = None, tangent: bool = False) -> Rung:
         """Return the rung that the problem names, or the fastest that can run it; see ``Rung.reason``.
 
         Raises:
@@ -190,9 +188,9 @@ class Target:
             raise ValueError(f"no rung of the {self.name} target runs here: {missing}")
         for rung in self.rungs:
             asked = problem.rung in ("auto", rung.name, rung.alias)
-            if asked and rung.reason(problem, tile, tangent, backward) is None:
+            if asked and rung.reason(problem, tile, tangent) is None:
                 return rung
-        reasons = {rung.name: rung.reason(problem, tile, tangent, backward) for rung in self.rungs}
+        reasons = {rung.name: rung.reason(problem, tile, tangent) for rung in self.rungs}
         usable = [rung for rung in self.rungs if reasons[rung.name] is None]
         known = {"auto": "; ".join(f"{name}: {reason}" for name, reason in reasons.items())}
         why = {**known, **reasons}.get(problem.rung) or f"the {self.name} target has no such rung"
@@ -250,7 +248,6 @@ CPU = Target(
     mask_gradient=cpu_mask_gradient.mask_gradient,  # beyond module 5
     table_gradient=cpu_mask_gradient.table_gradient,  # beyond module 5
 )
-_MMA_TANGENTS = Tangents(flash2_mma.jvp, None, flash2_mma.jvp_tile)  # beyond module 5
 #: Kernels on a GPU, or on the emulated one.
 CUDA = Target(
     "cuda",
@@ -270,7 +267,7 @@ CUDA = Target(
                 evaluate=on_device,
                 forward_float8=forward_float8,
                 alias="flash2_mma" if module is flash2_split else "",
-                tangents=_MMA_TANGENTS if module is flash2_mma else _NO_TANGENTS,
+                tangents=_tangents(mma_tangents) if module is flash2_mma else _NO_TANGENTS,
             )
             for name, module, gradients, dtypes, forward_float8 in (
                 (
@@ -292,13 +289,7 @@ CUDA = Target(
             flash2_backward.tile,
             flash2_backward.why_not,
             evaluate=on_device,  # beyond module 5
-            tangents=Tangents(  # beyond module 5
-                flash2_tangents.jvp,
-                flash2_tangents.double_backward,
-                flash2_tangents.tile,
-                flash2_tangents.backward_tile,
-                flash2_tangents.why_not,
-            ),
+            tangents=_tangents(flash2_tangents),  # beyond module 5
         ),
         Rung(
             "flash1",

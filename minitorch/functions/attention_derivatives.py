@@ -204,7 +204,7 @@ def _has_kernels(history: History) -> bool:
     ctx = history.ctx or Context()
     target, problem = ctx.saved_values[:2]
     try:
-        launch.TARGETS[target].pick(problem, None, True, True)
+        launch.TARGETS[target].pick(problem, None, True)
     except ValueError:
         return False
     return not any(ctx.needs_input_grad[3:])

@@ -42,8 +42,8 @@ RUNGS = [
     for rung in target.rungs
     if rung.tangents.jvp is not Tangents().jvp
 ]
-#: On the emulated GPU, sums of products on tensor cores are those of a few layouts.
-SMALL_HALVES = {"lengths": st.integers(1, 40), "dims": st.integers(1, 24), "leads": on_cuda.LEADS}
+#: What tensor cores, emulated thread by thread, finish in a second.
+SMALL_HALVES = {"lengths": st.integers(1, 20), "dims": st.integers(1, 20), "leads": st.just([2])}
 
 
 @st.composite
@@ -135,8 +135,8 @@ def check(case: Case, tangents: Any, target: str, rung: str) -> None:
     found = derive(case, tangents, target, rung)
     wide = [None if t is None else t.astype(np.float64) for t in tangents]
     wanted = case.in_dtype(np.dtype(np.float64)).derive(wide, launch.NUMPY, "naive")
-    for name, got in found.items():
-        expected = wanted[name]
+    for name, expected in wanted.items():
+        got = found[name]
         finite = np.abs(expected[np.isfinite(expected)])
         size = 10 * case.steepest() * max(1.0, float(finite.max(initial=0.0)))
         of_sums = case.problem().acc_dtype if name.startswith("lse") else case.q.dtype
@@ -184,7 +184,7 @@ def test_a_row_that_sees_no_key_has_derivatives_of_zero(target: str, rung: str) 
         case, tangents = case.in_dtype(FLOAT16), [x.astype(FLOAT16) for x in tangents]
     check(case, tangents, target, rung)
     found = derive(case, tangents, target, rung)
-    for name in {"out_tangent", "lse_tangent", "dq"} & found.keys():
+    for name in ("out_tangent", "lse_tangent", "dq"):
         assert not np.any(found[name][:, :2]), name
 
 

@@ -190,6 +190,7 @@ IN_REGISTERS = {
         Call("flash2_mma", FLOAT16, (512, 512)),
         *(Call("flash2_mma", BFLOAT16, options=OPTIONS[x]) for x in ("softcap", "boolean mask", "dropout")),
         Call("flash2_mma", BFLOAT16, (128, 128), cc=(8, 0)),
+        *(Call("flash2_mma", FLOAT16, (dim, dim), tangents=True) for dim in (64, 128)),
         Call("flash2_mma", FLOAT32), Call("flash2_mma", FLOAT32, options=ATOMIC),
         Call("flash2_mma", FLOAT32, (128, 128), {"precision": "tf32"}),
         *(Call("flash3_wgmma", BFLOAT16, (dim, dim), options)
@@ -210,8 +211,8 @@ BY_NAME = EVERYWHERE | IN_REGISTERS
 #: Hopper's scheduler thread, which has 24 registers; nothing is stored in a loop.
 SPILLED = {
     "flash2_dq": 16, "flash2_dkdv": 16, "flash2_mma_forward": 96, "flash2_mma_dq": 64,
-    "flash2_mma_dkdv": 64, "flash2_mma_roles": 64, "flash3_forward": 96, "flash3_float8": 96,
-    "flash3_dkdv": 96, "flash3_dq": 16,
+    "flash2_mma_dkdv": 64, "flash2_mma_roles": 64, "flash2_mma_jvp": 64, "flash3_forward": 96,
+    "flash3_float8": 96, "flash3_dkdv": 96, "flash3_dq": 16,
 }  # fmt: skip
 #: Kernel → bytes a thread that may be spilled where options are compiled in.
 SPILLED_WITH_OPTIONS = {
@@ -221,7 +222,10 @@ SPILLED_WITH_OPTIONS = {
 #: Kernel → what its PTX contains: copies and accesses of whole vectors.
 TEXTS = {
     "flash2_forward": ("ld.shared.v4",), "flash2_dq": ("ld.shared.v4",), "flash2_dkdv": ("ld.shared.v4",),
-    "flash2_mma_forward": ("cp.async.cg.shared.global", "mma.sync.aligned.m16n8k16"),
+    **dict.fromkeys(
+        ("flash2_mma_forward", "flash2_mma_jvp", "flash2_mma_dq_tangent", "flash2_mma_dkdv_tangent"),
+        ("cp.async.cg.shared.global", "mma.sync.aligned.m16n8k16"),
+    ),
     "flash3_forward": ("bulk.tensor.4d.shared", "bulk.tensor.4d.global", "setmaxnreg.inc"),
     "flash3_preprocess": ("ld.global.v4.u32", "st.global.v4.u32"), "flash3_dkdv": ("setmaxnreg.inc",),
     "flash3_float8": ("cvt.rn.satfinite.e4m3x2.f32", "setmaxnreg.inc"),

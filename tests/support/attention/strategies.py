@@ -129,22 +129,19 @@ class Case:
         """Run the derivatives of one rung's two passes along tangents of q, k and v; None is a zero.
 
         Returns:
-            out, lse, their tangents, and those of dq, dk and dv, under the names of these.  A rung without
-            a double backward has only the first four.
+            out, lse, their tangents, and those of dq, dk and dv, under the names of these.
         """
         operands, problem = self._asked(target, rung, place, {})
         given = {"dout": self.dout, "dlse": self.dlse, **dict(zip(TANGENTS, tangents, strict=True))}
         put = place or (lambda array: array)
         operands = operands.having(**{n: x if x is None else put(x) for n, x in given.items()})
-        jvp = launch.BoundCall(target, problem, tile, launch.Wanted(tangent=True))
-        out, lse, _, *rest = jvp.in_full(problem, operands)
-        names = ("out", "lse", "out_tangent", "lse_tangent", "dq", "dk", "dv")
-        if jvp.rung.tangents.double_backward is None:
-            return dict(zip(names, (out, lse, *rest), strict=False))
-        twice = launch.BoundCall(target, problem, tile, launch.Wanted(True, tangent=True))
-        *gradients, dout, dlse = twice.in_full(problem, operands)
+        (out, lse, _, *rest), (*gradients, dout, dlse) = (
+            launch.BoundCall(target, problem, tile, wanted).in_full(problem, operands)
+            for wanted in (launch.Wanted(tangent=True), launch.Wanted(True, tangent=True))
+        )
         for one, other in zip(rest, (dout, dlse), strict=True):
             assert_close_arrays(one, other, one.dtype, "the gradient of dout or dlse")
+        names = ("out", "lse", "out_tangent", "lse_tangent", "dq", "dk", "dv")
         return dict(zip(names, (out, lse, *rest, *gradients), strict=True))
 
     def _asked(self, target: launch.Target, rung: str, place: Any, more: Any) -> tuple[Any, Any]:

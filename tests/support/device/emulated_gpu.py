@@ -13,6 +13,7 @@ import pytest
 
 from kernels.cuda.attention.flash2_mma import launch as flash2_mma
 from kernels.cuda.attention.flash2_mma.launch import Layouts
+from kernels.cuda.attention.flash2_mma.tangents import launch as mma_tangents
 from kernels.cuda.attention.flash2_mma.tiles import MmaKeyLayout, MmaLayout
 from kernels.cuda.attention.flash2_split import launch as flash2_split
 from kernels.cuda.attention.flash2_split import operands
@@ -79,12 +80,13 @@ def emulated_gpu(
         blocks: Multiprocessors.
     """
     of_rows, of_keys = ({MAX_HEAD_DIM: (one,)} for one in (rows, keys))
-    layouts = Layouts((of_rows,), (of_rows,), (of_keys,), jvp=(of_rows,))
+    layouts = Layouts((of_rows,), (of_rows,), (of_keys,))
     changes: list[tuple[Any, str, Any]] = [
         (GPU, "compute_capability", cc),
         (GPU, "MULTIPROCESSOR_COUNT", blocks),
         (flash2_mma, "LAYOUTS", layouts),
         (flash2_split, "LAYOUTS", layouts),
+        (mma_tangents, "LAYOUTS", {"jvp": of_rows, "dq": of_rows, "dkdv": of_keys}),
         (operands, "THREADS", 64),
         (dispatch, "_HOPPER", dict.fromkeys((1, 3), ((ProductLayout(1, 64, 2, 1), 1.0, 8.0),))),
         (dispatch, "_WARPS", ((WarpLayout(32, 32, 2, 2, 2), 1.0, 8.0),)),

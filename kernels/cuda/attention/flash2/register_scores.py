@@ -111,7 +111,7 @@ def make_each(
 @cache
 def make_scores(variant: Variant, tile_bits: TileBits) -> Callable[..., None]:
     """Return ``to_scores(lane, s, tile, extras)``: replaces products by scores."""
-    score_of = make_tile_scores(variant.features, variant.dtype).score
+    score_of = make_tile_scores(variant.features, variant.dtype, order=0).score
 
     @device_function
     def to_score(own, at, s, element, bits, extras):

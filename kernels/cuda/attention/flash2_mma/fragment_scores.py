@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.common.online_softmax import LOG2_E
+from kernels.cuda.attention.flash2.tangents.scores import make_tangents_of
 from kernels.cuda.attention.flash2_mma.tiles import (
     COL_OF,
     COLS,
@@ -29,6 +30,7 @@ from kernels.cuda.attention.options.tile_scores import (
     moved,
 )
 from kernels.cuda.attention.tile_bits import TileBits
+from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.ptx.copies import ld_shared_v2
 from kernels.cuda.ptx.fragments import lane_col, lane_row
 from kernels.cuda.ptx.numbers import ex2, mul_rn
@@ -57,11 +59,11 @@ def make_fragment_scores(
     score_of = make_tile_scores(features, FLOAT32, order=0).score
 
     @device_function
-    def to_score(s, at, i, factor, element, extras):
-        value = s[at, i] if is_folded else mul_rn(s[at, i], factor)
-        s[at, i] = score_of(value, element, extras)
+    def to_score(s, own, at, factor, element, bits, extras):
+        value = s[own] if is_folded else mul_rn(s[own], factor)
+        s[own] = score_of(value, element, extras)
 
-    return _make_each(layout, tile_bits, is_folded, to_score)
+    return _make_each(layout, tile_bits, to_score, is_folded)
 
 
 @cache
@@ -72,21 +74,78 @@ def make_fragment_tangents(
     derived = make_tile_scores(features, FLOAT32).derived
 
     @device_function
-    def to_tangent(registers, at, i, factor, element, extras):
+    def to_tangent(registers, own, at, factor, element, bits, extras):
         # S = f(X)     Ṡ = f'(X) ∘ Ẋ
-        (s, s_tangent) = registers
-        s[at, i], slope, _ = derived(mul_rn(s[at, i], factor), element, extras)
-        s_tangent[at, i] *= factor * slope
+        s, s_tangent = registers
+        s[own], slope, _ = derived(mul_rn(s[own], factor), element, extras)
+        s_tangent[own] *= factor * slope
 
-    return _make_each(layout, tile_bits, False, to_tangent)
+    return _make_each(layout, tile_bits, to_tangent)
+
+
+class TangentRows(NamedTuple):
+    """L, D and their tangents of the rows of a lane, float32; the first two are L, see ``LseAndDelta``."""
+
+    large: Any
+    shift: Any
+    delta: Any
+    lse_tangent: Any
+    delta_tangent: Any
+
+
+@cache
+def make_gradient_tangents(
+    layout: MmaLayout, features: Features, tile_bits: TileBits, tiles: SharedTiles | None = None
+) -> Callable[..., None]:
+    """Return ``to_tangents((x, x_tangent, dp, dp_tangent, rows), factor, tile, share, extras)``.
+
+    It replaces X by Ṗ ∘ Z, dP by dX, and ḋP by ḋX; the products are Q Kᵀ and its tangent, dO Vᵀ and dO V̇ᵀ,
+    and ``rows`` the :class:`TangentRows`.  With ``tiles``, the offsets of a kernel by keys, registers are
+    transposed, and ``rows`` are the shared memory and the place of the tile's first row there.
+    """
+    by_keys, col_tiles, log2_e = tiles is not None, layout.block_k // COLS, np.float32(LOG2_E)
+    tangents_of, kept = make_tangents_of(features, FLOAT32, by_keys, ex2), tile_bits.kept
+    offsets = (tiles[name] // WORD for name in TangentRows._fields) if tiles else range(5)
+    large, shift, delta, lse_tangent, delta_tangent = offsets
+
+    @device_function
+    def row_in_registers(rows, own, in_row):
+        i = 2 * (own[0] // col_tiles) + own[1] // 2
+        terms = RowTerms(log2_e, rows.large[i], rows.shift[i], rows.delta[i])
+        return terms, (rows.lse_tangent[i], rows.delta_tangent[i])
+
+    @device_function
+    def row_in_shared(rows, own, in_row):
+        floats, first = rows
+        at = first + in_row
+        terms = RowTerms(log2_e, floats[large + at], floats[shift + at], floats[delta + at])
+        return terms, (floats[lse_tangent + at], floats[delta_tangent + at])
+
+    row_of = row_in_shared if by_keys else row_in_registers
+
+    @device_function
+    def to_tangent(registers, own, at, factor, element, bits, extras):
+        x, x_tangent, dp, dp_tangent, rows = registers
+        terms, row_tangents = row_of(rows, own, at[0])
+        products = mul_rn(x[own], factor), x_tangent[own] * factor, dp[own], dp_tangent[own]
+        keep = kept(bits, at[0], at[1], extras)
+        found = tangents_of(products, terms, row_tangents, keep, element, extras)
+        x[own], dp[own], dp_tangent[own] = found
+
+    return _make_each(layout, tile_bits, to_tangent, by_keys=by_keys)
 
 
 def _make_each(
-    layout: MmaLayout, tile_bits: TileBits, skips_whole: bool, replace: Callable[..., None]
+    layout: MmaLayout,
+    tile_bits: TileBits,
+    replace: Callable[..., None],
+    skips_whole: bool = False,
+    by_keys: bool = False,
 ) -> Callable[..., None]:
     """Return ``each(s, factor, tile, share, extras)``: ``replace`` for each element of a lane.
 
-    ``replace(s, at, i, factor, element, extras)`` receives the element's place in the registers.
+    ``replace(s, own, at, factor, element, bits, extras)`` receives the element's place in the registers,
+    and its row and column in the tile; rows of the registers are keys if ``by_keys``.
     """
     row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
     listed, rows_of, cols_of = tile_bits.listed, ROW_OF, COL_OF
@@ -94,18 +153,23 @@ def _make_each(
     @device_function
     def each(s, factor, tile, share, extras):
         place, whole, bits = tile
-        lane, warp_row = share.lane, share.row
         if not (skips_whole and whole):
-            first = moved(place, warp_row + lane_row(lane), lane_col(lane))
+            first_row, first_col = share.row + lane_row(share.lane), lane_col(share.lane)
+            if by_keys:
+                first_row, first_col = first_col, first_row
+            first = moved(place, first_row, first_col)
             edge = edge_of(first, extras)
             for m in range(row_tiles):
                 for n in range(col_tiles):
                     for i in range(4):
                         r, c = m * ROWS + rows_of[i], n * COLS + cols_of[i]
-                        in_row, in_col = warp_row + lane_row(lane) + r, lane_col(lane) + c
+                        if by_keys:
+                            r, c = c, r
+                        in_row, in_col = first_row + r, first_col + c
                         is_listed = listed(bits, in_row, in_col)
                         element = TileElement(r, c, whole, is_listed, edge, first)
-                        replace(s, m * col_tiles + n, i, factor, element, extras)
+                        own = m * col_tiles + n, i
+                        replace(s, own, (in_row, in_col), factor, element, bits, extras)
 
     return each
 

@@ -14,16 +14,12 @@ from typing import Any, NamedTuple
 from kernels.common.online_softmax import PATIENCE
 from kernels.cuda.attention import tensor_cores
 from kernels.cuda.attention.delta import delta_of
-from kernels.cuda.attention.flash2.forward import Results
-from kernels.cuda.attention.flash2.tangents.forward import ResultTangents
-from kernels.cuda.attention.flash2.tangents.scores import Inputs
 from kernels.cuda.attention.flash2_mma.arithmetic import HALVES, Arithmetic
 from kernels.cuda.attention.flash2_mma.dkdv import dkdv_kernel, dkdv_tiles
 from kernels.cuda.attention.flash2_mma.dkdv_wide_heads import role_tiles, roles_kernel
 from kernels.cuda.attention.flash2_mma.dq import dq_kernel, dq_tiles
 from kernels.cuda.attention.flash2_mma.dq_atomics import dq_end_kernel, dq_sums, slots_of
 from kernels.cuda.attention.flash2_mma.forward import forward_kernel, forward_tiles
-from kernels.cuda.attention.flash2_mma.jvp import jvp_kernel, jvp_tiles
 from kernels.cuda.attention.flash2_mma.pipeline import GradientInputs, MmaVariant
 from kernels.cuda.attention.flash2_mma.tiles import (
     HALF,
@@ -59,15 +55,13 @@ class Layouts(NamedTuple):
     There are tables for calls without options, with options, and with several options that modify a score;
     the last counts for the rest.  With options a lane has fewer scores, because the compiler unrolls only
     short loops.  Of the layouts of a width, the first that fits the shared memory of the device is used.
-    Measured on an H200; see docs/notes-cuda.md.  A rung may have one more table for at most 16 query rows,
-    and those of the JVP.
+    Measured on an H200; see docs/notes-cuda.md.  A rung may have one more table for at most 16 query rows.
     """
 
     forward: tuple[dict[int, tuple[Any, ...]], ...]
     by_rows: tuple[dict[int, tuple[Any, ...]], ...]
     by_keys: tuple[dict[int, tuple[Any, ...]], ...]
     few_rows: dict[int, tuple[Any, ...]] | None = None
-    jvp: tuple[dict[int, tuple[Any, ...]], ...] = ()
 
     @property
     def widest(self) -> int:
@@ -136,18 +130,10 @@ LAYOUTS = Layouts(
         256: (MmaLayout(16, 32, 1, resident=3),),
         512: (MmaLayout(16, 16, 1, parts=2),),
     },
-    jvp=(
-        {
-            64: (MmaLayout(128, 64, 8),),
-            128: (MmaLayout(128, 32, 8), MmaLayout(64, 32, 4)),
-            256: (MmaLayout(64, 16, 4, parts=2), MmaLayout(32, 16, 2, parts=2)),
-            512: tuple(MmaLayout(ROWS * warps, 16, warps, parts=4) for warps in (2, 1)),
-        },
-    ),
 )
 
 
-def _picked(tables: Any, problem: Problem, shared_bytes: Callable[[Any], float]) -> Any:
+def picked(tables: Any, problem: Problem, shared_bytes: Callable[[Any], float]) -> Any:
     """Return the first layout of a call for which a block has the shared memory, or else the last."""
     if problem.sinkless.features._replace(packed=False, cache=None) == PLAIN:
         level = 0
@@ -163,7 +149,7 @@ def forward_layout(problem: Problem, layouts: Layouts, size: int) -> MmaLayout:
     """Return tiles and warps of the forward kernel, for numbers of ``size`` bytes."""
     is_small = problem.seq_q <= ROWS or problem.features.is_fixed
     tables = (layouts.few_rows,) if is_small and layouts.few_rows else layouts.forward
-    return _picked(tables, problem, lambda one: _bytes_by_rows(forward_tiles, one, problem, size))
+    return picked(tables, problem, lambda one: bytes_by_rows(forward_tiles, one, problem, size))
 
 
 @lru_cache(maxsize=1024)
@@ -182,7 +168,7 @@ def tile(problem: Problem) -> tuple[int, int]:
 
 def tile_by_keys(layouts: Layouts, problem: Problem) -> tuple[int, int]:
     """Return (block_q, block_k) of the kernel by key columns, where shared memory is large."""
-    layout = _picked(layouts.by_keys[:1], problem, lambda one: 0)
+    layout = picked(layouts.by_keys[:1], problem, lambda one: 0)
     return layout.block_q, layout.block_k
 
 
@@ -228,7 +214,7 @@ def tensors_of(operands: Operands) -> tuple[Any, ...]:
     return tuple(as_bits(getattr(operands, name)) for name in names)
 
 
-def _call(
+def call_of_halves(
     problem: Problem, operands: Operands, results: tuple[Any, ...], delta: Any = None
 ) -> MmaCall:
     """Return the common arguments of the kernels that write results."""
@@ -241,7 +227,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     """Fill out, lse and lse_rest of a call in 16 bits."""
     out = as_bits(operands.out)
     layout = _layout(problem.unseeded, current_device())
-    launch_forward(_call(problem, operands, (out,)), layout, out)
+    launch_forward(call_of_halves(problem, operands, (out,)), layout, out)
 
 
 def launch_forward(call: MmaCall, layout: MmaLayout, out: Any) -> None:
@@ -263,7 +249,7 @@ def launch_forward(call: MmaCall, layout: MmaLayout, out: Any) -> None:
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
     """Fill dq, dk and dv of a call in 16 bits; allocates delta, and sums of dq if not deterministic."""
-    launch_backward(problem, operands, LAYOUTS, HALVES[NAMES[problem.dtype]], _call)
+    launch_backward(problem, operands, LAYOUTS, HALVES[NAMES[problem.dtype]], call_of_halves)
 
 
 def launch_backward(
@@ -273,9 +259,9 @@ def launch_backward(
     numbers: Arithmetic,
     call_of: Callable[..., MmaCall],
 ) -> None:
-    """Fill dq, dk and dv, with the common arguments that ``call_of`` returns; see :func:`_call`."""
+    """Fill dq, dk and dv; ``call_of`` returns the common arguments, as :func:`call_of_halves` does."""
     results = dq, dk, dv = tuple(as_bits(x) for x in (operands.dq, operands.dk, operands.dv))
-    layout = _picked(
+    layout = picked(
         layouts.by_keys, problem, lambda one: _bytes_by_keys(one, problem, numbers.size)
     )
     sums, shares = None, None
@@ -303,31 +289,7 @@ def launch_backward(
         end[grid, layout.threads](sums, q, k, dq, call.scale, extras)
 
 
-def _jvp_layout(problem: Problem) -> MmaLayout:
-    """Return tiles and warps of the JVP kernel."""
-    return _picked(LAYOUTS.jvp, problem, lambda one: _bytes_by_rows(jvp_tiles, one, problem, HALF))
-
-
-def jvp_tile(problem: Problem) -> tuple[int, int]:
-    """Return (block_q, block_k) of the JVP kernel."""
-    layout = _jvp_layout(problem)
-    return layout.block_q, layout.block_k
-
-
-def jvp(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out, lse, lse_rest and the tangents of out and lse of a call in 16 bits."""
-    o, layout = operands, _jvp_layout(problem)
-    tangents = Inputs(*map(as_bits, (o.q_tangent, o.k_tangent, o.v_tangent)))
-    out, out_tangent = as_bits(o.out), as_bits(o.out_tangent)
-    call = _call(problem, operands, (*tangents, out, out_tangent))
-    inputs, extras = Inputs(*call.tensors[:3]), call.extras(layout)
-    tiles, lines = grid_of(inputs.q, out.shape[2], layout.block_q, extras)
-    launch = jvp_kernel(call.variant(layout))[(tiles * layout.parts, lines), layout.threads]
-    results = Results(out, o.lse, o.lse_rest), ResultTangents(out_tangent, o.lse_tangent)
-    launch(inputs, tangents, *results, call.scale, extras)
-
-
-def _bytes_by_rows(tiles: Any, layout: MmaLayout, problem: Problem, size: int) -> int:
+def bytes_by_rows(tiles: Any, layout: MmaLayout, problem: Problem, size: int) -> int:
     """Return an upper bound of the shared memory of a kernel by query rows."""
     return tiles(layout, *widths_in(problem, layout.step), size).elements + BITS_BYTES
 
@@ -344,8 +306,8 @@ def _bytes_by_keys(layout: MmaKeyLayout, problem: Problem, size: int) -> float:
 def _launch_by_rows(call: MmaCall, layouts: Layouts, read: GradientInputs, dq: Any) -> None:
     """Fill dq by a separate kernel."""
     problem, size = call.problem, call.numbers.size
-    layout = _picked(
-        layouts.by_rows, problem, lambda one: _bytes_by_rows(dq_tiles, one, problem, size)
+    layout = picked(
+        layouts.by_rows, problem, lambda one: bytes_by_rows(dq_tiles, one, problem, size)
     )
     extras = call.extras(layout)
     tiles, lines = grid_of(dq, dq.shape[2], layout.block_q, extras)

@@ -178,14 +178,18 @@ def _make_accumulate(
 
 
 @cache
-def make_multiply_tangents(dtype: str, layout: MmaLayout, width: int) -> Callable[..., None]:
+def make_multiply_tangents(
+    dtype: str, layout: MmaLayout, width: int, by_keys: bool = False
+) -> Callable[..., None]:
     """Return ``multiply((s, s_tangent), (q, q_tangent), (k, k_tangent), share)``.
 
-    It computes S = Q·Kᵀ, the same numbers as :func:`make_multiply`, and Ṡ = Q̇·Kᵀ + Q·K̇ᵀ.
+    It computes S = Q·Kᵀ, the same numbers as :func:`make_multiply`, and Ṡ = Q·K̇ᵀ + Q̇·Kᵀ, whose terms are
+    added in the same order ``by_keys``, for K and Q in place of Q and K.
     """
     load_q, load_k = make_load_left(layout.row_tiles, width), make_load_right(width, True)
     tiles = layout.row_tiles, layout.block_k // COLS
-    add, zero = _make_add_tangents(dtype, load_q, load_k, width // DEPTH, *tiles), np.float32(0)
+    loads, zero = (load_q, load_k, width // DEPTH), np.float32(0)
+    add = _make_add_tangents(dtype, *loads, *tiles, left_first=by_keys)
 
     @device_function
     def multiply(sums, left, right, share):
@@ -210,13 +214,22 @@ def make_accumulate_tangents(
 
 
 def _make_add_tangents(
-    dtype: str, load_left: Any, load_right: Any, steps: int, row_tiles: int, col_tiles: int
+    dtype: str,
+    load_left: Any,
+    load_right: Any,
+    steps: int,
+    row_tiles: int,
+    col_tiles: int,
+    left_first: bool = False,
 ) -> Callable[..., None]:
     """Return ``add((c, c_tangent), (a, a_tangent), (b, b_tangent), share)``: C += A·B and its tangent.
 
-    Fragments of A, Ȧ, B and Ḃ are loaded once for the three products.
+    Fragments of A, Ȧ, B and Ḃ are loaded once for the three products.  In a step, A·Ḃ is added before Ȧ·B,
+    or with ``left_first`` after it.
     """
     mma, own_tiles = MMA[dtype], 2 * row_tiles
+    a_first, b_first = (row_tiles, 0) if left_first else (0, 2)
+    a_last, b_last = row_tiles - a_first, 2 - b_first
     parts = next(n for n in range(-(-steps // UNROLLED), steps + 1) if steps % n == 0)
 
     def make_part(part: int) -> Callable[..., None]:
@@ -235,10 +248,10 @@ def _make_add_tangents(
                     for m in range(row_tiles):
                         for u in range(2):
                             mma(sums[0][m * col_tiles + 2 * n + u], a[m], b[u])
-                            mma(sums[1][m * col_tiles + 2 * n + u], a[m], b[2 + u])
+                            mma(sums[1][m * col_tiles + 2 * n + u], a[a_first + m], b[b_first + u])
                     for m in range(row_tiles):  # apart, so that no sum waits for itself
                         for u in range(2):
-                            mma(sums[1][m * col_tiles + 2 * n + u], a[row_tiles + m], b[u])
+                            mma(sums[1][m * col_tiles + 2 * n + u], a[a_last + m], b[b_last + u])
 
         return add
 

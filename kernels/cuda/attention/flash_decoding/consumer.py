@@ -78,7 +78,7 @@ def make_to_scores(form: DecodingForm) -> Callable[..., None]:
     exponent they are still products; otherwise natural logarithms.  ``col`` is the lane's first column.
     """
     tiles, is_folded = form.layout.block_k // 8, form.is_folded
-    score_of = make_tile_scores(form.features, FLOAT32).score
+    score_of = make_tile_scores(form.features, FLOAT32, order=0).score
 
     @device_function
     def to_scores(s, rows, col, whole, item, scale, work):

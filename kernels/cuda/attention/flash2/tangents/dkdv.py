@@ -92,7 +92,7 @@ def dkdv_tangent_kernel(variant: Variant) -> Kernel:
     draw, to_tangents = tile_bits.draw, make_gradient_tangents(variant, tile_bits, tiles)
     load_queries, load_keys = make_loads(variant, tiles)
     load_dout = make_load_tile(variant, block_q, value_width)
-    share_values, tangents_at = make_share_row_values(variant, tiles), make_row_tangents(variant)
+    share_values, tangents_at = make_share_row_values(variant, tiles), make_row_tangents(dtype)
     multiply_kq = make_products(variant, tiles, by_keys=True)
     multiply_v_dout = make_products(variant, tiles, of_values=True, by_keys=True)
     add_to_dk, add_to_dv = (_make_add_product(variant, width, p_tile) for width in variant[1:3])

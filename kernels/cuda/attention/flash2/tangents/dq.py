@@ -71,7 +71,7 @@ def dq_tangent_kernel(variant: Variant) -> Kernel:
     draw, to_tangents = tile_bits.draw, make_gradient_tangents(variant, tile_bits)
     load_queries, load_keys = make_loads(variant, tiles)
     load_dout = make_load_tile(variant, block_q, value_width)
-    load_row_values, tangents_at = make_load_row_values(variant), make_row_tangents(variant)
+    load_row_values, tangents_at = make_load_row_values(variant), make_row_tangents(dtype)
     multiply_qk = make_products(variant, tiles)
     multiply_dout_v = make_products(variant, tiles, of_values=True)
     keep_dx = make_keep_tile(layout, block_q, block_k)

@@ -16,7 +16,6 @@ import numpy as np
 
 from kernels.cuda.attention.flash2.forward import Results
 from kernels.cuda.attention.flash2.tangents.forward import ResultTangents
-from kernels.cuda.attention.flash2.tangents.scores import Inputs
 from kernels.cuda.attention.flash2_mma.forward import STAGES, make_exponent
 from kernels.cuda.attention.flash2_mma.fragment_scores import make_fragment_tangents
 from kernels.cuda.attention.flash2_mma.pipeline import MmaVariant, make_load_keys
@@ -32,6 +31,7 @@ from kernels.cuda.attention.flash2_mma.softmax import (
     row_max_of,
     row_sum_of,
 )
+from kernels.cuda.attention.flash2_mma.tangents.dq import TANGENTS_TYPE
 from kernels.cuda.attention.flash2_mma.tiles import (
     COL_OF,
     COLS,
@@ -314,11 +314,10 @@ def jvp_kernel(variant: MmaVariant) -> Kernel:
         store_out(acc_tangent, result_tangents.out, span, memory + moved_q_offset, share)
 
     four, rows_type = array_type(BITS, 4), array_type(FLOAT32, 3)
-    inputs_type = types.NamedTuple([four] * 3, Inputs)
     result_types = types.NamedTuple([four, rows_type, rows_type], Results)
     tangent_types = types.NamedTuple([four, rows_type], ResultTangents)
     signature = variant.signature(
-        inputs_type, inputs_type, result_types, tangent_types, is_backward=False
+        TANGENTS_TYPE, TANGENTS_TYPE, result_types, tangent_types, is_backward=False
     )
     shared_bytes = tiles.elements + tile_bits.bytes
     return Kernel(flash2_mma_jvp, signature, layout.threads, shared_bytes, layout.resident)

@@ -330,6 +330,13 @@ def test_every_device_has_the_shared_memory_for_every_width(
             assert kernel.shared_bytes <= shared_bytes(call.cc), (kernel.name, width)
 
 
+def test_the_derivatives_of_heads_up_to_256_fit_every_device_with_tensor_cores() -> None:
+    for width in (16, 64, 80, 128, 144, 256):
+        call = Call("flash2_mma", FLOAT16, (width, width), cc=(8, 6), tangents=True)
+        for kernel in call.kernels().values():
+            assert kernel.shared_bytes <= shared_bytes(call.cc), (kernel.name, width)
+
+
 @pytest.mark.parametrize("dims", [(64, 264), (MAX_HEAD_DIM, 8)])
 def test_heads_too_wide_for_hoppers_kernels_run_on_those_of_ampere(dims: tuple[int, int]) -> None:
     names = {kernel.name for kernel in Call("auto", BFLOAT16, dims).kernels().values()}

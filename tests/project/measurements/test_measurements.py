@@ -24,7 +24,7 @@ HERE = pytest.mark.skipif(EMULATED, reason="it starts the emulated GPU itself")
 #: Those that a laptop runs within seconds; what is left needs ranks, transformers or long trainings.
 QUICK = (
     "sparsity", "options", "evolution", "float8", "speedup", "peers", "lra_lengths",
-    "gradient_errors", "torch",
+    "gradient_errors", "torch", "derivatives",
 )  # fmt: skip
 SLOW = (
     "leaks", "bench_attention", "softmax_ladder", "block_size", "io_table", "breakdown", "memory",

@@ -86,7 +86,7 @@ def emulated_gpu(
         (GPU, "MULTIPROCESSOR_COUNT", blocks),
         (flash2_mma, "LAYOUTS", layouts),
         (flash2_split, "LAYOUTS", layouts),
-        (mma_tangents, "LAYOUTS", {"jvp": of_rows, "dq": of_rows, "dkdv": of_keys}),
+        (mma_tangents, "LAYOUTS", {"jvp": (of_rows,), "dq": (of_rows,), "dkdv": (of_keys,)}),
         (operands, "THREADS", 64),
         (dispatch, "_HOPPER", dict.fromkeys((1, 3), ((ProductLayout(1, 64, 2, 1), 1.0, 8.0),))),
         (dispatch, "_WARPS", ((WarpLayout(32, 32, 2, 2, 2), 1.0, 8.0),)),

@@ -26,26 +26,42 @@ from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.targets import dynamic_shared_memory_bytes
 
-#: Kernel → its layouts, by the largest head_dim or value_dim; see ``Layouts``.
-LAYOUTS: dict[str, dict[int, tuple[Any, ...]]] = {
-    "jvp": {
-        64: (MmaLayout(128, 64, 8), MmaLayout(64, 32, 4)),
-        128: (MmaLayout(128, 32, 8), MmaLayout(64, 16, 4)),
-        256: (MmaLayout(64, 16, 4, parts=2), MmaLayout(16, 16, 1, parts=2)),
-        512: (MmaLayout(32, 16, 2, parts=4), MmaLayout(16, 16, 1, parts=4)),
-    },
-    "dq": {
-        64: (MmaLayout(128, 32, 8),),
-        128: (MmaLayout(128, 32, 8), MmaLayout(64, 16, 4)),
-        256: (MmaLayout(64, 16, 4), MmaLayout(16, 16, 1)),
-        512: (MmaLayout(16, 16, 1, parts=2),),
-    },
-    "dkdv": {
-        64: (MmaKeyLayout(32, 128, 8, 32),),
-        128: (MmaKeyLayout(16, 128, 8, 16), MmaKeyLayout(16, 64, 4, 16)),
-        256: (MmaKeyLayout(16, 64, 4, 16, step=32, parts=2), MmaKeyLayout(16, 16, 1, 16, 1, 32, 2)),
-        512: (MmaKeyLayout(16, 32, 2, 16, step=64, parts=4), MmaKeyLayout(16, 16, 1, 16, 1, 64, 4)),
-    },
+_JVP_WIDE = {
+    256: (MmaLayout(64, 16, 4, parts=2), MmaLayout(16, 16, 1, parts=2)),
+    512: (MmaLayout(32, 16, 2, parts=4), MmaLayout(16, 16, 1, parts=4)),
+}
+_DQ_WIDE = {
+    256: (MmaLayout(64, 16, 4), MmaLayout(16, 16, 1)),
+    512: (MmaLayout(16, 16, 1, parts=2),),
+}
+_ROWS_WITH_OPTIONS = {128: (MmaLayout(128, 16, 8), MmaLayout(64, 16, 4))}
+#: Kernel → its layouts without and with options, by the largest head_dim or value_dim; see ``Layouts``.
+LAYOUTS: dict[str, tuple[dict[int, tuple[Any, ...]], ...]] = {
+    "jvp": (
+        {
+            64: (MmaLayout(128, 64, 8), MmaLayout(64, 32, 4)),
+            128: (MmaLayout(128, 32, 8), MmaLayout(64, 16, 4)),
+            **_JVP_WIDE,
+        },
+        {**_ROWS_WITH_OPTIONS, **_JVP_WIDE},
+    ),
+    "dq": (
+        {128: (MmaLayout(128, 32, 8), MmaLayout(64, 16, 4)), **_DQ_WIDE},
+        {**_ROWS_WITH_OPTIONS, **_DQ_WIDE},
+    ),
+    "dkdv": (
+        {
+            128: (MmaKeyLayout(16, 128, 8, 16), MmaKeyLayout(16, 64, 4, 16)),
+            256: (
+                MmaKeyLayout(16, 64, 4, 16, step=32, parts=2),
+                MmaKeyLayout(16, 16, 1, 16, step=32, parts=2),
+            ),
+            512: (
+                MmaKeyLayout(16, 32, 2, 16, step=64, parts=4),
+                MmaKeyLayout(16, 16, 1, 16, step=64, parts=4),
+            ),
+        },
+    ),
 }
 _TILES: dict[str, Any] = {"jvp": jvp_tiles, "dq": dq_tangent_tiles, "dkdv": dkdv_tangent_tiles}
 
@@ -55,7 +71,7 @@ def _bytes(name: str, problem: Problem) -> Callable[[Any], int]:
 
 
 def _layout(name: str, problem: Problem) -> Any:
-    return picked((LAYOUTS[name],), problem, _bytes(name, problem))
+    return picked(LAYOUTS[name], problem, _bytes(name, problem))
 
 
 def tile(problem: Problem) -> tuple[int, int]:

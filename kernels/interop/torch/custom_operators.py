@@ -1,7 +1,9 @@
 """Attention as custom operators, for torch.compile and all else that records or changes operators."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from math import prod
 from types import FunctionType, MethodType
 from typing import Any
@@ -10,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
 
 import kernels
 from kernels.array_call import attend
@@ -290,14 +291,47 @@ _forward.register_vmap(lambda info, in_dims, *args: in_loop(_forward, info, in_d
 _backward.register_vmap(lambda info, in_dims, *args: in_loop(_backward, info, in_dims, args))
 
 
-@register_flop_formula(torch.ops.minitorch.flash_attention)
 def _flop(q: Any, k: Any, v: Any, *others: Any, out_shape: Any, **kwargs: Any) -> int:
     """Count two matrix products without regard to masks, as PyTorch does for its own attention."""
     return 2 * prod(out_shape[1]) * k[-2] * (q[-1] + v[-1])
 
 
-@register_flop_formula(torch.ops.minitorch.flash_attention_backward)
 def _backward_flop(
     dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others: Any, **kwargs: Any
 ) -> int:
     return 2 * prod(lse) * k[-2] * (3 * q[-1] + 2 * v[-1])
+
+
+def _count_flop(counter: Any) -> None:
+    """Register the formulas with PyTorch's module that counts operations."""
+    counter.register_flop_formula(torch.ops.minitorch.flash_attention)(_flop)
+    counter.register_flop_formula(torch.ops.minitorch.flash_attention_backward)(_backward_flop)
+
+
+def _when_imported(name: str, action: Callable[[Any], None]) -> None:
+    """Call an action with a module: now if it has been imported, otherwise after its import."""
+    if name in sys.modules:
+        action(sys.modules[name])
+        return
+
+    class Finder:
+        @staticmethod
+        def find_spec(fullname: str, path: Any, target: Any = None) -> Any:
+            if fullname != name:
+                return None
+            sys.meta_path.remove(Finder)
+            spec: Any = find_spec(name)
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                action(module)
+
+            spec.loader.exec_module = exec_module
+            return spec
+
+    sys.meta_path.insert(0, Finder)
+
+
+# The module imports Triton where it is installed, a fifth of the time to import this package.
+_when_imported("torch.utils.flop_counter", _count_flop)

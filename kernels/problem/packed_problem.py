@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -41,13 +41,18 @@ class PackedMaker:
             TypeError: See :func:`kernels.make_problem`, and :class:`.packed_sequences.Sequences`.
             ValueError: Also for ``attn_mask`` or ``block_mask``.
         """
-        for name, option in OPTIONS.items():
-            if not option.is_packed and options.get(name) is not None:
-                raise ValueError(
-                    f"flash_attention_varlen does not support {name}, which has one shape for all "
-                    "sequences; use is_causal, window_size or mask_mod(sequence, head, row, col) instead"
-                )
+        check_packed_options(options)
         return problem_of(q, k, v, options, partial(self._find, *self._sums))
+
+
+def check_packed_options(options: Mapping[str, Any]) -> None:
+    """Check that packed sequences support the options of a call; otherwise raise a ValueError."""
+    for name, option in OPTIONS.items():
+        if not option.is_packed and options.get(name) is not None:
+            raise ValueError(
+                f"flash_attention_varlen does not support {name}, which has one shape for all "
+                "sequences; use is_causal, window_size or mask_mod(sequence, head, row, col) instead"
+            )
 
 
 def check_packed(name: str, operand: Any) -> None:

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 import kernels
 from kernels.array_call import attend
+from kernels.cuda.attention.options.packed_tiles import sequences_of_call
 from kernels.interop.libraries import NO_FORWARD_MODE, NO_NESTED
 from kernels.interop.torch.eager import (
     CONSTANTS,
@@ -26,6 +27,7 @@ from kernels.interop.torch.edges import rows_of
 from kernels.interop.torch.second_order import in_loop, with_arrays
 from kernels.launch import Wanted
 from kernels.problem.options import ARRAY_ORDER, DEFAULTS, OPTIONS, WITH_GRADIENT, field_of
+from kernels.problem.packed_problem import PackedMaker, check_packed_options
 from kernels.problem.question import problem_of
 from kernels.runtime.dtypes import BFLOAT16
 
@@ -34,8 +36,15 @@ _SETS: list[dict[str, Any]] = [{}]
 _KNOWN: dict[tuple[Any, ...], int] = {}
 #: The options that are arguments of the operators, after arrays and the seed.
 _NUMBERS = [name for name, option in OPTIONS.items() if option.schema not in ("", "Tensor?")]
-_SCHEMA = ", ".join(f"{OPTIONS[n].schema} {n}" for n in (*ARRAY_ORDER, "seed", *_NUMBERS))
+#: The cumulative lengths of packed sequences; None where q, k and v are not packed.
+_SUMS = "cu_seqlens_q", "cu_seqlens_k"
+_SCHEMA = ", ".join(
+    f"{OPTIONS[name].schema if name in OPTIONS else 'Tensor?'} {name}"
+    for name in (*ARRAY_ORDER, "seed", *_SUMS, *_NUMBERS)
+)
 _SCHEMA += ", SymInt others"
+#: The number of tensors among the arguments of the operators, with q, k, v and the seed.
+_TENSORS = 4 + len(ARRAY_ORDER) + len(_SUMS)
 #: The number of modes that receive every operator, such as those of fake tensors.
 _modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
@@ -67,13 +76,19 @@ def draw_seed() -> Tensor:
     return torch.randint(2**63 - 1, (), device="cpu")
 
 
+def maker_of(sums: Sequence[Any]) -> Any:
+    """Return the function that builds the problem of a call with cumulative lengths, or without any."""
+    on_host = [x.cpu() if isinstance(x, Tensor) else x for x in sums if x is not None]
+    return PackedMaker(*on_host, sequences_of_call) if on_host else problem_of
+
+
 def compiled_attention(
-    arrays: tuple[Any, ...], seed: int | None, options: dict[str, Any]
+    arrays: tuple[Any, ...], seed: int | None, options: dict[str, Any], sums: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, lse and what lse loses by rounding by the custom operator.
 
-    ``arrays`` are q, k, v and the options that are arrays, as the kernels take them; a seed of None
-    is drawn.
+    ``arrays`` are q, k, v and the options that are arrays, as the kernels take them, ``sums`` the
+    cumulative lengths of packed sequences, if any; a seed of None is drawn.
     """
     given = [x for x in arrays if x is not None]
     if any(x.is_nested for x in given):
@@ -91,7 +106,7 @@ def compiled_attention(
     if torch._C._are_functorch_transforms_active() and _is_differentiated():
         if torch.compiler.is_dynamo_compiling():
             own = options if drawn is None else {**options, "seed": drawn}
-            return eager_attention(*arrays, own, problem_of)  # breaks the graph
+            return eager_attention(*arrays, own, maker_of(sums))  # breaks the graph
         raise NotImplementedError(
             "flash_attention cannot be differentiated by torch.func within make_fx or torch.export; call "
             "torch.func outside of them, or use torch.autograd.grad"
@@ -105,7 +120,9 @@ def compiled_attention(
                 parts += _parts(part)
         others = _number(*parts)
     numbers = [options.get(name, DEFAULTS[name]) for name in _NUMBERS]
-    return _forward(*arrays, drawn, *numbers, others)
+    lengths = [torch.as_tensor(x, device=getattr(x, "device", "cpu")) for x in sums]
+    lengths = lengths or [None] * len(_SUMS)
+    return _forward(*arrays, drawn, *lengths, *numbers, others)
 
 
 @_is_constant
@@ -181,17 +198,17 @@ def _number(*parts: Any) -> int:
     return _KNOWN[parts]
 
 
-def _options(*args: Any) -> Any:
-    """Return the options of the kernels for the arguments of the operator after q, k and v."""
+def _call(*args: Any) -> tuple[Any, Sequence[Any]]:
+    """Return the options of the kernels for the arguments of the operator after q, k and v, and lengths."""
     count = len(ARRAY_ORDER)
-    seed, *numbers, others = args[count:]
-    given = zip(_NUMBERS, numbers, strict=True)
+    seed, *sums, others = args[count], *args[count + 1 : count + 3], args[-1]
+    given = zip(_NUMBERS, args[count + 3 : -1], strict=True)
     options = {name: number for name, number in given if number != DEFAULTS[name]}
     if options.get("dropout_p"):
         options["seed"] = int(seed) % 2**64
     if "window_size" in options:
         options["window_size"] = tuple(options["window_size"])
-    return with_arrays({**options, **_SETS[others]}, args[:count])
+    return with_arrays({**options, **_SETS[others]}, args[:count]), sums
 
 
 @torch.library.custom_op(
@@ -201,7 +218,8 @@ def _options(*args: Any) -> Any:
 )
 def _forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, lse and what lse loses by rounding."""
-    return attend((q, k, v), _options(*others), None)  # type: ignore[return-value]
+    options, sums = _call(*others)
+    return attend((q, k, v), options, None, make=maker_of(sums))  # type: ignore[return-value]
 
 
 @torch.library.custom_op(
@@ -214,8 +232,9 @@ def _backward(dout: Tensor, dlse: Tensor | None, *others: Any) -> list[Tensor]:
     """Return dq, dk and dv, and the gradients of options that are wanted."""
     q, k, v, out, lse, rest, *arguments = others
     end = len(arguments) - len(WITH_GRADIENT)
-    options, wanted = _options(*arguments[:end]), Wanted(True, *arguments[end:])
-    return list(attend((q, k, v), options, None, wanted, (out, lse, rest, dout, dlse)))
+    (options, sums), wanted = _call(*arguments[:end]), Wanted(True, *arguments[end:])
+    results = out, lse, rest, dout, dlse
+    return list(attend((q, k, v), options, None, wanted, results, maker_of(sums)))
 
 
 def _like(operand: Tensor, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
@@ -248,7 +267,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
 @_forward.register_fake
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
     count = len(ARRAY_ORDER)
-    options = _options(*others[:count], 0, *others[count + 1 :])
+    options, sums = _call(*others[:count], 0, *others[count + 1 :])
+    if sums[0] is not None:
+        check_packed_options(options)
     _check(q, k, v, options)
     rows = rows_of(q, k, v, options)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -270,10 +291,9 @@ def _fake_backward(dout: Tensor, dlse: Any, *others: Any) -> list[Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors = 4 + len(ARRAY_ORDER)
-    ctx.numbers = inputs[tensors:]
+    ctx.numbers = inputs[_TENSORS:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:tensors])
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:_TENSORS])
 
 
 def _differentiate(
@@ -282,8 +302,8 @@ def _differentiate(
     saved, wanted = ctx.saved_tensors, wanted_of(ctx.needs_input_grad)
     dout = torch.zeros_like(saved[3]) if dout is None else dout
     found = _backward(dout, dlse, *saved, *ctx.numbers, *wanted)
-    others = array_gradients(wanted, found[3:], saved[6:-1])
-    return *found[:3], *others, *[None] * (1 + len(ctx.numbers))
+    others = array_gradients(wanted, found[3:], saved[6 : 6 + len(ARRAY_ORDER)])
+    return *found[:3], *others, *[None] * (1 + len(_SUMS) + len(ctx.numbers))
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from kernels.cuda.attention.options.packed_tiles import sequences_of_call
-from kernels.interop.torch.custom_operators import compiled_attention, draw_seed, is_traced
+from kernels.interop.torch.custom_operators import compiled_attention, draw_seed, is_traced, maker_of
 from kernels.interop.torch.eager import eager_attention
 from kernels.interop.torch.edges import (
     as_kernels_take,
@@ -22,8 +21,7 @@ from kernels.interop.torch.edges import (
 from kernels.interop.torch.flex_masks import block_mask_from_flex
 from kernels.interop.torch.second_order import without_dynamo
 from kernels.problem.options import ARRAY_ORDER, WITH_GRADIENT, Options
-from kernels.problem.packed_problem import PackedMaker, check_packed
-from kernels.problem.question import problem_of
+from kernels.problem.packed_problem import check_packed
 from kernels.problem.signature import by_name, takes_attention_options
 
 _OPERANDS = ("q", "k", "v", *ARRAY_ORDER)
@@ -100,7 +98,6 @@ def flash_attention_varlen(
     """Compute attention within each of several packed sequences, with support for autograd.
 
     A batch without padding is one call: rows and columns count from the start of their sequence.
-    ``torch.compile`` calls this function outside of its graphs.
 
     Args:
         q: Queries of all sequences, (total_q, heads, head_dim), as in :func:`flash_attention`.
@@ -126,17 +123,14 @@ def flash_attention_varlen(
         ValueError: If tensors are on different devices, or a shape or a value is invalid.
     """
     own = by_name("flash_attention_varlen", args, options)
-    return without_dynamo(
-        _attend_packed, (q, k, v), (cu_seqlens_q, cu_seqlens_k), own, deterministic
-    )
+    return _attend_packed((q, k, v), (cu_seqlens_q, cu_seqlens_k), own, deterministic)
 
 
 def _attend_packed(packed: Any, sums: Any, own: Options, deterministic: bool | None) -> Any:
     for name, operand in zip("qkv", packed, strict=True):
         check_packed(name, operand)
-    on_host = [x.cpu() if isinstance(x, Tensor) else x for x in sums]
     operands = tuple([x.transpose(0, 1) for x in packed])
-    found = _attend(operands, own, deterministic, PackedMaker(*on_host, sequences_of_call))
+    found = _attend(operands, own, deterministic, sums)
     if own.get("return_lse"):
         return found[0].transpose(0, 1), found[1]
     return found.transpose(0, 1)
@@ -169,9 +163,9 @@ def _attend_nested(nested: Any, own: Options, deterministic: bool | None) -> Any
 
 
 def _attend(
-    operands: tuple[Any, ...], given: Options, deterministic: Any, make: Any = problem_of
+    operands: tuple[Any, ...], given: Options, deterministic: Any, sums: tuple[Any, ...] = ()
 ) -> Any:
-    """Compute attention; ``make`` builds the problem of q, k, v and the options."""
+    """Compute attention; ``sums`` are the cumulative lengths of packed sequences, if any."""
     options: dict[str, Any] = {**given}
     arrays: Any = *operands, *[options.pop(name, None) for name in ARRAY_ORDER]
     return_lse, seed = options.pop("return_lse", False), options.pop("seed", None)
@@ -186,16 +180,11 @@ def _attend(
         options["block_mask"] = without_dynamo(block_mask_from_flex, options["block_mask"])
     arrays = as_kernels_take(arrays, options)
     rows: Any = None
-    if make is problem_of and is_empty(*arrays[:3]):
+    if not sums and is_empty(*arrays[:3]):
         rows, dim = rows_of(*arrays[:3], options), arrays[2].shape[-1]
         arrays = without_empty(arrays)
     if kind == "meta" or is_traced(arrays):
-        if make is not problem_of:
-            raise NotImplementedError(
-                "flash_attention_varlen needs tensors with memory, outside of torch.export and of modes "
-                "that receive operators; for shapes alone, call flash_attention on one sequence"
-            )
-        out, lse, _ = compiled_attention(arrays, seed, options)
+        out, lse, _ = compiled_attention(arrays, seed, options, sums)
     else:
         if options.get("dropout_p") or seed is not None:
             if seed is None:
@@ -203,7 +192,7 @@ def _attend(
                 # Within torch.func a tensor, which vmap may give one value for each index.
                 seed = drawn if torch._C._are_functorch_transforms_active() else int(drawn)
             options["seed"] = seed
-        out, lse, _ = eager_attention(*arrays, options, make)
+        out, lse, _ = eager_attention(*arrays, options, maker_of(sums))
     if rows is not None:
         out, lse = cut((out, lse), rows, dim)
     return (out, lse) if return_lse else out

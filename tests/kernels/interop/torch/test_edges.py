@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from kernels.interop.torch import (  # noqa: E402
     block_mask_from_flex,
     block_mask_to_flex,
     flash_attention,
+    flash_attention_varlen,
 )
 from kernels.runtime.dtypes import NAMES  # noqa: E402
 
@@ -183,6 +184,40 @@ def test_graphs_of_pytorch_compute_what_the_operator_does(size: int) -> None:
         torch.testing.assert_close(graph(*tensors), wanted)
     metas = tuple(x.to("meta") for x in tensors)
     assert torch.export.export(Model(), metas).module()(*metas).shape == wanted.shape
+
+
+@settings(max_examples=5)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=3), st.booleans())
+def test_packed_sequences_have_meta_tensors_and_graphs(lengths: list[int], causal: bool) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any, starts: Any) -> Any:
+            options = {"is_causal": causal, "return_lse": True}
+            return flash_attention_varlen(q, k, v, starts, starts, **options)
+
+    def results(model: Any, operands: Any, starts: Any) -> list[Any]:
+        leaves = [x.detach().requires_grad_() for x in operands]
+        out, lse = model(*leaves, starts)
+        return [out, lse, *torch.autograd.grad(out.sum() + 2 * lse.sum(), leaves)]
+
+    starts = torch.tensor([0, *accumulate([*lengths, 2])])
+    operands = some(int(starts[-1]), 4, 3)
+    wanted = results(Model(), operands, starts)
+    graph = torch.export.export(Model(), (*operands, starts)).module()
+    torch.testing.assert_close(results(graph, operands, starts), wanted)
+    metas = [x.to("meta") for x in operands]
+    for own in (starts, starts.to("meta"), starts.tolist()):
+        found = results(Model(), metas, own)
+        assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in wanted]
+
+
+def test_a_compiled_graph_holds_packed_sequences_of_any_lengths() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_attention_varlen, backend="aot_eager", fullgraph=True)
+    for ends in ([0, 3, 9], [0, 9, 9], [0, 1, 9]):
+        starts, operands = torch.tensor(ends), some(9, 2, 3)
+        found = compiled(*operands, starts, starts, is_causal=True)
+        wanted = flash_attention_varlen(*operands, starts, starts, is_causal=True)
+        torch.testing.assert_close(found, wanted)
 
 
 @given(

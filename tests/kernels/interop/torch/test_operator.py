@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import kernels  # noqa: E402
 import minitorch  # noqa: E402
@@ -340,7 +341,7 @@ def test_what_is_refilled_before_backward_is_an_error_or_without_effect() -> Non
 
 def test_flop_counters_of_pytorch_count_attention() -> None:
     q, k, v = some(2, 3, 5, 4)
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         out = flash_attention(q, k[:, :1], v[:, :1, :, :2], enable_gqa=True)
         assert counter.get_total_flops() == 2 * (2 * 3 * 5 * 5) * (4 + 2)
         out.sum().backward()

@@ -120,7 +120,7 @@ def _evaluated(evaluate: Evaluate, asked: Asked, repeats: int) -> Evaluated | No
 
 def on_host(asked: Asked) -> tuple[Layout, bool]:
     """Evaluate a function in compiled loops on the host; see :data:`Evaluate`."""
-    evaluate = _fill_of(asked.function)
+    evaluate = compiled_fill(asked.function, "numpy")
     if evaluate is None:
         raise TypeError("numba cannot compile the function")
 
@@ -129,7 +129,3 @@ def on_host(asked: Asked) -> tuple[Layout, bool]:
 
     return from_strips(asked.grid, asked.batches * asked.heads, fill, MOST_PATTERNS)
 
-
-@lru_cache(maxsize=64)
-def _fill_of(function: Callable[..., Any]) -> Callable[..., None] | None:
-    return compiled_fill(function, "numpy")

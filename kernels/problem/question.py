@@ -24,6 +24,7 @@ from kernels.problem.shapes import check_array, check_dtypes, check_shapes
 from kernels.problem.signature import by_name, takes_attention_options
 from kernels.runtime.dtypes import acc_dtype
 from kernels.scores.program import PLAIN, CacheForm, Features, features_of
+from kernels.scores.templates import numbers_of  # beyond module 5
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -135,7 +136,15 @@ class Problem(_OptionFields):
     @cached_property
     def features(self) -> Features:
         """The set of options of the call, without their values."""
-        return features_of(self)
+        found = features_of(self)
+        found = found.templates  # beyond module 5
+        return found
+
+    @property
+    def numbers(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # beyond module 5
+        """The numbers that ``mask_mod`` and ``score_mod`` capture, in the order of their templates."""
+        score = self.score_mod
+        return numbers_of(self.mask_mod), numbers_of(score.function if score else None)
 
     @cached_property
     def over_cap(self) -> float:

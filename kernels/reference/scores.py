@@ -14,7 +14,7 @@ from kernels.problem.operands import OF_KEYS, OF_ROWS, Operands
 from kernels.problem.options import AXES
 from kernels.problem.question import DropoutOrigin, Problem
 from kernels.scores.mods import evaluate  # beyond module 5
-from kernels.scores.program import Place, ScoreTarget, make_score_program
+from kernels.scores.program import Place, ScoreTarget, features_of, make_score_program
 from kernels.scores.visibility import distance
 
 from . import lines
@@ -71,7 +71,7 @@ class Scores:
         self.head = flat % problem.heads
         self.batch = flat // problem.heads + sequence
         target = _numpy_target(operands)._replace(order=order)
-        self.program = make_score_program(problem.features, target)
+        self.program = make_score_program(features_of(problem), target)
 
     def tile(self, rows: slice, cols: slice) -> tuple[Array, Array, Array]:
         """Return scores (batch, heads, rows, cols), and their derivatives by scale · q · k, two orders.

@@ -23,15 +23,23 @@ from .sources import definition_of, function_of
 from .trees import ONE, ZERO, chosen, contains, filled, live_statements, where_read
 
 
+def kinds_of(function: Any) -> tuple[type, ...]:
+    """Return the types of the numbers that a template takes; () for a function that takes none."""
+    return getattr(function, "kinds", ())
+
+
 @lru_cache(maxsize=256)
 def derivative_of(function: Callable[..., Any]) -> FunctionType:
-    """Return the derivative of a function with respect to its first argument, as a Python function.
+    """Return the derivative of a function with respect to its score, as a Python function.
+
+    The score is the first argument, or the second one of a template, after its numbers.
 
     Raises:
         ValueError: If it cannot be differentiated; the message names the expression and its line.
     """
-    made = _Tangent(function, (0,), {0: ONE}).function("derivative_of_")
-    made.is_derivative = True  # type: ignore[attr-defined]
+    score = 1 if kinds_of(function) else 0
+    made: Any = _Tangent(function, (score,), {score: ONE}).function("derivative_of_")
+    made.is_derivative, made.kinds = True, kinds_of(function)
     return made
 
 
@@ -46,7 +54,11 @@ def reads_of(function: Callable[..., Any], dims: int) -> tuple[FunctionType, ...
         ValueError: If it cannot be differentiated; the message names the expression and its line.
     """
     count = len(_Tangent(function, (), {}).sites(dims))
-    found = (_Tangent(function, (), {}, (dims, n)).function(f"read_{n}_of_") for n in range(count))
+    found: Any = [
+        _Tangent(function, (), {}, (dims, n)).function(f"read_{n}_of_") for n in range(count)
+    ]
+    for read in found:
+        read.kinds = kinds_of(function)
     return tuple(found)
 
 
@@ -86,7 +98,7 @@ class _Tangent:
         if own.vararg or own.kwarg or own.kwonlyargs:
             raise self.refused(self.definition, "its parameters are not all positional")
         self.parameters = [one.arg for one in (*own.posonlyargs, *own.args)]
-        self.world = _world_of(self.plain)
+        self.world = world_of(self.plain)
         names = {node.id for node in ast.walk(self.definition) if isinstance(node, ast.Name)}
         names |= {*self.parameters, *self.world}
         self.prefix = "d_"
@@ -312,11 +324,7 @@ class _Tangent:
 
     def value_of(self, node: ast.expr) -> Any:
         """Return what a name or an attribute of a module stands for; None if it is not known."""
-        if isinstance(node, ast.Attribute):
-            return getattr(self.value_of(node.value), node.attr, None)
-        if not isinstance(node, ast.Name) or node.id in self.code.co_varnames:
-            return None
-        return self.world.get(node.id, getattr(builtins, node.id, None))
+        return value_of(node, self.world, self.code.co_varnames)
 
     def refused(self, node: ast.AST, why: str) -> ValueError:
         """Return the error for a node that cannot be differentiated."""
@@ -325,7 +333,16 @@ class _Tangent:
         return ValueError(f"cannot differentiate `{text}` ({self.code.co_filename}:{line}): {why}")
 
 
-def _world_of(function: FunctionType) -> dict[str, Any]:
+def value_of(node: ast.expr, world: Mapping[str, Any], local: Sequence[str]) -> Any:
+    """Return what a name that is not local, or an attribute of a module, stands for; None if not known."""
+    if isinstance(node, ast.Attribute):
+        return getattr(value_of(node.value, world, local), node.attr, None)
+    if not isinstance(node, ast.Name) or node.id in local:
+        return None
+    return world.get(node.id, getattr(builtins, node.id, None))
+
+
+def world_of(function: FunctionType) -> dict[str, Any]:
     """Return the values of the globals and the captured variables of a function."""
     world = {**function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

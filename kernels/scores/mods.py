@@ -10,11 +10,13 @@ from functools import lru_cache
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 
 from kernels.common.arguments import shown
 
 from .derivatives import derivative_of, reads_of
+from .templates import captured_by, changing_names, derived, kind_of, make_template
 
 Function = Callable[..., Any]
 
@@ -159,27 +161,41 @@ def _used_of(value: Any, names: tuple[str, ...]) -> Any:
     return tuple(_comparable(vars(value)[name]) for name in names if name in vars(value))
 
 
-def _content(function: FunctionType) -> tuple[Any, ...]:
+def _content(function: FunctionType, is_changing: Callable[[str], bool]) -> tuple[Any, ...]:
     """Return the key of a plain function: functions with equal keys compile to equal code.
 
-    A cell that is still empty raises a ValueError.
+    Of a number that is changing, only the type is part of the key.  A cell that is still empty raises a
+    ValueError.
     """
-    code, world = function.__code__, function.__globals__
+    code, world, defaults = function.__code__, function.__globals__, function.__defaults__ or ()
     names = tuple(_names(code))
+    last = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    captured = [(name, cell.cell_contents) for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)]
+
+    def key(name: str, value: Any) -> Any:
+        kind = kind_of(value) if is_changing(name) else None
+        return _used_of(value, names) if kind is None else kind
+
     return (
         code,
         is_varying(function),
-        tuple(map(_comparable, function.__defaults__ or ())),
-        tuple(_comparable(cell.cell_contents) for cell in function.__closure__ or ()),
-        tuple(_used_of(world[name], names) for name in names if name in world),
+        tuple([key(*pair) for pair in zip(last, defaults, strict=True)]),
+        tuple([key(*pair) for pair in captured]),
+        tuple([key(name, world[name]) for name in names if name in world]),
     )
 
 
 class _Kept:
     """A user function that is compared by its content; it was given with a table of this shape, or None."""
 
-    def __init__(self, function: FunctionType, table: Any):
-        self.function, self.content, self.table = function, _content(function), table
+    def __init__(
+        self,
+        function: FunctionType,
+        table: Any,
+        is_changing: Callable[[str], bool] = lambda name: False,
+    ):
+        self.function, self.table = function, table
+        self.content = _content(function, is_changing)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Kept) and self.content == other.content
@@ -189,7 +205,7 @@ class _Kept:
 
 
 @lru_cache(maxsize=256)
-def _checked(name: str, kept: _Kept, arguments: str) -> Function:
+def _checked(name: str, kept: _Kept, arguments: str, is_alone: bool) -> Function:
     check_mod(name, kept.function, arguments, kept.table)
     source, world = kept.function, kept.function.__globals__
     # A copy with the current values of all that it reads: kernels cache it by identity, and compile it for
@@ -198,8 +214,32 @@ def _checked(name: str, kept: _Kept, arguments: str) -> Function:
     own = {name: _own(world[name]) for name in names if name in world}
     defaults = tuple(map(_own, source.__defaults__ or ()))
     cells = tuple(CellType(_own(cell.cell_contents)) for cell in source.__closure__ or ())
-    copy = FunctionType(source.__code__, own, source.__name__, defaults, cells)
-    return varying(copy) if is_varying(source) else copy
+    copy: Any = FunctionType(source.__code__, own, source.__name__, defaults, cells)
+    if is_varying(source):
+        varying(copy)
+    if not is_alone or numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # for breakpoints
+        return copy
+    count = arguments.count(",") + 1
+    names = sorted(_changing_names(_Kept(copy, None, lambda name: True), count))
+    if names:
+        copy.template = _template(_Kept(copy, None, names.__contains__), count, tuple(names))
+        world = captured_by(copy)
+        copy.numbers = tuple([_plain(world[name]) for name in names])
+    return copy
+
+
+@lru_cache(maxsize=256)
+def _changing_names(kept: _Kept, count: int) -> frozenset[str]:
+    return changing_names(kept.function, count)
+
+
+@lru_cache(maxsize=256)
+def _template(kept: _Kept, count: int, names: tuple[str, ...]) -> Any:
+    return make_template(kept.function, count, names)
+
+
+def _plain(number: Any) -> Any:
+    return float(number) if isinstance(number, float) else int(number)
 
 
 def _own(value: Any) -> Any:
@@ -209,19 +249,23 @@ def _own(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def as_mod(name: str, function: Any, arguments: str, table: Any = None) -> Function | None:
+def as_mod(
+    name: str, function: Any, arguments: str, table: Any = None, is_alone: bool = True
+) -> Function | None:
     """Check a user function, and return the cached function with the same content.
 
     A lambda inside a loop is a new function in each iteration, and would be recompiled each time.
     Functions of the same source with equal captured values, defaults and globals are therefore replaced by
-    one; if a value changes, the function is compiled again.  See :func:`check_mod` for the arguments.
+    one.  If ``is_alone``, not of a pair with a derivative, its numbers are arguments of what is compiled
+    (:mod:`.templates`); if another value changes, the function is compiled again.  See :func:`check_mod`
+    for the arguments.
     """
     kept = None
     if type(function) is FunctionType and not function.__kwdefaults__:
         with suppress(ValueError):  # a cell is still empty
             kept = _Kept(function, table)
     if kept is not None:
-        return _checked(name, kept, arguments)
+        return _checked(name, kept, arguments, is_alone)
     check_mod(name, function, arguments, table)
     return function
 
@@ -236,14 +280,14 @@ def as_score_mod(value: Any, table: Any = None) -> ScoreMod | None:
 
     ``table`` is the array of the option ``score_table``, or None.
     """
-    if value is None:
-        return None
+    if value is None or isinstance(value, ScoreMod):
+        return value
     mod = ScoreMod(*value) if isinstance(value, (tuple, list)) else ScoreMod(value)
     own: Any = (OF_SCORE, None) if table is None else (OF_TABLE, tuple(table.shape))
-    function = as_mod("score_mod", mod.function, *own)
+    function = as_mod("score_mod", mod.function, *own, is_alone=mod.derivative is None)
     if function is None:
         raise TypeError("score_mod must be a function or a pair of it and its derivative, got None")
-    derivative = as_mod("the derivative of score_mod", mod.derivative, *own)
+    derivative = as_mod("the derivative of score_mod", mod.derivative, *own, is_alone=False)
     return ScoreMod(function, derivative or _derivative_if_known(function))
 
 
@@ -251,7 +295,7 @@ def as_score_mod(value: Any, table: Any = None) -> ScoreMod | None:
 def _derivative_if_known(function: Function) -> Function | None:
     """Return the derivative of a function; None if it cannot be differentiated."""
     with suppress(ValueError):
-        return derivative_of(function)
+        return derived(function)
     return None
 
 
@@ -301,7 +345,7 @@ def check_derivative(mod: ScoreMod | None, order: int = 1) -> None:
     try:
         last = mod.derivative or derivative_of(mod.function)
         if order > 1:
-            derivative_of(last)
+            derived(last)
     except ValueError as error:
         what, advice = "a gradient", f"pass score_mod=(function, derivative), each of {OF_SCORE}"
         if mod.derivative is not None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from kernels.common.online_softmax import MINUS_INF, OnlineSoftmax
 
-from .derivatives import derivative_of  # beyond module 5
+from .templates import derived, template_of  # beyond module 5
 from .visibility import make_masks
 
 
@@ -102,6 +102,13 @@ class Features(NamedTuple):
         return self._replace(
             block_mask=False, whole_tiles=False, packed=False, sink=False, cache=None
         )
+
+    @property
+    def templates(self) -> Features:  # beyond module 5
+        """The options with what is compiled for user functions, which takes their numbers."""
+        mod = self.score_mod
+        own = None if mod is None else type(mod)(*map(template_of, mod))
+        return self._replace(mask_mod=template_of(self.mask_mod), score_mod=own)
 
     @property
     def of_users(self) -> Features:
@@ -284,7 +291,7 @@ def _by_function(features: Features, target: ScoreTarget) -> Callable[..., Any]:
     has_bend = has_slope and target.order > 1
     function = target.score_function(plain)
     derivative: Any = target.score_function(found) if has_slope else None
-    second: Any = target.score_function(derivative_of(found)) if has_bend else None
+    second: Any = target.score_function(derived(found)) if has_bend else None
 
     @target.compile
     def by_function(score, place, call):

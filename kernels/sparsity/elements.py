@@ -6,8 +6,7 @@ The elements are processed one row of blocks at a time, so that they are never a
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from types import FunctionType
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import numba
@@ -15,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.common.arguments import as_host_array, whole
-from kernels.scores.mods import check_mod
+from kernels.scores.mods import as_mask_mod
+from kernels.scores.derivatives import kinds_of
+from kernels.scores.templates import numbers_of, template_of
 from kernels.sparsity.states import (
     FULL,
     PARTIAL,
@@ -66,7 +67,8 @@ def from_mask_mod(
 ) -> Layout:
     """Build a mask from a function, which is evaluated once for every element.
 
-    It is compiled with numba if possible, and otherwise runs as Python, thousands of times slower.
+    It is compiled with numba if possible, and otherwise runs as Python, thousands of times slower.  A
+    function of the same source that captures other numbers is not compiled again.
 
     Args:
         mask_mod: ``(batch, head, row, col) -> bool``, True keeps; the batch is always 0, because all
@@ -83,9 +85,9 @@ def from_mask_mod(
         raise TypeError(
             f"mask_mod must be a function of (batch, head, row, col), got {type(mask_mod).__name__}"
         )
-    check_mod("mask_mod", mask_mod, "(batch, head, row, col)")
+    mod: Any = as_mask_mod(mask_mod)
     grid = check_grid(seq_q, seq_k, block_size)
-    evaluate = compiled_fill(mask_mod) or partial(_fill, mask_mod)
+    evaluate = compiled_fill(mod) or partial(_fill, lambda numbers, *place: mod(*place), ())
     bounds = -grid.seq_q, grid.seq_k
 
     def fill(head: int, row: int, rows: int, out: Bools) -> None:
@@ -164,10 +166,13 @@ def from_lines(
 
 
 def _fill(
-    mod: Any, batch: int, head: int, row: int, rows: int, seq_k: int, bounds: tuple[int, int],
-    out: Bools,
+    mod: Any, numbers: Any, batch: int, head: int, row: int, rows: int, seq_k: int,
+    bounds: tuple[int, int], out: Bools,
 ) -> None:  # fmt: skip
-    """Write the results of a ``mask_mod`` for ``rows`` rows from ``row`` on; False out of bounds."""
+    """Write the results of a ``mask_mod`` for ``rows`` rows from ``row`` on; False out of bounds.
+
+    ``mod`` takes the numbers before the indices.
+    """
     lower, upper = bounds
     for r in range(rows):
         line = out[r]  # (key blocks · block_k,)
@@ -176,7 +181,7 @@ def _fill(
         line[:first] = False
         line[stop:] = False
         for col in range(first, stop):
-            line[col] = bool(mod(batch, head, row + r, col))
+            line[col] = bool(mod(numbers, batch, head, row + r, col))
 
 
 _compiled_fill = numba.njit(error_model="numpy")(_fill)
@@ -191,15 +196,23 @@ def compiled_fill(
     ``rows`` rows from ``row`` on, for the columns from row + lower to row + upper; others are False.
     A division by zero raises in the error model "python", but not in "numpy".
     """
-    mod: Any = mask_mod
-    if isinstance(mod, FunctionType):
-        # An out-of-bounds index into an array is an error, as in Python.
-        mod = numba.njit(error_model=error_model, boundscheck=True)(mod)
-    if not hasattr(mod, "py_func"):  # no dispatcher
-        return None
-    fill = partial(_compiled_fill, mod)
     try:
+        mod = compiled_mod(template_of(mask_mod), error_model)
+        fill = partial(_compiled_fill, mod, numbers_of(mask_mod))
         fill(0, 0, 0, 0, 0, (0, 0), np.zeros((0, 0), bool))  # compiles, and evaluates no element
     except Exception:  # numba may raise any error
         return None
     return fill
+
+
+@lru_cache(maxsize=64)
+def compiled_mod(template: Any, error_model: str) -> Any:
+    """Return the compiled function of numbers and the arguments of a user function.
+
+    Each template is compiled once.  A callable that is no function raises a TypeError.
+    """
+    mod = template
+    if not hasattr(mod, "py_func"):
+        # An out-of-bounds index into an array is an error, as in Python.
+        mod = numba.njit(error_model=error_model, boundscheck=True)(mod)
+    return mod if kinds_of(template) else numba.njit(lambda numbers, *args: mod(*args))

@@ -22,7 +22,7 @@ from kernels.scores.mods import (  # beyond module 5
     check_derivative,
     evaluate,
 )
-from kernels.scores.program import Place, ScoreTarget, make_score_program
+from kernels.scores.program import Place, ScoreTarget, features_of, make_score_program
 from kernels.scores.visibility import distance, is_visible
 
 from ..autodiff import Context
@@ -83,14 +83,14 @@ def modified(scores: Tensor, call: AttentionCall, options: Any) -> Tensor:
         call: The checked call.
         options: All options by name; a floating ``attn_mask`` is a tensor.
     """
-    program = make_score_program(call.problem.features, _tensor_target(call, scores, options))
+    program = make_score_program(features_of(call.problem), _tensor_target(call, scores, options))
     scores, *_ = program.modified(scores, _place(call.problem), call.problem)
     return scores
 
 
 def _visible(call: AttentionCall) -> Bools:
     """Return which scores are visible, as an array that broadcasts to them."""
-    program = make_score_program(call.problem.features, _tensor_target(call))
+    program = make_score_program(features_of(call.problem), _tensor_target(call))
     return program.is_visible(_place(call.problem), call.problem)
 
 

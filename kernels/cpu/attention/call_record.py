@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,10 @@ class CallOptions:
         o["softcap"], o["diagonal"] = problem.softcap, problem.diagonal
         o["modifies_scores"] = order * bool(problem.softcap or problem.score_mod)
         o["user_pass"] = mods.pass_address(problem, order, keeps_scores)
+        if numbers := [*chain(*problem.numbers)]:
+            kinds = "".join("d" if isinstance(number, float) else "q" for number in numbers)
+            words = np.frombuffer(struct.pack(f"={kinds}", *numbers), np.int64)
+            self._arrays["numbers"], o["numbers"] = words, words.ctypes.data
         if problem.score_table:
             self.name(score_table=operands.score_table[(..., *[None] * (4 - problem.score_table))])
         for name in AXES:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 from numba import NumbaError, float64, from_dtype, int64, njit, types, void
 
-from kernels.cpu.attention.tile_scores import MOD_SCALAR, SETTINGS_TYPE, make_target, own_mod, view
+from kernels.cpu.attention.tile_scores import (
+    MOD_SCALAR,
+    SETTINGS_TYPE,
+    OfUsers,
+    make_target,
+    view,
+)
 from kernels.cpu.runtime.function_pointers import address_of, array_at
 from kernels.problem.question import Problem
-from kernels.scores.mods import ScoreMod
+from kernels.scores.derivatives import kinds_of
 from kernels.scores.program import PLAIN, Features, make_score_program
+from kernels.sparsity.elements import compiled_mod
 
 #: Number of tiles that are unfinished because a user function raised.
 _FAILURES = np.zeros(1, np.int64)
@@ -28,38 +35,61 @@ _OWN_DIMS = {
 }
 
 
+@cache
+def _reader(kinds: tuple[type, ...]) -> Any:
+    """Return the function that reads numbers of some types, int or float, at an address into a tuple."""
+    if not kinds:
+        return njit(lambda address: ())
+    dtype, rest = {int: np.int64, float: np.float64}[kinds[0]], _reader(kinds[1:])
+    return njit(lambda address: (array_at(address, (1,), (8,), dtype)[0], *rest(address + 8)))
+
+
+def _make_reader(mods: Features) -> Any:
+    """Return the function that reads what user functions receive from the record of a call."""
+    own_dims, score = _OWN_DIMS[mods.score_table], mods.score_mod
+    mask_kinds, score_kinds = kinds_of(mods.mask_mod), kinds_of(score and score.function)
+    of_mask, of_score, score_at = _reader(mask_kinds), _reader(score_kinds), 8 * len(mask_kinds)
+
+    @njit
+    def read(record, real):
+        table = own_dims(view(record.score_table, real))
+        return OfUsers(table, of_mask(record.numbers), of_score(record.numbers + score_at))
+
+    return read
+
+
 def _make_pass(mods: Features, real: Any, order: int, keeps_scores: bool) -> Any:
     """Return the pass of the user functions over a tile; see :func:`pass_address`."""
-    own_dims = _OWN_DIMS[mods.score_table]
-    target, minus_inf = make_target(real, mods.score_table > 0), real(-np.inf)
+    read, minus_inf = _make_reader(mods), real(-np.inf)
+    target = make_target(real, mods.score_table > 0)
     failures = _FAILURES.ctypes.data
     modified, is_shown, _ = make_score_program(mods, target._replace(order=0))
     with_derivatives = make_score_program(mods, target._replace(order=order)).modified
 
     @njit(error_model="numpy")
-    def at_place(tile, slope, i, j, place, table):
+    def at_place(tile, slope, i, j, place, given):
         if keeps_scores:
             slope[i, j] = tile[i, j]
         if keeps_scores or slope.shape[0] == 0:
-            score = modified(tile[i, j], place, table)[0]
+            score = modified(tile[i, j], place, given)[0]
         else:
-            score, derivative, second = with_derivatives(tile[i, j], place, table)
+            score, derivative, second = with_derivatives(tile[i, j], place, given)
             if order > 1:
                 below = len(tile) + i
                 slope[below, j] = second * slope[i, j] ** 2 + derivative * slope[below, j]
             slope[i, j] *= derivative
-        tile[i, j] = score if is_shown(place, None) else minus_inf
+        tile[i, j] = score if is_shown(place, given) else minus_inf
 
     @njit(error_model="numpy")
     def user_pass(tile, slope, batch, head, line, lane, width, by_keys, settings):
         # A function called by its address cannot raise.  If the user function does, the tile stays
         # unfinished, and _FAILURES tells the caller.
         try:
-            table = own_dims(view(settings[0].score_table, real))
+            given = read(settings[0], real)
             for i in range(tile.shape[0]):
                 for j in range(width):
                     row, col = (line + i, lane + j) if by_keys else (lane + j, line + i)
-                    at_place(tile, slope, i, j, (batch, head, row, col), table)
+                    at_place(tile, slope, i, j, (batch, head, row, col), given)
         except Exception:
             array_at(failures, (1,), (8,), np.int64)[0] += 1
 
@@ -94,20 +124,21 @@ def pass_address(problem: Problem, order: int, keeps_scores: bool) -> int:
 
 
 @lru_cache(maxsize=64)
-def _table_pass(mod: ScoreMod, dims: int, dtype: np.dtype[Any]) -> tuple[Any, int]:
+def _table_pass(mods: Features, dtype: np.dtype[Any]) -> tuple[Any, int]:
     """Compile the pass that adds the gradient of a table; return its dispatcher and address."""
-    own_dims, failures = _OWN_DIMS[dims], _FAILURES.ctypes.data
-    add, real = _in_turn([own_mod(read) for read in mod.reads(dims)]), dtype.type
+    read, failures, real = _make_reader(mods), _FAILURES.ctypes.data, dtype.type
+    reads = mods.score_mod.reads(mods.score_table)
+    add = _in_turn([compiled_mod(one, "numpy") for one in reads])
 
     @njit(error_model="numpy")
     def table_pass(ds, scores, total, batch, head, row, col, width, by_keys, settings):
         try:
-            table = own_dims(view(settings[0].score_table, real))
+            given = read(settings[0], real)
             for i in range(ds.shape[0]):
                 for j in range(width):
                     if ds[i, j] != 0:
                         score, place = MOD_SCALAR(scores[i, j]), (batch, head, row + i, col + j)
-                        add(total, MOD_SCALAR(ds[i, j]), score, place, table)
+                        add(total, MOD_SCALAR(ds[i, j]), score, place, given)
         except Exception:
             array_at(failures, (1,), (8,), np.int64)[0] += 1
 
@@ -122,15 +153,16 @@ def _table_pass(mod: ScoreMod, dims: int, dtype: np.dtype[Any]) -> tuple[Any, in
 def _in_turn(reads: list[Any]) -> Any:
     """Return the function that adds the gradient of each element that an element of the scores reads."""
     if not reads:
-        return njit(lambda total, ds, score, place, table: None)
+        return njit(lambda total, ds, score, place, given: None)
     first, rest = reads[0], _in_turn(reads[1:])
 
     @njit(error_model="numpy", boundscheck=True)
-    def add(total, ds, score, place, table):
-        weight, i, j, k = first(score, place[0], place[1], place[2], place[3], table)
+    def add(total, ds, score, place, given):
+        (batch, head, row, col), (table, _, numbers) = place, given
+        weight, i, j, k = first(numbers, score, batch, head, row, col, table)
         if weight != 0:
             total[i, j, k] += ds * weight
-        rest(total, ds, score, place, table)
+        rest(total, ds, score, place, given)
 
     return add
 
@@ -143,7 +175,7 @@ def table_pass_address(problem: Problem) -> int:
     """
     if why_not_compiled(problem) is not None:
         return 0
-    return _table_pass(problem.score_mod, problem.score_table, problem.dtype)[1]
+    return _table_pass(problem.features.of_users, problem.dtype)[1]
 
 
 def failures() -> int:

@@ -10,7 +10,7 @@ Compiled   separately from the kernels, which call a pass by its address, and on
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from kernels.cpu.runtime.function_pointers import address_of, array_at, call
 from kernels.problem.options import AXES
 from kernels.runtime.jit import FASTMATH, njit_cached
 from kernels.scores.program import Features, ScoreTarget, make_score_program
+from kernels.sparsity.elements import compiled_mod
 
 #: The kinds of ``attn_mask``.
 BOOL_MASK, FLOAT_MASK = 1, 2
@@ -82,6 +83,7 @@ SETTINGS = np.dtype(
         ("user_pass", "i8"),  # address of the user's functions, or 0
         ("table_pass", "i8"),  # address of ``mods.table_pass_address``, or 0
         ("score_table", ARRAY),  # what a user function reads, with sizes of 1 at the end
+        ("numbers", "i8"),  # address of those of ``mask_mod`` and ``score_mod``, 8 bytes each
         # (batch, heads, lines, lanes), repeated by strides of 0; an address of 0 where the call has none
         *((name, ARRAY) for name in AXES),
         ("diagonal", "i8"),
@@ -155,13 +157,12 @@ class Apart(NamedTuple):
     distance: Any
 
 
-@lru_cache(maxsize=64)
-def own_mod(function):
-    """Return the compiled user function; each function is compiled once."""
-    if hasattr(function, "py_func"):
-        return function
-    # An out-of-bounds index into an array is an error, as in Python.
-    return njit(error_model="numpy", boundscheck=True)(function)
+class OfUsers(NamedTuple):
+    """What user functions receive besides the score and its place."""
+
+    table: Any  #: The array that a ``score_mod`` reads, or None.
+    of_mask: Any  #: The numbers of ``mask_mod``.
+    of_score: Any  #: The numbers of ``score_mod``.
 
 
 @cache
@@ -169,29 +170,29 @@ def make_target(real, has_table=False):
     """Return the score program's target of tiles of one dtype.
 
     A pass applies one option, and its ``place`` is the input of that option for an element: :class:`Apart`
-    for ALiBi, the mask's element for a mask, the caller's (batch, head, row, col) for a user function.
-    With ``has_table``, ``call`` is the array that a user function reads.
+    for ALiBi, the mask's element for a mask, the caller's (batch, head, row, col) for a user function, whose
+    ``call`` is :class:`OfUsers`.  With ``has_table``, the function reads the table.
     """
 
     def score_function(function):
-        function = own_mod(function)
+        function = compiled_mod(function, "numpy")
 
         @njit
         def at_place(score, place, call):
-            return real(function(MOD_SCALAR(score), place[0], place[1], place[2], place[3]))
+            return real(function(call.of_score, MOD_SCALAR(score), place[0], place[1], place[2], place[3]))
 
         @njit
         def with_table(score, place, call):
-            return real(function(MOD_SCALAR(score), place[0], place[1], place[2], place[3], call))
+            return real(function(call.of_score, MOD_SCALAR(score), place[0], place[1], place[2], place[3], call.table))
 
         return with_table if has_table else at_place
 
     def mask_function(function):
-        function = own_mod(function)
+        function = compiled_mod(function, "numpy")
 
         @njit
         def at_place(place, call):
-            return function(place[0], place[1], place[2], place[3])
+            return function(call.of_mask, place[0], place[1], place[2], place[3])
 
         return at_place
 

@@ -78,7 +78,7 @@ def ptx_of(mod: Any, dtype: Any = FLOAT32) -> str:
 
     def kernel(scores, batch, head, row, col):
         i = cuda.threadIdx.x
-        scores[i] = function(scores[i], batch, head, row, col, None)
+        scores[i] = function((), scores[i], batch, head, row, col, None)
 
     kind = float32 if dtype == FLOAT32 else float64
     return compile_ptx(kernel, void(kind[::1], int64, int64, int64, int64))
@@ -118,7 +118,7 @@ def ptx_of_mask(mod: Any) -> str:
     function = mask_function(mod, FLOAT32)
 
     def kernel(seen, batch, head, row, col):
-        seen[0] = function(batch, head, row, col)
+        seen[0] = function((), batch, head, row, col)
 
     return compile_ptx(kernel, void(int64[::1], int64, int64, int64, int64))
 

@@ -141,7 +141,8 @@ def score_target(features: Features, cols: int, tanh: Any, order: int) -> ScoreT
         @device_function
         def score_mod(score, place, extras):
             apart = place.distance - float32(extras.diagonal) if has_slopes else place.distance
-            return float32(own(score, place.batch, place.head, place.row, place.col, apart))
+            numbers, batch, head = extras.score_numbers, place.batch, place.head
+            return float32(own(numbers, score, batch, head, place.row, place.col, apart))
 
         return score_mod
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kernels.common.philox import attention_threshold, keep_scale
-from kernels.cuda.attention.options.mods import check_places  # beyond module 5
+from kernels.cuda.attention.options.mods import check_places, numbers_for  # beyond module 5
 from kernels.cuda.attention.options.packed_tiles import device_tiles  # beyond module 5
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.device.memory import device_constant, device_list
@@ -63,7 +63,7 @@ def numbers_of(problem: Problem) -> Extras:
     """Return the option arguments of a kernel that reads no array, for a problem without a seed."""
     check_places(problem)  # beyond module 5
     real = problem.acc_dtype.type
-    return Extras(
+    extras = Extras(
         lower=problem.lower,
         upper=problem.upper,
         heads=problem.heads,
@@ -75,6 +75,9 @@ def numbers_of(problem: Problem) -> Extras:
         threshold=attention_threshold(problem.dropout_p),
         keep_scale=real(keep_scale(problem.dropout_p)).item(),
     )
+    of_mask, of_score = (numbers_for(x, problem.acc_dtype) for x in problem.numbers)  # beyond module 5
+    extras = extras._replace(mask_numbers=of_mask, score_numbers=of_score)  # beyond module 5
+    return extras
 
 
 @lru_cache(maxsize=64)

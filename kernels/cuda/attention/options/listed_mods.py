@@ -8,7 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cuda.attention.options.mods import MOST_PLACES, mask_function
+from kernels.cuda.attention.options.mods import (
+    MOST_PLACES,
+    mask_function,
+    numbers_for,
+    numbers_type,
+)
 from kernels.cuda.runtime.arrays import empty_device, to_host
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.cuda.runtime.recorder import recorded_by
@@ -16,6 +21,7 @@ from kernels.cuda.runtime.sizes import SIZES
 from kernels.problem.listed_mods import MOST_PATTERNS, Asked, on_host
 from kernels.runtime.targets import cuda, why_no_cuda
 from kernels.runtime.types import int32, int64, types, uint8, void
+from kernels.scores.templates import numbers_of, template_of
 from kernels.sparsity.elements import BlockRow, from_lines
 from kernels.sparsity.states import FULL, HIDDEN, PARTIAL, Layout
 
@@ -49,7 +55,8 @@ def _on_device(asked: Asked) -> tuple[Layout, bool]:
     grid, (lines, columns) = asked.grid, asked.grid.counts
     row_bytes = grid.block_k // 8
     step = max(min(MOST_BYTES // max(columns * grid.block_q * row_bytes, 1), lines), 1)
-    kernel = evaluate_kernel(asked.function, grid.block, asked.dtype)
+    kernel = evaluate_kernel(template_of(asked.function), grid.block, asked.dtype)
+    numbers = numbers_for(numbers_of(asked.function), asked.dtype)
     states = empty_device((step, columns), _BYTES)
     bits = empty_device((step, columns, grid.block_q, row_bytes), _BYTES)
     evaluated: dict[str, Any] = {}  # of the lines that were evaluated last
@@ -57,7 +64,7 @@ def _on_device(asked: Asked) -> tuple[Layout, bool]:
     def read(head: int, i: int) -> BlockRow:
         if i % step == 0:
             launch = kernel[(columns, min(step, lines - i)), THREADS]
-            launch(*divmod(head, asked.heads), i, grid.seq, asked.bounds, states, bits)
+            launch(numbers, *divmod(head, asked.heads), i, grid.seq, asked.bounds, states, bits)
             evaluated.update(states=to_host(states), bits=None)
 
         def patterns(chosen: Any) -> list[bytes]:
@@ -80,7 +87,7 @@ def evaluate_kernel(
     """Return the kernel that evaluates a function for blocks of rows and a multiple of eight columns."""
     (block_q, block_k), in_mod = block, mask_function(function, dtype)
 
-    def evaluate_blocks(batch, head, first, seq, bounds, states, bits):
+    def evaluate_blocks(numbers, batch, head, first, seq, bounds, states, bits):
         """Fill states and bits.
 
         Computes: the state of each block, and a bit for each of its elements, the highest bit of a
@@ -106,7 +113,7 @@ def evaluate_kernel(
                     if at_row < seq_q and at_col < seq_k:
                         distance, is_seen = at_col - at_row, False
                         if lower <= distance and distance <= upper:
-                            is_seen = in_mod(batch, head, at_row, at_col)
+                            is_seen = in_mod(numbers, batch, head, at_row, at_col)
                         if is_seen:
                             visible += 1
                             has_any = True
@@ -121,4 +128,5 @@ def evaluate_kernel(
             states[i, j] = uint8(FULL if is_every else state)
 
     pair, arrays = types.UniTuple(int64, 2), (types.Array(uint8, dims, "C") for dims in (2, 4))
-    return Kernel(evaluate_blocks, void(int64, int64, int64, pair, pair, *arrays))
+    numbers_kind = numbers_type(function, dtype)
+    return Kernel(evaluate_blocks, void(numbers_kind, int64, int64, int64, pair, pair, *arrays))

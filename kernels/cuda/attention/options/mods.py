@@ -36,6 +36,7 @@ from kernels.problem.question import Problem
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import intrinsic
 from kernels.runtime.types import types
+from kernels.scores.derivatives import kinds_of
 
 # An intrinsic's first argument is the compiler's; callers do not pass it.
 # pyright: reportCallIssue=false
@@ -73,29 +74,38 @@ def check_places(problem: Problem) -> None:
 def score_function(
     function: Callable[..., Any], dtype: np.dtype[Any], distance: Any = types.none
 ) -> Any:
-    """Return the device function of a score_mod (score, batch, head, row, col), for scores of ``dtype``.
+    """Return the device function of a score_mod, for scores of ``dtype``.
 
-    ``distance`` is numba's type of the last argument of the kernel, after col: None, or float32 if the
-    kernel passes row - col, which takes one instruction per element instead of three.
+    It takes the numbers of the function before (score, batch, head, row, col).  ``distance`` is numba's
+    type of the last argument of the kernel, after col: None, or float32 if the kernel passes row - col,
+    which takes one instruction per element instead of three.
     """
     inner, real = device_callable(function, dtype), scalar_type(dtype)
+    if not kinds_of(function):
+        plain = inner
+
+        @device_function
+        def inner(numbers, score, batch, head, row, col):
+            return plain(score, batch, head, row, col)
+
     if not _has_rules(function, dtype):
 
         @device_function
-        def without_distance(score, batch, head, row, col, distance):
-            return inner(score, batch, head, row, col)
+        def without_distance(numbers, score, batch, head, row, col, distance):
+            return inner(numbers, score, batch, head, row, col)
 
         return without_distance
 
-    def within(score, batch, head, row, col, distance):
+    def within(numbers, score, batch, head, row, col, distance):
         row, col = row & _PLACE, col & _PLACE
         _record_distance(row, col, distance)
-        return real(inner(score, batch & _PLACE, head & _PLACE, row, col))
+        return real(inner(numbers, score, batch & _PLACE, head & _PLACE, row, col))
 
-    emitted = Emitted(within, _FLOAT(_FLOAT, *[_WHOLE] * 4, distance), _with_rules)
+    numbers = numbers_type(function, dtype)
+    emitted = Emitted(within, _FLOAT(numbers, _FLOAT, *[_WHOLE] * 4, distance), _with_rules)
 
     @intrinsic
-    def score_mod(context, score, batch, head, row, col, distance):
+    def score_mod(context, numbers, score, batch, head, row, col, distance):
         return emitted.signature, emitted.call
 
     score_mod.py_func = within
@@ -103,22 +113,41 @@ def score_function(
 
 
 def mask_function(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
-    """Return the device function of a mask_mod (batch, head, row, col), which returns a bool."""
+    """Return the device function of a mask_mod: of its numbers and (batch, head, row, col) to a bool."""
     inner = device_callable(function, dtype)
+    if not kinds_of(function):
+        plain = inner
+
+        @device_function
+        def inner(numbers, batch, head, row, col):
+            return plain(batch, head, row, col)
+
     if not _has_rules(function, dtype):
         return inner
 
-    def within(batch, head, row, col):
-        return bool(inner(batch & _PLACE, head & _PLACE, row & _PLACE, col & _PLACE))
+    def within(numbers, batch, head, row, col):
+        return bool(inner(numbers, batch & _PLACE, head & _PLACE, row & _PLACE, col & _PLACE))
 
-    emitted = Emitted(within, types.boolean(*[_WHOLE] * 4), _with_rules)
+    numbers = numbers_type(function, dtype)
+    emitted = Emitted(within, types.boolean(numbers, *[_WHOLE] * 4), _with_rules)
 
     @intrinsic
-    def mask_mod(context, batch, head, row, col):
+    def mask_mod(context, numbers, batch, head, row, col):
         return emitted.signature, emitted.call
 
     mask_mod.py_func = within
     return mask_mod
+
+
+def numbers_type(template: Any, dtype: np.dtype[Any]) -> Any:
+    """Return numba's type of the numbers that a template takes; those with a fraction are of ``dtype``."""
+    real = scalar_type(dtype)
+    return types.Tuple([types.int32 if kind is int else real for kind in kinds_of(template)])
+
+
+def numbers_for(numbers: tuple[Any, ...], dtype: np.dtype[Any]) -> tuple[Any, ...]:
+    """Return the numbers of a user function as a launch passes them, those with a fraction as ``dtype``."""
+    return tuple([x if type(x) is int else dtype.type(x).item() for x in numbers])
 
 
 @intrinsic

@@ -18,7 +18,11 @@ from kernels.cuda.attention.options.cached_rows import (  # beyond module 5
     cached_rows_type,
     make_cached_masks,
 )
-from kernels.cuda.attention.options.mods import mask_function, score_function  # beyond module 5
+from kernels.cuda.attention.options.mods import (  # beyond module 5
+    mask_function,
+    numbers_type,
+    score_function,
+)
 from kernels.cuda.device.one_source import NEAR_SOFTMAX, PHILOX, SOFTMAX
 from kernels.cuda.runtime.kernel import array_type, device_function, scalar_type
 from kernels.problem.options import AXES
@@ -68,6 +72,8 @@ class Extras(NamedTuple):
         origin: (4,) int64, a ``problem.question.DropoutOrigin``: where the dropout bits of the call begin.
         tiles: (tiles, 6) int64: where the kernel's tiles of packed sequences are, ``sequences.Tile``; for a
             call on a cache a ``CachedRows``.
+        mask_numbers: The numbers that ``mask_mod`` captures.
+        score_numbers: The numbers that ``score_mod`` captures.
     """
 
     lower: Any
@@ -92,6 +98,8 @@ class Extras(NamedTuple):
     pattern_words: Any = 0
     origin: Any = 0
     tiles: Any = 0
+    mask_numbers: Any = ()
+    score_numbers: Any = ()
 
 
 @cache
@@ -123,7 +131,17 @@ def extras_type(features: Features, dtype: np.dtype[Any], by_words: bool = False
         (features.moved, types.Array(int64, 1, "A")),
         (features.packed or features.cache, tiles),
     )
-    return types.NamedTuple([*numbers, *(kind if has else int64 for has, kind in arrays)], Extras)
+    of_mods = types.Tuple(()), types.Tuple(())
+    of_mods = of_functions(features, dtype)  # beyond module 5
+    found = [kind if has else int64 for has, kind in arrays]
+    return types.NamedTuple([*numbers, *found, *of_mods], Extras)
+
+
+def of_functions(features: Features, dtype: np.dtype[Any]) -> tuple[Any, Any]:  # beyond module 5
+    """Return numba's types of the numbers of ``mask_mod`` and ``score_mod``."""
+    score = features.score_mod
+    mods = features.mask_mod, score.function if score else None
+    return numbers_type(mods[0], dtype), numbers_type(mods[1], dtype)
 
 
 class ScoreFunctions(NamedTuple):
@@ -234,7 +252,10 @@ def cuda_target(dtype: np.dtype[Any], order: int = 1) -> ScoreTarget:
 
         @device_function
         def by_function(score, place, extras):
-            return real(device_mod(score, place.batch, place.head, place.row, place.col, None))
+            numbers = extras.score_numbers
+            return real(
+                device_mod(numbers, score, place.batch, place.head, place.row, place.col, None)
+            )
 
         return by_function
 
@@ -243,7 +264,8 @@ def cuda_target(dtype: np.dtype[Any], order: int = 1) -> ScoreTarget:
 
         @device_function
         def in_mod(place, extras):
-            return bool(device_mod(place.batch, place.head, place.row, place.col))
+            numbers = extras.mask_numbers
+            return bool(device_mod(numbers, place.batch, place.head, place.row, place.col))
 
         return in_mod
 

@@ -128,4 +128,3 @@ def on_host(asked: Asked) -> tuple[Layout, bool]:
         evaluate(*divmod(head, asked.heads), row, rows, asked.grid.seq_k, asked.bounds, out)
 
     return from_strips(asked.grid, asked.batches * asked.heads, fill, MOST_PATTERNS)
-

@@ -140,7 +140,7 @@ class Problem(_OptionFields):
         found = found.templates  # beyond module 5
         return found
 
-    @property
+    @property  # beyond module 5
     def numbers(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # beyond module 5
         """The numbers that ``mask_mod`` and ``score_mod`` capture, in the order of their templates."""
         score = self.score_mod

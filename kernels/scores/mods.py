@@ -52,10 +52,9 @@ def varying(mask_mod: Any) -> Any:
     """Mark a ``mask_mod`` to be evaluated in every call, for each element that the call computes.
 
     Without the mark, the first call with given lengths evaluates the function once and stores a block
-    mask, and later calls skip the tiles that it masks.  This does not pay off if the lengths change
-    in every call.  If the function captures a number, it is compiled again whenever that number
-    changes, and compiling a marked function takes longer.  The same function is returned, so that
-    ``varying`` also works as a decorator.
+    mask, and later calls skip the tiles that it masks.  This does not pay off if the lengths, or a number
+    that the function captures, change in every call.  The same function is returned, so that ``varying``
+    also works as a decorator.
 
     Raises:
         TypeError: If it is not a plain function.
@@ -170,7 +169,10 @@ def _content(function: FunctionType, is_changing: Callable[[str], bool]) -> tupl
     code, world, defaults = function.__code__, function.__globals__, function.__defaults__ or ()
     names = tuple(_names(code))
     last = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    captured = [(name, cell.cell_contents) for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)]
+    captured = [
+        (name, cell.cell_contents)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
+    ]
 
     def key(name: str, value: Any) -> Any:
         kind = kind_of(value) if is_changing(name) else None

@@ -103,7 +103,7 @@ class Features(NamedTuple):
             block_mask=False, whole_tiles=False, packed=False, sink=False, cache=None
         )
 
-    @property
+    @property  # beyond module 5
     def templates(self) -> Features:  # beyond module 5
         """The options with what is compiled for user functions, which takes their numbers."""
         mod = self.score_mod

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.common.arguments import as_host_array, whole
-from kernels.scores.mods import as_mask_mod
 from kernels.scores.derivatives import kinds_of
+from kernels.scores.mods import as_mask_mod
 from kernels.scores.templates import numbers_of, template_of
 from kernels.sparsity.states import (
     FULL,
@@ -206,7 +206,7 @@ def compiled_fill(
 
 
 @lru_cache(maxsize=64)
-def compiled_mod(template: Any, error_model: str) -> Any:
+def compiled_mod(template: Any, error_model: Literal["python", "numpy"]) -> Any:
     """Return the compiled function of numbers and the arguments of a user function.
 
     Each template is compiled once.  A callable that is no function raises a TypeError.

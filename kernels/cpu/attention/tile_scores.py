@@ -170,8 +170,8 @@ def make_target(real, has_table=False):
     """Return the score program's target of tiles of one dtype.
 
     A pass applies one option, and its ``place`` is the input of that option for an element: :class:`Apart`
-    for ALiBi, the mask's element for a mask, the caller's (batch, head, row, col) for a user function, whose
-    ``call`` is :class:`OfUsers`.  With ``has_table``, the function reads the table.
+    for ALiBi, the mask's element for a mask, the caller's (batch, head, row, col) for a user function,
+    whose ``call`` is :class:`OfUsers`.  With ``has_table``, the function reads the table.
     """
 
     def score_function(function):
@@ -179,11 +179,23 @@ def make_target(real, has_table=False):
 
         @njit
         def at_place(score, place, call):
-            return real(function(call.of_score, MOD_SCALAR(score), place[0], place[1], place[2], place[3]))
+            return real(
+                function(call.of_score, MOD_SCALAR(score), place[0], place[1], place[2], place[3])
+            )
 
         @njit
         def with_table(score, place, call):
-            return real(function(call.of_score, MOD_SCALAR(score), place[0], place[1], place[2], place[3], call.table))
+            return real(
+                function(
+                    call.of_score,
+                    MOD_SCALAR(score),
+                    place[0],
+                    place[1],
+                    place[2],
+                    place[3],
+                    call.table,
+                )
+            )
 
         return with_table if has_table else at_place
 

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from kernels.interop.torch.custom_operators import compiled_attention, draw_seed, is_traced, maker_of
+from kernels.interop.torch.custom_operators import (
+    compiled_attention,
+    draw_seed,
+    is_traced,
+    maker_of,
+)
 from kernels.interop.torch.eager import eager_attention
 from kernels.interop.torch.edges import (
     as_kernels_take,

@@ -75,8 +75,8 @@ def numbers_of(problem: Problem) -> Extras:
         threshold=attention_threshold(problem.dropout_p),
         keep_scale=real(keep_scale(problem.dropout_p)).item(),
     )
-    of_mask, of_score = (numbers_for(x, problem.acc_dtype) for x in problem.numbers)  # beyond module 5
-    extras = extras._replace(mask_numbers=of_mask, score_numbers=of_score)  # beyond module 5
+    mods = [numbers_for(x, problem.acc_dtype) for x in problem.numbers]  # beyond module 5
+    extras = extras._replace(mask_numbers=mods[0], score_numbers=mods[1])  # beyond module 5
     return extras
 
 

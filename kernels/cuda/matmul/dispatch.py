@@ -36,9 +36,9 @@ from kernels.runtime.targets import compute_capability
 
 # Measured on an H200; see docs/notes-cuda.md.
 #: Planes → layouts for Hopper, each with the cost of a step of the depth and the constant cost of a tile,
-#: in units of a step of the largest tile, 0.8 microseconds.
+#: in units of 0.8 microseconds.
 _HOPPER = {
-    1: ((ProductLayout(2, 256, 4, 2), 1.0, 8.0), (ProductLayout(2, 128, 5, 2), 0.56, 5.0)),
+    1: ((ProductLayout(2, 256, 4, 2), 0.82, 8.0), (ProductLayout(2, 128, 5, 2), 0.42, 5.0)),
     3: ((ProductLayout(2, 128, 2, 1), 3.3, 5.0),),
 }
 #: The layouts for warps with their costs.
@@ -48,6 +48,12 @@ _SUMMED = 280_000
 #: Cost of the additional kernel that adds up the parts, in steps.
 _SUM_STEPS = 10.0
 _MOST_PARTS = 128
+#: The choice of no parts, in which all blocks stream the last tiles, and the least steps of a block.
+_STREAMED, _LEAST_STREAMED = 0, 16
+#: Cost of dividing sums among blocks, and of adding what another block has of a tile, in tiles.
+_STREAMING, _SLOT = 3.0, 1.2
+#: Division among blocks is taken where it promises more than the model's error.
+_MARGIN = 1.05
 #: Multiply-adds, and rows, columns and depth, from which numbers are split instead of using CUDA cores.
 _SPLIT_WORK, _SPLIT_SIDE = 1 << 29, 128
 #: Depth of a tile of split numbers.
@@ -143,12 +149,12 @@ def _multiply_placed(
 ) -> None:
     """Multiply operands that kernels can read in place, dividing a long sum into parts."""
     (batch, heads, rows, depth), cols = a.shape, b.shape[2]
-    layout, parts = _layout(
+    layout, parts, whole = _layout(
         batch * heads, rows, cols, ceil_div(depth, form.depth), _is_hopper(), form.planes,
         form.has_bias or form.has_gelu,
     )  # fmt: skip
     if parts == 1:
-        _launch(a, b, target, form, layout, plane)
+        _launch(a, b, target, form, layout, plane, whole)
         return
     matrix = rows * cols
     partial = empty_device((batch * heads * parts * matrix,), FLOAT32)
@@ -159,12 +165,13 @@ def _multiply_placed(
 
 
 def _launch(
-    a: Operand, b: Operand, target: Output, form: ProductForm, layout: Any, plane: int
-) -> None:
+    a: Operand, b: Operand, target: Output, form: ProductForm, layout: Any, plane: int,
+    whole: int | None = None,
+) -> None:  # fmt: skip
     if isinstance(layout, WarpLayout):
         multiply_by_warps(a, b, target, form, layout)
     else:
-        multiply_on_hopper(a, b, target, form, layout, plane)
+        multiply_on_hopper(a, b, target, form, layout, plane, whole)
 
 
 def _is_stored_in_pieces(out: Any, steps: Ints, shape: Ints) -> bool:
@@ -183,21 +190,37 @@ def _is_stored_in_pieces(out: Any, steps: Ints, shape: Ints) -> bool:
 @lru_cache(maxsize=4096)
 def _layout(
     matrices: int, rows: int, cols: int, steps: int, is_hopper: bool, planes: int, is_whole: bool
-) -> tuple[ProductLayout | WarpLayout, int]:
-    """Return the layout and the number of parts of the depth that keep the device busy.
+) -> tuple[ProductLayout | WarpLayout, int, int | None]:
+    """Return the layout and how sums are divided, with which the device ends first.
 
-    ``steps`` are tiles of the depth; sums must not be divided if ``is_whole``.
+    That is the number of parts of the depth, and the number of tiles that are computed by one block each
+    before all blocks stream the others; None if they do not.  ``steps`` are tiles of the depth; sums must
+    not be divided into parts if ``is_whole``.
     """
     layouts = _HOPPER[planes] if is_hopper else _WARPS
     most = 1 if is_whole else min(_MOST_PARTS, steps)
+    blocks = multiprocessors()
+
+    def tiles_of(layout: Any) -> int:
+        return matrices * ceil_div(rows, layout.rows) * ceil_div(cols, layout.cols)
 
     def cost(choice: tuple[Any, int]) -> float:
         (layout, step, tile), parts = choice
-        tiles = matrices * ceil_div(rows, layout.rows) * ceil_div(cols, layout.cols) * parts
-        rounds = ceil_div(tiles, multiprocessors() * getattr(layout, "resident", 1))
+        left = tiles_of(layout) % blocks
+        if parts == _STREAMED:
+            if left == 0 or left * steps < _LEAST_STREAMED * blocks:
+                return math.inf
+            slots = ceil_div(blocks, left)
+            streamed = ceil_div(left * steps, blocks) * step + (_STREAMING + slots * _SLOT) * tile
+            return _MARGIN * (tiles_of(layout) // blocks * (steps * step + tile) + streamed)
+        tiles = tiles_of(layout) * parts
+        rounds = ceil_div(tiles, blocks * getattr(layout, "resident", 1))
         summed = _SUM_STEPS + matrices * rows * cols * parts / _SUMMED if parts > 1 else 0.0
         return rounds * (ceil_div(steps, parts) * step + tile) + summed
 
-    (layout, _, _), parts = min(product(layouts, range(1, most + 1)), key=cost)
+    choices = range(0 if is_hopper and planes == 1 else 1, most + 1)
+    (layout, _, _), parts = min(product(layouts, choices), key=cost)
+    if parts == _STREAMED:
+        return layout, 1, tiles_of(layout) // blocks * blocks
     # Rounding may leave none for the last.
-    return layout, ceil_div(steps, ceil_div(steps, parts))
+    return layout, ceil_div(steps, ceil_div(steps, parts)), None

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import count as counted
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from kernels.common.geometry import ceil_div
 from kernels.cuda.device.half import as_bits
 from kernels.cuda.device.per_device import map_of, multiprocessors
 from kernels.cuda.device.warpgroups import LINE, PANEL
 from kernels.cuda.matmul import mma, wgmma
-from kernels.cuda.matmul.layout import Order, ProductForm, ProductLayout, WarpLayout
+from kernels.cuda.matmul.layout import Order, ProductForm, ProductLayout, Stream, WarpLayout
 from kernels.cuda.matmul.operands import Ints, Operand
 from kernels.cuda.ptx.wgmma import ROWS
+from kernels.cuda.runtime.arrays import empty_device, to_device
+from kernels.cuda.runtime.recorder import drawn
+from kernels.runtime.dtypes import FLOAT32
+from kernels.runtime.targets import current_device
 
 #: Approximate number of rows of the result in a band; see ``Order``.
 BAND_ROWS = 2048
 #: Number of rows and columns of a result that are stored at a time.
 _OUT_BOX = (ROWS, PANEL)
+_TICKETS = counted(1)
 
 
 class Output(NamedTuple):
@@ -81,11 +89,13 @@ def multiply_on_hopper(
     form: ProductForm,
     layout: ProductLayout,
     plane: int = 0,
+    whole: int | None = None,
 ) -> None:
     """Launch the kernel of ``matmul.wgmma``.
 
     ``a`` is (batch, heads, rows, depth), with planes the depth of one, and ``b`` (batch, heads, cols,
-    depth).  Consecutive planes are ``plane`` elements apart.
+    depth).  Consecutive planes are ``plane`` elements apart.  After ``whole`` items, if given, all blocks
+    divide the sums of the others among them.
     """
     kind = "float32" if form.dtype == "tf32" else form.dtype
     (batch, heads, rows, _), cols, depth = a.shape, b.shape[2], form.depth
@@ -104,10 +114,21 @@ def multiply_on_hopper(
         out = _map_of(out, shape, target.steps, _OUT_BOX, form.out)
         if form.keeps_input:
             before = _map_of(before, shape, target.steps, _OUT_BOX, form.out)
-    blocks = min(multiprocessors(), order.items)
+    blocks, stream = min(multiprocessors(), order.items), 0
+    if whole is not None:
+        blocks, form = multiprocessors(), form._replace(streams=True)
+        slots = empty_device((blocks * layout.rows * layout.cols,), FLOAT32)
+        ticket = drawn(partial(next, _TICKETS))
+        stream = Stream(whole, ticket, slots, _flags(blocks * layout.consumers, current_device()))
     wgmma.product_kernel(layout, form)[blocks, layout.threads](
-        *maps, out, before, target.bias, out_steps, (*sizes, *differs, plane), order
+        *maps, out, before, target.bias, out_steps, stream, (*sizes, *differs, plane), order
     )
+
+
+@lru_cache(maxsize=64)
+def _flags(count: int, device: int) -> Any:
+    """Return the flags of streamed products on a device, which no launch resets."""
+    return to_device(np.zeros(count, np.int64))
 
 
 def multiply_by_warps(

@@ -11,7 +11,8 @@ from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.warpgroups import LINE, WarpRoles
 from kernels.cuda.ptx.wgmma import KINDS, ROWS
 from kernels.cuda.runtime.kernel import device_function
-from kernels.runtime.types import int32, uint32
+from kernels.runtime.targets import cuda
+from kernels.runtime.types import int32, int64, uint32
 
 #: Number of products per step of the depth, a line of 128 bytes, of which an instruction reads 32.
 STEPS = 4
@@ -31,6 +32,7 @@ class ProductForm(NamedTuple):
     has_bias: bool = False  # Whether one number per column is added
     has_gelu: bool = False  # Whether GELU is applied after that
     keeps_input: bool = False  # Whether the input of GELU is written too, for the backward pass
+    streams: bool = False  # Whether blocks divide the sums of some tiles among them; see ``Stream``
 
     @property
     def depth(self) -> int:
@@ -154,3 +156,69 @@ def make_find(layout: ProductLayout | WarpLayout) -> Callable[..., Item]:
         )  # fmt: skip
 
     return find
+
+
+class Stream(NamedTuple):
+    """The tiles whose sums all blocks divide among them, each an equal share of consecutive steps.
+
+    A block goes backwards through its share.  What it has of a tile that the next block completes comes
+    first, and lies in a slot of the block; it completes others with the slots of the blocks before.
+    """
+
+    whole: Any  # Number of items that are computed by one block each, before the others
+    ticket: Any  # Number of the launch, larger than those before
+    slots: Any  # (blocks * consumers * 128 * numbers of a thread,) float32
+    flags: Any  # (blocks * consumers,) int64: the launch that has filled a slot last
+
+
+@cache
+def make_shares(layout: ProductLayout, streams: bool) -> tuple[Any, Any, Any]:
+    """Return ``own_share(…)``, ``is_left(share, …)`` and ``take(share, …)`` of a block's work.
+
+    They take the stream, the shape and the order; ``take`` returns an item and the share that is left.
+    """
+    find = make_find(layout)
+
+    @device_function
+    def own_number(stream, shape, order):
+        return int32(cuda.blockIdx.x)
+
+    @device_function
+    def is_number(number, stream, shape, order):
+        return number < int32(order.row_tiles * order.col_tiles * order.matrices)
+
+    @device_function
+    def take_number(number, stream, shape, order):
+        return find(number, shape, order), int32(number + cuda.gridDim.x)
+
+    @device_function
+    def own_share(stream, shape, order):
+        block = int32(cuda.blockIdx.x)
+        first = first_step(block, stream, shape, order)
+        return block, first, first_step(int32(block + 1), stream, shape, order)
+
+    @device_function
+    def is_left(share, stream, shape, order):
+        return share[0] < stream.whole or share[1] < share[2]
+
+    @device_function
+    def take(share, stream, shape, order):
+        number, first, stop = share
+        tile = int32(int32(stop - 1) // shape[2])
+        is_streamed = number >= stream.whole
+        item = find(int32(stream.whole + tile) if is_streamed else number, shape, order)
+        if not is_streamed:
+            return item, (int32(number + cuda.gridDim.x), first, stop)
+        start = int32(tile * shape[2])
+        begin = max(first, start)
+        own = int32(begin - start), int32(stop - start)
+        return Item(*item[:5], *own), (number, first, begin)
+
+    return (own_share, is_left, take) if streams else (own_number, is_number, take_number)
+
+
+@device_function
+def first_step(block, stream, shape, order):
+    """Return the first step of a block's share of the steps of all streamed tiles."""
+    tiles = int32(order.row_tiles * order.col_tiles * order.matrices - stream.whole)
+    return int32(int64(tiles) * shape[2] * block // cuda.gridDim.x)

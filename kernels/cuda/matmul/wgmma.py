@@ -24,9 +24,10 @@ from kernels.cuda.device.pipeline import (
     start,
     wait,
 )
-from kernels.cuda.device.warpgroups import LINE, PANEL, block_bytes, own_warpgroup
+from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP, block_bytes, own_warpgroup
 from kernels.cuda.matmul.epilogue import (
     COLS,
+    OWN,
     make_epilogue,
     make_write_floats,
     make_write_tile,
@@ -37,9 +38,12 @@ from kernels.cuda.matmul.layout import (
     Order,
     ProductForm,
     ProductLayout,
-    make_find,
+    Stream,
+    first_step,
+    make_shares,
     shared_tiles,
 )
+from kernels.cuda.ptx.barriers import bar_sync
 from kernels.cuda.ptx.bulk import tensor_load, wait_for_reads
 from kernels.cuda.ptx.copies import global_address
 from kernels.cuda.ptx.wgmma import (
@@ -59,6 +63,9 @@ from kernels.runtime.types import float32, int32, int64, types, uint8, uint16, v
 #: the head and batch indices in a and in b; distance of consecutive planes.
 SHAPE = types.UniTuple(int32, 11)
 MAPS = types.Array(uint8, 1, "C")
+STREAM = types.NamedTuple(
+    (int32, int64, types.Array(float32, 1, "C"), types.Array(int64, 1, "C")), Stream
+)
 
 
 @cache
@@ -82,20 +89,23 @@ def _make_load(lines: int, depth: int, is_turned: bool) -> Callable[..., None]:
 def _make_produce(
     layout: ProductLayout, form: ProductForm, operands: Pipeline, b_offset: int
 ) -> Callable[..., None]:
-    """Return ``produce(memory, a_map, b_map, shape, order)``, with which one thread copies operands."""
+    """Return ``produce(memory, a_map, b_map, *work)``, with which one thread copies operands.
+
+    The work is a stream, a shape and an order.
+    """
     planes, depth, a_size, b_size = form.planes, form.depth, layout.a_bytes, layout.b_bytes
-    stage_bytes, find = planes * (a_size + b_size), make_find(layout)
+    stage_bytes = planes * (a_size + b_size)
+    own_share, is_left, take = make_shares(layout, form.streams)
     load_a = _make_load(layout.rows, depth, form.a_turned)
     load_b = _make_load(layout.cols, depth, form.b_turned)
 
     @device_function
-    def produce(memory, a_map, b_map, shape, order):
+    def produce(memory, a_map, b_map, stream, shape, order):
         tiles, at = placed(operands, memory), start()
         a_tensor, b_tensor = global_address(a_map), global_address(b_map)
-        number = int32(cuda.blockIdx.x)
-        items = int32(order.row_tiles * order.col_tiles * order.matrices)
-        while number < items:
-            item = find(number, shape, order)
+        share = own_share(stream, shape, order)
+        while is_left(share, stream, shape, order):
+            item, share = take(share, stream, shape, order)
             h, b = item.h, item.b
             for k in range(item.first, item.stop):
                 acquire(tiles, at)
@@ -106,9 +116,58 @@ def _make_produce(
                     load_a(a_tile, a_tensor, full, item.row, line, h * shape[6], b * shape[7])
                     load_b(b_tile, b_tensor, full, item.col, line, h * shape[8], b * shape[9])
                 at = following(tiles, at)
-            number += int32(cuda.gridDim.x)
 
     return produce
+
+
+@cache
+def _make_complete(layout: ProductLayout, streams: bool) -> Callable[..., bool]:
+    """Return ``complete(acc, item, me, stream, shape, order)``: whether a consumer's sum is whole now.
+
+    If another block has the end of it, the sum is left in the slot of the own one; what other blocks have
+    left is added.
+    """
+    numbers, threads = layout.cols // 8, layout.consumers * WARPGROUP
+    consumers = layout.consumers
+
+    @device_function
+    def is_whole(acc, item, me, stream, shape, order):
+        return True
+
+    @device_function
+    def slot_of(block, me):
+        return (
+            int64(block) * (4 * numbers * threads) + me * WARPGROUP + cuda.threadIdx.x % WARPGROUP
+        )
+
+    @device_function
+    def complete(acc, item, me, stream, shape, order):
+        is_first, block = cuda.threadIdx.x % WARPGROUP == 0, int32(cuda.blockIdx.x)
+        if item.stop < shape[2]:
+            slot = slot_of(block, me)
+            for t in range(numbers):
+                for e in range(4):
+                    stream.slots[slot + (4 * t + e) * threads] = acc[t, e]
+            cuda.threadfence()
+            bar_sync(OWN + me, WARPGROUP)  # all of the warpgroup have stored
+            if is_first:
+                cuda.atomic.max(stream.flags, block * consumers + me, stream.ticket)
+            return False
+        begin = int32(first_step(block, stream, shape, order) - item.first)
+        while item.first > 0 and first_step(block, stream, shape, order) > begin:
+            block = int32(block - 1)
+            if is_first:
+                while cuda.atomic.max(stream.flags, block * consumers + me, 0) < stream.ticket:
+                    pass
+            bar_sync(OWN + me, WARPGROUP)  # the slot is filled
+            cuda.threadfence()
+            slot = slot_of(block, me)
+            for t in range(numbers):
+                for e in range(4):
+                    acc[t, e] += stream.slots[slot + (4 * t + e) * threads]
+        return True
+
+    return complete if streams else is_whole
 
 
 @cache
@@ -127,11 +186,13 @@ def _make_write(layout: ProductLayout, form: ProductForm) -> Callable[..., None]
 def _make_consume(
     layout: ProductLayout, form: ProductForm, operands: Pipeline, b_offset: int, out_offset: int
 ) -> Callable[..., None]:
-    """Return ``consume(me, memory, out, before_gelu, bias, out_steps, shape, order)`` for the consumers.
+    """Return ``consume(me, memory, out, before_gelu, bias, out_steps, *work)`` for the consumers.
 
     It multiplies the tiles and writes the results.
     """
-    planes, find, own_out = form.planes, make_find(layout), layout.panels * ROWS * LINE
+    planes, own_out = form.planes, layout.panels * ROWS * LINE
+    own_share, is_left, take = make_shares(layout, form.streams)
+    complete = _make_complete(layout, form.streams)
     a_size, b_size = layout.a_bytes >> 4, layout.b_bytes >> 4
     col_tiles, terms, promotes = layout.cols // 8, TERMS[planes], planes > 1
     term_count = len(terms)
@@ -153,7 +214,7 @@ def _make_consume(
     has_gelu, keeps = form.has_gelu, form.keeps_input
 
     @device_function
-    def consume(me, memory, out, before_gelu, bias, out_steps, shape, order):
+    def consume(me, memory, out, before_gelu, bias, out_steps, stream, shape, order):
         warp, lane = int32(cuda.threadIdx.x // 32 % 4), int32(cuda.threadIdx.x % 32)
         acc = cuda.local.array((col_tiles, 4), float32)  # (64, cols) / 128: a·b
         sums = cuda.local.array((col_tiles, 4), float32)  # (64, cols) / 128: with planes, a·b
@@ -161,10 +222,9 @@ def _make_consume(
         b_desc = descriptor(b_layout, memory + b_offset)
         own_tile = memory + out_offset + me * own_out
         tiles, at = placed(operands, memory), start()
-        number = int32(cuda.blockIdx.x)
-        items = int32(order.row_tiles * order.col_tiles * order.matrices)
-        while number < items:
-            item = find(number, shape, order)
+        share = own_share(stream, shape, order)
+        while is_left(share, stream, shape, order):
+            item, share = take(share, stream, shape, order)
             before = start()  # the stage of the products before
             if promotes:
                 for t in range(col_tiles):
@@ -196,14 +256,14 @@ def _make_consume(
                 wait_for_all()  # the sums are whole, and the last stage was read
                 release(tiles, before, lane)
             result = sums if promotes else acc
-            if has_bias:
-                add_bias(result, bias, item.col + 2 * (lane % 4), shape[1])
-            if keeps:
-                write(result, before_gelu, out_steps, own_tile, item, me, shape)
-            if has_gelu:
-                activate(result)
-            write(result, out, out_steps, own_tile, item, me, shape)
-            number += int32(cuda.gridDim.x)
+            if complete(result, item, me, stream, shape, order):
+                if has_bias:
+                    add_bias(result, bias, item.col + 2 * (lane % 4), shape[1])
+                if keeps:
+                    write(result, before_gelu, out_steps, own_tile, item, me, shape)
+                if has_gelu:
+                    activate(result)
+                write(result, out, out_steps, own_tile, item, me, shape)
         if is_half and warp == 0 and lane == 0:
             wait_for_reads()  # of the last result
 
@@ -222,11 +282,12 @@ def product_kernel(layout: ProductLayout, form: ProductForm) -> Kernel:
     produce = _make_produce(layout, form, operands, tiles["b"])
     consume = _make_consume(layout, form, operands, tiles["b"], tiles["out"])
 
-    def product_wgmma(a_map, b_map, out, before_gelu, bias, out_steps, shape, order):
+    def product_wgmma(a_map, b_map, out, before_gelu, bias, out_steps, stream, shape, order):
         """Multiply matrix after matrix, tile after tile.
 
         Computes: out = gelu(a·b + bias) for each batch and head; bias and GELU if asked for; the
-            depth may be divided into parts, whose sums lie one after the other
+            depth may be divided into parts, whose sums lie one after the other, or
+            among all blocks, see ``Stream``
         Source: the Hopper kernels of CUTLASS, for who does what; Goto and van de Geijn (2008) for tiles
         Grid: (multiprocessors,), one block each, that takes every so many-th item; see ``Order``
         Block: (128 * (consumers + 1),), warpgroup 0 copies, the others multiply
@@ -244,17 +305,18 @@ def product_kernel(layout: ProductLayout, form: ProductForm) -> Kernel:
         if warpgroup == 0:
             give_registers()
             if cuda.threadIdx.x == 0:
-                produce(memory, a_map, b_map, shape, order)
+                produce(memory, a_map, b_map, stream, shape, order)
         else:
             take_registers()
             me = int32(warpgroup - 1)
-            consume(me, opaque(memory), out, before_gelu, bias, out_steps, shape, order)
+            consume(me, opaque(memory), out, before_gelu, bias, out_steps, stream, shape, order)
 
     is_half = form.out != "float32"
     from_map = MAPS if is_half else types.Array(float32, 1, "C")
     one_bias = types.Array(uint16 if is_half else float32, 1, "C") if form.has_bias else int64
     signature = void(
         MAPS, MAPS, from_map, from_map if form.keeps_input else int64, one_bias,
-        types.UniTuple(int64, 5), SHAPE, types.NamedUniTuple(int32, 4, Order),
+        types.UniTuple(int64, 5), STREAM if form.streams else int64, SHAPE,
+        types.NamedUniTuple(int32, 4, Order),
     )  # fmt: skip
     return Kernel(product_wgmma, signature, layout.threads, block_bytes(tiles))

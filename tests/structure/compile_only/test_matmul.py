@@ -24,6 +24,7 @@ HOPPER_KERNELS = {
     "tf32": (LARGE, ProductForm("tf32", "float32")),
     "split": (SPLIT, ProductForm("bfloat16", "float32", True, True, planes=3)),
     "bias and GELU": (LARGE, WHOLE),
+    "shared sums": (LARGE, ProductForm("bfloat16", "bfloat16", True, True, streams=True)),
 }
 WARP_KERNELS = {
     "bfloat16": ProductForm("bfloat16", "bfloat16", False, True),

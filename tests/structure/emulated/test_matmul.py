@@ -16,7 +16,14 @@ import minitorch
 from kernels.cuda.device.warpgroups import block_bytes
 from kernels.cuda.matmul import dispatch
 from kernels.cuda.matmul.dispatch import Epilogue
-from kernels.cuda.matmul.layout import Order, ProductForm, WarpLayout, place_of, shared_tiles
+from kernels.cuda.matmul.layout import (
+    Order,
+    ProductForm,
+    ProductLayout,
+    WarpLayout,
+    place_of,
+    shared_tiles,
+)
 from kernels.cuda.runtime.arrays import empty_device, to_device, to_host
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32, HALF_DTYPES
 from kernels.runtime.targets import compute_capability
@@ -65,9 +72,10 @@ def test_no_part_of_a_sum_is_empty_and_tiles_fit_in_shared_memory(
     is_hopper, planes = device
     with patch.object(dispatch, "multiprocessors", lambda: 132):
         choose = dispatch._layout.__wrapped__
-        layout, parts = choose(matrices, rows, cols, steps, is_hopper, planes, is_whole)
+        layout, parts, whole = choose(matrices, rows, cols, steps, is_hopper, planes, is_whole)
     assert 1 <= parts <= (1 if is_whole else min(steps, 128))
     assert (parts - 1) * -(-steps // parts) < steps
+    assert whole is None or (parts == 1 and whole % 132 == 0)
     if isinstance(layout, WarpLayout):
         assert not is_hopper and layout.shared_bytes <= MOST_SHARED[8, 6]
         return
@@ -86,6 +94,23 @@ def test_the_kernels_own_source_multiplies(cc: tuple[int, int], name: str) -> No
     with emulated_gpu(cc):
         error = run(call, np.random.default_rng(0))
     assert error <= 1, f"{error:.3g} of what is allowed"
+
+
+@emulated_only
+@pytest.mark.parametrize(
+    ("blocks", "cols", "whole"), [(2, 160, 2), (4, 150, 0), (5, 64, 0), (3, 320, 3)]
+)
+@pytest.mark.parametrize("kind", ["bfloat16", "tf32"])
+def test_blocks_share_the_sums_of_the_last_tiles(
+    kind: str, blocks: int, cols: int, whole: int
+) -> None:
+    call, layout = Product(kind, (40, cols, 456), a_turned=True), ProductLayout(1, 64, 2, 1)
+    with (
+        emulated_gpu(blocks=blocks),
+        patch.object(dispatch, "_layout", lambda *_: (layout, 1, whole)),
+    ):
+        errors = [run(call, np.random.default_rng(0)) for _ in range(2)]
+    assert max(errors) <= 1, f"{max(errors):.3g} of what is allowed"
 
 
 @emulated_only

@@ -1,4 +1,4 @@
-"""What scripts of several rooms share: the command line, and their behaviour in a notebook."""
+"""What scripts of several packages share: the command line, and their behaviour in a notebook."""
 
 import sys
 from pathlib import Path

@@ -306,20 +306,20 @@ def copy_of_tree(at: str, tree: Path) -> None:
 
 
 def table(record: Record) -> str:
-    """Return how many changes of each room were caught, and those that survived."""
-    rooms: dict[str, Counter[str]] = defaultdict(Counter)
+    """Return how many changes of each package were caught, and those that survived."""
+    packages: dict[str, Counter[str]] = defaultdict(Counter)
     for row in record["rows"]:
         for name in (row["file"].rpartition("/")[0], "all"):
-            rooms[name][row["outcome"]] += 1
+            packages[name][row["outcome"]] += 1
     lines = [
-        [room, str(sum(found.values())), *(str(found[outcome]) for outcome in OUTCOMES)]
-        for room, found in sorted(rooms.items(), key=lambda item: (item[0] == "all", item[0]))
+        [name, str(sum(found.values())), *(str(found[outcome]) for outcome in OUTCOMES)]
+        for name, found in sorted(packages.items(), key=lambda item: (item[0] == "all", item[0]))
     ]
     survivors = (
         f"- {row['file']}:{row['line']}: {row['kind']}: {row['before']} → {row['after']}"
         for row in record["rows"] if row["outcome"] != OUTCOMES[0]
     )  # fmt: skip
-    return "\n".join([markdown(["room", "changes", *OUTCOMES], lines), "", *survivors])
+    return "\n".join([markdown(["package", "changes", *OUTCOMES], lines), "", *survivors])
 
 
 def cases(run: Run) -> Iterator[Case]:

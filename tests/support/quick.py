@@ -1,11 +1,11 @@
-"""Lint, types and the tests of the rooms that a change touches, in about a minute: ``make quick``.
+"""Lint, types and the tests of the packages that a change touches, in about a minute: ``make quick``.
 
     python -m tests.support.quick [BASE]
 
 A change is every difference from the commit BASE (HEAD by default), and every untracked file.  The tests of
-a file are those in the folder of tests/ nearest to its room, those in the folder of tests/structure named
-after its room, and those named after its module.  Property tests draw five examples.  ``make test``
-and ``make test ONLY=slow`` run everything.
+a file are those in the folder of tests/ nearest to its package, those in the folder of tests/structure
+named after its package, and those named after its module.  Property tests draw five examples.
+``make test`` and ``make test ONLY=slow`` run everything.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .rooms import FLOORS, ROOT, Room, declared, room_of
+from .packages import FLOORS, ROOT, Package, declared, package_of
 
-#: Rooms whose kernels the emulated GPU runs.
+#: Packages whose kernels the emulated GPU runs.
 EMULATED = ("kernels/cuda", "minitorch/backends")
 #: Tests that need the emulated GPU, or a GPU.
 ON_DEVICE = "tests/kernels/cuda/"
@@ -40,14 +40,14 @@ def changed(base: str) -> list[str]:
     return sorted({name for text in output for name in text.split() if name.endswith(".py")})
 
 
-def tests_of(path: str, rooms: list[Room]) -> set[str]:
+def tests_of(path: str, packages: list[Package]) -> set[str]:
     """Return the test files of a source file, or a test that has changed."""
     if path.startswith("tests/"):
         return {path} if Path(path).name.startswith("test_") else set()
     if path.split("/")[0] not in FLOORS:
         return set()
-    room, named = room_of(path, rooms), _files("tests", f"**/test_{Path(path).stem}.py")
-    folder = Path(room.folder) if room else Path(path).parent
+    package, named = package_of(path, packages), _files("tests", f"**/test_{Path(path).stem}.py")
+    folder = Path(package.folder) if package else Path(path).parent
     inner = folder.parts[1:]
     structure = _files(Path("tests/structure", *inner), "test_*.py") if inner else set()
     place = "tests" / folder
@@ -77,8 +77,8 @@ def main() -> int:
         print("no Python file has changed")
         return 0
     python = sys.executable
-    rooms = declared()
-    tests = {"tests/repository/test_floors.py"}.union(*(tests_of(path, rooms) for path in files))
+    packages = declared()
+    tests = {"tests/repository/test_floors.py"}.union(*(tests_of(path, packages) for path in files))
     tests = {test for test in tests if test in files or not test.startswith(SLOW)}
     pytest = [python, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "worksteal"]
     bin_ = Path(python).parent

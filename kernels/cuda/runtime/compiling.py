@@ -60,7 +60,7 @@ def check_arrays(kinds: Any, args: Any) -> None:
             if given != expected:
                 raise wrong_array(expected, given)
         elif isinstance(kind, types.BaseTuple):
-            check_arrays(kind.types, arg)
+            check_arrays(kind.types, arg)  # type: ignore[attr-defined]
 
 
 def compile_kernel(

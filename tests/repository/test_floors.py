@@ -7,6 +7,7 @@ from graphlib import TopologicalSorter
 import pytest
 
 from ..support.packages import ROOT, declared, imported_names, imports, package_of, sources
+from ..support.quick import tests_of
 
 #: What minitorch may import of kernels.
 OPEN_PACKAGES = {"interop", "common", "runtime", "problem", "scores"}
@@ -83,3 +84,7 @@ def test_few_packages_import_a_compiler_or_torch(
         if f"{name}.".startswith(tuple(f"{one}." for one in imported)) and path[:8] != "project/"
     }  # fmt: skip
     assert users == packages
+
+
+def test_make_quick_finds_the_tests_of_a_changed_file() -> None:
+    assert "tests/minitorch/test_optim.py" in tests_of("minitorch/optim.py", declared())

@@ -6,8 +6,8 @@ from graphlib import TopologicalSorter
 
 import pytest
 
+from ..support import quick
 from ..support.packages import ROOT, declared, imported_names, imports, package_of, sources
-from ..support.quick import tests_of
 
 #: What minitorch may import of kernels.
 OPEN_PACKAGES = {"interop", "common", "runtime", "problem", "scores"}
@@ -87,4 +87,4 @@ def test_few_packages_import_a_compiler_or_torch(
 
 
 def test_make_quick_finds_the_tests_of_a_changed_file() -> None:
-    assert "tests/minitorch/test_optim.py" in tests_of("minitorch/optim.py", declared())
+    assert "tests/minitorch/test_optim.py" in quick.tests_of("minitorch/optim.py", declared())

@@ -82,6 +82,9 @@ def lines_of_table() -> list[Line]:
     return [
         Line("H200: attention, bfloat16, forward", attention("forward", "flash3_wgmma", **half),
              attention("forward", "CUDNN", **half), "TFLOP/s", "PyTorch: cuDNN", torch, bench),
+        Line("H200: attention, bfloat16, backward, `deterministic=False`",
+             attention("backward", "flash3_wgmma", **half),
+             attention("backward", "CUDNN", **half), "TFLOP/s", "PyTorch: cuDNN", torch, bench),
         Line("H200: attention, bfloat16, backward, deterministic",
              attention("backward", "flash3_wgmma, deterministic", **half),
              attention("backward", "CUDNN", **half), "TFLOP/s", "PyTorch: cuDNN", torch, bench),

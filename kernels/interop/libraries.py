@@ -183,7 +183,7 @@ class Torch(Library):
         if stream and self.module.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "kernels are launched on CUDA's legacy default stream, which a CUDA graph cannot capture; "
-                "call attention outside torch.cuda.graph, or compile without CUDA graphs"
+                "call attention outside torch.cuda.graph"
             )
         return stream
 

@@ -81,9 +81,10 @@ def test_the_copy_engine_sees_what_was_stored_before_a_fence(fences: bool) -> No
             bulk.cp_async_bulk_commit_group()
             bulk.wait_for_writes()
 
-    out = np.zeros((1, 32), np.float32)
+    out = np.zeros((1, 32), np.uint32)
     _run(kernel, out)
-    np.testing.assert_array_equal(out[0], np.arange(32) if fences else np.full(32, np.nan))
+    found = out.view(np.float32)[0]
+    np.testing.assert_array_equal(found, np.arange(32) if fences else np.full(32, np.nan))
 
 
 @pytest.mark.parametrize("stores", ["before", "too late", "too early"])

@@ -134,7 +134,7 @@ def test_the_custom_operator_passes_the_checks_of_pytorch(case: Case, dropout: b
     forward = torch.ops.minitorch.flash_attention
     given = {
         **DEFAULTS, **options, "attn_mask": mask, "sink": sink, "seed": seed, "others": 0,
-        "dropout_p": 0.5 if dropout else 0.0,
+        "dropout_p": 0.5 if dropout else 0.0, "cu_seqlens_q": None, "cu_seqlens_k": None,
     }  # fmt: skip
     numbers = [given[argument.name] for argument in forward.default._schema.arguments[8:]]
     args = q, k, v, mask, options.get("alibi_slopes"), sink, None, seed, *numbers

@@ -7,7 +7,7 @@ are.  Gains were measured with numba 0.68.1 and numba-cuda 0.30.4.
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter  # beyond module 5
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager  # beyond module 5
 from functools import cache
@@ -98,7 +98,7 @@ def compile_in_less_time(cuda: Any) -> None:  # beyond module 4
     if is_known("numba-cuda") and hasattr(cuda, "core"):
         for change in (
             _collect_afterwards,
-            _count_assignments,
+            _count_assignments,  # beyond module 5
             _inline_one_copy,
             _keep_defaults,
             _order_blocks,
@@ -118,7 +118,7 @@ def _collect_afterwards(cuda: Any) -> None:  # beyond module 4
         module.compile_cuda = uncollected()(module.compile_cuda)
 
 
-def _count_assignments(cuda: Any) -> None:  # beyond module 4
+def _count_assignments(cuda: Any) -> None:  # beyond module 5
     """Make numba-cuda find the variables that are assigned once, and read in that block, in one pass.
 
     Gain: for each variable, it visits all statements of its block.

@@ -12,8 +12,8 @@ kernel              device                operands
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
-from itertools import count, product
+from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,12 +24,16 @@ from kernels.cuda.device.partial_sums import sum_parts
 from kernels.cuda.device.per_device import multiprocessors, why_no_device
 from kernels.cuda.device.shared_tiles import round_up
 from kernels.cuda.matmul import cuda_cores
-from kernels.cuda.matmul.launch import Output, multiply_by_warps, multiply_on_hopper
+from kernels.cuda.matmul.launch import (
+    Output,
+    draw_ticket,
+    multiply_by_warps,
+    multiply_on_hopper,
+)
 from kernels.cuda.matmul.layout import ProductForm, ProductLayout, WarpLayout
 from kernels.cuda.matmul.operands import Ints, Operand, copy, flag, placed, split
 from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.runtime.arrays import device_pointer, empty_device
-from kernels.cuda.runtime.recorder import drawn
 from kernels.cuda.runtime.repeated import repeats
 from kernels.runtime.dtypes import FLOAT32, NAMES, is_half
 from kernels.runtime.targets import compute_capability
@@ -58,7 +62,6 @@ _MARGIN = 1.05
 _SPLIT_WORK, _SPLIT_SIDE = 1 << 29, 128
 #: Depth of a tile of split numbers.
 _SPLIT_DEPTH = ProductForm("bfloat16", "float32").depth
-_TICKETS = count(1)
 
 
 class Epilogue(NamedTuple):
@@ -125,7 +128,7 @@ def multiply(
     left = Operand(a, (batch, heads, rows, depth), a_steps)
     right = Operand(b, (batch, heads, cols, depth), (*b_steps[:2], b_steps[3], b_steps[2]))
     if kind == "split":
-        ticket = drawn(partial(next, _TICKETS))
+        ticket = draw_ticket()
         (left, plane), (right, _) = (split(each, _SPLIT_DEPTH, ticket) for each in (left, right))
         form = ProductForm("bfloat16", NAMES[out.dtype], left.is_turned, right.is_turned, planes=3)
         _multiply_placed(left, right, Output(out, out_steps), form, plane)

@@ -118,11 +118,17 @@ def multiply_on_hopper(
     if whole is not None:
         blocks, form = multiprocessors(), form._replace(streams=True)
         slots = empty_device((blocks * layout.rows * layout.cols,), FLOAT32)
-        ticket = drawn(partial(next, _TICKETS))
-        stream = Stream(whole, ticket, slots, _flags(blocks * layout.consumers, current_device()))
+        stream = Stream(
+            whole, draw_ticket(), slots, _flags(blocks * layout.consumers, current_device())
+        )
     wgmma.product_kernel(layout, form)[blocks, layout.threads](
         *maps, out, before, target.bias, out_steps, stream, (*sizes, *differs, plane), order
     )
+
+
+def draw_ticket() -> Any:
+    """Return the number of a launch: larger than those before, also when the launch is repeated."""
+    return drawn(partial(next, _TICKETS))
 
 
 @lru_cache(maxsize=64)

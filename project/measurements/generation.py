@@ -115,14 +115,21 @@ def cases(run: Run) -> Record:
     }  # fmt: skip
 
 
-def engine(model: Any, requests: list[tuple[list[int], int]], batch: int) -> int:
-    """Answer requests, as many at a time, and return the number of tokens."""
+def engine(model: Any, requests: list[tuple[list[int], int]], batch: int) -> Any:
+    """Return the function that answers requests by our engine, as many at a time.
+
+    It returns the number of tokens.
+    """
     pages = sum(ceil_div(len(prompt) + count, PAGE) for prompt, count in requests)
-    own = vars(model).setdefault(f"_serving_{batch}", Engine(model, pages=pages, batch=batch))
-    asked = [own.submit(prompt, count, 0.0) for prompt, count in requests]
-    while not all(request.ended for request in asked):
-        own.step()
-    return sum(len(request.tokens) for request in asked)
+    own = Engine(model, pages=pages, batch=batch)
+
+    def answer() -> int:
+        asked = [own.submit(prompt, count, 0.0) for prompt, count in requests]
+        while not all(request.ended for request in asked):
+            own.step()
+        return sum(len(request.tokens) for request in asked)
+
+    return answer
 
 
 def batched(run: Run, close: ExitStack, folder: str, requests: list[tuple[list[int], int]]) -> Any:
@@ -153,8 +160,8 @@ def serving(run: Run) -> Record:
     with saved(sizes) as folder, ExitStack() as close:
         model = loaded(folder, run.device)
         make = {
-            OURS: lambda: partial(engine, model, requests, run.requests),
-            ALONE: lambda: partial(engine, model, requests[::8], 1),
+            OURS: partial(engine, model, requests, run.requests),
+            ALONE: partial(engine, model, requests[::8], 1),
             BATCHED: partial(batched, run, close, folder, requests),
         }
         runs, why_not = ready(make)

@@ -117,6 +117,10 @@ def multiply_on_hopper(
     blocks, stream = min(multiprocessors(), order.items), 0
     if whole is not None:
         blocks, form = multiprocessors(), form._replace(streams=True)
+        if whole == 0:
+            # Blocks that multiply the same lines of the larger operand are then at the same depth, if
+            # the tiles along the smaller one divide the number of blocks: the L2 cache reads it once.
+            order = order._replace(band=1 if cols > rows else order.row_tiles)
         slots = empty_device((blocks * layout.rows * layout.cols,), FLOAT32)
         stream = Stream(
             whole, draw_ticket(), slots, _flags(blocks * layout.consumers, current_device())

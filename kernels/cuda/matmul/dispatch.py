@@ -52,8 +52,11 @@ _SUMMED = 280_000
 #: Cost of the additional kernel that adds up the parts, in steps.
 _SUM_STEPS = 10.0
 _MOST_PARTS = 128
-#: The choice of no parts, in which all blocks stream the last tiles, and the least steps of a block.
-_STREAMED, _LEAST_STREAMED = 0, 16
+#: The choices of no parts: all blocks stream all tiles, or those that are left after whole rounds.
+_STREAMED = (0, -1)
+_AFTER_ROUNDS = -1
+#: The least steps of a block that streams.
+_LEAST_STREAMED = 16
 #: Cost of dividing sums among blocks, and of adding what another block has of a tile, in tiles.
 _STREAMING, _SLOT = 3.0, 1.2
 #: Division among blocks is taken where it promises more than the model's error.
@@ -209,21 +212,23 @@ def _layout(
 
     def cost(choice: tuple[Any, int]) -> float:
         (layout, step, tile), parts = choice
-        left = tiles_of(layout) % blocks
-        if parts == _STREAMED:
-            if left == 0 or left * steps < _LEAST_STREAMED * blocks:
+        tiles = tiles_of(layout)
+        if parts in _STREAMED:
+            rounds = tiles // blocks * (parts == _AFTER_ROUNDS)
+            left = tiles - rounds * blocks
+            if tiles % blocks == 0 or left * steps < _LEAST_STREAMED * blocks:
                 return math.inf
-            slots = ceil_div(blocks, left)
-            streamed = ceil_div(left * steps, blocks) * step + (_STREAMING + slots * _SLOT) * tile
-            return _MARGIN * (tiles_of(layout) // blocks * (steps * step + tile) + streamed)
-        tiles = tiles_of(layout) * parts
+            share, slots = ceil_div(left * steps, blocks), ceil_div(blocks, left)
+            ends = _STREAMING + slots * _SLOT + max(0, left / blocks - 1)
+            return _MARGIN * (rounds * (steps * step + tile) + share * step + ends * tile)
+        tiles *= parts
         rounds = ceil_div(tiles, blocks * getattr(layout, "resident", 1))
         summed = _SUM_STEPS + matrices * rows * cols * parts / _SUMMED if parts > 1 else 0.0
         return rounds * (ceil_div(steps, parts) * step + tile) + summed
 
-    choices = range(0 if is_hopper and planes == 1 else 1, most + 1)
-    (layout, _, _), parts = min(product(layouts, choices), key=cost)
-    if parts == _STREAMED:
-        return layout, 1, tiles_of(layout) // blocks * blocks
+    streamed = _STREAMED if is_hopper and planes == 1 else ()
+    (layout, _, _), parts = min(product(layouts, (*streamed, *range(1, most + 1))), key=cost)
+    if parts in _STREAMED:
+        return layout, 1, tiles_of(layout) // blocks * blocks * (parts == _AFTER_ROUNDS)
     # Rounding may leave none for the last.
     return layout, ceil_div(steps, ceil_div(steps, parts)), None

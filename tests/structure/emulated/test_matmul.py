@@ -98,7 +98,7 @@ def test_the_kernels_own_source_multiplies(cc: tuple[int, int], name: str) -> No
 
 @emulated_only
 @pytest.mark.parametrize(
-    ("blocks", "cols", "whole"), [(2, 160, 2), (4, 150, 0), (5, 64, 0), (3, 320, 3)]
+    ("blocks", "cols", "whole"), [(2, 160, 2), (4, 150, 0), (5, 64, 0), (3, 320, 3), (3, 320, 0)]
 )
 @pytest.mark.parametrize("kind", ["bfloat16", "tf32"])
 def test_blocks_share_the_sums_of_the_last_tiles(

@@ -29,6 +29,7 @@ AREAS: dict[str, tuple[list[list[tuple[Any, ...]]], dict[str, Any]]] = {
     "block masks": ([bad_calls_blocks.BLOCKS], {"arrays": FastBackend}),
     "tensor operations": ([bad_calls_tensors.OPERATIONS], ON_HOST),
     "indexing and shapes": ([bad_calls_tensors.SHAPES], ON_HOST),
+    "derivatives": ([bad_calls_tensors.DERIVATIVES], ON_HOST),
     "gather, sort and sums": ([bad_calls_approximate.INDEXING], ON_HOST),
     "approximate attention": ([bad_calls_approximate.APPROXIMATE], ON_HOST),
     "factories": ([bad_calls_factories.FACTORIES], ON_HOST),

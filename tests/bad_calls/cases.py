@@ -108,9 +108,9 @@ def elsewhere(operands: Operands) -> Any:
     return mt.SimpleBackend if operands.backend is mt.FastBackend else mt.FastBackend
 
 
-def model(backend: Any) -> mt.DecoderLM:
+def model(backend: Any, **options: Any) -> mt.DecoderLM:
     """Return a language model of 5 tokens, width 4, 2 heads, a context of 3 and one layer."""
-    return mt.DecoderLM(5, 4, 2, 3, n_layer=1, middle_dim=4, backend=backend)
+    return mt.DecoderLM(5, 4, 2, 3, n_layer=1, middle_dim=4, backend=backend, **options)
 
 
 def run(main: Callable[[list[str]], Any], *args: str) -> None:

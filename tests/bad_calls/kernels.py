@@ -61,6 +61,12 @@ def reads_beyond(score: float, batch: int, head: int, row: int, col: int) -> flo
     return score * TABLE[col]
 
 
+def in_float8(dtype: str, dim: int, **options: Any) -> Any:
+    return lambda o: forward(
+        *[np.zeros((2, 4, dim), dtype)] * 3, precision="float8_e4m3", **options
+    )
+
+
 OPERANDS = [
     (lambda o: forward([[1.0]], o.x, o.x), TypeError, "q must be", "got list", "convert"),
     (lambda o: forward(*[o.x.astype(int)] * 3), TypeError, "float32", "q of int64", "astype"),
@@ -143,6 +149,11 @@ OPTIONS = [
     (attend(precision="fp8"), ValueError, "'tf32'", "'fp8'"),
     (attend(precision=np.float16), TypeError, "precision must be a name", "float16"),
     (lambda o: forward(*[o.wide] * 3, precision="tf32"), ValueError, "float32 operands", "float64"),
+    (in_float8("float32", 64), ValueError, "operands of 16 bits", "float32", "convert"),
+    (in_float8("float16", 256), ValueError, "up to 128", "(256, 256)"),
+    (in_float8("float16", 20), ValueError, "multiples of 8", "(20, 20)"),
+    (in_float8("float16", 64, softcap=3.0), ValueError, "support the options scale, is_causal"),
+    (in_float8("float16", 64, scale=-1.0), ValueError, "positive scale", "-1.0"),
     (attend(rung="warp9"), ValueError, "'warp9'", "'flash2'", "'auto'"),
     (attend(rung="flash1"), ValueError, "cannot run", "cpu target", "use 'auto'"),
     (attend(rung=None), TypeError, "rung must be the name", "None"),

@@ -40,6 +40,13 @@ FUNCTIONS = [
     (lambda o: mt.softmax_loss(o.matrix, np.array([0, -1])), ValueError, "from 0 to 2", "-1 to 0"),
     (lambda o: mt.one_hot(o.ids, 2.5), TypeError, "num_classes must be a whole", "2.5"),
     (lambda o: mt.linear(o.matrix, o.flipped, o.vector), ValueError, "need a bias of shape (2,)"),
+    (lambda o: mt.cross_entropy(o.matrix, [0, 1, 2]), ValueError, "(2, 3) and (3,)"),
+    (lambda o: mt.cross_entropy(o.matrix, [0, 3]), ValueError, "from 0 to 2"),
+    (lambda o: mt.cross_entropy(o.matrix, [0.5, 1]), TypeError, "whole numbers"),
+    (lambda o: mt.cross_entropy(o.matrix, [0, 1], reduction="all"), ValueError, "'mean', 'sum', 'none'"),
+    (lambda o: mt.cross_entropy(o.matrix, [0, 1], label_smoothing=1.5), ValueError, "from 0 to 1"),
+    (lambda o: mt.cross_entropy(o.matrix, [0, 1], ignore_index=0.5), TypeError, "whole number"),
+    (lambda o: mt.cross_entropy(o.x, [0, 1]), TypeError, "must be a tensor"),
 ]  # fmt: skip
 
 MODULES = [
@@ -73,4 +80,12 @@ MODULES = [
     (lambda o: Unfinished(), AttributeError, "'weight'", "super().__init__()"),
     (lambda o: Parameter(o.ids), TypeError, "int64", "to(numpy.float32)"),
     (lambda o: Parameter(tensor([1.0]), o.ids), TypeError, "Tensor", "string"),
+    (lambda o: mt.Sequential([mt.Linear(2, 2)]), TypeError, "a module or a function"),
+    (lambda o: mt.Sequential(mt.ReLU), TypeError, "a module or a function"),
+    (lambda o: mt.ModuleList([1.0]), TypeError, "holds modules"),
+    (lambda o: mt.ModuleDict({"train": mt.Linear(2, 2)}), ValueError, "another name"),
+    (lambda o: mt.ModuleDict({"a.b": mt.Linear(2, 2)}), ValueError, "dot"),
+    (lambda o: mt.ModuleDict({"a": None}), TypeError, "holds modules"),
+    (lambda o: mt.ModuleDict()["a"], KeyError, "a"),
+    (lambda o: mt.ModuleList()[0], IndexError, "range"),
 ]  # fmt: skip

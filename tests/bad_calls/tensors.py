@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import minitorch as mt
-from minitorch import IndexingError, TensorData, from_numpy
+from minitorch import IndexingError, Tensor, TensorData, from_numpy, grad, hessian, hvp, jvp
 
 # Wrong types are what is tested.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false, reportReturnType=false
@@ -79,4 +79,42 @@ SHAPES = [
     (lambda o: mt.cat([o.matrix, 1.0]), TypeError, "got float"),
     (lambda o: mt.cat([o.matrix, o.matrix.T]), ValueError, "(2, 3), (3, 2)"),
     (lambda o: mt.stack([o.matrix, o.matrix.T]), ValueError, "(2, 3), (3, 2)"),
+    (lambda o: mt.einsum("ij,jk->ik", o.matrix), ValueError, "1 operands"),
+    (lambda o: mt.einsum("ij,j->i", o.matrix, o.vector), ValueError, "sizes 3 and 4"),
+    (lambda o: mt.einsum("i->ij", o.vector), ValueError, "each once"),
+    (lambda o: mt.einsum("ij->ii", o.matrix), ValueError, "each once"),
+    (lambda o: mt.einsum("i", o.matrix), ValueError, "shape (2, 3)"),
+    (lambda o: mt.einsum("ijk", o.matrix), ValueError, "shape (2, 3)"),
+    (lambda o: mt.einsum("i.->i", o.matrix), ValueError, "letter"),
+    (lambda o: mt.einsum("1->1", o.vector), ValueError, "letter"),
+    (lambda o: o.vector.clamp(), ValueError, "min= or max="),
+    (lambda o: o.vector.topk(5), ValueError, "at most 4"),
+    (lambda o: o.vector.sum((0, 0)), ValueError, "once"),
+    (lambda o: o.vector.sum(0, keepdim=1), TypeError, "keepdim"),
+    (lambda o: o.vector & 1.0, TypeError, "other operand of &"),
+    (lambda o: o.ids | o.ids, TypeError, "compare first"),
+    (lambda o: o.vector[:0].max(), ValueError, "empty"),
+    (lambda o: o.vector.masked_fill(np.zeros(4), 1.0), TypeError, "booleans"),
+    (lambda o: mt.arange(1, 2, 0), ValueError, "other than 0"),
+    (lambda o: mt.arange(np.inf), ValueError, "finite"),
+    (lambda o: mt.arange(1e300), MemoryError, "GiB"),
+]  # fmt: skip
+
+DERIVATIVES = [
+    (lambda o: grad(o.vector.sum(), o.matrix), RuntimeError, "output 0 of grad is a constant"),
+    (lambda o: grad(grad((o.matrix * o.matrix).sum(), o.matrix).sum(), o.matrix), RuntimeError,
+     "create_graph=True"),
+    (lambda o: grad(o.matrix.sum(), [o.matrix, o.vector]), RuntimeError, "input 1 of grad is a constant"),
+    (lambda o: grad(o.matrix.sum(), [o.matrix, o.heads]), ValueError, "depends on input 1", "allow_unused"),
+    (lambda o: grad(o.matrix * 2.0, o.matrix), ValueError, "shape (2, 3) needs the gradient to start from"),
+    (lambda o: grad(o.matrix.sum(), o.matrix, o.vector), ValueError, "of its shape, (1,), got (4,)"),
+    (lambda o: grad(2.0, o.matrix), TypeError, "outputs must be tensors or Scalars, got float"),
+    (lambda o: grad([], o.matrix), ValueError, "outputs must be one or more variables"),
+    (lambda o: jvp(Tensor.exp, o.matrix, o.vector), ValueError, "each primal needs a tangent of its shape"),
+    (lambda o: jvp(lambda x: None, o.matrix, o.matrix), TypeError, "results of the function must be"),
+    (lambda o: hessian(Tensor.exp, o.matrix), ValueError, "sum the output"),
+    (lambda o: jvp([1.0], o.matrix, o.matrix), TypeError, "function must be a function"),
+    (lambda o: hvp([1.0], o.matrix, o.matrix), TypeError, "function must be a function"),
+    (lambda o: hessian([1.0], o.matrix), TypeError, "function must be a function"),
+    (lambda o: o.matrix.sum().backward(create_graph=1), TypeError, "create_graph"),
 ]  # fmt: skip

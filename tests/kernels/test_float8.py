@@ -138,22 +138,6 @@ def test_a_window_masks_keys() -> None:
     assert_close_arrays(out, wanted(q, k, v, PRECISIONS[1], visible=visible).out, FLOAT16, "out")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "dim", "options", "words"),
-    [
-        ("float32", 64, {}, r"operands of 16 bits.*float32.*convert"),
-        ("float16", 256, {}, r"up to 128.*\(256, 256\)"),
-        ("float16", 20, {}, r"multiples of 8.*\(20, 20\)"),
-        ("float16", 64, {"softcap": 3.0}, "support the options scale, is_causal"),
-        ("float16", 64, {"scale": -1.0}, r"positive scale.*-1\.0"),
-    ],
-)
-def test_an_unsupported_call_is_refused(dtype: str, dim: int, options: Any, words: str) -> None:
-    x = np.zeros((2, 4, dim), dtype)
-    with pytest.raises(ValueError, match=words):
-        kernels.flash_attention_forward(x, x, x, precision=PRECISIONS[0], **options)
-
-
 def test_there_is_no_gradient() -> None:
     x = np.ones((2, 4, 16), FLOAT16)
     out, lse = kernels.flash_attention_forward(x, x, x, precision=PRECISIONS[0])

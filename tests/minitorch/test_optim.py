@@ -235,22 +235,3 @@ def test_a_group_moves_as_under_an_optimiser_with_its_rates(
     assert again.param_groups[0]["lr"] == 0.125 and again.lr == optimisers[0].lr
     with pytest.raises(ValueError, match="does not fit"):
         make(grouped).load_state_dict(optimisers[0].state_dict())
-
-
-@pytest.mark.parametrize(
-    ("parameters", "error", "match"),
-    [
-        ([tensor([1.0])], TypeError, r"minitorch\.Parameter"),
-        ([{"lr": 0.1}], TypeError, "dictionary of params.* lr"),
-        ([{"params": [], "momentum": 0.1}], TypeError, "momentum"),
-        ([{"params": []}, Parameter(1.0)], TypeError, "a group of SGD"),
-        ([{"params": [], "lr": -1.0}], ValueError, "lr must be"),
-        ([{"params": [tensor([1.0])]}], TypeError, r"minitorch\.Parameter"),
-        ([{"params": [p := Parameter(1.0)]}, {"params": [p]}], ValueError, "two groups"),
-    ],
-)
-def test_what_is_no_group_of_parameters_is_refused(
-    parameters: Any, error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        SGD(parameters)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -41,9 +40,3 @@ def test_a_graph_may_be_deep_but_not_too_large() -> None:
     with pytest.raises(ValueError, match="more than 200 variables"):
         ExpressionGraph(x)
     assert len(ExpressionGraph(x, most=20_000).columns) == 10_001
-
-
-@pytest.mark.parametrize("wrong", [1.0, None, "x"])
-def test_what_is_no_variable_has_no_graph(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="starts from a Scalar or a Tensor"):
-        ExpressionGraph(wrong)

@@ -67,24 +67,6 @@ def test_parameters_in_a_list_and_a_dictionary_are_those_of_the_model() -> None:
     assert model.layers[1] is other and not other.training and "value" not in model.heads
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "match"),
-    [
-        (lambda: Sequential([Linear(2, 2)]), TypeError, "a module or a function"),  # type: ignore[arg-type]
-        (lambda: Sequential(minitorch.ReLU), TypeError, "a module or a function"),  # type: ignore[arg-type]
-        (lambda: ModuleList([1.0]), TypeError, "holds modules"),
-        (lambda: ModuleDict({"train": Linear(2, 2)}), ValueError, "another name"),
-        (lambda: ModuleDict({"a.b": Linear(2, 2)}), ValueError, "dot"),
-        (lambda: ModuleDict({"a": None}), TypeError, "holds modules"),  # type: ignore[arg-type]
-        (lambda: ModuleDict()["a"], KeyError, "a"),
-        (lambda: ModuleList()[0], IndexError, "range"),
-    ],
-)
-def test_what_is_no_module_is_refused(call: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        call()
-
-
 # -- states --------------------------------------------------------------------------------------
 
 

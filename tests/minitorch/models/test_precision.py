@@ -77,13 +77,6 @@ def test_bfloat16_learns_as_float32_does() -> None:
     np.testing.assert_allclose(curves["bfloat16"], curves["float32"], atol=0.04)
 
 
-def test_what_is_no_precision() -> None:
-    with pytest.raises(ValueError, match=r"one of 'float32', 'tf32', 'bfloat16', got 'half'"):
-        model_of(precision="half")
-    with pytest.raises(ValueError, match="leave one of them out"):
-        model_of(precision="bfloat16", dtype=np.float32)
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 def test_joined_layers_are_the_layers(rate: float, recompute: bool) -> None:

@@ -56,29 +56,6 @@ def test_frequencies_are_those_of_the_definition(scaling: Any) -> None:
     np.testing.assert_allclose(Rotary(16, 8, 500.0, scaling).frequencies, expected)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda: Rotary(5, 8), ValueError, "even size, got head_dim 5"),
-        (lambda: Rotary(4, 8, theta=0.0), ValueError, "rotary_theta must be positive"),
-        (lambda: Rotary(4, 8, scaling={"rope_type": "yarn"}), ValueError, "'yarn', supported is"),
-        (lambda: Rotary(4, 8, scaling={**LLAMA3, "low_freq_factor": 9.0}), ValueError, "must be below"),
-        (lambda: Rotary(4, 8)(minitorch.rand((1, 3, 1, 4)), 6), ValueError, "8 positions, got 3 after 6"),
-        (lambda: lm(rotary_scaling=LLAMA3), ValueError, "pass rotary_theta"),
-        (lambda: lm(norm="batch"), ValueError, r"norm must be one of 'layer', 'rms', got 'batch'"),
-        (lambda: lm(n_kv_head=3), ValueError, "n_kv_head must divide n_head, got 3 and 4"),
-        (lambda: lm(n_kv_head=2, attention="local"), ValueError, "groups of heads, window and sinks need"),
-    ],
-)  # fmt: skip
-def test_a_wrong_call_says_what_is_wrong(make: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        make()
-
-
-def lm(**options: Any) -> minitorch.DecoderLM:
-    return minitorch.DecoderLM(5, 8, 4, 6, n_layer=1, **options)
-
-
 # -- SwiGLU --------------------------------------------------------------------------------------
 
 

@@ -90,18 +90,3 @@ def test_a_row_without_probabilities_has_no_token(backend: Any, bad: float) -> N
     assert tokens.tolist() == [[-1.0], [1.0]]
     with pytest.raises(ValueError, match="NaN or infinity"):
         samplers[0].accept(-1)
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "words"),
-    [
-        ({"top_k": 0}, ValueError, "top_k"),
-        ({"top_k": 1.5}, TypeError, "top_k"),
-        ({"top_p": 0.0}, ValueError, "top_p must be above 0"),
-        ({"temperature": -1.0}, ValueError, "temperature"),
-        ({"seed": -1}, ValueError, "seed"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], kind: Any, words: str) -> None:
-    with pytest.raises(kind, match=words):
-        Sampler(**options)

@@ -82,10 +82,6 @@ def test_positions_of_an_image_begin_alike_where_pixels_are_near() -> None:
     near, far = products[[7, 11, 13, 17]], products[[0, 4, 20, 24]]
     assert np.ptp(near) < 1e-5  # along rows as along columns
     assert near.min() > far.max()
-    with pytest.raises(ValueError, match="side of 4 has 16 pixels, and n_positions is 25"):
-        SequenceClassifier(8, 16, 2, 25, 2, side=4)
-    with pytest.raises(ValueError, match="multiple of 4, got 6"):
-        SequenceClassifier(8, 6, 2, 25, 2, side=5)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -103,23 +99,6 @@ def test_packed_sequences_have_the_logits_and_gradients_of_single_ones(recompute
     alone = found(plain, minitorch.cat([plain(part[None]) for part in parts], 0))
     for together, single in zip(found(own, own(packed, lengths)), alone, strict=True):
         assert_close_arrays(together, single, np.float64)
-
-
-WRONG: dict[str, Any] = {
-    r"1 to 40 tokens, got shape \(2, 41\)": lambda: model(pad_id=0)(ids(2, 41)),
-    "targets must be from 0 to 2": lambda: model().loss(ids(2, 5), np.array([0, 3])),
-    r"\(batch, 2, seq\), got \(2, 5\)": lambda: model(documents=2)(ids(2, 5)),
-    r"from 1 to 40 that sum to total, got ids of shape \(7,\)": lambda: model()(ids(7), np.array([3, 3])),
-    "no padding, and this model masks token 0": lambda: model(pad_id=0)(ids(7), np.array([7])),
-    "cannot be packed": lambda: model(documents=2)(ids(7), np.array([7])),
-    "need flash attention": lambda: model("naive")(ids(7), np.array([7])),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("words", WRONG)
-def test_wrong_calls_say_what_is_expected(words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        WRONG[words]()
 
 
 # -- of long documents -------------------------------------------------------------------------

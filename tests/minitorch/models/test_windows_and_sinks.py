@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minitorch
-from minitorch import DecoderLM, FastBackend, MultiHeadAttention
-from minitorch.distributed import spread_sequence
+from minitorch import DecoderLM, FastBackend
 
 from ...support.tolerances import assert_close_arrays
 
@@ -63,34 +62,6 @@ def test_a_token_reaches_window_minus_one_further_in_each_layer(
     assert [i for i, moved in enumerate(difference) if moved > 1e-9] == list(reach)
 
 
-WRONG = {
-    "window": (lambda: model_of(window=0), "window must be"),
-    "window of an approximation": (
-        lambda: model_of(attention="local", attention_options={"window": 4}, window=4),
-        "need attention 'flash' or 'naive', got 'local'",
-    ),
-    "sinks of an approximation": (
-        lambda: model_of(attention="linear", sinks=True), "need attention 'flash' or 'naive', got 'linear'",
-    ),
-    "both ways": (
-        lambda: MultiHeadAttention(8, 2, causal=False, window=4), "build the layer with causal=True",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_combination_is_refused(name: str) -> None:
-    call, text = WRONG[name]
-    with pytest.raises(ValueError, match=text):
-        call()
-
-
-def test_a_ring_has_no_sinks() -> None:
-    group: Any = None  # is not reached
-    with pytest.raises(ValueError, match="ring_attention has no sinks"):
-        spread_sequence(model_of(sinks=True), group)
-
-
 # -- approximations ----------------------------------------------------------------------------
 
 
@@ -120,15 +91,3 @@ def test_later_tokens_change_no_earlier_logits(attention: str, options: dict[str
     others[:, 20:] = (others[:, 20:] + 1) % 11
     difference = np.abs(model(tokens).to_numpy() - model(others).to_numpy())
     assert difference[:, :20].max() < 1e-6 < difference[:, 20:].max()
-
-
-@pytest.mark.parametrize("attention", ["linformer", "smyrf"])
-def test_an_attention_that_cannot_be_causal_is_refused(attention: str) -> None:
-    options = {"length": 32, "count": 4} if attention == "linformer" else {}
-    with pytest.raises(ValueError, match="does not support is_causal"):
-        language_model(attention, options)
-
-
-def test_generation_needs_exact_attention() -> None:
-    with pytest.raises(ValueError, match="a cache needs flash or naive attention"):
-        list(language_model("local", {"window": 4}).generate([1, 2, 3], 2))

@@ -24,16 +24,6 @@ def _grid(*sizes: int) -> list[Array]:
     return list(np.ix_(LANES, *map(np.arange, sizes)))
 
 
-def gather_a(a: Any, registers: int = 4) -> Array:
-    """Return the left operand's registers for a tile of 16-bit patterns, (16, 16), or (16, 8) for two."""
-    return _pairs(np.asarray(a)[PLAIN.a_element(*_grid(registers, 2))])
-
-
-def gather_b(b: Any, registers: int = 2) -> Array:
-    """Return the right operand's registers for 16-bit patterns, (16, 8), or (8, 8) for one register."""
-    return _pairs(np.asarray(b)[PLAIN.b_element(*_grid(registers, 2))])
-
-
 def _pairs(bits: Array) -> Array:
     low, high = bits[..., 0].astype(np.uint32), bits[..., 1].astype(np.uint32)
     return low | (high << 16)

@@ -9,7 +9,6 @@ import os
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,8 +44,6 @@ DECODING = st.sampled_from([4, 700]), SIZES[1], st.just([])
 LONG = st.sampled_from([2, 8, 40, 600, 1100]), SIZES[1], st.sampled_from([[], [2]])
 SMALL = st.sampled_from([1, 2, 7]), SIZES[1], SIZES[2]
 WIDE, HALVES = (FLOAT32, FLOAT64), (FLOAT16, BFLOAT16)
-#: Options of PyTorch's operator that need no function.
-OF_TORCH = ("softcap", "dropout", "bool mask", "dlse")
 
 
 def by(target: launch.Target, rung: str) -> Any:
@@ -66,31 +63,6 @@ def public(case: Case) -> Any:
 
 def tensors(attention: Any, backend: Any) -> Any:
     return lambda case: [attend(attention, case, backend)]
-
-
-def pytorch(case: Case) -> Any:
-    """Return the results of PyTorch's operator, which takes operands of four dimensions."""
-    torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install torch")
-    from kernels.interop.torch import flash_attention
-
-    def tensor(array: Any, dims: int, shape: Any = None) -> Any:
-        whole = np.array(np.broadcast_to(array, shape or array.shape))
-        return torch.from_numpy(whole.reshape((1,) * (dims - whole.ndim) + whole.shape))
-
-    problem, options = case.problem(), dict(case.options)
-    shapes = problem.q_shape, problem.k_shape, problem.v_shape
-    pairs = zip(case.operands, shapes, strict=True)
-    q, k, v = (tensor(x, 4, shape).requires_grad_() for x, shape in pairs)
-    if "attn_mask" in options:
-        options["attn_mask"] = tensor(options["attn_mask"], 0).requires_grad_(
-            case.has_mask_gradient
-        )
-    out, lse = flash_attention(q, k, v, return_lse=True, **options)
-    dlse = np.zeros(lse.shape, problem.acc_dtype) if case.dlse is None else case.dlse
-    torch.autograd.backward([out, lse], [tensor(case.dout, 4), tensor(dlse, 3)])
-    found = {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    found |= {"dmask": options["attn_mask"].grad} if case.has_mask_gradient else {}
-    yield {name: x.numpy() for name, x in found.items()}
 
 
 def emulated(rung: str) -> Any:
@@ -118,7 +90,6 @@ ENTRANCES: dict[str, tuple[st.SearchStrategy[Any], Any]] = {
     "tensors": (extreme_cases((*WIDE, *HALVES), *LONG), tensors(Tensor.flash_attention, FastBackend)),
     "simple tensors": (extreme_cases(WIDE, *SMALL), tensors(Tensor.flash_attention, SimpleBackend)),
     "composed tensors": (extreme_cases(WIDE, *SIZES), tensors(naive_attention, FastBackend)),
-    "PyTorch": (extreme_cases((*WIDE, FLOAT16), *LONG[:2], st.just([2]), features=OF_TORCH), pytorch),
 }  # fmt: skip
 TINY = st.sampled_from([1, 5, 17, 35]), st.sampled_from([8, 16, 24]), st.sampled_from([[], [2]])
 EMULATED_CASES = {

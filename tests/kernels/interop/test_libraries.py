@@ -120,3 +120,11 @@ def test_what_pytorch_cannot_lend_is_refused_in_words() -> None:
             mt.from_dlpack(tensor)
     with pytest.raises(TypeError, match="float32"):
         kernels.flash_attention_forward(x, x.double(), x)
+
+
+def test_a_tensor_of_pytorch_is_refused_with_the_way_to_convert_it() -> None:
+    torch = pytest.importorskip("torch")
+    x, t = mt.ones((2, 2)), torch.ones(2, 2)
+    for call in (lambda: x + t, lambda: x @ t, lambda: t * x, lambda: mt.softmax(t, 0)):
+        with pytest.raises(TypeError, match=r"torch\.Tensor; .*from_dlpack\(x\.detach\(\)\)"):
+            call()

@@ -19,8 +19,6 @@ from safetensors.numpy import load_file, save_file
 import minitorch
 import minitorch.models
 from minitorch import DecoderLM
-from minitorch.models.pretrained import read_tokenizer
-from minitorch.training.model_files import CheckpointError
 
 from ...support.models import gpt2_folder as gpt2
 from ...support.models import llama_folder as llama
@@ -245,34 +243,3 @@ def test_a_model_of_neither_kind_is_not_written(
     with pytest.raises(ValueError, match=words):
         model.save_pretrained(tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-# -- tokenizers ----------------------------------------------------------------------------------
-
-
-def tokenizer_of(count: int) -> Any:
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install tokenizers")
-    vocabulary = {f"w{i}": i for i in range(count)}
-    return tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
-
-
-def test_the_tokenizer_is_written_and_read(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(23)
-    model = DecoderLM.from_pretrained(gpt2.write_folder(tmp_path / "a"))
-    model.save_pretrained(tmp_path / "b", tokenizer)
-    assert read_tokenizer(tmp_path / "b", model.n_vocab).encode("w5").ids == [5]
-
-
-def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    tokenizer_of(24).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match=r"token 23.*ends at 22"):
-        read_tokenizer(tmp_path, 23)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_tokenizer(tmp_path, 23)
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match="missing"):
-        read_tokenizer(tmp_path, 23)
-    (tmp_path / "merges.txt").touch()
-    with pytest.raises(CheckpointError, match="AutoTokenizer"):
-        read_tokenizer(tmp_path, 23)

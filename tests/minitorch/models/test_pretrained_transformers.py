@@ -15,7 +15,9 @@ transformers = pytest.importorskip(
 
 from minitorch import CudaBackend, DecoderLM, FastBackend  # noqa: E402
 from minitorch.models.pretrained import read_tokenizer  # noqa: E402
+from minitorch.training.model_files import CheckpointError  # noqa: E402
 
+from ...support.models import gpt2_folder  # noqa: E402
 from ...support.models.llama_folder import LLAMA3  # noqa: E402
 
 #: Of logits in float32.
@@ -159,3 +161,31 @@ def test_a_tokenizer_that_is_written_is_one_of_transformers(tmp_path: Path) -> N
     text = "the ß of he"
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
     assert theirs(text)["input_ids"] == read_tokenizer(tmp_path / "b", 258).encode(text).ids
+
+
+def tokenizer_of(count: int) -> Any:
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install tokenizers")
+    vocabulary = {f"w{i}": i for i in range(count)}
+    return tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+
+
+def test_the_tokenizer_is_written_and_read(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(23)
+    model = DecoderLM.from_pretrained(gpt2_folder.write_folder(tmp_path / "a"))
+    model.save_pretrained(tmp_path / "b", tokenizer)
+    assert read_tokenizer(tmp_path / "b", model.n_vocab).encode("w5").ids == [5]
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    tokenizer_of(24).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match=r"token 23.*ends at 22"):
+        read_tokenizer(tmp_path, 23)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_tokenizer(tmp_path, 23)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="missing"):
+        read_tokenizer(tmp_path, 23)
+    (tmp_path / "merges.txt").touch()
+    with pytest.raises(CheckpointError, match="AutoTokenizer"):
+        read_tokenizer(tmp_path, 23)

@@ -29,6 +29,7 @@ from kernels.problem.options import DEFAULTS  # noqa: E402
 from ....support.attention.on_cuda import Packed, packed_cases  # noqa: E402
 from ....support.attention.strategies import FEATURES, Case, cases  # noqa: E402
 from ....support.busy_threads import busy_threads  # noqa: E402
+from ....support.fuzzing import extreme  # noqa: E402
 from ....support.tolerances import assert_close_arrays  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
@@ -45,12 +46,20 @@ def as_tensor(array: Any) -> Any:
     )
 
 
-@st.composite
-def torch_cases(draw: Any) -> Any:
+#: Options of extreme calls that need no function.
+OF_EXTREME = ("softcap", "dropout", "bool mask", "dlse")
+
+
+def torch_cases() -> Any:
     """Draw a call of operands with four dimensions, in float64."""
     features = [name for name in FEATURES if name not in ("block mask", "dropout")]
     small, leads = st.integers(1, 9), st.just([2])
-    case = draw(cases((np.float64,), small, st.integers(1, 5), leads, features=features))
+    drawn = cases((np.float64,), small, st.integers(1, 5), leads, features=features)
+    return drawn.map(of_four_dimensions)
+
+
+def of_four_dimensions(case: Case) -> Case:
+    """Return a case whose operands have four dimensions, its arrays in their layouts."""
     shapes = case.problem().q_shape, case.problem().k_shape, case.problem().v_shape
     for name, shape in zip("qkv", shapes, strict=True):
         array = getattr(case, name)
@@ -69,26 +78,40 @@ def tensors_of(case: Case) -> tuple[list[Any], dict[str, Any]]:
     given = [None if x is None else as_tensor(x) for x in (*case.operands, mask)]
     given.append(None if sink is None else torch.from_numpy(np.array(sink)))
     for x in given:
-        if x is not None and x.dtype == FLOAT64:
+        if x is not None and x.is_floating_point():
             x.requires_grad_()
     if slopes is not None:
         options["alibi_slopes"] = torch.from_numpy(np.array(slopes))
     return given, options
 
 
-@given(torch_cases())
-def test_results_and_gradients_are_the_textbooks(case: Case) -> None:
+def results_of(case: Case) -> dict[str, Any]:
+    """Return the results and gradients of a call as arrays."""
     (q, k, v, mask, sink), options = tensors_of(case)
     out, lse = flash_attention(q, k, v, mask, sink=sink, **options, return_lse=True)
-    dlse = np.zeros(lse.shape) if case.dlse is None else np.array(case.dlse)
-    torch.autograd.backward([out, lse], [as_tensor(case.dout), torch.from_numpy(dlse)])
+    dlse = torch.zeros_like(lse) if case.dlse is None else torch.from_numpy(np.array(case.dlse))
+    torch.autograd.backward([out, lse], [as_tensor(case.dout), dlse])
     leaves = {"dq": q, "dk": k, "dv": v, "dmask": mask, "dsink": sink}
     found = {name: x.grad for name, x in leaves.items() if x is not None and x.requires_grad}
     results = {"out": out.detach(), "lse": lse.detach(), **found}
     shapes = {"dmask": getattr(case.options.get("attn_mask"), "shape", None)}
-    case.check(
-        {n: x.numpy().reshape(shapes.get(n) or x.shape) for n, x in results.items()}, "by PyTorch"
-    )
+    return {n: x.numpy().reshape(shapes.get(n) or x.shape) for n, x in results.items()}
+
+
+@given(torch_cases())
+def test_results_and_gradients_are_the_textbooks(case: Case) -> None:
+    case.check(results_of(case), "by PyTorch")
+
+
+@settings(max_examples=15)
+@given(
+    extreme.extreme_cases(
+        (np.float32, np.float64, np.float16), st.sampled_from([2, 8, 40, 600, 1100]),
+        st.sampled_from([1, 3, 8, 16, 17, 64]), st.just([2]), features=OF_EXTREME,
+    ).map(of_four_dimensions)
+)  # fmt: skip
+def test_extreme_scores_are_right(case: Case) -> None:
+    extreme.check(case, results_of(case), "by PyTorch")
 
 
 @given(packed_cases((np.float64,), st.integers(1, 9), st.integers(1, 5)))

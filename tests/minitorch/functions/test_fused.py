@@ -29,6 +29,7 @@ from minitorch.nn import GELU, softmax, softmax_loss
 
 from ...support.tolerances import assert_close_arrays
 from ...tensor_strategies import Array, laid_out, lattice, on_backends, on_dtypes
+from ..training.test_adamw import Textbook
 
 EPS = 1e-5
 GELU_SCALE = math.sqrt(2.0 / math.pi)
@@ -47,34 +48,28 @@ def softmax_gradient(dout: Array, x: Array) -> tuple[Array]:
     return (probs * (dout - (probs * dout).sum(-1, keepdims=True)),)
 
 
-def normalised(x: Array) -> tuple[Array, Array]:
-    """Return x with mean 0 and variance 1, and the reciprocal of its standard deviation."""
-    rstd = 1.0 / np.sqrt(x.var(-1, keepdims=True) + EPS)
-    return (x - x.mean(-1, keepdims=True)) * rstd, rstd
+def normal_of(x: Array, centred: bool) -> tuple[Array, Array]:
+    """Return rows divided by their deviation, or by their root mean square, and its reciprocal."""
+    deviation = x - x.mean(-1, keepdims=True) * centred
+    rstd = 1.0 / np.sqrt((deviation**2).mean(-1, keepdims=True) + EPS)
+    return deviation * rstd, rstd
 
 
-def layer_norm_of(x: Array, gamma: Array, beta: Array) -> Array:
-    return normalised(x)[0] * gamma + beta
+def norm_of(x: Array, gamma: Array, beta: Array | None = None) -> Array:
+    """Return layer norm; without beta RMS norm."""
+    return normal_of(x, beta is not None)[0] * gamma + (0.0 if beta is None else beta)
 
 
-def layer_norm_gradient(dout: Array, x: Array, gamma: Array, beta: Array) -> tuple[Array, ...]:
-    x_hat, rstd = normalised(x)
-    d_hat = dout * gamma
-    mean = d_hat.mean(-1, keepdims=True)
-    along = (d_hat * x_hat).mean(-1, keepdims=True)
+def norm_gradient(
+    dout: Array, x: Array, gamma: Array, beta: Array | None = None
+) -> tuple[Array, ...]:
+    centred = beta is not None
+    (normal, rstd), d_hat = normal_of(x, centred), dout * gamma
+    mean = d_hat.mean(-1, keepdims=True) * centred
+    along = (d_hat * normal).mean(-1, keepdims=True)
     rows = tuple(range(x.ndim - 1))
-    return (d_hat - mean - x_hat * along) * rstd, (dout * x_hat).sum(rows), dout.sum(rows)
-
-
-def rms_norm_of(x: Array, gamma: Array) -> Array:
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * gamma
-
-
-def rms_norm_gradient(dout: Array, x: Array, gamma: Array) -> tuple[Array, ...]:
-    rstd = 1.0 / np.sqrt((x**2).mean(-1, keepdims=True) + EPS)
-    d_hat, rows = dout * gamma, tuple(range(x.ndim - 1))
-    along = (d_hat * x * rstd).mean(-1, keepdims=True)
-    return (d_hat - x * rstd * along) * rstd, (dout * x * rstd).sum(rows)
+    of_weights = (dout * normal).sum(rows), dout.sum(rows)
+    return (d_hat - mean - normal * along) * rstd, *of_weights[: 1 + centred]
 
 
 def gelu_of(x: Array) -> Array:
@@ -119,9 +114,9 @@ def layer(function: Callable[..., Tensor], *more: Any) -> Layer:
 LAYERS = {
     "softmax": layer(lambda x: softmax(x, x.dims - 1), softmax_of, softmax_gradient),
     "layer norm": layer(
-        lambda x, gamma, beta: layer_norm(x, gamma, beta, EPS), layer_norm_of, layer_norm_gradient
+        lambda x, gamma, beta: layer_norm(x, gamma, beta, EPS), norm_of, norm_gradient
     ),
-    "RMS norm": layer(lambda x, gamma: rms_norm(x, gamma, EPS), rms_norm_of, rms_norm_gradient),
+    "RMS norm": layer(lambda x, gamma: rms_norm(x, gamma, EPS), norm_of, norm_gradient),
     "gelu": layer(GELU, gelu_of, gelu_gradient),
     "cross entropy": layer(
         lambda x: softmax_loss(x, targets_for(x)), cross_entropy_of, cross_entropy_gradient
@@ -157,7 +152,7 @@ def check(
     dout = np.linspace(-1.0, 2.0, out.size).reshape(out.shape).astype(dtype)
     out.backward(data.draw(laid_out(dout, backend)))
     # A row of nearly equal numbers, which the norm stretches a hundredfold, has large gradients.
-    size = 5.0 + (normalised(wide[0])[1].max() * len(x) if "norm" in name else 0.0)
+    size = 5.0 + (normal_of(wide[0], True)[1].max() * len(x) if "norm" in name else 0.0)
     gradients = layer.gradient(dout.astype(np.float64), *wide)
     for i, (operand, gradient) in enumerate(zip(operands, gradients, strict=True)):
         assert_close_arrays(operand.grad, gradient, dtype, f"gradient {i} of {form} {name}", size)
@@ -317,19 +312,13 @@ def check_adam(
     start = rng.standard_normal(shape).astype(dtype)
     gradients = [(rng.standard_normal(shape) * 10.0 ** (i - 2)).astype(dtype) for i in range(5)]
     lr, beta1, beta2, eps = 0.01, 0.8, 0.95, 1e-8
-
-    value, m, v = start.astype(np.float64), np.zeros(shape), np.zeros(shape)
-    decay = weight_decay if len(shape) > 1 else 0.0
-    for step, gradient in enumerate((g.astype(np.float64) for g in gradients), 1):
-        m = beta1 * m + (1 - beta1) * gradient
-        v = beta2 * v + (1 - beta2) * gradient**2
-        m_hat, v_hat = m / (1 - beta1**step), v / (1 - beta2**step)
-        value = value - lr * decay * value - lr * m_hat / (np.sqrt(v_hat) + eps)
-
+    exact = Textbook([start], math.inf, (beta1, beta2), lr=lr, weight_decay=weight_decay)
+    for gradient in gradients:
+        exact.step([gradient])
     for backend in backends:
         parameter = Parameter(from_numpy(start.copy(), backend))
         optimiser = Adam([parameter], lr, beta1, beta2, eps, weight_decay)
         for gradient in gradients:
             parameter.value.grad = from_numpy(gradient, backend)
             optimiser.step()
-        assert_close_arrays(parameter.value, value, dtype)
+        assert_close_arrays(parameter.value, exact.values[0], dtype)

@@ -26,24 +26,26 @@ SHAPES = [(3, 7), (5,), (1,), (2, 2, 4)]
 class Textbook:
     """AdamW in float64, from gradients as they are given."""
 
-    def __init__(self, values: list[Array], max_norm: float, **options: float):
+    def __init__(
+        self, values: list[Array], max_norm: float, betas: Any = (0.9, 0.999), **options: float
+    ):
         self.values = [value.astype(np.float64) for value in values]
         self.m = [np.zeros(value.shape) for value in values]
         self.v = [np.zeros(value.shape) for value in values]
-        self.max_norm, self.steps, self.options = max_norm, 0, options
+        self.max_norm, self.betas, self.steps, self.options = max_norm, betas, 0, options
 
     def step(self, grads: list[Array]) -> float:
         """Move the values; return the norm of the gradients before clipping."""
-        lr, decay = self.options["lr"], self.options["weight_decay"]
+        (beta1, beta2), lr, decay = self.betas, self.options["lr"], self.options["weight_decay"]
         wide = [grad.astype(np.float64) for grad in grads]
         norm = math.sqrt(sum(float((grad**2).sum()) for grad in wide))
         self.steps += 1
         for i, grad in enumerate(wide):
             grad = grad * min(1.0, self.max_norm / norm)
-            self.m[i] = 0.9 * self.m[i] + 0.1 * grad
-            self.v[i] = 0.999 * self.v[i] + 0.001 * grad**2
-            m_hat = self.m[i] / (1.0 - 0.9**self.steps)
-            v_hat = self.v[i] / (1.0 - 0.999**self.steps)
+            self.m[i] = beta1 * self.m[i] + (1.0 - beta1) * grad
+            self.v[i] = beta2 * self.v[i] + (1.0 - beta2) * grad**2
+            m_hat = self.m[i] / (1.0 - beta1**self.steps)
+            v_hat = self.v[i] / (1.0 - beta2**self.steps)
             kept = 1.0 - lr * decay * (self.values[i].ndim >= 2)
             self.values[i] = kept * self.values[i] - lr * m_hat / (np.sqrt(v_hat) + 1e-8)
         return norm

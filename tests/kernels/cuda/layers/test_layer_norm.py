@@ -27,11 +27,11 @@ from minitorch import CudaBackend, FastBackend, from_numpy, residual_layer_norm
 from minitorch.layers.rms_norm import rms_norm
 from minitorch.modules_basic import layer_norm
 
+from ....minitorch.functions.test_fused import EPS, norm_gradient, norm_of
 from ....support.examples import at_most
 from ....support.tolerances import assert_close_arrays
 from ....tensor_strategies import Array, laid_out
 
-EPS = 1e-5
 in_every_storage = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 
@@ -56,28 +56,6 @@ def kept(seed: int, rate: float, shape: tuple[int, ...]) -> Array:
     words = [PLAIN.element_words(seed, block) for block in range(-(-size // 4))]
     keep = np.array(words).reshape(-1)[:size] >= drop_threshold(rate)
     return keep.reshape(shape) / (1.0 - rate)
-
-
-def normal_of(hidden: Array, centred: bool) -> tuple[Array, Array]:
-    """Return rows divided by their deviation, or by their root mean square, and its reciprocal."""
-    deviation = hidden - hidden.mean(-1, keepdims=True) * centred
-    rstd = 1.0 / np.sqrt((deviation**2).mean(-1, keepdims=True) + EPS)
-    return deviation * rstd, rstd
-
-
-def norm_of(hidden: Array, gamma: Array, beta: Array | None) -> Array:
-    """Return layer norm in float64; without beta RMS norm."""
-    return normal_of(hidden, beta is not None)[0] * gamma + (0.0 if beta is None else beta)
-
-
-def norm_gradients(
-    dout: Array, hidden: Array, gamma: Array, centred: bool = True
-) -> tuple[Array, Array, Array]:
-    """Return the gradients of hidden, gamma and beta in float64."""
-    (normal, rstd), g = normal_of(hidden, centred), dout * gamma
-    mean, along = g.mean(-1, keepdims=True) * centred, (g * normal).mean(-1, keepdims=True)
-    rows = tuple(range(hidden.ndim - 1))
-    return (g - mean - normal * along) * rstd, (dout * normal).sum(rows), dout.sum(rows)
 
 
 @composite
@@ -122,8 +100,8 @@ def check_textbook(arrays: list[Array], rate: float, place: Any, centred: bool =
     assert_close_arrays(hidden, expected, dtype, "the sum", 4.0)
     wanted_norm = norm_of(expected, gamma, beta if centred else None)
     assert_close_arrays(out, wanted_norm, dtype, "its norm", 4.0)
-    through, dgamma, dbeta = norm_gradients(dout, expected, gamma, centred)
-    wanted = [(through + dhidden) * factor, through + dhidden, dgamma, dbeta]
+    through, *of_weights = norm_gradient(dout, expected, gamma, beta if centred else None)
+    wanted = [(through + dhidden) * factor, through + dhidden, *of_weights]
     names = "x", "residual", "gamma", "beta"
     for name, found, gradient, operand in zip(names, grads, wanted, arrays, strict=False):
         size = 4.0 + math.sqrt(x.size // x.shape[-1])
@@ -166,7 +144,7 @@ def test_layer_norm_of_16_bits_keeps_weights_of_float32(dtype: np.dtype[Any]) ->
     out.backward(from_numpy(grad, CudaBackend))
     wide_grad, wide_rows = (a.astype(np.float64) for a in (grad, rows))
     assert_close_arrays(out, norm_of(wide_rows, gamma, beta), dtype, "out", 4.0)
-    dx, dgamma, dbeta = norm_gradients(wide_grad, wide_rows, gamma.astype(np.float64))
+    dx, dgamma, dbeta = norm_gradient(wide_grad, wide_rows, gamma.astype(np.float64), beta)
     assert_close_arrays(x.grad, dx, dtype, "dx", 4.0)
     # Sums of float32 are rounded to no 16 bits on their way.
     assert_close_arrays(weights.grad, dgamma, FLOAT32, "dgamma", 10.0)

@@ -10,6 +10,7 @@ import minitorch as mt
 from minitorch import Parameter, Rotary
 from minitorch.distributed import spread_sequence
 from minitorch.models.sampling import Sampler
+from minitorch.scalar_functions import Neg
 
 from ..support.models.llama_folder import LLAMA3
 from .cases import model
@@ -116,6 +117,7 @@ TRAINING = [
     (lambda o: mt.Adam([Parameter(mt.Scalar(1.0))]).step(), TypeError, "Scalar", "SGD"),
     (lambda o: mt.Optimizer([]).step(), NotImplementedError, "the subclass"),
     (lambda o: mt.Scalar(1.0) + "a", TypeError, "type str", "float()"),
+    (lambda o: Neg.apply(5), AssertionError, "Neg.forward returned -5", "type int"),
     (lambda o: mt.datasets["Xor"]("a"), ValueError, "the number of points", "'a'"),
     (lambda o: mt.SGD([o.vector]), TypeError, "minitorch.Parameter"),
     (lambda o: mt.SGD([{"lr": 0.1}]), TypeError, "dictionary of params", "lr"),

@@ -57,7 +57,7 @@ SHAPES = [
     (lambda o: o.matrix.__setitem__((0, 0), HUGE), ValueError, "401 digits"),
     (lambda o: o.ids.__setitem__((0, 0), 1.5), ValueError, "whole numbers", "1.5"),
     (lambda o: o.ids.__setitem__((0, 0), 2**70), ValueError, "int64 holds", "wider"),
-    (lambda o: o.matrix.item(), AssertionError, "one element", "(2, 3)"),
+    (lambda o: o.matrix.item(), AssertionError, "one element", "(2, 3) has 6"),
     (lambda o: mt.shape_broadcast((2, 3), (4,)), IndexingError, "(2, 3) and (4,)", "align"),
     (lambda o: TensorData([1.0], (2,)), AssertionError, "2 elements", "has 1"),
     (lambda o: TensorData([1.0], [1]), AssertionError, "a tuple", "[1]"),

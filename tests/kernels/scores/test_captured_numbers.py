@@ -15,6 +15,7 @@ from numba.core import event
 import kernels
 from kernels.runtime.jit import JIT_DISABLED
 
+from ...support.attention.strategies import Case
 from ...support.examples import at_most
 from ...support.layouts import on_device
 from ...support.tolerances import assert_close_arrays
@@ -56,20 +57,13 @@ SCORES: list[Callable[..., Any]] = [
 NUMBERS = st.integers(1, 3), st.floats(-2, 2, width=32)
 
 
-def results(operands: Any, options: Any, move: Any = lambda x: x) -> list[Any]:
-    """Return out, lse and the gradients, of operands that are moved to a device."""
-    q, k, v, dout = map(move, operands)
-    out, lse = kernels.flash_attention_forward(q, k, v, **options)
-    found = out, lse, *kernels.flash_attention_backward(dout, q, k, v, out, lse, **options)
-    return [x if isinstance(x, np.ndarray) else x.copy_to_host() for x in found]
-
-
-def check(options: Any, seq: int, dtype: Any = np.float64, move: Any = lambda x: x) -> None:
+def check(options: Any, seq: int, dtype: Any = np.float64, place: Any = None) -> None:
     """Compare attention with the textbook, which calls the functions as Python."""
     operands = np.random.default_rng(0).standard_normal((4, 1, 2, seq, 4)).astype(dtype)
-    own = results(operands, options, move)
-    wanted = results(operands.astype(np.float64), {**options, "rung": "naive"})
-    for name, result, right in zip(("out", "lse", "dq", "dk", "dv"), own, wanted, strict=True):
+    own = Case(*operands, options=options).call(place)
+    wanted = Case(*operands.astype(np.float64), options=options).call(rung="naive")
+    for name, right in wanted.items():
+        result = own[name].copy_to_host() if place else own[name]
         own_dtype = np.float32 if name == "lse" and dtype == np.float16 else dtype
         assert_close_arrays(result, right, own_dtype, name)
 

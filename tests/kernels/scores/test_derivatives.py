@@ -16,7 +16,7 @@ from numba import njit
 import kernels
 from minitorch import from_numpy, naive_attention
 
-from ...support.attention.strategies import SCORE_MODS
+from ...support.attention.strategies import SCORE_MODS, Case
 from ...support.examples import at_most
 from ...support.tolerances import assert_close_arrays
 
@@ -221,14 +221,13 @@ def test_a_function_without_source_is_refused_until_it_has_a_derivative() -> Non
 @pytest.mark.parametrize("rung", ["flash2", "naive"])
 def test_gradients_of_arrays_are_those_with_a_derivative_by_hand(pair: Any, rung: str) -> None:
     rng = np.random.default_rng(1)
-    q, k, v, dout = (rng.standard_normal((2, 2, rows, 5)) for rows in (70, 90, 90, 70))
-    results = []
-    for mod in (pair, pair[0]):
-        options: dict[str, Any] = {"score_mod": mod, "is_causal": True, "rung": rung}
-        out, lse = kernels.flash_attention_forward(q, k, v, **options)
-        results.append(kernels.flash_attention_backward(dout, q, k, v, out, lse, **options))
-    for name, found, expected in zip(("dq", "dk", "dv"), results[1], results[0], strict=True):
-        assert_close_arrays(found, expected, np.float64, name)
+    operands = [rng.standard_normal((2, 2, rows, 5)) for rows in (70, 90, 90, 70)]
+    found, expected = (
+        Case(*operands, options={"score_mod": mod, "is_causal": True, "rung": rung}).call()
+        for mod in (pair[0], pair)
+    )
+    for name, right in expected.items():
+        assert_close_arrays(found[name], right, np.float64, name)
 
 
 @pytest.mark.parametrize("pair", SCORE_MODS)

@@ -77,7 +77,7 @@ class Case:
     v: Any
     dout: Any
     options: dict[str, Any]
-    tile: tuple[int, int] | None
+    tile: tuple[int, int] | None = None
     dlse: Any = None
 
     @property

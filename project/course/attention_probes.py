@@ -76,6 +76,8 @@ def textbook(rng: Rng) -> Probes:
         arrays = heads(rng, 5, 6, 3)
         yield f"forward, {name}", attend("NUMPY", "naive", arrays, **options)
         yield f"backward, {name}", attend("NUMPY", "naive", arrays, None, True, **options)
+    arrays[0] *= 1e3
+    yield "large scores", attend("NUMPY", "naive", arrays)
     s, z, v = rng.normal(size=(4, 5)), rng.integers(0, 3, (4, 5)), rng.normal(size=(5, 3))
     softmax_times = import_module("kernels.reference.lines").softmax_times
     yield "dropout", lambda: softmax_times(s, z, v)

@@ -43,12 +43,14 @@ def operators(rng: Rng) -> Probes:
     for name in ("id", "neg", "sigmoid", "relu", "exp", "log", "inv"):
         xs = rng.normal(0.0, 3.0, 6)
         xs = np.append(abs(xs), 0.0) if name == "log" else xs
+        xs[0] = np.nan if name == "relu" else xs[0]
         yield name, lambda: [getattr(o, name)(x) for x in xs.tolist()]
     for name in ("mul", "add", "lt", "eq", "max", "is_close", "log_back", "inv_back", "relu_back"):
         xs = rng.normal(0.0, 3.0, 20)
         xs[0] = 0.0 if name != "inv_back" else xs[0]
         xs = abs(xs) if name == "log_back" else xs
         ys = xs + rng.choice([0.0, 0.005, -0.05, 2.0, -3.0], 20)
+        xs[1], ys[2] = (np.nan, np.nan) if name == "max" else (xs[1], ys[2])
         yield name, lambda: [getattr(o, name)(*xy) for xy in np.c_[xs, ys].tolist()]
 
 

@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
-from pathlib import Path
-from types import ModuleType
+from inspect import signature
 from typing import Any
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import Phase, given, settings
+from hypothesis.errors import UnsatisfiedAssumption
+from hypothesis.strategies import lists, tuples
 
 from minitorch import operators
 
+from ..strategies import small_floats
+from . import test_operators as properties
 
-def properties_of_many_examples() -> ModuleType:
-    """Import the property tests once more: each with 200 examples, and the same ones each time.
-
-    A test keeps the settings that hold when it is defined, and a run may have asked for very few.
-    """
-    before = settings.get_current_profile_name()
-    settings.register_profile(
-        "mutants",
-        settings(),
-        max_examples=200,
-        derandomize=True,
-        database=None,
-        phases=[Phase.explicit, Phase.generate],  # no search for the smallest example
-    )
-    settings.load_profile("mutants")
-    try:
-        file = Path(__file__).with_name("test_operators.py")
-        spec = importlib.util.spec_from_file_location("tests.course.properties", file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        settings.load_profile(before)
+#: Examples of a property test, the same ones each time. A group costs little more than one example does.
+GROUPS, EXAMPLES_OF_GROUP = 10, 20
+DRAWN = {float: small_floats, list[float]: properties.number_lists}
 
 
-properties = properties_of_many_examples()
+def run_often(test: str) -> None:
+    """Run a property test with more examples than a test run has, which may be very few."""
+    body = getattr(properties, test).hypothesis.inner_test
+    example = tuples(*(DRAWN[x.annotation] for x in signature(body).parameters.values()))
+
+    # No search for the smallest example.
+    @settings(max_examples=GROUPS, derandomize=True, database=None, phases=[Phase.generate])
+    @given(lists(example, min_size=EXAMPLES_OF_GROUP, max_size=EXAMPLES_OF_GROUP))
+    def run(examples: list[tuple[Any, ...]]) -> None:
+        for values in examples:
+            with suppress(UnsatisfiedAssumption):
+                body(*values)
+
+    run()
+
 
 add, exp, log, lt, mul = (operators.add, operators.exp, operators.log, operators.lt, operators.mul)
 
@@ -86,7 +82,7 @@ ANY: dict[str, Callable[..., Any]] = {
 @cache
 def accept_right_operators(test: str) -> None:
     """Run a property test as it is, once for all operators that it must notice."""
-    getattr(properties, test)()
+    run_often(test)
 
 
 def notices(
@@ -98,7 +94,7 @@ def notices(
             if hasattr(module, name):
                 patch.setattr(module, name, broken)
         try:
-            getattr(properties, test)()
+            run_often(test)
         except Exception:
             return True
     return False

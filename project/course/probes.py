@@ -245,10 +245,14 @@ def broadcasting(rng: Rng) -> Probes:
     small = np.where(rng.permutation([True, rng.random() < 0.5, False]), 1, big[1:])
     index, other = rng.integers(1, big), np.where(small == 1, big[1:], 1)
     shapes = [tuple(x.tolist()) for x in (big, small, other)]
-    yield "broadcast_index", after(t.broadcast_index, buffer, index, big, small, buffer)
+    empty = [((shapes[0][0], 1), (1, 0)), ((0,), (shapes[0][0], 1))][int(rng.integers(2))]
+    args = index, big, small, buffer  # of which only the last one is written to
+    yield "broadcast_index", after(t.broadcast_index, [index, buffer], *args)
     yield (
         "shape_broadcast",
-        lambda: [t.shape_broadcast(*pair) for pair in (shapes[:2], shapes[1:], shapes[::-1][:2])],
+        lambda: [
+            t.shape_broadcast(*pair) for pair in (shapes[:2], shapes[1:], shapes[::-1][:2], empty)
+        ],
     )
     pairs = [(shapes[0], (n,)) for n in rng.permutation([shapes[0][-1], 11]).tolist()]
     yield (

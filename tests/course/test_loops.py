@@ -47,6 +47,9 @@ def check_map(tensor_map: Callable[..., Any]) -> None:
             out = by_columns(np.zeros((2, 3)))
             got = filled(what, lambda out, a: run(*out.tuple(), *a.tuple()), out, a)
             mistakes = {BY_ORDINAL.format("out"): in_order_of_columns(expected)}
+            if array.ndim == 1:
+                rows = np.broadcast_to(-array[:2, None], (2, 3))
+                mistakes["an index of out is used for the input: broadcast_index"] = rows
             if shape == "(2, 3)":
                 stored = -a._storage.reshape(2, 3)
                 mistakes[BY_ORDINAL.format("the input")] = stored

@@ -125,12 +125,16 @@ def run(
     return {name: x.copy_to_host() if on_device else x for name, x in results.items()}
 
 
+#: What makes NaN of masked rows.
+NAN = "-inf - (-inf), where a row sees nothing in a tile?"
+
+
 def check_forward(
     results: dict[str, Array],
     expected: tuple[Array, Array],
     arrays: tuple[Array, ...] = (),
     block_k: int = 0,
-    nan: str = "-inf - (-inf), where a row sees nothing in a tile?",
+    nan: str = NAN,
 ) -> None:
     """Compare out and lse; with the operands and a tile, name a mistake that gives what is wrong."""
     if block_k:
@@ -414,10 +418,14 @@ class TestFlash1:
         arrays = drawn(5, 7, 3)
         operands = [cuda.to_device(x[0]) for x in arrays[:3]]
         out = cuda.to_device(np.empty((2, 5, 3)))
-        m, total = (cuda.to_device(np.empty((2, 5))) for _ in range(2))
+        m, total = (cuda.to_device(np.zeros((2, 5))) for _ in range(2))
         kernel = make_flash1_rows(*tile, 3, types.float64)
         kernel[2, tile[0]](*operands, out, m, total, 1.0 / np.sqrt(3))
-        lse = m.copy_to_host() + np.log(total.copy_to_host())
+        with np.errstate(divide="ignore"):
+            lse = m.copy_to_host() + np.log(total.copy_to_host())
+        assert not np.isneginf(lse).any(), (
+            "l is 0 or m is -inf at the end, as it began: write both after each tile, line 13"
+        )
         results = {"out": out.copy_to_host()[None], "lse": lse[None]}
         check_forward(results, textbook(arrays), arrays, tile[1])
 
@@ -438,11 +446,14 @@ class TestFlash1:
         expected = textbook(arrays, cols <= rows - 2)
         results = run(launch.CUDA, "flash1", arrays, tile, **options)
         visited = rows // tile[0] * tile[0] + tile[0] - 1 - 2 >= cols // tile[1] * tile[1]
-        within, _ = textbook(arrays, visited & (cols % tile[1] <= rows % tile[0] - 2))
-        if np.allclose(results["out"], within):
-            pytest.fail(
-                "a Place counts from the first row and column of the call: row + r, col + c"
-            )
+        within = visited & (cols % tile[1] <= rows % tile[0] - 2)
+        mistakes = {
+            "a Place counts from the first row and column of the call: row + r, col + c": within,
+            "the mask is left out, which is part of score_of": visited,
+        }
+        wrong = {sentence: textbook(arrays, seen)[0] for sentence, seen in mistakes.items()}
+        assert not np.isnan(results["out"]).any(), f"out has NaN: {NAN}"
+        assert_close_or_explain(results["out"], expected[0], "out", wrong)
         check_forward(results, expected)
 
     @pytest.mark.task5_5
@@ -527,6 +538,11 @@ class TestMasks:
         arrays = drawn(5, 6, 2)
         seen = np.random.default_rng(3).random((1, 2, 5, 6)) < 0.6
         results = run(launch.CUDA, "flash1", arrays, (2, 4), backward=True, attn_mask=seen)
+        mistakes = {
+            "True hides, and is to show": textbook(arrays, ~seen)[0],
+            "the mask is left out": textbook(arrays)[0],
+        }
+        assert_close_or_explain(results["out"], textbook(arrays, seen)[0], "out", mistakes)
         check_forward(results, textbook(arrays, seen))
         check_gradients(results, arrays, seen=seen)
 
@@ -535,6 +551,11 @@ class TestMasks:
         arrays = drawn(5, 6, 2)
         bias = np.random.default_rng(3).standard_normal((1, 2, 5, 6))
         results = run(launch.CUDA, "flash1", arrays, (2, 4), attn_mask=bias)
+        mistakes = {
+            "the mask is subtracted": textbook(arrays, bias=-bias)[0],
+            "the mask is left out": textbook(arrays)[0],
+        }
+        assert_close_or_explain(results["out"], textbook(arrays, bias=bias)[0], "out", mistakes)
         check_forward(results, textbook(arrays, bias=bias))
 
     @pytest.mark.task5_6
@@ -649,7 +670,13 @@ class TestBlockSparse:
     def test_what_is_listed_is_attended_to(self) -> None:
         arrays = drawn(40, 50, 2)
         results = run(launch.CUDA, "flash2", arrays, (16, 16), block_mask=sparse())
-        check_forward(results, textbook(arrays, sparse().dense()))
+        dense = sparse().dense()
+        mistakes = {
+            "each head has the lists of the first: the lines of a head follow those of the heads "
+            "before it": textbook(arrays, dense[:1])[0],
+        }
+        assert_close_or_explain(results["out"], textbook(arrays, dense)[0], "out", mistakes)
+        check_forward(results, textbook(arrays, dense))
 
     @pytest.mark.task5_9
     def test_keys_in_tiles_that_are_not_listed_are_not_read(self) -> None:
@@ -658,7 +685,9 @@ class TestBlockSparse:
         expected = run(launch.CUDA, "flash2", (q, k, v, dout), (16, 16), block_mask=mask)
         k[..., 16:48, :] = v[..., 16:48, :] = np.nan
         again = run(launch.CUDA, "flash2", (q, k, v, dout), (16, 16), block_mask=mask)
-        assert np.array_equal(again["out"], expected["out"])
+        assert np.array_equal(again["out"], expected["out"]), (
+            "a tile that is not listed is read: the number of a tile is tile_ids[entry]"
+        )
 
 
 # --- task 5.10: train the transformer -------------------------------------------------------------------

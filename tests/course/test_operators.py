@@ -206,9 +206,11 @@ def test_prod_multiplies_up(x: float, y: float, z: float) -> None:
 @pytest.mark.task0_3
 @given(lists(small_floats))
 def test_neg_list_changes_every_sign(xs: list[float]) -> None:
+    before, expected = [*xs], [-x for x in xs]
     negated = negList(xs)
-    assert list(negated) == [-x for x in xs]
-    assert list(negated) == [-x for x in xs], "the result can be read only once"
+    assert xs == before, "negList changes the list that it gets: make another one"
+    assert list(negated) == expected
+    assert list(negated) == expected, "the result can be read only once"
 
 
 # --- the rest of the contract ----------------------------------------------------------------

@@ -60,18 +60,23 @@ def test_central_difference_measures_slopes() -> None:
         (third, (1, 2, 3), 2, -12.0),
     ):
         slope = central_difference(f, *point, arg=arg)
+        why = f"divide by 2 epsilon, and move argument {arg} only" if slope else "copy vals twice"
         assert slope == pytest.approx(expected, abs=1e-2), (
             f"central_difference({f.__name__}, {', '.join(map(str, point))}, arg={arg}) is {slope}, "
-            f"expected {expected}: divide by 2 epsilon, and move argument {arg} only"
+            f"expected {expected}: {why}"
         )
 
 
 @pytest.mark.task1_1
 def test_central_difference_is_two_sided() -> None:
-    slope = central_difference(lambda x: x * x, 1.0, epsilon=0.5)
+    points: list[float] = []
+    slope = central_difference(lambda x: (points.append(x), x * x)[1], 1.0, epsilon=0.5)
     assert slope == pytest.approx(2.0), (
         f"the slope of x² at 1 with epsilon 0.5 is {slope}, expected 2.0: the two-sided difference "
         "(f(x + epsilon) - f(x - epsilon)) / (2 epsilon) is exact there"
+    )
+    assert sorted(points) == [0.5, 1.5], (
+        f"at 1 with epsilon 0.5, f is called with {points}, expected 1.5 and 0.5: move by epsilon"
     )
 
 

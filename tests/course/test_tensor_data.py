@@ -93,7 +93,9 @@ def test_permute_is_a_view_with_the_dimensions_in_another_order(data: DataObject
     layout = data.draw(numbered)
     order = data.draw(permutations(range(layout.dims)))
     permuted = layout.permute(*order)
-    assert permuted._storage is layout._storage
+    assert permuted._storage is layout._storage, (
+        "permute copies the elements: the result has the same storage, and other strides"
+    )
     np.testing.assert_array_equal(permuted.to_array(), layout.to_array().transpose(order))
 
 
@@ -121,6 +123,7 @@ def test_set_changes_one_element(data: DataObject) -> None:
         ((1, 5, 5), (5, 5), (1, 5, 5)),
         ((5, 1, 5, 1), (1, 5, 1, 5), (5, 5, 5, 5)),
         ((2, 1), (3,), (2, 3)),
+        ((2, 1), (0,), (2, 0)),
         ((), (2, 3), (2, 3)),
         ((), (), ()),
     ],
@@ -131,7 +134,8 @@ def test_shapes_that_broadcast(
     for call in (shape_broadcast, TensorData.shape_broadcast):
         got = result_of(f"shape_broadcast({shape1}, {shape2})", call, shape1, shape2)
         assert got == result, (
-            f"shape_broadcast({shape1}, {shape2}) is {got}, expected {result}: align at the right"
+            f"shape_broadcast({shape1}, {shape2}) is {got}, expected {result}: align at the right, and "
+            "a size of 1 gives way to the other size, even to 0"
         )
 
 
@@ -177,8 +181,9 @@ def test_broadcast_index_finds_the_element_that_numpy_finds(drawn) -> None:
     index = np.full(len(shape) + 2, -7)  # a scratch buffer, longer than the shape
     for big_index in np.ndindex(*big_shape):
         call = f"broadcast_index({big_index}, {big_shape}, {shape}, out_index)"
-        arrays = (np.array(x) for x in (big_index, big_shape, shape))
+        arrays = [np.array(x) for x in (big_index, big_shape, shape)]
         result_of(call, broadcast_index, *arrays, index)
+        assert tuple(arrays[0]) == big_index, "it changes big_index, which the caller still needs"
         own = tuple(map(int, index[: len(shape)]))
         assert all(i < size for i, size in zip(own, shape, strict=True)), (
             f"index {own} lies outside of shape {shape}: a dimension of size 1 has index 0 only"

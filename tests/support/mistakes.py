@@ -25,7 +25,7 @@ def assert_close_or_explain(
     """
     __tracebackhide__ = True
     got, why = np.asarray(got), ""
-    for sentence, wrong in mistakes.items():
+    for sentence, wrong in (*mistakes.items(), ("the sign is wrong", -np.asarray(expected))):
         wrong = np.asarray(wrong)
         known = ~np.isnan(wrong)
         if got.shape == wrong.shape and known.any() and np.allclose(got[known], wrong[known]):

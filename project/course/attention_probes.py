@@ -210,12 +210,20 @@ def transformer(rng: Rng) -> Probes:
 
     def made(kind: str, *sizes: int, **options: Any) -> Any:
         m.manual_seed(seed)
-        return getattr(m, kind)(*sizes, p_dropout=0.0, **options)
+        return getattr(m, kind)(*sizes, **{"p_dropout": 0.0, **options})
+
+    def layer() -> Any:
+        one = made("TransformerLayer", 6, 2, attention="naive")
+        for factor, norm in enumerate((one.ln_1, one.ln_2), 2):  # as different as after training
+            norm.weights.update(norm.weights.value.detach() * factor)
+        return one(x)
 
     naive = {"attention": "naive", "causal": True}
     yield "split_heads", lambda: made("MultiHeadAttention", 6, 2, **naive).split_heads(x)
     yield "attention", lambda: made("MultiHeadAttention", 6, 2, **naive)(x)
-    yield "layer", lambda: made("TransformerLayer", 6, 2, attention="naive")(x)
+    yield "layer", layer
+    dropped = {"attention": "naive", "p_dropout": 0.8}
+    yield "dropout", lambda: (made("MultiHeadAttention", 6, 2, **dropped)(x).to_numpy() == 0).any()
     more = {"n_layer": 1, "middle_dim": 6, "backend": m.SimpleBackend}
     yield "loss", lambda: made("DecoderLM", 5, 6, 2, 8, **more).loss(ids[:, :-1], ids[:, 1:])
 

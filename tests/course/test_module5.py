@@ -725,10 +725,21 @@ def test_multi_head_attention_is_attention_of_each_head() -> None:
 
 
 @pytest.mark.task5_10
+def test_attention_drops_its_result_in_training_only() -> None:
+    layer = MultiHeadAttention(6, 2, p_dropout=0.5, attention="naive")
+    x = from_numpy(np.random.default_rng(0).standard_normal((1, 5, 6)), SimpleBackend)
+    assert not layer(x).to_numpy().all(), "nothing is dropped: the last step is dropout"
+    layer.eval()
+    assert layer(x).to_numpy().all(), "nothing is dropped after eval()"
+
+
+@pytest.mark.task5_10
 def test_a_layer_adds_attention_and_feed_forward_to_its_input() -> None:
     minitorch.manual_seed(0)
     layer = TransformerLayer(6, 2, p_dropout=0.0, attention="naive")
     x = from_numpy(np.random.default_rng(0).standard_normal((1, 5, 6)), SimpleBackend)
+    for factor, norm in enumerate((layer.ln_1, layer.ln_2), 2):  # as different as after training
+        norm.weights.update(norm.weights.value.detach() * factor)
     middle = x + layer.attention(layer.ln_1(x))
     expected = (middle + layer.ff(layer.ln_2(middle))).to_numpy()
     if not np.allclose(layer(x).to_numpy(), expected):

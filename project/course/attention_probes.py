@@ -256,8 +256,16 @@ def pages(rng: Rng) -> Probes:
 
 def tape(rng: Rng) -> Probes:
     naive, scores = import_module("minitorch.attention.naive"), rng.normal(size=5)
-    slope = naive.taped_derivative(lambda s, b, h, row, col: s * s.sigmoid() + row - col)
-    yield "taped_derivative", lambda: [slope(s, 0, 0, 3, 1) for s in scores.tolist()]
+    calls: list[Any] = []  # one for each score, where a quotient of differences makes two
+
+    def score_mod(s: Any, b: int, h: int, row: int, col: int) -> Any:
+        calls.append(s)
+        return s * s.sigmoid() * row - col
+
+    slope = naive.taped_derivative(score_mod)
+    yield "taped_derivative", lambda: [
+        [slope(s, 0, 0, 3, 1) for s in scores.tolist()], float(len(calls))
+    ]  # fmt: skip
 
 
 PROBES: dict[str, Callable[[Rng], Probes]] = {

@@ -83,6 +83,7 @@ def check_convolution(
                 steps=[-sign] * len(size)
             ),
             "places before the beginning of the input count: they must be 0 or more": of(low=-9),
+            "place 0 of the input does not count: the places are 0 and more": of(low=1),
             "places beyond the end of the input count": of(limits=[n + 9 for n in size]),
             "the place in the input is compared with the size of out, not that of the input": of(
                 limits=shape

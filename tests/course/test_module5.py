@@ -795,7 +795,11 @@ def test_the_tangents_of_softmax_are_its_derivatives_along_a_direction(
     total = powers.sum(-1, keepdims=True)
     p, lse = powers / total, np.log(total[..., 0])
     p_tangent, lse_tangent = softmax_tangent(p.real, s_tangent)
-    mistakes = {"L̇ is left out: P = exp(S - L) also changes with L": p.real * s_tangent}
+    mean = s_tangent.mean(-1, keepdims=True)
+    mistakes = {
+        "L̇ is left out: P = exp(S - L) also changes with L": p.real * s_tangent,
+        "L̇ is a mean of Ṡ with the weights P, not a plain one": p.real * (s_tangent - mean),
+    }
     assert_close_or_explain(p_tangent, p.imag / step, "Ṗ", mistakes)
     mistakes = {"L̇ is a mean of Ṡ with the weights P": s_tangent.sum(-1)}
     assert_close_or_explain(lse_tangent, lse.imag / step, "L̇", mistakes)
@@ -855,6 +859,9 @@ def test_keys_that_are_written_by_the_table_are_read_in_order(page_size: int) ->
     mistakes = {
         "the table is not read: a page of a sequence may lie anywhere": number,
         "the table of the first sequence is read for all": table[0][number],
+        "the page of the position before is read": table[
+            np.arange(3)[:, None], (positions - 1) // page_size
+        ],
     }
     expected = [[float(row[p // page_size]) for p in range(length)] for row in table]
     assert_close_or_explain(1.0 * pages, expected, "the pages", mistakes)
@@ -882,11 +889,22 @@ SCORE_MODS = {
 def test_backpropagation_gives_the_derivative_of_a_score_mod(name: str) -> None:
     score_mod, place, step = SCORE_MODS[name], (0, 1, 5, 2), 1e-5
 
-    def value(score: float) -> float:
+    def value(score: float, place: Sequence[int] = place) -> float:
         return score_mod(minitorch.tensor([score]), *place).item()
 
+    def slope(score: float, place: Sequence[int] = place) -> float:
+        return (value(score + step, place) - value(score - step, place)) / (2.0 * step)
+
+    calls: list[Any] = []
+    derivative = taped_derivative(lambda *args: (calls.append(args), score_mod(*args))[1])
     scores = [-2.0, 0.25, 1.5]
-    expected = [(value(s + step) - value(s - step)) / (2.0 * step) for s in scores]
-    got = [taped_derivative(score_mod)(s, *place) for s in scores]
-    mistakes = {"this is the value of score_mod, not its derivative": [value(s) for s in scores]}
+    got, expected = [derivative(s, *place) for s in scores], [slope(s) for s in scores]
+    assert len(calls) == len(scores), (
+        f"score_mod is called {len(calls)} times for {len(scores)} scores: call it once, on a tensor that "
+        "requires a gradient, and go backward; a quotient of differences is not exact"
+    )
+    mistakes = {
+        "this is the value of score_mod, not its derivative": [value(s) for s in scores],
+        "the place is left out: score_mod(x, *place)": [slope(s, (0, 0, 0, 0)) for s in scores],
+    }
     assert_close_or_explain(got, expected, "f'(S)", mistakes, size=1e4)

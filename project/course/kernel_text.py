@@ -30,6 +30,7 @@ KERNELS = {
     "5.5": ((FLASH1, "backward_kernel.flash1_backward", 1),),
     "5.6": ((FLASH1, "forward_kernel.flash1_forward", 0),),
 }
+INDEXING = {"to_index", "broadcast_index", "index_to_position"}
 NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 OF_THREAD, GLOBAL = re.compile(r"threadIdx|\bgrid\(|laneid"), re.compile(r"(out|a|b)(_storage)?")
 MARKER = re.compile(r"\s*# (?:TASK (\d\.\d+): |END TASK )")
@@ -75,7 +76,7 @@ def fault_of(text: str, name: str, task: str, arrays: int) -> str:
     if task == "5.1":
         return _not_once(own, "x")
     if task in ("3.1", "3.2", "4.1", "4.2"):
-        return _not_parallel(own, name)
+        return _not_parallel(own, name) or (_indexes_too_often(own, name) if task == "3.1" else "")
     walk = _Walk()
     walk.body(scope.body)
     for (array, _, before), verb, line in walk.missing:
@@ -89,6 +90,11 @@ def fault_of(text: str, name: str, task: str, arrays: int) -> str:
         return (
             f"line {line} of {{file}} uses global memory in the innermost loop of {name}: load each "
             "element into shared memory once, multiply from there, and write once at the end"
+        )
+    if arrays > 1 and (line := _written_each_round(own)):
+        return (
+            f"line {line} of {{file}} writes out for each tile along k: keep the sum in a register, and "
+            "write once, after the loop"
         )
     own_uses = {(array, verb) for array, verb, line in walk.used if lines[line] == task}
     used = sum((array, "writes") in own_uses for array, verb in own_uses if verb == "reads")
@@ -142,6 +148,28 @@ def _not_parallel(own: list[ast.AST], name: str) -> str:
     )
 
 
+def _indexes_too_often(own: list[ast.AST], name: str) -> str:
+    """Return what is wrong if aligned operands have no loop without indices, or an inner loop has some."""
+
+    def indexing(loop: ast.AST) -> set[str]:
+        return INDEXING & {ast.unparse(n.func) for n in ast.walk(loop) if isinstance(n, ast.Call)}
+
+    parallel = [n for n in own if _loops_over(n, "prange")]
+    if not name.endswith("_reduce") and all(map(indexing, parallel)):
+        return (
+            f"{name} computes an index for each element: operands of one shape and with equal strides need "
+            "none, so give them a prange loop of their own"
+        )
+    for inner in (n for loop in parallel for n in ast.walk(loop) if n is not loop):
+        parts = [n for n in ast.walk(inner) if isinstance(n, (ast.For, ast.While))]
+        if parts == [inner] and (found := sorted(indexing(inner))):
+            return (
+                f"the inner loop in line {parts[0].lineno} of {{file}} calls {found[0]}: find the first "
+                "position before it, step by the stride, and call nothing but fn"
+            )
+    return ""
+
+
 def _not_once(own: Iterable[ast.AST], name: str) -> str:
     """Return what is wrong unless a vector is read in one place, which is in a loop."""
     inside, beside = set[int](), set[int]()
@@ -169,6 +197,19 @@ def _global_in_loop(own: Iterable[ast.AST], shared: set[str]) -> int:
             is_used = any(GLOBAL.fullmatch(_array(part)) for part in ast.walk(n))
             if is_used and not is_load and not isinstance(n, ast.If):
                 return n.lineno
+    return 0
+
+
+def _written_each_round(own: Iterable[ast.AST]) -> int:
+    """Return the line where a loop over tiles, the innermost one with a barrier, writes to out."""
+    loops = [
+        n for n in own if isinstance(n, (ast.For, ast.While)) and "syncthreads" in ast.unparse(n)
+    ]
+    for parts in (list(ast.walk(loop)) for loop in loops):
+        stored = [n for n in parts if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)]
+        lines = [n.lineno for n in stored if _array(n) == "out"]
+        if lines and not any(part in loops for part in parts[1:]):
+            return lines[0]
     return 0
 
 

@@ -671,9 +671,11 @@ class TestBlockSparse:
         arrays = drawn(40, 50, 2)
         results = run(launch.CUDA, "flash2", arrays, (16, 16), block_mask=sparse())
         dense = sparse().dense()
+        # Of the last tile of a list, which is short, each element is looked up.
+        of_first = dense[:1] & (dense | (np.arange(50) < 48))
         mistakes = {
             "each head has the lists of the first: the lines of a head follow those of the heads "
-            "before it": textbook(arrays, dense[:1])[0],
+            "before it": textbook(arrays, of_first)[0],
         }
         assert_close_or_explain(results["out"], textbook(arrays, dense)[0], "out", mistakes)
         check_forward(results, textbook(arrays, dense))

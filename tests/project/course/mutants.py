@@ -146,6 +146,26 @@ MUTANTS = [
     ("3.4", COURSE, "row = cuda.blockIdx.x * THREADS_PER_BLOCK + tile_row\n    col = cuda.blockIdx.y",
      "row = cuda.blockIdx.y * THREADS_PER_BLOCK + tile_row\n    col = cuda.blockIdx.x",
      "they are exchanged"),
+    ("0.1", OPS, "x if x > y or x != x else y", "x if x > y else y", "max(nan, 1.5) returns 1.5"),
+    ("0.3", OPS, "return map(neg)(ls)", "ls[:] = map(neg)(ls)\n    return ls", "changes the list"),
+    ("1.1", AUTODIFF, "above, below =", "epsilon = 1e-3\n    above, below =", "f is called with"),
+    ("1.3", SCALAR, "zip(history.inputs, derivatives", "zip(history.inputs, derivatives[::-1]",
+     "each input gets the derivative of the other one"),
+    ("2.2", DATA, "size2 if size1 == 1 else size1", "max(size1, size2)", "gives way to the other size"),
+    ("2.2", DATA, "    for dim in range(len(shape)):\n",
+     "    for dim in range(len(shape)):\n        big_index[dim + offset] *= shape[dim] > 1\n",
+     "it changes big_index"),
+    ("5.2", LINES, "np.exp(s - shift[..., None])", "np.exp(s) / np.exp(shift[..., None])",
+     "subtract the maximum first"),
+    ("5.4", FLASH1, "score_of(score, place, extras)", "score", "the mask is left out"),
+    ("5.6", SCORES, "return bool(mask_at(", "return not bool(mask_at(", "True hides, and is to show"),
+    ("5.9", "kernels/cuda/attention/options/visits.py", "head * ceil_div(size, block) + start",
+     "start", "each head has the lists of the first"),
+    ("5.10", LAYERS, "self.ff(self.ln_2(x))", "self.ff(self.ln_1(x))", "that + ff(ln_2(that))"),
+    ("5.10", LAYERS, "return self.dropout(self.out_projection(joined))",
+     "return self.out_projection(joined)", "nothing is dropped"),
+    ("5.14", "minitorch/attention/naive.py", "x.grad.item()",
+     "(score_mod(x + 1e-6, *place) - score_mod(x, *place)).item() / 1e-6", "score_mod is called"),
 ]  # fmt: skip
 
 #: Solutions without the core of their task, which earn at most half of its points.
@@ -156,6 +176,9 @@ WITHOUT_CORE = [
      "for row in prange(size_of(row_shape)):\n                out_index = np.zeros(MAX_DIMS, np.int64)\n",
      "out_index = np.zeros(MAX_DIMS, np.int64)\n            for row in prange(size_of(row_shape)):\n",
      "is shared by all threads"),
+    ("3.1", FAST, "if aligned(…else:\n", "if True:\n", "computes an index for each element"),
+    ("3.1", FAST, "total = fn(total, a[i])\n",
+     "total = fn(total, a[index_to_position(index, a_strides)])\n", "calls index_to_position"),
     ("3.2", FAST, "in prange(", "in range(", "on one core: write prange"),
     ("3.3", COURSE, "folds = active…folds = half",
      "if thread == 0:\n            for k in range(1, active):\n                "
@@ -171,6 +194,9 @@ WITHOUT_CORE = [
      "i = start + k\n                if row < rows and col < cols and i < depth:\n                    "
      "total += a_storage[a_start + i * a_strides[2]] * b_storage[b_start + i * b_strides[1]]",
      "load each element into shared memory once"),
+    ("3.4", COURSE, "        if row < rows and col < cols:\n            position",
+     "            if row < rows and col < cols:\n                out[row] = total\n"
+     "        if row < rows and col < cols:\n            position", "writes out for each tile along k"),
     ("5.1", LADDER, "np.exp(x - x.max())", "np.exp(x)", "subtract the largest element"),
     ("5.1", LADDER, "np.exp(maximum - new_maximum) + np.exp(part - new_maximum).sum()",
      "1 + np.exp(part).sum()", "subtract the largest"),

@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from course.assembly import assemble
 from course.expected import Expected, Session, arguments, device_of, lacks_gpu
 from course.kernel_text import faults
-from course.markers import ROOT, CourseError
+from course.markers import ROOT, CourseError, unwritten
 from course.options import Options
 from course.report import HEAD, finish, refuse_unwritable, row_of
 from course.scratch import scratch_folder
@@ -92,16 +92,22 @@ def _grade_all(
     for place in places:
         free.put(place)
 
-    kinds = {task.id: device_of(task, places[0]) for task in tasks}
+    kinds, stubs = {task.id: device_of(task, places[0]) for task in tasks}, dict[str, list[str]]()
+    if not places[0].gpu:
+        with suppress(CourseError):  # markers without a partner, of which the tests know more
+            stubs = unwritten(places[0].tree)
     ahead, pool = ThreadPoolExecutor(1), ThreadPoolExecutor(len(places))
     expected = {
         kind: ahead.submit(
             session.expected, [task for task in tasks if kinds[task.id] == kind], places[0].gpu
         )
-        for kind in sorted({*kinds.values()})
+        for kind in sorted({kind for task, kind in kinds.items() if task not in stubs})
     }
 
     def in_free_place(task: Task) -> Verdict:
+        if task.id in stubs:  # a mark at once: nothing of it could pass
+            first, *others = dict.fromkeys(stubs[task.id])
+            return result_of(task, f"NotImplementedError: {first}", also=others)
         place = free.get()
         try:
             found = expected[kinds[task.id]]

@@ -17,6 +17,7 @@ PACKAGES = ("minitorch", "kernels")
 
 BEGIN = re.compile(r"^(\s*)# TASK (\d+\.\d+): (.+?)\s*$")
 END = re.compile(r"^\s*# END TASK (\d+\.\d+)\s*$")
+STUB = re.compile(r'\s*raise NotImplementedError\("(Task .+)"\)')
 DEFINITION = re.compile(r"^(\s*)(?:async\s+)?(?:def|class)\s+(\w+)")
 
 
@@ -128,6 +129,16 @@ def stub(region: Region) -> list[str]:
     """Return what stands in the place of a body that is still to be written."""
     message = f"Task {region.key.task}: {region.hint}".replace("\\", "\\\\").replace('"', "'")
     return [f'{region.indent}raise NotImplementedError("{message}")']
+
+
+def unwritten(root: Path) -> dict[str, list[str]]:
+    """Return the tasks of which a tree has stubs alone, each with what these say."""
+    said, begun = dict[str, list[str]](), set[str]()
+    for key, body in read_bodies(root).items():
+        found = STUB.fullmatch(body[0]) if len(body) == 1 else None
+        said.setdefault(key.task, []).append(found[1] if found else "")
+        begun |= set() if found else {key.task}
+    return {task: texts for task, texts in said.items() if task not in begun}
 
 
 def sources(root: Path) -> list[str]:

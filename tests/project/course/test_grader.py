@@ -93,7 +93,8 @@ def test_a_starter_tree_gets_none(tmp_path: Path, capsys: pytest.CaptureFixture[
     start(0, tmp_path / "new")
     assert main(["grade", str(tmp_path / "new"), "--task", "0.4"]) == 1
     out = capsys.readouterr().out
-    assert "NotImplementedError: Task 0.4: " in out
+    assert "NotImplementedError: Task 0.4: Set training here" in out
+    assert "      Task 0.4: As train, with the other value." in out, "each body is named"
     assert "points 0 of 10" in out
 
 

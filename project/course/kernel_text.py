@@ -151,11 +151,17 @@ def _not_parallel(own: list[ast.AST], name: str) -> str:
 def _indexes_too_often(own: list[ast.AST], name: str) -> str:
     """Return what is wrong if aligned operands have no loop without indices, or an inner loop has some."""
 
-    def indexing(loop: ast.AST) -> set[str]:
-        return INDEXING & {ast.unparse(n.func) for n in ast.walk(loop) if isinstance(n, ast.Call)}
+    def indexing(*block: ast.AST) -> set[str]:
+        parts = [n for statement in block for n in ast.walk(statement)]
+        return INDEXING & {ast.unparse(n.func) for n in parts if isinstance(n, ast.Call)}
 
     parallel = [n for n in own if _loops_over(n, "prange")]
-    if not name.endswith("_reduce") and all(map(indexing, parallel)):
+    within = [n for loop in parallel for n in ast.walk(loop) if n is loop or isinstance(n, ast.If)]
+    filling = [
+        block for n in within if isinstance(n, (ast.For, ast.If)) for block in (n.body, n.orelse)
+        if any("out[" in ast.unparse(statement) for statement in block)
+    ]  # fmt: skip
+    if not name.endswith("_reduce") and all(indexing(*block) for block in filling):
         return (
             f"{name} computes an index for each element: operands of one shape and with equal strides need "
             "none, so give them a prange loop of their own"

@@ -542,6 +542,10 @@ FIRST = "    cuda.syncthreads()  # every element"
 @pytest.mark.parametrize(
     ("task", "number", "right", "wrong", "fault"),
     [
+        ("3.1", 0, "if aligned(out_shape, out_strides, in_shape, in_strides):\n            for i in prange("
+         "len(out)):\n                out[i] = fn(in_storage[i])\n        else:",
+         "for i in prange(len(out)):\n            if same:\n                out[i] = fn(in_storage[i])\n"
+         "        if True:", ""),
         ("3.3", 1, "SUM", "", ""),
         ("3.3", 1, "SUM", "        cuda.syncthreads()\n", "line .* reads cache, .* missing above line"),
         ("3.3", 1, FIRST, "    pass  #", "line .* reads partial, .* missing above line"),

@@ -44,12 +44,13 @@ def end_with_the_grader() -> None:
         ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
 
 
-def limit(memory_mb: int, seconds: int) -> None:
+def limit(memory_mb: int, seconds: int, gpu: bool) -> None:
     """Limit memory, processor time and the size of files; for good."""
     if resource is None:
         return
     wanted = {
-        "RLIMIT_AS": memory_mb << 20,
+        # A GPU's driver reserves more addresses than there is memory.
+        "RLIMIT_DATA" if gpu else "RLIMIT_AS": memory_mb << 20,
         "RLIMIT_CPU": (seconds + 10) * (os.cpu_count() or 1),
         "RLIMIT_FSIZE": GIB // 4,
         "RLIMIT_CORE": 0,
@@ -169,7 +170,7 @@ def main() -> None:
             write(collect(job))
         else:
             end_with_the_grader()
-            limit(job["memory_mb"], job["seconds"])
+            limit(job["memory_mb"], job["seconds"], job["gpu"])
             landlock(writable, shown, job["gpu"])
             (number,) = handles or [job["channel"]]
             with socket.socket(fileno=number) if number else nullcontext() as channel:

@@ -270,6 +270,9 @@ def _backward(call: BoundCall, problem: Problem, operands: Operands) -> Gradient
     run = call.rung.backward
     if call.wanted.tangent:  # beyond module 5
         own, run = own.with_tangents(memory, taken), call.rung.tangents.double_backward
+    if call.wanted.score_table and call.target.learning:  # beyond module 5
+        own = own.having(dtable=memory.empty(tuple(own.score_table.shape), problem.acc_dtype))
+        run = call.target.learning(run, call.rung.backward_tile)
     dq = _like(memory, own.q, problem, problem.q_shape, taken.dtype)
     # A head of k and v that several query heads share gets a gradient from each.
     dk, dv = (
@@ -326,6 +329,8 @@ def _of_option(
 
     ``given`` are the problem and its operands, ``taken`` those that the rung received.
     """
+    if name == "score_table" and taken[1].dtable is not None:  # beyond module 5
+        return taken[1].dtable
     (problem, operands), memory, sums = given, target.memory, given[0].acc_dtype
     array, axes = getattr(operands, name), AXES.get(name, "")
     shape = tuple(array.shape)

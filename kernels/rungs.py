@@ -28,6 +28,7 @@ from kernels.cuda.attention.flash3_wgmma.backward import (  # beyond module 5
 from kernels.cuda.attention.flash3_wgmma.float8 import launch as flash3_float8  # beyond module 5
 from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_wgmma  # beyond module 5
 from kernels.cuda.attention.options.listed_mods import on_device  # beyond module 5
+from kernels.cuda.attention.options.table_gradient import learning  # beyond module 5
 from kernels.cuda.device import per_device  # beyond module 5
 from kernels.cuda.device.memory import DeviceMemory
 from kernels.cuda.runtime.sizes import SIZES
@@ -174,6 +175,9 @@ class Target:
     sink_gradient: Callable[[Problem, Operands, Any], None] = reference.sink_gradient
     #: The same for the table that a ``score_mod`` reads; its gradient has the shape of the table.
     table_gradient: Any = reference.table_gradient  # beyond module 5
+    #: A function of a rung's ``backward`` and ``backward_tile`` that returns a backward pass that also
+    #: fills dtable, in place of ``table_gradient``; None if there is none.
+    learning: Any = None  # beyond module 5
 
     def pick(self, problem: Problem, tile: Tile | None = None, tangent: bool = False) -> Rung:
         """Return the rung that the problem names, or the fastest that can run it; see ``Rung.reason``.
@@ -267,6 +271,7 @@ CUDA = Target(
                 evaluate=on_device,
                 forward_float8=forward_float8,
                 alias="flash2_mma" if module is flash2_split else "",
+                has_table=module is not flash3_wgmma,
                 tangents=_tangents(mma_tangents) if module is flash2_mma else _NO_TANGENTS,
             )
             for name, module, gradients, dtypes, forward_float8 in (
@@ -289,6 +294,7 @@ CUDA = Target(
             flash2_backward.tile,
             flash2_backward.why_not,
             evaluate=on_device,  # beyond module 5
+            has_table=True,  # beyond module 5
             tangents=_tangents(flash2_tangents),  # beyond module 5
         ),
         Rung(
@@ -309,6 +315,7 @@ CUDA = Target(
     ),
     flash2_mask_gradient.mask_gradient,  # beyond module 5
     cuda_sink_gradient.sink_gradient,  # beyond module 5
+    learning=learning,  # beyond module 5
 )
 
 #: The targets by name.

@@ -35,6 +35,7 @@ _FIELDS = (
     "dq",  # of the broadcast shape of q
     "dk",  # of the broadcast shape of k, with a head for each head of q
     "dv",
+    "dtable",  # of score_table, for a rung whose backward pass fills it; for kernels the sums
     # The tangents of a derivative along a direction, each of the shape and dtype of its array.
     "q_tangent",
     "k_tangent",
@@ -110,7 +111,7 @@ class Operands(namedtuple("Operands", _FIELDS, defaults=[None] * (len(_FIELDS) -
         views = {
             name: view_of(memory, problem, name, array)
             for name, array in self._asdict().items()
-            if array is not None and name not in ("mask", "mask_batch", "score_table")
+            if array is not None and name not in ("mask", "mask_batch", "score_table", "dtable")
         }
         if self.mask is not None:
             own, views["mask_batch"] = own_mask(memory, problem, self.mask)

@@ -73,6 +73,7 @@ class Problem(_OptionFields):
         sequences: The bounds of packed sequences, or None.  In packed calls, rows and columns are counted
             from the start of their sequence, and its index replaces that of the batch.
         cache: The form of the cache from which CUDA kernels read k and v, or None.
+        learns_table: Whether the kernels of a backward pass also compute the gradient of ``score_table``.
     """
 
     lead: tuple[int, ...]
@@ -92,6 +93,7 @@ class Problem(_OptionFields):
     origin: DropoutOrigin | None = None
     sequences: Sequences | None = None
     cache: CacheForm | None = None
+    learns_table: bool = False
 
     @cached_property
     def _hash(self) -> int:

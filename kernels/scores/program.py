@@ -46,6 +46,7 @@ class Features(NamedTuple):
     mask_mod: Callable[..., Any] | None = None  #: The user function, or None.
     score_mod: Any = None  #: The ``ScoreMod``, or None.
     score_table: int = 0  #: Dimensions of the array that score_mod reads; 0 without one.
+    learns_table: bool = False  #: Whether kernels compute the gradient of that array.
     sink: bool = False  #: Whether there are sinks.
     moved: bool = False  #: Whether the dropout bits are those of a part of a larger attention.
     #: Whether listed tiles are fully visible in the block mask; a rung sets it for its tiles.

@@ -50,6 +50,10 @@ def make_extras(
         arrays |= _list_arrays(problem.block_mask, block_q, block_k, by_keys, pack, device)
     if problem.features.moved:
         arrays["origin"] = _origin(problem.origin, device)
+    if problem.score_table:  # beyond module 5
+        arrays["table"] = operands.score_table
+    if problem.learns_table:  # beyond module 5
+        arrays |= operands.dtable._asdict()
     if problem.sequences is not None:  # beyond module 5
         block = block_k if by_keys else block_q
         arrays["tiles"] = device_tiles(problem.sequences, block, by_keys, device)

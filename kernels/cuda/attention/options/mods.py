@@ -35,7 +35,7 @@ from kernels.cuda.runtime.kernel import device_callable, device_function, scalar
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import intrinsic
-from kernels.runtime.types import types
+from kernels.runtime.types import int64, types
 from kernels.scores.derivatives import kinds_of
 
 # An intrinsic's first argument is the compiler's; callers do not pass it.
@@ -72,40 +72,54 @@ def check_places(problem: Problem) -> None:
 
 
 def score_function(
-    function: Callable[..., Any], dtype: np.dtype[Any], distance: Any = types.none
+    function: Callable[..., Any], dtype: np.dtype[Any], last: Any = types.none, is_read: bool = False
 ) -> Any:
     """Return the device function of a score_mod, for scores of ``dtype``.
 
-    It takes the numbers of the function before (score, batch, head, row, col).  ``distance`` is numba's
-    type of the last argument of the kernel, after col: None, or float32 if the kernel passes row - col,
-    which takes one instruction per element instead of three.
+    It takes the numbers of the function before (score, batch, head, row, col).  ``last`` is numba's type of
+    the last argument of the kernel, after col: None; float32 if the kernel passes row - col, which takes
+    one instruction per element instead of three; or an array, the table that the function reads.  With
+    ``is_read``, the function is one of ``derivatives.reads_of``.
     """
-    inner, real = device_callable(function, dtype), scalar_type(dtype)
-    if not kinds_of(function):
-        plain = inner
+    plain, real = device_callable(function, dtype), scalar_type(dtype)
+    has_numbers, has_table = bool(kinds_of(function)), isinstance(last, types.Array)
+
+    @device_function
+    def inner(numbers, score, batch, head, row, col, table):
+        if has_numbers:
+            if has_table:
+                return plain(numbers, score, batch, head, row, col, table)
+            return plain(numbers, score, batch, head, row, col)
+        if has_table:
+            return plain(score, batch, head, row, col, table)
+        return plain(score, batch, head, row, col)
+
+    if is_read:
 
         @device_function
-        def inner(numbers, score, batch, head, row, col):
-            return plain(score, batch, head, row, col)
+        def found(numbers, score, batch, head, row, col, table):
+            weight, i, j, k = inner(numbers, score, batch, head, row, col, table)
+            return real(weight), int64(i), int64(j), int64(k)
+    else:
+
+        @device_function
+        def found(numbers, score, batch, head, row, col, table):
+            return real(inner(numbers, score, batch, head, row, col, table))
 
     if not _has_rules(function, dtype):
+        return found
 
-        @device_function
-        def without_distance(numbers, score, batch, head, row, col, distance):
-            return inner(numbers, score, batch, head, row, col)
-
-        return without_distance
-
-    def within(numbers, score, batch, head, row, col, distance):
+    def within(numbers, score, batch, head, row, col, last):
         row, col = row & _PLACE, col & _PLACE
-        _record_distance(row, col, distance)
-        return real(inner(numbers, score, batch & _PLACE, head & _PLACE, row, col))
+        _record_distance(row, col, last)
+        return found(numbers, score, batch & _PLACE, head & _PLACE, row, col, last)
 
-    numbers = numbers_type(function, dtype)
-    emitted = Emitted(within, _FLOAT(numbers, _FLOAT, *[_WHOLE] * 4, distance), _with_rules)
+    numbers, result = numbers_type(function, dtype), types.Tuple([_FLOAT, *[_WHOLE] * 3])
+    signature = (result if is_read else _FLOAT)(numbers, _FLOAT, *[_WHOLE] * 4, last)
+    emitted = Emitted(within, signature, _with_rules)
 
     @intrinsic
-    def score_mod(context, numbers, score, batch, head, row, col, distance):
+    def score_mod(context, numbers, score, batch, head, row, col, last):
         return emitted.signature, emitted.call
 
     score_mod.py_func = within

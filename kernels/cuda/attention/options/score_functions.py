@@ -70,6 +70,10 @@ class Extras(NamedTuple):
             place of ``patterns`` and ``tile_full`` in kernels that read words.
         pattern_words: Words of the tiles that differ, uint32.
         origin: (4,) int64, a ``problem.question.DropoutOrigin``: where the dropout bits of the call begin.
+        table: The array that ``score_mod`` reads.
+        table_tops: See ``table_gradient.TableSums``, as the next two.
+        table_sums: (copies, elements, words) int64.
+        table_unit: A number.
         tiles: (tiles, 6) int64: where the kernel's tiles of packed sequences are, ``sequences.Tile``; for a
             call on a cache a ``CachedRows``.
         mask_numbers: The numbers that ``mask_mod`` captures.
@@ -97,6 +101,10 @@ class Extras(NamedTuple):
     tile_patterns: Any = 0
     pattern_words: Any = 0
     origin: Any = 0
+    table: Any = 0
+    table_tops: Any = 0
+    table_sums: Any = 0
+    table_unit: Any = 0
     tiles: Any = 0
     mask_numbers: Any = ()
     score_numbers: Any = ()
@@ -129,12 +137,21 @@ def extras_type(features: Features, dtype: np.dtype[Any], by_words: bool = False
         (by_words, ints),
         (by_words, types.Array(uint32, 1, "C")),
         (features.moved, types.Array(int64, 1, "A")),
+        (features.score_table, table_type(features, dtype)),
+        (features.learns_table, array_type(dtype, 1)),
+        (features.learns_table, types.Array(int64, 3, "A")),
+        (features.learns_table, real),
         (features.packed or features.cache, tiles),
     )
     of_mods = types.Tuple(()), types.Tuple(())
     of_mods = of_functions(features, dtype)  # beyond module 5
     found = [kind if has else int64 for has, kind in arrays]
     return types.NamedTuple([*numbers, *found, *of_mods], Extras)
+
+
+def table_type(features: Features, dtype: np.dtype[Any]) -> Any:
+    """Return numba's type of the array that ``score_mod`` reads; that of None without one."""
+    return array_type(dtype, features.score_table) if features.score_table else types.none
 
 
 def of_functions(features: Features, dtype: np.dtype[Any]) -> tuple[Any, Any]:  # beyond module 5
@@ -194,7 +211,7 @@ def make_score_functions(
     ``order`` is the highest derivative of a score that the program computes.
     """
     one, zero, minus_inf = dtype.type(1), dtype.type(0), dtype.type(-math.inf)
-    target = cuda_target(dtype, order)
+    target = cuda_target(dtype, order, table_type(features, dtype))
     if features.cache is not None:  # beyond module 5
         target = target._replace(**make_cached_masks(mask_at))
     program = make_score_program(features, target)
@@ -239,23 +256,25 @@ def make_row_end(
 
 
 @cache
-def cuda_target(dtype: np.dtype[Any], order: int = 1) -> ScoreTarget:
-    """Return the target of CUDA kernels: a place is one element, and a call its :class:`Extras`."""
-    real = scalar_type(dtype)
+def cuda_target(dtype: np.dtype[Any], order: int = 1, table: Any = types.none) -> ScoreTarget:
+    """Return the target of CUDA kernels: a place is one element, and a call its :class:`Extras`.
+
+    ``table`` is the :func:`table_type` of the call.
+    """
+    real, has_table = scalar_type(dtype), table != types.none
 
     @device_function
     def tanh(score):
         return real(math.tanh(score))
 
     def function_of_score(function: Callable[..., Any]) -> Any:  # beyond module 5
-        device_mod = score_function(function, dtype)
+        device_mod = score_function(function, dtype, table)
 
         @device_function
         def by_function(score, place, extras):
+            last = extras.table if has_table else None
             numbers = extras.score_numbers
-            return real(
-                device_mod(numbers, score, place.batch, place.head, place.row, place.col, None)
-            )
+            return device_mod(numbers, score, place.batch, place.head, place.row, place.col, last)
 
         return by_function
 

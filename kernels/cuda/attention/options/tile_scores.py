@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.cuda.attention.options.score_functions import make_score_functions, place_of
+from kernels.cuda.attention.options.table_gradient import make_add_reads  # beyond module 5
 from kernels.cuda.device.vector import EXP2, MINUS
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.types import int32
@@ -197,12 +198,22 @@ def make_tile_scores(
     # The masks of calls on a cache are counted from the ends of the sequences.
     element_of = place_of if features.cache is None else moved_to
 
+    learns = features.learns_table and not of_bias
+    add_reads: Any = None
+    if learns:  # beyond module 5
+        add_reads = make_add_reads(of_scores, dtype, by_keys)
+
+    @device_function
+    def place_in_arrays(element):
+        r, c, place = element.r, element.c, element.place
+        # Within the arrays, so that loads need no branch and many are under way at a time.
+        row, col = min(place.row + r, place.seq_q - 1), min(place.col + c, place.seq_k - 1)
+        return element_of(place, row, col)
+
     @device_function
     def all_derived(product, element, extras):
         r, c, whole, listed, edge, place = element
-        # Within the arrays, so that loads need no branch and many are under way at a time.
-        row, col = min(place.row + r, place.seq_q - 1), min(place.col + c, place.seq_k - 1)
-        at = element_of(place, row, col)
+        at = place_in_arrays(element)
         score, slope, bend = modified(product, at, extras)
         seen = is_shown(at, extras) & (listed or not has_lists)
         if not whole:
@@ -226,6 +237,11 @@ def make_tile_scores(
         score, slope, _ = all_derived(product, element, extras)
         p = exp2(minus(score, row.top) * row.unit - row.shift)
         ds = p * (dp * kept - row.delta)
+        if learns:
+            # Rows and columns beyond the ends are no elements, even of a whole tile.
+            seen = (element.r < element.edge[3]) & (element.c < element.edge[2])
+            ds = ds if seen and score != minus_inf else zero
+            add_reads(product, ds, place_in_arrays(element), extras)
         if not of_bias:
             ds = ds * slope
         if has_mod:  # its derivative may be infinite where its score is masked

@@ -159,7 +159,7 @@ class Options(TypedDict, total=False):
     score_table: Annotated[Any, Option(  # beyond module 5
         "An array of at most 3 dimensions, which ``score_mod`` receives after col and reads elements of, "
         "such as biases by head and distance.  Unlike a captured array it may change in every call, and "
-        "may require a gradient.  On the CPU; must be None for packed sequences.",
+        "may require a gradient.  Must be None for packed sequences.",
         ARRAY, None, values.check_table, has_gradient=True, schema="Tensor?",
         is_packed=False)]
     score_mod: Annotated[  # beyond module 5

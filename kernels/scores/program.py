@@ -59,8 +59,9 @@ class Features(NamedTuple):
 
     @property
     def modifier_count(self) -> int:
-        """Number of options that modify a visible score."""
-        return self.softcap + self.slopes + self.has_bias + (self.score_mod is not None)
+        """Number of options that modify a visible score; two for a table that learns."""
+        has_mod = self.score_mod is not None
+        return self.softcap + self.slopes + self.has_bias + has_mod + self.learns_table
 
     @property
     def modifies_scores(self) -> bool:

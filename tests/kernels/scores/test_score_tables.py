@@ -13,6 +13,8 @@ import kernels
 from kernels.runtime.jit import at_most as threads
 from minitorch import FastBackend, SimpleBackend, from_numpy, naive_attention
 
+from ...support.attention.on_cuda import run
+from ...support.attention.strategies import Case
 from ...support.examples import at_most
 from ...support.tolerances import assert_close_arrays
 from .test_derivatives import written
@@ -102,6 +104,36 @@ def test_the_gradient_of_a_table_is_that_of_what_it_composes(
     for name, x, right in zip(("out", "dq", "dtable"), found, expected, strict=True):
         size = max(1.0, float(np.abs(right).max(initial=0.0)))
         assert_close_arrays(x, right, np.float64, name, size=size)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("mod", MODS)
+@at_most(5)
+@given(data=st.data())
+def test_the_gradient_of_a_table_on_a_device_is_the_textbooks(
+    mod: Any, data: st.DataObject
+) -> None:
+    heads, rows, cols = data.draw(
+        st.tuples(st.integers(1, 3), st.integers(1, 11), st.integers(1, 9))
+    )
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    q, k, v, dout = (rng.standard_normal((2, heads, n, 3)) for n in (rows, cols, cols, rows))
+    mask = rng.random((rows, cols)) < 0.7
+    options: dict[str, Any] = data.draw(
+        st.sampled_from(
+            [{}, {"is_causal": True}, {"dropout_p": 0.25, "seed": 4}, {"softcap": 1.5},
+             {"attn_mask": mask}, {"deterministic": False}, {"sink": np.ones(heads)}]
+        )
+    )  # fmt: skip
+    table = rng.standard_normal((heads, *SIZES[mod]))
+    options |= {"score_mod": mod, "score_table": table}
+    case = Case(q, k, v, dout, options, (4, 4))
+    if data.draw(st.booleans()):
+        case = case.in_dtype(np.dtype(np.float32))
+    found = run(case, "flash2", (4, 4))
+    for name, right in case.oracle().items():
+        size = max(1.0, float(np.abs(right[np.isfinite(right)]).max(initial=0.0)))
+        assert_close_arrays(found[name], right, case.q.dtype, name, size=size)
 
 
 def test_the_gradient_of_a_table_is_the_same_with_any_number_of_threads() -> None:

@@ -140,11 +140,27 @@ def test_memory_beyond_the_sequences_is_never_read_into_a_result(deterministic: 
         case.check(run(case, "flash2_mma"), "longer arrays")
 
 
-@pytest.mark.parametrize(
-    "option", sorted({*option_table.OPTIONS} - {"`score_table`"})
-)  # no CUDA rung has it
+@pytest.mark.parametrize("option", sorted(option_table.OPTIONS))
 def test_every_option_is_the_textbooks_with_a_negative_scale(option: str) -> None:
     assert option_table.cell(option, launch.CUDA, "flash2_mma", scale=-0.3) == "yes"
+
+
+def test_kernels_whose_columns_are_in_parts_learn_a_table_once() -> None:
+    case = option_table.OPTIONS["`score_table`"]()
+    case = replace(case, q=np.tile(case.q, 14), k=np.tile(case.k, 14)).in_dtype(FLOAT16)
+    rows, keys = MmaLayout(16, 16, 1, parts=2), MmaKeyLayout(16, 16, 1, 16, step=64, parts=4)
+    with emulated_gpu(rows=rows, keys=keys):
+        found = run(case, "flash2_mma")
+    wanted = case.oracle()["dscore_table"]
+    np.testing.assert_allclose(found["dscore_table"], wanted, 0.02, 0.02)
+
+
+def test_the_gradient_of_a_table_does_not_depend_on_the_order_of_warps() -> None:
+    case, found = option_table.OPTIONS["`score_table`"]().in_dtype(FLOAT16), []
+    for late in (0, 1):
+        with emulated_gpu(), held_back(*range(WARP * late, WARP * late + WARP)):
+            found.append(run(case, "flash2_mma")["dscore_table"])
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("scale", [0.45, -0.45])

@@ -93,6 +93,10 @@ class Case:
     def has_sink(self) -> bool:
         return self.options.get("sink") is not None
 
+    @property
+    def has_table(self) -> bool:
+        return self.options.get("score_table") is not None
+
     def problem(self, **more: Any) -> kernels.Problem:
         return kernels.make_problem(*self.operands, **{**self.options, **more})
 
@@ -118,7 +122,7 @@ class Case:
         put = place or (lambda array: array)
         dlse = None if self.dlse is None else put(self.dlse)
         operands = operands.having(**given, dout=put(self.dout), dlse=dlse)
-        wanted = self.has_mask_gradient, self.has_sink
+        wanted = self.has_mask_gradient, self.has_sink, self.has_table
         gradients = launch.backward(target, problem, operands, tile, *wanted)._asdict()
         return {name: array for name, array in gradients.items() if array is not None}
 

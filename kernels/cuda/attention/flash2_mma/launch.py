@@ -105,6 +105,7 @@ LAYOUTS = Layouts(
             512: _ROWS_512,
         },
         {128: (MmaLayout(64, 32, 4, resident=2),), 256: (MmaLayout(64, 16, 4),), 512: _ROWS_512},
+        {128: (MmaLayout(64, 16, 4, resident=2),), 256: (MmaLayout(64, 16, 4),), 512: _ROWS_512},
     ),
     by_keys=(
         {
@@ -200,7 +201,10 @@ class MmaCall(NamedTuple):
     def extras(self, layout: MmaLayout | MmaKeyLayout, by_keys: bool = False) -> Extras:
         """Return the option arguments of a kernel."""
         blocks = layout.block_q, layout.block_k
-        return make_extras(self.problem, self.operands, *blocks, by_keys=by_keys)
+        extras = make_extras(self.problem, self.operands, *blocks, by_keys=by_keys)
+        if self.problem.learns_table:  # each part of the columns adds the terms of all scores
+            extras = extras._replace(table_unit=extras.table_unit / layout.parts)
+        return extras
 
     def variant(self, layout: MmaLayout | MmaKeyLayout) -> MmaVariant:
         """Return what a kernel is compiled for."""

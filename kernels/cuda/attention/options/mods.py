@@ -72,7 +72,10 @@ def check_places(problem: Problem) -> None:
 
 
 def score_function(
-    function: Callable[..., Any], dtype: np.dtype[Any], last: Any = types.none, is_read: bool = False
+    function: Callable[..., Any],
+    dtype: np.dtype[Any],
+    last: Any = types.none,
+    is_read: bool = False,
 ) -> Any:
     """Return the device function of a score_mod, for scores of ``dtype``.
 

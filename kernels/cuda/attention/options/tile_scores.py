@@ -212,7 +212,7 @@ def make_tile_scores(
 
     @device_function
     def all_derived(product, element, extras):
-        r, c, whole, listed, edge, place = element
+        r, c, whole, listed, edge, _ = element
         at = place_in_arrays(element)
         score, slope, bend = modified(product, at, extras)
         seen = is_shown(at, extras) & (listed or not has_lists)

@@ -1,7 +1,7 @@
 """The gradient of the table that a ``score_mod`` reads, summed by the kernels of the backward pass.
 
 Any element of the scores may read any element of the table, and atomic sums of floats depend on their
-order.  Those of whole numbers do not.  The kernel by query rows therefore finds the largest contribution to
+order.  Those of whole numbers do not.  The kernel by query rows therefore finds the largest term of
 each element of the table, and the kernel by keys adds all of them as multiples of a small fraction of it.
 Gradients are bitwise equal on every run, and take no memory of the size of the scores.
 """
@@ -20,12 +20,19 @@ from kernels.cuda.attention.options.mods import score_function
 from kernels.cuda.attention.options.score_functions import make_score_functions, table_type
 from kernels.cuda.device.memory import fill
 from kernels.cuda.runtime.arrays import empty_device, flattened
-from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, scalar_type
+from kernels.cuda.runtime.kernel import (
+    ALL_LANES,
+    WARP,
+    Kernel,
+    array_type,
+    device_function,
+    scalar_type,
+)
 from kernels.cuda.runtime.sizes import launch_each
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.targets import cuda
-from kernels.runtime.types import float64, int64, types, void
+from kernels.runtime.types import float64, int32, int64, types, void
 from kernels.scores.program import Features
 
 #: Blocks add to copies of the sums if the table is small, at most so many sums and copies.
@@ -38,9 +45,9 @@ class TableSums(NamedTuple):
     """The memory of a table's gradient in the kernels of a backward pass.
 
     Attributes:
-        table_tops: (elements,): magnitude of the largest contribution to each element; infinite if one is
+        table_tops: (elements,): magnitude of the largest term of each element; infinite if one is
             not finite.
-        table_sums: (copies, elements, words) int64: sums of the contributions over the top, in units of
+        table_sums: (copies, elements, words) int64: sums of the terms over the top, in units of
             1 / ``table_unit``, and in float64 also of what these lose, in units of its square.
         table_unit: Power of two; as many tops as the call can add fit in a word.
     """
@@ -57,20 +64,16 @@ def make_add_reads(features: Features, dtype: np.dtype[Any], by_keys: bool) -> C
     ``ds`` is the gradient of the score after the user's function; ``by_keys`` tells that it is added, and
     not only compared with the top.
     """
-    last, reads = (
-        table_type(features, dtype),
-        features.score_mod.reads(features.score_table),
-    )
+    last, dims, zero = table_type(features, dtype), features.score_table, dtype.type(0)
+    reads = [score_function(one, dtype, last, True) for one in features.score_mod.reads(dims)]
     before = make_score_functions(Features(softcap=features.softcap), dtype, 0).program.modified
     act = _make_add(dtype) if by_keys else _make_raise(dtype)
-    act_at = _make_act_at(features.score_table, act)
-    act_all = _in_turn([score_function(one, dtype, last, is_read=True) for one in reads], act_at)
+    act_all = _in_turn(reads, _make_act_at(dims, zero, act))
 
     @device_function
     def add_reads(product, ds, place, extras):
-        if ds != 0:
-            score, _, _ = before(product, place, extras)
-            act_all(score, ds, place, extras)
+        score, _, _ = before(product, place, extras)
+        act_all(score, ds, place, extras)
 
     return add_reads
 
@@ -86,16 +89,17 @@ def _in_turn(reads: list[Any], act_at: Callable[..., None]) -> Callable[..., Non
         weight, i, j, k = first(
             extras.score_numbers, score, place.batch, place.head, place.row, place.col, extras.table
         )
-        act_at(ds * weight, i, j, k, extras)
+        act_at(ds, weight, i, j, k, extras)
         rest(score, ds, place, extras)
 
     return act_all
 
 
-def _make_act_at(dims: int, act: Callable[..., None]) -> Callable[..., None]:
-    """Return ``act_at(x, i, j, k, extras)``: act with the flat index of an element of the table.
+def _make_act_at(dims: int, zero: Any, act: Callable[..., None]) -> Callable[..., None]:
+    """Return ``act_at(ds, weight, i, j, k, extras)``: act with a term of an element, and its flat index.
 
-    Indices count from the end where they are negative, as those of reads.
+    Indices count from the end where they are negative, as those of reads.  The term is 0 where the index
+    is out of bounds or the score is masked, for which the function may return anything.
     """
 
     @device_function
@@ -103,15 +107,15 @@ def _make_act_at(dims: int, act: Callable[..., None]) -> Callable[..., None]:
         return index + size if index < 0 else index
 
     @device_function
-    def act_at(x, i, j, k, extras):
+    def act_at(ds, weight, i, j, k, extras):
         shape = extras.table.shape
         at = within(i, shape[0])
         if dims > 1:
             at = at * shape[1] + within(j, shape[1])
         if dims > 2:
             at = at * shape[2] + within(k, shape[2])
-        if x != 0 and 0 <= at < extras.table_tops.shape[0]:
-            act(x, at, extras)
+        is_inside = (at >= 0) & (at < extras.table_tops.shape[0])
+        act(ds * weight if is_inside and ds != 0 else zero, at, extras)
 
     return act_at
 
@@ -125,7 +129,8 @@ def _make_raise(dtype: np.dtype[Any]) -> Callable[..., None]:
     def act(x, at, extras):
         size = abs(x)
         size = size if size <= most else inf  # and of NaN
-        if size > extras.table_tops[at]:  # mostly not, and without an atomic operation
+        # Mostly not, and without an atomic operation.
+        if size != 0 and size > extras.table_tops[at]:
             cuda.atomic.max(extras.table_tops, at, size)
 
     return act
@@ -133,17 +138,27 @@ def _make_raise(dtype: np.dtype[Any]) -> Callable[..., None]:
 
 @cache
 def _make_add(dtype: np.dtype[Any]) -> Callable[..., None]:
-    """Return ``act(x, at, extras)``, which adds to the sums of an element."""
-    two, inf, words = dtype.type(2), dtype.type(math.inf), _words(dtype)
+    """Return ``act(x, at, extras)``, which adds to the sums of an element.
+
+    If all lanes of a warp add to the same element, one adds for all.
+    """
+    two, zero, inf, words = dtype.type(2), dtype.type(0), dtype.type(math.inf), _words(dtype)
 
     @device_function
     def act(x, at, extras):
-        sums, top, unit = extras.table_sums, extras.table_tops[at], extras.table_unit
+        sums, unit, scaled = extras.table_sums, extras.table_unit, zero
+        top = extras.table_tops[at] if x != 0 else zero
         if 0 < top < inf:
-            copy = (cuda.blockIdx.x + cuda.blockIdx.y) % sums.shape[0]
-            # Above 1 are only contributions that rounding errors dominate in both kernels.
+            # Above 1 are only terms that rounding errors dominate in both kernels.
             scaled = min(max(x / top, -two), two) * unit
-            whole = int64(scaled)
+        if cuda.blockDim.x % WARP == 0:
+            own = int32(at)
+            if cuda.all_sync(ALL_LANES, own == cuda.shfl_sync(ALL_LANES, own, 0)):
+                for n in range(5):
+                    scaled += cuda.shfl_xor_sync(ALL_LANES, scaled, 1 << n)
+                scaled = scaled if cuda.threadIdx.x % WARP == 0 else zero
+        if scaled != 0:
+            copy, whole = (cuda.blockIdx.x + cuda.blockIdx.y) % sums.shape[0], int64(scaled)
             cuda.atomic.add(sums, (copy, at, 0), whole)
             if words > 1:
                 cuda.atomic.add(sums, (copy, at, 1), int64((scaled - whole) * unit))

@@ -63,6 +63,18 @@ def reads_of(function: Callable[..., Any], dims: int) -> tuple[FunctionType, ...
 
 
 @lru_cache(maxsize=256)
+def returns_one(function: Callable[..., Any]) -> bool:
+    """Tell whether the source of a function returns the constant 1, and nothing else."""
+    found: list[Any] = []
+    if isinstance(function, FunctionType):
+        with suppress(ValueError):
+            found = [
+                x.value for x in ast.walk(definition_of(function)) if isinstance(x, ast.Return)
+            ]
+    return bool(found) and all(getattr(x, "value", None) == 1 for x in found)
+
+
+@lru_cache(maxsize=256)
 def _tangent_of(function: Any, active: tuple[int, ...]) -> Any:
     """Return the function of the tangents of some arguments, and of all arguments, to the result's tangent.
 

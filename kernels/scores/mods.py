@@ -15,8 +15,8 @@ import numpy as np
 
 from kernels.common.arguments import shown
 
-from .derivatives import derivative_of, reads_of
-from .templates import captured_by, changing_names, derived, kind_of, make_template
+from .derivatives import derivative_of, reads_of, returns_one
+from .templates import captured_by, changing_names, derived, kind_of, make_template, template_of
 
 Function = Callable[..., Any]
 
@@ -35,6 +35,11 @@ class ScoreMod(NamedTuple):
 
     function: Function
     derivative: Function | None = None
+
+    @property
+    def only_adds(self) -> bool:
+        """Whether the function adds what does not depend on the score: its derivative is 1 everywhere."""
+        return self.derivative is not None and returns_one(template_of(self.derivative))
 
     def reads(self, dims: int) -> tuple[Function, ...]:
         """Return the derivatives by the elements of a table of ``dims`` dimensions; see ``reads_of``.

@@ -145,14 +145,21 @@ def test_every_option_is_the_textbooks_with_a_negative_scale(option: str) -> Non
     assert option_table.cell(option, launch.CUDA, "flash2_mma", scale=-0.3) == "yes"
 
 
-def test_kernels_whose_columns_are_in_parts_learn_a_table_once() -> None:
-    case = option_table.OPTIONS["`score_table`"]()
-    case = replace(case, q=np.tile(case.q, 14), k=np.tile(case.k, 14)).in_dtype(FLOAT16)
+def _with_table(score: Any, batch: int, head: int, row: int, col: int, table: Any) -> Any:
+    return score + table[row, col] if head else score - 0.5 * table[0, col]
+
+
+@pytest.mark.parametrize("rung", ["flash2_mma", "flash2_split"])
+def test_kernels_whose_columns_are_in_parts_learn_a_table_once(rung: str) -> None:
+    case, is_half = option_table.OPTIONS["`score_table`"](), rung == "flash2_mma"
+    case = replace(case, options={**case.options, "score_mod": _with_table})
+    case = replace(case, q=np.tile(case.q, 14), k=np.tile(case.k, 14))
+    case = case.in_dtype(FLOAT16 if is_half else FLOAT32)
     rows, keys = MmaLayout(16, 16, 1, parts=2), MmaKeyLayout(16, 16, 1, 16, step=64, parts=4)
     with emulated_gpu(rows=rows, keys=keys):
-        found = run(case, "flash2_mma")
-    wanted = case.oracle()["dscore_table"]
-    np.testing.assert_allclose(found["dscore_table"], wanted, 0.02, 0.02)
+        found = run(case, rung)
+    wanted, tolerance = case.oracle()["dscore_table"], 0.02 if is_half else 1e-5
+    np.testing.assert_allclose(found["dscore_table"], wanted, tolerance, tolerance)
 
 
 def test_the_gradient_of_a_table_does_not_depend_on_the_order_of_warps() -> None:

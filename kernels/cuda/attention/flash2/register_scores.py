@@ -127,18 +127,18 @@ def make_terms(variant: Variant, tiles: SharedTiles | None) -> Callable[..., Row
     ``values`` are what ``load_row_values`` fills, or the shared memory that ``share_row_values`` fills at
     the offsets in ``tiles``, those of a kernel by keys.
     """
-    log2_e = variant.dtype.type(LOG2_E)
+    log2_e, one = variant.dtype.type(LOG2_E), variant.dtype.type(1)
     lse, rest, delta = (tiles[name] for name in ("lse", "rest", "delta")) if tiles else (0, 0, 0)
 
     @device_function
     def terms_in_registers(values, own, at):
         i, _ = own
-        return RowTerms(log2_e, values.lse[i], values.lse_rest[i], values.delta[i])
+        return RowTerms(log2_e, values.lse[i], values.lse_rest[i], values.delta[i], one)
 
     @device_function
     def terms_in_shared(shared, own, at):
         r, _ = at
-        return RowTerms(log2_e, shared[lse + r], shared[rest + r], shared[delta + r])
+        return RowTerms(log2_e, shared[lse + r], shared[rest + r], shared[delta + r], one)
 
     return terms_in_shared if tiles else terms_in_registers
 

@@ -44,6 +44,7 @@ class Arithmetic(NamedTuple):
         forward_units: The factor of products of q and k, and the power of two of probabilities.
         out_unit: The factor of products of probabilities and v.
         backward_units: Those of the forward pass, and factors of dP and of delta, for the unit of dS.
+        ds_unit: The unit of dS.
         gradient_units: The factors of products of dS and k, of dS and q, and of probabilities and dout.
         load_q: Makes ``load_q(q, scale, item, q_tile, thread, share, extras)``, which loads a query tile.
         copy: Makes the function that copies a tile.
@@ -63,6 +64,7 @@ class Arithmetic(NamedTuple):
     forward_units: Callable[..., Any]
     out_unit: Callable[..., Any]
     backward_units: Callable[..., Any]
+    ds_unit: Callable[..., Any]
     gradient_units: Callable[..., Any]
     load_q: Callable[..., Any]
     copy: Callable[..., Any]
@@ -96,7 +98,7 @@ def _forward(scale, b, h):
 
 
 @device_function
-def _out(scale, b, h):
+def _one(scale, b, h):
     return _ONE
 
 
@@ -126,7 +128,7 @@ def _halves(dtype: str) -> Arithmetic:
     """Return the arithmetic of a 16-bit dtype."""
     return Arithmetic(
         *(dtype, HALF, False, lambda is_backward: float64),
-        *(_forward, _out, _backward, _gradients),
+        *(_forward, _one, _backward, _one, _gradients),
         load_q=_make_load_q,
         copy=make_copy_tile,
         keep=lambda layout, rows, width: make_keep_tile(dtype, layout, width),

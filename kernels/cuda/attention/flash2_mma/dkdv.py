@@ -119,6 +119,7 @@ def dkdv_kernel(variant: MmaVariant, sums: DqSums | None = None) -> Kernel:
     store_dk = numbers.store(transposed, head_width, vectors, k_columns)
     store_dv = numbers.store(transposed, value_width, vectors, v_columns)
     units_of, units_of_gradients = numbers.backward_units, numbers.gradient_units
+    ds_unit_of = numbers.ds_unit
     zero, operand_factor = np.float32(0), np.float32(LOG2_E if is_plain else 1)
 
     def flash2_mma_dkdv(read, dq_sums, dk, dv, scale, extras):
@@ -167,7 +168,8 @@ def dkdv_kernel(variant: MmaVariant, sums: DqSums | None = None) -> Kernel:
         keep_values(thread, floats, 0, values)
         set_all(dk_acc, zero)
         set_all(dv_acc, zero)
-        units, stage = (head_units[0] * operand_factor, head_units[2]), 0
+        ds_unit, stage = ds_unit_of(scale, start.b, start.h), 0
+        units = head_units[0] * operand_factor, head_units[2], ds_unit
         while visit.entry < visit.stop:
             tile = tile_at(item, visit, bits, extras)
             row, first_row, first_key = tile.place.row, lane_col(lane), warp_key + lane_row(lane)

@@ -69,7 +69,7 @@ def _make_add_keys(
     """Return ``add_keys(registers, memory, stage, units, tile, has_large, share, extras)``.
 
     It adds the part of a tile of keys to dQ.  ``registers`` are dQ, S, dP and ``LaneRows``, and ``units``
-    the factors of S and dP.
+    the factors of S and dP and the unit of dS.
     """
     layout, head_width, _, numbers, _, features = variant
     columns = head_width // layout.parts
@@ -115,6 +115,7 @@ def dq_kernel(variant: MmaVariant) -> Kernel:
     add_keys = _make_add_keys(variant, tiles, tile_bits)
     store_dq = numbers.store(layout, head_width, vectors, columns)
     units_of, units_of_gradients = numbers.backward_units, numbers.gradient_units
+    ds_unit_of = numbers.ds_unit
     operand_factor = np.float32(LOG2_E if features.of_elements == PLAIN else 1)
 
     def flash2_mma_dq(read, dq, scale, extras):
@@ -160,7 +161,9 @@ def dq_kernel(variant: MmaVariant) -> Kernel:
         head_units = units_of(scale, item.start.b, item.start.h)
         values = LaneRows(floats, large_index + share.row + lane_row(share.lane), shift, delta)
         has_large = load_values(read, rows, values, head_units, share)
-        registers, units = (acc, s, dp, values), (head_units[0] * operand_factor, head_units[2])
+        ds_unit = ds_unit_of(scale, item.start.b, item.start.h)
+        units = head_units[0] * operand_factor, head_units[2], ds_unit
+        registers = acc, s, dp, values
         set_all(acc, 0)
         stage = 0
         while visit.entry < visit.stop:

@@ -103,7 +103,8 @@ def make_gradient_tangents(
     and ``rows`` the :class:`TangentRows`.  With ``tiles``, the offsets of a kernel by keys, registers are
     transposed, and ``rows`` are the shared memory and the place of the tile's first row there.
     """
-    by_keys, col_tiles, log2_e = tiles is not None, layout.block_k // COLS, np.float32(LOG2_E)
+    by_keys, col_tiles = tiles is not None, layout.block_k // COLS
+    log2_e, one = np.float32(LOG2_E), np.float32(1)
     tangents_of, kept = make_tangents_of(features, FLOAT32, by_keys, ex2), tile_bits.kept
     offsets = (tiles[name] // WORD for name in TangentRows._fields) if tiles else range(5)
     large, shift, delta, lse_tangent, delta_tangent = offsets
@@ -111,14 +112,14 @@ def make_gradient_tangents(
     @device_function
     def row_in_registers(rows, own, in_row):
         i = 2 * (own[0] // col_tiles) + own[1] // 2
-        terms = RowTerms(log2_e, rows.large[i], rows.shift[i], rows.delta[i])
+        terms = RowTerms(log2_e, rows.large[i], rows.shift[i], rows.delta[i], one)
         return terms, (rows.lse_tangent[i], rows.delta_tangent[i])
 
     @device_function
     def row_in_shared(rows, own, in_row):
         floats, first = rows
         at = first + in_row
-        terms = RowTerms(log2_e, floats[large + at], floats[shift + at], floats[delta + at])
+        terms = RowTerms(log2_e, floats[large + at], floats[shift + at], floats[delta + at], one)
         return terms, (floats[lse_tangent + at], floats[delta_tangent + at])
 
     row_of = row_in_shared if by_keys else row_in_registers
@@ -206,9 +207,9 @@ def make_gradients_by_rows(
 ) -> Callable[..., None]:
     """Return the function that replaces the products in ``s`` by P, and those in ``dp`` by dS.
 
-    The function is ``to_gradients(s, dp, rows, units, tile, share, extras)``, for ``LaneRows``, the factors
-    of s and dp, a ``VisitedTile`` and a ``WarpLane``.  In kernels without options, scores are in base 2,
-    and the ``large_lse`` of rows has been subtracted from the products.
+    The function is ``to_gradients(s, dp, rows, units, tile, share, extras)``, for ``LaneRows``, the
+    factors of s and dp and the unit of dS, a ``VisitedTile`` and a ``WarpLane``.  In kernels without
+    options, scores are in base 2, and the ``large_lse`` of rows has been subtracted from the products.
     """
     row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
     listed, kept, is_plain = tile_bits.listed, tile_bits.kept, features.of_elements == PLAIN
@@ -218,7 +219,7 @@ def make_gradients_by_rows(
         @device_function
         def to_gradients(s, dp, rows, units, tile, share, extras):
             # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-            factor, dp_unit = units
+            factor, dp_unit, ds_unit = units
             unit = factor if is_plain else log2_e
             first_row, first_col = share.row + lane_row(share.lane), lane_col(share.lane)
             first = moved(tile.place, first_row, first_col)
@@ -233,7 +234,7 @@ def make_gradients_by_rows(
                         large_at = rows.large_at + m * ROWS + 8 * (i // 2)
                         top = zero if is_plain else rows.floats[large_at]
                         own_row = 2 * m + i // 2
-                        row = RowTerms(unit, top, rows.shift[own_row], rows.delta[own_row])
+                        row = RowTerms(unit, top, rows.shift[own_row], rows.delta[own_row], ds_unit)
                         is_listed = listed(tile.bits, first_row + r, first_col + c)
                         element = TileElement(r, c, tile.whole, is_listed, edge, first)
                         s[at, i], dp[at, i] = gradient_of(
@@ -264,7 +265,7 @@ def make_gradients_by_keys(
         @device_function
         def to_gradients(s, dp, rows, units, tile, share, extras):
             # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-            (large_row, step), (factor, dp_unit) = rows, units
+            (large_row, step), (factor, dp_unit, ds_unit) = rows, units
             unit = factor if is_plain else log2_e
             first_row, first_col = lane_col(share.lane), share.row + lane_row(share.lane)
             edge = edge_of(tile.place, extras)
@@ -282,9 +283,9 @@ def make_gradients_by_keys(
                         keep = kept(tile.bits, first_row + r, first_col + c, extras)
                         product = s[at, i] if is_plain else mul_rn(s[at, i], factor)
                         row = (
-                            RowTerms(unit, high_lse, high, high_delta)
+                            RowTerms(unit, high_lse, high, high_delta, ds_unit)
                             if i % 2
-                            else RowTerms(unit, low_lse, low, low_delta)
+                            else RowTerms(unit, low_lse, low, low_delta, ds_unit)
                         )
                         is_listed = listed(tile.bits, first_row + r, first_col + c)
                         element = TileElement(r, c, tile.whole, is_listed, edge, tile.place)

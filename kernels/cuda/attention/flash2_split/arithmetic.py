@@ -90,10 +90,14 @@ def _backward(scale, b, h):
 
 
 @device_function
+def _ds_unit(scale, b, h):
+    return _bound(scale, b, h) * ex2(-scale.top)
+
+
+@device_function
 def _gradients(scale, b, h):
-    least = ex2(-scale.top)
-    ds = float32(scale.scale) * _bound(scale, b, h) * least
-    return ds * scale.k[b, h], ds * scale.q[b, h], scale.dout[b, h] * least
+    ds = float32(scale.scale) * _ds_unit(scale, b, h)
+    return ds * scale.k[b, h], ds * scale.q[b, h], scale.dout[b, h] * ex2(-scale.top)
 
 
 #: One float16 for a number, scaled: the precision of TF32.  Rows of split operands are whole pieces.
@@ -104,6 +108,7 @@ TF32 = HALVES["float16"]._replace(
     forward_units=_forward,
     out_unit=_out,
     backward_units=_backward,
+    ds_unit=_ds_unit,
     gradient_units=_gradients,
     load_q=partial(make_load_q, 1),
     copy=lambda threads, rows, width, vectors: make_copy_tile(threads, rows, width, True),

@@ -169,7 +169,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
     """Fill dq, dk and dv; allocates terms, delta, and sums of dq if not deterministic."""
-    if problem.score_mod is not None:
+    if problem.score_mod is not None and not problem.score_mod.only_adds:
         # Its derivative may be anything, and dS has to be bounded before it is scaled to float16.
         operands = with_own_rows(problem, operands)
         flash2_backward.backward(problem, flash2_backward.tile(problem), operands)

@@ -83,12 +83,14 @@ class RowTerms(NamedTuple):
         top: L of the row is this, and ``shift``.
         shift: In base 2.
         delta: D of the row.
+        ds_unit: The unit of dS.
     """
 
     unit: Any
     top: Any
     shift: Any
     delta: Any
+    ds_unit: Any
 
 
 class TileScores(NamedTuple):
@@ -240,8 +242,8 @@ def make_tile_scores(
         if learns:
             # Rows and columns beyond the ends are no elements, even of a whole tile.
             seen = (element.r < element.edge[3]) & (element.c < element.edge[2])
-            ds = ds if seen and score != minus_inf else zero
-            add_reads(product, ds, place_in_arrays(element), extras)
+            own = ds * row.ds_unit if seen and score != minus_inf else zero
+            add_reads(product, own, place_in_arrays(element), extras)
         if not of_bias:
             ds = ds * slope
         if has_mod:  # its derivative may be infinite where its score is masked

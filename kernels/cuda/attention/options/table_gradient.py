@@ -1,9 +1,8 @@
 """The gradient of the table that a ``score_mod`` reads, summed by the kernels of the backward pass.
 
 Any element of the scores may read any element of the table, and atomic sums of floats depend on their
-order.  Those of whole numbers do not.  The kernel by query rows therefore finds the largest term of
-each element of the table, and the kernel by keys adds all of
-them as multiples of a small fraction of it.
+order.  Those of whole numbers do not.  The kernel by query rows therefore finds the largest term of each
+element of the table, and the kernel by keys adds all of them as multiples of a small fraction of it.
 Gradients are bitwise equal on every run, and take no memory of the size of the scores.
 """
 

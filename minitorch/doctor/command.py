@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from minitorch.doctor.probes import ask, found_file
-from minitorch.doctor.rules import Finding, diagnose, owner
+from minitorch.doctor.rules import Finding, diagnose, is_within, owner
 
 ABOUT = "say what this environment has, what is wrong with it, and how to mend it"
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +64,24 @@ def ranges() -> dict[str, str]:
             found[match.group(1)] = match.group(2).strip()
         if pythons := re.search(r"python_version (<) ['\"]([\d.]+)", line):
             found["numba-cuda's python"] = "".join(pythons.groups())
+    return found
+
+
+def conflicts(names: list[str]) -> list[dict[str, str]]:
+    """Return what installed packages need of one another, by their own metadata, and do not get."""
+    found = []
+    have = {name: version for name in names if (version := installed_version(name))}
+    for name, version in have.items():
+        for line in metadata.requires(name) or ():
+            need = re.match(r"([\w.-]+) *\(?([<>=!~\d., ]*)", line)
+            if need is None or ";" in line or need[1] not in have:
+                continue
+            bounds = ",".join(re.findall(r"(?:>=|<)(?!=) *[\d.]+", need[2])).replace(" ", "")
+            if not is_within(have[need[1]], bounds):
+                found.append({
+                    "name": name, "version": version, "other": need[1], "bounds": bounds,
+                    "installed": have[need[1]],
+                })  # fmt: skip
     return found
 
 
@@ -149,6 +167,7 @@ def examine(seconds: float = 120.0) -> dict[str, Any]:
         "minitorch": str(ROOT / "minitorch"),
         "ranges": wanted,
         "installed": _versions(BESIDE),
+        "conflicts": conflicts([name for name in wanted if " " not in name] + [*BESIDE]),
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "kernels": kernels_package(),
         "cache": cache_folder(),

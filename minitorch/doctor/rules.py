@@ -121,6 +121,16 @@ def packages(facts: dict[str, Any]) -> Iterator[Finding]:
             yield Finding(f"{name} is {installed}; needed is {bounds}", pip(name + bounds))
 
 
+def combinations(facts: dict[str, Any]) -> Iterator[Finding]:
+    """Report installed versions of two dependencies that do not work together."""
+    for one in facts.get("conflicts", ()):
+        yield Finding(
+            f"{one['name']} {one['version']} needs {one['other']}{one['bounds']}, and {one['other']} is "
+            f"{one['installed']}",
+            pip(needed(facts, one["name"]), needed(facts, one["other"]), option="--upgrade"),
+        )
+
+
 def kernels(facts: dict[str, Any]) -> Iterator[Finding]:
     """Report another package named ``kernels`` that shadows, or is installed next to, this project's."""
     found = facts["kernels"]
@@ -256,7 +266,7 @@ def _patient(finding: Finding) -> Finding:
 
 
 RULES: tuple[Callable[[dict[str, Any]], Iterator[Finding]], ...] = (
-    python, packages, kernels, cuda, threads, cache, environment, library,
+    python, packages, combinations, kernels, cuda, threads, cache, environment, library,
 )  # fmt: skip
 
 

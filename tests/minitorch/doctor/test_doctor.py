@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minitorch
-from minitorch.doctor.command import ranges, report
+from minitorch.doctor.command import conflicts, ranges, report
 from minitorch.doctor.entrance import is_ours, naming_the_doctor
 from minitorch.doctor.rules import Finding, diagnose, is_within, numbers
 
@@ -134,6 +134,23 @@ def test_an_error_of_our_own_code_stays_what_it_is() -> None:
     assert not is_ours(ModuleNotFoundError("gone", name="a_package_that_is_not_there"))
 
 
+def test_versions_that_exclude_one_another_are_found_by_their_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, version, needs in (
+        ("numba", "0.61.2", "numpy<2.3,>=1.24"),
+        ("scipy", "1.17.1", "numpy<2.7,>=1.26.4"),
+        ("numpy", "2.4.6", "scipy<1; extra == 'old'"),
+    ):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: {needs}\n"
+        (folder / "METADATA").write_text(about, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (one,) = conflicts(["numba", "scipy", "numpy", "not-there"])
+    assert (one["name"], one["other"], one["bounds"]) == ("numba", "numpy", "<2.3,>=1.24")
+
+
 releases = st.lists(st.integers(0, 30), min_size=1, max_size=3).map(lambda x: ".".join(map(str, x)))
 
 
@@ -205,6 +222,9 @@ SICK: list[tuple[Change, str, str]] = [
     (_set("packages", "numba", installed="0.69.0"), "numba is 0.69.0", '"numba>=0.61,<0.69"'),
     (_set("packages", "numba", installed="0.61.0", error="ImportError: Numba needs NumPy 2.1 or less"),
      "numba 0.61.0 cannot be imported: ImportError: Numba needs NumPy 2.1", '--upgrade --force-reinstall'),
+    (_set(conflicts=[{"name": "numba", "version": "0.61.2", "other": "numpy", "bounds": ">=1.24,<2.3",
+                      "installed": "2.4.6"}]),
+     "numba 0.61.2 needs numpy>=1.24,<2.3, and numpy is 2.4.6", '--upgrade "numba>=0.61,<0.69" "numpy>='),
     (_set("packages", "numba", installed=None, file=None), "not installed: numba", '"numba>=0.61'),
     (_set(installed={"numba-cuda": "0.31.0"}), "numba-cuda is 0.31.0", '"numba-cuda[cu13]>=0.30.4,<0.31"'),
     (_set("python", version="3.16.0"), "Python 3.16.0; needed is >=3.10,<3.16", "PYTHON=python3.12"),

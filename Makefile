@@ -28,13 +28,16 @@ MINUTES ?= 10
 EXAMPLES ?= 2500
 # The order of the emulated GPU's threads: another one each time.
 SCHEDULE := $(or $(SCHEDULE),$(shell date +%s))
-# A file of exact versions to install, as CI does; without it pip takes the newest of each range.
+# A file of exact versions and their hashes, which are all that is installed then, as CI does; without it
+# pip takes the newest of each range.
 LOCK ?=
+WHEELS := build/wheels
+LOCKED := $(if $(LOCK),$(WHEELS)/.fetched)
 OLDEST ?= python3.10
 FIRST_CUDA := 'cuda-toolkit==13.0.*' 'cuda-bindings==13.0.*' 'nvidia-nvjitlink==13.0.*'
 NEWEST ?= python3.13
 BIN := $(VENV)/bin
-PIP := $(if $(LOCK),PIP_CONSTRAINT=$(LOCK)) $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP := $(if $(LOCK),PIP_NO_INDEX=1 PIP_FIND_LINKS=$(abspath $(WHEELS))) $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # The text's name reaches the script by the environment, as it is: quotes and spaces mean nothing there.
 override TEXT := $(value TEXT)
 export TEXT
@@ -45,6 +48,9 @@ export TEXT
 # Not empty when the user says which Python.
 CHOSEN := $(filter-out file,$(origin PYTHON))
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
+# Of a report of pip: each package with the hash of its file.
+HASHES := import json, sys; [print(x["metadata"]["name"] + "==" + x["metadata"]["version"], "--hash=sha256:" + \
+  x["download_info"]["archive_info"]["hashes"]["sha256"]) for x in json.load(open(sys.argv[1]))["install"]]
 
 # An environment that works, of a version that works, stays, unless PYTHON=... asks for another
 # version.  The file is touched only when the environment is new, so that the rest follows.
@@ -68,11 +74,16 @@ $(VENV)/.python: FORCE
 	esac; \
 	test -e $@ || touch $@
 
-$(VENV)/.train: $(VENV)/.python setup.py requirements.txt $(LOCK)
+$(WHEELS)/.fetched: $(LOCK) | $(VENV)/.python
+	rm -rf $(WHEELS)
+	$(BIN)/python -m pip download --quiet --no-deps --require-hashes --dest $(WHEELS) --requirement $(LOCK)
+	@touch $@
+
+$(VENV)/.train: $(VENV)/.python setup.py requirements.txt $(LOCKED)
 	$(PIP) --editable '.[plot]'
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.python setup.py requirements.txt $(LOCK)
+$(VENV)/.test: $(VENV)/.python setup.py requirements.txt $(LOCKED)
 	$(PIP) --editable '.[app,plot,serve,test]'
 	@touch $@
 
@@ -80,11 +91,11 @@ $(VENV)/.lint: $(VENV)/.test
 	$(PIP) --editable '.[app,plot,test,lint]'
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.python setup.py requirements.txt $(LOCK)
+$(VENV)/.docs: $(VENV)/.python setup.py requirements.txt $(LOCKED)
 	$(PIP) --editable '.[docs]'
 	@touch $@
 
-$(VENV)/.app: $(VENV)/.python setup.py requirements.txt $(LOCK)
+$(VENV)/.app: $(VENV)/.python setup.py requirements.txt $(LOCKED)
 	$(PIP) --editable '.[app]'
 	@touch $@
 
@@ -117,7 +128,7 @@ test-emulated: $(VENV)/.test
 test-torch:
 	@$(MAKE) --no-print-directory run-torch VENV=$(VENV)-torch
 
-$(VENV)/.torch: $(VENV)/.python setup.py requirements.txt $(LOCK)
+$(VENV)/.torch: $(VENV)/.python setup.py requirements.txt $(LOCKED)
 	$(PIP) --editable '.[tokenizers,torch,test]'
 	@touch $@
 
@@ -185,7 +196,7 @@ install-others:
 # All of CI's environments, the newest of each range, and what they have in common the same version.
 # Only CUDA's compiler is the oldest of its range, CUDA 13: it lets products wait for one another where newer
 # ones do not, which costs a third of their speed and is nothing that a newest one can show.
-# For Python 3.11 and newer: the newest NumPy has no 3.10.
+# For Linux on x86-64 and this Python, whose files have the hashes; 3.11 or newer, as the newest NumPy has no 3.10.
 lock:
 	rm -rf build/lock
 	$(PYTHON) -m venv build/lock/all
@@ -194,18 +205,19 @@ lock:
 	build/lock/all/bin/python -m pip freeze --all --exclude pip --exclude minitorch-flash > build/lock/all.txt
 	$(PYTHON) -m venv build/lock/torch
 	PIP_CONSTRAINT=build/lock/all.txt build/lock/torch/bin/python -m pip install --quiet --upgrade '.[test,tokenizers,torch]'
-	build/lock/torch/bin/python -m pip freeze --all --exclude pip --exclude minitorch-flash | sed 's/+.*//' \
-	  > build/lock/torch.txt
+	build/lock/torch/bin/python -m pip freeze --all --exclude pip --exclude minitorch-flash > build/lock/torch.txt
+	LC_ALL=C sort -fu build/lock/all.txt build/lock/torch.txt > build/lock/both.txt
+	build/lock/all/bin/python -m pip install --quiet --dry-run --ignore-installed --no-deps --report build/lock/report.json \
+	  --requirement build/lock/both.txt
 	{ echo "# What CI installs, of the ranges in setup.py and requirements.txt: made by make lock, on Python" \
-	    "$$($(PYTHON) -c '$(VERSION)')."; \
-	  cat build/lock/all.txt build/lock/torch.txt | LC_ALL=C sort -fu; } > requirements-ci.txt
+	    "$$($(PYTHON) -c '$(VERSION)')."; $(PYTHON) -c '$(HASHES)' build/lock/report.json; } > requirements-ci.txt
 
 # The lower bound of each range, and CUDA's compiler as in lock; then what pip finds today.
 ends:
 	mkdir -p build/ends
 	{ grep -ohE '[A-Za-z][A-Za-z0-9_-]*(\[cu13\])?>=[0-9.]+' requirements.txt setup.py | sed -E 's/(\[cu13\])?>=/==/' | \
 	  grep -v '^torch='; printf '%s\n' $(FIRST_CUDA); } > build/ends/oldest.txt
-	@$(MAKE) --no-print-directory test ptx VENV=build/ends/oldest PYTHON=$(OLDEST) LOCK=build/ends/oldest.txt
+	@PIP_CONSTRAINT=build/ends/oldest.txt $(MAKE) --no-print-directory test ptx VENV=build/ends/oldest PYTHON=$(OLDEST) LOCK=
 	@$(MAKE) --no-print-directory test ptx VENV=build/ends/newest PYTHON=$(NEWEST) LOCK=
 
 clean:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from minitorch.doctor.command import ranges
 from minitorch.doctor.rules import is_within
 
 ROOT = Path(__file__).parents[2]
@@ -28,14 +29,30 @@ def requirements() -> dict[str, str]:
     return {match.group(1): match.group(2) for match in found if match}
 
 
-def test_what_ci_installs_lies_within_the_ranges_and_names_no_place() -> None:
+def test_what_ci_installs_lies_within_the_ranges_and_has_a_hash_and_no_place() -> None:
     lines = (ROOT / "requirements-ci.txt").read_text(encoding="utf-8").splitlines()
     pinned = [line for line in lines if not line.startswith("#")]
-    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in pinned)
-    version = {name.lower(): v for name, _, v in (line.partition("==") for line in pinned)}
+    found = [
+        re.fullmatch(r"([\w.-]+)==([\w.+]+) --hash=sha256:[0-9a-f]{64}", line) for line in pinned
+    ]
+    version = {match[1].lower(): match[2] for match in found if match}
+    assert len(version) == len(pinned), "each line has a version and its hash: run make lock"
     for name, bounds in requirements().items():
         if name not in NOT_IN_CI:
             assert is_within(version[name.lower()], bounds), f"{name}: run make lock"
+
+
+#: By package: the oldest and the newest release of the window of SPEC 0 in November 2026.
+WINDOW = {
+    "python": ("3.13.0", "3.15.0"),
+    "numpy": ("2.2.0", "2.5.0"),
+    "scipy": ("1.15.0", "1.17.0"),
+}
+
+
+@pytest.mark.parametrize("name", WINDOW)
+def test_the_ranges_contain_the_window_of_the_scientific_packages(name: str) -> None:
+    assert all(is_within(version, ranges()[name]) for version in WINDOW[name])
 
 
 #: In place of make: fails where it is told to.

@@ -98,6 +98,9 @@ def test_a_wheel_has_every_file_of_the_packages_and_nothing_else(wheel: Path) ->
         assert any(name.endswith("LICENSE") for name in packed.namelist())
     needed = re.findall(r"^Requires-Dist: ([^;\n]*)$", metadata, re.MULTILINE)
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    (bounds,) = re.findall(r"^Requires-Python: (.+)$", metadata, re.MULTILINE)
+    pythons = re.findall(r"^Classifier: .+ :: Python :: (3\.\d+)$", metadata, re.MULTILINE)
+    assert pythons == [f"3.{n}" for n in range(100) if is_within(f"3.{n}", bounds)]
     assert names(needed) == names([line for line in lines if line[:1] not in ("", "#")])
 
 

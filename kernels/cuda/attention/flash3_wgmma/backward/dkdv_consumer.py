@@ -93,6 +93,7 @@ class QueryTile(NamedTuple):
 
     n: Any  # Its number among those of the item
     row: Any  # Its first row, from the start of the sequence
+    is_whole: Any  # Whether the bounds mask nothing in it; the words of a block mask say so, too
     q_at: Any  # Its place in the pipeline of q
     dout_at: Any  # Its place in that of dout
 
@@ -108,6 +109,24 @@ def _make_shifts_at(form: KernelForm) -> Callable[..., Any]:
     return shifts_at
 
 
+def _make_rows_of(form: KernelForm) -> Callable[..., Any]:
+    """Return ``rows_of(entry, item, extras)``: a tile's first row, and whether the bounds mask nothing."""
+    block_q, block_k, features = form.layout.block_q, form.layout.block_k, form.features
+    tile_of = make_walk(features, block_q, block_k, True).tile_of
+    has_patterns = features.has_patterns
+
+    @device_function
+    def rows_of(entry, item, extras):
+        row = int32(tile_of(entry, extras) * block_q)
+        # The words of a block mask hide what is out of bounds, too.
+        is_whole = has_patterns or is_full_tile(
+            row, block_q, item.rows, item.place, block_k, item.cols, extras.lower, extras.upper
+        )
+        return row, is_whole
+
+    return rows_of
+
+
 def _make_visit(form: KernelForm) -> Callable[..., None]:
     """Return ``visit(registers, block, tile, item, largest_top, place, work)``, from Sᵀ to P and dS.
 
@@ -116,7 +135,7 @@ def _make_visit(form: KernelForm) -> Callable[..., None]:
     """
     layout, widths, dtype, features, (has_dk, has_dv, *_) = form
     block_q, block_k, is_packed = layout.block_q, layout.block_k, features.packed
-    q_panel, k_panel, has_patterns = block_q * LINE, block_k * LINE, features.has_patterns
+    q_panel, k_panel = block_q * LINE, block_k * LINE
     delta_offset, rows_size = tiles_of(form)["delta"], block_q * WORD
     multiply_v_dout = make_multiply(block_q, dtype, widths.value, k_panel, q_panel)
     add_dv, pack_tile = make_accumulate(widths.value, dtype, block_q), make_pack(dtype, block_q)
@@ -132,20 +151,16 @@ def _make_visit(form: KernelForm) -> Callable[..., None]:
 
     @device_function
     def visit(registers, block, tile, item, largest_top, place, work):
-        (n, row, q_at, dout_at), douts, extras = tile, block.pipelines.second, work.extras
+        (n, row, is_whole, q_at, dout_at), extras = tile, work.extras
+        douts = block.pipelines.second
         own_row, s, dp = int32(2 * (place.lane % 4)), registers.s, registers.dp
         shifts = shifts_at(block.memory, q_at, own_row)
         delta = block.memory + delta_offset + dout_at.stage * rows_size + WORD * own_row
         dout_tile = tile_at(douts, dout_at)
-        # The words of a block mask hide what is out of bounds, too.
-        is_whole = has_patterns or is_full_tile(
-            row, block_q, item.rows, item.place, block_k, item.cols, extras.lower, extras.upper
-        )
         factor, is_large = factor_of(work.scale, extras), has_large_row(largest_top)
         if not has_tops and is_large:
             lower(s, shifts, float32(work.scale))
             factor = LOG2_OF_E
-        wait(douts, dout_at)  # dO_i, D_i are there
         if is_packed and item.rows - row < block_q:  # the rest is the next sequence's
             if has_dk:
                 clear_q(item.rows - row, tile_at(block.pipelines.first, q_at))
@@ -192,7 +207,7 @@ def make_consume(
     add_dk, consumer_threads = make_accumulate(widths.head, dtype, block_q), WARPGROUP * consumers
     across_rows = descriptor_layout(LINE, q_panel, 8 * LINE)
     wait_for_all, wait_but_two = make_wgmma_wait_group(0), make_wgmma_wait_group(2)
-    _, item_of, tile_of, _ = make_walk(features, block_q, block_k, True)
+    item_of, rows_of = make_walk(features, block_q, block_k, True).item, _make_rows_of(form)
     elements, own_of = make_elements(form), line_of(features)
     scale_of, slope_scale_of, words = elements.scale, elements.slope_scale, elements.words
     shifts_at, fetch = _make_shifts_at(form), make_fetch_bits(form)
@@ -229,6 +244,7 @@ def make_consume(
             cuda.local.array(words, uint32),
         )  # fmt: skip
         s, seen, largest_top = registers.s, registers.seen, float32(0)
+        row, is_whole = int32(0), True
         keys, at = placed(of_keys, memory), start()
         queries, q_at = placed(of_queries, memory), start()
         douts, dout_at = placed(of_douts, memory), start()
@@ -254,10 +270,11 @@ def make_consume(
                 issue_scores(s, k_desc, queries, q_at)
                 fetch(seen, entry_of(item, 0), own_col, own, line, work)
                 largest_top = largest_top_of(shifts_at(memory, q_at, 2 * own.lane))
+                row, is_whole = rows_of(entry_of(item, 0), item, extras)
+                wait(douts, dout_at)  # dO_i, D_i are there
                 wait_for_all()  # S is there
             for n in range(int32(stop - first)):
-                row = int32(tile_of(entry_of(item, n), extras) * block_q)
-                tile = QueryTile(n, row, q_at, dout_at)
+                tile = QueryTile(n, row, is_whole, q_at, dout_at)
                 place = LanePlace(own.lane, int32(row + own_row), own_col, line)
                 visit(registers, block, tile, item, largest_top, place, work)
                 if adds_dq:
@@ -276,16 +293,20 @@ def make_consume(
                     release(douts, tile.dout_at, own.lane)
                 # 10: the next Sᵀ, computed while dQ is stored.  After the last tile it reads old data and
                 # is not used: products behind a branch would wait for each other.
+                # All that does not need the scores is done before they are waited for.
                 if n + 1 < stop - first:
                     wait(queries, q_at)  # Q_i is there
+                    wait(douts, dout_at)
                 issue_scores(s, k_desc, queries, q_at)
                 # Read the next tile's bits while the products run; after the last tile they are not used.
                 fetch(seen, next_entry(item, n), own_col, own, line, work)
+                row, is_whole = rows_of(next_entry(item, n), item, extras)
                 largest_top = largest_top_of(shifts_at(memory, q_at, 2 * own.lane))
                 if adds_dq:
                     wait_but_two()  # dQ is done
-                    slot = int64(item.line) * (delta.shape[1] // block_q) + (base + row) // block_q
-                    share, turn = int32(slot * consumers + me), turn_of(item, row, extras)
+                    slot = int64(item.line) * (delta.shape[1] // block_q)
+                    slot += (base + tile.row) // block_q
+                    share, turn = int32(slot * consumers + me), turn_of(item, tile.row, extras)
                     dq_at = hand_over(memory, dq_at, registers.dq, share, turn, own)
                 wait_for_all()  # dK, and the next Sᵀ
                 release(queries, tile.q_at, own.lane)

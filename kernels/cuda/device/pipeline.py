@@ -108,6 +108,14 @@ def following(pipeline, at):
 
 
 @device_function
+def preceding(pipeline, at):
+    """Return the last place, the one that :func:`following` led from."""
+    is_first = at.stage == 0
+    stage = int32(pipeline.stages - 1 if is_first else at.stage - 1)
+    return StagePhase(stage, int32(at.phase ^ 1 if is_first else at.phase))
+
+
+@device_function
 def tile_at(pipeline, at):
     """Return the address of a stage's tile."""
     return pipeline.tiles + at.stage * pipeline.size

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cache
 
 from kernels.cuda.attention.flash3_wgmma.backward.dkdv_consumer import make_consume
-from kernels.cuda.attention.flash3_wgmma.backward.dq_shares import make_send, shares_pipeline
+from kernels.cuda.attention.flash3_wgmma.backward.dq_shares import dq_pipelines, make_send
 from kernels.cuda.attention.flash3_wgmma.backward.layout import KeyGradients, KeyLayout, key_tiles
 from kernels.cuda.attention.flash3_wgmma.backward.producer import (
     backward_pipelines,
@@ -41,11 +41,11 @@ def dkdv_kernel(
     """Return the kernel by key tiles for one layout, two widths, one dtype and some gradients."""
     form = KernelForm(layout, widths, dtype, features, parts)
     pipelines, barriers = backward_pipelines(form)
-    shares = shares_pipeline(form, barriers)
+    dq_path = dq_pipelines(form, barriers)
     enter, give_registers, take_registers = make_prologue(layout, barriers)
-    produce, consume = make_produce(form, pipelines), make_consume(form, pipelines, shares)
+    produce, consume = make_produce(form, pipelines), make_consume(form, pipelines, dq_path)
     first_item = make_first_item(form)
-    send, senders = make_send(form, shares), shares.stages
+    send, senders = make_send(form, dq_path.shares), dq_path.shares.stages
 
     def flash3_dkdv(q_map, k_map, v_map, dout_map, dk_map, dv_map, rows, work):
         """Fill dk and dv, tile after tile, and add the contribution of each tile to dq_sum.

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kernels.cuda.attention.flash3_wgmma.backward.dq_shares import make_hand_over, make_issue_dq
+from kernels.cuda.attention.flash3_wgmma.backward.dq_shares import (
+    DqPipelines,
+    make_hand_over,
+    make_issue_dq,
+)
 from kernels.cuda.attention.flash3_wgmma.backward.elementwise import (
     LOG2_OF_E,
     has_large_row,
@@ -38,10 +42,10 @@ from kernels.cuda.attention.flash3_wgmma.tiles import (
 )
 from kernels.cuda.device.one_source import first_tile, is_full_tile
 from kernels.cuda.device.pipeline import (
-    Pipeline,
     StagePhase,
     following,
     placed,
+    preceding,
     release,
     release_alone,
     start,
@@ -190,7 +194,7 @@ def _make_visit(form: KernelForm) -> Callable[..., None]:
 
 
 def make_consume(
-    form: KernelForm, pipelines: BackwardPipelines, shares: Pipeline
+    form: KernelForm, pipelines: BackwardPipelines, dq_path: DqPipelines
 ) -> Callable[..., None]:
     """Return the function of the threads of consumer ``me``, which multiplies and writes the gradients.
 
@@ -213,15 +217,18 @@ def make_consume(
     shifts_at, fetch = _make_shifts_at(form), make_fetch_bits(form)
     row_base, (entry_of, next_entry) = make_row_base(is_packed), make_entries(form)
     largest_top_of = make_passes(form).largest_top
-    issue_dq, (hand_over, end_sums) = make_issue_dq(form), make_hand_over(form, shares)
+    lags = layout.lags
+    (store_ds, issue_dq), of_slopes = make_issue_dq(form), dq_path.slopes
+    hand_over, end_sums = make_hand_over(form, dq_path.shares)
     clear_keys = make_clear_rows(consumers, block_k, widths.head_panels)
     # dV takes the place of V, or of K where V is not needed.
     write_gradients = make_write_results(form, v_offset if has_dk else tiles["k"])
 
     @device_function
-    def turn_of(item, row, extras):
+    def share_of(item, row, base, rows, extras):
+        slot = int64(item.line) * (rows // block_q) + (base + row) // block_q
         first = first_tile(row, block_k, item.cols, int32(extras.lower))
-        return int32(item.place // block_k - first)
+        return int32(slot * consumers), int32(item.place // block_k - first)
 
     @device_function
     def next_item(memory, keys, at):
@@ -248,7 +255,8 @@ def make_consume(
         keys, at = placed(of_keys, memory), start()
         queries, q_at = placed(of_queries, memory), start()
         douts, dout_at = placed(of_douts, memory), start()
-        dq_at = StagePhase(me, int32(0))
+        dq_at, slopes, ds_at = StagePhase(me, int32(0)), placed(of_slopes, memory), start()
+        share, turn = int32(0), int32(0)
         own_keys = memory + me * (ROWS * LINE)
         k_desc, v_desc = descriptor(ALONG, own_keys), descriptor(ALONG, own_keys + v_offset)
         block = KeyBlock(memory, BackwardPipelines(keys, queries, douts), k_desc, v_desc)
@@ -278,8 +286,13 @@ def make_consume(
                 place = LanePlace(own.lane, int32(row + own_row), own_col, line)
                 visit(registers, block, tile, item, largest_top, place, work)
                 if adds_dq:
-                    # 15: dQ_i += dS K_j, this consumer's share
-                    issue_dq(registers, block, n, own)
+                    store_ds(registers.ds, slopes, ds_at, own)
+                    # 15: dQ_i += dS K_j, this consumer's share, or that of the tile before, which at the
+                    # first is not used: products behind a branch would wait for each other.
+                    before = preceding(slopes, ds_at) if lags else ds_at
+                    if n > 0 or not lags:
+                        wait(slopes, before)  # dS is whole
+                    issue_dq(registers.dq, memory, tile_at(slopes, before), own)
                 else:
                     wgmma_fence()
                 if has_dk:
@@ -304,15 +317,26 @@ def make_consume(
                 largest_top = largest_top_of(shifts_at(memory, q_at, 2 * own.lane))
                 if adds_dq:
                     wait_but_two()  # dQ is done
-                    slot = int64(item.line) * (delta.shape[1] // block_q)
-                    slot += (base + tile.row) // block_q
-                    share, turn = int32(slot * consumers + me), turn_of(item, tile.row, extras)
-                    dq_at = hand_over(memory, dq_at, registers.dq, share, turn, own)
+                    own_share, own_turn = share_of(item, tile.row, base, delta.shape[1], extras)
+                    own_share, ds_at = int32(own_share + me), following(slopes, ds_at)
+                    if not lags:
+                        share, turn = own_share, own_turn
+                    if n > 0 or not lags:
+                        release(slopes, before, own.lane)
+                        dq_at = hand_over(memory, dq_at, registers.dq, share, turn, own)
+                    share, turn = own_share, own_turn
                 wait_for_all()  # dK, and the next Sᵀ
                 release(queries, tile.q_at, own.lane)
                 if has_dv and not adds_dq:
                     release(douts, tile.dout_at, own.lane)
             if adds_dq:
+                if lags and first < stop:  # the share of the last tile
+                    before = preceding(slopes, ds_at)
+                    wait(slopes, before)  # dS is whole
+                    issue_dq(registers.dq, memory, tile_at(slopes, before), own)
+                    wait_for_all()
+                    release(slopes, before, own.lane)
+                    dq_at = hand_over(memory, dq_at, registers.dq, share, turn, own)
                 bar_sync(CONSUMERS_BARRIER, consumer_threads)  # no one reads the keys any more
             # 18: write dK_j, dV_j
             dk = dk_map, registers.dk, float32(work.scale) * slope_scale_of(extras)

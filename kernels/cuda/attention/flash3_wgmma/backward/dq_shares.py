@@ -1,9 +1,10 @@
 """The path of dQ out of Hopper's kernel by key tiles: from the consumers to sums in global memory.
 
-Each consumer computes a share of the tile dS K and puts it in shared memory.  A thread of the producer
-warpgroup, one for each consumer, makes the copy engine add the share to the sums, so that no consumer waits
-for its own additions.  The two sides meet at a stage of a pipeline; ``StagePhase.stage`` is the number of
-the consumer.
+Each consumer computes a share of the tile dS K and puts it in shared memory.  It may do so a tile later
+than dS (``KeyLayout.lags``), so that one can take exponentials while another one multiplies.  A thread
+of the producer warpgroup, one for each consumer, makes the copy engine add the share to the sums, so that
+no consumer waits for its own additions.  The two sides meet at a stage of a pipeline; ``StagePhase.stage``
+is the number of the consumer.
 
 In an ordered kernel, a share of the sums has a *turn*: the number of key tiles that were added to it.  A
 sender waits for its turn.  Items are drawn in the order of the key tiles, so that those before it have been
@@ -13,9 +14,15 @@ drawn by blocks that run, and no block waits for one that has not started.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-from kernels.cuda.attention.flash3_wgmma.backward.layout import dq_bytes, dq_share, tiles_of
-from kernels.cuda.attention.flash3_wgmma.layout import CONSUMERS_BARRIER, KernelForm
+from kernels.cuda.attention.flash3_wgmma.backward.layout import (
+    DS_STAGES,
+    dq_bytes,
+    dq_share,
+    tiles_of,
+)
+from kernels.cuda.attention.flash3_wgmma.layout import KernelForm
 from kernels.cuda.attention.flash3_wgmma.tiles import make_multiply_dq
 from kernels.cuda.device.pipeline import (
     Barriers,
@@ -29,7 +36,7 @@ from kernels.cuda.device.pipeline import (
     wait,
 )
 from kernels.cuda.device.warpgroups import LINE, WARPGROUP, store_pairs
-from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async, fence_proxy_async_global
+from kernels.cuda.ptx.barriers import fence_proxy_async, fence_proxy_async_global
 from kernels.cuda.ptx.bulk import (
     cp_async_bulk_commit_group,
     cp_reduce_async_bulk_add,
@@ -57,43 +64,56 @@ from kernels.runtime.targets import cuda
 from kernels.runtime.types import int32, int64
 
 
-def shares_pipeline(form: KernelForm, barriers: Barriers) -> Pipeline:
-    """Return the pipeline of the shares: a stage for each consumer, none if the kernel has no dQ."""
-    layout, size = form.layout, dq_bytes(form.layout, form.widths)
-    count, warps = layout.consumers * form.parts.dq, WARPGROUP // 32
-    return barriers.pipeline(tiles_of(form)["dq"], size, count, emptied_by=1, filled_by=warps)
+class DqPipelines(NamedTuple):
+    """The pipelines on the path of dQ; they have no stages if a kernel has no dQ."""
+
+    slopes: Pipeline  # Tiles of dSᵀ, which all consumers fill and read
+    shares: Pipeline  # The shares of dQ, a stage for each consumer
 
 
-def make_issue_dq(form: KernelForm) -> Callable[..., None]:
-    """Return ``issue_dq(registers, block, n, own)``.
+def dq_pipelines(form: KernelForm, barriers: Barriers) -> DqPipelines:
+    """Return the pipelines on the path of dQ."""
+    layout, tiles, adds_dq, warps = form.layout, tiles_of(form), form.parts.dq, WARPGROUP // 32
+    ds_size, all_warps = 2 * layout.block_q * layout.block_k, warps * layout.consumers
+    slopes = barriers.pipeline(tiles["ds"], ds_size, DS_STAGES * adds_dq, all_warps, all_warps)
+    size, count = dq_bytes(layout, form.widths), layout.consumers * adds_dq
+    return DqPipelines(slopes, barriers.pipeline(tiles["dq"], size, count, 1, warps))
 
-    It stores dS for all consumers and issues the product for this consumer's share of dQ.
+
+def make_issue_dq(form: KernelForm) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return ``store_ds(ds, slopes, at, own)`` and ``issue_dq(dq, memory, ds_tile, own)``.
+
+    The first stores this consumer's part of dS for all consumers, and the second issues the product for its
+    share of dQ.
     """
     layout, widths, dtype, *_ = form
     block_k, k_panel = layout.block_k, layout.block_k * LINE
-    tiles, share = tiles_of(form), dq_share(layout, widths)
-    ds_offset, ds_size = tiles["ds"], 2 * layout.block_q * block_k
+    share, depth_steps = dq_share(layout, widths), layout.block_q // 16
     ds_step, k_step = (k_panel, 0) if share.by_rows else (0, share.step)
-    depth_steps, consumer_threads = layout.block_q // 16, WARPGROUP * layout.consumers
     multiply_dq = make_multiply_dq(share.cols, dtype, block_k)
     across_keys = descriptor_layout(LINE, k_panel, 8 * LINE)
 
     @device_function
-    def issue_dq(registers, block, n, own):
+    def store_ds(ds, slopes, at, own):
         r, c = square_place(own.lane)
         line = own.me * ROWS + own.warp * 16 + r  # of dSᵀ, that this lane gives stmatrix
-        ds_tile = block.memory + ds_offset + (n % 2) * ds_size
+        acquire(slopes, at)  # all products with the tile before are done
         for t in range(depth_steps):
-            store_pairs(ds_tile, line, c, t, k_panel, registers.ds[t])
+            store_pairs(tile_at(slopes, at), line, c, t, k_panel, ds[t])
         fence_proxy_async()  # products see what was stored
-        bar_sync(CONSUMERS_BARRIER, consumer_threads)  # dS is whole
+        cuda.syncwarp()  # the warp's part of dS is whole
+        if own.lane == 0:
+            publish(slopes, at)
+
+    @device_function
+    def issue_dq(dq, memory, ds_tile, own):
         wgmma_fence()
         ds_desc = descriptor(across_keys, ds_tile + own.me * ds_step)
-        k_desc = descriptor(across_keys, block.memory + own.me * k_step)
-        multiply_dq(registers.dq, ds_desc, k_desc)
+        k_desc = descriptor(across_keys, memory + own.me * k_step)
+        multiply_dq(dq, ds_desc, k_desc)
         wgmma_commit_group()
 
-    return issue_dq
+    return store_ds, issue_dq
 
 
 def make_hand_over(

@@ -15,6 +15,8 @@ from kernels.scores.program import PLAIN, Features
 
 #: The widest heads whose dK and dV one warpgroup keeps in registers together.
 BOTH_WIDTH = 128
+#: Tiles of dSᵀ that shared memory holds at a time.
+DS_STAGES = 2
 
 
 class KeyGradients(NamedTuple):
@@ -49,6 +51,8 @@ class KeyLayout(WarpRoles):
     q_stages: int  # Tiles of q, with their rows of shifts, that shared memory holds at a time
     dout_stages: int  # Tiles of dout, with their rows of delta, that shared memory holds at a time
     consumers: int = 2  # Warpgroups that multiply, each with 64 keys; a further one is the producer
+    #: Whether dQ is multiplied a tile later than dS, so that no consumer waits for the others' part of dS.
+    lags: bool = False
 
     @property
     def block_k(self) -> int:
@@ -71,7 +75,7 @@ def key_layout(widths: Widths, parts: KeyGradients, features: Features = PLAIN) 
         # What dropout keeps takes few registers, two words of bits, but too many where dS is not stored.
         dropout = features.dropout and not parts.dq
         has_more = features.packed or makes_elements(features._replace(dropout=dropout))
-        return KeyLayout(64 if has_more else 128, 2, 2)
+        return KeyLayout(64 if has_more else 128, 2, 2, lags=True)
     # Tiles of dout are done with before those of q where dV is not computed: one is enough.
     return KeyLayout(64, 2, 1 if width > 192 and not parts.dv else 2)
 
@@ -116,12 +120,13 @@ def key_tiles(layout: KeyLayout, widths: Widths, parts: KeyGradients) -> SharedT
         v=v_panels * layout.block_k * LINE,
         q=layout.q_stages * q_bytes,
         dout=layout.dout_stages * dout_bytes,
-        # Two, for the one consumer writes the next while the other still multiplies by this one.
-        ds=2 * ds_bytes if parts.dq else 0,
+        # Two, for dQ is multiplied a tile later, or while a consumer writes the next.
+        ds=DS_STAGES * ds_bytes if parts.dq else 0,
         dq=shares * dq_bytes(layout, widths),
         shifts=layout.q_stages * 2 * layout.block_q * WORD,
         delta=layout.dout_stages * layout.block_q * WORD,
-        barriers=8 * (2 + 2 * (layout.q_stages + layout.dout_stages + shares)),
+        barriers=8
+        * (2 + 2 * (layout.q_stages + layout.dout_stages + shares + DS_STAGES * parts.dq)),
         number=WORD,
         shares=shares * 2 * WORD,
     )

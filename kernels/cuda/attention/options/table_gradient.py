@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -140,8 +140,7 @@ def _make_raise(dtype: np.dtype[Any]) -> Callable[..., None]:
 def _make_add(dtype: np.dtype[Any]) -> Callable[..., None]:
     """Return ``act(x, at, extras)``, which adds to the sums of an element.
 
-    If all lanes of a warp add to the same element, one adds for all; otherwise one adds for those of a
-    diagonal, 9 lanes apart in the fragments of tensor cores, as an index by distance makes the same.
+    If all lanes of a warp add to the same element, one adds for all.
     """
     two, zero, inf, words = dtype.type(2), dtype.type(0), dtype.type(math.inf), _words(dtype)
 
@@ -153,21 +152,11 @@ def _make_add(dtype: np.dtype[Any]) -> Callable[..., None]:
             # Above 1 are only terms that rounding errors dominate in both kernels.
             scaled = min(max(x / top, -two), two) * unit
         if cuda.blockDim.x % WARP == 0:
-            own, lane = int32(at), cuda.threadIdx.x % WARP
+            own = int32(at)
             if cuda.all_sync(ALL_LANES, own == cuda.shfl_sync(ALL_LANES, own, 0)):
                 for n in range(5):
                     scaled += cuda.shfl_xor_sync(ALL_LANES, scaled, 1 << n)
-                scaled = scaled if lane == 0 else zero
-            else:
-                for n in range(2):
-                    step, pair = 9 << n, 2 << n
-                    other = cuda.shfl_down_sync(ALL_LANES, scaled, step)
-                    after = cuda.shfl_down_sync(ALL_LANES, own, step)
-                    before = cuda.shfl_up_sync(ALL_LANES, own, step)
-                    if lane % pair == 0 and lane + step < WARP and after == own:
-                        scaled += other
-                    elif lane % pair == pair // 2 and lane >= step and before == own:
-                        scaled = zero
+                scaled = scaled if cuda.threadIdx.x % WARP == 0 else zero
         if scaled != 0:
             copy, whole = (cuda.blockIdx.x + cuda.blockIdx.y) % sums.shape[0], int64(scaled)
             cuda.atomic.add(sums, (copy, at, 0), whole)
@@ -208,19 +197,18 @@ def _finish_kernel(dtype: np.dtype[Any]) -> Kernel:
 
 
 def learning(backward: Callable[..., None], own_tile: Callable[[Problem], Any]) -> Any:
-    """Return the backward pass of a rung that also fills ``dtable``, if the operands have one.
+    """Return the backward pass of a rung that also fills ``dtable``, if there is one; it adds by order.
 
-    ``own_tile`` returns the tile of the pass for a problem.  Without atomic sums of dQ, the kernel by query
-    rows runs before the one by keys.
+    ``own_tile`` returns the tile of the pass for a problem.
     """
 
     def run(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-        dtable, dtype, mod = operands.dtable, problem.acc_dtype, cast(Any, problem.score_mod)
+        dtable, dtype = operands.dtable, problem.acc_dtype
         if dtable is None:
             backward(problem, tile, operands)
             return
         taken = replace(problem, learns_table=True, deterministic=True)
-        size, sites = dtable.size, len(mod.reads(problem.score_table))
+        size, sites = dtable.size, len(problem.score_mod.reads(problem.score_table))
         count = max(math.prod(problem.scores_shape) * sites, 1)
         unit = 2.0 ** (_BITS - math.ceil(math.log2(count)) - 1)
         copies = max(1, min(MOST_COPIES, MOST_SUMS // max(size, 1)))

@@ -173,9 +173,10 @@ class Torch(Library):
         start = array.data_ptr()
         if array.is_neg() or not start:  # a negated view, or zeros without memory
             raise ValueError("the tensor has to be computed before it is read")
-        layout = array.shape, array.stride(), array.dtype, array.device
-        on_host = array.device.type == "cpu"
-        return layout, (start, array.element_size() if on_host else VECTOR, on_host)
+        if array.is_cpu:  # in a sixth of the time that reading the type of a device takes
+            layout = array.shape, array.stride(), array.dtype
+            return layout, (start, array.element_size(), True)
+        return (array.shape, array.stride(), array.dtype, array.device), (start, VECTOR, False)
 
     def _current_stream(self, array: Any) -> int:
         """Return PyTorch's current stream of a tensor's device; 0 is the legacy default stream."""

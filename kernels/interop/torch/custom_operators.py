@@ -78,6 +78,8 @@ def draw_seed() -> Tensor:
 
 def maker_of(sums: Sequence[Any]) -> Any:
     """Return the function that builds the problem of a call with cumulative lengths, or without any."""
+    if not sums:
+        return problem_of
     on_host = [x.cpu() if isinstance(x, Tensor) else x for x in sums if x is not None]
     return PackedMaker(*on_host, sequences_of_call) if on_host else problem_of
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kernels import array_call
 from kernels.interop.torch.second_order import (
@@ -26,15 +27,29 @@ from kernels.problem.options import ARRAY_ORDER, OPTIONS, WITH_GRADIENT
 CONSTANTS = [name for name, option in OPTIONS.items() if not option.schema and name != "return_lse"]
 
 
-def eager_attention(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def eager_attention(*args: Any, count: int | None = None) -> tuple[Tensor, ...]:
     """Return out, lse and what lse loses by rounding, which is a constant.
 
     The arguments are q, k, v and the options that are arrays, tensors or None, the other options, and the
-    function that builds the problem of them.
+    function that builds the problem of them.  If nothing is differentiated, only the first ``count``
+    results are returned.
     """
     if torch._C._are_functorch_transforms_active():
         return without_dynamo(_Transformed.apply, *args)
-    return _Attention.apply(*args)  # type: ignore[return-value]
+    if _is_recorded(args[:TENSORS]):
+        return _Attention.apply(*args)  # type: ignore[return-value]
+    return _forward(*args, count=count)
+
+
+def _is_recorded(tensors: Sequence[Tensor | None]) -> bool:
+    """Tell whether PyTorch records the call, or takes its derivative in forward mode."""
+    if forward_ad._current_level >= 0:
+        return True
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # any() takes longer
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def wanted_of(needs_input_grad: Sequence[bool]) -> list[bool]:
@@ -53,9 +68,10 @@ def array_gradients(
     ]
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
+def _forward(q: Tensor, k: Tensor, v: Tensor, *others: Any, count: int | None = None) -> Any:
     *arrays, options, make = others
-    return array_call.attend((q, k, v), with_arrays(options, arrays), None, make=make)
+    own = with_arrays(options, arrays)
+    return array_call.attend((q, k, v), own, None, make=make, count=count)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -77,7 +77,10 @@ def _padded(array: Tensor) -> Tensor:
     return pad(array, [n for size in reversed(array.shape) for n in (0, int(size == 0))])
 
 
-def cut(results: tuple[Tensor, Tensor], rows: tuple[Any, ...], dim: Any) -> tuple[Tensor, ...]:
-    """Return out and lse of :func:`without_empty` without what was added, of the shape of lse ``rows``."""
+def cut(results: tuple[Tensor, ...], rows: tuple[Any, ...], dim: Any) -> tuple[Tensor, ...]:
+    """Return out of :func:`without_empty`, and lse if it is given, without what was added.
+
+    ``rows`` is the shape of lse, and ``dim`` the last dimension of out.
+    """
     shapes = (*rows, dim), rows
-    return tuple([x[tuple(map(slice, s))] for x, s in zip(results, shapes, strict=True)])
+    return tuple([x[tuple(map(slice, s))] for x, s in zip(results, shapes, strict=False)])

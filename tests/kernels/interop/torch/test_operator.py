@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from kernels.problem.options import DEFAULTS  # noqa: E402
 from ....support.attention.on_cuda import Packed, packed_cases  # noqa: E402
 from ....support.attention.strategies import FEATURES, Case, cases  # noqa: E402
 from ....support.busy_threads import busy_threads  # noqa: E402
+from ....support.examples import at_most  # noqa: E402
 from ....support.fuzzing import extreme  # noqa: E402
 from ....support.tolerances import assert_close_arrays  # noqa: E402
 
@@ -112,6 +114,19 @@ def test_results_and_gradients_are_the_textbooks(case: Case) -> None:
 )  # fmt: skip
 def test_extreme_scores_are_right(case: Case) -> None:
     extreme.check(case, results_of(case), "by PyTorch")
+
+
+@at_most(25)
+@given(torch_cases(), st.booleans())
+def test_a_call_that_records_nothing_returns_the_same_bits(case: Case, return_lse: bool) -> None:
+    (q, k, v, mask, sink), options = tensors_of(case)
+    call = partial(flash_attention, q, k, v, mask, sink=sink, return_lse=return_lse, **options)
+    recorded = call()
+    with torch.no_grad():
+        found = call()
+    pairs = zip(found, recorded, strict=True) if return_lse else [(found, recorded)]
+    for own, other in pairs:
+        assert torch.equal(own, other.detach()) and not own.requires_grad
 
 
 @given(packed_cases((np.float64,), st.integers(1, 9), st.integers(1, 5)))

@@ -43,7 +43,7 @@ def eager_attention(*args: Any, count: int | None = None) -> tuple[Tensor, ...]:
 
 def _is_recorded(tensors: Sequence[Tensor | None]) -> bool:
     """Tell whether PyTorch records the call, or takes its derivative in forward mode."""
-    if forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 or torch._C._is_tracing():  # by torch.jit.trace
         return True
     if torch.is_grad_enabled():
         for tensor in tensors:  # any() takes longer

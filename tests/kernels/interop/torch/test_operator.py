@@ -129,6 +129,12 @@ def test_a_call_that_records_nothing_returns_the_same_bits(case: Case, return_ls
         assert torch.equal(own, other.detach()) and not own.requires_grad
 
 
+def test_a_function_that_torch_jit_traces_attends_to_its_own_arguments() -> None:
+    first, other = ([torch.randn(1, 2, 5, 4) for _ in range(3)] for _ in range(2))
+    traced = torch.jit.trace(lambda q, k, v: flash_attention(q, k, v), first, check_trace=False)
+    assert torch.equal(traced(*other), flash_attention(*other))
+
+
 @given(packed_cases((np.float64,), st.integers(1, 9), st.integers(1, 5)))
 def test_packed_sequences_and_their_gradients_are_the_textbooks(case: Packed) -> None:
     q, k, v, dout = (torch.tensor(x.swapaxes(0, 1)) for x in (*case.operands, case.dout))

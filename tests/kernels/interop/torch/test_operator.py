@@ -129,6 +129,7 @@ def test_a_call_that_records_nothing_returns_the_same_bits(case: Case, return_ls
         assert torch.equal(own, other.detach()) and not own.requires_grad
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_function_that_torch_jit_traces_attends_to_its_own_arguments() -> None:
     first, other = ([torch.randn(1, 2, 5, 4) for _ in range(3)] for _ in range(2))
     traced = torch.jit.trace(lambda q, k, v: flash_attention(q, k, v), first, check_trace=False)

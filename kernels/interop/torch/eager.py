@@ -38,7 +38,7 @@ def eager_attention(*args: Any, count: int | None = None) -> tuple[Tensor, ...]:
         return without_dynamo(_Transformed.apply, *args)
     if _is_recorded(args[:TENSORS]):
         return _Attention.apply(*args)  # type: ignore[return-value]
-    return _forward(*args, count=count)
+    return _computed(args, count)
 
 
 def _is_recorded(tensors: Sequence[Tensor | None]) -> bool:
@@ -68,8 +68,12 @@ def array_gradients(
     ]
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *others: Any, count: int | None = None) -> Any:
-    *arrays, options, make = others
+def _forward(*inputs: Any) -> Any:
+    return _computed(inputs)
+
+
+def _computed(inputs: Sequence[Any], count: int | None = None) -> Any:
+    q, k, v, *arrays, options, make = inputs
     own = with_arrays(options, arrays)
     return array_call.attend((q, k, v), own, None, make=make, count=count)
 

@@ -77,6 +77,15 @@ class MultiHeadAttention(
         return x.view(batch, seq, heads, self.attn_hidden_dim).permute(0, 2, 1, 3)
         # END TASK 5.10
 
+    @operation  # beyond module 5
+    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v, each (batch, heads, seq, head_dim), of x, (batch, seq, n_embd)."""
+        # TASK 5.10: Apply the three projections and split_heads; without a k_projection, k is q.
+        q = self.split_heads(self.q_projection(x))
+        k = q if self.k_projection is None else self.split_heads(self.k_projection(x))
+        return q, k, self.split_heads(self.v_projection(x))
+        # END TASK 5.10
+
     def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute attention in each head, for operands (batch, heads, seq, head_dim)."""
         if modes.context is not None or not self.is_plain:  # beyond module 5
@@ -87,11 +96,8 @@ class MultiHeadAttention(
     def forward(self, x: Tensor) -> Tensor:
         """Compute self-attention over x, (batch, seq, n_embd); the result has the same shape."""
         check_hidden(x, self.n_embd)
-        # TASK 5.10: Project, split heads, call attended, join heads, project; dropout.
-        q = self.split_heads(self.q_projection(x))  # (batch, heads, seq, head_dim)
-        k = q if self.k_projection is None else self.split_heads(self.k_projection(x))
-        v = self.split_heads(self.v_projection(x))
-        out = self.attended(q, k, v)  # (batch, heads, seq, head_dim)
+        # TASK 5.10: Call projected and attended, join heads, project; dropout.
+        out = self.attended(*self.projected(x))  # (batch, heads, seq, head_dim)
         width = self.n_head * self.attn_hidden_dim
         joined = out.permute(0, 2, 1, 3).contiguous().view(*x.shape[:2], width)
         return self.dropout(self.out_projection(joined))

@@ -19,7 +19,7 @@ from ..cuda_ops import CudaOps
 from ..fast_ops import FastOps
 from ..models.engine import continued
 from ..tensor_ops import SimpleOps
-from . import decoding_step, joined_layers, layers, linear, optimisers
+from . import decoding_step, joined_layers, joined_linear, layers, linear, optimisers
 from .cpu_loops import FasterOps
 from .cuda_loops import FasterCudaOps
 from .linear_cross_entropy import linear_cross_entropy
@@ -54,6 +54,7 @@ CUDA: Table = {
     "dropout": layers.dropout,
     "scaled_dropout": layers.scaled_dropout,
     "residual_layer_norm": residual_layer_norm,
+    "MultiHeadAttention.projected": joined_linear.projected,
     "TransformerLayer.forward": joined_layers.layer_forward,
     "DecoderLM.through_layers": joined_layers.through_layers,
     "choose_tokens": choose_tokens,

@@ -73,7 +73,7 @@ class Linear(_Linear):
         ctx: Context, x: Tensor, weights: Tensor, bias: Tensor | None, has_gelu: bool
     ) -> Tensor:
         """Return (…, out_size) for (…, in_size), (in_size, out_size) and (out_size,)."""
-        rows = _as_rows(x)
+        rows = as_rows(x)
         shape = rows.shape[0], weights.shape[1]
         out = rows.empty(shape, rows.dtype)
         before = rows.empty(shape, rows.dtype) if has_gelu else None
@@ -90,7 +90,7 @@ class Linear(_Linear):
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         """Return grad @ weightsᵀ, rowsᵀ @ grad and the sum of grad, after the backward of GELU."""
         shape, rows, weights, before, has_bias = ctx.saved_values
-        grad = _as_rows(grad_output).to(rows.dtype).contiguous()
+        grad = as_rows(grad_output).to(rows.dtype).contiguous()
         x, w = rows._tensor, weights._tensor
         drows, dweights, dbias = linear_backward(
             grad._tensor._storage, x._storage, x.strides, w._storage, w.strides,
@@ -105,7 +105,7 @@ class Linear(_Linear):
         )
 
 
-def _as_rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """Return x as a matrix of its rows; a copy if x is neither contiguous nor a matrix."""
     return x if x.dims == 2 else reshaped(x.contiguous(), (x.size // x.shape[-1], x.shape[-1]))
 
@@ -173,17 +173,20 @@ def linear_backward(
 
     drows = product(grad, along, weights, weight_steps[::-1], (count, depth, cols))
     dweights = product(rows, row_steps[::-1], grad, along, (depth, cols, count))
-    dbias = None
-    if has_bias:
-        dbias = empty_device((cols,), dtype)
-        fold(operators.add, 0.0, dbias, cols, grad, count, (cols, cols, 0, 1))
-    return drows, dweights, dbias
+    return drows, dweights, sum_of_rows(grad, count, cols) if has_bias else None
+
+
+def sum_of_rows(grad: Storage, count: int, cols: int) -> Storage:
+    """Return the sums of the columns of a row-major matrix, which are the gradient of a bias."""
+    total = empty_device((cols,), grad.dtype)
+    fold(operators.add, 0.0, total, cols, grad, count, (cols, cols, 0, 1))
+    return total
 
 
 # -- entries of the tables --------------------------------------------------------------------------
 
 
-def _fits(x: Tensor, weights: Tensor, bias: Tensor | None) -> bool:
+def fits(x: Tensor, weights: Tensor, bias: Tensor | None) -> bool:
     """Tell whether one kernel can read the operands: two matrices that fit, of one backend and dtype."""
     fits = weights.dims == 2 and x.shape[-1:] == weights.shape[:1] and x.size * weights.size > 0
     return fits and _are_alike(x, weights) and (bias is None or _are_alike(x, bias))
@@ -198,7 +201,7 @@ def linear(
 ) -> Tensor:
     """Return a linear layer of float32 or float64 in one kernel, on the CPU."""
     check_linear(x, weights, bias, has_gelu)
-    if _fits(x, weights, bias) and x.dtype in COMPUTE_DTYPES:
+    if fits(x, weights, bias) and x.dtype in COMPUTE_DTYPES:
         return FusedLinear.apply(x, weights, bias, has_gelu)
     return Operations.plain["linear"](x, weights, bias, has_gelu)
 
@@ -209,7 +212,7 @@ def tensor_core_linear(
     """Return a linear layer in one kernel, where tensor cores support its dtype and sizes."""
     check_linear(x, weights, bias, has_gelu)
     has_epilogue = bias is not None or has_gelu
-    if has_epilogue and _fits(x, weights, bias):
+    if has_epilogue and fits(x, weights, bias):
         shape = x.size // x.shape[-1], weights.shape[1], x.shape[-1]
         if fuses_linear(x.dtype, shape):
             return Linear.apply(x, weights, bias, has_gelu)

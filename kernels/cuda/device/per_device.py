@@ -58,35 +58,39 @@ def _no_clip(device: int) -> Any:
 def map_of(
     array: Any, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], dtype: str
 ) -> Any:
-    """Return the tensor map of an array under a shape and strides; see :func:`device_map`."""
-    rest = shape, strides, box, dtype
+    """Return the tensor map of an array under a shape and strides; see :func:`device_map`.
+
+    For a tuple of arrays, the maps of each are one after the other.
+    """
+    rest, arrays = (shape, strides, box, dtype), array if isinstance(array, tuple) else (array,)
     recording = active()
     with recorded_by(None):  # the map is made once for an address, and kept
-        made = device_map(device_pointer(array), *rest)
+        made = device_map(tuple(map(device_pointer, arrays)), *rest)
     if recording is not None:
         # An object for this map alone, for several operands may begin at one address.
         made = device_view(made, made.shape, element_strides(made))
 
         @lru_cache(maxsize=256)
-        def remake(address: int) -> tuple[Any, int]:
-            found = device_map(address, *rest)
+        def remake(*addresses: int) -> tuple[Any, int]:
+            found = device_map(addresses, *rest)
             return found, int(found.device_ctypes_pointer.value)
 
-        recording.mapped(made, [array], remake)
+        recording.mapped(made, arrays, remake)
     return made
 
 
 def device_map(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], dtype: str
-) -> Any:
-    """Return a tensor map on the current device; the arguments are those of ``encode_tensor_map``."""
-    return _device_map(current_device(), address, shape, strides, box, dtype)
+    addresses: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...],
+    box: tuple[int, ...], dtype: str,
+) -> Any:  # fmt: skip
+    """Return the tensor maps of equal arrays on the current device; see ``encode_tensor_map``."""
+    return _device_map(current_device(), addresses, shape, strides, box, dtype)
 
 
 @lru_cache(maxsize=4096)
-def _device_map(device: int, *encoded: Any) -> Any:
+def _device_map(device: int, addresses: tuple[int, ...], *rest: Any) -> Any:
     # Arrays come and go at the same addresses: a training step finds all its maps here.
-    return to_device(encode_tensor_map(*encoded))
+    return to_device(np.concatenate([encode_tensor_map(one, *rest) for one in addresses]))
 
 
 def why_no_device(needed: tuple[int, int]) -> str | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,10 +98,11 @@ def kind_of(dtype: np.dtype[Any], precision: str, shape: Ints) -> str | None:
         kind, least = "split", (9, 0)
     if 0 in shape or why_no_device(least) is not None:
         return None
-    return kind if kind != "split" or _is_hopper() else None
+    return kind if kind != "split" or is_hopper() else None
 
 
-def _is_hopper() -> bool:
+def is_hopper() -> bool:
+    """Tell whether the current device runs the kernels of ``matmul.wgmma``."""
     return compute_capability()[:1] == (9,)
 
 
@@ -150,22 +151,66 @@ def multiply(
     _multiply_placed(left, right, Output(out, out_steps, bias, before), form)
 
 
+@repeats
+def multiply_heads(
+    counts: Ints, shape: Ints, a_steps: Ints, b_steps: Ints, bias: Any, *arrays: Any
+) -> None:
+    """Multiply matrices of 16-bit numbers that are separate arrays, in one launch on Hopper.
+
+    If there are several results, each is the product of one head.  If there is one, it is their sum.
+
+    Args:
+        counts: The number of arrays of the results, of a and of b; 1, or one array for each head.
+        shape: (heads, rows, cols, depth); the number of columns is a multiple of eight.
+        a_steps: Strides of the rows and the depth of a, in elements.
+        b_steps: Strides of the depth and the columns of b, in elements.
+        bias: (heads, cols), of the dtype of the results, or None.
+        *arrays: The results, which are row-major, then a and b; all are flat.
+    """
+    heads, rows, cols, depth = shape
+    ends = [0, *accumulate(counts)]
+    out, *operands = (arrays[first:stop] for first, stop in pairwise(ends))
+    kind = NAMES[out[0].dtype]
+    layouts = (rows, depth, *a_steps), (cols, depth, *b_steps[::-1])
+    left, right = (
+        _placed_heads(own, heads, layout, kind)
+        for own, layout in zip(operands, layouts, strict=True)
+    )
+    form = ProductForm(kind, kind, left.is_turned, right.is_turned, has_bias=bias is not None)
+    bias, is_sum = half.as_bits(bias) if form.has_bias else 0, len(out) == 1
+    target = Output(out[0] if is_sum else out, (0, 0, cols, 1), bias, is_sum=is_sum)
+    _multiply_placed(left, right, target, form)
+
+
+def _placed_heads(arrays: tuple[Any, ...], heads: int, layout: Ints, kind: str) -> Operand:
+    """Return an operand of one array or one for each head; arrays that kernels cannot read are copied.
+
+    ``layout`` are lines and depth, then their strides.
+    """
+    each = [placed(Operand(x, (1, 1, *layout[:2]), (0, 0, *layout[2:])), kind) for x in arrays]
+    array = each[0].array if len(each) == 1 else tuple(x.array for x in each)
+    return Operand(array, (1, heads, *layout[:2]), each[0].steps)
+
+
 def _multiply_placed(
     a: Operand, b: Operand, target: Output, form: ProductForm, plane: int = 0
 ) -> None:
     """Multiply operands that kernels can read in place, dividing a long sum into parts."""
     (batch, heads, rows, depth), cols = a.shape, b.shape[2]
+    steps = ceil_div(depth, form.depth)
+    if target.is_sum:
+        steps, heads = heads * steps, 1
+    is_whole = form.has_bias or form.has_gelu or isinstance(target.array, tuple)
     layout, parts, whole = _layout(
-        batch * heads, rows, cols, ceil_div(depth, form.depth), _is_hopper(), form.planes,
-        form.has_bias or form.has_gelu,
-    )  # fmt: skip
+        batch * heads, rows, cols, steps, is_hopper(), form.planes, is_whole
+    )
     if parts == 1:
         _launch(a, b, target, form, layout, plane, whole)
         return
     matrix = rows * cols
     partial = empty_device((batch * heads * parts * matrix,), FLOAT32)
-    steps = (heads * parts * matrix, parts * matrix, cols, 1)
-    sums = Output(partial, steps, parts=parts)
+    strides = (heads * parts * matrix, parts * matrix, cols, 1)
+    sums = Output(partial, strides, parts=parts, is_sum=target.is_sum)
     _launch(a, b, sums, form._replace(out="float32"), layout, plane)
     sum_parts(partial, target.array, target.steps, (batch, heads, rows, cols), parts)
 

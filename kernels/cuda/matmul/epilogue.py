@@ -35,8 +35,9 @@ OWN = 1
 
 @cache
 def make_epilogue(row_tiles: int, col_tiles: int, out: str) -> tuple[Any, Any]:
-    """Return ``add_bias(acc, bias, first_col, cols)`` and ``activate(acc)``, GELU in its tanh form.
+    """Return ``add_bias(acc, bias, head, first_col, cols)`` and ``activate(acc)``, GELU in its tanh form.
 
+    Each head has ``cols`` numbers of the bias.
     ``row_tiles`` tiles of accumulators are below each other, 16 rows each, and ``col_tiles`` side by side.
     """
     is_half, one = out != "float32", np.float32(1)
@@ -44,12 +45,15 @@ def make_epilogue(row_tiles: int, col_tiles: int, out: str) -> tuple[Any, Any]:
     inner, cubic = (np.float32(factor) for factor in GELU_INNER)
 
     @device_function
-    def add_bias(acc, bias, first_col, cols):
+    def add_bias(acc, bias, head, first_col, cols):
+        start = head * cols
         for n in range(col_tiles):
             col = first_col + n * COLS
             if is_half:
                 if col < cols:  # a multiple of eight
-                    x, y = unpack(uint32(bias[col]) | (uint32(bias[col + 1]) << uint32(16)))
+                    x, y = unpack(
+                        uint32(bias[start + col]) | (uint32(bias[start + col + 1]) << uint32(16))
+                    )
                     for m in range(row_tiles):
                         t = m * col_tiles + n
                         acc[t, 0] += x
@@ -61,8 +65,8 @@ def make_epilogue(row_tiles: int, col_tiles: int, out: str) -> tuple[Any, Any]:
                     if col + e < cols:
                         for m in range(row_tiles):
                             t = m * col_tiles + n
-                            acc[t, e] += bias[col + e]
-                            acc[t, e + 2] += bias[col + e]
+                            acc[t, e] += bias[start + col + e]
+                            acc[t, e + 2] += bias[start + col + e]
 
     @device_function
     def activate(acc):
@@ -90,7 +94,10 @@ def make_write_tile(layout: ProductLayout, form: ProductForm) -> Any:
     @device_function
     def write_tile(acc, target, steps, tile, item, me, shape):
         warp, lane = int32(cuda.threadIdx.x // 32 % 4), int32(cuda.threadIdx.x % 32)
-        tensor, row = global_address(target), int32(item.row + me * ROWS)
+        row, head = int32(item.row + me * ROWS), item.h
+        tensor = global_address(target) + int64(head * shape[13])
+        if shape[13] != 0:
+            head = int32(0)  # of its own map
         words = cuda.local.array(4, uint32)  # (4,)
         r, c = square_place(lane)
         line = warp * 16 + r
@@ -110,7 +117,7 @@ def make_write_tile(layout: ProductLayout, form: ProductForm) -> Any:
             if warp == 0 and lane == 0:
                 for panel in range(panels):
                     first = item.col + (part * panels + panel) * PANEL
-                    tensor_store(tensor, (first, row, item.h, item.b), tile + panel * size)
+                    tensor_store(tensor, (first, row, head, item.b), tile + panel * size)
                 cp_async_bulk_commit_group()
 
     return write_tile

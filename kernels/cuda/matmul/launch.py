@@ -31,20 +31,22 @@ _TICKETS = counted(1)
 class Output(NamedTuple):
     """The destination of results: matrices in memory, with bias and the input of GELU."""
 
-    array: Any  # The result, flat, on the device
+    array: Any  # The result, flat, on the device; or a tuple of one for each head
     steps: Ints  # Strides in batch, heads, rows and columns, in elements; the last is 1
-    bias: Any = 0  # One number for each column, or 0
+    bias: Any = 0  # One number for each column of each head, or 0
     before_gelu: Any = 0  # An array with the layout of ``array`` for the input of GELU, or 0
     #: Number of parts of the depth, whose sums are consecutive in place of a head's matrix.
     parts: int = 1
+    is_sum: bool = False  # Whether the products of all heads are summed, in place of one head's
 
 
 def _map_of(array: Any, shape: Ints, steps: Ints, box: Ints, dtype: str) -> Any:
-    """Return the tensor map of an array.
+    """Return the tensor map of an array, or those of a tuple of arrays.
 
     ``shape`` is (batch, heads, lines, elements of a line), and ``box`` the lines and elements per copy.
     """
-    sizes, strides = _as_engine_takes(shape, steps, array.dtype.itemsize)
+    one = array[0] if isinstance(array, tuple) else array
+    sizes, strides = _as_engine_takes(shape, steps, one.dtype.itemsize)
     return map_of(array, sizes, strides, (1, 1, *box), dtype)
 
 
@@ -91,15 +93,18 @@ def multiply_on_hopper(
     plane: int = 0,
     whole: int | None = None,
 ) -> None:
-    """Launch the kernel of ``matmul.wgmma``.
+    """Launch the kernel of ``matmul.wgmma``, the only one that takes tuples of arrays and sums over heads.
 
     ``a`` is (batch, heads, rows, depth), with planes the depth of one, and ``b`` (batch, heads, cols,
     depth).  Consecutive planes are ``plane`` elements apart.  After ``whole`` items, if given, all blocks
     divide the sums of the others among them.
     """
     kind = "float32" if form.dtype == "tf32" else form.dtype
-    (batch, heads, rows, _), cols, depth = a.shape, b.shape[2], form.depth
-    sizes, order, out_steps = _plan(a.shape, cols, depth, layout, target.steps, target.parts)
+    (batch, heads, rows, whole_depth), cols, depth = a.shape, b.shape[2], form.depth
+    steps_of_head, left = ceil_div(whole_depth, depth), a.shape
+    if target.is_sum:
+        left, heads = (batch, 1, rows, heads * steps_of_head * depth), 1
+    sizes, order, out_steps = _plan(left, cols, depth, layout, target.steps, target.parts)
     maps, differs = [], []
     for operand, lines in ((a, layout.rows), (b, layout.cols)):
         if form.planes > 1:
@@ -114,6 +119,7 @@ def multiply_on_hopper(
         out = _map_of(out, shape, target.steps, _OUT_BOX, form.out)
         if form.keeps_input:
             before = _map_of(before, shape, target.steps, _OUT_BOX, form.out)
+    jumps = [LINE * isinstance(x, tuple) for x in (a.array, b.array, target.array)]
     blocks, stream = min(multiprocessors(), order.items), 0
     if whole is not None:
         blocks, form = multiprocessors(), form._replace(streams=True)
@@ -126,8 +132,9 @@ def multiply_on_hopper(
             whole, draw_ticket(), slots, _flags(blocks * layout.consumers, current_device())
         )
     wgmma.product_kernel(layout, form)[blocks, layout.threads](
-        *maps, out, before, target.bias, out_steps, stream, (*sizes, *differs, plane), order
-    )
+        *maps, out, before, target.bias, out_steps, stream,
+        (*sizes, *differs, plane, *jumps, steps_of_head), order,
+    )  # fmt: skip
 
 
 def draw_ticket() -> Any:

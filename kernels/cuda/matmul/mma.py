@@ -241,7 +241,7 @@ def product_kernel(layout: WarpLayout, form: ProductForm) -> Kernel:
         row = int32(item.row + warp // col_warps * own_rows)
         col = int32(item.col + warp % col_warps * own_cols)
         if has_bias:
-            add_bias(acc, bias, col + lane_col(int32(cuda.threadIdx.x % WARP)), cols)
+            add_bias(acc, bias, item.h, col + lane_col(int32(cuda.threadIdx.x % WARP)), cols)
         if keeps:
             write(acc, before_gelu, out_steps, tile, item, row, col, shape)
         if has_gelu:

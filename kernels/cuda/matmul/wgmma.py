@@ -57,11 +57,13 @@ from kernels.cuda.ptx.wgmma import (
 )
 from kernels.cuda.runtime.kernel import Kernel, device_function
 from kernels.runtime.targets import cuda
-from kernels.runtime.types import float32, int32, int64, types, uint8, uint16, void
+from kernels.runtime.types import float32, int32, int64, types, uint8, uint16, uint32, void
 
 #: rows, cols, steps of the depth, steps per part, parts; heads; the factors (0 if it repeats, else 1) of
-#: the head and batch indices in a and in b; distance of consecutive planes.
-SHAPE = types.UniTuple(int32, 11)
+#: the head and batch indices in a and in b; distance of consecutive planes; distance in bytes of the maps
+#: of consecutive heads in a, b and out, 0 if they share one; steps of one head's depth, after which a sum
+#: goes on with the next head.
+SHAPE = types.UniTuple(int32, 15)
 MAPS = types.Array(uint8, 1, "C")
 STREAM = types.NamedTuple(
     (int32, int64, types.Array(float32, 1, "C"), types.Array(int64, 1, "C")), Stream
@@ -106,15 +108,18 @@ def _make_produce(
         share = own_share(stream, shape, order)
         while is_left(share, stream, shape, order):
             item, share = take(share, stream, shape, order)
-            h, b = item.h, item.b
+            b = item.b
             for k in range(item.first, item.stop):
                 acquire(tiles, at)
                 full = commit(tiles, at, stage_bytes)
+                later = int32(uint32(k) // uint32(shape[14]))
+                h, step = int32(item.h + later), int32(k - later * shape[14])
+                a_own, b_own = a_tensor + int64(h * shape[11]), b_tensor + int64(h * shape[12])
                 for plane in range(planes):
-                    n, line = at.stage * planes + plane, int32(plane * shape[10] + k * depth)
+                    n, line = at.stage * planes + plane, int32(plane * shape[10] + step * depth)
                     a_tile, b_tile = memory + n * a_size, memory + b_offset + n * b_size
-                    load_a(a_tile, a_tensor, full, item.row, line, h * shape[6], b * shape[7])
-                    load_b(b_tile, b_tensor, full, item.col, line, h * shape[8], b * shape[9])
+                    load_a(a_tile, a_own, full, item.row, line, h * shape[6], b * shape[7])
+                    load_b(b_tile, b_own, full, item.col, line, h * shape[8], b * shape[9])
                 at = following(tiles, at)
 
     return produce
@@ -258,7 +263,7 @@ def _make_consume(
             result = sums if promotes else acc
             if complete(result, item, me, stream, shape, order):
                 if has_bias:
-                    add_bias(result, bias, item.col + 2 * (lane % 4), shape[1])
+                    add_bias(result, bias, item.h, item.col + 2 * (lane % 4), shape[1])
                 if keeps:
                     write(result, before_gelu, out_steps, own_tile, item, me, shape)
                 if has_gelu:
@@ -287,7 +292,7 @@ def product_kernel(layout: ProductLayout, form: ProductForm) -> Kernel:
 
         Computes: out = gelu(a·b + bias) for each batch and head; bias and GELU if asked for; the
             depth may be divided into parts, whose sums lie one after the other, or
-            among all blocks, see ``Stream``
+            among all blocks, see ``Stream``; or the products of all heads are summed
         Source: the Hopper kernels of CUTLASS, for who does what; Goto and van de Geijn (2008) for tiles
         Grid: (multiprocessors,), one block each, that takes every so many-th item; see ``Order``
         Block: (128 * (consumers + 1),), warpgroup 0 copies, the others multiply

@@ -182,7 +182,7 @@ class Recording:  # beyond module 5
         )
         if any(number is not None for number, _ in locations):
             self._maps[id(made)] = made, Origin(locations, remake)
-            self.is_spoilt |= len(locations) > 1
+            self.is_spoilt |= any(number is None for number, _ in locations)
 
     def launched(
         self, launcher: Any, sizes: Any, buffer: Any, parts: Iterable[tuple[int, Any]]

@@ -69,8 +69,9 @@ class Repeat:
                 one,
                 one.launcher.function(),
                 [
-                    (word, at[x.locations[0][0]], x.locations[0][1], x.remake)
+                    (word, *places[0], x.remake, places[1:])
                     for word, x in one.addresses
+                    for places in [[(at[number], offset) for number, offset in x.locations]]
                 ],
             )
             for one in recording.launches
@@ -88,9 +89,11 @@ class Repeat:
         with self._lock:
             for (launcher, sizes, buffer, _, seeds), function, addresses in self._steps:
                 words = buffer.words
-                for word, number, offset, remake in addresses:
+                for word, number, offset, remake, others in addresses:
                     start = starts[number] + offset
-                    words[word] = start if remake is None else remake(start)[1]
+                    if remake is not None:
+                        start = remake(start, *[starts[n] + at for n, at in others])[1]
+                    words[word] = start
                 for word, _ in seeds:
                     words[word] = seed & ALL_BITS
                 (error,) = launcher.enqueue(function, *sizes)

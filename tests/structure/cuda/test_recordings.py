@@ -16,6 +16,7 @@ import kernels
 import minitorch
 from kernels import BlockMask, bound_calls
 from kernels.cuda.device import per_device
+from kernels.cuda.matmul.dispatch import multiply_heads
 from kernels.cuda.runtime.arrays import (
     device_view,
     element_strides,
@@ -35,6 +36,8 @@ pytestmark = pytest.mark.skipif(EMULATED, reason="the emulated GPU has no driver
 
 #: The fake device's pieces of memory begin at multiples of this.
 PIECE = 1 << 28
+#: Bytes of a tensor map.
+MAP_BYTES = 128
 
 
 def _halved(score: float, batch: int, head: int, row: int, col: int) -> float:
@@ -86,7 +89,7 @@ class Device:
     def __init__(self, own: FakeDriver):
         self.own = own
         self.maps: dict[bytes, Any] = {}  # the bytes of a tensor map → what was encoded
-        self.at: dict[int, Any] = {}  # the address of a tensor map → what was encoded
+        self.at: dict[int, Any] = {}  # the address of tensor maps → what was encoded
         self.encode = per_device.encode_tensor_map
 
     def encoded(self, *about: Any) -> Any:
@@ -131,9 +134,16 @@ class Device:
         gradients = kernels.flash_attention_backward(dout, q, k, v, out, lse, **options, **more)
         names |= {"out": out, "lse": lse}
         names |= {f"gradient {i}": x for i, x in enumerate(gradients)}
+        return self.named_launches(names)
+
+    def named_launches(self, names: dict[str, Any]) -> list[Any]:
+        """Return what was launched, with the addresses of arrays by their names."""
         for copied in self.own.calls:
-            if copied.name.startswith("cuMemcpy") and copied.about[1] in self.maps:
-                self.at[int(copied.about[0])] = self.maps[copied.about[1]]
+            if copied.name.startswith("cuMemcpy") and isinstance(copied.about[1], bytes):
+                content = copied.about[1]
+                maps = [content[i : i + MAP_BYTES] for i in range(0, len(content), MAP_BYTES)]
+                if all(one in self.maps for one in maps):
+                    self.at[int(copied.about[0])] = [self.maps[one] for one in maps]
         known = {int(x.device_ctypes_pointer.value): name for name, x in reversed([*names.items()])}
         return [
             (one.kernel, one.sizes, [self._named(word, known) for word in one.words])
@@ -144,8 +154,8 @@ class Device:
     def _named(self, word: int, known: dict[int, str]) -> Any:
         """Return an address by the name of its array, or by the order in which it appears."""
         if word in self.at:
-            address, *rest = self.at[word]
-            return "map", self._named(address, known), *rest
+            maps = self.at[word]
+            return "maps", [(self._named(address, known), *rest) for address, *rest in maps]
         base = word - word % PIECE
         if not 1 << 32 <= base < 1 << 48 or word % PIECE > PIECE // 2:
             return word
@@ -175,6 +185,20 @@ def test_a_repeated_call_launches_what_a_first_one_does(call: str, shape: Any) -
                 with patch.object(bound_calls, "_calls", KnownCalls()):
                     assert again == device.launches(shape[0], shape[1], options)
         assert all(call.repeat is not None for call in bound_calls._calls.values())
+
+
+def test_a_repeated_product_of_several_arrays_has_maps_of_its_own_arrays() -> None:
+    kept = []
+    with fake_device() as own:
+        device, found = Device(own), list[Any]()
+        with patch.object(per_device, "encode_tensor_map", device.encoded):
+            for _ in range(3):
+                arrays = [to_device(np.zeros(64 * 64, np.float16)) for _ in range(7)]
+                kept.append(arrays)
+                own.launches.clear()
+                multiply_heads((3, 1, 3), (3, 64, 64, 64), (64, 1), (64, 1), None, *arrays)
+                found.append(device.named_launches({str(i): x for i, x in enumerate(arrays)}))
+    assert found[0] == found[1] == found[2] != []
 
 
 def apart(recording: Recording, elsewhere: Any) -> Any:

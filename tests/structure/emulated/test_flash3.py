@@ -290,7 +290,7 @@ def test_what_lies_on_a_device_is_kept_for_each(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(per_device, "to_device", lambda array: array)
     monkeypatch.setattr(per_device, "encode_tensor_map", lambda *asked: [asked])
     kept = (per_device._counters, per_device._no_clip, per_device._device_map)
-    encoded = 256, (1, 1, 8, 64), (1024, 1024, 128, 2), (1, 1, 8, 64), "float16"
+    encoded = (256,), (1, 1, 8, 64), (1024, 1024, 128, 2), (1, 1, 8, 64), "float16"
 
     def held(device: int) -> list[object]:
         monkeypatch.setattr(per_device, "current_device", lambda: device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from kernels.cuda.matmul.layout import (
 )
 from kernels.cuda.runtime.arrays import empty_device, to_device, to_host
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32, HALF_DTYPES
+from kernels.runtime.launch_notes import launches_noted
 from kernels.runtime.targets import compute_capability
 from minitorch import CudaBackend, TensorBackend, from_numpy
 from minitorch.accelerated.linear import Linear, fuses_linear
@@ -211,6 +213,51 @@ def test_the_backends_linear_layer_has_the_gradients_of_its_composed_form(
         compare_layers(CudaBackend, BFLOAT16, has_gelu, True, 6 * KINDS["bfloat16"][1])
 
 
+def compare_projections(
+    dtype: Any, sizes: tuple[int, int, int], has_bias: bool, used: str, allowed: float
+) -> None:
+    """Assert that q, k and v of a layer, and all gradients, are those of three layers in float64.
+
+    ``sizes`` are batch, seq and n_embd, and ``used`` names the results that a loss depends on.
+    """
+    rng, (*lead, width) = np.random.default_rng(0), sizes
+    layer = minitorch.MultiHeadAttention(width, 2, bias=has_bias, backend=CudaBackend, dtype=dtype)
+    x = from_numpy(rng.standard_normal(sizes).astype(dtype), CudaBackend, requires_grad=True)
+    found, expected, dx, loss = [], [], np.zeros((math.prod(lead), width)), x.sum() * 0.0
+    rows = x.to_numpy().astype(np.float64).reshape(-1, width)
+    for name, out in zip("qkv", layer.projected(x), strict=True):
+        projection: Any = getattr(layer, f"{name}_projection")
+        weights, *bias = (p.value.to_numpy().astype(np.float64) for p in projection.parameters())
+        found.append(out.permute(0, 2, 1, 3).contiguous().to_numpy().reshape(-1, width))
+        expected.append(sum(bias, rows @ weights))
+        if name in used:
+            slope = rng.standard_normal(out.shape).astype(dtype)
+            loss = loss + (out * from_numpy(slope, CudaBackend)).sum()
+            grad = slope.astype(np.float64).transpose(0, 2, 1, 3).reshape(-1, width)
+            expected += [rows.T @ grad, *(grad.sum(0) for _ in bias)]
+            found += [p.value for p in projection.parameters()]
+            dx += grad @ weights.T
+    loss.backward()
+    for own, right in zip([*found, x], [*expected, dx], strict=True):
+        size = np.abs(right).max()
+        array = own if isinstance(own, np.ndarray) else own.grad.to_numpy()
+        assert_near(array.astype(np.float64).reshape(right.shape) / size, right / size, allowed)
+
+
+@emulated_only
+@pytest.mark.parametrize(
+    ("cc", "has_bias", "used"),
+    [((9, 0), True, "qkv"), ((9, 0), False, "qv"), ((8, 0), True, "qkv")],
+)
+def test_q_k_and_v_are_one_product_on_hopper_with_the_gradients_of_three(
+    cc: tuple[int, int], has_bias: bool, used: str
+) -> None:
+    with emulated_gpu(cc), launches_noted() as launches:
+        compare_projections(BFLOAT16, (3, 7, 48), has_bias, used, 8 * KINDS["bfloat16"][1])
+    products = [one for one in launches if "product" in getattr(one, "kernel", "")]
+    assert len(products) == (3 if cc == (9, 0) else 9)
+
+
 # -- precision --------------------------------------------------------------------------------------
 
 
@@ -268,6 +315,14 @@ def test_a_gpus_linear_layer_has_the_gradients_of_its_composed_form(
     dtype: Any, has_gelu: bool
 ) -> None:
     compare_layers(CudaBackend, dtype, has_gelu, True, 6 * KINDS[str(dtype)][1])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("sizes", [(3, 111, 136), (2, 1024, 768)], ids=str)
+def test_a_gpus_q_k_and_v_have_the_gradients_of_three_layers(sizes: tuple[int, int, int]) -> None:
+    for dtype in (BFLOAT16, FLOAT16):
+        for has_bias, used in ((True, "qkv"), (False, "qk")):
+            compare_projections(dtype, sizes, has_bias, used, 8 * KINDS[str(dtype)][1])
 
 
 @pytest.mark.cuda

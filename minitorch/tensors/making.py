@@ -50,6 +50,6 @@ class Making(_Tensor):
         storage, strides = self.backend.memory.flat(array)
         return self._new(TensorData.fresh(storage, tuple(array.shape), strides))
 
-    def on(self, storage: Any, shape: Ints, strides: Ints) -> Self:  # beyond module 4
+    def on(self, storage: Any, shape: Ints, strides: Ints | None) -> Self:  # beyond module 4
         """Return a constant tensor on this backend around a flat storage from a kernel."""
         return self._new(TensorData.fresh(storage, shape, strides))

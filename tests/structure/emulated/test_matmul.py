@@ -222,7 +222,7 @@ def compare_projections(
     """
     rng, (*lead, width) = np.random.default_rng(0), sizes
     layer = minitorch.MultiHeadAttention(width, 2, bias=has_bias, backend=CudaBackend, dtype=dtype)
-    x = from_numpy(rng.standard_normal(sizes).astype(dtype), CudaBackend, requires_grad=True)
+    x: Any = from_numpy(rng.standard_normal(sizes).astype(dtype), CudaBackend, requires_grad=True)
     found, expected, dx, loss = [], [], np.zeros((math.prod(lead), width)), x.sum() * 0.0
     rows = x.to_numpy().astype(np.float64).reshape(-1, width)
     for name, out in zip("qkv", layer.projected(x), strict=True):

@@ -204,7 +204,7 @@ def learning(backward: Callable[..., None], own_tile: Callable[[Problem], Any]) 
 
     def run(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
         dtable, dtype = operands.dtable, problem.acc_dtype
-        if dtable is None:
+        if dtable is None or problem.score_mod is None:
             backward(problem, tile, operands)
             return
         taken = replace(problem, learns_table=True, deterministic=True)

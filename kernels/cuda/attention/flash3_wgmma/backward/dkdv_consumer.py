@@ -285,11 +285,11 @@ def make_consume(
                 tile = QueryTile(n, row, is_whole, q_at, dout_at)
                 place = LanePlace(own.lane, int32(row + own_row), own_col, line)
                 visit(registers, block, tile, item, largest_top, place, work)
+                before = preceding(slopes, ds_at) if lags else ds_at
                 if adds_dq:
                     store_ds(registers.ds, slopes, ds_at, own)
                     # 15: dQ_i += dS K_j, this consumer's share, or that of the tile before, which at the
                     # first is not used: products behind a branch would wait for each other.
-                    before = preceding(slopes, ds_at) if lags else ds_at
                     if n > 0 or not lags:
                         wait(slopes, before)  # dS is whole
                     issue_dq(registers.dq, memory, tile_at(slopes, before), own)

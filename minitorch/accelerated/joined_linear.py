@@ -141,4 +141,5 @@ def _are_joined(x: Tensor, linears: Any) -> bool:
         and all(fits(x, *pair) for pair in pairs)
         and all(w.shape == weights.shape and (b is None) is (bias is None) for w, b in others)
         and fuses_linear(x.dtype, (x.size // x.shape[-1], weights.shape[1], x.shape[-1]))
+        and fuses_linear(x.dtype, (x.size // x.shape[-1], x.shape[-1], weights.shape[1]))  # dx
     )

@@ -158,8 +158,9 @@ class Options(TypedDict, total=False):
         FUNCTION, None, lambda value, given: as_mask_mod(value))]
     score_table: Annotated[Any, Option(  # beyond module 5
         "An array of at most 3 dimensions, which ``score_mod`` receives after col and reads elements of, "
-        "such as biases by head and distance.  Unlike a captured array it may change in every call, and "
-        "may require a gradient.  Must be None for packed sequences.",
+        "such as biases by head and distance.  Every row and col must give an index within it, also those "
+        "that are masked.  Unlike a captured array it may change in every call, and may require a "
+        "gradient.  Must be None for packed sequences.",
         ARRAY, None, values.check_table, has_gradient=True, schema="Tensor?",
         is_packed=False)]
     score_mod: Annotated[  # beyond module 5

@@ -35,7 +35,7 @@ from kernels.runtime.targets import cuda
 from kernels.runtime.types import float64, int32, int64, types, void
 from kernels.scores.program import Features
 
-#: Blocks add to copies of the sums if the table is small, at most so many sums and copies.
+#: If the table is small, blocks add to several copies of the sums: the largest number of both.
 MOST_SUMS, MOST_COPIES = 1 << 14, 64
 #: Bits of a sum, without its sign and one for roundings that differ between the two kernels.
 _BITS = 61
@@ -129,7 +129,7 @@ def _make_raise(dtype: np.dtype[Any]) -> Callable[..., None]:
     def act(x, at, extras):
         size = abs(x)
         size = size if size <= most else inf  # and of NaN
-        # Mostly not, and without an atomic operation.
+        # Most terms are not larger than those before, and need no atomic operation.
         if size != 0 and size > extras.table_tops[at]:
             cuda.atomic.max(extras.table_tops, at, size)
 
@@ -142,14 +142,15 @@ def _make_add(dtype: np.dtype[Any]) -> Callable[..., None]:
 
     If all lanes of a warp add to the same element, one adds for all.
     """
-    two, zero, inf, words = dtype.type(2), dtype.type(0), dtype.type(math.inf), _words(dtype)
+    two, half, zero, inf = map(dtype.type, (2, 0.5, 0, math.inf))
+    words = _words(dtype)
 
     @device_function
     def act(x, at, extras):
         sums, unit, scaled = extras.table_sums, extras.table_unit, zero
         top = extras.table_tops[at] if x != 0 else zero
         if 0 < top < inf:
-            # Above 1 are only terms that rounding errors dominate in both kernels.
+            # A term above 1 consists of rounding errors, which differ between the two kernels.
             scaled = min(max(x / top, -two), two) * unit
         if cuda.blockDim.x % WARP == 0:
             own = int32(at)
@@ -158,7 +159,10 @@ def _make_add(dtype: np.dtype[Any]) -> Callable[..., None]:
                     scaled += cuda.shfl_xor_sync(ALL_LANES, scaled, 1 << n)
                 scaled = scaled if cuda.threadIdx.x % WARP == 0 else zero
         if scaled != 0:
-            copy, whole = (cuda.blockIdx.x + cuda.blockIdx.y) % sums.shape[0], int64(scaled)
+            copy = (cuda.blockIdx.x + cuda.blockIdx.y) % sums.shape[0]
+            whole = int64(
+                scaled + math.copysign(half, scaled)
+            )  # to the nearest: errors average out
             cuda.atomic.add(sums, (copy, at, 0), whole)
             if words > 1:
                 cuda.atomic.add(sums, (copy, at, 1), int64((scaled - whole) * unit))
@@ -197,7 +201,9 @@ def _finish_kernel(dtype: np.dtype[Any]) -> Kernel:
 
 
 def learning(backward: Callable[..., None], own_tile: Callable[[Problem], Any]) -> Any:
-    """Return the backward pass of a rung that also fills ``dtable``, if there is one; it adds by order.
+    """Return the backward pass of a rung that also fills ``dtable`` if the operands have it.
+
+    Such a pass is deterministic and takes the tile of the deterministic kernels.
 
     ``own_tile`` returns the tile of the pass for a problem.
     """

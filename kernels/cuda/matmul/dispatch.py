@@ -70,7 +70,7 @@ _SPLIT_DEPTH = ProductForm("bfloat16", "float32").depth
 class Epilogue(NamedTuple):
     """The operations on a product before it is stored."""
 
-    bias: Any = None  # (cols,), of the result's dtype, or None
+    bias: Any = None  # (heads, cols), of the result's dtype, or None
     has_gelu: bool = False  # Apply GELU in its tanh form
     #: An array with the layout of the result, to which the input of GELU is written, or None.
     before_gelu: Any = None

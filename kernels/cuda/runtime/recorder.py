@@ -177,9 +177,9 @@ class Recording:  # beyond module 5
         self, made: Any, arrays: Sequence[Any], remake: Callable[..., tuple[Any, int]]
     ) -> None:
         """Record memory ``made`` that holds addresses of arrays; see :class:`Origin` for ``remake``."""
-        locations = tuple(
-            [location for array in arrays if (location := self.locate(array)) is not None]
-        )
+        found = [self.locate(array) for array in arrays]
+        locations = tuple(location for location in found if location is not None)
+        self.is_spoilt |= 0 < len(locations) < len(found)  # the memory needs all addresses
         if any(number is not None for number, _ in locations):
             self._maps[id(made)] = made, Origin(locations, remake)
             self.is_spoilt |= any(number is None for number, _ in locations)

@@ -30,7 +30,7 @@ class Tensor:
     layout = "strided"
     device = Device()
     owner: Any = None
-    is_nested = False
+    is_nested = is_cpu = False
 
     def __init__(
         self, start: int, shape: Any, strides: Any, dtype: str, requires_grad: bool = False

@@ -97,7 +97,7 @@ def make_issue_dq(form: KernelForm) -> tuple[Callable[..., None], Callable[..., 
     def store_ds(ds, slopes, at, own):
         r, c = square_place(own.lane)
         line = own.me * ROWS + own.warp * 16 + r  # of dSᵀ, that this lane gives stmatrix
-        acquire(slopes, at)  # all products with the tile before are done
+        acquire(slopes, at)  # the products with the last tile of this stage are done
         for t in range(depth_steps):
             store_pairs(tile_at(slopes, at), line, c, t, k_panel, ds[t])
         fence_proxy_async()  # products see what was stored

@@ -107,7 +107,7 @@ def landlock(writable: list[str], shown: list[str], gpu: bool) -> None:
     allowed = [(path, read) for path in shown] + [(path, change) for path in writable]
     allowed += [("/dev/null", read | WRITE_FILE)]
     # A driver writes the names of its threads to /proc/self/task/*/comm.
-    allowed += [("/dev", change), ("/proc/self", change)] * gpu
+    allowed += [("/dev", change), ("/proc/self/task", read | WRITE_FILE)] * gpu
     failed = rules < 0
     for path, own in allowed:
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)

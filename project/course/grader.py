@@ -94,7 +94,7 @@ def _grade_all(
 
     kinds, stubs = {task.id: device_of(task, places[0]) for task in tasks}, dict[str, list[str]]()
     if not places[0].gpu:
-        with suppress(CourseError):  # markers without a partner, of which the tests know more
+        with suppress(CourseError):  # a marker has no partner; the tests say which
             stubs = unwritten(places[0].tree)
     ahead, pool = ThreadPoolExecutor(1), ThreadPoolExecutor(len(places))
     expected = {
@@ -105,7 +105,7 @@ def _grade_all(
     }
 
     def in_free_place(task: Task) -> Verdict:
-        if task.id in stubs:  # a mark at once: nothing of it could pass
+        if task.id in stubs:  # marked without tests: nothing of it could pass
             first, *others = dict.fromkeys(stubs[task.id])
             return result_of(task, f"NotImplementedError: {first}", also=others)
         place = free.get()

@@ -156,12 +156,20 @@ def _indexes_too_often(own: list[ast.AST], name: str) -> str:
         return INDEXING & {ast.unparse(n.func) for n in parts if isinstance(n, ast.Call)}
 
     parallel = [n for n in own if _loops_over(n, "prange")]
-    within = [n for loop in parallel for n in ast.walk(loop) if n is loop or isinstance(n, ast.If)]
-    filling = [
-        block for n in within if isinstance(n, (ast.For, ast.If)) for block in (n.body, n.orelse)
-        if any("out[" in ast.unparse(statement) for statement in block)
-    ]  # fmt: skip
-    if not name.endswith("_reduce") and all(indexing(*block) for block in filling):
+
+    def ways(block: list[ast.stmt]) -> set[bool]:
+        """Return of each way through a block without indices whether it writes out."""
+        found = {False}
+        for n in block:
+            if isinstance(n, (ast.For, ast.If, ast.While)):
+                arms = ways(n.body) | (ways(n.orelse) if isinstance(n, ast.If) else set())
+            else:
+                arms = set() if indexing(n) else {"out[" in ast.unparse(n)}
+            found = {one | other for one in found for other in arms}
+        return found
+
+    filling = [n for n in parallel if "out[" in ast.unparse(n)]
+    if filling and not name.endswith("_reduce") and not any(True in ways(n.body) for n in filling):
         return (
             f"{name} computes an index for each element: operands of one shape and with equal strides need "
             "none, so give them a prange loop of their own"

@@ -33,7 +33,7 @@ class Verdict:
         message: The first that went wrong, in full; empty if nothing did.
         also: The other tests that failed, a line each.
         waits_for: The id of the task that is waited for, or empty.
-        tests: How many tests decide.
+        tests: How many tests decide; 0 if nothing of the task is written, and none was run.
         passed: How many of them passed.
         outside: The points by what is judged outside of the submission's process alone.
         refused: What the submission may not do and has tried.

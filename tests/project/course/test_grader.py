@@ -546,6 +546,11 @@ FIRST = "    cuda.syncthreads()  # every element"
          "len(out)):\n                out[i] = fn(in_storage[i])\n        else:",
          "for i in prange(len(out)):\n            if same:\n                out[i] = fn(in_storage[i])\n"
          "        if True:", ""),
+        ("3.1", 0, "if aligned(out_shape, out_strides, in_shape, in_strides):\n            for i in prange("
+         "len(out)):\n                out[i] = fn(in_storage[i])\n        else:",
+         "for i in prange(len(out)):\n            if same:\n                o = a = i\n            else:\n"
+         "                o = a = index_to_position(i, out_strides)\n"
+         "            out[o] = fn(in_storage[a])\n        if True:", ""),
         ("3.3", 1, "SUM", "", ""),
         ("3.3", 1, "SUM", "        cuda.syncthreads()\n", "line .* reads cache, .* missing above line"),
         ("3.3", 1, FIRST, "    pass  #", "line .* reads partial, .* missing above line"),

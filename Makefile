@@ -31,13 +31,13 @@ SCHEDULE := $(or $(SCHEDULE),$(shell date +%s))
 # A file of exact versions and their hashes, which are all that is installed then, as CI does; without it
 # pip takes the newest of each range.
 LOCK ?=
-WHEELS := build/wheels
+WHEELS := build/wheels$(if $(LOCK),-$(shell sha256sum $(LOCK) | cut -c1-12))
 LOCKED := $(if $(LOCK),$(WHEELS)/.fetched)
 OLDEST ?= python3.10
 FIRST_CUDA := 'cuda-toolkit==13.0.*' 'cuda-bindings==13.0.*' 'nvidia-nvjitlink==13.0.*'
 NEWEST ?= python3.13
 BIN := $(VENV)/bin
-PIP := $(if $(LOCK),PIP_NO_INDEX=1 PIP_FIND_LINKS=$(abspath $(WHEELS))) $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP := $(if $(LOCK),PIP_CONSTRAINT=$(WHEELS)/versions.txt PIP_NO_INDEX=1 PIP_FIND_LINKS=$(abspath $(WHEELS))) $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # The text's name reaches the script by the environment, as it is: quotes and spaces mean nothing there.
 override TEXT := $(value TEXT)
 export TEXT
@@ -77,6 +77,7 @@ $(VENV)/.python: FORCE
 $(WHEELS)/.fetched: $(LOCK) | $(VENV)/.python
 	rm -rf $(WHEELS)
 	$(BIN)/python -m pip download --quiet --no-deps --require-hashes --dest $(WHEELS) --requirement $(LOCK)
+	sed 's/ --hash.*//' $(LOCK) > $(WHEELS)/versions.txt
 	@touch $@
 
 $(VENV)/.train: $(VENV)/.python setup.py requirements.txt $(LOCKED)

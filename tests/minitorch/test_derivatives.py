@@ -58,7 +58,7 @@ INNER = {
     "AttentionTangent",
     "SecondAttention",
 }
-ON_GPUS = {"Linear", "ResidualLayerNorm", "SeededDropout"}
+ON_GPUS = {"JoinedLinear", "Linear", "ResidualLayerNorm", "SeededDropout"}
 
 
 def numbers(*shape: int, backend: TensorBackend = minitorch.SimpleBackend) -> Tensor:

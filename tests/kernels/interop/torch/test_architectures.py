@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
+from datetime import date
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install torch")
 transformers = pytest.importorskip(
@@ -29,8 +29,13 @@ def test_every_architecture_of_the_registry_has_a_result() -> None:
     assert not [name for name, result in RESULTS.items() if "FAILS" in result]
 
 
-@given(st.sampled_from([x for x in RESULTS if RESULTS[x].startswith(("tested", "refused"))]))
+#: Others every day.
+DRAWN = random.Random(date.today().toordinal()).sample(
+    [name for name in KINDS if RESULTS.get(name, "").startswith(("tested", "refused"))], 15
+)
+
+
+@pytest.mark.parametrize("name", DRAWN)
 def test_an_architecture_has_the_result_of_the_record(name: str) -> None:
-    if name in KINDS:
-        result = tried(name)
-        assert result.startswith(RESULTS[name]) or ("FAILS" not in result and not IS_THAT_VERSION)
+    result = tried(name)
+    assert result.startswith(RESULTS[name]) or ("FAILS" not in result and not IS_THAT_VERSION)

@@ -117,12 +117,14 @@ def test_extreme_scores_are_right(case: Case) -> None:
 
 
 @at_most(25)
-@given(torch_cases(), st.booleans())
-def test_a_call_that_records_nothing_returns_the_same_bits(case: Case, return_lse: bool) -> None:
+@given(torch_cases(), st.booleans(), st.sampled_from([torch.no_grad, torch.inference_mode]))
+def test_a_call_that_records_nothing_returns_the_same_bits(
+    case: Case, return_lse: bool, context: Any
+) -> None:
     (q, k, v, mask, sink), options = tensors_of(case)
     call = partial(flash_attention, q, k, v, mask, sink=sink, return_lse=return_lse, **options)
     recorded = call()
-    with torch.no_grad():
+    with context():
         found = call()
     pairs = zip(found, recorded, strict=True) if return_lse else [(found, recorded)]
     for own, other in pairs:

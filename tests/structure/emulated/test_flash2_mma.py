@@ -149,10 +149,17 @@ def _with_table(score: Any, batch: int, head: int, row: int, col: int, table: An
     return score + table[row, col] if head else score - 0.5 * table[0, col]
 
 
-@pytest.mark.parametrize("rung", ["flash2_mma", "flash2_split"])
-def test_kernels_whose_columns_are_in_parts_learn_a_table_once(rung: str) -> None:
+def _by_head(score: Any, batch: int, head: int, row: int, col: int, table: Any) -> Any:
+    return score + score * table[0, head]  # all lanes of a warp add to one element
+
+
+@pytest.mark.parametrize(
+    ("rung", "mod"),
+    [("flash2_mma", _with_table), ("flash2_split", _with_table), ("flash2_mma", _by_head)],
+)
+def test_kernels_whose_columns_are_in_parts_learn_a_table_once(rung: str, mod: Any) -> None:
     case, is_half = option_table.OPTIONS["`score_table`"](), rung == "flash2_mma"
-    case = replace(case, options={**case.options, "score_mod": _with_table})
+    case = replace(case, options={**case.options, "score_mod": mod})
     case = replace(case, q=np.tile(case.q, 14), k=np.tile(case.k, 14))
     case = case.in_dtype(FLOAT16 if is_half else FLOAT32)
     rows, keys = MmaLayout(16, 16, 1, parts=2), MmaKeyLayout(16, 16, 1, 16, step=64, parts=4)

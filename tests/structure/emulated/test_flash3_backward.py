@@ -118,11 +118,18 @@ def test_ordered_gradients_do_not_depend_on_the_number_of_blocks() -> None:
 
 @emulated_only
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [0, WARPGROUP + 5], ids=["copier", "lane"])
-def test_no_thread_is_too_late(late: int) -> None:
-    # So wide that there is one tile of dout, free for the next as soon as it was read.
+@pytest.mark.parametrize(
+    ("late", "shape"),
+    [
+        # So wide that there is one tile of dout, free for the next as soon as it was read.
+        (0, (130, 40, 208, 208)), (WARPGROUP + 5, (130, 40, 208, 208)),
+        # Each consumer reads the dS of both, of the tile before.
+        (WARPGROUP + 5, (200, 70, 64, 64)), (2 * WARPGROUP + 5, (200, 70, 64, 64)),
+    ],
+)  # fmt: skip
+def test_no_thread_is_too_late(late: int, shape: tuple[int, int, int, int]) -> None:
     with held_back(late):
-        _check(Call((130, 40, 208, 208)).case, True)
+        _check(Call(shape).case, True)
 
 
 SEQ_Q, SEQ_K = 70, 131

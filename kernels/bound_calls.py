@@ -31,7 +31,7 @@ _calls = KnownCalls()
 
 
 class CallLookup(NamedTuple):
-    """A call that has been looked up."""
+    """The key and the arrays of an attention call, with the bound call that was found for the key."""
 
     key: Any  #: The key.
     arrays: Sequence[Any]  #: Its arrays, in the order of ``Operands``.

@@ -55,7 +55,7 @@ def _no_tangents(problem: Problem, tile: Tile | None) -> str | None:  # beyond m
 
 
 class Tangents(NamedTuple):  # beyond module 5
-    """The derivatives of a rung's two passes along the tangents of q, k and v."""
+    """The functions of a rung that differentiate its two passes along tangents of q, k and v."""
 
     #: A function of ``(problem, tile, operands)`` that fills out, lse, lse_rest and the tangents of out and
     #: lse, from q, k, v and their tangents.
@@ -83,7 +83,7 @@ _NO_TANGENTS = Tangents(why_not=_no_tangents)  # beyond module 5
 
 @dataclass(frozen=True)
 class Rung:
-    """One step of the ladder on one target."""
+    """One implementation of attention (rung) on one target."""
 
     name: str  #: The name that selects it, as in ``rung="flash2"``.
     #: A function of ``(problem, tile, operands)`` that fills out and lse.  On the CPU it may return a

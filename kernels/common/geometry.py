@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 
 class Geometry(NamedTuple):
-    """The functions that :func:`make_geometry` returns; all take ints, and all but two return ints.
+    """Functions that find the tiles within the bounds of a mask; ``make_geometry`` returns them.
 
-    The functions that find visited tiles use the neutral terms line and place.  Usually lines are query
-    rows and places are key columns, and the places ``i + lower`` to ``i + upper`` are visible to line
-    ``i``.  To find the query tiles that visit a key tile, the roles are swapped and the bounds are
-    ``-upper`` and ``-lower``.
+    All functions take ints, and all but two return ints.  The functions that find visited tiles use the
+    neutral terms line and place.  Usually lines are query rows and places are key columns, and the places
+    ``i + lower`` to ``i + upper`` are visible to line ``i``.  To find the query tiles that visit a key
+    tile, the roles are swapped and the bounds are ``-upper`` and ``-lower``.
     """
 
     ceil_div: Callable[[int, int], int]

@@ -24,7 +24,7 @@ LARGE = 1024.0
 
 
 class OnlineSoftmax(NamedTuple):
-    """The functions that :func:`make_online_softmax` returns."""
+    """The functions of the online softmax; ``make_online_softmax`` returns them."""
 
     shift_of: Callable[[Any], Any]
     inverse_sum: Callable[[Any], Any]

@@ -36,7 +36,7 @@ ATTENTION, ELEMENTS = 0, 1
 
 
 class Philox(NamedTuple):
-    """The functions that :func:`make_philox` returns; all take and return ints."""
+    """The functions of the random generator, from ints to ints; ``make_philox`` returns them."""
 
     philox_10: Callable[[int, int, int, int, int], tuple[int, int, int, int]]
     philox_7: Callable[[int, int, int, int, int], tuple[int, int, int, int]]

@@ -26,7 +26,7 @@ GELU_CONSTANTS = (
 
 
 class Gelu(NamedTuple):
-    """The functions that :func:`make_gelu` returns; ``constants`` are GELU_CONSTANTS in their dtype."""
+    """GELU and its gradient; both functions take the constants ``GELU_CONSTANTS`` as last argument."""
 
     value: Callable[[Any, Any], Any]
     gradient: Callable[[Any, Any, Any], Any]

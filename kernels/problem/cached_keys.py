@@ -28,7 +28,7 @@ _OPTIONS = [name for name in OPTIONS if name not in _REFUSED]
 
 
 class Cached(NamedTuple):
-    """A checked call on a cache.
+    """A checked attention call on a key/value cache.
 
     Lengths and the table are on the host, or on the device of the others; of a NumPy array, the values
     have been checked.

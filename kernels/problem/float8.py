@@ -26,7 +26,7 @@ SIGNS = np.array([0x6A88, 0x243F, 0x08D3, 0x85A3, 0x8A2E, 0x1319, 0x7344, 0x0370
 
 
 class Float8(NamedTuple):
-    """How operands become float8."""
+    """How operands are rounded to float8."""
 
     #: q and k have a unit for each block of :data:`BLOCK` rows; else one for each head.
     has_blocks: bool = False

@@ -27,7 +27,7 @@ MOST_PATTERNS = 4096
 
 
 class Evaluated(NamedTuple):
-    """The elements of a ``mask_mod`` within the bounds of a call."""
+    """The result of evaluating a ``mask_mod`` within the bounds of a call."""
 
     mask: BlockMask  #: The block mask.
     #: Whether its patterns contain every element; else it only tells which blocks are hidden.
@@ -35,7 +35,7 @@ class Evaluated(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What is evaluated: elements for each batch and each head of it."""
+    """A request to evaluate a user function at every position, for the batches and heads that it uses."""
 
     function: Callable[..., Any]  #: The user function.
     grid: BlockGrid  #: The blocks.

@@ -24,7 +24,7 @@ MOST_SLOPE = 1e28
 
 
 class Given(NamedTuple):
-    """What the checks of options know of a call."""
+    """The properties of a call that the checks of its options use."""
 
     lead: tuple[int, ...]  #: Leading dimensions of the scores, heads included.
     seq_q: int  #: Query rows.

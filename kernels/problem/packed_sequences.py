@@ -14,7 +14,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Tile(NamedTuple):
-    """The columns of :meth:`Sequences.tiles`."""
+    """A tile of packed sequences; ``Sequences.tiles`` returns a table with these columns."""
 
     sequence: Any  #: Index of the sequence.
     first_q: Any  #: Its first query row in the packed array.

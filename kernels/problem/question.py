@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class DropoutOrigin(NamedTuple):
-    """Where the scores of a call begin among those of an attention that several calls compute.
+    """The position of a call's scores in a larger attention, of which the call computes a part.
 
     Element (batch, head, row, col) of the call takes the dropout bit of batch_head
     ``batch * heads + head + batch_head``, row ``row + self.row`` and column ``col + self.col``.  For packed

@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 
 
 class Rows(NamedTuple):
-    """What is known of some rows after a number of key tiles."""
+    """The state of the online softmax for some rows, after a number of key tiles."""
 
     row_max: Array  #: m, (…, rows), the largest score so far.
     row_sum: Array  #: ℓ, (…, rows), the sum of e^(s - m) so far.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Launched(NamedTuple):
-    """A launch of a kernel on a GPU."""
+    """A kernel launch on a GPU, as ``kernels.plan`` shows it."""
 
     kernel: str  #: The name of the kernel.
     grid: tuple[int, int, int]  #: Number of blocks, in three dimensions.
@@ -26,7 +26,7 @@ class Launched(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A compiled loop on the CPU."""
+    """A compiled loop on the CPU, as ``kernels.plan`` shows it."""
 
     items: int  #: Number of work items, each of which runs on one thread.
     threads: int  #: Number of threads.

@@ -73,7 +73,7 @@ elif not EMULATED:
 
 
 class CourseThreads(NamedTuple):
-    """Threads per block of the course's kernels: of the reduction at most, and of map and zip."""
+    """Threads per block of the course's kernels: ``map`` in map and zip, at most ``reduce`` in reduce."""
 
     reduce: int
     map: int

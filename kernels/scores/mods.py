@@ -28,7 +28,7 @@ OF_TABLE = "(score, batch, head, row, col, table)"
 
 
 class ScoreMod(NamedTuple):
-    """A function of :data:`OF_SCORE`, and its derivative with respect to the score.
+    """A ``score_mod`` function and its derivative with respect to the score.
 
     The derivative is None if it is not given and cannot be found.
     """

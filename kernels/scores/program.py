@@ -24,7 +24,10 @@ from .visibility import make_masks
 
 
 class CacheForm(NamedTuple):
-    """How a call reads keys and values from a cache.  Its query rows are the last ones of sequences."""
+    """How a call on a key/value cache reads the keys and values.
+
+    The query rows of the call are the last rows of the sequences.
+    """
 
     is_paged: bool  #: Whether a table names the pages of each sequence.
     is_fixed: (
@@ -138,7 +141,7 @@ def features_of(problem: Any) -> Features:
 
 
 class Place(NamedTuple):
-    """One element of the scores.
+    """The position of one score.
 
     Targets with arrays that broadcast have arrays here; others may have a record with more fields.
     """
@@ -188,7 +191,7 @@ class ScoreTarget(NamedTuple):
 
 
 class ScoreProgram(NamedTuple):
-    """The functions that :func:`make_score_program` returns."""
+    """Functions that apply the options of a call to a score; ``make_score_program`` returns them."""
 
     #: ``(score, place, call)``: the score after all options but visibility, and its first and second
     #: derivative by scale · q · k.

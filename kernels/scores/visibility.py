@@ -9,7 +9,7 @@ from ..common.geometry import same
 
 
 class Masks(NamedTuple):
-    """The functions that :func:`make_masks` returns."""
+    """Functions of a position: its visibility and its distance for ALiBi; ``make_masks`` returns them."""
 
     is_visible: Callable[[Any, Any, Any, Any], Any]
     distance: Callable[[Any, Any, Any], Any]

@@ -127,7 +127,7 @@ def from_strips(
 
 
 class BlockRow(NamedTuple):
-    """The elements of one row of blocks."""
+    """The elements of one row of mask blocks."""
 
     some: Bools  #: (key blocks,) bool: whether any element is visible.
     #: (key blocks,) bool: whether all elements are; False is allowed for a short last block.

@@ -25,7 +25,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class BlockGrid(NamedTuple):
-    """The scores of one head, divided into blocks, of which the last may be short."""
+    """The scores of one head, divided into mask blocks; the last block of each side may be smaller."""
 
     seq_q: int
     seq_k: int
@@ -55,14 +55,14 @@ class BlockGrid(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The arrays of a mask."""
+    """The arrays of a block mask."""
 
     states: Any  #: (heads, query blocks, key blocks), see ``HIDDEN``, ``FULL`` and ``PARTIAL``.
     patterns: Any  #: (count, block_q, block_k), True keeps; count is 0 if no block is partial.
 
 
 class Layout(NamedTuple):
-    """A grid and the state of each of its blocks, the result of a builder."""
+    """A grid of mask blocks, and the state of each block."""
 
     grid: BlockGrid
     blocks: Blocks

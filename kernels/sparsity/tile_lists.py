@@ -16,7 +16,7 @@ _PACKED_TOGETHER = 64
 
 
 class TileList(NamedTuple):
-    """The tiles that each line of tiles visits; the lines of all heads are concatenated."""
+    """The tiles that each query tile (or each key tile) visits; all heads are concatenated."""
 
     #: (heads · lines + 1,) int32: line i has the entries from ``tile_ptr[i]`` up to, but excluding,
     #: ``tile_ptr[i + 1]``.
@@ -26,7 +26,7 @@ class TileList(NamedTuple):
 
 
 class BlockParts(NamedTuple):
-    """One side of the scores, divided at the beginning of every block and tile."""
+    """The rows (or columns) of the scores, divided wherever a mask block or a tile begins."""
 
     block: Ints  #: (parts,) the block of each part.
     place: Ints  #: (parts,) the index in ``places`` of its range within that block.

@@ -75,7 +75,7 @@ def tile(problem: Problem) -> tuple[int, int]:
 
 
 class Running(NamedTuple):
-    """The state of the online softmax between key tiles; a lane is a query row, each array (lanes,)."""
+    """The state of the online softmax between key tiles; each array has one number per query row (lane)."""
 
     row_max: Any  #: m when the sums were last rescaled.
     row_sum: Any  #: l.

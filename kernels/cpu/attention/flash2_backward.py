@@ -93,11 +93,11 @@ def make_backward(real, along=False):
             count = part_stop - part_start
             own = query_rows(o, b, h, part_start, count, real)
             own.dq[:] = 0
-            # 4: D = rowsum(dO ∘ O), added to minus the gradient of lse, which delta already holds
+            # 4: D = rowsum(dO ∘ O), added to delta, which holds the negative gradient of lse
             add_row_products(own.dout, rows_of(o.out, b, h, part_start, count, real), own.delta)
             if along:
                 add_delta_tangents(o, b, h, part_start, count, own.dout)
-        # 5: for 1 <= j <= T_c, in steps of parts
+        # 5: for 1 <= j <= T_c: key tiles j, j + parts, j + 2 parts, …
         for number in range((part + o.phase) % o.parts, o.tiles, o.parts):
             sequence, first_q, seq_q, first_k, seq_k, col = tile_in_table(o, number)
             cols, key = min(block_k, seq_k - col), first_k + col

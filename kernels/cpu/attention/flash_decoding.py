@@ -79,7 +79,7 @@ def mask_tile(o, tile, where, first):
 
 
 class Part(NamedTuple):
-    """A part of the keys, and the rows of the heads that share it."""
+    """A part of the keys, and the query rows of the heads that share these keys."""
 
     b: Any  #: Index of the batch.
     key_head: Any  #: Index of the head of k.

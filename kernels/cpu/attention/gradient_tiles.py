@@ -38,7 +38,7 @@ PIECE_ROWS = 32
 
 
 class KeyTile(NamedTuple):
-    """A tile of keys with its gradients; lanes are keys."""
+    """A tile of keys and values with their gradients; a lane is a key."""
 
     k_t: Any  #: (head_dim, lanes), times the scale.
     v_t: Any  #: (value_dim, lanes).
@@ -48,7 +48,7 @@ class KeyTile(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """Query rows of a head: (rows, dim), and lse, its rest and D, (rows, 1)."""
+    """Query rows of a head: q, dout, dq are (rows, dim); lse, its rounding error, delta are (rows, 1)."""
 
     q: Any
     dout: Any
@@ -59,7 +59,7 @@ class QueryRows(NamedTuple):
 
 
 class ScorePiece(NamedTuple):
-    """A piece of a tile of scores, (rows, lanes) each, or buffers from which :func:`shaped` makes it."""
+    """A piece of a tile of scores, each array (rows, lanes), or the buffers from which it is made."""
 
     s: Any  #: S, then P.
     dp: Any  #: dP, then dS.

@@ -37,7 +37,7 @@ from kernels.runtime.jit import FASTMATH
 
 
 class LineTangents(NamedTuple):
-    """The tangents of a query tile, of its keys and of its sums; lanes are query rows."""
+    """The tangents of a query tile, of its keys and of its sums; a lane is a query row."""
 
     k: Any  #: K̇, (seq_k, head_dim).
     v: Any  #: V̇, (seq_k, value_dim).
@@ -116,7 +116,7 @@ def write_row_tangents(moved, out, inverses):
 
 
 class KeyTangents(NamedTuple):
-    """The tangents of a key tile, and the buffers of its pieces; lanes are keys."""
+    """The tangents of a key tile, and the buffers for pieces of the tile; a lane is a key."""
 
     k_t: Any  #: τ K̇ᵀ, (head_dim, lanes).
     v_t: Any  #: V̇ᵀ, (value_dim, lanes).
@@ -143,7 +143,7 @@ def key_tangents(o, b, h, first, cols, dtype):
 
 
 class PieceOfKeys(NamedTuple):
-    """The lanes of a ``KeyTile`` and its ``KeyTangents`` that a piece has."""
+    """The lanes of a ``KeyTile`` and of its ``KeyTangents`` that belong to one piece of the tile."""
 
     k_t: Any  #: τ Kᵀ, (head_dim, lanes).
     v_t: Any  #: Vᵀ, (value_dim, lanes).
@@ -165,7 +165,7 @@ def piece_of_keys(tile, tangents, left, right, rows):
 
 
 class MovedRows(NamedTuple):
-    """The tangents of query rows of a head: (rows, head_dim), and (rows, 1)."""
+    """The tangents of query rows of a head: q is (rows, head_dim), lse and delta are (rows, 1)."""
 
     q: Any  #: Q̇.
     lse: Any  #: L̇.

@@ -111,7 +111,7 @@ SETTINGS = np.dtype(
 
 
 class TilePosition(NamedTuple):
-    """The position of a tile."""
+    """The position of a tile of scores."""
 
     batch: Any  #: Index of the batch in the kernel's arrays.
     head: Any  #: Index of the head.
@@ -144,21 +144,21 @@ SETTINGS_TYPE = types.Array(from_dtype(SETTINGS), 1, "C")
 
 
 class Cap(NamedTuple):
-    """The constants of a softcap in the dtype of scores, for the score program."""
+    """The constants of a softcap, in the dtype of the scores."""
 
     softcap: Any
     over_cap: Any
 
 
 class Apart(NamedTuple):
-    """The inputs of ALiBi for an element: the slope of its head, and ±(row + diagonal - col)."""
+    """The inputs of ALiBi for a score: the slope of the head and the distance ±(row + diagonal - col)."""
 
     slope: Any
     distance: Any
 
 
 class OfUsers(NamedTuple):
-    """What user functions receive besides the score and its place."""
+    """The arguments of user functions in addition to the score and its position."""
 
     table: Any  #: The array that a ``score_mod`` reads, or None.
     of_mask: Any  #: The numbers of ``mask_mod``.

@@ -33,7 +33,7 @@ PARALLEL_FROM, PARALLEL_ATTENTION_FROM = 1 << 20, 1 << 18
 
 
 class LayerWeights(NamedTuple):
-    """The parameters of a layer, contiguous and of one dtype; a missing bias has shape (0,)."""
+    """The parameters of a transformer layer, contiguous and of one dtype; a missing bias has shape (0,)."""
 
     norm_1: tuple[Array, Array]  #: Scale and shift, (width,) each.
     q: tuple[Array, Array]  #: Weights (width, width) and bias of the query projection.
@@ -46,7 +46,7 @@ class LayerWeights(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The cache; position ``p`` of text ``b`` is in page ``table[b, p // page_size]``."""
+    """A paged cache; position ``p`` of text ``b`` is in page ``table[b, p // page_size]``."""
 
     keys: Array  #: (pages, heads, page_size, head_dim); the elements of a row are adjacent.
     values: Array  #: Like ``keys``.

@@ -27,7 +27,7 @@ intrinsic: Any = extending.intrinsic
 
 
 class FloatFormat(NamedTuple):
-    """The constants of the functions for a dtype."""
+    """The constants with which exp, exp2, log and tanh are computed in one dtype."""
 
     real: Any  #: The dtype.
     whole: Any  #: The integer dtype of the same size.
@@ -57,7 +57,7 @@ FORMATS = (
 
 
 class Functions(NamedTuple):
-    """The functions that :func:`make_functions` returns."""
+    """The functions exp2, exp, log and tanh for one dtype; ``make_functions`` returns them."""
 
     exp2: Callable[[Any], Any]
     exp: Callable[[Any], Any]

@@ -131,7 +131,7 @@ def why_not(problem: Problem, requested_tile: Tile | None) -> str | None:
 
 
 class Saved(NamedTuple):
-    """The results of the forward pass, and the gradient of L."""
+    """The results of the forward pass that the backward pass reads, and the gradient of L."""
 
     out: Any
     lse: Any

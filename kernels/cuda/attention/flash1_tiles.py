@@ -10,7 +10,7 @@ from kernels.cuda.runtime.kernel import device_function
 
 
 class Statistics(NamedTuple):
-    """The numbers of each row that the forward pass writes: L, its rest, l and m."""
+    """Four numbers of each row that the forward pass writes: L, the rounding error of L, l and m."""
 
     lse: Any
     lse_rest: Any

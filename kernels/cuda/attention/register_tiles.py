@@ -34,7 +34,7 @@ from kernels.scores.program import PLAIN, Features
 
 @dataclass(frozen=True)
 class RegisterLayout:
-    """The layout of the work of one block of threads.
+    """The layout of a flash2 block: the sizes of its tile and the numbers of its threads.
 
     Attributes:
         block_q: Query rows per tile.
@@ -65,7 +65,7 @@ class RegisterLayout:
 
 
 class Variant(NamedTuple):
-    """What a kernel of flash2 is compiled for.
+    """The compile-time parameters of a flash2 kernel.
 
     Attributes:
         layout: Tiles and threads.
@@ -90,7 +90,7 @@ def variant_of(problem: Problem, layout: RegisterLayout, *arrays: Any) -> Varian
 
 
 class BackwardInputs(NamedTuple):
-    """The arrays of which a backward kernel loads tiles, (batch, heads, seq, dim)."""
+    """The arrays from which a backward kernel loads tiles, each (batch, heads, seq, dim)."""
 
     dout: Any
     q: Any
@@ -99,7 +99,7 @@ class BackwardInputs(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """The column and the row of a thread in its block; see the top of this file."""
+    """The column ``tx`` and the row ``ty`` of a thread among the threads of a flash2 block."""
 
     tx: Any
     ty: Any

@@ -35,7 +35,9 @@ FOUR, ALL = 4, 15
 
 
 class TileBits(NamedTuple):
-    """The functions that :func:`make_tile_bits` returns; those of absent options do nothing.
+    """Functions that keep the option bits of a tile in shared memory; ``make_tile_bits`` returns them.
+
+    Functions of absent options do nothing.
 
     Attributes:
         bytes: Bytes of shared memory.

@@ -47,7 +47,7 @@ def as_bits(array: Any) -> Any:
 
 
 class Bits(NamedTuple):
-    """Conversions by integer arithmetic alone."""
+    """Conversions between 16-bit and wider floats that use only integer arithmetic."""
 
     widen_bfloat16: Any  # 16 bits → the float32 that they represent
     #: A float32 → the bits of the nearest bfloat16, ties to the even one; NaN stays NaN.

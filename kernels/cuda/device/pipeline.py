@@ -36,7 +36,7 @@ BARRIER = 8
 
 
 class Pipeline(NamedTuple):
-    """A ring of stages; addresses are offsets in bytes in the memory of the block until :func:`placed`."""
+    """A ring of stages in shared memory; ``placed`` turns the byte offsets into addresses."""
 
     tiles: Any  # Address of the first stage's tile
     size: Any  # Distance in bytes of the tiles of consecutive stages

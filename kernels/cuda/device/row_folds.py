@@ -15,7 +15,7 @@ SHARE = 8
 
 
 class RowBlock(NamedTuple):
-    """The shape of a block: ``threads`` along x share a row, ``rows`` of them along y.
+    """The shape of a thread block: ``threads`` threads along x share a row, and ``rows`` rows lie along y.
 
     There are several rows only if a row has at most a warp, so that no barrier waits for a different row.
     """

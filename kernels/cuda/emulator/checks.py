@@ -28,7 +28,7 @@ class Race(RuntimeError):
 
 
 class MemoryAccess(NamedTuple):
-    """One access to an element.
+    """One access of a thread to an element of memory on the emulated GPU.
 
     Attributes:
         block: Index of the thread's block.

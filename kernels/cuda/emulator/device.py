@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Index(NamedTuple):
-    """A place, or a size, in three dimensions."""
+    """An index or a size in three dimensions, such as ``blockIdx`` or ``blockDim``."""
 
     x: int
     y: int

@@ -16,7 +16,7 @@ ALIGNMENT, SWIZZLE = 16, 128
 
 
 class TensorMap(NamedTuple):
-    """A tensor map: the tensor, the box, fastest dimension last, and the swizzle."""
+    """An emulated tensor map: the tensor, the box (fastest dimension last) and the swizzle."""
 
     tensor: Array
     box: tuple[int, ...]

@@ -104,7 +104,7 @@ def norm_end_kernel() -> Kernel:
 
 
 class AdamForm(NamedTuple):
-    """The common dtypes of a list of parameters."""
+    """The dtypes of the values, the gradients and the 16-bit copies of a list of parameters."""
 
     value: np.dtype[Any]  # Dtype of the updated values and of their moments
     grad: np.dtype[Any]  # Dtype of the gradients
@@ -170,7 +170,7 @@ def adam_kernel(own_form: AdamForm) -> Kernel:
 
 
 class Moved(NamedTuple):
-    """One parameter of a step: contiguous arrays on the device, of as many elements."""
+    """One parameter of an optimiser step, as contiguous device arrays of equal size."""
 
     value: Any  # The values to update in place, float32 or float64
     grad: Any  # The gradient, of any floating dtype

@@ -33,7 +33,7 @@ PARTS, ROWS_OF_PART = SIZES.norm_parts, SIZES.norm_rows
 
 
 class Noise(NamedTuple):
-    """The dropout of x before it is added to the residual; the same in both passes."""
+    """The dropout that layer norm applies to x before it adds the residual; the same in both passes."""
 
     #: Seed of the random words, from 0 to 2⁶³ - 1; element i depends only on the seed and i.
     seed: int = 0
@@ -107,7 +107,7 @@ def _forward(
 
 
 class NormGradients(NamedTuple):
-    """The result of the backward pass."""
+    """The gradients that the backward pass of layer norm returns."""
 
     dx: Any  # Gradient of x
     dresidual: Any  # Gradient of the residual; None without one

@@ -28,7 +28,7 @@ SUM_COLS, SUM_LANES = SIZES.part_columns, SIZES.part_lanes
 
 
 class NormNumbers(NamedTuple):
-    """The numbers that the kernels of layer norm take."""
+    """The numbers that the layer-norm kernels receive as arguments."""
 
     n: Any  # Length of a row
     inverse_n: Any  # 1 / n
@@ -44,7 +44,7 @@ def _numbers_type(real: Any) -> Any:
 
 
 class NormForm(NamedTuple):
-    """The parameters of the kernels of layer norm."""
+    """The compile-time parameters of the layer-norm kernels."""
 
     tile: RowTile  # The distribution of a row over registers
     dtype: np.dtype[Any]  # Dtype of the rows

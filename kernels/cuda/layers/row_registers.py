@@ -53,7 +53,7 @@ def row_tile(length: int, vectors: bool) -> RowTile:
 
 
 class RowAccess(NamedTuple):
-    """The functions that :func:`make_row_access` returns; ``own`` is the thread's part of a row."""
+    """The functions that load and store a thread's part of a row; ``make_row_access`` returns them."""
 
     column: Callable[..., Any]  # ``(k, thread)``: the column of element k of a thread
     #: ``(own, array, start, thread, stop)``: load the elements of the row at ``start`` of a flat array, in

@@ -30,7 +30,7 @@ RESIDENT_THREADS = 1024
 
 
 class LadderBlock(NamedTuple):
-    """The shape of a block, which processes one row."""
+    """The shape of a thread block of the softmax ladder; each block processes one row."""
 
     threads: int  # Threads that share the row
     #: Number of vectors of four elements that a thread loads before it uses the first, so that bandwidth,

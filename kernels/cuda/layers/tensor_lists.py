@@ -28,7 +28,7 @@ MATRIX = int64[:, ::1]
 
 
 class Access(NamedTuple):
-    """The functions with which a kernel reads and writes elements of one dtype, 16-bit ones as uint16."""
+    """Functions that load and store the elements of one dtype in a kernel, 16-bit elements as uint16."""
 
     load: Callable[..., Any]  # ``(address, i)``: element i of the array at an address
     #: ``(address, i, value)``: writes element i of the array at an address.

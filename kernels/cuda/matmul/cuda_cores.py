@@ -37,7 +37,7 @@ def shared_elements(tile: ProductTile) -> int:
 
 
 class Elements(NamedTuple):
-    """The elements of each tile of an operand that a thread copies; they lie along one dimension."""
+    """The elements that a thread copies from each tile of an operand; they lie along one dimension."""
 
     along: Any  # Whether they are in different lines, at one depth; else in one line
     deep: Any  # Depth of the first one in the tile

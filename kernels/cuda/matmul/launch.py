@@ -29,7 +29,7 @@ _TICKETS = counted(1)
 
 
 class Output(NamedTuple):
-    """The destination of results: matrices in memory, with bias and the input of GELU."""
+    """The memory to which a matrix product is written, with the bias and the input of GELU."""
 
     array: Any  # The result, flat, on the device; or a tuple of one for each head
     steps: Ints  # Strides in batch, heads, rows and columns, in elements; the last is 1

@@ -22,7 +22,7 @@ TERMS = {1: ((0, 0),), 3: ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))}
 
 
 class ProductForm(NamedTuple):
-    """The compile-time parameters of a kernel."""
+    """The compile-time parameters of a matrix product on tensor cores."""
 
     dtype: str  # Dtype of the products: "float16", "bfloat16" or "tf32"
     out: str  # Dtype of the result: that of the products, or "float32"
@@ -63,7 +63,7 @@ class ProductLayout(WarpRoles):
 
 @dataclass(frozen=True)
 class WarpLayout:
-    """The warps that share a tile of the result, each with its own rows and columns."""
+    """The layout of a product block: the warps that share a tile of the result, and the stages."""
 
     rows: int  # Rows of a tile: ``row_warps`` times a multiple of 16
     cols: int  # Columns of a tile: ``col_warps`` times a multiple of 16
@@ -125,7 +125,7 @@ def place_of(item, order):
 
 
 class Item(NamedTuple):
-    """A tile of a result and its part of the depth; all numbers are int32."""
+    """A work item of a matrix product: a tile of the result and a part of the depth, all int32."""
 
     row: Any  # First row of the tile
     col: Any  # First column of the tile
@@ -159,7 +159,7 @@ def make_find(layout: ProductLayout | WarpLayout) -> Callable[..., Item]:
 
 
 class Stream(NamedTuple):
-    """The tiles whose sums all blocks divide among them, each an equal share of consecutive steps.
+    """The output tiles whose steps of the depth are divided equally among all blocks (stream-K).
 
     A block goes backwards through its share.  What it has of a tile that the next block completes comes
     first, and lies in a slot of the block; it completes others with the slots of the blocks before.

@@ -95,7 +95,7 @@ def make_load(rows: int, width: int, is_left: bool, is_turned: bool) -> Callable
 
 
 class Stream(NamedTuple):
-    """The tiles of an operand along the depth, from a block's first one on."""
+    """The tiles of an operand that a block reads one after the other, along the depth."""
 
     address: Any  # Address of the next tile
     line_bytes: Any  # Distance of its lines

@@ -31,7 +31,7 @@ STORED = {"float16": FLOAT16, "bfloat16": BFLOAT16, "tf32": FLOAT32}
 
 
 class Operand(NamedTuple):
-    """A stack of matrices in memory, each of lines by depth: the rows of a, or the columns of b."""
+    """A stack of matrices in memory, each (lines, depth); a line is a row of a, or a column of b."""
 
     array: Any  # The array, flat, on the device
     shape: Ints  # (batch, heads, lines, depth)

@@ -31,7 +31,7 @@ from kernels.runtime.types import types
 
 
 class Kind(NamedTuple):
-    """A number in a register."""
+    """The type of a number in a register."""
 
     numba: Any  # The type in a kernel
     llvm: Any  # The type for the compiler
@@ -46,7 +46,7 @@ F32 = Kind(types.float32, ir.FloatType(), "f")
 
 
 class Fragment(NamedTuple):
-    """The first ``size`` elements of a local array."""
+    """An operand of a PTX instruction: the first ``size`` elements of a local array."""
 
     kind: Kind
     size: int
@@ -55,7 +55,7 @@ class Fragment(NamedTuple):
 
 
 class Tuple(NamedTuple):
-    """A tuple of ``size`` numbers."""
+    """A tuple of ``size`` numbers of one type, as an operand of a PTX instruction."""
 
     kind: Kind
     size: int

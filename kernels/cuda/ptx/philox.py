@@ -52,7 +52,7 @@ _THRESHOLD = f"""
 
 
 class Draw(NamedTuple):
-    """One counter of a block of draws, and the destination of its bits."""
+    """One Philox counter of a block of draws, and the places to which its random bits go."""
 
     row: int  # Added to the row
     block: int  # Added to the number of the column block

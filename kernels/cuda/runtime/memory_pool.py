@@ -29,7 +29,7 @@ MANAGING, COPYING = "managing device memory", "copying an array to the device"
 
 
 class Block(NamedTuple):
-    """A block of memory; blocks compare by their addresses."""
+    """A block of device memory in the pool; blocks are ordered by their addresses."""
 
     start: int  #: Its address.
     device: int  #: Number of its device.

@@ -46,7 +46,7 @@ class Renewed(tuple[Any, ...]):  # beyond module 5
 
 
 class Origin(NamedTuple):  # beyond module 5
-    """The origin of an address."""
+    """The array or allocation to which an address in a recorded launch points."""
 
     #: Where it points; for memory that holds addresses, all places to which these point.
     locations: tuple[Location, ...]
@@ -55,7 +55,7 @@ class Origin(NamedTuple):  # beyond module 5
 
 
 class Launch(NamedTuple):  # beyond module 5
-    """A recorded launch."""
+    """A kernel launch of a launch recording."""
 
     launcher: Any  #: The launcher of the kernel.
     #: The driver's arguments after the kernel: three of the grid, three of the block, and so on.
@@ -69,7 +69,7 @@ class Launch(NamedTuple):  # beyond module 5
 
 
 class Message(NamedTuple):  # beyond module 5
-    """Work between launches: a function of the addresses of arrays, and where these are."""
+    """Work of the host between recorded launches: a function, and the arrays whose addresses it takes."""
 
     act: Callable[..., None]
     locations: list[Location]

@@ -10,7 +10,7 @@ from kernels.runtime.targets import TARGET
 
 
 class LayoutSizes(NamedTuple):
-    """Tile and threads of one flash2 kernel; see ``register_tiles.RegisterLayout``."""
+    """The tile and the numbers of threads of one flash2 kernel; see ``register_tiles.RegisterLayout``."""
 
     block_q: int
     block_k: int
@@ -37,7 +37,7 @@ class ProductTile(NamedTuple):
 
 
 class FoldShape(NamedTuple):
-    """How threads share a fold of one dimension; see ``minitorch/accelerated/cuda_loops.py``."""
+    """How threads share the reduction of one dimension; see ``minitorch/accelerated/cuda_loops.py``."""
 
     lanes: int  #: Threads that fold one output together.
     outputs: int  #: Outputs per block.

@@ -63,7 +63,7 @@ from kernels.scores.program import PLAIN, Features
 
 
 class RowState(NamedTuple):
-    """What a thread keeps of its rows: O, m, its part of l."""
+    """A thread's registers for its query rows: O, m, and the thread's part of l."""
 
     acc: Any
     row_max: Any

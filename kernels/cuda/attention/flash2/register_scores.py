@@ -37,7 +37,7 @@ from kernels.runtime.types import float64, types, void
 
 
 class RowValues(NamedTuple):
-    """lse, its rest, and D of all rows, (batch, heads, seq_q)."""
+    """lse, the rounding error of lse, and D of all rows, each (batch, heads, seq_q)."""
 
     lse: Any
     lse_rest: Any

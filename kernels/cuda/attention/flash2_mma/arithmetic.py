@@ -31,7 +31,7 @@ from kernels.runtime.types import float32, float64
 
 
 class Arithmetic(NamedTuple):
-    """A representation of operands, and what it makes for a kernel.
+    """The constants and functions with which the flash2_mma kernels compute in one number format.
 
     The makers of products and tiles are those of ``products`` and ``tiles``, without the dtype.  Units are
     functions of ``(scale, b, h)`` that return factors of a head; ``scale`` is the kernel's argument.

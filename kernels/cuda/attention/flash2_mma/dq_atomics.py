@@ -32,7 +32,7 @@ from kernels.runtime.types import float32, uint8
 
 
 class DqSums(NamedTuple):
-    """The warps of a block along the rows and along the columns of a tile of dQ.
+    """The division of a tile of dQ among the warps of a block, along the rows and the columns.
 
     Four sums are added per instruction if ``is_wide``, which needs compute capability 9.0.
     """

@@ -40,7 +40,10 @@ from kernels.scores.program import PLAIN, Features
 
 
 class LaneRows(NamedTuple):
-    """L and D of the rows of a lane, (2 * row_tiles,) float32 each; the large L at ``floats[large_at]``."""
+    """L and D of the rows of a lane; each array has 2 * row_tiles float32.
+
+    The large parts of L are at ``floats[large_at]``.
+    """
 
     floats: Any
     large_at: Any
@@ -84,7 +87,10 @@ def make_fragment_tangents(
 
 
 class TangentRows(NamedTuple):
-    """L, D and their tangents of the rows of a lane, float32; the first two are L, see ``LseAndDelta``."""
+    """L, D and their tangents for the rows of a lane, float32; ``large`` and ``shift`` are parts of L.
+
+    See ``LseAndDelta``.
+    """
 
     large: Any
     shift: Any

@@ -50,7 +50,7 @@ BITS_BYTES = 4096
 
 
 class Layouts(NamedTuple):
-    """The layouts of a rung, by the largest head_dim or value_dim.
+    """The kernel layouts of a rung, by the largest head_dim or value_dim that a layout supports.
 
     There are tables for calls without options, with options, and with several options that modify a score;
     the last counts for the rest.  With options a lane has fewer scores, because the compiler unrolls only
@@ -184,7 +184,7 @@ def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
 
 
 class MmaCall(NamedTuple):
-    """The common arguments of the kernels of a call.
+    """The arguments that all flash2_mma kernels of one call share.
 
     ``tensors`` are q, k, v, and in the backward pass dout, as the kernels see them; ``vectors`` tells
     whether rows of all tensors are aligned for pieces of 16 bytes and are whole pieces.

@@ -30,7 +30,7 @@ from kernels.scores.program import PLAIN, Features
 
 
 class MmaVariant(NamedTuple):
-    """What a kernel is compiled for.
+    """The compile-time parameters of a flash2_mma kernel.
 
     Attributes:
         layout: Tiles and warps, an ``MmaLayout`` or an ``MmaKeyLayout``.
@@ -111,7 +111,7 @@ def make_load_keys(variant: MmaVariant, tiles: SharedTiles, of: str = "") -> Cal
 
 
 class GradientInputs(NamedTuple):
-    """The arrays that a backward kernel reads: operands as 16-bit numbers, and float32 for each row."""
+    """The arrays that a backward kernel reads: 16-bit operands, and float32 numbers of each row."""
 
     dout: Any
     q: Any
@@ -129,9 +129,10 @@ INPUTS_TYPE = types.NamedTuple(
 
 
 class LseAndDelta(NamedTuple):
-    """L of a row, see ``large_rows.lse_and_shift``, and D in the unit of dS.
+    """L and D of one row, in the form in which a backward kernel uses them.
 
-    The shift is infinite for a row beyond the sequence, so that its probabilities are 0.
+    For L, see ``large_rows.lse_and_shift``; D is in the unit of dS.  The shift is infinite for a row beyond
+    the sequence, so that its probabilities are 0.
     """
 
     large: Any

@@ -28,7 +28,7 @@ from kernels.scores.program import Features
 
 
 class SoftmaxRows(NamedTuple):
-    """m of the rows of a lane, and l of its own columns, (2 * row_tiles,) float32 each."""
+    """m of a lane's rows, and l summed over the lane's own columns, each 2 * row_tiles float32."""
 
     max: Any
     sum: Any

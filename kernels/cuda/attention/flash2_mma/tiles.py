@@ -42,7 +42,7 @@ ROW_OF, COL_OF = (0, 0, 8, 8), (0, 1, 0, 1)
 
 
 class WarpLane(NamedTuple):
-    """A lane, and the first row and the first piece of the columns of its warp in a tile."""
+    """The number of a lane, and the first row and first column piece of its warp in a tile."""
 
     lane: Any
     row: Any
@@ -51,7 +51,7 @@ class WarpLane(NamedTuple):
 
 @dataclass(frozen=True)
 class MmaLayout:
-    """The layout of the work of one block of warps.
+    """The layout of a flash2_mma block whose warps own query rows.
 
     Attributes:
         block_q: Query rows per tile: ``warps`` times a multiple of 16.
@@ -91,7 +91,7 @@ class MmaLayout:
 
 @dataclass(frozen=True)
 class MmaKeyLayout:
-    """The layout of the work of one block of warps that own keys.
+    """The layout of a flash2_mma block whose warps own keys.
 
     Attributes:
         block_q: Query rows per tile in shared memory.
@@ -124,10 +124,11 @@ class MmaKeyLayout:
 
 @dataclass(frozen=True)
 class MmaRoleLayout(MmaKeyLayout):
-    """The layout of two halves of a block: one computes Sᵀ and dV, the other dPᵀ and dK, of equal widths.
+    """The layout of a block in which half of the warps compute Sᵀ and dV, and the other half dPᵀ and dK.
 
-    The warps of a half share the keys.  ``block_q / step_q`` warps share the query rows of the same keys,
-    and the columns of dV or dK; ``step_q`` is then the number of query rows of a warp's scores.
+    head_dim and value_dim are equal.  The warps of a half share the keys.  ``block_q / step_q`` warps share
+    the query rows of the same keys, and the columns of dV or dK; ``step_q`` is then the number of query
+    rows of a warp's scores.
     """
 
     @property

@@ -36,7 +36,7 @@ _LARGEST = np.finfo(np.float32).max
 
 
 class SplitUnits(NamedTuple):
-    """The units of scaled operands, which replace a kernel's argument ``scale``.
+    """The scale factors of split operands; flash2_split kernels receive them as argument ``scale``.
 
     ``scale`` is that of the scores, ``keep_scale`` the factor of the probabilities that dropout keeps, and
     2**top that of probabilities before they become float16.  The others are (batch, heads) float32: units,

@@ -57,7 +57,7 @@ _SCALED, _LEAST = 268, 15
 
 
 class Split(NamedTuple):
-    """A split operand of tensor cores.
+    """A float32 operand as one or two float16 terms, for tensor cores.
 
     ``bits`` are (batch, heads, terms * seq, width) uint16, term t of row r at t * seq + r, with zeros
     beyond the operand's own columns, and strides of 0 where the operand has them.  For each head, (batch,

@@ -140,8 +140,8 @@ def _make_add_steps(
 
     @device_function
     def add_steps(sums, n, a, first, tile, step, share):
-        b = cuda.local.array((B_TILES, 2), uint32)  # of terms (16, 16) / 32
-        part = cuda.local.array((part_tiles, 4), float32)  # (rows, 16) / 32: of few steps
+        b = cuda.local.array((B_TILES, 2), uint32)  # both terms of a tile (16, 16) of B
+        part = cuda.local.array((part_tiles, 4), float32)  # (rows, 16) / 32: partial sums
         set_all(part, _ZERO)
         for i in range(together):
             for t in range(TERMS):
@@ -182,7 +182,8 @@ def make_multiply_terms(
 
         @device_function
         def multiply_terms(s, q_tile, k_tile, share):
-            a = cuda.local.array((a_tiles, 4), uint32)  # of terms (rows, 16 · together) / 32
+            # A lane holds 1/32 of the terms of its warp's tile (rows, 16 · together).
+            a = cuda.local.array((a_tiles, 4), uint32)
             if first == 0:
                 set_all(s, nothing)
             for i in range(together):
@@ -238,8 +239,9 @@ def make_accumulate_terms(
 
     @device_function
     def accumulate_terms(acc, s, v_tile, share):
-        # In the place of s: two tiles of it side by side are a tile of A, of each term.
-        p = cuda.local.array((p_tiles, 4), uint32)  # of terms (rows, block_k) / 32, pairs
+        # A lane holds 1/32 of the terms of P (rows, block_k), two terms in a register.  Two neighbouring
+        # tiles of s become a tile of first terms and a tile of second terms.
+        p = cuda.local.array((p_tiles, 4), uint32)
         for m in range(row_tiles):
             for step in range(steps):
                 at = step * TERMS * row_tiles + m
@@ -262,7 +264,7 @@ def make_stored_terms(
 
     @device_function
     def stored_terms(acc, p_tile, v_tile, share):
-        p = cuda.local.array((p_tiles, 4), uint32)  # of terms (rows, depth) / 32, pairs
+        p = cuda.local.array((p_tiles, 4), uint32)  # terms of (rows, depth), two in a register
         for step in range(steps):
             for t in range(TERMS):
                 load_p(p, (step * TERMS + t) * row_tiles, p_tile + t * term, step, share)
@@ -285,7 +287,7 @@ def make_transposed_terms(
 
     @device_function
     def transposed_terms(acc, ds_tile, k_tile, share):
-        a = cuda.local.array((a_tiles, 4), uint32)  # of terms and steps (16 row_tiles, 16) / 32
+        a = cuda.local.array((a_tiles, 4), uint32)  # the terms of each step, (16 row_tiles, 16)
         for first in range(0, steps, together):
             for i in range(together):
                 for t in range(TERMS):

@@ -59,7 +59,7 @@ class ForwardLayout(WarpRoles):
 
 
 class Widths(NamedTuple):
-    """The numbers of columns that a kernel is compiled for, at least those of the operands."""
+    """The column counts for which a kernel is compiled; those of the operands may be smaller."""
 
     head: int  # Columns of q and k, a multiple of 16
     value: int  # Columns of v and out, a multiple of 16
@@ -153,7 +153,7 @@ def forward_pipelines(
 
 
 class Shape(NamedTuple):
-    """The shape of a call of a kernel.
+    """The sizes and index factors of one call of a flash3_wgmma kernel.
 
     The factors of head and batch indices are 1, or 0 where an operand repeats.
     """
@@ -185,7 +185,7 @@ class Schedule(NamedTuple):
 
 
 class KernelWork(NamedTuple):
-    """The arguments that all kernels by tiles take."""
+    """The arguments that all flash3_wgmma kernels take in addition to operands and results."""
 
     #: (2,) int32, the counters of the items and of the blocks that have ended; initially 0.
     next_item: Any
@@ -212,7 +212,7 @@ def result_type(features: Features) -> Any:
 
 
 class KernelForm(NamedTuple):
-    """The parameters for which a kernel by tiles is compiled."""
+    """The compile-time parameters of a flash3_wgmma kernel."""
 
     layout: Any  # Layout of the block
     widths: Widths  # Widths of the operands

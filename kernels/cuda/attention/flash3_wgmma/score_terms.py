@@ -18,7 +18,7 @@ from kernels.scores.program import Features, ScoreTarget
 
 
 class ItemValues(NamedTuple):
-    """Values that a lane's elements share in all tiles of a work item."""
+    """The values that all scores of a lane share in all tiles of a work item."""
 
     flat: Any  # Number of (batch, head), as in ``Extras``
     b: Any  # See ``kernels.scores.program.Place``
@@ -31,7 +31,7 @@ class ItemValues(NamedTuple):
 
 
 class LanePlace(NamedTuple):
-    """A lane's first element of a tile."""
+    """The position of the first score that a lane has in a tile."""
 
     lane: Any  # Number of the lane in the warp
     row: Any  # Query row of the element, from the start of its sequence
@@ -40,7 +40,7 @@ class LanePlace(NamedTuple):
 
 
 class ElementPlace(NamedTuple):
-    """One element of a lane, a ``kernels.scores.program.Place`` with more fields."""
+    """The position of one score of a lane: a ``kernels.scores.program.Place`` with more fields."""
 
     b: Any  # See ``Place``
     h: Any  # See ``Place``

@@ -21,7 +21,7 @@ from kernels.scores.program import Features
 
 
 class WorkItem(NamedTuple):
-    """A tile of rows, or of keys, and the tiles that it visits; all numbers are int32."""
+    """A query tile or a key tile, and the range of tiles that it visits; all numbers are int32."""
 
     #: First visited entry, a tile or an index in the block mask's list; -1 if there are no more items.
     first: Any
@@ -40,7 +40,10 @@ class WorkItem(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The functions that :func:`make_walk` returns; all numbers are int32."""
+    """Functions that find the work items and tiles of flash3_wgmma; ``make_walk`` returns them.
+
+    All numbers are int32.
+    """
 
     #: ``(number, y, rows, cols, extras)``: for a tile of (batch, head) y, where q has ``rows`` and k has
     #: ``cols``: the flat index of (batch, head), the first place of the tile relative to its sequence, the

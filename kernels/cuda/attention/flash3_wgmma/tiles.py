@@ -58,7 +58,7 @@ class Source(NamedTuple):
 
 
 class ConsumerThread(NamedTuple):
-    """A thread of a consumer."""
+    """The position of a thread in a consumer warpgroup."""
 
     me: Any  # Number of the consumer
     thread: Any  # Number of the thread in its warpgroup

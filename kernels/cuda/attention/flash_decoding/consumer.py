@@ -54,7 +54,7 @@ LOG2_OF_E = np.float32(LOG2_E)
 
 
 class LaneRow(NamedTuple):
-    """A row of a lane: a query token of a head."""
+    """A query row of a lane in the decoding kernel: one token of one head."""
 
     number: Any  # In the tile
     h: Any  # Head index

@@ -36,7 +36,7 @@ _SMALL = 256
 
 @dataclass(frozen=True)
 class DecodingLayout(WarpRoles):
-    """The warpgroups that share a tile of rows, 64 each, and the tiles in flight."""
+    """The layout of a decoding block: warpgroups with 64 query rows each, and tiles in shared memory."""
 
     consumers: int
     block_k: int  # Keys of a tile
@@ -83,7 +83,7 @@ class DecodingForm(NamedTuple):
 
 
 class DecodingPipelines(NamedTuple):
-    """The pipelines of a block."""
+    """The pipelines of a thread block of the decoding kernel."""
 
     queries: Pipeline
     keys: Pipeline
@@ -104,7 +104,7 @@ def shared_memory(form: DecodingForm) -> tuple[SharedTiles, DecodingPipelines, B
 
 
 class DecodingShape(NamedTuple):
-    """The numbers of a call of a decoding kernel, all int32.
+    """The sizes and index factors of one call of the decoding kernel, all int32.
 
     The factors of head and batch indices are 1, or 0 where an operand repeats.
     """
@@ -129,7 +129,7 @@ class DecodingShape(NamedTuple):
 
 
 class DecodingWork(NamedTuple):
-    """The arguments of a decoding kernel beside its operands and results."""
+    """The arguments of the decoding kernel other than its operands and results."""
 
     shape: Any  # A :class:`DecodingShape`
     scale: Any  # Factor of the scores
@@ -143,7 +143,7 @@ def work_type(form: DecodingForm) -> Any:
 
 
 class DecodingItem(NamedTuple):
-    """A tile of rows against a part of the keys; all numbers are int32."""
+    """A work item of the decoding kernel: a tile of query rows and a part of the keys, all int32."""
 
     part: Any
     b: Any  # Batch index

@@ -15,7 +15,7 @@ from kernels.scores.program import Place
 
 
 class CachedRows(NamedTuple):
-    """Where the keys of a call on a cache are.
+    """The location of the keys of a call on a key/value cache.
 
     Attributes:
         lengths: (batch,) int32, the keys of each sequence, but for those that the call has added.

@@ -44,7 +44,7 @@ distance_of = make_masks(device_function).distance
 
 
 class Extras(NamedTuple):
-    """The kernel arguments of the options of a call; a missing array is the number 0.
+    """The kernel arguments for the options of a call; 0 replaces an array that the call does not have.
 
     Attributes:
         lower: Columns before row + lower are masked.
@@ -162,7 +162,7 @@ def of_functions(features: Features, dtype: np.dtype[Any]) -> tuple[Any, Any]:  
 
 
 class ScoreFunctions(NamedTuple):
-    """The functions that :func:`make_score_functions` returns.
+    """The functions of a kernel for the options of a score; ``make_score_functions`` returns them.
 
     A place is a record with the fields of ``kernels.scores.program.Place``, or more.
 

@@ -42,7 +42,7 @@ _BITS = 61
 
 
 class TableSums(NamedTuple):
-    """The memory of a table's gradient in the kernels of a backward pass.
+    """The memory in which the backward kernels sum the gradient of a ``score_table``.
 
     Attributes:
         table_tops: (elements,): magnitude of the largest term of each element; infinite if one is

@@ -24,7 +24,7 @@ from kernels.scores.program import PLAIN, Features
 
 
 class TilePlace(NamedTuple):
-    """The first element of a tile, or of a thread in it, and the ends of the sequences.
+    """The first element of a tile or of a thread's part of a tile, and the ends of the sequences.
 
     Attributes:
         b, h, batch, head, row, col: See ``kernels.scores.program.Place``.
@@ -55,7 +55,7 @@ def moved(place, rows, cols):
 
 
 class TileElement(NamedTuple):
-    """An element of a thread.
+    """The position of one score relative to the first score of a thread.
 
     Attributes:
         r: Rows from the thread's first element, a compile-time constant.
@@ -76,7 +76,7 @@ class TileElement(NamedTuple):
 
 
 class RowTerms(NamedTuple):
-    """The numbers of a row from which P and dS follow.
+    """The numbers of a row with which P and dS are computed from the scores.
 
     Attributes:
         unit: log2 e, or without options also times a factor of the product.
@@ -94,7 +94,7 @@ class RowTerms(NamedTuple):
 
 
 class TileScores(NamedTuple):
-    """The functions that :func:`make_tile_scores` returns.
+    """Functions that compute scores and gradients of a tile; ``make_tile_scores`` returns them.
 
     Rows beyond the end need a comparison only if keys sum over rows.
 

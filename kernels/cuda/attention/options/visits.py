@@ -45,7 +45,7 @@ def rows_from(rows, count):
 
 
 class BlockItem(NamedTuple):
-    """The tile of a block: the flat index of (batch, head), and where the tile and its sequences begin.
+    """The work of a thread block: the flat index of (batch, head), a tile, and the rows of q and k.
 
     ``start`` is a ``TilePlace``, with 0 on the other side; ``q`` and ``k`` are the :class:`HeadRows` of the
     sequences.
@@ -58,7 +58,7 @@ class BlockItem(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """The entry that a block visits, one past its last entry, and the bounds of its tiles.
+    """A block's current entry of the tile list, the end of the block's entries, and the block's bounds.
 
     ``bounds`` are the first tile that is not fully masked and one past the last, and the same for the tiles
     that the bounds do not mask, which only blocks of query rows know in advance.
@@ -84,7 +84,7 @@ class VisitedTile(NamedTuple):
 
 
 class TileLoop(NamedTuple):
-    """The functions that :func:`make_tile_loop` returns: the loop of a block over the tiles that it visits.
+    """The functions of a block's loop over the tiles that it visits; ``make_tile_loop`` returns them.
 
     Attributes:
         item_of: ``(x, y, q, k, extras)``: the :class:`BlockItem` of block (x, y) of the grid.

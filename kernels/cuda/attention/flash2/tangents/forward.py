@@ -55,7 +55,9 @@ class ResultTangents(NamedTuple):
 
 
 class TangentState(NamedTuple):
-    """What a thread keeps of the tangents of its rows; where Ṡ is large, only its differences matter.
+    """The sums that a thread keeps for the tangents of its rows.
+
+    Where Ṡ is large, only its differences matter.
 
     Attributes:
         acc: (P ∘ (Ṡ - c) ∘ Z) V + (P ∘ Z) V̇, where P is not yet divided by l.

@@ -25,7 +25,7 @@ from kernels.scores.program import Features
 
 
 class Inputs(NamedTuple):
-    """q, k and v, or their tangents, (batch, heads, seq, dim)."""
+    """The arrays q, k and v, or their tangents, each (batch, heads, seq, dim)."""
 
     q: Any
     k: Any

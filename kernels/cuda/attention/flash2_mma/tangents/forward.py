@@ -57,7 +57,9 @@ _ZERO, _ONE, _MINUS_INF = np.float32(0), np.float32(1), np.float32(-math.inf)
 
 
 class TangentSums(NamedTuple):
-    """The sums of a lane; where Ṡ is large, only its differences matter.
+    """The sums that a lane keeps in the kernel of the JVP.
+
+    Where Ṡ is large, only its differences matter.
 
     Attributes:
         acc: P ∘ Z V, where P is not yet divided by l.

@@ -70,7 +70,7 @@ from kernels.runtime.types import float32, int32, int64, uint32
 
 
 class KeyRegisters(NamedTuple):
-    """The local arrays of a thread, which has two of its warpgroup's 64 keys, eight apart."""
+    """The local arrays of a consumer thread, which holds two of the 64 keys of its warpgroup."""
 
     dk: Any  # (64, head_dim) / 128: dK
     dv: Any  # (64, value_dim) / 128: dV
@@ -84,7 +84,7 @@ class KeyRegisters(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """A block, as a consumer sees it."""
+    """The shared memory, the pipelines and the descriptors of a block whose work items are key tiles."""
 
     memory: Any  # Address of the block's memory
     pipelines: BackwardPipelines  # The pipelines in this memory
@@ -93,7 +93,7 @@ class KeyBlock(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """A tile of queries that an item visits."""
+    """A query tile that a work item visits."""
 
     n: Any  # Its number among those of the item
     row: Any  # Its first row, from the start of the sequence

@@ -65,7 +65,7 @@ from kernels.runtime.types import int32, int64
 
 
 class DqPipelines(NamedTuple):
-    """The pipelines on the path of dQ; they have no stages if a kernel has no dQ."""
+    """The pipelines for dS and for the shares of dQ; they have no stages in a kernel without dQ."""
 
     slopes: Pipeline  # Tiles of dSᵀ, which all consumers fill and read
     shares: Pipeline  # The shares of dQ, a stage for each consumer

@@ -45,7 +45,7 @@ LOG2_OF_E = np.float32(LOG2_E)
 
 
 class Passes(NamedTuple):
-    """The functions of a kernel for the elements of a tile.
+    """The elementwise functions that a flash3_wgmma backward kernel applies to a tile.
 
     In a kernel by keys, D is in shared memory, and ``numbers`` is the address of the lane's first one; so
     are shifts and tops, see ``layout.shift_place``.  In a kernel by rows, ``numbers`` is the pair of the

@@ -59,7 +59,7 @@ SMALL_CAP = 64.0
 
 
 class BackwardPlan(NamedTuple):
-    """The common properties of all calls of a problem on a device."""
+    """The properties that all flash3_wgmma backward calls of one problem on one device share."""
 
     widths: Widths  # Widths that kernels are compiled for
     dtype: str  # "float16" or "bfloat16"
@@ -107,7 +107,7 @@ def _layouts(
 
 
 class BackwardCall(NamedTuple):
-    """The common arguments of all kernels of a call."""
+    """The arguments that all kernels of one flash3_wgmma backward call share."""
 
     plan: BackwardPlan  # Plan of the problem
     problem: Problem  # The checked call, in 16 bits

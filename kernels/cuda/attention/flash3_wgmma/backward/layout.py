@@ -20,7 +20,7 @@ DS_STAGES = 2
 
 
 class KeyGradients(NamedTuple):
-    """The gradients that a kernel by key tiles computes."""
+    """The gradients that a flash3_wgmma kernel with key tiles as work items computes."""
 
     dk: bool  # Whether it computes dk
     dv: bool  # Whether it computes dv
@@ -81,7 +81,7 @@ def key_layout(widths: Widths, parts: KeyGradients, features: Features = PLAIN) 
 
 
 class DqShare(NamedTuple):
-    """The part of a tile of dQ = dS K that a consumer computes: 64 rows and some columns."""
+    """The part of a tile of dQ = dS K that one consumer computes: 64 rows and ``cols`` columns."""
 
     cols: int  # Number of columns
     by_rows: bool  # Whether the consumers divide the rows of the tile; else they divide its columns

@@ -32,7 +32,7 @@ from kernels.runtime.types import int32, int64
 
 
 class BackwardPipelines(NamedTuple):
-    """The pipelines of a block."""
+    """The pipelines of a thread block in the backward pass of flash3_wgmma."""
 
     own: Pipeline  # The tiles of an item: by keys of k and v, else of q and dout
     first: Pipeline  # The tiles that it visits, of q or k

@@ -51,7 +51,7 @@ from kernels.scores.program import Features, ScoreTarget, make_score_program
 
 
 class BackwardElements(NamedTuple):
-    """The functions of :func:`make_elements`, and properties that a kernel needs."""
+    """The functions that ``make_elements`` returns, and properties that a backward kernel needs."""
 
     #: ``(scale, extras)``: factor of the products, for ``weigh``; that of the forward pass.
     factor: Callable[..., Any]

@@ -311,7 +311,11 @@ def values_kernel(width: int, dtype: str) -> Kernel:
 
 
 class Float8Units(NamedTuple):
-    """Units, the factors of e4m3 numbers: (1, own batches · own heads, blocks of rows or 1) float32."""
+    """The powers of two that undo the scaling of q, k and v in float8 (e4m3).
+
+    They are float32 arrays (1, batches · heads, blocks), without batches and heads that repeat by a stride
+    of 0.  The number of blocks is 1 if each head has one factor.
+    """
 
     q: Any
     k: Any

@@ -146,7 +146,7 @@ def dkdv_kernel(variant: MmaVariant, sums: DqSums | None = None) -> Kernel:
         start, part, thread = item.start, cuda.blockIdx.x % parts, cuda.threadIdx.x
         lane, warp = int32(thread % WARP), thread // WARP
         warp_key = warp * warp_keys
-        # k, v, two each of q and dout, ds, two each of L and D of rows; then bits
+        # k, v, two tiles of q, two of dout, ds, two each of L and D; then option bits
         bits = cuda.shared.array(0, uint8)
         floats = cuda.shared.array(0, float32)  # the same memory
         memory = shared_address(bits)
@@ -183,7 +183,7 @@ def dkdv_kernel(variant: MmaVariant, sums: DqSums | None = None) -> Kernel:
                 cuda.syncthreads()
             # 9: load Q_i, dO_i, L_i, D_i: those of the next iteration, while this one computes
             visit = advance(visit, 1, extras)
-            # On their way until they are kept below.
+            # The loads run until the values are stored below.
             values = load_queries(thread, read, item, visit, memory, 1 - stage, head_units, extras)
             large_row = memory + large_offset + WORD * (stage * block_q + first_row)
             of_lane = VisitedTile(moved(tile.place, first_row, first_key), tile.whole, bits)

@@ -150,7 +150,7 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
         if skips:  # from one lane, so that the compiler knows it is uniform in a warp
             warp = int(cuda.shfl_sync(ALL_LANES, int32(warp), 0))
         warp_row = warp * warp_rows
-        bits = cuda.shared.array(0, uint8)  # q, two each of k and v; then bits
+        bits = cuda.shared.array(0, uint8)  # a tile of q, two of k and two of v; then option bits
         memory = shared_address(bits)
         q_tile, k_tile, v_tile = memory + q_offset, memory + k_offset, memory + v_offset
         # In a 16 x 8 tile of sums a lane has rows lane / 4 and + 8, and columns 2 (lane % 4) and + 1.
@@ -177,7 +177,7 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
             tile = tile_at(item, visit, bits, extras)
             cp_async_wait_all()
             draw(thread, tile, extras)
-            cuda.syncthreads()  # the tiles are whole, and every warp is done with the last ones
+            cuda.syncthreads()  # the tiles are complete, and every warp is done with the previous tiles
             # 7: load K_j, V_j: those of the next iteration, while this one computes
             visit = advance(visit, 1, extras)
             load_keys(thread, k, v, item, visit, memory, 1 - stage, extras)
@@ -186,7 +186,7 @@ def forward_kernel(variant: MmaVariant, is_positive: bool = True, is_split: bool
                 col, lower, upper = tile.place.col, extras.lower, extras.upper
                 if not is_tile_seen(this, this_stop, col, block_k, lower, upper):
                     stage = 1 - stage
-                    continue  # leaves the tensor cores to the other warps
+                    continue  # other warps may use the tensor cores
             if recomputes:
                 lane = recomputed(lane)  # addresses of fragments would fill the registers
             share = WarpLane(lane, warp_row, chunk)

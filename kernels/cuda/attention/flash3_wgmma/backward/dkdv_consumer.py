@@ -182,7 +182,7 @@ def _make_visit(form: KernelForm) -> Callable[..., None]:
             add_dv(registers.dv, registers.p, descriptor(across_rows, dout_tile), n)
             wgmma_commit_group()
         if has_dk:
-            wait_for_dp()  # dP is there; Pᵀ dO may go on
+            wait_for_dp()  # dP is complete; Pᵀ dO may go on
             # 14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
             slope_of(s, dp, registers.kept, delta, is_whole, place, extras)
             pack_tile(registers.ds, dp)
@@ -267,20 +267,20 @@ def make_consume(
             first, stop = item.first, item.stop
             base, line = row_base(item.flat, item.line, item.first_q, extras), own_of(item, extras)
             own_col = int32(item.place + me * ROWS + own.warp * 16 + own.lane // 4)
-            # 7: dK_j = 0, dV_j = 0 is what the first products begin with
+            # 7: the first products begin with dK_j = 0, dV_j = 0
             # Rows beyond the end are the next sequence's.
             if is_packed and adds_dq and item.cols - item.place < block_k:
                 clear_keys(item.cols - item.place, memory)
             if first < stop:
                 # 10: Sᵀ = K_j Q_iᵀ, the first
-                wait(queries, q_at)  # Q_i, L_i are there
+                wait(queries, q_at)  # Q_i, L_i have arrived
                 wgmma_fence()
                 issue_scores(s, k_desc, queries, q_at)
                 fetch(seen, entry_of(item, 0), own_col, own, line, work)
                 largest_top = largest_top_of(shifts_at(memory, q_at, 2 * own.lane))
                 row, is_whole = rows_of(entry_of(item, 0), item, extras)
-                wait(douts, dout_at)  # dO_i, D_i are there
-                wait_for_all()  # S is there
+                wait(douts, dout_at)  # dO_i, D_i have arrived
+                wait_for_all()  # S is complete
             for n in range(int32(stop - first)):
                 tile = QueryTile(n, row, is_whole, q_at, dout_at)
                 place = LanePlace(own.lane, int32(row + own_row), own_col, line)
@@ -291,7 +291,7 @@ def make_consume(
                     # 15: dQ_i += dS K_j, this consumer's share, or that of the tile before, which at the
                     # first is not used: products behind a branch would wait for each other.
                     if n > 0 or not lags:
-                        wait(slopes, before)  # dS is whole
+                        wait(slopes, before)  # dS is complete
                     issue_dq(registers.dq, memory, tile_at(slopes, before), own)
                 else:
                     wgmma_fence()
@@ -306,9 +306,9 @@ def make_consume(
                     release(douts, tile.dout_at, own.lane)
                 # 10: the next Sᵀ, computed while dQ is stored.  After the last tile it reads old data and
                 # is not used: products behind a branch would wait for each other.
-                # All that does not need the scores is done before they are waited for.
+                # Work that does not need the scores comes before the wait for them.
                 if n + 1 < stop - first:
-                    wait(queries, q_at)  # Q_i is there
+                    wait(queries, q_at)  # Q_i has arrived
                     wait(douts, dout_at)
                 issue_scores(s, k_desc, queries, q_at)
                 # Read the next tile's bits while the products run; after the last tile they are not used.
@@ -332,19 +332,19 @@ def make_consume(
             if adds_dq:
                 if lags and first < stop:  # the share of the last tile
                     before = preceding(slopes, ds_at)
-                    wait(slopes, before)  # dS is whole
+                    wait(slopes, before)  # dS is complete
                     issue_dq(registers.dq, memory, tile_at(slopes, before), own)
                     wait_for_all()
                     release(slopes, before, own.lane)
                     dq_at = hand_over(memory, dq_at, registers.dq, share, turn, own)
-                bar_sync(CONSUMERS_BARRIER, consumer_threads)  # no one reads the keys any more
+                bar_sync(CONSUMERS_BARRIER, consumer_threads)  # all consumers have read the keys
             # 18: write dK_j, dV_j
             dk = dk_map, registers.dk, float32(work.scale) * slope_scale_of(extras)
             dv = dv_map, registers.dv, scale_of(extras)
             # Addresses that depend on this lane are not kept during the products.
             writer = ConsumerThread(me, own.thread, recomputed(own.lane), own.warp)
             write_gradients(writer, memory, dk, dv, item, registers.p)
-            release_alone(keys, at)  # each for itself: it has read the number
+            release_alone(keys, at)  # each thread releases K for itself: it has read the number
             at = following(keys, at)
             number = next_item(memory, keys, at)
         if adds_dq:

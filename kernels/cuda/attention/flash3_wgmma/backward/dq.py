@@ -104,12 +104,12 @@ def _make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[..
     @device_function
     def consume(me, memory, dq_map, shifts, delta, work):
         own, extras = own_thread(me), work.extras
-        # Of the warpgroup's 64 rows a thread has two, eight apart; of eight columns two.
+        # A thread has two of the warpgroup's 64 rows, eight apart, and two of eight columns.
         dq_acc = cuda.local.array((head_tiles, 4), float32)  # (64, head_dim) / 128: dQ
         s = cuda.local.array((key_tiles, 4), float32)  # (64, block_k) / 128: S, then P
         dp = cuda.local.array((key_tiles, 4), float32)  # (64, block_k) / 128: dP, then dS
         ds = cuda.local.array((depth_steps, 4), uint32)  # (64, block_k) / 128, in pairs: dS
-        # (words,) each, bits: what of P dropout keeps; what is seen, and then pairs of a mask
+        # (words,) each: bits of the elements that dropout keeps; visible bits, then pairs of a mask
         kept, seen = cuda.local.array(words, uint32), cuda.local.array(words, uint32)
         factor = factor_of(work.scale, extras)
         rows, at = placed(of_rows, memory), start()
@@ -117,7 +117,7 @@ def _make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[..
         values, v_at = placed(of_values, memory), start()
         own_tile = memory + me * (ROWS * LINE)  # of q, and then of dq
         q_desc, dout_desc = descriptor(ALONG, own_tile), descriptor(ALONG, own_tile + dout_offset)
-        wait(rows, at)  # Q_i and dO_i are there, and the item's number
+        wait(rows, at)  # Q_i, dO_i and the item's number have arrived
         number = broadcast_number(memory + number_offset, own.lane)
         while number < int32(work.schedule.tiles * work.schedule.heads):
             item = item_of(number, work)
@@ -131,15 +131,15 @@ def _make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[..
             if not has_tops and is_large:
                 own_factor = LOG2_OF_E
             deltas = delta[y, of_line], delta[y, of_line + 8]
-            # dQ = 0 is what the first dS K begins with
+            # The first dS K begins with dQ = 0.
             if first < stop:
                 # 10: S = Q_i K_jᵀ, the first
-                wait(keys, k_at)  # K_j is there
+                wait(keys, k_at)  # K_j has arrived
                 issue_qk(s, q_desc, descriptor(ALONG, tile_at(keys, k_at)))
                 fetch(seen, int32(stop - 1), own_row, own, line, work)
-                wait_for_all()  # S is there
+                wait_for_all()  # S is complete
                 left = int32(item.cols - tile_of(stop - 1, extras) * block_k)
-                if is_packed and left < block_k:  # the rest is the next sequence's
+                if is_packed and left < block_k:  # the other keys belong to the next sequence
                     clear_keys(left, tile_at(keys, k_at))
             before = start()  # the stage of the keys before
             for n in range(int32(stop - first)):
@@ -148,16 +148,16 @@ def _make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[..
                     lower(s, numbers, float32(work.scale))
                 col = int32(j * block_k + 2 * (own.lane % 4))
                 place = LanePlace(own.lane, own_row, col, line)
-                wait(values, v_at)  # V_j is there
+                wait(values, v_at)  # V_j has arrived
                 v_desc = descriptor(ALONG, tile_at(values, v_at))
-                # The words of a block mask hide what is out of bounds, too.
+                # The words of a block mask also hide positions out of bounds.
                 is_whole = has_patterns or item.full <= j < item.full_stop
                 pattern = pattern_of(stop - 1 - n, extras)
                 large_rows, marks = (is_large, numbers), (is_whole, pattern)
                 # 11: P = exp(S - L_i)     13: dP = dO_i V_jᵀ, computed meanwhile
                 bits, product = (kept, seen), (dp, dout_desc, v_desc)
                 weigh((s, ds), bits, large_rows, own_factor, marks, place, work, product)
-                wait_for_all()  # dP is there, and V_j was read; so were the keys of the last dS K
+                wait_for_all()  # dP is complete; V_j and the keys of the last dS K were read
                 release(values, v_at, own.lane)
                 if n > 0:
                     release(keys, before, own.lane)
@@ -170,15 +170,15 @@ def _make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[..
                 # 10: the next S.  After the last tile it reads old data and is not used: products behind
                 # a branch would wait for each other.
                 if n + 1 < stop - first:
-                    wait(keys, k_at)  # K_j is there
+                    wait(keys, k_at)  # K_j has arrived
                 issue_qk(s, q_desc, descriptor(ALONG, tile_at(keys, k_at)))
                 # 15: dQ_i = dQ_i + dS K_j
                 accumulate(dq_acc, ds, descriptor(across, tile_at(keys, before)), n)
                 wgmma_commit_group()
                 # Read the next tile's bits while the products run; after the last tile they are not used.
                 fetch(seen, int32(max(stop - 2 - n, first)), own_row, own, line, work)
-                wait_but_one()  # the next S is there; dS K may go on
-            wait_for_all()  # dQ is whole, and the last keys were read
+                wait_but_one()  # the next S is complete; dS K may go on
+            wait_for_all()  # dQ is complete, and the last keys were read
             if first < stop:
                 release(keys, before, own.lane)
             # Write dQ_i, by way of the tile of q, which this warpgroup has read to the end
@@ -186,7 +186,7 @@ def _make_consume(form: KernelForm, pipelines: BackwardPipelines) -> Callable[..
             write_dq(own, memory, dq, dq, item, ds)
             release(rows, at, own.lane)  # lane 0 has read the number for its warp
             at = following(rows, at)
-            wait(rows, at)  # the next rows are there, and the item's number
+            wait(rows, at)  # the next rows and the item's number have arrived
             number = broadcast_number(memory + number_offset, own.lane)
 
     return consume

@@ -135,7 +135,7 @@ def make_produce(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
         while number < items:
             after = int32(0)
             if not is_ordered:
-                after = cuda.atomic.add(work.next_item, 0, 1)  # it is there when it is needed
+                after = cuda.atomic.add(work.next_item, 0, 1)  # early, so that the number arrives in time
             # 5: for 1 <= j <= T_c
             item = item_of(number, work)
             base = row_base(item.flat, item.line, item.first_q, extras)
@@ -143,7 +143,7 @@ def make_produce(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
             if by_keys:
                 own_start, start_of_others = item.first_k, item.first_q
             # 6: load K_j, V_j, and say which they are
-            acquire(own_tiles, at)  # the last gradients are copied
+            acquire(own_tiles, at)  # the previous gradients have been copied
             st_shared(memory + number_offset, number)
             row, full = own_start + item.place, commit(own_tiles, at, own_size)
             load_first(memory, own_left, full, row, item)
@@ -164,8 +164,8 @@ def make_produce(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
                 number = int32(cuda.atomic.add(work.next_item, 0, 1))
             else:
                 number = int32(cuda.gridDim.x + after)
-        acquire(own_tiles, at)  # the last number was read
-        st_shared(memory + number_offset, items)  # no more of them
+        acquire(own_tiles, at)  # the previous number has been read
+        st_shared(memory + number_offset, items)  # there are no more items
         publish(own_tiles, at)  # the consumers may end
         reset_items(work.next_item)
 

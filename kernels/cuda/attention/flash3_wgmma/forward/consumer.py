@@ -228,7 +228,7 @@ def make_finish(form: KernelForm) -> Callable[..., None]:
     def finish(own, block, q_at, results, acc, state, pairs, extras):
         (out, lse, rest), (maxima, unit, (sum_0, sum_1), factor) = results, state
         item = read_item(tile_at(block.items, q_at))  # read again instead of kept in registers
-        release_alone(block.items, q_at)  # each thread, for what it has read itself
+        release_alone(block.items, q_at)  # each thread releases the slot for itself
         shift_0 = mul_rn(float32(shift_of(maxima[0])), unit)
         shift_1 = mul_rn(float32(shift_of(maxima[1])), unit)
         own_tile = tile_at(block.queries, q_at) + own.me * (ROWS * LINE)
@@ -251,13 +251,13 @@ def make_finish(form: KernelForm) -> Callable[..., None]:
         factors, are_seen = (inverse_0 * factor, inverse_1 * factor), (sum_0 != ZERO, sum_1 != ZERO)
         write_out(own_tile, own.warp * 16 + r, c, acc, factors, are_seen, pairs)
         fence_proxy_async()  # the copy engine sees them
-        bar_sync(OUT_BARRIER + own.me, WARPGROUP)  # all rows of the warpgroup are there
+        bar_sync(OUT_BARRIER + own.me, WARPGROUP)  # all rows of the warpgroup are stored
         top = item.place + own.me * ROWS
         if is_packed or own.thread == 0:
             put_out(out, own_tile, own.thread, item.b, item.h, item.first_q + top, item.rows - top)
             cp_async_bulk_commit_group()
         if is_packed:
-            bar_sync(OUT_BARRIER + own.me, WARPGROUP)  # all have copied: another q may come
+            bar_sync(OUT_BARRIER + own.me, WARPGROUP)  # all rows are written, so the next q may arrive
         if is_alone:
             release_slot(block.queries, own.thread, q_at.stage)
             return int32(-1)
@@ -298,16 +298,16 @@ def make_consume(form: KernelForm, pipelines: ForwardPipelines) -> Callable[...,
         acc = cuda.local.array((value_tiles, 4), float32)  # (64, value_dim) / 128: O
         s = cuda.local.array((key_tiles, 4), float32)  # (64, block_k) / 128: S, then P
         p = cuda.local.array((depth_steps, 4), uint32)  # (64, block_k) / 128, in pairs: P
-        # Scores that options bend are natural logarithms first; else one factor makes them base 2.
+        # Options modify natural scores.  Without such options, one factor converts scores to base 2.
         unit = one if modifies_scores else float32(work.scale)
         factor = unit * LOG2_OF_E
-        kept = cuda.local.array(words, uint32)  # (words,), bits: what of P dropout keeps
-        seen = cuda.local.array(seen_count, uint32)  # (seen_count,), bits, then pairs of a mask
+        kept = cuda.local.array(words, uint32)  # (words,): bits of the elements that dropout keeps
+        seen = cuda.local.array(seen_count, uint32)  # (seen_count,): visible bits, then pairs of a mask
         block, q_at, at = placed_block(pipelines, memory), start(), start()
         queries, keys, values = block.queries, block.keys, block.values
         offer_turn(me)
         item, skipped = next_item(queries, block.items, q_at, me)
-        is_issued, copied = False, int32(-1)  # the slot whose output is on its way
+        is_issued, copied = False, int32(-1)  # the slot whose output is being copied
         listed, pattern = int32(0), int32(0)
         while item.first >= 0:
             q_desc = descriptor(ALONG, tile_at(queries, q_at) + me * (ROWS * LINE))
@@ -317,7 +317,7 @@ def make_consume(form: KernelForm, pipelines: ForwardPipelines) -> Callable[...,
             bits = first_bits(LanePlace(own.lane, warp_row, int32(0), line), extras)
             at, copied = skip_tiles(block, at, skipped, copied, own)  # masked for these rows
             first, stop = item.first, int32(item.stop - skipped)
-            # 5: l = 0, m = -inf; O = 0 is what the first P V begins with
+            # 5: l = 0, m = -inf; the first P V begins with O = 0
             maxima, shifts, sums = (minus_inf, minus_inf), (zero, zero), (zero, zero)
             has_large = False
             if first < stop:
@@ -327,16 +327,16 @@ def make_consume(form: KernelForm, pipelines: ForwardPipelines) -> Callable[...,
                     listed, pattern = read_listed(block.listed, at.stage)
                 col = (listed if is_listed else stop - 1) * block_k
                 fetch(seen, kept, bits, pattern, LanePlace(own.lane, warp_row, col, line), work)
-                wait_for_all()  # S is there, and K_j was read
+                wait_for_all()  # S has been computed, and K_j has been read
                 release(keys, at, own.lane)
-                if is_packed and cols - col < block_k:  # the rest is the next sequence's
-                    wait(values, at)  # V_j is there
+                if is_packed and cols - col < block_k:  # the other keys belong to the next sequence
+                    wait(values, at)  # V_j has arrived
                     clear_values(cols - col, tile_at(values, at))
             before = start()  # the stage of the values before
             for n in range(int32(stop - first)):
                 j = int32(listed if is_listed else stop - 1 - n)
                 place = LanePlace(own.lane, own_row, int32(j * block_k + 2 * (own.lane % 4)), line)
-                # The words of a block mask hide what is out of bounds, too.
+                # The words of a block mask also hide positions out of bounds.
                 whole = pattern == 0 if has_patterns else item.full <= j < item.full_stop
                 apply_options(whole, s, seen, place, work.scale, extras)
                 # 9: m_new = max(m, rowmax S)
@@ -344,38 +344,38 @@ def make_consume(form: KernelForm, pipelines: ForwardPipelines) -> Callable[...,
                 maxima, shifts, sums, has_large = rescale(
                     s, acc, unit, factor, maxima, shifts, sums, has_large
                 )
-                wait_for_all()  # the last P V is done: its values may be overwritten
+                wait_for_all()  # the last P V is done, so its values may be overwritten
                 if n > 0:
                     release(values, before, own.lane)
                 # 9: P = exp(S - m_new), l = l + rowsum P
                 sums = exponentials(s, 0, factor, shifts[0], shifts[1], sums[0], sums[1])
                 # The accumulators of S lie as the left operand of P V does.
                 pack(p, s)
-                drop(p, kept)  # l is the sum of all
+                drop(p, kept)  # after l, the sum of P before dropout
                 before, at = at, following(keys, at)
                 has_next = n + 1 < stop - first
                 if has_next:
-                    wait(keys, at)  # the next K is there
+                    wait(keys, at)  # the next K has arrived
                     if is_listed:
                         listed, pattern = read_listed(block.listed, at.stage)
                 take_turn(me)
                 wgmma_fence()
                 if has_next:
-                    # 8: the next S = Q_i K_jᵀ, computed while P V is waited for
+                    # 8: the next S = Q_i K_jᵀ, computed during the wait for P V
                     issue_score_products(s, q_desc, descriptor(ALONG, tile_at(keys, at)))
                     wgmma_commit_group()
                 # 10, second half: O = O + P V_j
-                wait(values, before)  # V_j is there
+                wait(values, before)  # V_j has arrived
                 accumulate(acc, p, descriptor(across, tile_at(values, before)), n)
                 wgmma_commit_group()
                 pass_turn(me)
-                if issues_ahead and n == 0:  # not before the products: a branch there holds them up
+                if issues_ahead and n == 0:  # a branch before the products would delay them
                     release_slot(queries, own.thread, copied)
                     copied = int32(-1)
-                if has_next:  # while it is computed
+                if has_next:  # read the options of the next tile during the products
                     col = (listed if is_listed else stop - 2 - n) * block_k
                     fetch(seen, kept, bits, pattern, LanePlace(own.lane, warp_row, col, line), work)
-                wait_for_scores()  # the next S is there, and its K was read; P V may go on
+                wait_for_scores()  # the next S is complete, and its K was read; P V may go on
                 if has_next:
                     release(keys, at, own.lane)
             is_issued = end_products(s, block, q_at, at, before, copied, first < stop, own)

@@ -130,10 +130,10 @@ def make_produce_items(
         queries, published, at = placed(of_queries, memory), placed(of_items, memory), start()
         number, items = int32(cuda.blockIdx.x), int32(work.schedule.tiles * work.schedule.heads)
         while number < items:
-            after = cuda.atomic.add(work.next_item, 0, 1)  # it is there when it is needed
+            after = cuda.atomic.add(work.next_item, 0, 1)  # early, so that the number arrives in time
             # 3: for 1 <= i <= T_r
             item, numbers = item_at(number, work), tile_at(published, at)
-            acquire(published, at)  # all have read what was there
+            acquire(published, at)  # all readers are done with the old item
             publish_item(numbers, item)
             # All consumers clear the tail of a sequence together.
             has_tail = is_packed and item.stop * block_k > item.cols
@@ -143,16 +143,16 @@ def make_produce_items(
                 st_shared(skip_count_address(numbers, c), skipped)
             publish(published, at)
             # 4: load Q_i
-            acquire(queries, at)  # out was copied from there
+            acquire(queries, at)  # the output in this slot has been copied
             full = commit(queries, at, q_bytes)
             load_q(tile_at(queries, at), q, full, item.first_q + item.place, item)
             at = following(queries, at)
             number = int32(cuda.gridDim.x + after)
-        acquire(published, at)  # all have read what was there
-        st_shared(tile_at(published, at), int32(-1))  # no more of them
+        acquire(published, at)  # all readers are done with the old item
+        st_shared(tile_at(published, at), int32(-1))  # there are no more items
         st_shared(tile_at(published, at) + WORD, int32(-1))
         publish(published, at)  # the producer of keys may end
-        publish(queries, at)  # and the consumers, which wait for q
+        publish(queries, at)  # the consumers, which wait for q, may end
         reset_items(work.next_item)
 
     return produce_items
@@ -179,7 +179,7 @@ def make_produce_tiles(
         wait(items, item_at)  # the first item is published
         item = read_item(tile_at(items, item_at))
         while item.first >= 0:
-            # Released only once read: the scheduler could otherwise overwrite an item without tiles first.
+            # Released after the read: the scheduler could otherwise overwrite an item that has no tiles.
             release_alone(items, item_at)
             # 6: for 1 <= j <= T_c, backwards: partially masked tiles come first
             for n in range(int32(item.stop - item.first)):
@@ -187,7 +187,7 @@ def make_produce_tiles(
                 col = item.first_k + j * block_k
                 # 7: load K_j, V_j
                 if is_listed:
-                    acquire(keys, at)  # its K was read
+                    acquire(keys, at)  # the previous K of this stage was read
                     # The tile, and the index of its words in the block mask.
                     listed = memory + list_offset + LISTED * at.stage
                     st_shared(listed, j)
@@ -195,7 +195,7 @@ def make_produce_tiles(
                 fetch_k(keys, at, k, col, item, (0, 0))
                 at = fetch_v(values, at, v, col, item, (0, 0))
             item_at = following(items, item_at)
-            wait(items, item_at)  # the next one is, too
+            wait(items, item_at)  # the next item is published
             item = read_item(tile_at(items, item_at))
 
     return produce_tiles

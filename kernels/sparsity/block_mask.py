@@ -74,8 +74,8 @@ class BlockMask:
 
     Raises:
         TypeError: If states are not integers, patterns are not booleans, or a size is not an integer.
-        ValueError: If a side is not a positive multiple of 16, there is not one state for each block, or a
-            state has no pattern.
+        ValueError: If a side is not a positive multiple of 16, there is not one state for each block, a
+            state has no pattern, or there are more than 2**28 blocks.
     """
 
     butterfly = classmethod(_builder(builders.butterfly))

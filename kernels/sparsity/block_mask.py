@@ -75,7 +75,7 @@ class BlockMask:
     Raises:
         TypeError: If states are not integers, patterns are not booleans, or a size is not an integer.
         ValueError: If a side is not a positive multiple of 16, there is not one state for each block, a
-            state has no pattern, or there are more than 2**28 blocks.
+            state has no pattern, or a head has more than 2**28 blocks.
     """
 
     butterfly = classmethod(_builder(builders.butterfly))

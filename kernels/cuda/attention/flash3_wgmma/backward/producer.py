@@ -135,7 +135,7 @@ def make_produce(form: KernelForm, pipelines: BackwardPipelines) -> Callable[...
         while number < items:
             after = int32(0)
             if not is_ordered:
-                after = cuda.atomic.add(work.next_item, 0, 1)  # early, so that the number arrives in time
+                after = cuda.atomic.add(work.next_item, 0, 1)  # early: the number arrives in time
             # 5: for 1 <= j <= T_c
             item = item_of(number, work)
             base = row_base(item.flat, item.line, item.first_q, extras)

@@ -257,7 +257,7 @@ def make_finish(form: KernelForm) -> Callable[..., None]:
             put_out(out, own_tile, own.thread, item.b, item.h, item.first_q + top, item.rows - top)
             cp_async_bulk_commit_group()
         if is_packed:
-            bar_sync(OUT_BARRIER + own.me, WARPGROUP)  # all rows are written, so the next q may arrive
+            bar_sync(OUT_BARRIER + own.me, WARPGROUP)  # all rows are written: the next q may arrive
         if is_alone:
             release_slot(block.queries, own.thread, q_at.stage)
             return int32(-1)
@@ -302,7 +302,7 @@ def make_consume(form: KernelForm, pipelines: ForwardPipelines) -> Callable[...,
         unit = one if modifies_scores else float32(work.scale)
         factor = unit * LOG2_OF_E
         kept = cuda.local.array(words, uint32)  # (words,): bits of the elements that dropout keeps
-        seen = cuda.local.array(seen_count, uint32)  # (seen_count,): visible bits, then pairs of a mask
+        seen = cuda.local.array(seen_count, uint32)  # (seen_count,): bits, then pairs of a mask
         block, q_at, at = placed_block(pipelines, memory), start(), start()
         queries, keys, values = block.queries, block.keys, block.values
         offer_turn(me)

@@ -130,7 +130,7 @@ def make_produce_items(
         queries, published, at = placed(of_queries, memory), placed(of_items, memory), start()
         number, items = int32(cuda.blockIdx.x), int32(work.schedule.tiles * work.schedule.heads)
         while number < items:
-            after = cuda.atomic.add(work.next_item, 0, 1)  # early, so that the number arrives in time
+            after = cuda.atomic.add(work.next_item, 0, 1)  # early: the number arrives in time
             # 3: for 1 <= i <= T_r
             item, numbers = item_at(number, work), tile_at(published, at)
             acquire(published, at)  # all readers are done with the old item

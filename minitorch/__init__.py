@@ -1,7 +1,8 @@
 """minitorch: automatic differentiation from scalars to a transformer, with its own fused attention kernels.
 
-The names below are those of the published course, so that its tests and scripts run unchanged.  Starter
-trees leave out what is marked ``beyond module N`` up to module N, and ``until module N`` from the next on.
+The names below are those of the published course, so that its tests and scripts run unchanged.  A line that
+is marked ``beyond module N`` is left out of the starter trees of modules 0 to N.  A line that is marked
+``until module N`` is left out of the starter trees after module N.
 """
 
 from .doctor import entrance as _entrance  # beyond module 5

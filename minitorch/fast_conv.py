@@ -180,8 +180,8 @@ def make_kernel(convolve_item: Callable[..., None]) -> Any:
         One thread does: one element of out
         Shared: none
         Registers: one sum
-        Global traffic: for each element of out, in_channels · kernel elements of input and of weight,
-            which neighbouring threads find in the cache; one write
+        Global traffic: for each element of out, one write and in_channels · (size of the kernel) reads of
+            input and of weight each; neighbouring threads find most of these values in the cache
         Needs: nothing
         """
         item = cuda.grid(1)

@@ -20,7 +20,7 @@ from .tensor_functions import Max
 from .tensor_ops import normalize_dim
 from .tensors.factories import from_numpy, rand, tensor
 
-#: The published course's name of the maximum over a dimension, on the fast backend; see :func:`max`.
+#: Maximum over a dimension, on the fast backend; the published course has this name for :func:`max`.
 max_reduce = FastOps.reduce(operators.max, -1e9)
 
 
@@ -91,7 +91,7 @@ def max(input: Tensor, dim: Any) -> Tensor:
 
 
 def argmax(input: Tensor, dim: Any) -> Tensor:
-    """Mark the maxima along ``dim``: 1 at each (all of them on a tie), 0 elsewhere; NaN is the largest."""
+    """Return 1 at every maximum along ``dim`` and 0 elsewhere; NaN is the largest."""
     check_tensor("input", input)
     # TASK 4.4: Compare with the maximum, of the tensor without its history; NaN is unequal to itself.
     plain = input.detach()
@@ -209,7 +209,7 @@ def silu(input: Tensor) -> Tensor:  # beyond module 5
 
 @operation  # beyond module 5
 def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
-    """Set each element to 0 with probability ``rate``; the others are unchanged.
+    """Set each element to 0 with probability ``rate``, and leave the remaining elements unchanged.
 
     Args:
         input: A tensor of any shape.

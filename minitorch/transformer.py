@@ -141,9 +141,9 @@ class TransformerLayer(
 class DecoderLM(TextGeneration):
     """A decoder-only language model: embeddings, transformer layers, and logits of the next token.
 
-    It has the structure of GPT-2, or with ``rotary_theta``, ``norm="rms"``, ``feed_forward="swiglu"``,
-    ``bias=False`` and often ``n_kv_head`` that of Llama. Further options are those of
-    :class:`minitorch.Config`.
+    The default structure is that of GPT-2.  For the structure of Llama, pass ``rotary_theta``,
+    ``norm="rms"``, ``feed_forward="swiglu"``, ``bias=False`` and often ``n_kv_head``. Further options are
+    those of :class:`minitorch.Config`.
 
     Args:
         tie_weights: Compute the logits with the embedding table instead of a separate layer.
@@ -154,7 +154,7 @@ class DecoderLM(TextGeneration):
             :class:`minitorch.Rotary`.
 
     Attributes:
-        precision: The policy, or None.
+        precision: The :class:`minitorch.Precision` of the model, or None.
         rotary: The rotary positions of all layers, or None.
         places: If the model reads only a part of each sequence, a function from the number of tokens to
             their positions in the whole sequence; None if the tokens start at position 0.

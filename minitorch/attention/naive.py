@@ -119,7 +119,9 @@ def _attend_widened(operands: tuple[Tensor, ...], problem: Problem, options: Opt
 
 
 def composed_attention(ctx: Any, q: Tensor, *others: Any) -> Any:  # beyond module 5
-    """Repeat a call of :class:`FlashAttention` by :func:`naive_attention`, for what no kernel derives.
+    """Repeat a call of :class:`FlashAttention` by :func:`naive_attention`.
+
+    This serves derivatives that no kernel computes.
 
     Args:
         ctx: The context of the call, which has the seed of its dropout.

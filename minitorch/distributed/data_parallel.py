@@ -170,9 +170,10 @@ class GradientAverage:
 
 
 class ShardedOptimizer(Optimizer):
-    """An optimiser whose state is spread over the ranks (ZeRO-1): each updates a share of the parameters.
+    """An optimiser whose state is spread over the ranks (ZeRO-1).
 
-    Gradients must be the same on all ranks, as :class:`GradientAverage` makes them.
+    Each rank updates a share of the parameters.  Gradients must be the same on all ranks, as
+    :class:`GradientAverage` makes them.
 
     Args:
         parameters: Parameters of the model, the same on all ranks.

@@ -44,8 +44,8 @@ class Group(ABC):
     def together(self) -> AbstractContextManager[Any]:
         """Return a context whose sends and receives begin together, at the end of the context.
 
-        A rank that both sends and receives must begin both operations in one context.  Otherwise, an engine
-        may run them one after the other, and all ranks may wait for each other.
+        A rank that both sends and receives must begin both operations in one context.  Otherwise, a device
+        may run the two operations one after the other, and all ranks may wait for each other.
         """
         return nullcontext()
 

@@ -109,11 +109,11 @@ class MPIGroup(Group):
 
     Args:
         communicator: An intracommunicator of mpi4py.
-        waiting: Waits for the operations; None creates one for the ranks of the communicator.
-        name: A name of the group that is the same on all its ranks, and no other group's.
+        waiting: The object that waits for operations; None creates a ``Waiting`` for the communicator.
+        name: The name of the group, the same on all its ranks.  No other group may have this name.
 
     Attributes:
-        waiting: Measures how long this rank waits, in this group and in those split from it.
+        waiting: Measures how long this rank waits in this group and in the groups split from it.
     """
 
     on_host = True

@@ -211,7 +211,7 @@ def _has_kernels(history: History) -> bool:
 
 
 def _vjp(history: History, dout: Any, dlse: Any = None, rest: Any = None) -> Any:
-    """Return the gradients of the arguments of attention, by functions of this module if it has kernels."""
+    """Return the gradients of attention's arguments, or NotImplemented if no kernel computes them."""
     if not _has_kernels(history):
         return NotImplemented
     q, k, v, *others = history.inputs
@@ -220,7 +220,7 @@ def _vjp(history: History, dout: Any, dlse: Any = None, rest: Any = None) -> Any
 
 
 def _jvp(history: History, tangents: tuple[Any, ...]) -> Any:
-    """Return the tangents of the results of attention, by a function of this module if it has kernels."""
+    """Return the tangents of attention's results, or NotImplemented if no kernel computes them."""
     if not _has_kernels(history) or any(t is not None for t in tangents[3:]):
         return NotImplemented
     q, k, v, *others = history.inputs

@@ -185,12 +185,13 @@ class FlashAttention(Several):
             q: (…, heads, seq_q, head_dim).
             k: (…, heads, seq_k, head_dim).
             v: (…, heads, seq_k, value_dim).
-            *others: The options that may require gradients, in the order of ``WITH_GRADIENT``, all options
-                by name, and the function that builds the problem, ``problem_of`` if it is missing.
+            *others: First the options that may require gradients, in the order of ``WITH_GRADIENT``.  Then
+                a dictionary of all options by name.  Last the function that builds the problem; it may be
+                missing, and ``problem_of`` is used instead.
 
         Returns:
-            out (…, heads, seq_q, value_dim); with ``return_lse`` also lse (…, heads, seq_q), float32 for
-            16-bit operands, and its rest.
+            out (…, heads, seq_q, value_dim).  With ``return_lse`` also lse (…, heads, seq_q), float32 for
+            16-bit operands, and the rounding error of lse.
 
         Raises:
             ValueError: If the call is invalid; if gradients are recorded, also for a ``score_mod`` that
@@ -239,9 +240,9 @@ class FlashAttention(Several):
         grad_lse: Tensor | None = None,
         grad_rest: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Recompute the probabilities tile by tile and return dq, dk, dv and those of options.
+        """Recompute the probabilities tile by tile, and return dq, dk, dv and the gradients of options.
 
-        The rest of lse is a constant, as the error of a rounding is.
+        The rounding error of lse is treated as a constant, so ``grad_rest`` has no effect.
         """
         target, problem, *saved = ctx.saved_values
         q, needs_grad = saved[0], ctx.needs_input_grad
@@ -298,5 +299,5 @@ def _copy(array: Any) -> Any:
 
 
 def in_dtype(t: Tensor, dtype: Any) -> Tensor:
-    """Return a gradient in the dtype of its result; a later operation may have widened it."""
+    """Convert the gradient of a result to the result's dtype; a later operation may have widened it."""
     return t if t.dtype == dtype else t.f.id_map(t, t.empty(t.shape, dtype))

@@ -26,13 +26,13 @@ def cross_entropy(
     Args:
         logits: (classes,), (rows, classes) or (rows, classes, …).
         target: Class indices, a tensor or an array of the shape of the logits without the classes.
-        ignore_index: A target that is left out: of the sum, and of the count of the mean.
+        ignore_index: Rows with this target do not count, neither in the sum nor in the mean.
         reduction: "mean", "sum" or "none".
         label_smoothing: Part of the target distribution, from 0 to 1, that is spread over all classes.
 
     Returns:
-        Shape (1,), or for "none" the shape of the target, with 0 where a target is left out; float32 for
-        16-bit logits.  The mean of no targets is NaN.
+        Shape (1,), or for "none" the shape of the target, with 0 where the target is ``ignore_index``;
+        float32 for 16-bit logits.  The mean of no targets is NaN.
 
     Raises:
         TypeError: If the logits are not a tensor, or the targets not whole numbers.

@@ -23,8 +23,8 @@ def integer_array(ids: Any, limit: int, name: str) -> Any:
         name: The name of the argument in error messages.
 
     Raises:
-        TypeError: If they are not whole numbers.
-        ValueError: If one is below 0 or not below ``limit``.
+        TypeError: If the ids are not whole numbers.
+        ValueError: If an id is below 0 or not below ``limit``.
     """
     given = ids.to_numpy() if is_tensor(ids) else as_host_array(name, ids)
     if given.dtype == np.int64 and given.base is None and not given.flags.writeable:

@@ -31,7 +31,7 @@ class Config(
 ):
     """The options of transformers with the structure of GPT-2.
 
-    Each module takes those that its signature names, or a whole ``Config`` in their place:
+    Each module takes the options that its signature names, or a whole ``Config`` instead of them:
     ``TransformerLayer(8, 2, bias=False)`` and ``TransformerLayer(Config(8, 2, bias=False))`` are equal.
 
     Args:
@@ -45,8 +45,8 @@ class Config(
         use_fused_kernel: Ignored; for code of the published course.
         use_flash_attention: The published course's flag; True selects "flash".
         attention: "flash", the fused kernel; "naive", composed of tensor operations; or the name of an
-            approximation of :mod:`minitorch.attention`.  A cache needs one of the first two, packed
-            sequences the first.
+            approximation of :mod:`minitorch.attention`.  A cache needs "flash" or "naive"; packed
+            sequences need "flash".
         attention_dropout: Dropout probability of the attention weights, in training.
         middle_dim: Width of the feed-forward network.
         dtype: Dtype of the parameters; the default dtype when None.

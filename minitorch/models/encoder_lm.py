@@ -75,14 +75,14 @@ class EncoderLM(Module):
     transformer layers without a causal mask, and a head that predicts masked tokens: a linear
     layer, GELU, a layer norm, and logits with the embedding table.
 
-    All methods take a batch in one of two forms.  Padded: ids (batch, seq) and ``lengths``, the number of
-    tokens of each sequence, or None if no sequence is shorter than seq.  Packed: ids (total,) of all
-    sequences one after the other, and their ``lengths``, which sum to total or less: ids after the last
-    sequence are padding, so that several batches can have the same total.  Both give the same results up to
-    rounding; packed batches spend no computation on the padding of each sequence.
+    All methods take a batch in one of two forms.  A padded batch has ids (batch, seq) and ``lengths``, the
+    number of tokens of each sequence, or None if no sequence is shorter than seq.  A packed batch has ids
+    (total,) of all sequences, one after the other, and the ``lengths`` of the sequences, whose sum is at
+    most total.  Ids after the last sequence are padding, so that several batches can have the same total.
+    Both forms give the same results up to rounding.  Packed batches save the computation on padding.
 
-    Further options are those of :class:`minitorch.Config`; the layers are bidirectional and post-norm
-    whatever it says.
+    Further options are those of :class:`minitorch.Config`.  The layers are always bidirectional and
+    post-norm.
 
     Args:
         middle_dim: Width of the feed-forward networks; 4 n_embd when None.

@@ -66,20 +66,20 @@ class Request:
 class Engine:
     """Continue many texts at once, by one model; an engine belongs to one thread.
 
-    With the same seed, the tokens of a request are those of ``model.generate``, whatever else is running,
-    up to rounding: sums may be split differently, which can change a draw between two tokens.
+    With the same seed, a request gets the tokens that ``model.generate`` draws, whatever else is running.
+    Rounding may differ, which can change the choice between two tokens of nearly equal probability.
 
     Args:
         model: A :class:`minitorch.DecoderLM` with flash or naive attention.
         pages: Number of pages in the pool.
-        page_size: Tokens of a page, a multiple of 16 up to 256.
-        batch: Most requests that run at the same time.
-        chunk: Most tokens of prompts in a step.
-        batch_invariant: Let attention of a text have the same bits in every batch.
+        page_size: Number of tokens in a page, a multiple of 16 up to 256.
+        batch: Maximum number of requests that run at the same time.
+        chunk: Maximum number of prompt tokens in a step.
+        batch_invariant: Compute the attention of a text with the same bits in every batch.
 
     Attributes:
-        running: Requests that have their pages.
-        waiting: Requests that wait for them, the oldest first.
+        running: Requests that have pages.
+        waiting: Requests that wait for pages, the oldest first.
 
     Raises:
         TypeError: If a number is not whole, or the model is of another type.
@@ -124,16 +124,16 @@ class Engine:
         self, prompt: Any, count: int, temperature: float = 1.0, seed: int | None = None,
         *, top_k: int | None = None, top_p: float = 1.0, stops: Collection[int] = (),
     ) -> Request:  # fmt: skip
-        """Add a request to those that wait.
+        """Add a request to the waiting requests.
 
         Args:
             prompt: Token ids, at least one.
             count: Number of tokens to add at most, at least 1.
-            temperature: See :meth:`DecoderLM.continuation`, also for the next three.
-            seed: The request has a random stream of its own.
-            top_k: As there.
-            top_p: As there.
-            stops: Tokens that end the text; the one that does is its last.
+            temperature: See :meth:`DecoderLM.continuation`.
+            seed: Seed of the request's own stream of random numbers.
+            top_k: See :meth:`DecoderLM.continuation`.
+            top_p: See :meth:`DecoderLM.continuation`.
+            stops: Tokens that end the text.  The token that ends it is the last one of the text.
 
         Raises:
             TypeError: If an argument has the wrong type.
@@ -157,11 +157,11 @@ class Engine:
         return request
 
     def cancel(self, request: Request, error: Exception | None = None) -> None:
-        """End a request, whose pages are then free; one that has ended stays as it is.
+        """End a request and free its pages; do nothing if the request has already ended.
 
         Args:
             request: The request.
-            error: Why it cannot be continued, if that is the reason.
+            error: The error, if the request ends because it cannot be continued.
         """
         self._end(request, "cancelled" if error is None else "error", error)
 
@@ -186,9 +186,10 @@ class Engine:
             self.running.append(self.waiting.popleft())
 
     def step(self) -> list[tuple[Request, int]]:
-        """Let the model read once, and return the new tokens; requests that have ended say so themselves.
+        """Run the model once, and return the new tokens with their requests.
 
-        A request whose token cannot be chosen ends with an error. If the model fails, nothing has changed.
+        The attribute ``ended`` of a request tells whether it has ended.  A request whose token cannot be
+        chosen ends with "error".  If the model fails, no request is changed.
         """
         self._admit()
         chosen, room = [(r, 1) for r in self.running if r.pending == 1], self.chunk
@@ -261,12 +262,12 @@ class Engine:
         return choose_tokens(self.model.last_logits(hidden, ends), settings) if len(ends) else None
 
     def tokens(self, request: Request) -> Generator[int]:
-        """Yield the tokens of a request as they come; all others go on meanwhile.
+        """Yield the tokens of a request as they come, while all other requests continue, too.
 
-        An iteration that is left early cancels it.
+        If the iteration is left early, the request is cancelled.
 
         Raises:
-            Exception: What ended the request, if it could not be continued.
+            Exception: The error that ended the request, if it could not be continued.
         """
         given = 0
         try:

@@ -36,7 +36,7 @@ def _checked_sizes(**sizes: Any) -> None:
 
 
 class Part(NamedTuple):
-    """Texts that add equally many tokens each, one text after the other, and where their keys lie."""
+    """Texts to which a step adds the same number of tokens each, and the pages of their keys."""
 
     new: int  #: Tokens of each text.
     before: npt.NDArray[np.int32]  #: Keys of each text before the step, (texts,).
@@ -145,15 +145,15 @@ class LayerCache:
     def attend(
         self, attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, options: Any
     ) -> Tensor:
-        """Append keys and values, and attend to all so far; arguments as of a layer's ``attend``."""
+        """Append keys and values, and attend to all keys so far; the arguments are those of the layer."""
         before = self.length
         k, v = self.append(k, v)  # (batch, heads, all so far, head_dim)
         return attention(q, k, v, **{**options, "is_causal": True, "causal_offset": before})
 
     def part(self, batch: int, count: int) -> Part | None:
-        """Return a step of some positions of each text as a part, or None if it cannot be one.
+        """Return the next ``count`` positions of all texts as a part, or None if they do not fit.
 
-        Each text is one page of the capacity's size.
+        In this part, each text has one page, which has the size of the capacity.
         """
         if batch != self.batch or self.length + count > self.capacity:
             return None
@@ -161,11 +161,11 @@ class LayerCache:
         return Part(count, before, kept_range(0, batch)[:, None].astype(np.int32))
 
     def grow(self, count: int) -> None:
-        """Count positions whose keys and values have been written."""
+        """Add ``count`` positions to the length, after their keys and values have been written."""
         self.length += count
 
     def positions(self, count: int) -> Any:
-        """Return the next positions, (count,)."""
+        """Return the next ``count`` positions, (count,)."""
         return np.arange(self.length, self.length + count)
 
     def rotated(self, rotary: Rotary, x: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ class KVCache:
         return min(layer.length for layer in self.layers)
 
     def start(self, model: Any, idx: Any) -> int:
-        """Return the number of tokens of each text in a step of a model that appends them.
+        """Prepare a step of the model, and return the number of tokens that it appends to each text.
 
         Raises:
             ValueError: If the ids exceed the context or the cache, or the cache is another model's.

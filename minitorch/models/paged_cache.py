@@ -79,7 +79,7 @@ class PagedLayer(LayerCache):
         return found[0] if len(found) == 1 else cat(found, 2)
 
     def part(self, batch: int, count: int) -> Part | None:
-        """Return the step as a part, or None if it has several, or one kernel must attend in all steps."""
+        """Return the step's part, or None if it has several parts, or the engine is batch-invariant."""
         parts = self.step.parts
         return parts[0] if len(parts) == 1 and not self.step.batch_invariant else None
 

@@ -84,10 +84,10 @@ class ReversibleSequence(Module):
 
         Args:
             x1: The first stream.
-            x2: The second one; x₁ again when None, as in Reformer.
+            x2: The second stream; x₁ when None, as in Reformer.
 
         Raises:
-            TypeError: If one is not a tensor.
+            TypeError: If a stream is not a tensor.
             ValueError: If the shapes differ.
         """
         x2 = x1 if x2 is None else x2

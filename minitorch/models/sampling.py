@@ -36,7 +36,7 @@ def prompt_ids(prompt: Any, n_vocab: int) -> list[int]:
 
 
 class Sampler:
-    """How the tokens of a text are drawn, and its stream of random numbers.
+    """The settings and the stream of random numbers by which the tokens of a text are drawn.
 
     Args:
         temperature: Divisor of the logits before sampling; 0 takes the most likely token.
@@ -46,7 +46,7 @@ class Sampler:
         seed: Seed of the sampling; None draws a random one.
 
     Attributes:
-        is_greedy: Whether it takes the most likely token.
+        is_greedy: Whether the most likely token is always taken.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -80,7 +80,7 @@ class Sampler:
         """Return a chosen token, and draw the random number of the one after it.
 
         Raises:
-            ValueError: If the logits were no numbers.
+            ValueError: If the logits were NaN or infinite.
         """
         self._uniform = self._rng.random()
         if token < 0:
@@ -103,14 +103,14 @@ def settings_of(samplers: Sequence[Sampler]) -> Array:
 def choose_tokens(logits: Tensor, settings: Any) -> Tensor:
     """Choose a token for each row of logits.
 
-    The tokens that remain after top-k and top-p, in the order of their ids, divide [0, 1) among them by
-    their probabilities, and the random number lies in the share of one of them.
+    The interval [0, 1) is divided among the tokens that remain after top-k and top-p, in the order of their
+    ids and in proportion to their probabilities.  The random number lies in the part of the chosen token.
 
     Args:
         logits: (rows, n_vocab).
         settings: Temperature, random number, top-k and top-p of each row, (4, rows, 1) float64 on the host.
-            Without the last two, (2, rows, 1), all tokens remain; with none of them, (0, rows, 1), the most
-            likely token is chosen.
+            With shape (2, rows, 1), top-k and top-p are left out, and all tokens remain.  With shape
+            (0, rows, 1), the most likely token is chosen.
 
     Returns:
         The tokens, (rows, 1) float64; -1 for a row whose largest logit is NaN or infinite.

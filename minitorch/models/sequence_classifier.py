@@ -44,7 +44,7 @@ class SequenceClassifier(Module):
     as (total,), and their ``lengths``. No computation is then spent on padding. Packing needs flash
     attention.
 
-    Further options are those of :class:`minitorch.Config`; the layers are bidirectional whatever it says.
+    Further options are those of :class:`minitorch.Config`; the layers are always bidirectional.
 
     Args:
         n_classes: Number of classes.
@@ -155,10 +155,10 @@ class SequenceClassifier(Module):
 
         Args:
             idx: Token ids of all sequences, (total,).
-            lengths: Number of tokens of each, (batch,).
+            lengths: Number of tokens of each sequence, (batch,).
 
         Raises:
-            ValueError: If they do not fit.
+            ValueError: If the ids and the lengths do not fit.
         """
         shape, fits = shape_of("token ids", idx), lengths.ndim == 1 and lengths.dtype.kind in "iu"
         fits = fits and len(shape) == 1 and bool(len(lengths)) and lengths.sum() == shape[0]

@@ -38,10 +38,10 @@ class Site(NamedTuple):
     """Where a function was called.
 
     Attributes:
-        file: The user's file, that of the innermost frame outside the library.
-        line: The line in it.
+        file: The user's file, which contains the innermost frame outside the library.
+        line: The line in this file.
         name: The function that contains the line.
-        within: The library's lines between that line and the operation, outermost first.
+        within: The library's lines between the user's line and the operation, outermost first.
     """
 
     file: str

@@ -195,26 +195,28 @@ def graph_step(fn: Callable[..., Any], warm_up: int = WARM_UP, most_shapes: int 
     emulated GPU, for a model on the host, and under ``MINITORCH_CUDA_SYNC`` or ``detect_anomaly``, all
     calls run the function.
 
-    A replay updates its inputs and the data that layers derive from them on the host; the seeds of dropout,
-    drawn from Python's ``random`` as in an eager call; and the step, the learning rate and the other rates
-    of :class:`minitorch.AdamW`.  Exchanges with other ranks through an ``NcclGroup``, such as those of
-    :class:`minitorch.distributed.GradientAverage`, divide the step into several graphs, and a replay
-    repeats them in between.  Everything else is fixed at recording: Python numbers, modes such as
-    ``model.eval()``, and ``matmul_precision``.  If recorded calls differ in it, an error is raised.
-    If ``update`` replaces a parameter, or a state is loaded into the optimiser, the step is recorded again.
-    Tensors that Python keeps from the recorded
-    call, such as ``optimizer.grad_norm``, hold the values of the last replay, but only where all inputs
-    have had the same shapes: graphs for several shapes compute in the same memory.
+    A replay updates its inputs and the data that layers derive from the inputs on the host.  It draws the
+    seeds of dropout from Python's ``random``, as an eager call does.  It reads the step, the learning rate
+    and the other rates of :class:`minitorch.AdamW`.  Everything else is fixed at recording: Python numbers,
+    modes such as ``model.eval()``, and ``matmul_precision``.  If the two recorded calls differ in one of
+    these values, an error is raised.  If ``update`` replaces a parameter, or a state is loaded into the
+    optimiser, the step is recorded again.
+
+    Exchanges with other ranks through an ``NcclGroup``, such as the exchanges of
+    :class:`minitorch.distributed.GradientAverage`, divide the step into several graphs.  A replay repeats
+    these exchanges between the graphs.  Tensors that Python keeps from the recorded call, such as
+    ``optimizer.grad_norm``, hold the values of the last replay.  This does not hold if the inputs have had
+    several shapes, because the graphs of all shapes compute in the same memory.
 
     Args:
         fn: Takes NumPy arrays and tensors, of constant shapes or of a few different ones, and returns
             tensors on the device: one, None, or tuples, lists and dicts of them.  It begins with
-            ``zero_grad``, and updates state that it keeps between calls in place, as
-            :class:`minitorch.AdamW` does with parameters and moments.  All its work is launched by this
+            ``zero_grad``.  State that lasts from call to call must be updated in place, as
+            :class:`minitorch.AdamW` updates parameters and moments.  All its work is launched by this
             library, from one thread.
         warm_up: Number of eager calls before recording, at least 1.
-        most_shapes: Number of different shapes and dtypes of the inputs.  Each has its own warm-up and
-            recorded calls, and its own graph.
+        most_shapes: Number of different shapes and dtypes of the inputs.  Each combination has its own
+            warm-up and recorded calls, and its own graph.
 
     Returns:
         A function of the same arguments, with ``is_captured``, ``why_eager`` and ``reset()``.  Later calls

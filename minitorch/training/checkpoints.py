@@ -301,10 +301,10 @@ class Checkpoints:
         """Read a checkpoint.
 
         Args:
-            path: One of the files; the last one if None.
+            path: One of the files; the file of the last step if None.
 
         Raises:
-            CheckpointError: If there is none, or it cannot be read; the message then names the latest
+            CheckpointError: If there is no file, or it cannot be read; the message then names the latest
                 earlier checkpoint that can be read.
         """
         files = self.files()

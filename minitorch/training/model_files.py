@@ -30,8 +30,8 @@ BESIDE = "training/"
 _KEY, _BLANK = b'"digest":"', b"0" * 64
 
 
-#: Errors of reading a damaged file.  AttributeError and TypeError: weights of a dtype that NumPy does not
-#: have, such as float8.  RecursionError: deeply nested JSON.
+#: Errors that reading a damaged file may raise.  Weights of a dtype that NumPy does not have, such as
+#: float8, raise an AttributeError or a TypeError.  Deeply nested JSON raises a RecursionError.
 UNREADABLE = (
     SafetensorError, AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
@@ -159,7 +159,7 @@ def replacing(path: Path) -> Generator[BinaryIO, None, None]:
     """Return a context with a new file, which replaces the file at ``path`` at the end.
 
     An interrupted write leaves the old file intact.  Several threads, processes and machines may replace a
-    file at the same time; one of their files stays, whole.
+    file at the same time; the complete file of one of them remains.
 
     Args:
         path: The path of the file, whose folder is created if necessary.
@@ -185,7 +185,7 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, Any]]:
 
     Raises:
         CheckpointError: If the file is missing, truncated, changed since it was written, or no checkpoint
-            of ours; one line that names the file.
+            of this library; the message is one line that names the file.
     """
     path = Path(path)
     if not path.is_file():

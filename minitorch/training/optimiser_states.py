@@ -29,9 +29,10 @@ class State:
 
     @property
     def param_groups(self) -> list[ChainMap[str, Any]]:
-        """The groups: the parameters of each under "params", and its rates, which may be set.
+        """Return a dictionary for each group, with its parameters as "params" and its rates.
 
-        A rate that was not given for a group is that of the optimiser, such as ``optimizer.lr``.
+        The rates may be set.  A group without a rate of its own has the rate of the optimiser, such as
+        ``optimizer.lr``.
         """
         if not self._groups:
             return [ChainMap(vars(self), {"params": self.parameters})]

@@ -222,8 +222,8 @@ def checkpoint(fn: Callable[..., Any], *inputs: Any) -> Any:
     Args:
         fn: Returns a tensor, or a tuple or list of tensors and other values.  It must depend only on its
             inputs, on tensors that do not change before the backward pass, and on random numbers of
-            ``manual_seed``; it must not use its own generator, and a mode such as ``model.eval()`` must
-            not change in between.
+            ``manual_seed``.  It must not use its own generator, and a mode such as ``model.eval()`` must
+            not change between its two calls.
         *inputs: The arguments of ``fn``, tensors and others, which are kept.
 
     Returns:

@@ -17,8 +17,8 @@ class Scheduler:
     A subclass defines ``rate``.  The rates of the first step are set when the scheduler is made.
 
     Args:
-        optimizer: The optimiser, whose rates are the highest ones.
-        warmup_steps: Number of steps over which the rates rise to them, linearly.
+        optimizer: The optimiser.  Its rates so far become the highest rates of the schedule.
+        warmup_steps: Number of steps over which the rates rise linearly to the highest rates.
     """
 
     def __init__(self, optimizer: Optimizer, warmup_steps: int = 0):
@@ -79,9 +79,9 @@ class LambdaLR(Scheduler):
     """Multiply the learning rates by a function of the number of steps.
 
     Args:
-        optimizer: The optimiser, whose rates are the highest ones.
+        optimizer: The optimiser.  Its rates so far become the highest rates of the schedule.
         lr_lambda: Returns the factor of a step, counted from 0 after the warm-up.
-        warmup_steps: Number of steps over which the rates rise, linearly.
+        warmup_steps: Number of steps over which the rates rise linearly to the highest rates.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class StepLR(Scheduler):
     """Multiply the learning rates by ``gamma`` once every ``step_size`` steps.
 
     Args:
-        optimizer: The optimiser, whose rates are the highest ones.
+        optimizer: The optimiser.  Its rates so far become the highest rates of the schedule.
         step_size: Number of steps of one rate.
         gamma: The factor.
-        warmup_steps: Number of steps over which the rates rise, linearly.
+        warmup_steps: Number of steps over which the rates rise linearly to the highest rates.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class CosineAnnealingLR(Scheduler):
     """Lower the learning rates along half a cosine, and keep them at its end.
 
     Args:
-        optimizer: The optimiser, whose rates are the highest ones.
+        optimizer: The optimiser.  Its rates so far become the highest rates of the schedule.
         T_max: Number of steps after the warm-up until the end.
         eta_min: The learning rate at the end.
-        warmup_steps: Number of steps over which the rates rise, linearly.
+        warmup_steps: Number of steps over which the rates rise linearly to the highest rates.
 
     Source: Loshchilov and Hutter (2017), SGDR, equation 5, without restarts.
     """

@@ -41,10 +41,10 @@ def linformer(
         v: (…, heads, seq_k, value_dim).
         attn_mask: Not supported: a projected key mixes all positions.
         dropout_p: Probability of dropping an attention weight.
-        is_causal: Not supported, for the same reason.
+        is_causal: Not supported: a projected key mixes all positions.
         scale: Factor of the scores; 1 / sqrt(head_dim) when None.
         project_k: E, (count, length) or (heads, count, length); the first seq_k columns are used.
-        project_v: F, with a shape as E may have; E when None.
+        project_v: F, (count, length) or (heads, count, length); E when None.
         key_mask: (…, seq_k); False or 0 sets a key and its value to 0, so that no mixture contains them.
 
     Returns:

@@ -43,18 +43,18 @@ def reformer(
     buckets: int | None = None,
     seed: int | None = None,
 ) -> Tensor:
-    """Compute exact attention within chunks of positions sorted by hash, and to the chunk before each.
+    """Sort positions by hash, and compute exact attention to a position's own and the preceding chunk.
 
     Keys are the queries, normalised: k_j = q_j / ‖q_j‖. In each round a random matrix R gives
     position i the bucket argmax([q_i R; -q_i R]). Positions are sorted by bucket and then by
     position, and cut into chunks of ``chunk``. A position attends to the positions of its chunk and
     of the chunk before, whatever their buckets, but to itself only if no other position is visible.
-    The rounds are merged by their log-sum-exp, and a key that is visible in several of them counts
+    The rounds are merged by their log-sum-exp, and a key that is visible in several rounds counts
     several times, as in the authors' code.
 
     Args:
         q: (…, heads, seq, head_dim).
-        k: The same tensor: queries and keys are shared.
+        k: Must be q, because queries also serve as keys.
         v: (…, heads, seq, value_dim).
         attn_mask: Not supported: positions are regrouped.
         dropout_p: Probability of dropping an attention weight.
@@ -65,7 +65,7 @@ def reformer(
         chunk: Number of positions in a chunk; the last chunk of a sequence may be shorter.
         rounds: Number of hashes, each with its own R.
         buckets: Number of buckets, even; when None, the number of chunks, at most 128.
-        seed: Seed of R; when None, ``manual_seed`` decides.
+        seed: Seed of R; when None, drawn from the generator of ``manual_seed``.
 
     Returns:
         (…, heads, seq, value_dim).

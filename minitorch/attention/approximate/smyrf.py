@@ -34,11 +34,11 @@ def smyrf(
     """Compute exact attention within balanced clusters of queries and keys with similar hashes.
 
     F(q) = [q; 0; √(M² - ‖q‖²)] and G(k) = [k; √(M² - ‖k‖²); 0], with M² = max ‖q‖² + max ‖k‖², turn large
-    products into small distances: ‖F(q) - G(k)‖² = 2 M² - 2 q·k.  In each round a random direction a orders
-    queries by a·F(q) and keys by a·G(k).  Both orders are cut into the same number of clusters, whose
+    products into small distances: ‖F(q) - G(k)‖² = 2 M² - 2 q·k.  In each round, a random vector w orders
+    queries by w·F(q) and keys by w·G(k).  Both orders are cut into the same number of clusters, whose
     sizes differ by 1 at most, and queries attend to the keys of the cluster with the same number.  The
-    paper's hash ⌊(a·x + b) / r⌋ grows with a·x, so that sorting needs neither b nor r.  The rounds are
-    merged by their log-sum-exp, and a key that is visible in several of them counts several times.
+    paper's hash ⌊(w·x + b) / r⌋ grows with w·x, so that sorting needs neither b nor r.  The rounds are
+    merged by their log-sum-exp, and a key that is visible in several rounds counts several times.
 
     Args:
         q: (…, heads, seq_q, head_dim).
@@ -51,7 +51,7 @@ def smyrf(
         key_mask: (…, seq_k); False or 0 masks a key.
         cluster: Maximum number of queries in a cluster.
         rounds: Number of hashes, each with its own direction.
-        seed: Seed of the directions; when None, ``manual_seed`` decides.
+        seed: Seed of the directions; when None, drawn from the generator of ``manual_seed``.
 
     Returns:
         (…, heads, seq_q, value_dim); 0 for a query whose clusters contain only masked keys.

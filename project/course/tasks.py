@@ -196,7 +196,7 @@ TASKS = (
     ),
     Task(
         "2.3", "Tensor operations", 15,
-        "Loop over the positions of the output. For each of them, find the positions in the inputs.",
+        "Loop over the ordinals of the output. For each of them, find the positions in the inputs.",
         TENSORS,
     ),
     Task(
@@ -332,12 +332,13 @@ TASKS = (
     ),
     Task(
         "5.13", "A page table", 5,
-        "Find the page of a position in the table of its sequence, and the place in that page.",
+        "Look up the page that holds a position in its text's row of the page table, and compute the "
+        "place within that page.",
         FLASH,
     ),
     Task(
         "5.14", "The derivative of a score_mod", 5,
-        "Record the function on a tensor of one score, and let your backpropagation differentiate it.",
+        "Apply the function to a tensor of one score, and differentiate the result by your backpropagation.",
         FLASH,
     ),
 )  # fmt: skip

@@ -275,7 +275,7 @@ TASKS = (
         "5.4", "Algorithm 1 as a CUDA kernel", 15,
         "Complete three kernels. In the first two, Algorithm 0 and Algorithm 1, each thread computes one "
         "row. In the third, flash1, the threads of a block share a tile; there you write lines 10 to 13, "
-        "15 and 16 of Algorithm 1. Put a barrier between one thread's write and another thread's read. "
+        "15 and 16 of Algorithm 2. Put a barrier between one thread's write and another thread's read. "
         "The page on the kernels has a table of the helpers.",
         FLASH, core=("flash1, plain",), emulated=True,
     ),
@@ -338,7 +338,8 @@ TASKS = (
     ),
     Task(
         "5.14", "The derivative of a score_mod", 5,
-        "Apply the function to a tensor of one score, and differentiate the result by your backpropagation.",
+        "Apply the function to a tensor of one score, and differentiate the result by "
+        "your backpropagation.",
         FLASH,
     ),
 )  # fmt: skip

@@ -30,7 +30,7 @@ KERNELS = {
     "5.5": ((FLASH1, "backward_kernel.flash1_backward", 1),),
     "5.6": ((FLASH1, "forward_kernel.flash1_forward", 0),),
 }
-INDEXING = {"to_index", "broadcast_index", "index_to_position"}
+INDEXING = {"to_index", "broadcast_index", "index_to_position"}  # until module 3
 NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 OF_THREAD, GLOBAL = re.compile(r"threadIdx|\bgrid\(|laneid"), re.compile(r"(out|a|b)(_storage)?")
 MARKER = re.compile(r"\s*# (?:TASK (\d\.\d+): |END TASK )")
@@ -73,10 +73,13 @@ def fault_of(text: str, name: str, task: str, arrays: int) -> str:
     own = [n for n in ast.walk(scope) if lines.get(getattr(n, "lineno", 0)) == task]
     if not own or any(isinstance(n, ast.Name) and n.id == "NotImplementedError" for n in own):
         return f"NotImplementedError: Task {task}: {name} is not written"
-    if task == "5.1":
+    if task == "5.1":  # beyond module 4
         return _not_once(own, "x")
-    if task in ("3.1", "3.2", "4.1", "4.2"):
-        return _not_parallel(own, name) or (_indexes_too_often(own, name) if task == "3.1" else "")
+    if task in ("3.1", "3.2", "4.1", "4.2"):  # until module 4
+        fault = _not_parallel(own, name)
+        if task == "3.1" and not fault:  # until module 3
+            fault = _indexes_too_often(own, name)
+        return fault
     walk = _Walk()
     walk.body(scope.body)
     for (array, _, before), verb, line in walk.missing:
@@ -86,12 +89,12 @@ def fault_of(text: str, name: str, task: str, arrays: int) -> str:
                 f"line {line} of {{file}} {verb} {array}, which another thread has used in line {before}, "
                 f"and no barrier is between: cuda.syncthreads() is missing {place}"
             )
-    if arrays > 1 and (line := _global_in_loop(own, walk.made)):
+    if arrays > 1 and (line := _global_in_loop(own, walk.made)):  # until module 3
         return (
             f"line {line} of {{file}} uses global memory in the innermost loop of {name}: load each "
             "element into shared memory once, multiply from there, and write once at the end"
         )
-    if arrays > 1 and (line := _written_each_round(own)):
+    if arrays > 1 and (line := _written_each_round(own)):  # until module 3
         return (
             f"line {line} of {{file}} writes out for each tile along k: keep the sum in a register, and "
             "write once, after the loop"
@@ -103,7 +106,7 @@ def fault_of(text: str, name: str, task: str, arrays: int) -> str:
             f"{name} uses {used} of {arrays} arrays in shared memory: make them with cuda.shared.array, "
             "fill them, and compute from them"
         )
-    if arrays == 1 and task == "3.3" and not walk.is_combined:
+    if arrays == 1 and task == "3.3" and not walk.is_combined:  # until module 3
         return (
             f"one thread of {name} folds all values: let each thread fold some, then half of the threads "
             "each fold in the value of another one, then half of those, with a barrier between the rounds"
@@ -111,12 +114,12 @@ def fault_of(text: str, name: str, task: str, arrays: int) -> str:
     return ""
 
 
-def _loops_over(node: ast.AST, name: str) -> bool:
+def _loops_over(node: ast.AST, name: str) -> bool:  # until module 4
     call = node.iter if isinstance(node, ast.For) else None
     return isinstance(call, ast.Call) and ast.unparse(call.func).split(".")[-1] == name
 
 
-def _not_parallel(own: list[ast.AST], name: str) -> str:
+def _not_parallel(own: list[ast.AST], name: str) -> str:  # until module 4
     """Return what is wrong unless each loop that fills out is parallel, on buffers of its own."""
     parallel = [n for n in own if _loops_over(n, "prange")]
     within, in_loops = (
@@ -148,7 +151,7 @@ def _not_parallel(own: list[ast.AST], name: str) -> str:
     )
 
 
-def _indexes_too_often(own: list[ast.AST], name: str) -> str:
+def _indexes_too_often(own: list[ast.AST], name: str) -> str:  # until module 3
     """Return what is wrong if aligned operands have no loop without indices, or an inner loop has some."""
 
     def indexing(*block: ast.AST) -> set[str]:
@@ -184,7 +187,7 @@ def _indexes_too_often(own: list[ast.AST], name: str) -> str:
     return ""
 
 
-def _not_once(own: Iterable[ast.AST], name: str) -> str:
+def _not_once(own: Iterable[ast.AST], name: str) -> str:  # beyond module 4
     """Return what is wrong unless a vector is read in one place, which is in a loop."""
     inside, beside = set[int](), set[int]()
     for node in own:
@@ -200,7 +203,7 @@ def _not_once(own: Iterable[ast.AST], name: str) -> str:
     return f"{name} is read in {len(uses)} places, expected one, in a loop: read each block once"
 
 
-def _global_in_loop(own: Iterable[ast.AST], shared: set[str]) -> int:
+def _global_in_loop(own: Iterable[ast.AST], shared: set[str]) -> int:  # until module 3
     """Return the line where an innermost loop uses an array in global memory, except to load a tile."""
     for loop in (n for n in own if isinstance(n, (ast.For, ast.While))):
         statements = [n for part in loop.body for n in ast.walk(part) if isinstance(n, ast.stmt)]
@@ -214,7 +217,7 @@ def _global_in_loop(own: Iterable[ast.AST], shared: set[str]) -> int:
     return 0
 
 
-def _written_each_round(own: Iterable[ast.AST]) -> int:
+def _written_each_round(own: Iterable[ast.AST]) -> int:  # until module 3
     """Return the line where a loop over tiles, the innermost one with a barrier, writes to out."""
     loops = [
         n for n in own if isinstance(n, (ast.For, ast.While)) and "syncthreads" in ast.unparse(n)

@@ -901,12 +901,12 @@ def test_backpropagation_gives_the_derivative_of_a_score_mod(name: str) -> None:
     derivative = taped_derivative(lambda *args: (calls.append(args), score_mod(*args))[1])
     scores = [-2.0, 0.25, 1.5]
     got, expected = [derivative(s, *place) for s in scores], [slope(s) for s in scores]
-    assert len(calls) == len(scores), (
-        f"score_mod is called {len(calls)} times for {len(scores)} scores: call it once, on a tensor that "
-        "requires a gradient, and go backward; a quotient of differences is not exact"
-    )
     mistakes = {
         "this is the value of score_mod, not its derivative": [value(s) for s in scores],
         "the place is left out: score_mod(x, *place)": [slope(s, (0, 0, 0, 0)) for s in scores],
     }
     assert_close_or_explain(got, expected, "f'(S)", mistakes, size=1e4)
+    assert len(calls) == len(scores), (
+        f"score_mod is called {len(calls)} times for {len(scores)} scores: call it once, on a tensor that "
+        "requires a gradient, and go backward; a quotient of differences is not exact"
+    )

@@ -171,7 +171,7 @@ def _indexes_too_often(own: list[ast.AST], name: str) -> str:  # until module 3
             found = {one | other for one in found for other in arms}
         return found
 
-    filling = [n for n in parallel if "out[" in ast.unparse(n)]
+    filling = [n for n in parallel if isinstance(n, ast.For) and "out[" in ast.unparse(n)]
     if filling and not name.endswith("_reduce") and not any(True in ways(n.body) for n in filling):
         return (
             f"{name} computes an index for each element: operands of one shape and with equal strides need "

@@ -53,8 +53,7 @@ _SUMMED = 280_000
 _SUM_STEPS = 10.0
 _MOST_PARTS = 128
 #: The choices of no parts: all blocks stream all tiles, or those that are left after whole rounds.
-_STREAMED = (0, -1)
-_AFTER_ROUNDS = -1
+_STREAMED = _ALL, _AFTER_ROUNDS = 0, -1
 #: The least steps of a block that streams.
 _LEAST_STREAMED = 16
 #: Cost of dividing sums among blocks, and of adding what another block has of a tile, in tiles.
